@@ -17,7 +17,7 @@ from benchmarks.folder import read_lines
 from weftune.bench.table import aligned, number
 from weftune.bench.timing import Hardware, reset_memory
 from weftune.core.clock import Phase
-from weftune.report.effort import label
+from weftune.report.effort import phase_label
 from weftune.report.read import read_wall_times
 
 COLD, WARM = "Weftune, empty caches", "Weftune, again"
@@ -123,7 +123,7 @@ def room(hardware: Hardware, one_peak: int | None) -> int:
 
 def split_table(runs: Sequence[Run]) -> str:
     used = [name for name in Phase if any(run.phases.get(name, 0.0) >= 0.05 for run in runs)]
-    titles = ("seconds", "wall", *(label(name) for name in used), "end of the process", "")
+    titles = ("seconds", "wall", *(phase_label(name) for name in used), "end of the process", "")
     rows = [
         (
             run.name,

@@ -32,7 +32,7 @@ from weftune.core.files import cache_folder
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.spec.spec import JobSpec, RunSpec
 from weftune.run.training.schedule import learning_rate
-from weftune.trainer.job import PreparedJob, make_ready
+from weftune.trainer.job import PreparedJob, prepare_job
 from weftune.trainer.trainer import Trainer
 
 JOBS = Path(__file__).parent.parent / "examples" / "quickstart" / "jobs.yaml"
@@ -138,8 +138,10 @@ def main() -> None:
     ]
     base, plain = load_base(run.base, CPU), load_plain(run.base, CPU)
     tokenizer = load_tokenizer(run.base)
-    ready = [make_ready(job, 0, tokenizer, base.shape, cache_folder() / "tokens") for job in jobs]
-    tokens = sum(batch.tokens for job in ready for batch in job.course(0, job.recipe.steps, False).batches)
+    ready = [prepare_job(job, 0, tokenizer, base.shape, cache_folder() / "tokens") for job in jobs]
+    tokens = sum(
+        batch.tokens for job in ready for batch in job.job_window(0, job.recipe.steps, False).batches
+    )
     _one_with_peft(plain, replace(ready[0], recipe=replace(ready[0].recipe, steps=1)))
     with_weftune(base, run, [[replace(jobs[0], steps=1)]])
 

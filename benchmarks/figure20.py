@@ -19,7 +19,7 @@ from statistics import mean, pstdev
 
 from weftune.plan.cost.estimate import LayerCost
 from weftune.plan.layout.stages import StageLimit, balance
-from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group, merge
+from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group_jobs, merge
 from weftune.plan.program.prices import PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program, SegmentPlan
 from weftune.plan.program.simulate import simulate
@@ -123,7 +123,7 @@ def packed(batches: Batches, capacity: int) -> Work:
             for one in batches[job, step].samples
         ]
         for step in range(1, STEPS + 1)
-        for members in group(shapes, capacity, STAGES).groups
+        for members in group_jobs(shapes, capacity, STAGES).groups
     ]
     merged = merge(rounds, MergeRules(capacity, STAGES, limits=SEARCHED))
     microbatches = tuple(_microbatch(held, batches) for held in merged.microbatches)

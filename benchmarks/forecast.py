@@ -31,7 +31,7 @@ from weftune.bench.timing import Hardware
 from weftune.data.spec import EvalSpec
 from weftune.jobs.spec.spec import JobSpec
 from weftune.plan.cost.profile import write_profile
-from weftune.report.effort import COLUMNS, rows, sentences, tally
+from weftune.report.effort import COLUMNS, error_sentences, prediction_errors, window_rows
 from weftune.report.read import read_run
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.profile import measure_profile
@@ -149,10 +149,10 @@ def forecast(asked: argparse.Namespace, device: torch.device, bar: float) -> Non
         options = Options(capacity=asked.capacity, profile=profile)
         run(base, tokenizer, asked.scale, steps, options, Path(folder))
         windows = read_run(Path(folder) / "out").windows
-    print(aligned(COLUMNS, rows(windows)), "\n")
-    for sentence in sentences(windows):
+    print(aligned(COLUMNS, window_rows(windows)), "\n")
+    for sentence in error_sentences(windows):
         print(sentence)
-    changed, unsettled = tally(windows, unsettled=False), tally(windows, unsettled=True)
+    changed, unsettled = prediction_errors(windows, compiled=False), prediction_errors(windows, compiled=True)
     reached = all(error is not None and error <= bar for error in (changed.seconds, changed.peak))
     print(f"The bar is {bar:.0%}, for time and for memory: {'kept' if reached else 'not kept'}.")
     numbers = {

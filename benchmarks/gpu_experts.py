@@ -80,7 +80,7 @@ def layer_of(size: Size, jobs: int, tokens: int, rank: int, hardware: Hardware) 
     module = build(size, hardware).get_submodule("model.layers.0.mlp.experts")
     names, shapes = ("gate_up_proj", "down_proj"), size.expert
     sites = tuple(
-        SiteShape(f"mlp.experts.{name}", *shape, experts=size.experts, active=size.active)
+        SiteShape(f"mlp.experts.{name}", *shape, experts=size.experts, active_matrices=size.active)
         for name, shape in zip(names, shapes, strict=True)
     )
     bank, kind, spec = ExpertBank(sites), Lora(), LoraSpec(rank=rank, target_parameters=tuple(EXPERTS))

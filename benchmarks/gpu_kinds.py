@@ -122,7 +122,7 @@ def predicted_bytes(case: Case, hardware: Hardware, kinds: Sequence[str]) -> int
     for at, kind in enumerate(kinds):
         spec = case.spec(kind)
         trainable, scaled = layout_of(spec, shape.sites).size, spec.scaled_outputs(shape.sites)
-        jobs.append(JobShape(f"{kind}{at}", 0, at, trainable, case.length, tokens, scaled=scaled))
+        jobs.append(JobShape(f"{kind}{at}", 0, at, trainable, case.length, tokens, scaled_outputs=scaled))
     memory = MemoryModel(shape, 0, fused=hardware.device.type == "cuda")
     return memory.peak_bytes(jobs, min(case.capacity, tokens * len(jobs)))
 

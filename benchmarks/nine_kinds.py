@@ -43,7 +43,7 @@ from weftune.jobs.spec.spec import JobSpec
 from weftune.plan.program.program import Program
 from weftune.run.training.schedule import learning_rate
 from weftune.run.training.state import new_training
-from weftune.trainer.job import PreparedJob, make_ready
+from weftune.trainer.job import PreparedJob, prepare_job
 
 CPU = torch.device("cpu")
 ROWS = QUICKSTART.parent / "openbookqa.jsonl"
@@ -165,7 +165,7 @@ def compare(spec: BaseSpec, jobs: Sequence[JobSpec]) -> tuple[list[Compared], fl
         solo, _ = train(base, tokenizer, [job])
         by_peft = None
         if in_peft(job.name):
-            ready = make_ready(job, 0, tokenizer, base.shape, cache_folder() / "tokens")
+            ready = prepare_job(job, 0, tokenizer, base.shape, cache_folder() / "tokens")
             with tempfile.TemporaryDirectory() as folder:
                 by_peft = with_peft(peft_model(plain, base, ready, Path(folder)), ready)
         mine = together[job.name]

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.peft_train import Encoded, load_base, lora_config, padded, supervised_tokens
-from weftune.core.clock import Phase, importing, phase, process_clock, running
+from weftune.core.clock import Phase, count_imports, phase, process_clock, use_clock
 from weftune.jobs.sweeps.halving import LossTrend, Rungs, TrialEnd, rung_counts
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
@@ -139,9 +139,9 @@ def search(rungs: Rungs, train: Train) -> Found:
                 rungs.end(outcome.name, TrialEnd.FINISHED, outcome.step)
             else:
                 rungs.evaluate(outcome.name, outcome.step, outcome.value)
-        while pending := rungs.pending():
+        while pending := rungs.pending_decisions():
             for decision in pending:
-                rungs.adopt(decision)
+                rungs.apply_decision(decision)
     best = next(iter(rungs.ranking(scores)), None)
     return Found(
         decisions=tuple(decision.kept for decision in rungs.decisions),
@@ -188,7 +188,7 @@ class PeftProcess:
     """The base, the rows, and the trials that were begun here."""
 
     def __init__(self, task: SweepTask) -> None:
-        with importing():
+        with count_imports():
             import torch
             import transformers  # noqa: F401
             from peft import get_peft_model  # noqa: F401
@@ -334,7 +334,7 @@ class PeftProcess:
             if not math.isfinite(loss):
                 return TrialEnd.FAILED, step
             held.trend.add(step, loss)
-            if held.trend.fault() is not None:
+            if held.trend.leave_reason() is not None:
                 return TrialEnd.LEFT, step
         return None
 
@@ -540,7 +540,7 @@ def busy_processes(task: SweepTask) -> list[int]:
 
 
 def main() -> None:
-    with running(process_clock()) as clock:
+    with use_clock(process_clock()) as clock:
         told = run(read_task(Path(sys.argv[1])))
         told |= {"phases": clock.read().phases}
     Path(sys.argv[2]).write_text(json.dumps(told))

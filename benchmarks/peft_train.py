@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from weftune.core.clock import Phase, importing, phase, process_clock, running
+from weftune.core.clock import Phase, count_imports, phase, process_clock, use_clock
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 IGNORED = -100
@@ -62,9 +62,9 @@ def read_task(path: Path) -> PeftTask:
 
 
 def main() -> None:
-    with running(process_clock()) as clock:
+    with use_clock(process_clock()) as clock:
         task = read_task(Path(sys.argv[1]))
-        with importing():
+        with count_imports():
             import torch
             import transformers  # noqa: F401
             from peft import get_peft_model  # noqa: F401

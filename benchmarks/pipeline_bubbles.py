@@ -35,7 +35,7 @@ from weftune.base.spec import BaseSpec
 from weftune.bench.result import arguments, finish
 from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import LayerRange, ModelShape
-from weftune.launch.workers import environment
+from weftune.launch.workers import worker_environment
 from weftune.plan.cost.time import PassWork
 from weftune.plan.layout.stages import PartCosts, cut_layers, measured_costs
 from weftune.plan.program.layout import in_stages
@@ -184,7 +184,7 @@ class Cut:
 
     def told(self, rows: int) -> str:
         counts = " + ".join(str(one.stop - one.start) for one in self.held)
-        times = ", ".join(f"{1e3 * self.costs.of(one):.1f}" for one in self.held)
+        times = ", ".join(f"{1e3 * self.costs.stage_cost(one):.1f}" for one in self.held)
         return f"Stages of {counts} layers; by the profile {rows} rows take {times} ms on them."
 
 
@@ -248,7 +248,9 @@ def run_case(pipeline: Driver, setting: Setting, case: Case, cut: Cut) -> Found:
     windows = []
     for number in range(setting.windows + 1):
         courses = [course(name, number * case.steps, case, setting) for name in names]
-        rules = PipelineRules(setting.rows, pipeline.paces.stages(), case.order, spare=setting.spare)
+        rules = PipelineRules(
+            setting.rows, pipeline.paces.stages(), case.order, spare_microbatches=setting.spare
+        )
         program = plan_pipeline(courses, rules)
         even, varied_timelines = (
             pipeline.paces.timeline(program),
@@ -283,7 +285,7 @@ def found_in(windows: Sequence[Window], case: Case, setting: Setting) -> Found:
 
 
 def steady_bubbles(timeline: Timeline) -> tuple[float, ...]:
-    return timeline.bubbles(timeline.steady())
+    return timeline.bubbles(timeline.steady_span())
 
 
 def pass_seconds(report: WorkerReport) -> float:
@@ -341,7 +343,9 @@ def others(setting: Setting) -> Iterator[None]:
     """The processes of all workers but the first, which this process becomes."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
-    environments = [environment(worker, setting.stages, store.port) for worker in range(setting.stages)]
+    environments = [
+        worker_environment(worker, setting.stages, store.port) for worker in range(setting.stages)
+    ]
     processes = [
         context.Process(target=be_worker, args=(one, setting.threads), daemon=True)
         for one in environments[1:]

@@ -24,20 +24,20 @@ from typing import Any
 import weftune
 from weftune.bench.result import arguments, finish
 from weftune.plan.cost.time import Line
-from weftune.plan.studies.chunks import align, chunk_size
+from weftune.plan.studies.chunks import chunk_size, cut_into_chunks
 from weftune.plan.studies.fusion import (
     Fusion,
     GroupLoad,
     PipelineCost,
     Stage,
     StagePass,
-    arrange,
-    bucket,
+    arrange_buckets,
     end_to_end,
     fuse,
     make_bucket,
+    make_buckets,
     one_adapter,
-    price,
+    predict_seconds,
 )
 from weftune.plan.studies.shards import Graph, Operator, OperatorKind, overlap
 
@@ -117,8 +117,8 @@ def gaps(instances: int) -> list[dict[str, Any]]:
             pipe, loads = pipeline(stages), jobs(count, stages, draw)
             found = fuse(loads, pipe)
             gap.append(found.seconds / best_of_all_partitions(loads, pipe) - 1)
-            apart.append(price(sorted(loads, key=lambda one: one.tokens), pipe) / found.seconds)
-            filled.append(price(fill(loads, pipe), pipe) / found.seconds)
+            apart.append(predict_seconds(sorted(loads, key=lambda one: one.tokens), pipe) / found.seconds)
+            filled.append(predict_seconds(fill(loads, pipe), pipe) / found.seconds)
         equal = sum(one < 1e-9 for one in gap) / len(gap)
         print(
             f"{count:4} {stages:7} {equal:8.0%} {fmean(gap):9.2%} {max(gap):11.2%}"
@@ -145,8 +145,8 @@ def buckets() -> list[dict[str, Any]]:
     for share in (0.0, 0.1, 0.2, 0.4):
         pipe, loads = pipeline(4, share), jobs(16, 4, random.Random(2))
         fusion = fuse(loads, pipe)
-        fused = bucket([group.load for group in fusion.groups], pipe)
-        found = arrange(fusion, pipe)
+        fused = make_buckets([group.load for group in fusion.groups], pipe)
+        found = arrange_buckets(fusion, pipe)
         apart = all_apart(loads, pipe)
         groups = sum(len(one.groups) for one in found.buckets)
         print(
@@ -195,10 +195,10 @@ def overlaps() -> list[dict[str, Any]]:
                 sum(span.stop - span.start for span in lane) for lane in (best.compute, best.communication)
             ]
             row = {"groups": groups, "share": share, "busier": max(lanes)}
-            row |= {"one_by_one": found.one_by_one.seconds, "by_depth": found.by_depth.seconds}
+            row |= {"one_by_one": found.sequential.seconds, "by_depth": found.by_depth.seconds}
             rows.append(row | {"by_start": best.seconds})
             print(
-                f"{groups:6} {share:13.0%} {found.one_by_one.seconds:12.1f} {found.by_depth.seconds:13.1f}"
+                f"{groups:6} {share:13.0%} {found.sequential.seconds:12.1f} {found.by_depth.seconds:13.1f}"
                 f" {best.seconds:10.1f} {max(lanes):13.1f}"
             )
     return rows
@@ -212,7 +212,7 @@ def chunks() -> dict[str, float]:
     padded = {"to the longest of all": sum(longest * len(batch) for batch in batches) / tokens - 1}
     size = chunk_size(length for batch in batches for length in batch)
     for chunk in (size, 2 * size, 4 * size, 8 * size):
-        aligned = [align(batch, max(longest, 1024), chunk) for batch in batches]
+        aligned = [cut_into_chunks(batch, max(longest, 1024), chunk) for batch in batches]
         padded[f"chunks of {chunk}"] = (
             sum(chunk - one.tokens for chunks in aligned for one in chunks) / tokens
         )

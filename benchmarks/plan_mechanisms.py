@@ -98,8 +98,8 @@ def case_of(cluster: str, job_set: JobSet) -> Case:
         job_set.name,
         str(found.scheme.order),
         found.mechanism,
-        {_name(row.mechanism, row.instead, row.added): row.cost for row in rows},
-        tuple(_name(row.mechanism, row.instead, row.added) for row in rows if row.added),
+        {_name(row.mechanism, row.alternative, row.is_added): row.relative_cost for row in rows},
+        tuple(_name(row.mechanism, row.alternative, row.is_added) for row in rows if row.is_added),
     )
 
 

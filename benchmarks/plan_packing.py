@@ -27,7 +27,7 @@ import weftune
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.plan.pack.best import LIMITS, Limits, Packing, pack_instance
-from weftune.plan.pack.instance import Instance, instance
+from weftune.plan.pack.instance import Instance, make_instance
 from weftune.plan.pack.merge import BatchSample, MergeRules, merge
 
 LENGTHS = Path(weftune.__file__).parent / "bench" / "lengths.json"
@@ -39,10 +39,10 @@ TIGHT = {"gsm8k": 512, "xsum": 2048, "cnn_dailymail": 4096, "wikisum": 4096, "mi
 """Capacities that two to five samples fill: smaller than a user would take, shown because they are hard."""
 TIMED = ((640, 64, 8192), (640, 640, 8192), (25_600, 64, 8192), (25_600, 128, 8192), (25_600, 64, 4096))
 """Samples in all and in a global batch, and the capacity; the last is a hard one."""
-NONE = Limits(tries=0, kicks=0, solver_cells=0, room_cells=0)
+NONE = Limits(max_exchanges=0, max_repackings=0, solver_cells=0, room_cells=0)
 ABLATION = {
     "best fit": NONE,
-    "+ exchanges": replace(LIMITS, kicks=0, solver_cells=0, room_cells=0),
+    "+ exchanges": replace(LIMITS, max_repackings=0, solver_cells=0, room_cells=0),
     "+ repacking a few": replace(LIMITS, solver_cells=0, room_cells=0),
     "+ solver": LIMITS,
 }
@@ -59,10 +59,10 @@ FOUND_BY = {
 
 def explain(packing: Packing) -> str:
     """Return one sentence on how a packing was found."""
-    known = "fewer cannot do" if packing.proven else f"the bound is {packing.bound}"
+    known = "fewer cannot do" if packing.is_optimal else f"the bound is {packing.lower_bound}"
     return (
-        f"{packing.count} microbatches, found by {FOUND_BY[packing.how]}; "
-        f"best fit alone needs {packing.greedy}, and {known}"
+        f"{packing.count} microbatches, found by {FOUND_BY[packing.method]}; "
+        f"best fit alone needs {packing.greedy_count}, and {known}"
     )
 
 
@@ -97,7 +97,7 @@ class Row:
     @property
     def near(self) -> int:
         """How many are at the bound or within 2 % of it."""
-        return sum(one.count <= 1.02 * one.bound for one in self.packings)
+        return sum(one.count <= 1.02 * one.lower_bound for one in self.packings)
 
 
 def draw(source: str, count: int, random: Random, capacity: int) -> list[int]:
@@ -113,7 +113,7 @@ def draw(source: str, count: int, random: Random, capacity: int) -> list[int]:
 
 def cases(source: str, capacity: int, size: int, batches: int) -> list[Instance]:
     random = Random(f"{source} {capacity} {size}")
-    return [instance(draw(source, size, random, capacity), capacity) for _ in range(batches)]
+    return [make_instance(draw(source, size, random, capacity), capacity) for _ in range(batches)]
 
 
 def rows(batches: int, pool: Executor) -> list[Row]:
@@ -139,15 +139,15 @@ def table(found: Sequence[Row]) -> str:
     titles = ("lengths", "capacity", "samples", "batches", "greedy above", "above", "within 2 %", "found by")
     lines = []
     for row in found:
-        ways = Counter(one.how for one in row.packings)
+        ways = Counter(one.method for one in row.packings)
         lines.append(
             (
                 row.source,
                 str(row.capacity),
                 str(row.size),
                 str(len(row.packings)),
-                str(sum(one.greedy > one.bound for one in row.packings)),
-                str(sum(one.count > one.bound for one in row.packings)),
+                str(sum(one.greedy_count > one.lower_bound for one in row.packings)),
+                str(sum(one.count > one.lower_bound for one in row.packings)),
                 f"{row.near / len(row.packings):.0%}",
                 ", ".join(f"{way} {count}" for way, count in sorted(ways.items())),
             )
@@ -161,7 +161,7 @@ def rest(found: Sequence[Row]) -> list[str]:
         f"{row.source}, capacity {row.capacity}, {row.size} samples, batch {number}: {explain(one)}"
         for row in found
         for number, one in enumerate(row.packings)
-        if one.count > 1.02 * one.bound
+        if one.count > 1.02 * one.lower_bound
     ]
 
 
@@ -210,7 +210,7 @@ def ablation(batches: int, pool: Executor) -> list[dict[str, Any]]:
                     "size": size,
                     "way": way,
                     "microbatches": sum(one.count for one in packings),
-                    "proven": sum(one.proven for one in packings) / len(packings),
+                    "proven": sum(one.is_optimal for one in packings) / len(packings),
                     "seconds": time.perf_counter() - started,
                 }
             )
@@ -247,7 +247,7 @@ def merging(batches: int) -> list[dict[str, int]]:
     found = []
     for stages in (1, 2, 4, 8):
         rules = MergeRules(8192, stages)
-        plain, merged = merge(rounds, rules, shift=False), merge(rounds, rules)
+        plain, merged = merge(rounds, rules, move_samples=False), merge(rounds, rules)
         found.append(
             {
                 "stages": stages,
@@ -255,7 +255,7 @@ def merging(batches: int) -> list[dict[str, int]]:
                 "plain_no_ops": plain.no_ops,
                 "merged": len(merged.microbatches),
                 "merged_no_ops": merged.no_ops,
-                "moved": merged.moved,
+                "moved": merged.moved_samples,
             }
         )
     return found
@@ -271,11 +271,11 @@ def summary(found: Sequence[Row]) -> dict[str, Any]:
     packings = [one for row in found for one in row.packings]
     return {
         "batches": len(packings),
-        "greedy_above_bound": sum(one.greedy > one.bound for one in packings),
-        "above_bound": sum(one.count > one.bound for one in packings),
-        "proven": sum(one.proven for one in packings),
+        "greedy_above_bound": sum(one.greedy_count > one.lower_bound for one in packings),
+        "above_bound": sum(one.count > one.lower_bound for one in packings),
+        "proven": sum(one.is_optimal for one in packings),
         "within_2_percent": sum(row.near for row in found) / len(packings),
-        "worse_than_greedy": sum(one.count > one.greedy for one in packings),
+        "worse_than_greedy": sum(one.count > one.greedy_count for one in packings),
         "rest": rest(found),
     }
 

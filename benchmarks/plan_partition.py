@@ -17,7 +17,7 @@ from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.plan.cost.estimate import LayerCost
 from weftune.plan.layout.mapping import Topology, cross_order, sequential_order
-from weftune.plan.layout.mobius_partition import largest_stages, smallest_stages, stream
+from weftune.plan.layout.mobius_partition import largest_stages, search_partition, smallest_stages
 from weftune.plan.layout.mobius_step import (
     Host,
     MobiusVisit,
@@ -114,7 +114,7 @@ class PartitionRow:
 def partition_row(shape: Shape, machine: Machine, tokens: int, microbatches: int = 4) -> PartitionRow:
     layers, host = layer_costs(shape, tokens, machine.rate), machine.host
     began = time.perf_counter()
-    found = stream(layers, host, microbatches)
+    found = search_partition(layers, host, microbatches)
     planning = time.perf_counter() - began
     largest, smallest = (
         step_seconds(partition, layers, host, microbatches)
@@ -171,7 +171,7 @@ def mapping_rows(topology: Topology, tokens: int = 512) -> Iterator[MappingRow]:
                 for root in (fair, first)
             ]
             yield MappingRow(
-                "+".join(map(str, topology.roots)),
+                "+".join(map(str, topology.root_sizes)),
                 shape.name,
                 stages,
                 gain(moved, cross, topology, host, fair),

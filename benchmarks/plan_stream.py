@@ -115,7 +115,7 @@ def told(seconds: float | None) -> str:
 def saved_bytes(case: Case, shape: ModelShape, chosen: StreamChoice) -> int:
     """What the same cut would need more, were inputs kept."""
     part = chosen.cut.on(0)
-    padded = padded_rows(case.work.jobs * case.work.batch * case.work.length, captured=True)
+    padded = padded_rows(case.work.jobs * case.work.batch * case.work.length, captures_graphs=True)
     rows = (len(chosen.cut.stages) - part.held_rounds) * padded - part.held_microbatches * chosen.capacity
     return rows * shape.hidden * shape.bytes_per_value
 

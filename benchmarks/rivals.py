@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.outlook.forecast import Forecast, in_turn
-from weftune.plan.studies.placement import Placement, descend
-from weftune.plan.studies.scheme import GREEDY, Scheme, alone
+from weftune.plan.outlook.forecast import Forecast, sum_forecasts
+from weftune.plan.studies.placement import Placement, best_placement
+from weftune.plan.studies.scheme import GREEDY, Scheme, separate_groups
 from weftune.plan.studies.search import Proposal, Search
 
 
 def one_piped_after_another(jobs: Sequence[JobOutline]) -> list[Scheme]:
-    return [Scheme("1F1B per job", (names,), limits=GREEDY, shift=False) for names in alone(jobs)]
+    return [
+        Scheme("1F1B per job", (names,), limits=GREEDY, moves_samples=False)
+        for names in separate_groups(jobs)
+    ]
 
 
 def greedily_packed(jobs: Sequence[JobOutline]) -> list[Scheme]:
     together = tuple(job.name for job in jobs)
-    return [Scheme("greedy packing only", (together,), limits=GREEDY, shift=False)]
+    return [Scheme("greedy packing only", (together,), limits=GREEDY, moves_samples=False)]
 
 
 def at_its_best(
@@ -33,14 +36,14 @@ def at_its_best(
             for scheme in schemes
         ]
         found = [part.propose("", scheme) for part, scheme in zip(parts, schemes, strict=True)]
-        least = sum(one.least for one in found)
+        least = sum(one.least_seconds for one in found)
         ordered.append((least, found))
         return least
 
-    descend(tried, seconds)
+    best_placement(tried, seconds)
     runs: list[Forecast] = []
     for _, found in sorted(ordered, key=lambda one: one[0]):
-        runs.append(in_turn([one.simulate().forecast for one in found]))
+        runs.append(sum_forecasts([one.simulate().forecast for one in found]))
         if runs[-1].fits:
             return runs[-1]
     return runs[0]

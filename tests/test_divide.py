@@ -10,14 +10,14 @@ from tests import bench
 from weftune import JobSpec, Options
 from weftune.core.files import cache_folder
 from weftune.errors import PlanError
-from weftune.launch.split import SAMPLED, divide, fitting_jobs, remaining_work
+from weftune.launch.split import SAMPLED_BATCHES, divide_jobs, fitting_jobs, remaining_work
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.layout.choose import Machine
 from weftune.report.read import JobRecord
 from weftune.run.measure.memory import bytes_before_base
 from weftune.run.training.state import Progress
-from weftune.trainer.job import PreparedJob, make_ready
+from weftune.trainer.job import PreparedJob, prepare_job
 from weftune.trainer.machine import launcher_machine
 
 SHAPE = bench.base("llama").shape
@@ -37,7 +37,7 @@ class Heard:
 
 def ready(name: str = "a", **keys: object) -> PreparedJob:
     job = JobSpec(name=name, data=ROWS, batch_size=4, **keys)
-    return make_ready(job, 0, bench.tokenizer(), SHAPE, cache_folder() / "tokens")
+    return prepare_job(job, 0, bench.tokenizer(), SHAPE, cache_folder() / "tokens")
 
 
 def machine(count: int, memory: int | None = None) -> Machine:
@@ -52,16 +52,16 @@ def test_jobs_of_different_lengths_become_even_shares_whatever_the_clock_says(tm
     jobs = [ready(f"job{steps}", steps=steps) for steps in (10, 20, 30, 40, 50, 60, 70)]
     cost = arithmetic(SHAPE)
     for count in (2, 3):
-        shares = divide(jobs, cost, machine(count), count, tmp_path, names(jobs))
+        shares = divide_jobs(jobs, cost, machine(count), count, tmp_path, names(jobs))
         seconds = [share.seconds for share in shares]
         assert max(seconds) < 1.1 * min(seconds)
-        assert shares == divide(jobs, cost, machine(count), count, tmp_path, names(jobs))
-        assert shares != divide(jobs, cost, machine(count + 1), count + 1, tmp_path, names(jobs))
+        assert shares == divide_jobs(jobs, cost, machine(count), count, tmp_path, names(jobs))
+        assert shares != divide_jobs(jobs, cost, machine(count + 1), count + 1, tmp_path, names(jobs))
 
 
 def test_with_fewer_jobs_than_devices_nobody_is_started_for_nothing(tmp_path: Path) -> None:
     jobs = [ready("a", steps=3), ready("b", steps=9)]
-    shares = divide(jobs, arithmetic(SHAPE), machine(4), 4, tmp_path, names(jobs))
+    shares = divide_jobs(jobs, arithmetic(SHAPE), machine(4), 4, tmp_path, names(jobs))
     assert sorted(share.jobs for share in shares) == [("a",), ("b",)]
 
 
@@ -71,7 +71,7 @@ def test_only_what_is_left_of_a_job_counts() -> None:
     assert (whole.steps, whole.evaluations) == (40, 5)
     assert (half.steps, half.evaluations) == (20, 2)
     assert {batch.step for batch in half.batches} <= set(range(21, 41))
-    assert len(whole.batches) == len(half.batches) == SAMPLED
+    assert len(whole.batches) == len(half.batches) == SAMPLED_BATCHES
     assert remaining_work(job, Progress(step=40, evaluated=40)).steps == 0
 
 
@@ -87,7 +87,7 @@ def test_a_job_too_large_for_a_share_is_named_with_its_numbers_and_weighs_nothin
     (note,) = heard.notes
     assert note.startswith("warning: large: beside the base on one device it needs ")
     assert note.endswith(" GiB are available")
-    shares = divide(jobs, arithmetic(SHAPE), machine(2, budget), 2, tmp_path, fits)
+    shares = divide_jobs(jobs, arithmetic(SHAPE), machine(2, budget), 2, tmp_path, fits)
     assert shares[0].seconds == pytest.approx(shares[1].seconds)
 
 

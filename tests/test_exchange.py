@@ -22,7 +22,7 @@ from weftune import JobSpec, train
 from weftune.adapters.lora.spec import read_spec
 from weftune.base.model import Base
 from weftune.base.spec import DEMO_HUB_ID, BaseSpec
-from weftune.cli.generate import base_of
+from weftune.cli.generate import recorded_base
 from weftune.jobs.store.status import State
 from weftune.trainer.export import write_merged, write_portable
 
@@ -217,7 +217,7 @@ def test_the_base_is_named_as_the_user_wrote_it_through_every_export(tmp_path):
         assert sorted(config["target_modules"]) == sorted(
             ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
         )
-    known = base_of(folder)
+    known = recorded_base(folder)
     assert (known.published_name, known.model) == ("models/tiny", str(project / "models" / "tiny"))
     assert yaml.safe_load((folder / "job.yaml").read_text())["base"]["written"] == "models/tiny"
 

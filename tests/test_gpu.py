@@ -107,7 +107,7 @@ def trained(
     failed = {}
     for step in range(0, rounds, 2):
         alive = [one for one in jobs if one.name not in failed]
-        courses = [one.course(step, 2, False) for one in alive]
+        courses = [one.job_window(step, 2, False) for one in alive]
         program = plan_window(courses, one_device(), capacity, ladder=True, recompute=recompute)
         for event in aboard.events(executor, program, jobs):
             if isinstance(event, Failed):

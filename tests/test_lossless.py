@@ -87,7 +87,7 @@ def test_another_seed_or_dropout_does_change_the_result(run, tmp_path):
 def test_at_least_four_in_five_microbatches_hold_two_jobs_or_more(run):
     """Read from the executed Programs of the run with seven others."""
     _, programs = run(torch.float32, 7, 96)
-    passes = [plan for program in programs for _, plan in program.compute()]
+    passes = [plan for program in programs for _, plan in program.forward_passes()]
     shared = [plan for plan in passes if len(set(plan.jobs)) > 1]
     assert len(passes) > 20
     assert len(shared) >= 0.8 * len(passes)

@@ -265,7 +265,7 @@ def test_a_row_meets_the_adapters_of_its_own_experts_only():
     assert 2 * (both.met - attention.met) == both.size - attention.size, "three of six experts"
     spec = LoraSpec(rank=2, target_parameters=EXPERTS)
     adapted = [site for site in sites if spec.adapts(site)]
-    assert sum(site.resting(spec.parameters_at(site)) for site in adapted) == both.size - both.met
+    assert sum(site.inactive_parameters(spec.parameters_at(site)) for site in adapted) == both.size - both.met
 
 
 # -- files -----------------------------------------------------------------------------------------------

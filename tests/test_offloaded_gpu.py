@@ -55,7 +55,7 @@ def windows(executor, jobs, ladder=False, rounds=range(0, 6, 2), layout=ONE):
     events = []
     for step in rounds:
         failed = {event.job for event in events if isinstance(event, Failed)}
-        courses = [job.course(step, 2, False) for job in jobs if job.name not in failed]
+        courses = [job.job_window(step, 2, False) for job in jobs if job.name not in failed]
         program = plan_window(courses, layout, CAPACITY, ladder=ladder)
         events += aboard.events(executor, program, jobs)
     return events

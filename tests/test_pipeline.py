@@ -19,7 +19,7 @@ from weftune import JobSpec
 from weftune.base.load import inspect
 from weftune.base.spec import BaseSpec
 from weftune.jobs.store.status import lock_folder
-from weftune.plan.cost.profile import file_of, profile_folder, write_profile
+from weftune.plan.cost.profile import profile_folder, profile_path, write_profile
 from weftune.report.gantt import read_timelines
 from weftune.run.profile import key_here
 
@@ -116,7 +116,7 @@ def test_profiled_since_it_goes_on_with_other_stages_to_the_same_curve(place):
     assert not any("stages" in note for note in status(output)["notes"])
     cpu = torch.device("cpu")
     key = key_here(inspect(BaseSpec(model=str(place / "model"), dtype="float64"), cpu), cpu)
-    file = file_of(profile_folder(), key)
+    file = profile_path(profile_folder(), key)
     write_profile(file, replace(profile(), key=key))
     try:
         assert Launch(place, "profiled", 2, "--resume").wait() == 0

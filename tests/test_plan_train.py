@@ -14,7 +14,7 @@ import pytest
 from tests.launches import deep_folder
 from tests.outputs import FOUR_JOBS
 from weftune import Options
-from weftune.cli.early import bytes_of
+from weftune.cli.early import parse_bytes
 from weftune.cli.main import main
 from weftune.errors import PlanError
 from weftune.jobs.spec.read import read_run
@@ -33,7 +33,7 @@ def place(tmp_path_factory):
 @pytest.fixture
 def planned(place, monkeypatch, capsys):
     """`weftune plan --gpu-memory` on a machine without a GPU: its exit code, and what it has written."""
-    monkeypatch.setattr(cluster, "_smi", lambda: "")
+    monkeypatch.setattr(cluster, "_query_smi", lambda: "")
     monkeypatch.setenv("COLUMNS", "4000")
     monkeypatch.chdir(place)
 
@@ -79,7 +79,7 @@ class Heard:
 
 def train(place, output, memory) -> Trained:
     """The beginning of `weftune train --device cpu --gpu-memory`: who is aboard at the first step."""
-    options, heard = Options(device="cpu", gpu_memory=bytes_of(memory)), Heard()
+    options, heard = Options(device="cpu", gpu_memory=parse_bytes(memory)), Heard()
     trainer = trainer_for(
         read_run(place / "jobs.yaml"), output=output, max_steps=1, options=options, view=heard
     )

@@ -10,7 +10,7 @@ from tests.outputs import assert_same_job, assert_whole, lines, states, status
 from weftune import JobSpec, Options
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryModel
-from weftune.plan.layout.seats import MOST_OVERTAKEN
+from weftune.plan.layout.seats import MAX_OVERTAKES
 from weftune.run.events import Stepped
 from weftune.run.executor import Executor
 from weftune.trainer.loop import Loop
@@ -29,7 +29,7 @@ def settled(monkeypatch):
     """What the process holds is not the same twice; a budget to the byte wants it left out, and what a window
     teaches too."""
     monkeypatch.setattr("weftune.trainer.machine.bytes_before_base", lambda device: 0)
-    monkeypatch.setattr("weftune.plan.cost.learned.Learned.adopt", lambda self: False)
+    monkeypatch.setattr("weftune.plan.cost.learned.Learned.adopt_fitted_models", lambda self: False)
 
 
 def job(name, steps, **keys):
@@ -133,10 +133,10 @@ class Watched:
     def look(self, loop):
         self.overtaken = max([self.overtaken, *loop._overtaken.values()])
         aboard = [loop.jobs[name].shape for name in loop.executor.attached]
-        held = any(count >= MOST_OVERTAKEN for count in loop._overtaken.values())
+        held = any(count >= MAX_OVERTAKES for count in loop._overtaken.values())
         for name, waits in loop.waiting.items():
             above = [one for one in aboard if one.priority >= waits.shape.priority]
-            assert held or loop._why_not([*above, waits.shape]) is not None, (
+            assert held or loop._misfit_reason([*above, waits.shape]) is not None, (
                 f"{name} waits behind a lower priority"
             )
 
@@ -161,6 +161,6 @@ def test_random_arrivals_of_random_priorities_each_end_as_alone(base, tmp_path, 
 
     trainer.run(callback)
     assert watched.preempted, "the test wants somebody to give way"
-    assert watched.overtaken <= MOST_OVERTAKEN
+    assert watched.overtaken <= MAX_OVERTAKES
     assert_whole(tmp_path / "out")
     assert_as_alone(base, tmp_path, jobs)

@@ -35,8 +35,8 @@ def test_every_window_after_the_first_has_a_time_and_every_window_a_peak(trained
     assert windows[0].predicted_seconds is None
     assert all(window.predicted_seconds for window in windows[1:])
     assert all(window.predicted_peak_bytes and window.peak_bytes for window in windows)
-    assert windows[0].unsettled == 2, "the first pass and the first look"
-    assert all(not window.unsettled for window in windows[1:])
+    assert windows[0].compiled_passes == 2, "the first pass and the first look"
+    assert all(not window.compiled_passes for window in windows[1:])
     assert [window.jobs for window in windows] == [2, 2, 2, 1, 1, 1]
 
 

@@ -18,12 +18,12 @@ from tests.test_parity import STEPS, spec, two_jobs
 from weftune import JobSpec, train
 from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec
-from weftune.cli.generate import base_of
+from weftune.cli.generate import recorded_base
 from weftune.errors import OutputError
 from weftune.report.compare import kept_validation
 from weftune.report.read import read_run
 from weftune.trainer.export import evaluation_rows
-from weftune.trainer.generate import load_for, with_adapter
+from weftune.trainer.generate import load_for_adapters, with_adapter
 
 TWO_JOBS = [
     {"name": "a", "steps": 8, "adapter": {"rank": 4, "dropout": 0.1}, "eval": {"fraction": 0.2, "every": 3}},
@@ -174,13 +174,15 @@ def test_what_generate_loads_has_the_loss_that_training_reported(quantize, kinds
     file.write_text(file.read_text().replace("  dtype: float64", f"  dtype: float64\n  quantize: {quantize}"))
     train(file, output=folder / "out", progress=False)
     records = {record.name: record for record in read_run(folder / "out").jobs}
-    samples = evaluation_rows(folder / "out" / "lora", base_of(folder / "out" / "lora"))
+    samples = evaluation_rows(folder / "out" / "lora", recorded_base(folder / "out" / "lora"))
     for kind in kinds:
         job, reported = folder / "out" / kind, kept_validation(records[kind])
-        base = base_of(job)
-        model = with_adapter(load_for(base, [job], bench.CPU), "adapter", job)
+        base = recorded_base(job)
+        model = with_adapter(load_for_adapters(base, [job], bench.CPU), "adapter", job)
         assert loss_of(model, samples) == pytest.approx(reported, rel=1e-6), kind
-        plain = with_adapter(load_for(replace(base, quantize=None), [job], bench.CPU), "adapter", job)
+        plain = with_adapter(
+            load_for_adapters(replace(base, quantize=None), [job], bench.CPU), "adapter", job
+        )
         assert loss_of(plain, samples) != pytest.approx(reported, rel=1e-5), kind
 
 

@@ -29,12 +29,12 @@ from weftune import Trainer, UserError, train
 from weftune.base.load import load_plain
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec, RopeScaling
-from weftune.cli.generate import base_of
+from weftune.cli.generate import recorded_base
 from weftune.errors import OutputError
 from weftune.report.read import read_run
 from weftune.report.snippets import base_spec, load_snippet
 from weftune.trainer.export import evaluation_rows, write_merged
-from weftune.trainer.generate import load_for, with_adapter
+from weftune.trainer.generate import load_for_adapters, with_adapter
 
 SCALINGS = {
     "linear": {"factor": 3.0},
@@ -155,14 +155,16 @@ def test_in_two_stages_it_trains_every_job_to_the_same(place, undisturbed):
 def test_it_is_recorded_and_what_generate_loads_has_the_loss_that_training_reported(place, undisturbed):
     folder = undisturbed / "a"
     assert yaml.safe_load((folder / "job.yaml").read_text())["base"]["rope_scaling"] == YARN.values()
-    base = base_of(folder)
+    base = recorded_base(folder)
     assert base.rope_scaling == YARN
     samples = evaluation_rows(folder, base)
     assert samples.lengths.max() > CONTEXT
     reported = status(undisturbed)["jobs"]["a"]["eval_loss"]
-    model = with_adapter(load_for(base, [folder], bench.CPU), "adapter", folder)
+    model = with_adapter(load_for_adapters(base, [folder], bench.CPU), "adapter", folder)
     assert loss_of(model, samples) == pytest.approx(reported, rel=1e-6)
-    plain = with_adapter(load_for(replace(base, rope_scaling=None), [folder], bench.CPU), "adapter", folder)
+    plain = with_adapter(
+        load_for_adapters(replace(base, rope_scaling=None), [folder], bench.CPU), "adapter", folder
+    )
     assert loss_of(plain, samples) != pytest.approx(reported, rel=1e-5)
 
 
@@ -176,7 +178,7 @@ def test_the_snippet_of_the_report_and_the_merged_model_have_that_loss_too(place
     ast.parse(snippet)
     exec(snippet, names)
     assert loss_of(names["model"].eval(), samples) == pytest.approx(reported, rel=1e-6)
-    write_merged(folder, base_of(folder), tmp_path / "merged")
+    write_merged(folder, recorded_base(folder), tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64).eval()
     assert merged.config.max_position_embeddings == 3 * CONTEXT
     assert loss_of(merged, samples) == pytest.approx(reported, rel=1e-6)

@@ -35,16 +35,16 @@ from weftune.plan.cost.memory import SLACK_BYTES
 from weftune.plan.cost.profile import (
     LayeredPass,
     cpu_threads,
-    file_of,
-    key_of,
     profile_folder,
+    profile_key,
+    profile_path,
     write_profile,
 )
 from weftune.plan.layout.choose import PROCESS_BYTES, choose
 from weftune.plan.outlook.promise import first_window
 from weftune.run.workers.groups import WorkerPosition
-from weftune.trainer.job import make_ready
-from weftune.trainer.machine import machine_here
+from weftune.trainer.job import prepare_job
+from weftune.trainer.machine import describe_machine
 from weftune.trainer.train import trainer_for
 
 MODES = ("one device", "streamed", "pipeline", "streamed workers")
@@ -118,7 +118,7 @@ def written(folder, tmp_path, monkeypatch):
     """The jobs file of a case, in a place with a cache of its own and a process of a known size."""
     monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    monkeypatch.setattr(cluster, "_smi", lambda: "")
+    monkeypatch.setattr(cluster, "_query_smi", lambda: "")
     monkeypatch.setattr("weftune.trainer.machine.bytes_before_base", lambda device: PROCESS_BYTES)
 
     def write(case: Case):
@@ -128,12 +128,12 @@ def written(folder, tmp_path, monkeypatch):
             shape = inspect(read_run(folder / "case.yaml").base, CPU)
             known = replace(
                 profile(),
-                key=key_of(shape, "cpu", cpu_threads()),
+                key=profile_key(shape, "cpu", cpu_threads()),
                 passes=tuple(with_logits(one) for one in profile().passes),
                 first_worker_bytes=PROCESS_BYTES,
                 worker_bytes=PROCESS_BYTES - (60 << 20),
             )
-            write_profile(file_of(profile_folder(), known.key), known)
+            write_profile(profile_path(profile_folder(), known.key), known)
         return folder / "case.yaml"
 
     return write
@@ -151,7 +151,7 @@ def planned(case: Case, file) -> dict[str, Any]:
         gpu_memory=case.gpu_memory,
         pipeline=case.workers if case.workers > 1 else None,
     )
-    question = read_case(read_run(file), read_cluster("auto", case.gpu_memory), options, here=True)
+    question = read_case(read_run(file), read_cluster("auto", case.gpu_memory), options, on_this_machine=True)
     return json.loads(json.dumps(plan_numbers(predict(question))["first_window"]))
 
 
@@ -168,7 +168,7 @@ def asked_alone(case: Case, file) -> dict[str, Any]:
     run, ring = read_run(file), case.gpu_memory is not None
     shape, tokenizer = inspect(run.base, CPU), load_tokenizer(run.base)
     ready = {
-        job.name: make_ready(job, place, tokenizer, shape, profile_folder().parent / "tokens")
+        job.name: prepare_job(job, place, tokenizer, shape, profile_folder().parent / "tokens")
         for place, job in enumerate(run.jobs)
     }
     place = WorkerPosition(0, case.workers, 0, case.workers, ring=ring)
@@ -178,13 +178,13 @@ def asked_alone(case: Case, file) -> dict[str, Any]:
         staff=SimpleNamespace(connections=SimpleNamespace(position=place)),
     )
     shapes = [job.shape for job in ready.values()]
-    choice = choose(shape, shapes, machine_here(options, run.base, CPU, shape))
+    choice = choose(shape, shapes, describe_machine(options, run.base, CPU, shape))
     aboard = admit(shapes, [], choice.memory.why_not).admitted
     by_name = {one.name: one for one in shapes}
     window = first_window(
         choice,
         [by_name[name] for name in aboard],
-        lambda name, rounds: ready[name].course(0, rounds, begins=True),
+        lambda name, rounds: ready[name].job_window(0, rounds, begins=True),
     )
     return json.loads(json.dumps(window.numbers))
 

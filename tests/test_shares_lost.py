@@ -54,7 +54,7 @@ def test_a_killed_share_alone_is_started_again_and_ends_in_the_same_adapters(pla
 
 @pytest.mark.slow
 def test_a_share_that_hangs_is_ended_and_started_again(place, capfd, monkeypatch):
-    monkeypatch.setattr(weftune.launch.split, "SILENT_AFTER", 6.0)
+    monkeypatch.setattr(weftune.launch.split, "SILENT_SECONDS", 6.0)
     strike(place, "hangs", signal.SIGSTOP)
     assert "share 1 has given no sign of life for 6 seconds." in capfd.readouterr().out
 

@@ -16,7 +16,7 @@ from weftune.run.passes.graphs import CapturedPasses
 from weftune.run.passes.plain import PlainPasses
 from weftune.run.passes.rows import StageVisit, lay
 from weftune.run.resident_adapters import ResidentAdapters
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,9 +45,9 @@ def went_round(captured):
             adapters.attach(aboard.training(adapted.base, ready(stages[0].base, f"job{index}", index)))
     jobs = [ready(stages[0].base, f"job{index}", index) for index in range(2)]
     by_name = {job.name: job for job in jobs}
-    courses = [job.course(0, 3, False) for job in jobs]
+    courses = [job.job_window(0, 3, False) for job in jobs]
     plans = plan_window(courses, one_device(), 256, ladder=True).microbatches[:IN_FLIGHT]
-    rows = [aboard.in_flight(lay(lay_out(plan, False, by_name), plan.rows, device)) for plan in plans]
+    rows = [aboard.in_flight(lay(collate_plan(plan, False, by_name), plan.rows, device)) for plan in plans]
     found = []
     stream = stages[0].stream
     with torch.cuda.stream(stream):

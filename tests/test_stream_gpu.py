@@ -69,7 +69,7 @@ def trained(executor, base, plan, jobs=None):
         attach(executor, job)
     starts = {name: one.master.clone() for name, one in executor.attached.items()}
     for step in range(0, 6, 2):
-        courses = [job.course(step, 2, False) for job in jobs]
+        courses = [job.job_window(step, 2, False) for job in jobs]
         list(aboard.events(executor, plan(courses), jobs))
     moved = {name: (one.master - starts[name]).cpu() for name, one in executor.attached.items()}
     executor.restore_base()

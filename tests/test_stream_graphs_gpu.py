@@ -61,7 +61,7 @@ def test_captured_passes_over_stages_give_the_very_bits_of_plain_ones(name, kind
 
 def windows(executor, jobs, cut, count, step=0):
     """So many rounds of all jobs."""
-    courses = [job.course(step, count, False) for job in jobs]
+    courses = [job.job_window(step, count, False) for job in jobs]
     events = list(aboard.events(executor, level(cut)(courses), jobs))
     assert not [event for event in events if isinstance(event, Failed)]
 
@@ -194,7 +194,7 @@ def test_the_host_hears_of_steps_while_the_device_is_still_going_back():
         backward(visit)
 
     executor._backward = slowly
-    courses = [job.course(2, 2, False) for job in jobs]
+    courses = [job.job_window(2, 2, False) for job in jobs]
     for event in aboard.events(executor, level(cut)(courses), jobs):
         if isinstance(event, Stepped):
             ahead.append(not slept[-1].query())

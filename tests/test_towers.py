@@ -25,7 +25,7 @@ from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.data.tokenise import prompt_tokens
 from weftune.trainer.export import write_merged, write_portable
-from weftune.trainer.generate import answers
+from weftune.trainer.generate import generate_answers
 
 STEPS = 6
 SAMPLES = random_samples((9, 4, 13))
@@ -182,7 +182,7 @@ def test_a_merged_wrapper_in_shards_and_another_dtype(project, family, tmp_path)
 def test_generate_says_what_the_wrapper_says_with_the_adapter(family, project):
     folder, tokenizer = project / "out" / "every", AutoTokenizer.from_pretrained(project / "base")
     spec = BaseSpec(model=str(project / "base"), dtype="float32")
-    said = answers(spec, {"a": folder}, "w10 w20", tokenise=prompt_tokens, max_tokens=6, device=CPU)
+    said = generate_answers(spec, {"a": folder}, "w10 w20", tokenise=prompt_tokens, max_tokens=6, device=CPU)
     wrapper = PeftModel.from_pretrained(tiny_wrapper(family, torch.float32), folder).eval()
     tokens = list(prompt_tokens(tokenizer, "w10 w20", None))
     start = len(tokens)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.traversal import PAYLOADS
-from weftune.cli.preview import chosen_jobs
+from weftune.cli.preview import select_jobs
 from weftune.errors import SpecError, UserError
 from weftune.jobs.spec.build import is_hub_id, is_revision
 from weftune.jobs.spec.keys import name_fault
@@ -69,7 +69,7 @@ def test_no_payload_chooses_a_job_that_is_not_there(tmp_path: Path) -> None:
     run = parse_run({"base": "demo", "jobs": [{"name": "a", "data": "rows.jsonl"}]}, tmp_path)
     for payload in PAYLOADS:
         with touching_only(tmp_path), pytest.raises(UserError, match="--job: there is no job"):
-            chosen_jobs(run, payload)
+            select_jobs(run, payload)
 
 
 def test_an_output_whose_jobs_are_payloads_is_read_inside_itself_only(tmp_path: Path) -> None:

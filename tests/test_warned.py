@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests import bench
 from weftune import JobSpec
-from weftune.cli.preview import prepare_all, warned
+from weftune.cli.preview import collect_warnings, prepare_all
 from weftune.jobs.sweeps.spec import Halving, Sweep, SweepSpec, Trial
 
 
@@ -33,7 +33,7 @@ def test_training_says_once_what_preview_warns_of(tmp_path: Path) -> None:
     jobs = [JobSpec(name=name, **keys) for name in "ab"]
     base, heard = bench.base(), Heard()
     shown = prepare_all(jobs, bench.tokenizer(), base.shape.context)
-    expected = [f"warning: {sentence}" for sentence in warned(jobs, shown, base.shape)]
+    expected = [f"warning: {sentence}" for sentence in collect_warnings(jobs, shown, base.shape)]
     expected += [f"note: a, b: {note}" for one in shown for note in one.prepared.notes]
     assert [sentence.split()[3] for sentence in expected[:-1]] == ["learning_rate", "batch_size"]
     assert "truncated to 10 tokens" in expected[-1]
@@ -49,7 +49,7 @@ def test_training_and_preview_warn_of_a_sweeps_rung_within_the_warm_up(tmp_path:
     sweep = Sweep("s", spec, tuple(Trial(job.name, {}) for job in jobs))
     base, heard = bench.base(), Heard()
     shown = prepare_all(jobs, bench.tokenizer(), base.shape.context)
-    found = warned(jobs, shown, base.shape, [sweep])
+    found = collect_warnings(jobs, shown, base.shape, [sweep])
     assert len(found) == 1
     assert found[0].startswith("s: sweep.halving.at: the first rung is at step 2, and trials warm up until")
 

@@ -32,11 +32,11 @@ class Bytes:
         self.codes_NK, self.scale_N, self.alive = codes_NK, scale_N, weakref.WeakSet()
 
     @property
-    def held_bytes(self):
+    def stored_bytes(self):
         return self.codes_NK.nbytes + self.scale_N.nbytes
 
     @property
-    def like(self):
+    def empty_rows(self):
         return self.scale_N.new_empty(0, self.codes_NK.shape[1])
 
     def write(self, out_NK):
@@ -47,7 +47,7 @@ class Bytes:
         self.alive.add(made)
         return made
 
-    def part(self, low, high):
+    def slice_outputs(self, low, high):
         return Bytes(self.codes_NK[low:high], self.scale_N[low:high])
 
 
@@ -162,7 +162,7 @@ def test_memory_counts_the_bytes_of_the_base_and_those_of_adapters_apart():
     assert base.shape.parameters == plain.shape.parameters
     assert base.shape.base_bytes == plain.shape.base_bytes - values + 2 * scales
     layers = [
-        [layer.weight_bytes for layer in base_layers(one.shape, 0, apart=False) if layer.kind == "layer"]
+        [layer.weight_bytes for layer in base_layers(one.shape, 0, ends_apart=False) if layer.kind == "layer"]
         for one in (base, plain)
     ]
     assert [2 * (held - matrices) for held, matrices in zip(*layers, strict=True)] == [

@@ -55,7 +55,7 @@ def test_what_is_not_asked_for_is_as_the_setting_says():
 def test_ends_of_up_to_a_seventh_of_a_layer_leave_four_stages_within_five_percent(embedding, head):
     layers = pipeline_bubbles.Setting().layers
     costs = PartCosts(embedding, 1.0, head)
-    taken = [costs.of(held) for held in cut_layers(replace(SHAPE, layers=layers), 4, costs)]
+    taken = [costs.stage_cost(held) for held in cut_layers(replace(SHAPE, layers=layers), 4, costs)]
     assert min(taken) >= 0.95 * max(taken)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from weftune.bench import gpu_lengths, gpu_quality
 from weftune.cli import bench as verb
-from weftune.cli.bench import FROZEN, WEFTUNE, BenchLine, BenchPart, BenchShape, line_of, parts
+from weftune.cli.bench import FROZEN, WEFTUNE, BenchLine, BenchPart, BenchShape, parts, result_line
 
 PART = BenchPart("8 jobs", "gpu_step")
 PACKAGE = Path(verb.__file__).parents[1]
@@ -86,13 +86,13 @@ def test_a_line_compares_weftune_with_the_frozen_base_and_with_the_strongest() -
             {"name": WEFTUNE, "seconds": 0.5, "note": ""},
         ],
     }
-    assert line_of(PART, found) == BenchLine("8 jobs", 500.0, 1.25, "PEFT", 1.6)
+    assert result_line(PART, found) == BenchLine("8 jobs", 500.0, 1.25, "PEFT", 1.6)
 
 
 def test_a_line_without_times_says_why() -> None:
     short = {"strongest": None, "rows": [{"name": WEFTUNE, "seconds": None, "note": "out of memory"}]}
-    assert line_of(PART, short) == BenchLine("8 jobs", verdict="out of memory")
-    assert line_of(PART, {"verdict": "memory +0.1%"}) == BenchLine("8 jobs", verdict="memory +0.1%")
+    assert result_line(PART, short) == BenchLine("8 jobs", verdict="out of memory")
+    assert result_line(PART, {"verdict": "memory +0.1%"}) == BenchLine("8 jobs", verdict="memory +0.1%")
 
 
 def test_every_part_is_a_script_of_the_package_and_quick_is_only_the_first() -> None:

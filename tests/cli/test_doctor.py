@@ -16,7 +16,7 @@ from weftune.cli.doctor import (
     cache_check,
     class_check,
     exit_code,
-    orders_check,
+    kernel_choice_check,
     package_check,
     package_checks,
 )
@@ -47,7 +47,7 @@ def test_a_package_out_of_range_is_missing_and_an_optional_one_only_absent() -> 
     needed = package_check(Requirement("typer>=999"))
     assert needed.verdict is Verdict.MISSING
     assert needed.finding == f"{metadata.version('typer')}, but >=999 is needed"
-    assert needed.mend == 'pip install "typer>=999"'
+    assert needed.remedy == 'pip install "typer>=999"'
     optional = package_check(Requirement("typer>=999"), optional=True)
     assert optional.verdict is Verdict.ABSENT
     assert exit_code([optional]) == 0
@@ -55,7 +55,7 @@ def test_a_package_out_of_range_is_missing_and_an_optional_one_only_absent() -> 
 
 def test_every_row_that_lacks_something_a_command_can_get_says_how() -> None:
     for check in all_checks():
-        assert check.verdict is Verdict.OK or check.mend or check.name == "GPU"
+        assert check.verdict is Verdict.OK or check.remedy or check.name == "GPU"
 
 
 def test_a_cache_without_room_says_where_else_to_put_it(tmp_path: Path) -> None:
@@ -63,18 +63,18 @@ def test_a_cache_without_room_says_where_else_to_put_it(tmp_path: Path) -> None:
     assert cache_check(cache, 10 * GIB).verdict is Verdict.OK
     scarce = cache_check(cache, GIB)
     assert scarce.verdict is Verdict.ABSENT
-    assert "WEFTUNE_CACHE" in scarce.mend
+    assert "WEFTUNE_CACHE" in scarce.remedy
 
 
 def test_the_orders_known_of_a_gpu_are_counted_and_their_file_is_named(tmp_path: Path) -> None:
     file = ChoiceFile(tmp_path, "card", "9.0", "2.11", "3.6", "00")
-    assert orders_check(file, 1).finding == f"0 shapes measured, in {file.path}"
+    assert kernel_choice_check(file, 1).finding == f"0 shapes measured, in {file.path}"
     file.add(
         "a shape",
         MeasuredPlan(ProductPlan.wide_beside, {ProductPlan.wide_beside: 1.0}),
         (ProductPlan.wide_beside,),
     )
-    check = orders_check(file, 1)
+    check = kernel_choice_check(file, 1)
     assert (check.name, check.verdict) == ("GPU 1 orders", Verdict.OK)
     assert check.finding == f"1 shapes measured, in {file.path}"
 
@@ -95,7 +95,7 @@ def test_run_from_its_folder_without_an_installation_it_says_so(monkeypatch: pyt
     (check,) = package_checks()
     assert (check.name, check.verdict) == ("weftune", Verdict.ABSENT)
     assert "not installed" in check.finding
-    assert "pip install" in check.mend
+    assert "pip install" in check.remedy
     assert exit_code([check]) == 0
 
 
@@ -105,7 +105,7 @@ def test_a_class_of_gpus_that_is_not_tested_is_named_with_the_command_that_tests
     assert check.name == "GPU 1 class"
     assert check.finding.startswith(f"{found.architecture}, {found.name}; ")
     assert (check.verdict is Verdict.OK) == ("have not been tested" not in check.finding) == found.tested
-    assert ("`make smoke-gpu`" in check.mend) == (not found.tested)
+    assert ("`make smoke-gpu`" in check.remedy) == (not found.tested)
 
 
 def test_a_gpu_without_kernels_is_said_to_be_slow_and_nothing_is_missing():

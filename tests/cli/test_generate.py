@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.base.folders import model_folder
 from tests.trainer.test_generate import adapter_folder, spoken_by_peft
 from weftune.base.load import select_device
-from weftune.cli.generate import base_of, generate, side_by_side
+from weftune.cli.generate import answer_panels, generate, recorded_base
 from weftune.errors import AdapterError, UserError
 
 
@@ -52,18 +52,18 @@ def test_a_folder_that_holds_several_adapters_is_a_sentence_with_their_names(tmp
 def test_brackets_in_an_answer_are_shown_as_they_are() -> None:
     console = Console(width=60)
     with console.capture() as capture:
-        console.print(side_by_side({"[red]base": "[bold]no markup[/bold] [/]"}))
+        console.print(answer_panels({"[red]base": "[bold]no markup[/bold] [/]"}))
     assert "[bold]no markup[/bold] [/]" in capture.get()
     assert "[red]base" in capture.get()
 
 
 def test_a_folder_without_a_job_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"it holds no job\.yaml"):
-        base_of(tmp_path)
+        recorded_base(tmp_path)
     for text in ("- a list", "base: demo", "{", "name: x"):
         (tmp_path / "job.yaml").write_text(text)
         with pytest.raises(AdapterError, match=r"job\.yaml cannot be used .*which base"):
-            base_of(tmp_path)
+            recorded_base(tmp_path)
 
 
 def test_a_device_that_is_none_is_a_sentence() -> None:

@@ -41,10 +41,10 @@ def test_help_comes_in_under_half_a_second(tmp_path: Path, monkeypatch: pytest.M
 def test_help_names_every_verb() -> None:
     from typer.testing import CliRunner
 
-    from weftune.cli.main import VERBS, app
+    from weftune.cli.main import COMMANDS, app
 
     said = weftune("--help").stdout
-    for verb in VERBS:
+    for verb in COMMANDS:
         assert verb.__name__ in said
         assert CliRunner().invoke(app, [verb.__name__, "--help"]).exit_code == 0
 

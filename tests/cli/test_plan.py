@@ -443,16 +443,22 @@ def test_a_profile_of_this_machine_takes_the_place_of_the_data_sheet(folder, wef
     from tests.plan.costs import CONFIG as SMALL
     from tests.plan.costs import SHAPE
     from weftune.plan.cost import cluster
-    from weftune.plan.cost.profile import cpu_threads, file_of, key_of, profile_folder, write_profile
+    from weftune.plan.cost.profile import (
+        cpu_threads,
+        profile_folder,
+        profile_key,
+        profile_path,
+        write_profile,
+    )
 
-    monkeypatch.setattr(cluster, "_smi", lambda: "")
+    monkeypatch.setattr(cluster, "_query_smi", lambda: "")
     base = folder / "small"
     families.smollm2().save_pretrained(base)
     (base / "config.json").write_text(json.dumps(SMALL))
     (folder / "small.yaml").write_text("base: ./small\njobs:\n  - {name: short, data: short.jsonl}\n")
     assert "not measured" in weftune("small.yaml").out
-    measured = replace(profile(), key=key_of(SHAPE, "cpu", cpu_threads()))
-    write_profile(file_of(profile_folder(), measured.key), measured)
+    measured = replace(profile(), key=profile_key(SHAPE, "cpu", cpu_threads()))
+    write_profile(profile_path(profile_folder(), measured.key), measured)
     shown = weftune("small.yaml", "--json", "out.json")
     assert "from the profile of this" in " ".join(shown.out.split()), shown.err
     assert "not measured" in weftune("small.yaml", "--cluster", "H200").out
@@ -468,7 +474,7 @@ def test_on_this_machine_a_base_is_streamed_by_the_link_that_a_run_would_measure
     from weftune.plan.cost import cluster
     from weftune.run.measure.link import HostLink
 
-    monkeypatch.setattr(cluster, "_smi", lambda: "NVIDIA H200, 143771\n")
+    monkeypatch.setattr(cluster, "_query_smi", lambda: "NVIDIA H200, 143771\n")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     words = (jobs_file(folder, short="{rank: 8}"), "--gpu-memory", "8GiB", "--json", "out.json")
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from tests.data import families
 from tests.plan.outlooks import CONFIG
 from weftune.cli.main import main
-from weftune.cli.plan_sweeps import collapsed, expected_seconds, sweep_outlooks
+from weftune.cli.plan_sweeps import collapse_trials, expected_seconds, sweep_outlooks
 from weftune.cli.plan_text import show_sweeps
 from weftune.jobs.spec.read import parse_run
 from weftune.plan.outlook.whole_run import JobTotal, WholeRun
@@ -146,8 +146,8 @@ def test_the_run_is_expected_to_take_what_its_tokens_take():
 
 def test_trials_of_a_sweep_are_named_as_one_where_names_are_listed():
     run, _, _ = outlook()
-    assert collapsed([job.name for job in run.jobs], run.sweeps) == ["a (4 trials)", "b"]
-    assert collapsed(["b", "a-r8"], run.sweeps) == ["b", "a-r8"]
+    assert collapse_trials([job.name for job in run.jobs], run.sweeps) == ["a (4 trials)", "b"]
+    assert collapse_trials(["b", "a-r8"], run.sweeps) == ["b", "a-r8"]
 
 
 def test_a_sweep_is_a_table_a_sentence_and_the_time_that_is_expected():

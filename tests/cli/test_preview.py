@@ -11,7 +11,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.data import families
-from weftune.cli.preview import SUPERVISED, Shown, coloured, drawing, histogram, preview, visible
+from weftune.cli.preview import (
+    SUPERVISED,
+    SharedSamples,
+    colour_sample,
+    draw_samples,
+    escape_controls,
+    histogram,
+    preview,
+)
 from weftune.data.prepare import prepare
 from weftune.data.spec import DataSpec, EvalSpec
 
@@ -38,7 +46,7 @@ def tokenizer():
 
 def test_supervised_tokens_are_coloured_and_markup_stays_text(tokenizer, tmp_path):
     samples = prepare(DataSpec(rows=[CHAT]), None, tokenizer, tmp_path).train
-    text = coloured(samples, 0, tokenizer)
+    text = colour_sample(samples, 0, tokenizer)
     assert text.plain == (
         "<|im_start|>user\n[bold]Hello[/bold]<|im_end|>\n<|im_start|>assistant\nyes [/x]<|im_end|>\n"
     )
@@ -48,7 +56,7 @@ def test_supervised_tokens_are_coloured_and_markup_stays_text(tokenizer, tmp_pat
 
 def test_without_colours_marks_stand_around_what_is_supervised(tokenizer, tmp_path):
     prepared = prepare(DataSpec(rows=[CHAT]), None, tokenizer, tmp_path)
-    text = printed(drawing(Shown(("a",), prepared), tokenizer, rows=1, marked=True))
+    text = printed(draw_samples(SharedSamples(("a",), prepared), tokenizer, rows=1, use_marks=True))
     assert ">>>yes [/x]<|im_end|><<<" in text
     assert text.count(">>>") == 2, "and once in the title"
     assert "supervised, between >>> and <<<" in text
@@ -57,7 +65,7 @@ def test_without_colours_marks_stand_around_what_is_supervised(tokenizer, tmp_pa
 def test_a_drawing_shows_samples_counts_lengths_and_notes(tokenizer, tmp_path):
     rows = [CHAT, {"messages": [*CHAT["messages"], *CHAT["messages"] * 20]}]
     prepared = prepare(DataSpec(rows=rows * 3, max_length=60), EvalSpec(fraction=0.5), tokenizer, tmp_path)
-    text = printed(drawing(Shown(("a", "[b]"), prepared), tokenizer, rows=1))
+    text = printed(draw_samples(SharedSamples(("a", "[b]"), prepared), tokenizer, rows=1))
     assert "a, [b]" in text
     assert "[bold]Hello[/bold]" in text
     assert text.count("sample 1:") == 1
@@ -77,7 +85,7 @@ def test_a_histogram_counts_every_sample():
 
 
 def test_characters_that_steer_a_terminal_are_not_printed():
-    assert visible("a\x1b[31mb\n\tc\u202e") == "a�[31mb\n\tc�"
+    assert escape_controls("a\x1b[31mb\n\tc\u202e") == "a�[31mb\n\tc�"
 
 
 def test_preview_imports_nothing_heavy():

@@ -17,7 +17,7 @@ from weftune.base.spec import BaseSpec
 from weftune.cli import profile
 from weftune.cli.main import app
 from weftune.errors import OutputError, UserError
-from weftune.plan.cost.profile import Profile, profile_folder, profile_here, read_profile
+from weftune.plan.cost.profile import Profile, find_local_profile, profile_folder, read_profile
 from weftune.run.profile import measure_profile
 
 
@@ -60,7 +60,7 @@ def test_the_profile_lies_in_the_cache_and_is_found_again(
     assert file.name in done.output.replace("\n", "")
     for row in ("embedding", "layers", "head and loss", "adapter", "whole pass"):
         assert row in done.output
-    found = profile_here(model_shape(tiny("llama", torch.float32, 0), torch.float32))
+    found = find_local_profile(model_shape(tiny("llama", torch.float32, 0), torch.float32))
     assert found == read_profile(file)
     assert found is not None
     assert (found.first_worker_bytes, found.worker_bytes) == (420, 360)

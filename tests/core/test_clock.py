@@ -16,12 +16,12 @@ from weftune.core.clock import (
     Phase,
     PhaseClock,
     claim,
-    current,
-    importing,
+    count_imports,
+    current_clock,
     phase,
     process_clock,
     process_seconds,
-    running,
+    use_clock,
 )
 
 
@@ -46,7 +46,7 @@ def spent(clock):
 
 def test_a_second_belongs_to_the_innermost_phase_and_all_of_them_are_the_wall_time(hands):
     clock = PhaseClock(now=hands)
-    with running(clock):
+    with use_clock(clock):
         hands.time += 1
         with phase(Phase.TRAINING):
             hands.time += 2
@@ -62,7 +62,7 @@ def test_a_second_belongs_to_the_innermost_phase_and_all_of_them_are_the_wall_ti
 
 def test_an_open_phase_is_counted_up_to_now(hands):
     clock = PhaseClock(now=hands)
-    with running(clock), phase(Phase.LOADING):
+    with use_clock(clock), phase(Phase.LOADING):
         hands.time += 3
         assert spent(clock) == {Phase.LOADING: 3}
         hands.time += 4
@@ -71,7 +71,7 @@ def test_an_open_phase_is_counted_up_to_now(hands):
 
 def test_a_phase_ends_with_the_error_that_leaves_it(hands):
     clock = PhaseClock(now=hands)
-    with running(clock):
+    with use_clock(clock):
         with suppress(ValueError), phase(Phase.LOADING):
             hands.time += 1
             raise ValueError
@@ -86,7 +86,7 @@ def test_a_function_can_be_a_phase(hands):
         return "done"
 
     clock = PhaseClock(now=hands)
-    with running(clock):
+    with use_clock(clock):
         assert [export(), export()] == ["done", "done"]
     assert spent(clock) == {Phase.EXPORT: 10}
     assert export() == "done"
@@ -95,7 +95,7 @@ def test_a_function_can_be_a_phase(hands):
 
 def test_seconds_that_are_known_afterwards_are_taken_from_the_phase_around_them(hands):
     clock = PhaseClock(now=hands)
-    with running(clock), phase(Phase.TRAINING):
+    with use_clock(clock), phase(Phase.TRAINING):
         hands.time += 10
         claim(Phase.COMPILING, 4)
         hands.time += 1
@@ -106,12 +106,12 @@ def test_what_another_thread_does_beside_is_not_counted(hands):
     clock = PhaseClock(now=hands)
 
     def write():
-        assert current() is None
+        assert current_clock() is None
         with phase(Phase.SAVING):
             hands.time += 5
         claim(Phase.COMPILING, 1)
 
-    with running(clock), phase(Phase.TRAINING):
+    with use_clock(clock), phase(Phase.TRAINING):
         thread = threading.Thread(target=write)
         thread.start()
         thread.join()
@@ -124,10 +124,10 @@ def test_threads_that_python_did_not_start_count_for_the_only_clock_there_is(mon
     found = []
 
     def look():
-        monkeypatch.setattr(clocks, "_is_foreign", lambda: True)
-        found.append(current())
+        monkeypatch.setattr(clocks, "_is_foreign_thread", lambda: True)
+        found.append(current_clock())
 
-    with running(clock):
+    with use_clock(clock):
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()
@@ -145,11 +145,11 @@ def test_a_backward_on_a_gpu_counts_although_it_runs_in_a_thread_of_autograds():
 
         @staticmethod
         def backward(ctx, gradient):
-            seen.append((threading.get_ident(), current()))
+            seen.append((threading.get_ident(), current_clock()))
             return gradient
 
     x = torch.ones(3, device="cuda", requires_grad=True)
-    with running(PhaseClock()) as clock:
+    with use_clock(PhaseClock()) as clock:
         Asks.apply(x).sum().backward()
     ((thread, found),) = seen
     assert thread != threading.get_ident()
@@ -158,20 +158,20 @@ def test_a_backward_on_a_gpu_counts_although_it_runs_in_a_thread_of_autograds():
 
 def test_a_run_inside_a_run_has_its_own_clock(hands):
     outer, inner = PhaseClock(now=hands), PhaseClock(now=hands)
-    with running(outer), phase(Phase.TRAINING):
-        with running(inner), phase(Phase.LOADING):
+    with use_clock(outer), phase(Phase.TRAINING):
+        with use_clock(inner), phase(Phase.LOADING):
             hands.time += 2
         hands.time += 1
     assert spent(inner)[Phase.LOADING] == 2
     assert spent(outer) == {Phase.TRAINING: 3}
-    assert current() is None
+    assert current_clock() is None
 
 
 def test_a_clock_of_the_process_counts_from_its_creation():
     code = (
         "import time; time.sleep(0.3)\n"
-        "from weftune.core.clock import process_clock, running\n"
-        "with running(process_clock()) as clock:\n"
+        "from weftune.core.clock import process_clock, use_clock\n"
+        "with use_clock(process_clock()) as clock:\n"
         "    found = clock.read()\n"
         "print(found.phases['imports'], found.seconds, time.time() - found.started)"
     )
@@ -206,7 +206,7 @@ def test_where_the_system_does_not_tell_the_age_of_a_process_its_processor_time_
 
 @pytest.mark.timed
 def test_a_phase_is_cheap():
-    with running(PhaseClock()):
+    with use_clock(PhaseClock()):
         began = time.process_time()
         for _ in range(10_000):
             with phase(Phase.CAPTURING):
@@ -216,7 +216,7 @@ def test_a_phase_is_cheap():
 
 def test_imports_are_a_phase_without_garbage_collection(hands):
     clock = PhaseClock(now=hands)
-    with running(clock), importing():
+    with use_clock(clock), count_imports():
         hands.time += 2
         assert not gc.isenabled()
     assert gc.isenabled()

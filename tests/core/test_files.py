@@ -17,12 +17,12 @@ from weftune.core.files import (
     LineFile,
     cache_folder,
     dump_yaml,
+    filtered_lines,
     json_text,
-    kept_lines,
     load_yaml,
     refuse_full_folder,
     replace_file,
-    temporary,
+    temporary_path,
 )
 from weftune.errors import OutputError
 
@@ -55,11 +55,11 @@ def test_lines_are_appended_to_those_that_are_there(tmp_path):
 def test_torn_lines_and_those_that_nobody_wants_are_dropped(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"n": 1}\nnot json\n[1]\n{"n": 2}\n{"n": 3}')
-    assert kept_lines(path, lambda line: line["n"] != 1) == b'{"n": 2}\n'
-    assert kept_lines(tmp_path / "nowhere", lambda line: True) == b""
+    assert filtered_lines(path, lambda line: line["n"] != 1) == b'{"n": 2}\n'
+    assert filtered_lines(tmp_path / "nowhere", lambda line: True) == b""
     lines = LineFile(path)
     lines.append({"n": 4})
-    lines.keep(lambda line: True)
+    lines.filter_lines(lambda line: True)
     assert path.read_bytes() == b'{"n": 1}\n{"n": 2}\n'
     lines.append({"n": 5})
     lines.close()
@@ -70,9 +70,9 @@ def test_a_file_of_which_every_line_is_wanted_is_not_written_anew(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"n": 1}\n')
     before = os.stat(path).st_ino
-    LineFile(path).keep(lambda line: True)
+    LineFile(path).filter_lines(lambda line: True)
     assert os.stat(path).st_ino == before
-    LineFile(tmp_path / "nowhere").keep(lambda line: True)
+    LineFile(tmp_path / "nowhere").filter_lines(lambda line: True)
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -106,7 +106,7 @@ def test_a_file_is_replaced_whole_and_a_folder_that_is_gone_is_a_sentence(tmp_pa
     replace_file(path, b"new")
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
-    assert temporary(path) == tmp_path / ".status.json.new"
+    assert temporary_path(path) == tmp_path / ".status.json.new"
     with pytest.raises(OutputError, match=r"cannot write .*status.json: No such file or directory"):
         replace_file(tmp_path / "gone" / "status.json", b"new")
 

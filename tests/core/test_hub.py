@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from weftune.base.config import read_config
 from weftune.base.spec import BaseSpec
-from weftune.core.hub import why_absent
+from weftune.core.hub import absence_reason
 from weftune.data.tables import open_path
 from weftune.errors import BaseModelError, DataError
 
@@ -119,6 +119,6 @@ def test_what_was_fetched_before_is_not_asked_for(tmp_path: Path) -> None:
     (model / "snapshots" / "c0ffee" / "config.json").write_text("{}")
     (tmp_path / "hub" / "datasets--a--c").mkdir()
     constants.HF_HUB_OFFLINE = True
-    assert why_absent("a/b", "model") is None
-    assert why_absent("a/c", "dataset") is None
-    assert "HF_HUB_OFFLINE is set" in (why_absent("a/d", "model") or "")
+    assert absence_reason("a/b", "model") is None
+    assert absence_reason("a/c", "dataset") is None
+    assert "HF_HUB_OFFLINE is set" in (absence_reason("a/d", "model") or "")

@@ -26,7 +26,7 @@ from tests.outputs import (
     status,
 )
 from weftune import JobSpec, Options
-from weftune.core.interrupt import interrupts
+from weftune.core.interrupt import handle_interrupts
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_interrupted_after_every_single_event_it_still_ends_the_same(undisturbed
 def test_the_handlers_of_before_are_put_back_and_a_second_signal_interrupts():
     before = signal.getsignal(signal.SIGINT)
     told = []
-    with interrupts(lambda: told.append(1)) as stop:
+    with handle_interrupts(lambda: told.append(1)) as stop:
         assert not stop()
         signal.raise_signal(signal.SIGTERM)
         assert told == [], "a handler does not print"
@@ -218,7 +218,7 @@ def test_outside_the_main_thread_nobody_asks_to_stop():
     heard = []
 
     def inside():
-        with interrupts(lambda: None) as stop:
+        with handle_interrupts(lambda: None) as stop:
             heard.append(stop())
 
     thread = threading.Thread(target=inside)
@@ -257,7 +257,7 @@ def test_on_the_way_out_a_step_that_takes_long_is_dropped_and_made_after_the_res
         JobSpec(name="b", data=rows[1], steps=6, batch_size=3, adapter={"rank": 3, "dropout": 0.1}),
     ]
     bench.train(model, tmp_path / "undisturbed", jobs, capacity=20)
-    monkeypatch.setattr(weftune.core.interrupt, "FINISHING", -1.0)
+    monkeypatch.setattr(weftune.core.interrupt, "FINISH_SECONDS", -1.0)
 
     def callback(event):
         if event.step == 2:

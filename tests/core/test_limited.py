@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from weftune.core.limited import MAX_BYTES, Stopped, run_limited
+from weftune.core.limited import MAX_BYTES, LimitExceeded, run_limited
 from weftune.errors import DataError, Mistake
 
 
@@ -61,14 +61,14 @@ def test_a_mistake_comes_back_as_it_was_raised() -> None:
 def test_work_without_end_is_stopped_and_the_next_call_works(
     work: object, reason: str, seconds: float
 ) -> None:
-    with pytest.raises(Stopped) as caught:
+    with pytest.raises(LimitExceeded) as caught:
         run_limited(work, seconds=seconds)  # type: ignore[arg-type]
     assert caught.value.reason == reason
     assert run_limited(double, 1) == 2
 
 
 def test_what_is_too_large_to_be_answered_is_stopped_too() -> None:
-    with pytest.raises(Stopped, match=f"more than {MAX_BYTES >> 20} MiB"):
+    with pytest.raises(LimitExceeded, match=f"more than {MAX_BYTES >> 20} MiB"):
         run_limited(double, "x" * (MAX_BYTES // 4))
 
 

@@ -12,7 +12,7 @@ from tests.cases import slow_but
 from tests.families import tiny
 from tests.oracle import lora_config, write_start
 from weftune.adapters.lora.files import read_adapter
-from weftune.core.limited import ending, slow_sentence
+from weftune.core.limited import slow_pattern_error, suffix_expression
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import AdapterError, SpecError
 from weftune.jobs.spec.checks import check_targets
@@ -39,17 +39,17 @@ HONEST = [
 
 @pytest.mark.parametrize("expression", slow_but(ENDLESS, [ENDLESS[0], *ENDLESS[4:]]))
 def test_an_endless_pattern_is_told(expression: str) -> None:
-    sentence = slow_sentence([expression])
+    sentence = slow_pattern_error([expression])
     assert sentence is not None
     assert "is a regular expression" in sentence
     if not expression.startswith("(?i)"):  # which must stand first
-        assert slow_sentence([ending(expression)]) is not None
+        assert slow_pattern_error([suffix_expression(expression)]) is not None
 
 
 @pytest.mark.parametrize("expression", HONEST)
 def test_an_honest_pattern_is_not(expression: str) -> None:
     names = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(80) for part in "qkvo"]
-    assert slow_sentence([expression, ending(expression)], names) is None
+    assert slow_pattern_error([expression, suffix_expression(expression)], names) is None
 
 
 @pytest.mark.parametrize(

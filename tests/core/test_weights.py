@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weftune.core.weights import CODES, LARGEST, joined, multiply_codes, row_codes, side_by_side
+from weftune.core.weights import CODES, LARGEST, adjacent_view, join_tensors, multiply_codes, quantise_rows
 
 GRID = torch.arange(256, dtype=torch.uint8).view(CODES).float()
 GRID = GRID[GRID.isfinite()].unique()
@@ -18,7 +18,7 @@ def drawn(*shape, seed=0):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_codes_are_the_nearest_that_there_are_and_the_largest_of_a_row_is_the_largest_of_all(dtype):
     x_TM = (drawn(20, 33) * torch.logspace(-20, 20, 20)[:, None]).to(dtype)
-    codes_TM, scale_T = row_codes(x_TM)
+    codes_TM, scale_T = quantise_rows(x_TM)
     assert (codes_TM.dtype, scale_T.shape) == (CODES, (20,))
     scaled_TM = x_TM.double() / (x_TM.double().abs().amax(dim=1, keepdim=True) / LARGEST)
     nearest_TM = (scaled_TM[..., None] - GRID).abs().amin(dim=-1)
@@ -31,7 +31,7 @@ def test_a_row_of_zeros_has_zeros_and_a_row_with_a_nan_or_an_infinity_is_lost_al
     x_TM = drawn(5, 16)
     x_TM[1], x_TM[2, 3], x_TM[3, 4] = 0.0, torch.nan, torch.inf
     x_TM[4] = 1e-44
-    codes_LM, _ = row_codes(drawn(16, 16, seed=1))
+    codes_LM, _ = quantise_rows(drawn(16, 16, seed=1))
     y_TL = multiply_codes(x_TM, codes_LM, None, None, torch.float32)
     alone_TL = multiply_codes(x_TM[:1], codes_LM, None, None, torch.float32)
     torch.testing.assert_close(y_TL[:1], alone_TL, rtol=1e-6, atol=0)
@@ -42,8 +42,8 @@ def test_a_row_of_zeros_has_zeros_and_a_row_with_a_nan_or_an_infinity_is_lost_al
 
 def test_a_product_is_that_of_the_rounded_operands_with_both_scales():
     left_TM, scale_M, scale_L = drawn(7, 32), drawn(32, seed=1).abs(), drawn(24, seed=2)
-    codes_LM, _ = row_codes(drawn(24, 32, seed=3))
-    codes_TM, scale_T = row_codes(left_TM * scale_M)
+    codes_LM, _ = quantise_rows(drawn(24, 32, seed=3))
+    codes_TM, scale_T = quantise_rows(left_TM * scale_M)
     want_TL = (codes_TM.double() * scale_T.double()[:, None]) @ (codes_LM.double() * scale_L[:, None]).T
     got_TL = multiply_codes(left_TM, codes_LM, scale_M, scale_L, torch.float32)
     torch.testing.assert_close(got_TL.double(), want_TL, rtol=1e-5, atol=1e-3)
@@ -54,19 +54,19 @@ def test_a_product_is_that_of_the_rounded_operands_with_both_scales():
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_parts_of_one_tensor_are_joined_without_a_copy_and_others_with_one(dim):
-    whole = row_codes(drawn(6, 8))[0]
+    whole = quantise_rows(drawn(6, 8))[0]
     parts = whole.split([2, 3, 1] if dim == 0 else [4, 3, 1], dim)
-    found = side_by_side(parts, dim)
+    found = adjacent_view(parts, dim)
     assert found is not None
     assert (found.data_ptr(), found.shape, found.stride()) == (whole.data_ptr(), whole.shape, whole.stride())
-    assert side_by_side(parts[::-1], dim) is None
-    assert side_by_side([part.clone() for part in parts], dim) is None
-    made = joined([part.clone() for part in parts], dim)
+    assert adjacent_view(parts[::-1], dim) is None
+    assert adjacent_view([part.clone() for part in parts], dim) is None
+    made = join_tensors([part.clone() for part in parts], dim)
     assert made.data_ptr() != whole.data_ptr()
     assert torch.equal(made.view(torch.uint8), whole.view(torch.uint8))
 
 
 def test_parts_with_a_gap_between_them_are_not_side_by_side():
     whole = drawn(6, 8)
-    assert side_by_side([whole[:2], whole[3:]], 0) is None
-    assert side_by_side([whole[:, :2], whole[:, 2:7]], 1) is None
+    assert adjacent_view([whole[:2], whole[3:]], 0) is None
+    assert adjacent_view([whole[:, :2], whole[:, 2:7]], 1) is None

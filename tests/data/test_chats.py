@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.data import families
 from tests.data.conftest import SHARED, supervised_runs, whole_text
-from weftune.core.limited import allow_seconds
+from weftune.core.limited import limit_seconds
 from weftune.data import chats
 from weftune.data.chats import Rendered, chat_forms, render_everything, render_turns
 from weftune.data.encode import Encoder
@@ -277,7 +277,7 @@ class Checked:
         try:
             return self._template.render(messages, tools, prompt=prompt)
         finally:
-            allow_seconds(0.0)
+            limit_seconds(0.0)
 
     def refuse(self, *messages: Any, tools: Any = None, turns: tuple[int, ...] = (1, 3)) -> int:
         """How often the check rendered, where it does not refuse the chat."""

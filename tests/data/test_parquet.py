@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from weftune.core.limited import Stopped
+from weftune.core.limited import LimitExceeded
 from weftune.data import parquet
 from weftune.data.parquet import batches, count_bytes, refuse_expansion
 from weftune.errors import DataError
@@ -99,7 +99,7 @@ def test_a_small_file_may_become_four_times_what_is_harmless_and_a_large_one_man
     ("outcome", "sentence"),
     [
         (
-            Stopped("memory", 4.0),
+            LimitExceeded("memory", 4.0),
             r"its [\d,]+ bytes cannot be read: that needed more than 256 MiB",
         ),
         (DataError("its bytes become more"), "its bytes become more$"),

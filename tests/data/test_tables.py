@@ -327,7 +327,7 @@ def test_a_dataset_of_the_hub_is_its_rows_or_the_first_line_of_why_it_cannot_be_
     def refuses(name: str, split: str) -> None:
         raise RuntimeError(f"no {split} in {name}\nand much more")
 
-    monkeypatch.setattr("weftune.data.tables.why_absent", lambda *_: None)
+    monkeypatch.setattr("weftune.data.tables.absence_reason", lambda *_: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: datasets.Dataset.from_list(ROWS))
     assert values(open_path("nobody/nothing", None, "mine")) == ROWS
     monkeypatch.setattr(datasets, "load_dataset", refuses)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.data import families
 from tests.data.conftest import supervised_runs, whole_text
-from weftune.core.limited import SECONDS, Stopped, allow_seconds
+from weftune.core.limited import SECONDS, LimitExceeded, limit_seconds
 from weftune.data import template as templates
 from weftune.data.formats import Chat
 from weftune.data.prepare import prepare
@@ -99,7 +99,7 @@ def test_a_template_is_looked_at_once_whether_it_can_be_compiled_or_not(monkeypa
     sound, hostile = "{# once #}{{ tools }}", "{# once #}{{ 9 ** (9 ** 9) }}"
 
     def stops(*_: object, **__: object) -> None:
-        raise Stopped("memory", 2.0)
+        raise LimitExceeded("memory", 2.0)
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("asked again")
@@ -189,7 +189,7 @@ MESSAGES = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content
 def _no_limit() -> Iterator[None]:
     """A render limits the time of its process, which is this one here."""
     yield
-    allow_seconds(0.0)
+    limit_seconds(0.0)
 
 
 @pytest.fixture
@@ -302,7 +302,7 @@ def test_what_a_row_raises_in_a_template_is_a_sentence_about_the_row(error, sent
 
 def test_every_render_has_its_time_for_itself():
     template = SandboxedTemplate("{{ messages[0].content }}", {})
-    allow_seconds(0.5)
+    limit_seconds(0.5)
     template.render(MESSAGES, None, prompt=False)
     assert signal.getitimer(signal.ITIMER_PROF)[0] > SECONDS / 2
 

@@ -27,7 +27,7 @@ from weftune.plan.window.window import Pacing, plan_window
 
 FILE = Path(__file__).parent / "programs.json"
 SEEDS = range(8)
-PACES = StagePace(Line(0.0, 1.0), Line(0.0, 2.0), step=3.0), StagePace(Line(2.0, 1.5), Line(1.0, 2.5))
+PACES = StagePace(Line(0.0, 1.0), Line(0.0, 2.0), step_seconds=3.0), StagePace(Line(2.0, 1.5), Line(1.0, 2.5))
 Plan = Callable[[], Program]
 
 
@@ -92,7 +92,7 @@ def _pipelined(seed: int) -> Iterator[tuple[str, Plan]]:
     layers = [LayerRange(stage, stage + 1, count) for stage in range(count)]
     alone, shared = in_stages(layers), in_stages(layers, replicas=2)
     for order in (None, *PipelineOrder):
-        pacing = Pacing(paces, order, spare=seed % 2)
+        pacing = Pacing(paces, order, spare_microbatches=seed % 2)
         yield (
             f"pipeline {seed} of {count}, {order}",
             lambda pacing=pacing: plan_window(made, alone, 64, pacing=pacing),
@@ -122,7 +122,7 @@ def digest(program: Program) -> dict[str, object]:
 
 def _microbatch(plan: MicrobatchPlan) -> str:
     held = (f"{one.job} {one.step} {[placed.sample for placed in one.samples]}" for one in plan.segments)
-    return f"{plan.rung}: {'; '.join(held)}"
+    return f"{plan.padded_rows}: {'; '.join(held)}"
 
 
 def _action(action: Action) -> str:

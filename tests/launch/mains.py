@@ -46,7 +46,7 @@ def slow_main() -> None:
     import weftune.core.interrupt
 
     _before_layers(lambda given: time.sleep(LAYER_SECONDS))
-    weftune.core.interrupt.FINISHING = FINISHING
+    weftune.core.interrupt.FINISH_SECONDS = FINISHING
     _main()
 
 
@@ -119,7 +119,7 @@ def urgent_main(moment: tuple[str, int], keys: dict[str, Any]) -> None:
     def two_at_a_time(_self: Any, jobs: Any) -> str | None:
         return None if len(jobs) <= 2 else "there is room for two at a time"
 
-    Trainer.run, Learned.why_not = with_addition, two_at_a_time
+    Trainer.run, Learned.misfit_reason = with_addition, two_at_a_time
     _main()
 
 

@@ -11,9 +11,17 @@ import pytest
 import weftune.launch.supervise
 from tests.launch.mains import tell_wall_time
 from tests.run.processes import context
-from weftune.core.clock import PhaseClock, running
+from weftune.core.clock import PhaseClock, use_clock
 from weftune.launch import supervise
-from weftune.launch.supervise import INTERRUPTED, THREADS, Supervised, Supervisor, Team, TeamEnd, forks
+from weftune.launch.supervise import (
+    INTERRUPTED,
+    THREADS,
+    ProcessSpec,
+    Supervisor,
+    Team,
+    TeamEnd,
+    fork_context,
+)
 from weftune.launch.workers import launch
 from weftune.run.workers.heartbeat import LOST
 
@@ -56,7 +64,7 @@ class Told:
     def _members(self, number, lists, attempt):
         self.attempts.append((number, attempt))
         mains = lists[min(attempt, len(lists) - 1)]
-        return [Supervised(f"worker {number}.{at}", main) for at, main in enumerate(mains)]
+        return [ProcessSpec(f"worker {number}.{at}", main) for at, main in enumerate(mains)]
 
 
 def tells_its_threads(connection):
@@ -70,11 +78,11 @@ def test_the_server_that_processes_come_from_is_told_how_many_threads_each_has(m
     seen = []
     monkeypatch.setattr(supervise, "ensure_running", lambda: seen.append(os.environ[THREADS]))
     monkeypatch.delenv(THREADS, raising=False)
-    forks(2)
+    fork_context(2)
     assert seen == [str(max(1, os.cpu_count() // 2))]
     assert THREADS not in os.environ
     monkeypatch.setenv(THREADS, "3")
-    forks(2)
+    fork_context(2)
     assert len(seen) == 1, "the user's own word is in the environment already"
 
 
@@ -86,7 +94,7 @@ def test_a_process_has_its_share_of_the_cores_and_finds_no_word_of_the_user_s(tm
 
 
 def test_a_team_with_a_lost_member_is_started_again_as_a_whole_and_ends_with_its_first(tmp_path):
-    told = Told(tmp_path, [[waits, is_killed], [partial(ends, 1), partial(ends, 0)]], named="all")
+    told = Told(tmp_path, [[waits, is_killed], [partial(ends, 1), partial(ends, 0)]], name="all")
     assert told.supervisor.run() == [TeamEnd(1)]
     assert told.said == [
         "worker 0.1 was ended by SIGKILL; starting all again from the last checkpoints (1 of 3)."
@@ -116,7 +124,7 @@ def test_ends_of_the_first_member_that_no_other_try_would_change_are_no_losses(t
 
 @pytest.mark.timed
 def test_a_member_that_says_nothing_any_more_is_ended_and_started_again(tmp_path):
-    told = Told(tmp_path, [[stops_itself], [partial(ends, 0)]], silent_after=2.0)
+    told = Told(tmp_path, [[stops_itself], [partial(ends, 0)]], silent_seconds=2.0)
     assert told.supervisor.run() == [TeamEnd(0)]
     assert told.said[0] == "worker 0.0 has given no sign of life for 2 seconds."
 
@@ -142,6 +150,6 @@ def test_asked_to_stop_nobody_is_started_again(tmp_path):
 
 def test_workers_count_the_wall_time_of_the_command_that_has_started_them(tmp_path):
     words = [str(tmp_path / "seconds")]
-    with running(PhaseClock(age=100.0)):
+    with use_clock(PhaseClock(age=100.0)):
         assert launch(tell_wall_time, words, words, 1, tmp_path / "out") == 0
     assert 100 <= float((tmp_path / "seconds").read_text()) < 200

@@ -23,7 +23,7 @@ from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
 from weftune.run.events import Stepped
 from weftune.run.training.state import new_training
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 STEPS, MADE = 3, 4
 PROMPTS = ([5, 9, 11], [7, 8], [12, 30, 4, 6])
@@ -88,7 +88,7 @@ def laid_out(plan: MicrobatchPlan, rows, job, others):
     """The rows of `job` behind those of everybody else."""
     mine = [segment for segment in plan.segments if segment.job == job]
     theirs = plan.without({job})
-    parts = [lay_out(theirs, False, others)] if theirs.segments else []
+    parts = [collate_plan(theirs, False, others)] if theirs.segments else []
     for segment in mine:
         tokens = [torch.tensor(rows[placed.sample]) for placed in segment.samples]
         made = packed(tokens)
@@ -123,7 +123,7 @@ def test_each_batch_is_made_by_the_adapter_as_it_stands_and_trained_beside_other
     losses, texts = [], []
     for step in range(STEPS):
         texts.append(rows := spoken(executor, "maker"))
-        courses = [other.course(step, 1, False), course("maker", step, rows)]
+        courses = [other.job_window(step, 1, False), course("maker", step, rows)]
         program = plan_window(courses, one_device(), 40)
         fetch = lambda plan, _, rows=rows: laid_out(plan, rows, "maker", {"other": other})  # noqa: E731
         events = list(executor.run(program, fetch, lambda: False))

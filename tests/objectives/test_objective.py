@@ -15,7 +15,7 @@ from tests.objectives.toys import AboveTheMean, Preference, Value, global_batch,
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import get_kind
-from weftune.core.batch import IGNORED, OWN
+from weftune.core.batch import IGNORED, OWN_ADAPTER
 from weftune.objectives.objective import ScalarHead
 from weftune.ops.lora.routes import Route
 from weftune.run.passes.scorer import Scorer
@@ -186,7 +186,7 @@ def test_rows_are_never_trained_through_another_jobs_adapter():
         aboard.train(laid, {"job": 1}, {"job": 1})
 
 
-@pytest.mark.parametrize("adapter", [None, OWN, "other"])
+@pytest.mark.parametrize("adapter", [None, OWN_ADAPTER, "other"])
 def test_on_the_tiled_route_too_rows_pass_through_the_adapter_that_is_named(adapter):
     """Rows of two jobs through one adapter are one run of its slot."""
     aboard = Aboard()
@@ -194,5 +194,5 @@ def test_on_the_tiled_route_too_rows_pass_through_the_adapter_that_is_named(adap
         [("job", global_batch((5, 4), 1)), ("sft", global_batch((6,), 2)), ("x", global_batch((3,), 3))],
         adapter,
     )
-    seats = {OWN: [(0, 9, 0), (9, 15, 2)], None: [], "other": [(0, 18, 1)]}[adapter]
+    seats = {OWN_ADAPTER: [(0, 9, 0), (9, 15, 2)], None: [], "other": [(0, 18, 1)]}[adapter]
     assert [(seat.start, seat.stop, seat.slot) for seat in aboard.banks.seats(laid.microbatch)] == seats

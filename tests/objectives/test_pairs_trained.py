@@ -18,11 +18,11 @@ from weftune.adapters.kind import JobAdapter
 from weftune.core.batch import IGNORED
 from weftune.plan.pack.segments import pack_segments
 from weftune.plan.program.layout import one_device
-from weftune.plan.program.program import SegmentPlan, in_groups
+from weftune.plan.program.program import SegmentPlan, group_samples
 from weftune.plan.window.window import plan_window
 from weftune.run.events import Stepped
 from weftune.run.passes.rows import StageVisit, lay
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 STEPS, CAPACITY = 3, 44
 EXACT = 1e-8
@@ -31,7 +31,7 @@ EXACT = 1e-8
 def scored(executor, batch, jobs, adapter):
     """What a pass does that scores the samples of a batch by another adapter than their own."""
     for plan in pack_segments([SegmentPlan(batch.job, batch.step, batch.samples)], CAPACITY):
-        microbatch = lay_out(plan, False, jobs)
+        microbatch = collate_plan(plan, False, jobs)
         segments = tuple(replace(segment, adapter=adapter) for segment in microbatch.segments)
         laid = lay(replace(microbatch, segments=segments), microbatch.rows, bench.CPU)
         h_TD = executor.passes.evaluate(StageVisit(-1, 0), aboard.in_flight(laid), None)
@@ -53,10 +53,10 @@ def test_pairs_are_planned_scored_and_trained_as_plain_torch_trains_them():
     start = {job: training.master.clone() for job, training in executor.attached.items()}
     losses, widths = [], set()
     for step in range(STEPS):
-        course = pairs.course(step, 1, False)
+        course = pairs.job_window(step, 1, False)
         (batch,) = course.batches
-        batch = replace(batch, samples=in_groups(batch.samples, objective.needs.together))
-        courses = [replace(course, batches=(batch,)), plain.course(step, 1, False)]
+        batch = replace(batch, samples=group_samples(batch.samples, objective.needs.together))
+        courses = [replace(course, batches=(batch,)), plain.job_window(step, 1, False)]
         for adapter in objective.needs.references:
             scored(executor, batch, jobs, adapter)
         program = plan_window(courses, one_device(), CAPACITY)
@@ -80,7 +80,7 @@ def plain_run(job, start):
     bare = tiny("llama"), plain_model("llama", JobAdapter("other", spec, 0), start["other"])
     losses = []
     for step in range(STEPS):
-        chosen = [placed.sample for placed in job.course(step, 1, False).batches[0].samples]
+        chosen = [placed.sample for placed in job.job_window(step, 1, False).batches[0].samples]
         with torch.no_grad():
             base_B, other_B = (sums(model, job.data.train, chosen) for model in bare)
         own_B = sums(plain_model("llama", JobAdapter("pairs", spec, 0), flat), job.data.train, chosen)

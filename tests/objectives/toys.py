@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tests.base.packs import CPU
-from weftune.core.batch import IGNORED, OWN, Microbatch, Segment
+from weftune.core.batch import IGNORED, OWN_ADAPTER, Microbatch, Segment
 from weftune.objectives.objective import BatchFacts, HeldOutSums, Needs, SampleScores
 from weftune.run.passes.rows import LaidMicrobatch, lay
 
@@ -39,7 +39,9 @@ def global_batch(lengths: Sequence[int], seed: int) -> list[Sample]:
     return [Sample(tokens, sum(lengths[:number])) for number, tokens in enumerate(drawn)]
 
 
-def microbatch(parts: Sequence[tuple[str, Sequence[Sample]]], adapter: str | None = OWN) -> LaidMicrobatch:
+def microbatch(
+    parts: Sequence[tuple[str, Sequence[Sample]]], adapter: str | None = OWN_ADAPTER
+) -> LaidMicrobatch:
     """(job, samples) in one microbatch, all of step 1, through the adapter of their own jobs or another."""
     segments, lengths, row = [], [], 0
     for job, samples in parts:
@@ -85,7 +87,7 @@ class Preference:
 class AboveTheMean:
     """How far each sample has come from the base, against the mean of the whole global batch."""
 
-    needs = Needs(references=(None, OWN), batch_mean=True)
+    needs = Needs(references=(None, OWN_ADAPTER), batch_mean=True)
 
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
         assert batch.samples is not None
@@ -97,7 +99,7 @@ class AboveTheMean:
         raise NotImplementedError
 
     def mean(self, references: Sequence[dict[str | None, Tensor]]) -> Tensor:
-        return torch.stack([one[OWN].sum() - one[None].sum() for one in references]).mean()
+        return torch.stack([one[OWN_ADAPTER].sum() - one[None].sum() for one in references]).mean()
 
 
 class Value:

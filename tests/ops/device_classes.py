@@ -226,7 +226,7 @@ def launch_linear(case: LinearCase) -> None:
         empty(outputs, case.features),
     )
     residual_TN = empty(case.rows, outputs) if count == 1 else None
-    right = CodedMatrix.of(weight_NK) if case.coded else weight_NK
+    right = CodedMatrix.quantise(weight_NK) if case.coded else weight_NK
     read_NK = right.codes() if isinstance(right, CodedMatrix) else right
     tiling = choose_tiling(rows, group, case.features, case.dtype)
     for plan, training in product(candidate_plans(read_NK, group, META), (True, False)):

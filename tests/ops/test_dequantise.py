@@ -9,7 +9,7 @@ from tests.base.quant.bases import quantised_base
 from tests.families import tiny
 from weftune.base.quant.formats import Fp8, Int8, Nf4
 from weftune.base.quant.linear import QuantLinear, dequantise_plain
-from weftune.core.weights import CODED_PARAMETERS, multiply_codes, side_by_side
+from weftune.core.weights import CODED_PARAMETERS, adjacent_view, multiply_codes
 from weftune.ops.dequantise import KERNELS
 from weftune.ops.fp8 import multiply
 from weftune.ops.lora.routes import Route
@@ -79,7 +79,7 @@ def test_on_the_tiled_route_codes_are_multiplied_by_kernels_and_plainly_afterwar
     attention = base.model.model.layers[0].self_attn
     together = (attention.q_proj, attention.k_proj, attention.v_proj)
     for name, dim in CODED_PARAMETERS.items():
-        assert side_by_side([getattr(module, name) for module in together], dim) is not None, name
+        assert adjacent_view([getattr(module, name) for module in together], dim) is not None, name
     with torch.no_grad():
         got = base.hidden(packed(random_samples()))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

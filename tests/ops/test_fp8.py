@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from weftune.core.weights import CODES, CodedMatrix, multiply_codes
-from weftune.core.weights import row_codes as plain_codes
+from weftune.core.weights import quantise_rows as plain_codes
 from weftune.ops.fp8 import codes_in_float32, launch_row_codes, multiply
 
 SHAPES = [(1, 16), (7, 48), (33, 200), (5, 1024)]
@@ -53,7 +53,7 @@ def test_on_a_gpu_too(shape, dtype, scaled):
 def check_product(rows, outputs, inputs, dtype, bound):
     # No sum may be larger than float16 has numbers.
     spread = -1 if dtype is torch.float16 else 3
-    weight = CodedMatrix.of(drawn((outputs, inputs), GPU, seed=1, spread=spread))
+    weight = CodedMatrix.quantise(drawn((outputs, inputs), GPU, seed=1, spread=spread))
     x_TK = drawn((rows, inputs), GPU, dtype, 2, max(spread, 0))
     dy_TN = drawn((rows, outputs), GPU, dtype, 3, max(spread, 0))
     cases = (x_TK, weight.codes(), None, weight.scale()), (dy_TN, weight.turned(), weight.scale(), None)
@@ -77,7 +77,7 @@ def test_a_product_is_that_of_the_codes(shape, dtype, bound):
 @pytest.mark.gpu
 @on_fp8
 def test_a_nan_stays_in_its_row_on_a_gpu():
-    weight = CodedMatrix.of(drawn((64, 128), GPU, seed=1))
+    weight = CodedMatrix.quantise(drawn((64, 128), GPU, seed=1))
     x_TK = drawn((40, 128), GPU, torch.bfloat16)
     clean_TN = multiply(x_TK, weight.codes(), None, weight.scale(), torch.bfloat16)
     x_TK[7, 9] = torch.nan
@@ -90,7 +90,7 @@ def test_a_nan_stays_in_its_row_on_a_gpu():
 @pytest.mark.gpu
 @on_fp8
 def test_a_sum_comes_in_float32_from_the_library():
-    weight = CodedMatrix.of(drawn((64, 128), GPU, seed=1))
+    weight = CodedMatrix.quantise(drawn((64, 128), GPU, seed=1))
     codes_TK, _ = plain_codes(drawn((40, 128), GPU))
     sum_TN = codes_in_float32(codes_TK, weight.codes())
     assert sum_TN.dtype is torch.float32

@@ -74,5 +74,5 @@ def program(*lengths: int, capacity: int = 64) -> Program:
         samples.append(PlacedSample(number, length, offset, length // 2))
         offset += length
     batch = GlobalBatch("a", 1, tuple(samples), supervised=sum(one.supervised for one in samples))
-    course = JobWindow("a", 0, (batch,), tuple(samples[:1]), frozenset({0}), frozenset({1}), begins=True)
+    course = JobWindow("a", 0, (batch,), tuple(samples[:1]), frozenset({0}), frozenset({1}), is_start=True)
     return plan_window([course], one_device(), capacity)

@@ -6,7 +6,7 @@ from functools import cache
 
 from hypothesis import strategies as st
 
-from weftune.plan.pack.instance import Bins, Instance, instance
+from weftune.plan.pack.instance import Bins, Instance, make_instance
 
 CAPACITY = 60
 
@@ -16,7 +16,7 @@ def instances(draw, most=24, longest=CAPACITY, multiples=(1, 4, 10)) -> Instance
     """Random lengths of up to three jobs, padded or not."""
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=most))
     jobs = draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
-    return instance(lengths, CAPACITY, draw(st.sampled_from(multiples)), jobs)
+    return make_instance(lengths, CAPACITY, draw(st.sampled_from(multiples)), jobs)
 
 
 def assert_legal(case: Instance, bins: Bins) -> None:

@@ -14,8 +14,8 @@ from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.program.check import check
 from weftune.plan.program.program import Forward, Program, Step
 from weftune.plan.studies.ablate import ablate
-from weftune.plan.studies.placement import lay_out, recomputing
-from weftune.plan.studies.scheme import GREEDY, SEARCHED, Scheme, SchemeOrder, alone, run_scheme
+from weftune.plan.studies.placement import cut_stages, recompute_cases
+from weftune.plan.studies.scheme import GREEDY, SEARCHED, Scheme, SchemeOrder, run_scheme, separate_groups
 from weftune.plan.studies.search import outlook
 
 LENGTHS = st.lists(
@@ -84,10 +84,10 @@ def trains(program: Program, jobs: list[JobOutline]) -> None:
 def test_every_order_is_legal_and_trains_each_sample_of_each_batch_once(
     cluster, lengths, order, shift, together, limits, capacity
 ):
-    place, jobs = recomputing(ground(cluster))[-1], made(lengths)
-    groups = (tuple(job.name for job in jobs),) if together else alone(jobs)
+    place, jobs = recompute_cases(ground(cluster))[-1], made(lengths)
+    groups = (tuple(job.name for job in jobs),) if together else separate_groups(jobs)
     scheme = Scheme("weftune", groups, order, limits, shift)
-    trains(run_scheme(scheme, jobs, lay_out(place, jobs, capacity)).program, jobs)
+    trains(run_scheme(scheme, jobs, cut_stages(place, jobs, capacity)).program, jobs)
 
 
 @settings(max_examples=10, deadline=None)
@@ -96,7 +96,7 @@ def test_what_the_outlook_chooses_trains_each_sample_of_each_batch_once(cluster,
     jobs = made(lengths)
     found = outlook(ground(cluster), jobs)
     trains(found.run.program, jobs)
-    for one in found.tried:
+    for one in found.simulated_schemes:
         trains(one.run.program, jobs)
 
 

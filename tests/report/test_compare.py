@@ -14,9 +14,9 @@ from weftune.report.compare import (
     base_accuracy,
     base_validation,
     best_jobs,
-    by_result,
     differing_keys,
     kept_validation,
+    sort_by_result,
     validation_key,
     verdicts,
 )
@@ -28,7 +28,7 @@ def jobs_of(folder: Path, *jobs: Job) -> tuple[JobRecord, ...]:
 
 
 def test_jobs_are_sorted_by_validation_then_training_loss_with_the_failed_last(tmp_path: Path) -> None:
-    ordered = [job.name for job in by_result(jobs_of(tmp_path, *SWEEP))]
+    ordered = [job.name for job in sort_by_result(jobs_of(tmp_path, *SWEEP))]
     assert ordered == ["r64-best", "r16", "r8-slow", "no-validation", "late", "hot"]
 
 

@@ -11,18 +11,18 @@ from weftune.core.clock import Phase, WallTime
 from weftune.report.effort import (
     COLOURS,
     COLUMNS,
+    error_sentences,
+    error_text,
     headline,
-    off_text,
-    peak_off,
-    rows,
-    seconds_off,
-    sentences,
-    tally,
+    peak_error,
+    prediction_errors,
+    seconds_error,
     wall_bar,
     wall_sentence,
+    window_rows,
 )
 from weftune.report.page import write_report
-from weftune.report.read import WALL_TIME, WindowLine, keep_wall_time, read_wall_times
+from weftune.report.read import WALL_TIME, WindowLine, read_wall_times, save_wall_time
 
 
 def window(predicted: float | None, seconds: float, **keys) -> WindowLine:
@@ -33,17 +33,17 @@ def window(predicted: float | None, seconds: float, **keys) -> WindowLine:
 
 
 RUN = (
-    window(4.0, 5.0, unsettled=1, source="from the profile of this cpu"),
+    window(4.0, 5.0, compiled_passes=1, source="from the profile of this cpu"),
     window(1.1, 1.0, source="x, refitted"),
     window(9.0, 1.0, changed=False),
     window(0.7, 1.0, predicted_peak_bytes=None),
-    window(3.0, 1.0, unsettled=2),
+    window(3.0, 1.0, compiled_passes=2),
     window(None, 1.0),
 )
 
 
 def test_only_windows_that_changed_and_compiled_nothing_are_counted() -> None:
-    changed, unsettled = tally(RUN, unsettled=False), tally(RUN, unsettled=True)
+    changed, unsettled = prediction_errors(RUN, compiled=False), prediction_errors(RUN, compiled=True)
     assert changed.windows == 2
     assert changed.seconds == pytest.approx((0.1 + 0.3) / 2)
     assert changed.peak == pytest.approx(0.1)
@@ -52,7 +52,7 @@ def test_only_windows_that_changed_and_compiled_nothing_are_counted() -> None:
 
 
 def test_every_window_has_a_row_and_says_what_is_special_about_it() -> None:
-    table = rows(RUN)
+    table = window_rows(RUN)
     assert [len(row) for row in table] == [len(COLUMNS)] * len(RUN)
     assert table[0][5] == "−20.0%"
     assert "captured" in table[0][-1]
@@ -62,7 +62,7 @@ def test_every_window_has_a_row_and_says_what_is_special_about_it() -> None:
 
 
 def test_the_first_window_is_told_by_what_it_was_predicted_from() -> None:
-    told = sentences(RUN)
+    told = error_sentences(RUN)
     assert told[0].startswith(
         "Predicted time was off by 20.0% and peak memory by 10.0% on average, over 2 windows"
     )
@@ -73,15 +73,15 @@ def test_the_first_window_is_told_by_what_it_was_predicted_from() -> None:
 
 
 def test_a_run_without_windows_or_predictions_says_nothing() -> None:
-    assert sentences(()) == []
-    assert sentences([window(None, 1.0)]) == []
-    assert tally((), unsettled=False).seconds is None
+    assert error_sentences(()) == []
+    assert error_sentences([window(None, 1.0)]) == []
+    assert prediction_errors((), compiled=False).seconds is None
 
 
 def test_below_zero_is_too_little() -> None:
-    assert seconds_off(window(0.5, 1.0)) == pytest.approx(-0.5)
-    assert peak_off(window(1.0, 1.0, peak_bytes=None)) is None
-    assert off_text(None) == "–"
+    assert seconds_error(window(0.5, 1.0)) == pytest.approx(-0.5)
+    assert peak_error(window(1.0, 1.0, peak_bytes=None)) is None
+    assert error_text(None) == "–"
 
 
 def test_a_headline_needs_four_windows_that_were_predicted_well() -> None:
@@ -109,12 +109,12 @@ def test_the_sentence_tells_phases_in_their_order_and_leaves_out_those_that_took
 def test_a_run_is_kept_once_beside_those_before_it(tmp_path):
     first, unfinished, second = wall(1.0, training=3.0), wall(2.0, training=4.0), wall(2.0, report=5.0)
     for one in (first, unfinished, second):
-        keep_wall_time(tmp_path, one)
+        save_wall_time(tmp_path, one)
     assert read_wall_times(tmp_path) == [first, second]
 
 
 def test_all_phases_are_in_the_file_and_are_the_wall_time(tmp_path):
-    keep_wall_time(tmp_path, wall(training=3.5, other=1.25))
+    save_wall_time(tmp_path, wall(training=3.5, other=1.25))
     (run,) = json.loads((tmp_path / WALL_TIME).read_text())["runs"]
     assert list(run["phases"]) == [str(phase) for phase in Phase]
     assert sum(run["phases"].values()) == pytest.approx(run["seconds"])
@@ -126,14 +126,14 @@ def test_all_phases_are_in_the_file_and_are_the_wall_time(tmp_path):
 def test_a_damaged_file_tells_nothing_and_is_written_anew(tmp_path, text):
     (tmp_path / WALL_TIME).write_text(text)
     assert read_wall_times(tmp_path) == []
-    keep_wall_time(tmp_path, wall(training=1.0))
+    save_wall_time(tmp_path, wall(training=1.0))
     assert len(read_wall_times(tmp_path)) == 1
 
 
 def test_the_page_shows_each_run_as_a_stacked_bar_whose_parts_fill_it(tmp_path):
     write_example(tmp_path, SWEEP)
-    keep_wall_time(tmp_path, wall(1.0, training=3.0, report=1.0))
-    keep_wall_time(tmp_path, wall(2.0, training=7.0))
+    save_wall_time(tmp_path, wall(1.0, training=3.0, report=1.0))
+    save_wall_time(tmp_path, wall(2.0, training=7.0))
     page = write_report(tmp_path).read_text()
     assert page.count('<div class="stack"') == 2
     assert "Wall time 0:04 (4.0 s)<" in page

@@ -19,13 +19,13 @@ from weftune.report.gantt import (
     Bar,
     Timelines,
     bubble_rows,
-    drawn,
+    drawn_timeline,
     gantt_page,
-    headline,
     job_colours,
     read_timelines,
     timeline_charts,
     timeline_data,
+    timeline_title,
     write_timelines,
 )
 from weftune.report.page import write_report
@@ -99,15 +99,17 @@ def test_a_timeline_of_any_length_stays_within_its_bytes() -> None:
 
 def test_one_device_is_not_spoken_of_with_bubbles(run: Any) -> None:
     alone = outlook(ground("1xH100"), outlines(2)).run.timeline
-    assert headline(alone, "1xH100") == f"1xH100: {alone.makespan:.3g} s"
-    assert "bubbles" in headline(run.timeline, "2xH100")
+    assert timeline_title(alone, "1xH100") == f"1xH100: {alone.makespan:.3g} s"
+    assert "bubbles" in timeline_title(run.timeline, "2xH100")
 
 
 @pytest.fixture
 def timelines(run):
     slower = tuple(replace(one, start=2 * one.start, stop=2 * one.stop) for one in run.timeline.events)
     measured = replace(run.timeline, events=slower)
-    return Timelines(foreseen=drawn(run.timeline, run.program), measured=drawn(measured, run.program))
+    return Timelines(
+        foreseen=drawn_timeline(run.timeline, run.program), measured=drawn_timeline(measured, run.program)
+    )
 
 
 def test_what_is_written_is_read_again(timelines, tmp_path):
@@ -153,7 +155,7 @@ def test_a_worker_has_its_foreseen_bubbles_beside_the_measured_ones(run, timelin
 
 def test_of_a_long_window_the_first_actions_are_drawn_and_the_page_says_so(run, monkeypatch):
     monkeypatch.setattr(module, "MAX_BARS", 5)
-    cut = drawn(run.timeline, run.program)
+    cut = drawn_timeline(run.timeline, run.program)
     assert len(cut.bars) == 5
     assert max(one.start for one in cut.bars) <= min(
         one.start

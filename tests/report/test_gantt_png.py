@@ -8,7 +8,7 @@ import pytest
 
 from tests.plan.outlooks import ground, outlines
 from weftune.plan.studies.search import outlook
-from weftune.report.gantt import COLOURS, job_colours, rows
+from weftune.report.gantt import COLOURS, job_colours, lane_names
 from weftune.report.gantt_png import (
     FOOT,
     GAP,
@@ -35,7 +35,7 @@ def test_every_lane_has_a_row_and_bars_have_their_kind_s_colour():
     run = outlook(ground("2xH100"), outlines(2)).run
     timeline = run.timeline
     picture = Image.open(io.BytesIO(gantt_png(timeline, run.program, "2xH100"))).convert("RGB")
-    lanes = rows(timeline)
+    lanes = lane_names(timeline)
     assert picture.width == WIDTH
     assert picture.height > TOP + ROW * len(lanes)
     first = next(event for event in timeline.events if event.device == 0)
@@ -56,7 +56,7 @@ def test_the_foot_of_a_pass_and_the_legend_have_the_colour_of_its_job():
         middle = (start + stop) / 2 / run.timeline.makespan
         across = LEFT + (WIDTH - LEFT - RIGHT) * middle
         assert written(picture.getpixel((int(across), foot))) == colours[job]
-    legend = picture.crop((0, TOP + ROW * len(rows(run.timeline)), WIDTH, picture.height))
+    legend = picture.crop((0, TOP + ROW * len(lane_names(run.timeline)), WIDTH, picture.height))
     seen = {written(colour) for _, colour in legend.getcolors(1 << 16)}
     assert set(colours.values()) <= seen
 

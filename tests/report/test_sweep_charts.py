@@ -9,7 +9,7 @@ import pytest
 
 from tests.report.sweep_example import sweep_record
 from weftune.jobs.sweeps.record import SweepRecord
-from weftune.report.charts import Chart, pen
+from weftune.report.charts import Chart, job_pen
 from weftune.report.svg import Figure, Pen
 from weftune.report.sweep_charts import sweep_charts
 
@@ -24,7 +24,7 @@ def parallel(record: SweepRecord) -> Chart:
 
 
 def pens_of(record: SweepRecord) -> dict[str, Pen]:
-    return {name: pen(index) for index, name in enumerate(record.best)}
+    return {name: job_pen(index) for index, name in enumerate(record.best)}
 
 
 def with_values(key: str, values: list[Any]) -> SweepRecord:
@@ -40,7 +40,7 @@ def test_a_line_goes_through_every_value_and_ends_at_the_rung_where_its_trial_le
     assert len(lines["sql-r16-lr3.34e-4"].points) == 3 + 2, "left at 60"
     assert len(lines["sql-r8-lr1.8e-4"].points) == 3 + 1, "left at 20"
     assert len(lines["sql-r16-lr2.45e-3"].points) == 3, "failed before the first rung"
-    assert lines["sql-r64-lr4.09e-4"].tips[2] == "learning_rate 4.09e-4"
+    assert lines["sql-r64-lr4.09e-4"].tooltips[2] == "learning_rate 4.09e-4"
     assert all(0 <= (point.y or 0) <= 1 for one in lines.values() for point in one.points)
 
 
@@ -60,9 +60,9 @@ def test_a_rung_is_compared_within_itself() -> None:
 
 def test_the_base_is_a_level_within_the_axis() -> None:
     figure = charts(sweep_record(), base_loss=9.0)["learning_rate"]
-    assert [level.value for level in figure.levels] == [9.0]
+    assert [level.value for level in figure.reference_lines] == [9.0]
     assert figure.y.low < 9.0 < figure.y.high
-    assert charts(sweep_record())["learning_rate"].levels == []
+    assert charts(sweep_record())["learning_rate"].reference_lines == []
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_one_exploded_value_does_not_flatten_the_others() -> None:
     ((value, tip),) = [
         (point.y, tip)
         for one in figure.series
-        for point, tip in zip(one.points, one.tips, strict=True)
+        for point, tip in zip(one.points, one.tooltips, strict=True)
         if tip.startswith(f"{first.name}:")
     ]
     assert figure.y.position(value) == 1, "at the end of the axis, with its own number to be read"

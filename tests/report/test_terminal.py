@@ -184,14 +184,14 @@ def test_a_pace_follows_what_happened_last() -> None:
     for second in range(300):
         pace.add(float(second), second, 10 * second if second < 200 else 2000 + 50 * (second - 200))
     assert pace.tokens_per_second == pytest.approx(50)
-    assert pace.seconds_left(30) == pytest.approx(30)
+    assert pace.remaining_seconds(30) == pytest.approx(30)
 
 
 def test_nothing_is_promised_before_the_second_moment() -> None:
     pace = Pace()
     pace.add(1.0, 1, 10)
     assert pace.tokens_per_second is None
-    assert pace.seconds_left(5) is None
+    assert pace.remaining_seconds(5) is None
 
 
 def test_the_clock_of_the_table_runs_while_nothing_happens() -> None:

@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 
 from weftune.report.words import (
-    breakable,
     bytes_text,
     change_text,
     duration_text,
     loss_text,
     minutes_text,
-    printable,
+    printable_line,
     short_paths,
+    split_breakable,
 )
 
 
@@ -38,7 +38,7 @@ def test_a_change_is_signed_and_in_percent() -> None:
 
 
 def test_control_characters_become_spaces() -> None:
-    assert printable("a\x1b[31m\nb\u202e") == "a [31m b "
+    assert printable_line("a\x1b[31m\nb\u202e") == "a [31m b "
 
 
 def test_paths_are_as_short_as_tells_them_apart() -> None:
@@ -60,4 +60,4 @@ def test_paths_are_as_short_as_tells_them_apart() -> None:
     ],
 )
 def test_a_line_may_break_between_the_words_of_a_path(text: str, pieces: tuple[str, ...]) -> None:
-    assert breakable(text) == pieces
+    assert split_breakable(text) == pieces

@@ -20,13 +20,13 @@ from weftune.run.executor import Executor
 from weftune.run.parts import Activations
 from weftune.run.passes.rows import InFlight, LaidMicrobatch, TimedPass
 from weftune.run.training.state import Training, new_training
-from weftune.trainer.job import PreparedJob, lay_out, make_ready
+from weftune.trainer.job import PreparedJob, collate_plan, prepare_job
 
 
 def ready(base: Base, name: str, **keys: Any) -> PreparedJob:
     settings = {"steps": 8, "batch_size": 3, "learning_rate": 1e-2, "seed": 1, "adapter": {"rank": 4}} | keys
     settings.setdefault("data", bench.rows(bench.samples(12, seed=settings["seed"])))
-    return make_ready(JobSpec(name=name, **settings), 0, bench.tokenizer(), base.shape, cache_folder())
+    return prepare_job(JobSpec(name=name, **settings), 0, bench.tokenizer(), base.shape, cache_folder())
 
 
 def training(base: Base, job: PreparedJob) -> Training:
@@ -42,12 +42,12 @@ def executor(base: Base, jobs: Sequence[PreparedJob], route: Route = Route.segme
 
 
 def program(jobs: Sequence[PreparedJob], rounds: int, capacity: int = 64, begins: bool = False) -> Program:
-    return plan_window([job.course(0, rounds, begins) for job in jobs], one_device(), capacity)
+    return plan_window([job.job_window(0, rounds, begins) for job in jobs], one_device(), capacity)
 
 
 def events(made: Executor, planned: Program, jobs: Sequence[PreparedJob]) -> Iterator[Event]:
     by_name = {job.name: job for job in jobs}
-    return made.run(planned, lambda plan, held_out: lay_out(plan, held_out, by_name), lambda: False)
+    return made.run(planned, lambda plan, held_out: collate_plan(plan, held_out, by_name), lambda: False)
 
 
 def in_flight(laid: LaidMicrobatch) -> InFlight:

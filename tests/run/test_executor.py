@@ -14,7 +14,7 @@ from weftune.errors import PlanError
 from weftune.plan.program.program import Load
 from weftune.run.events import Evaluated, Failed, OutOfMemory, Passed, SaveDue, Stepped
 from weftune.run.training import checkpoint
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_nan_kills_its_own_job_and_the_other_equals_a_run_without_it(base):
     made = aboard.executor(base, jobs)
     made.banks.attached["b"].weights.copy_(torch.full_like(made.attached["b"].master, math.nan))
     planned = aboard.program(jobs, 4)
-    assert planned.shared() > 0
+    assert planned.shared_count() > 0
     events = list(aboard.events(made, planned, jobs))
     (failed,) = (event for event in events if isinstance(event, Failed))
     assert (failed.job, failed.reason) == ("b", "its loss at step 1 is nan")
@@ -178,7 +178,7 @@ def test_when_asked_to_stop_it_ends_where_no_job_is_inside_a_step(base):
     planned = aboard.program(jobs, 4, capacity=24)
     by_name = {job.name: job for job in jobs}
     seen = []
-    for event in made.run(planned, lambda plan, held: lay_out(plan, held, by_name), lambda: bool(seen)):
+    for event in made.run(planned, lambda plan, held: collate_plan(plan, held, by_name), lambda: bool(seen)):
         seen.append(event)
     steps = [(event.job, event.step) for event in seen if isinstance(event, Stepped)]
     assert sum(isinstance(event, Passed) for event in seen) > 2
@@ -192,7 +192,7 @@ def test_once_overdue_nothing_more_is_computed_and_the_open_batch_is_dropped(bas
     planned = aboard.program(jobs, 2, capacity=24)
     by_name, passes = {job.name: job for job in jobs}, []
     base.model.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
-    fetch = lambda plan, held: lay_out(plan, held, by_name)  # noqa: E731
+    fetch = lambda plan, held: collate_plan(plan, held, by_name)  # noqa: E731
     events = list(made.run(planned, fetch, overdue=lambda: len(passes) == 2))
     assert len(passes) == 2
     assert not any(isinstance(event, Stepped) for event in events)

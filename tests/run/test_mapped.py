@@ -74,7 +74,7 @@ def test_a_file_that_fails_under_way_ends_the_window_with_its_name(tmp_path):
     executor = mapped(saved(tmp_path, "llama"), cut)
     jobs = evaluated_jobs(executor.base)
     take_aboard(executor, jobs)
-    program = plan_window([job.course(0, 2, False) for job in jobs], cut, CAPACITY)
+    program = plan_window([job.job_window(0, 2, False) for job in jobs], cut, CAPACITY)
     executor.weights.begin_window()
     for path in tmp_path.glob("*.safetensors"):
         os.truncate(path, 100)

@@ -40,7 +40,7 @@ from weftune.run.training.state import new_training
 from weftune.run.workers.driver import open_pipeline
 from weftune.run.workers.messages import WorkerControl
 from weftune.run.workers.worker import serve
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 SPANS = ((2, 3), (4, 4))
 """Of two rungs, at the steps 3 and 4."""
@@ -63,7 +63,7 @@ def executor_of(layout, dtype=torch.float64):
 
 def plan(executor, jobs, rounds, begins=()):
     courses = [
-        job.course(executor.attached[job.name].progress.step, rounds, job.name in begins) for job in jobs
+        job.job_window(executor.attached[job.name].progress.step, rounds, job.name in begins) for job in jobs
     ]
     return plan_window(courses, executor.part.layout, CAPACITY)
 
@@ -71,7 +71,7 @@ def plan(executor, jobs, rounds, begins=()):
 def train(executor, jobs, rounds, masters):
     """A window; every job's master after each step is added to `masters`, by job and step."""
     by_name = {job.name: job for job in jobs}
-    fetch = lambda plan, held_out: lay_out(plan, held_out, by_name)  # noqa: E731
+    fetch = lambda plan, held_out: collate_plan(plan, held_out, by_name)  # noqa: E731
     for event in executor.run(plan(executor, jobs, rounds), fetch):
         if isinstance(event, Stepped):
             masters[event.job, event.step] = executor.attached[event.job].master.clone()
@@ -194,7 +194,7 @@ def as_worker(connections, cuts):
     program = pipeline_program(jobs, connections.position, PipelineOrder.alternating, rounds=3)
     by_name = {job.name: job for job in jobs}
     microbatches = {
-        n: lay_out(plan, False, by_name) for n, plan in enumerate(program.microbatches) if plan.segments
+        n: collate_plan(plan, False, by_name) for n, plan in enumerate(program.microbatches) if plan.segments
     }
     # Other workers than the first report no step: the master is noted where a step is made.
     masters, make = {}, executor.adapters.make
@@ -246,8 +246,8 @@ def driven(connections, folder, checkpoints, until):
     pipeline.attach(training)
     while training.progress.step < until:
         rules = PipelineRules(CAPACITY, (PACE,) * connections.position.workers)
-        program = plan_pipeline([job.course(training.progress.step, 1, False)], rules)
-        fetch = lambda plan, held_out: lay_out(plan, held_out, {job.name: job})  # noqa: E731
+        program = plan_pipeline([job.job_window(training.progress.step, 1, False)], rules)
+        fetch = lambda plan, held_out: collate_plan(plan, held_out, {job.name: job})  # noqa: E731
         list(pipeline.run(program, fetch, lambda: False))
     pipeline.save_now(job.name, checkpoints)
     pipeline.finish_saves(job.name)

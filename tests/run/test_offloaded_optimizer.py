@@ -62,7 +62,7 @@ def poison(executor, monkeypatch):
 def plan(executor, jobs, rounds):
     """The same wherever the optimizer is: with it in host memory, a window of its own would have two
     groups."""
-    courses = [job.course(executor.attached[job.name].progress.step, rounds, False) for job in jobs]
+    courses = [job.job_window(executor.attached[job.name].progress.step, rounds, False) for job in jobs]
     return plan_window(courses, one_device(LAYERS), CAPACITY)
 
 
@@ -158,7 +158,7 @@ def test_a_pass_waits_for_the_steps_of_its_own_jobs_and_starts_those_of_others(m
     executor = executor_of(make=make)
     jobs = [aboard.ready(executor.base, name, seed=seed, batch_size=2) for seed, name in enumerate("ab")]
     take_aboard(executor, jobs)
-    program = plan_window([job.course(0, 1, False) for job in jobs], one_device(), capacity=24)
+    program = plan_window([job.job_window(0, 1, False) for job in jobs], one_device(), capacity=24)
     kinds = [type(action) for action in program.actions]
     assert kinds.index(Step) < len(kinds) - 1 - kinds[::-1].index(Backward)
     passes = []
@@ -191,7 +191,7 @@ def test_by_its_own_plan_steps_of_a_group_are_asked_for_while_the_other_passes(m
     executor = executor_of(make=make)
     jobs = make_jobs(executor.base)
     take_aboard(executor, jobs)
-    courses = [job.course(0, 3, False) for job in jobs]
+    courses = [job.job_window(0, 3, False) for job in jobs]
     program = plan_window(courses, OFFLOADED, CAPACITY)
     forward = executor.passes.forward
 

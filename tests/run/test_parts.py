@@ -29,7 +29,7 @@ from weftune.run.stream.weights import ResidentWeights, StreamedWeights
 from weftune.run.workers.agreed import Agreed
 from weftune.run.workers.transport import Transport
 from weftune.run.workers.worker import worker_executor
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 ROWS = 256
 WAYS = list(product((False, True), (False, True)))
@@ -110,10 +110,12 @@ def as_worker(connections):
         by_name = {job.name: job for job in jobs}
         events, evaluations, begins = [], [], True
         for _ in range(4):
-            courses = [job.course(executor.attached[job.name].progress.step, 2, begins) for job in jobs]
+            courses = [job.job_window(executor.attached[job.name].progress.step, 2, begins) for job in jobs]
             program, begins = plan_window(courses, cut, CAPACITY), False
-            held_out = {one.microbatch for one, _ in program.compute() if isinstance(one, Evaluate)}
-            laid = {n: lay_out(plan, n in held_out, by_name) for n, plan in enumerate(program.microbatches)}
+            held_out = {one.microbatch for one, _ in program.forward_passes() if isinstance(one, Evaluate)}
+            laid = {
+                n: collate_plan(plan, n in held_out, by_name) for n, plan in enumerate(program.microbatches)
+            }
             events += executor.run(program, delivered(program, laid))
             evaluations += agreed.report.evaluations
             transport.flush()

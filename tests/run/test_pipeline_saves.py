@@ -28,7 +28,7 @@ from weftune.run.training.writer import Unsaved
 from weftune.run.workers.driver import Driver, open_pipeline
 from weftune.run.workers.messages import WorkerControl
 from weftune.run.workers.worker import serve
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 STEPS = 3
 
@@ -54,9 +54,9 @@ def windows(connections, folder, on_event):
         pipeline.attach(made)
     by_name, seen = {job.name: job for job in jobs}, []
     for step in range(STEPS):
-        courses = [job.course(step, 1, step == 0) for job in jobs]
+        courses = [job.job_window(step, 1, step == 0) for job in jobs]
         program = plan_pipeline(courses, PipelineRules(CAPACITY, (PACE,) * connections.position.workers))
-        fetch = lambda plan, held_out: lay_out(plan, held_out, by_name)  # noqa: E731
+        fetch = lambda plan, held_out: collate_plan(plan, held_out, by_name)  # noqa: E731
         for event in pipeline.run(program, fetch, lambda: False):
             assert not isinstance(event, Failed), event
             on_event(event)

@@ -12,7 +12,7 @@ from tests.plan.program.test_check import course
 from weftune.errors import PlanError
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.studies.chunks import chunk_units, chunked_program
-from weftune.plan.studies.placement import lay_out
+from weftune.plan.studies.placement import cut_stages
 from weftune.plan.studies.search import outlook
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
@@ -38,6 +38,6 @@ def test_streamed_stages_are_refused():
 def test_chunks_are_refused():
     job = replace(outline("a", 10), batches=((256,),))
     place = ground("H100")
-    program = chunked_program(chunk_units([job], (("a",),), 64, 512), 64, lay_out(place, [job], 512))
+    program = chunked_program(chunk_units([job], (("a",),), 64, 512), 64, cut_stages(place, [job], 512))
     with pytest.raises(PlanError, match="chunks of 64 rows"):
         run(program)

@@ -23,7 +23,7 @@ from tests.run.workers.test_agreed import (
 from weftune.plan.program.program import Forward
 from weftune.run.events import Failed, Stepped
 from weftune.run.parts import delivered
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 CUT = {1: [0, 4], 2: CUTS[2]}
 
@@ -112,8 +112,8 @@ def prompted_worker(connections):
     job = prompted(base)
     executor.attach(aboard.training(base, job))
     program = pipeline_program([job], connections.position, None)
-    own = dict(program.compute_in(connections.position.replica))
-    laid = {action.microbatch: lay_out(plan, False, {"p": job}) for action, plan in own.items()}
+    own = dict(program.replica_passes(connections.position.replica))
+    laid = {action.microbatch: collate_plan(plan, False, {"p": job}) for action, plan in own.items()}
     list(executor.run(program, delivered(program, laid)))
     transport.flush()
     return executor.attached["p"].progress.trained_tokens
@@ -154,9 +154,9 @@ def timed_window(connections, delay):
     for job in jobs:
         executor.attach(aboard.training(base, job))
     program = pipeline_program(jobs, connections.position, None, ROUNDS)
-    own = dict(program.compute_in(connections.position.replica))
+    own = dict(program.replica_passes(connections.position.replica))
     by_name = {job.name: job for job in jobs}
-    laid = {action.microbatch: lay_out(plan, False, by_name) for action, plan in own.items()}
+    laid = {action.microbatch: collate_plan(plan, False, by_name) for action, plan in own.items()}
     pauses = {number: PER_ROW * one.rows for number, one in laid.items()}
     order = iter(one for one in program.devices[connections.position.worker] if isinstance(one, Forward))
     base.model.base_model.register_forward_pre_hook(lambda *_: time.sleep(pauses[next(order).microbatch]))

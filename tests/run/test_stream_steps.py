@@ -77,7 +77,7 @@ def after_begin(executor, monkeypatch, do):
 
 
 def plan(executor, jobs, rounds, begins=False):
-    courses = [job.course(executor.attached[job.name].progress.step, rounds, begins) for job in jobs]
+    courses = [job.job_window(executor.attached[job.name].progress.step, rounds, begins) for job in jobs]
     return plan_window(courses, executor.part.layout, CAPACITY)
 
 
@@ -213,7 +213,7 @@ def test_steps_of_all_jobs_are_asked_for_stage_by_stage_those_of_the_first_micro
     executor = executor_of(CUTS[name])
     jobs = [aboard.ready(executor.base, name, seed=seed, batch_size=2) for seed, name in enumerate("ab")]
     take_aboard(executor, jobs)
-    program = plan_window([job.course(0, 2, False) for job in jobs], executor.part.layout, capacity=24)
+    program = plan_window([job.job_window(0, 2, False) for job in jobs], executor.part.layout, capacity=24)
     kinds = [type(action) for action in program.actions]
     second = program.actions[kinds.index(Forward, kinds.index(Step)) :]
     (first,) = program.microbatches[second[0].microbatch].jobs
@@ -237,7 +237,7 @@ def test_passes_do_not_wait_for_steps_of_jobs_that_they_do_not_hold():
     executor = executor_of(CUTS["two and two"], make)
     jobs = [aboard.ready(executor.base, name, seed=seed, batch_size=2) for seed, name in enumerate("ab")]
     take_aboard(executor, jobs)
-    program = plan_window([job.course(0, 1, False) for job in jobs], executor.part.layout, capacity=24)
+    program = plan_window([job.job_window(0, 1, False) for job in jobs], executor.part.layout, capacity=24)
     kinds = [type(action) for action in program.actions]
     assert kinds.index(Step) < len(kinds) - 1 - kinds[::-1].index(Backward)
     with before_passes(executor, lambda stage: passes.append((stage, make.made))):

@@ -22,7 +22,7 @@ from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.events import Evaluated, Failed, OutOfMemory, Stepped
 from weftune.run.training.state import new_training
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 CAPACITY = 40
 CUTS = {
@@ -62,7 +62,7 @@ def take_aboard(executor, jobs):
 
 def run(executor, program, jobs):
     by_name = {job.name: job for job in jobs}
-    fetch = lambda plan, held_out: lay_out(plan, held_out, by_name)  # noqa: E731
+    fetch = lambda plan, held_out: collate_plan(plan, held_out, by_name)  # noqa: E731
     return list(executor.run(program, fetch, lambda: False))
 
 
@@ -75,7 +75,7 @@ def windows(executor, jobs, plan):
     """Two windows; what was told, and the masters at the end."""
     found = []
     for begins in (True, False):
-        courses = [job.course(executor.attached[job.name].progress.step, 2, begins) for job in jobs]
+        courses = [job.job_window(executor.attached[job.name].progress.step, 2, begins) for job in jobs]
         found += told(run(executor, plan(courses), jobs))
     return found, {name: one.master.clone() for name, one in executor.attached.items()}
 
@@ -150,7 +150,7 @@ def test_a_nan_of_one_job_does_not_reach_the_others():
     take_aboard(executor, jobs)
     executor.attached["b"].state.weights.fill_(float("nan"))
     executor.adapters.transfers.copy_weights_in(["b"])
-    courses = [job.course(0, 3, False) for job in jobs]
+    courses = [job.job_window(0, 3, False) for job in jobs]
     events = told(run(executor, plan_window(courses, cut, CAPACITY), jobs))
     assert [event.job for event in events if isinstance(event, Failed)] == ["b"]
 
@@ -170,7 +170,7 @@ def test_after_a_shortage_in_the_middle_of_a_round_the_next_window_finds_everyth
     executor = streamed("llama", torch.float32, cut)
     jobs = evaluated_jobs(executor.base)
     take_aboard(executor, jobs)
-    courses = [job.course(0, 2, True) for job in jobs]
+    courses = [job.job_window(0, 2, True) for job in jobs]
     program = plan_window(courses, cut, CAPACITY)
     passes = 0
 
@@ -187,7 +187,7 @@ def test_after_a_shortage_in_the_middle_of_a_round_the_next_window_finds_everyth
     done = {name: one.progress.step for name, one in executor.attached.items()}
     assert max(done.values()) <= 1
     for _ in range(3):
-        courses = [job.course(executor.attached[job.name].progress.step, 2, False) for job in jobs]
+        courses = [job.job_window(executor.attached[job.name].progress.step, 2, False) for job in jobs]
         run(executor, plan_window(courses, cut, CAPACITY), jobs)
     assert {name: one.progress.step for name, one in executor.attached.items()} == {
         job.name: job.recipe.steps for job in jobs
@@ -199,7 +199,7 @@ def test_one_load_of_a_stage_serves_all_jobs():
     loads = set()
     for count in (1, 3):
         jobs = make_jobs(whole_base("llama", torch.float32))[:count]
-        program = plan_window([job.course(0, 2, False) for job in jobs], cut, CAPACITY)
+        program = plan_window([job.job_window(0, 2, False) for job in jobs], cut, CAPACITY)
         loads.add(sum(isinstance(action, Load) for action in program.actions))
     assert len(loads) == 1
 
@@ -208,6 +208,6 @@ def test_a_plan_for_several_devices_is_refused():
     executor = streamed("llama", torch.float32, CUTS["two and two"])
     jobs = make_jobs(executor.base)
     rules = PipelineRules(CAPACITY, (PACE, PACE))
-    program = plan_pipeline([job.course(0, 2, False) for job in jobs], rules)
+    program = plan_pipeline([job.job_window(0, 2, False) for job in jobs], rules)
     with pytest.raises(PlanError, match="for 2 devices"):
         run(executor, program, jobs)

@@ -15,7 +15,7 @@ from tests.families import tiny
 from weftune.base.spec import BaseSpec
 from weftune.data.tokenise import prompt_tokens
 from weftune.errors import AdapterError
-from weftune.trainer.generate import answers
+from weftune.trainer.generate import generate_answers
 
 
 def adapter_folder(folder: Path, seed: int, family: str = "llama") -> Path:
@@ -49,7 +49,7 @@ def spoken_by_peft(base: Path, adapter: Path | None, prompt: str) -> str:
 def test_the_base_and_each_adapter_answer_for_themselves(tmp_path: Path) -> None:
     base = model_folder(tmp_path / "base")
     adapters = {f"job.{seed}": adapter_folder(tmp_path / str(seed), seed) for seed in (1, 2)}
-    said = answers(
+    said = generate_answers(
         BaseSpec(model=str(base)), adapters, "w10 w20 w30", tokenise=prompt_tokens, max_tokens=8, device=CPU
     )
     assert list(said) == ["base", "job.1", "job.2"]
@@ -65,21 +65,25 @@ def test_on_a_quantised_base_adapters_answer_as_on_the_weights_that_it_stands_fo
     said = []
     for folder, model, quantize in (("q", tiny("llama", torch.float32), "int8"), ("p", plain, None)):
         spec = BaseSpec(model=str(plain_folder(tmp_path / folder, model)), quantize=quantize)
-        said.append(answers(spec, adapter, "w10 w20", tokenise=prompt_tokens, max_tokens=8, device=CPU))
+        said.append(
+            generate_answers(spec, adapter, "w10 w20", tokenise=prompt_tokens, max_tokens=8, device=CPU)
+        )
     assert said[0] == said[1]
     assert said[0]["base"] != said[0]["job"]
 
 
 def test_a_folder_that_is_no_adapter_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"is no adapter folder: it holds no adapter_config\.json"):
-        answers(BaseSpec(model="never/loaded"), {"job": tmp_path}, "w10", tokenise=prompt_tokens, device=CPU)
+        generate_answers(
+            BaseSpec(model="never/loaded"), {"job": tmp_path}, "w10", tokenise=prompt_tokens, device=CPU
+        )
 
 
 def test_an_adapter_of_another_base_is_a_sentence(tmp_path: Path) -> None:
     base = model_folder(tmp_path / "base", "opt")
     adapter = adapter_folder(tmp_path / "adapter", 1, "llama")
     with pytest.raises(AdapterError, match="does not fit this base"):
-        answers(
+        generate_answers(
             BaseSpec(model=str(base)),
             {"job": adapter},
             "w10",
@@ -96,4 +100,4 @@ def test_an_adapter_of_a_kind_that_peft_lacks_is_a_sentence(tmp_path: Path) -> N
     (folder / "adapter_model.safetensors").write_bytes(b"")
     base = BaseSpec(model=str(model_folder(tmp_path / "base")))
     with pytest.raises(AdapterError, match=r"holds a diff adapter, a kind that PEFT does not have.*--merged"):
-        answers(base, {"diff": folder}, "w5", tokenise=prompt_tokens, with_base=False, device=CPU)
+        generate_answers(base, {"diff": folder}, "w5", tokenise=prompt_tokens, with_base=False, device=CPU)

@@ -9,11 +9,11 @@ from tests.plan.costs import SHAPE
 from tests.plan.profiles import profile
 from weftune import Options
 from weftune.base.spec import BaseSpec
-from weftune.plan.cost.profile import file_of, profile_folder, write_profile
+from weftune.plan.cost.profile import profile_folder, profile_path, write_profile
 from weftune.plan.layout.choose import MAX_TOKENS, PROCESS_BYTES, part_costs
 from weftune.plan.layout.stages import measured_costs, typical_work
 from weftune.run.profile import key_here
-from weftune.trainer.machine import machine_here, sheet_gpu
+from weftune.trainer.machine import data_sheet_gpu, describe_machine
 
 DEMO = BaseSpec(model="demo")
 
@@ -22,11 +22,11 @@ def test_stages_are_cut_by_the_profile_in_the_cache_if_it_is_of_this_device_and_
     monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path))
 
     def costs_here(shape):
-        return part_costs(shape, machine_here(Options(), DEMO, CPU, shape))
+        return part_costs(shape, describe_machine(Options(), DEMO, CPU, shape))
 
     assert costs_here(SHAPE) is None
     mine = replace(profile(), key=key_here(SHAPE, CPU))
-    write_profile(file_of(profile_folder(), mine.key), mine)
+    write_profile(profile_path(profile_folder(), mine.key), mine)
     assert costs_here(SHAPE) == measured_costs(mine, SHAPE, typical_work(SHAPE, MAX_TOKENS[False]))
     assert costs_here(replace(SHAPE, vocabulary=100)) is None
 
@@ -34,7 +34,7 @@ def test_stages_are_cut_by_the_profile_in_the_cache_if_it_is_of_this_device_and_
 def test_shares_of_a_run_have_the_hosts_memory_among_them(monkeypatch):
     real = psutil.virtual_memory()
     monkeypatch.setattr("psutil.virtual_memory", lambda: real._replace(available=80 << 30))
-    alone, share = (machine_here(Options(shares=count), DEMO, CPU, SHAPE) for count in (1, 4))
+    alone, share = (describe_machine(Options(shares=count), DEMO, CPU, SHAPE) for count in (1, 4))
     assert alone.host_budget == 4 * share.host_budget > 60 << 30
 
 
@@ -43,12 +43,12 @@ def test_a_deterministic_run_is_planned_by_what_the_machine_has_not_by_what_is_f
 
     def found(deterministic, free):
         monkeypatch.setattr("psutil.virtual_memory", lambda: real._replace(total=64 << 30, available=free))
-        machine = machine_here(Options(deterministic=deterministic), DEMO, CPU, SHAPE)
+        machine = describe_machine(Options(deterministic=deterministic), DEMO, CPU, SHAPE)
         return machine.budget, machine.host_budget, machine.taken
 
     assert found(True, 1 << 30) == found(True, 32 << 30)
     assert found(True, 1 << 30)[2] == PROCESS_BYTES
     assert found(False, 1 << 30) != found(False, 32 << 30)
-    given = machine_here(Options(deterministic=True, memory=5 << 30), DEMO, CPU, SHAPE)
+    given = describe_machine(Options(deterministic=True, memory=5 << 30), DEMO, CPU, SHAPE)
     assert (given.budget, given.taken) == (5 << 30, PROCESS_BYTES)
-    assert sheet_gpu(1 << 30, 2 << 30) == sheet_gpu(1 << 30, 2 << 30)
+    assert data_sheet_gpu(1 << 30, 2 << 30) == data_sheet_gpu(1 << 30, 2 << 30)

@@ -27,7 +27,7 @@ from weftune.plan.window.rounds import JobWindow
 from weftune.report import read
 from weftune.run.parts import NOTHING_TO_DO
 from weftune.trainer import results, windows
-from weftune.trainer.windows import Ahead, Planned
+from weftune.trainer.windows import PlannedWindow, WindowAhead
 
 FEW, MANY = 3, 12
 
@@ -126,16 +126,16 @@ def test_a_window_is_planned_while_the_one_before_it_runs_though_the_pace_was_le
 def test_a_pace_that_asks_for_other_rounds_asks_for_another_plan() -> None:
     batches = tuple(GlobalBatch("a", step, (PlacedSample(0, 100, 0),), 100) for step in range(1, 5))
     course = JobWindow("a", 0, batches, (), frozenset(), frozenset())
-    planned: Future[Planned] = Future()
-    planned.set_result(Planned(NOTHING_TO_DO, [course], rounds=4))
+    planned: Future[PlannedWindow] = Future()
+    planned.set_result(PlannedWindow(NOTHING_TO_DO, [course], rounds=4))
     pace = WindowPace()
-    ahead = Ahead({"a": 0}, 1024, NOTHING, pace, planned)
+    ahead = WindowAhead({"a": 0}, 1024, NOTHING, pace, planned)
     soon, late = WindowPace(row_seconds=0.02), WindowPace(row_seconds=0.04)
-    assert ahead.serves({"a": 0}, 1024, NOTHING, pace)
-    assert ahead.serves({"a": 0}, 1024, NOTHING, soon)
-    assert not ahead.serves({"a": 0}, 1024, NOTHING, late)
-    assert not ahead.serves({"a": 0}, 512, NOTHING, pace)
-    assert not ahead.serves({"a": 1}, 1024, NOTHING, pace)
+    assert ahead.is_valid_for({"a": 0}, 1024, NOTHING, pace)
+    assert ahead.is_valid_for({"a": 0}, 1024, NOTHING, soon)
+    assert not ahead.is_valid_for({"a": 0}, 1024, NOTHING, late)
+    assert not ahead.is_valid_for({"a": 0}, 512, NOTHING, pace)
+    assert not ahead.is_valid_for({"a": 1}, 1024, NOTHING, pace)
 
 
 def test_job_files_are_written_while_other_jobs_are_made_ready(

@@ -11,12 +11,12 @@ from tests import bench, oracle
 from tests.families import tiny
 from weftune import JobSpec
 from weftune.base.spec import BaseSpec
-from weftune.cli.generate import base_of
+from weftune.cli.generate import recorded_base
 from weftune.core.files import cache_folder
 from weftune.errors import OutputError, SpecError
 from weftune.jobs.spec.checks import warnings
-from weftune.trainer.job import PreparedJob, make_ready
-from weftune.trainer.results import describe, finished_changes, refuse_changes, write_job_file
+from weftune.trainer.job import PreparedJob, prepare_job
+from weftune.trainer.results import finished_changes, job_file_values, refuse_changes, write_job_file
 
 BASE = BaseSpec(model="/models/tiny", dtype="float32", revision="main", written="../models/tiny")
 
@@ -24,27 +24,27 @@ BASE = BaseSpec(model="/models/tiny", dtype="float32", revision="main", written=
 def ready(**keys: object) -> PreparedJob:
     job = JobSpec(name="a", data=bench.rows(bench.samples(3)), **keys)
     shape = bench.base("llama").shape
-    return make_ready(job, 0, bench.tokenizer(), shape, cache_folder() / "tokens")
+    return prepare_job(job, 0, bench.tokenizer(), shape, cache_folder() / "tokens")
 
 
 def test_the_base_comes_back_from_the_job_file_as_it_was(tmp_path: Path) -> None:
-    write_job_file(tmp_path, describe(ready(), BASE))
-    assert base_of(tmp_path) == BASE
+    write_job_file(tmp_path, job_file_values(ready(), BASE))
+    assert recorded_base(tmp_path) == BASE
 
 
 def test_a_base_written_another_way_is_the_same_base_and_a_changed_one_is_named(tmp_path: Path) -> None:
     job = ready()
-    write_job_file(tmp_path, describe(job, BASE))
-    refuse_changes(tmp_path, describe(job, replace(BASE, written="models/tiny")))
+    write_job_file(tmp_path, job_file_values(job, BASE))
+    refuse_changes(tmp_path, job_file_values(job, replace(BASE, written="models/tiny")))
     changes = {"model": "/models/other", "dtype": "bfloat16", "revision": None, "quantize": "nf4"}
     for key, value in changes.items():
         with pytest.raises(OutputError, match=rf"base\.{key} changed"):
-            refuse_changes(tmp_path, describe(job, replace(BASE, **{key: value})))
+            refuse_changes(tmp_path, job_file_values(job, replace(BASE, **{key: value})))
 
 
 def test_a_finished_job_names_every_setting_that_has_changed_since(tmp_path: Path) -> None:
     job = ready(steps=4)
-    write_job_file(tmp_path, describe(job, BASE))
+    write_job_file(tmp_path, job_file_values(job, BASE))
     assert finished_changes(tmp_path, job.spec, replace(BASE, written="models/tiny")) == []
     assert finished_changes(tmp_path, job.spec, BASE, max_steps=4) == []
     assert finished_changes(tmp_path, job.spec, BASE, max_steps=3) == ["steps with --max-steps 4, now 3"]
@@ -58,11 +58,11 @@ def test_a_finished_job_names_every_setting_that_has_changed_since(tmp_path: Pat
 
 def test_a_job_file_from_before_bases_were_remembered_as_written_still_serves(tmp_path: Path) -> None:
     job = ready()
-    old = describe(job, BASE)
+    old = job_file_values(job, BASE)
     del old["base"]["written"]
     write_job_file(tmp_path, old)
-    refuse_changes(tmp_path, describe(job, BASE))
-    assert base_of(tmp_path) == replace(BASE, written=None)
+    refuse_changes(tmp_path, job_file_values(job, BASE))
+    assert recorded_base(tmp_path) == replace(BASE, written=None)
 
 
 def test_a_start_that_does_not_fit_stops_the_run_before_any_job_has_begun(tmp_path: Path) -> None:

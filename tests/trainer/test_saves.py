@@ -116,7 +116,7 @@ def test_a_job_that_does_not_say_how_often_is_not_saved_every_moment(model, tmp_
     bench.train(model, tmp_path / "short", [job("silent", 60), job("told", 60, save_every=50)])
     assert written == [25, 50]
     written.clear()
-    monkeypatch.setattr("weftune.trainer.loop.LEAST_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("weftune.trainer.loop.MIN_SAVE_SECONDS", 0.0)
     bench.train(model, tmp_path / "long", [job("silent", 60)])
     assert written == [12, 25, 37, 50]
 
@@ -145,6 +145,6 @@ def test_the_tokenizer_is_serialised_once_for_each_chat_template(model, tmp_path
     chat = replace(plain, spec=replace(plain.spec, data=replace(plain.spec.data, chat_template="chatml")))
     tokenizer = TokenizerFiles(bench.tokenizer())
     for _ in range(2):
-        assert Path("chat_template.jinja") in tokenizer.of(chat)
-        assert Path("chat_template.jinja") not in tokenizer.of(plain)
+        assert Path("chat_template.jinja") in tokenizer.files_for(chat)
+        assert Path("chat_template.jinja") not in tokenizer.files_for(plain)
     assert len(made) == 3

@@ -10,8 +10,8 @@ from tests.trainer.sweeps.test_running import RATES, sweep_of, trial
 from tests.trainer.test_saves import job
 from tests.trainer.test_wall_time import Listener
 from weftune import JobSpec, Options
-from weftune.core.clock import Phase, PhaseClock, running
-from weftune.jobs.spec.layer import from_python
+from weftune.core.clock import Phase, PhaseClock, use_clock
+from weftune.jobs.spec.layer import layer_from_keywords
 from weftune.jobs.sweeps.spec import Trial
 from weftune.report.read import read_wall_times
 
@@ -64,7 +64,7 @@ class NextRate:
 def test_trials_that_an_earlier_run_has_proposed_are_jobs_of_the_resumed_one(tmp_path):
     model, keys = bench.base("opt"), {"steps": 2, "eval": {"fraction": 0.25, "every": 2}}
     jobs = [trial(rate, **keys) for rate in RATES[:3]]
-    given = from_python({item.name: getattr(jobs[0], item.name) for item in fields(JobSpec)})
+    given = layer_from_keywords({item.name: getattr(jobs[0], item.name) for item in fields(JobSpec)})
     sweep = replace(sweep_of(jobs, at=(), search="tpe", trials=5, keep=1), keys=given)
 
     def run(callback=None, **options):
@@ -95,7 +95,7 @@ def test_a_run_from_python_has_a_clock_of_its_own(base, tmp_path):
 
 def test_a_run_inside_a_command_counts_with_its_clock_and_leaves_the_last_line_to_it(base, tmp_path):
     view = Listener()
-    with running(PhaseClock()) as clock:
+    with use_clock(PhaseClock()) as clock:
         bench.trainer(base, tmp_path / "out", [job("a", 1)], view=view).run()
     assert clock.read().phases[Phase.TRAINING] > 0
     assert not any(note.startswith("Wall time") for note in view.notes)

@@ -8,7 +8,7 @@ import pytest
 from tests import bench
 from tests.outputs import FOUR_JOBS, jobs_folder
 from weftune import JobSpec
-from weftune.core.clock import Phase, current
+from weftune.core.clock import Phase, current_clock
 from weftune.data.spec import DataSpec
 from weftune.report.read import read_wall_times
 
@@ -44,7 +44,7 @@ def test_the_phases_of_a_run_from_python_are_its_wall_time(tmp_path):
     (told,) = [note for note in view.notes if note.startswith("Wall time")]
     assert "training" in told
     assert "until this page was drawn" in (tmp_path / "out" / "report.html").read_text()
-    assert current() is None
+    assert current_clock() is None
 
 
 def test_a_callback_is_not_training(tmp_path):

@@ -16,7 +16,7 @@ from weftune import JobSpec
 from weftune.jobs.store.status import JobStatus
 from weftune.run.training.state import StepOutcome
 from weftune.trainer import warnings
-from weftune.trainer.warnings import CpuLoad, SlowRun, base_warning, collapse_warning, slow_sentence
+from weftune.trainer.warnings import CpuLoad, SlowRun, base_warning, collapse_warning, slow_run_warning
 
 ROWS = bench.rows(bench.samples(24, seed=7))
 
@@ -139,19 +139,19 @@ def test_the_loss_in_the_status_is_that_of_the_adapter_that_is_kept(base, tmp_pa
 
 
 def test_a_slow_run_is_told_with_the_cores_that_others_take():
-    assert slow_sentence(10.0, 19.0, others=2.0, cores=2, threads=2, has_profile=True) == ""
-    crowded = slow_sentence(10.0, 31.0, others=1.5, cores=2, threads=2, has_profile=False)
+    assert slow_run_warning(10.0, 19.0, other_cores=2.0, cores=2, threads=2, has_profile=True) == ""
+    crowded = slow_run_warning(10.0, 31.0, other_cores=1.5, cores=2, threads=2, has_profile=False)
     assert crowded.startswith(
         "warning: training takes 3.1 times as long as planned: other processes keep 1.5 of"
     )
-    alone = slow_sentence(10.0, 31.0, others=0.1, cores=8, threads=4, has_profile=True)
+    alone = slow_run_warning(10.0, 31.0, other_cores=0.1, cores=8, threads=4, has_profile=True)
     assert "although other processes keep only 0.1 of the 8 cores busy" in alone
     assert alone.endswith("weftune doctor --profile")
 
 
 def test_on_free_cores_a_plan_by_the_data_sheet_warns_of_nothing():
     """The quickstart on an idle machine takes almost three times as long as its data sheet says."""
-    assert slow_sentence(10.0, 31.0, others=0.1, cores=8, threads=4, has_profile=False) == ""
+    assert slow_run_warning(10.0, 31.0, other_cores=0.1, cores=8, threads=4, has_profile=False) == ""
 
 
 def test_a_slow_run_is_told_once_and_not_of_single_short_windows():
@@ -167,7 +167,7 @@ def test_a_slow_run_is_told_once_and_not_of_single_short_windows():
 def test_a_slow_run_tells_it_once(tmp_path, monkeypatch):
     """A tiny model takes far longer than its products would at the speed of the data sheet."""
     monkeypatch.setattr(warnings, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(CpuLoad, "others", lambda self: float(psutil.cpu_count() or 1))
+    monkeypatch.setattr(CpuLoad, "other_cores", lambda self: float(psutil.cpu_count() or 1))
     rows = bench.rows(bench.samples(8))
     slow = JobSpec(name="a", data=rows, steps=6, batch_size=2, eval={"fraction": 0.3, "every": 2})
     bench.train(bench.base(), tmp_path / "out", [slow])
@@ -181,7 +181,7 @@ def test_the_cores_of_another_process_are_counted_and_those_of_this_one_are_not(
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
         pass
-    before = own.others()
+    before = own.other_cores()
     # No child of this process: its parent ends at once.
     code = "import time; end = time.time() + 2\nwhile time.time() < end: pass"
     start = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}])"
@@ -189,4 +189,4 @@ def test_the_cores_of_another_process_are_counted_and_those_of_this_one_are_not(
     load = CpuLoad()
     time.sleep(1.5)
     cores = psutil.cpu_count() or 1
-    assert load.others() > 0.3 or before > cores - 1.5, "unless others have taken all of them already"
+    assert load.other_cores() > 0.3 or before > cores - 1.5, "unless others have taken all of them already"

@@ -308,7 +308,10 @@ class Banks:
     def _segments(self, microbatch: Microbatch) -> Iterator[tuple[Segment, AttachedJob]]:
         """Yield each segment whose rows pass through an adapter, with the attached job of that adapter."""
         for segment in microbatch.segments:
-            if segment.through is not None and (attached := self.attached.get(segment.through)) is not None:
+            if (
+                segment.adapter_job is not None
+                and (attached := self.attached.get(segment.adapter_job)) is not None
+            ):
                 yield segment, attached
 
     def seats(self, microbatch: Microbatch) -> list[Seat]:
@@ -340,7 +343,7 @@ class Banks:
         rows of the jobs in `gathered` are selected by index, not by segment. If `in_tiles`, linears run only
         within `tile`."""
         assert self._current.bound is None, "a pass is already bound"
-        own = all(segment.through in (segment.job, None) for segment in microbatch.segments)
+        own = all(segment.adapter_job in (segment.job, None) for segment in microbatch.segments)
         assert own or not training, "rows are trained through their own adapter only, or through none"
         if route is Route.tiled and rows is None and not in_tiles:
             rows = self._rows(microbatch)
@@ -427,7 +430,7 @@ class Banks:
 
     def rows_in_head(self, segment: Segment) -> HeadRows | None:
         """Return the trained rows that replace rows of the tied head for a segment. Needs no bound pass."""
-        attached = self.attached.get(segment.through or "")
+        attached = self.attached.get(segment.adapter_job or "")
         if not self._tied or attached is None or attached.tokens is None:
             return None
         return attached.tokens.in_head(self.anchor)

@@ -70,13 +70,13 @@ class ExpertBank:
 
     def has_rows(self, bound: Pass) -> bool:
         """Whether a job of this bank has rows in the pass."""
-        return any(segment.through in self._slots_by_job for segment in bound.microbatch.segments)
+        return any(segment.adapter_job in self._slots_by_job for segment in bound.microbatch.segments)
 
     def parts(self, site: str, bound: Pass) -> Iterator[ExpertPart]:
         """Yield each segment's adapter at one parameter of the experts; gradients of its weights are
         accumulated."""
         for segment in bound.microbatch.segments:
-            slot = self._slots_by_job.get(segment.through or "")
+            slot = self._slots_by_job.get(segment.adapter_job or "")
             if slot is None or (site, A) not in slot.weights:
                 continue
             totals = bound.totals[slot.adapter.job]

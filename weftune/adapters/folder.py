@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weftune.adapters.target import TargetSpec
-from weftune.core.limited import slow_sentence
+from weftune.core.limited import slow_pattern_error
 from weftune.errors import AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -64,7 +64,7 @@ def refuse_slow_patterns(folder: Path, spec: TargetSpec, names: Sequence[str] | 
     """Raise if a regular expression of an untrusted folder is invalid, or too slow on these module names.
     Without `names`, typical names are used."""
     for (*_, key), expression in spec.expressions().items():
-        if slow := slow_sentence([expression], *(() if names is None else (names,))):
+        if slow := slow_pattern_error([expression], *(() if names is None else (names,))):
             shown = expression if key == "targets" else key
             raise AdapterError(f"{folder / CONFIG}: {shown[:80]!r} {slow}")
         with wrap_config_errors(folder):

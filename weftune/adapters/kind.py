@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import SiteShape
-from weftune.core.weights import Weight, frozen_product, part_of
+from weftune.core.weights import Weight, frozen_product, slice_weight
 from weftune.ops.draw import parameter_key
 from weftune.ops.lora.choice import Choices
 from weftune.ops.lora.computed import ComputedPair
@@ -88,7 +88,7 @@ class Frozen:
 
     def part(self, low: int, high: int) -> Frozen:
         bias_N = None if self.bias_N is None else self.bias_N[low:high]
-        return Frozen(part_of(self.weight, low, high), bias_N)
+        return Frozen(slice_weight(self.weight, low, high), bias_N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class SiteBank:
 
     def segments(self, bound: Pass) -> list[Segment]:
         """Return the segments of the pass whose adapters are in this bank."""
-        return [segment for segment in bound.microbatch.segments if segment.through in self._attached]
+        return [segment for segment in bound.microbatch.segments if segment.adapter_job in self._attached]
 
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
         """Return the changes by this bank's jobs at one site, where the base has the weights `frozen`."""

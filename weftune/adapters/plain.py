@@ -127,7 +127,7 @@ class PlainBank(SiteBank):
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
         added, g_in, g_out, behind = [], [], [], []
         for segment in self.segments(bound):
-            adapter, weights = self._attached[segment.through or ""]
+            adapter, weights = self._attached[segment.adapter_job or ""]
             at = JobAt(adapter, self._sites[site], segment, bound, weights, frozen, self._cache)
             part = self._part(at)
             others = part.add is part.g_in_K is part.g_out_N is None

@@ -26,12 +26,12 @@ from weftune.core.shapes import SiteShape
 from weftune.core.weights import (
     CODED_PARAMETERS,
     FrozenWeight,
-    HoldsWeight,
     Weight,
+    WeightHolder,
+    adjacent_view,
     is_coded,
-    joined,
-    side_by_side,
-    stacked,
+    join_tensors,
+    stack_weights,
 )
 from weftune.ops.experts import ExpertSite, experts_output
 from weftune.ops.fallback import KernelsFailed
@@ -217,7 +217,7 @@ def _row_owners(
     jobs: dict[str | None, int] = {None: 0}
     owner_T = torch.zeros(rows, dtype=torch.int32)
     for segment in microbatch.segments:
-        owner_T[segment.rows] = jobs.setdefault(segment.through, len(jobs))
+        owner_T[segment.rows] = jobs.setdefault(segment.adapter_job, len(jobs))
     return to_device(owner_T, device), tuple(jobs)
 
 
@@ -253,7 +253,7 @@ def _stack_weights(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen
     has_bias = {bias is not None for bias in biases}
     assert len(has_bias) == 1, "either all sites of a group have a bias or none"
     bias_N = _stack_parameter(modules, "bias") if True in has_bias else None
-    if any(isinstance(module, HoldsWeight) for module in modules):
+    if any(isinstance(module, WeightHolder) for module in modules):
         return Frozen(_stack_any_weights(modules), bias_N)
     if not fan_in_fan_out:
         return Frozen(_stack_parameter(modules, "weight"), bias_N)
@@ -265,13 +265,13 @@ def _stack_any_weights(modules: Sequence[nn.Module]) -> FrozenWeight:
     """Return the stacked weights of modules of which at least one is not a plain matrix."""
     outputs = [cast(int, module.out_features) for module in modules]
     weights: list[Weight] = [
-        module.frozen_weight() if isinstance(module, HoldsWeight) else cast(Tensor, module.weight)
+        module.frozen_weight() if isinstance(module, WeightHolder) else cast(Tensor, module.weight)
         for module in modules
     ]
     if all(map(is_coded, weights)):
         for name, dim in CODED_PARAMETERS.items():
             _stack_codes(modules, name, dim)
-    return stacked(weights, outputs)
+    return stack_weights(weights, outputs)
 
 
 def _stack_codes(modules: Sequence[nn.Module], name: str, dim: int) -> None:
@@ -281,7 +281,7 @@ def _stack_codes(modules: Sequence[nn.Module], name: str, dim: int) -> None:
     alone = all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
     if len(parts) == 1 or not alone:
         return
-    views = joined(parts, dim).split([part.shape[dim] for part in parts], dim)
+    views = join_tensors(parts, dim).split([part.shape[dim] for part in parts], dim)
     for module, view in zip(modules, views, strict=True):
         setattr(module, name, nn.Parameter(view, requires_grad=False))
 
@@ -291,7 +291,7 @@ def _stack_parameter(modules: Sequence[nn.Module], name: str) -> Tensor:
     parts = [cast(Tensor, getattr(module, name)) for module in modules]
     if len(parts) == 1:
         return parts[0]
-    if (lying := side_by_side(parts, dim=0)) is not None:
+    if (lying := adjacent_view(parts, dim=0)) is not None:
         return lying
     together = torch.cat(parts)
     for module, part in zip(modules, together.split([len(part) for part in parts]), strict=True):

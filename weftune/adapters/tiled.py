@@ -139,7 +139,7 @@ class TiledBank:
         weight = frozen.weight
         if bound.rows is None or (isinstance(weight, Tensor) and weight.dim() != 2):
             return None
-        like = weight if isinstance(weight, Tensor) else weight.like
+        like = weight if isinstance(weight, Tensor) else weight.empty_rows
         return trial_at(weight, residual, self._group(like), bound.rows, like.dtype)
 
     def _group(self, like: Tensor) -> Group:

@@ -43,7 +43,7 @@ def _layer(
         *experts,
     )
     biases = sum(outputs for _, _, outputs, bias in linears if bias)
-    return sites, sum(site.weights for site in sites) + biases + others
+    return sites, sum(site.weight_count for site in sites) + biases + others
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelSha
         return shape
     stored = site_bytes_per_value(shape.sites, found.quantize, bytes_per_value, found.nested)
     as_stored = found.quantize in MULTIPLIED_AS_STORED
-    return replace(shape, site_bytes_per_value=stored, multiplied_as_stored=as_stored)
+    return replace(shape, site_bytes_per_value=stored, multiplies_stored_format=as_stored)
 
 
 def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
@@ -148,7 +148,7 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
     ]
     if wrapped:
         sites = [replace(site, name=within(site.name)) for site in sites]
-    outside = sum(site.weights for site in parts.outside)
+    outside = sum(site.weight_count for site in parts.outside)
     return ModelShape(
         layers=len(parts.layers),
         hidden=parts.hidden,
@@ -203,8 +203,8 @@ def _mixture(facts: MixtureFacts, config: Config) -> _Parts:
     every, named = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
     attention, norms = _attention(facts.attention, config), _norms(facts.attention, config)
     experts = (
-        SiteShape(f"{EXPERTS}.{GATE_UP}", hidden, 2 * inner, experts=count, active=active),
-        SiteShape(f"{EXPERTS}.{DOWN}", inner, hidden, experts=count, active=active),
+        SiteShape(f"{EXPERTS}.{GATE_UP}", hidden, 2 * inner, experts=count, active_matrices=active),
+        SiteShape(f"{EXPERTS}.{DOWN}", inner, hidden, experts=count, active_matrices=active),
     )
     sparse = _layer(attention, norms + count * hidden, experts)
     dense = _layer(attention, norms + 3 * hidden * int(config["intermediate_size"]))

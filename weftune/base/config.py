@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from weftune.base.quant.stored import quantised
 from weftune.base.spec import DEMO, BaseSpec
 from weftune.core.files import cache_folder
-from weftune.core.hub import why_absent
+from weftune.core.hub import absence_reason
 from weftune.errors import BaseModelError
 
 CONFIG = "config.json"
@@ -90,7 +90,7 @@ def local_folder(spec: BaseSpec) -> str | None:
 
 def refuse_absent(spec: BaseSpec) -> None:
     """Raise if the Hub does not have this base. This sends one request."""
-    if sentence := why_absent(spec.model, "model", spec.revision):
+    if sentence := absence_reason(spec.model, "model", spec.revision):
         raise BaseModelError(sentence)
 
 

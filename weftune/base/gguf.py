@@ -36,7 +36,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from weftune.core.files import cache_folder, ordinary_modes
+from weftune.core.files import cache_folder, set_file_modes
 from weftune.errors import BaseModelError, MissingPackage, UserError
 
 FORMAT = 1
@@ -94,7 +94,7 @@ def convert_into(folder: Path, file: Path) -> Path:
     unfinished.mkdir(parents=True)
     try:
         write_folder(file, unfinished)
-        ordinary_modes(unfinished)
+        set_file_modes(unfinished)
         record = {path.name: file_checksums(path) for path in sorted(unfinished.iterdir())}
         (unfinished / CHECKSUMS).write_text(json.dumps(record))
         flush_to_disk(unfinished / CHECKSUMS)

@@ -23,7 +23,7 @@ from weftune.base.shape import embedding_module, model_shape, site_modules, site
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import EMBED_SCALE, LayerRange, ModelShape, SiteShape
-from weftune.core.weights import Head, HoldsWeight
+from weftune.core.weights import Head, WeightHolder
 from weftune.errors import BaseModelError
 
 
@@ -48,7 +48,7 @@ class Base:
     @property
     def first(self) -> bool:
         """Whether the input is tokens. A later stage gets the hidden states of the previous stage."""
-        return self.held is None or self.held.first
+        return self.held is None or self.held.is_first
 
     @property
     def last(self) -> bool:
@@ -109,7 +109,7 @@ class Base:
                 return module.matrix_of(
                     {name: self._read_parameter(site, name, own) for name, own in module.parts.items()}
                 )
-            if isinstance(module, HoldsWeight):
+            if isinstance(module, WeightHolder):
                 return module.frozen_weight().matrix()
             weight = self._read_parameter(site, "weight", cast(Tensor, module.weight))
             embeds = module is self.model.get_input_embeddings()

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, extra_values
 from weftune.base.rope import context, unscaled_context
 from weftune.core.shapes import ModelShape, SiteShape
-from weftune.core.weights import HoldsWeight, Weight, held_bytes, is_coded
+from weftune.core.weights import Weight, WeightHolder, is_coded, stored_bytes
 
 
 def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -56,7 +56,7 @@ def model_sites(model: PreTrainedModel) -> Iterator[SiteShape]:
             for part in (GATE_UP, DOWN):
                 count, outputs, inputs = cast(Tensor, getattr(mixed[name], part)).shape
                 active = model.config.num_experts_per_tok
-                yield SiteShape(f"{name}.{part}", inputs, outputs, experts=count, active=active)
+                yield SiteShape(f"{name}.{part}", inputs, outputs, experts=count, active_matrices=active)
 
 
 def site_shape(name: str, module: nn.Module) -> SiteShape:
@@ -83,8 +83,8 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
         context=context(configured),
         unscaled_context=unscaled_context(configured) if hasattr(config, "rope_parameters") else None,
         site_bytes_per_value=_site_bytes(modules.values()),
-        multiplied_as_stored=any(
-            isinstance(module, HoldsWeight) and is_coded(module.frozen_weight())
+        multiplies_stored_format=any(
+            isinstance(module, WeightHolder) and is_coded(module.frozen_weight())
             for module in modules.values()
         ),
         extra_values=extra_values(config.model_type, sites),
@@ -101,7 +101,7 @@ def values(model: PreTrainedModel) -> int:
     """Return the number of parameter values. A quantised weight counts as its dequantised matrix."""
     count = sum(parameter.numel() for parameter in model.parameters())
     for module in linears(model).values():
-        if isinstance(module, HoldsWeight):
+        if isinstance(module, WeightHolder):
             own = sum(value.numel() for name, value in module.named_parameters() if name != "bias")
             count += _weights(module) - own
     return count
@@ -109,12 +109,12 @@ def values(model: PreTrainedModel) -> int:
 
 def _site_bytes(modules: Collection[nn.Module]) -> float | None:
     """Return the mean bytes per value of the sites' weights. None if no site is quantised."""
-    if not any(isinstance(module, HoldsWeight) for module in modules):
+    if not any(isinstance(module, WeightHolder) for module in modules):
         return None
     stored = 0
     for module in modules:
-        weight = module.frozen_weight() if isinstance(module, HoldsWeight) else module.weight
-        stored += held_bytes(cast(Weight, weight))
+        weight = module.frozen_weight() if isinstance(module, WeightHolder) else module.weight
+        stored += stored_bytes(cast(Weight, weight))
     return stored / sum(map(_weights, modules))
 
 

@@ -73,7 +73,7 @@ class NoPositions(nn.Module):
 
 def load_stage(spec: BaseSpec, device: torch.device, layer_range: LayerRange) -> Base:
     """Load one stage: only the tensors of the layers `layer_range` are read from the base's files."""
-    if layer_range.first and layer_range.last:
+    if layer_range.is_first and layer_range.last:
         return load_base(spec, device)
     model, files = outline_model(spec, device)
     whole = model_shape(model, matrix_dtype(model))
@@ -130,13 +130,13 @@ def keep_stages(model: PreTrainedModel, *held: LayerRange) -> None:
     layers = cast(nn.ModuleList, getattr(decoder, ends.layers))
     here: set[int] = set()
     for one in held:
-        assert len(layers) == one.of, f"the base has {len(layers)} layers, not {one.of}"
-        assert 0 <= one.start < one.stop <= one.of, f"a stage holds at least one layer, got {one}"
+        assert len(layers) == one.base_layers, f"the base has {len(layers)} layers, not {one.base_layers}"
+        assert 0 <= one.start < one.stop <= one.base_layers, f"a stage holds at least one layer, got {one}"
         here |= set(range(one.start, one.stop))
     for index in range(len(layers)):
         if index not in here:
             layers[index] = Elsewhere()
-    if not held[0].first:
+    if not held[0].is_first:
         setattr(decoder, ends.embedding, Elsewhere())
         if ends.positions is not None:
             setattr(decoder, ends.positions, NoPositions())

@@ -30,7 +30,7 @@ from weftune.bench.timing import bench_hardware
 from weftune.core.batch import IGNORED
 from weftune.data.samples import Samples
 from weftune.run.training.schedule import learning_rate
-from weftune.trainer.job import PreparedJob, make_ready
+from weftune.trainer.job import PreparedJob, prepare_job
 
 SHARED = Path(__file__).parents[3] / "shared"
 MODEL = Path(os.environ.get("WEFTUNE_STORIES", SHARED / "models" / "stories15m"))
@@ -189,7 +189,7 @@ def compare(model: Path, dtype: Dtype, device: torch.device, steps: int, toy: bo
             for seed, case in enumerate(CASES)
         ]
         tokenizer, shape = load_tokenizer(base), inspect(base, device)
-        ready = [make_ready(job, 0, tokenizer, shape, folder / "tokens") for job in jobs]
+        ready = [prepare_job(job, 0, tokenizer, shape, folder / "tokens") for job in jobs]
         alone = {job.name: train_with_peft(plain, job) for job in ready}
         return Losses(alone, train_with_weftune(base, jobs, device, folder))
 

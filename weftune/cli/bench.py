@@ -40,8 +40,8 @@ class BenchLine:
 
     title: str
     milliseconds: float | None = None
-    over_frozen: float | None = None
-    rival: str = ""
+    ratio_to_frozen: float | None = None
+    alternative: str = ""
     speedup: float | None = None
     """Time of the fastest alternative to Weftune, divided by Weftune's time."""
     verdict: str = ""
@@ -73,7 +73,7 @@ def bench(
             if found is None:
                 failed.append(part.title)
             else:
-                lines.append(line_of(part, found))
+                lines.append(result_line(part, found))
     draw(lines, failed)
     if failed:
         raise typer.Exit(1)
@@ -111,19 +111,19 @@ def run_part(part: BenchPart, file: Path, toy: bool) -> Mapping[str, Any] | None
     return found
 
 
-def line_of(part: BenchPart, found: Mapping[str, Any]) -> BenchLine:
-    if "rows" not in found:
-        return BenchLine(part.title, verdict=found["verdict"])
-    rows: Sequence[Mapping[str, Any]] = found["rows"]
+def result_line(part: BenchPart, numbers: Mapping[str, Any]) -> BenchLine:
+    if "rows" not in numbers:
+        return BenchLine(part.title, verdict=numbers["verdict"])
+    rows: Sequence[Mapping[str, Any]] = numbers["rows"]
     seconds = {row["name"]: row["seconds"] for row in rows if row["seconds"] is not None}
     if WEFTUNE not in seconds:
         return BenchLine(part.title, verdict=next(row["note"] for row in rows if row["name"] == WEFTUNE))
-    rival = found["strongest"] or ""
+    rival = numbers["strongest"] or ""
     return BenchLine(
         part.title,
         milliseconds=seconds[WEFTUNE] * 1e3,
-        over_frozen=seconds[WEFTUNE] / seconds[FROZEN] if FROZEN in seconds else None,
-        rival=rival,
+        ratio_to_frozen=seconds[WEFTUNE] / seconds[FROZEN] if FROZEN in seconds else None,
+        alternative=rival,
         speedup=seconds[rival] / seconds[WEFTUNE] if rival else None,
     )
 
@@ -137,16 +137,16 @@ def draw(lines: Sequence[BenchLine], failed: Sequence[str]) -> None:
         table.add_column(title, justify="left" if title in ("", "strongest other way") else "right")
     for line in lines:
         milliseconds = "" if line.milliseconds is None else f"{line.milliseconds:,.1f}"
-        over_frozen = "" if line.over_frozen is None else f"{line.over_frozen:.2f}"
+        over_frozen = "" if line.ratio_to_frozen is None else f"{line.ratio_to_frozen:.2f}"
         speedup = "" if line.speedup is None else f"{line.speedup:.2f}"
-        table.add_row(line.title, milliseconds, over_frozen, line.rival or line.verdict, speedup)
+        table.add_row(line.title, milliseconds, over_frozen, line.alternative or line.verdict, speedup)
     console = Console()
     console.print()
     console.print(table)
     if compared := [line for line in lines if line.speedup is not None]:
         least = min(compared, key=lambda line: line.speedup or 0.0)
         console.print(
-            f"\nOf the other ways, the strongest against Weftune is {least.rival} with {least.title}: "
+            f"\nOf the other ways, the strongest against Weftune is {least.alternative} with {least.title}: "
             f"it takes {least.speedup:.2f} × Weftune's time.",
             highlight=False,
         )

@@ -42,7 +42,7 @@ class Check:
     name: str
     verdict: Verdict
     finding: str
-    mend: str = ""
+    remedy: str = ""
     """Command that installs the missing part, or a sentence that says how to get it."""
 
 
@@ -93,7 +93,7 @@ def draw(checks: list[Check]) -> None:
         table.add_column(title, overflow="fold")
     for check in checks:
         verdict = Text(check.verdict, style=colours[check.verdict])
-        table.add_row(Text(check.name), verdict, Text(check.finding), Text(check.mend))
+        table.add_row(Text(check.name), verdict, Text(check.finding), Text(check.remedy))
     console = Console()
     console.print(table)
     lacking = [check.name for check in checks if check.verdict is Verdict.MISSING]
@@ -173,7 +173,7 @@ def device_checks() -> Iterator[Check]:
             from weftune.ops.lora.choice import file_for
 
             if (file := file_for(torch.device("cuda", index))) is not None:
-                yield orders_check(file, index)
+                yield kernel_choice_check(file, index)
     has_varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
     mend = "" if has_varlen else 'pip install "torch>=2.11"'
     verdict = Verdict.OK if has_varlen else Verdict.ABSENT
@@ -208,7 +208,7 @@ def class_check(found: DeviceClass, index: int) -> Check:
     return Check(name, Verdict.ABSENT, finding, f"to test them, run `{TEST_COMMAND}` in a clone of Weftune")
 
 
-def orders_check(file: ChoiceFile, index: int) -> Check:
+def kernel_choice_check(file: ChoiceFile, index: int) -> Check:
     """Report how many shapes of linears have been measured; training need not measure these again."""
     return Check(f"GPU {index} orders", Verdict.OK, f"{len(file.read())} shapes measured, in {file.path}")
 
@@ -232,12 +232,12 @@ def disk_check() -> Check:
     from weftune.core.files import cache_folder
 
     cache = cache_folder()
-    return cache_check(cache, shutil.disk_usage(_existing(cache)).free)
+    return cache_check(cache, shutil.disk_usage(_nearest_existing(cache)).free)
 
 
 def cache_check(cache: Path, free: int) -> Check:
     found = f"{cache}, {free / GIB:.1f} GiB free"
-    if not os.access(_existing(cache), os.W_OK):
+    if not os.access(_nearest_existing(cache), os.W_OK):
         mend = "set WEFTUNE_CACHE to a folder that can be written"
         return Check("cache", Verdict.MISSING, f"{found}, not writable", mend)
     if free < SCARCE_DISK:
@@ -245,7 +245,7 @@ def cache_check(cache: Path, free: int) -> Check:
     return Check("cache", Verdict.OK, found)
 
 
-def _existing(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weftune.jobs.spec.spec import JobSpec, RunSpec
     from weftune.trainer.options import Options
 
-MISTAKE = 2
+USER_ERROR_CODE = 2
 """Exit code of a user error, equal to typer's exit code for a wrong option."""
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 DEVICES = ("cpu", "cuda", "mps", "xpu")
@@ -66,15 +66,15 @@ def read_options(
         raise UserError(f"--gpus {gpus}: write all, or how many: 1 or more")
     return Options(
         device=device,
-        memory=None if memory is None else bytes_of(memory),
-        gpu_memory=None if gpu_memory is None else bytes_of(gpu_memory, "--gpu-memory"),
+        memory=None if memory is None else parse_bytes(memory),
+        gpu_memory=None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory"),
         pipeline=None if pipeline is None else AUTO if pipeline == "auto" else int(pipeline),
         replicas=replicas,
         gpus=None if gpus is None else ALL if gpus == "all" else int(gpus),
     )
 
 
-def bytes_of(text: str, option: str = "--memory") -> int:
+def parse_bytes(text: str, option: str = "--memory") -> int:
     """Return the number of bytes in a text such as `8GiB`."""
     number = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz ")
     unit = text.strip().lower()[len(number) :].strip()
@@ -92,7 +92,7 @@ def refuse_device(name: str | None) -> None:
 # -- jobs files -----------------------------------------------------------------------------------------
 
 
-def read_early(jobs: Path) -> RunSpec:
+def read_jobs_file(jobs: Path) -> RunSpec:
     """Read the jobs file, and raise the mistakes that can be found with the config of its base."""
     from weftune.jobs.spec.read import read_run
 
@@ -130,8 +130,8 @@ def refuse_base(base: BaseSpec) -> None:
         refuse_absent(base)
 
 
-def refuse_rows(jobs: Iterable[JobSpec], named: bool) -> None:
-    """Refuse invalid rows of small files, those of all jobs at once; `named` adds the job to each mistake."""
+def refuse_rows(jobs: Iterable[JobSpec], name_jobs: bool) -> None:
+    """Refuse invalid rows of small files, of all jobs at once; `name_jobs` adds the job to each mistake."""
     from weftune.data.prepare import check_rows
 
     known: list[tuple[DataSpec, EvalSpec | None, tuple[Mistake, ...]]] = []
@@ -145,12 +145,12 @@ def refuse_rows(jobs: Iterable[JobSpec], named: bool) -> None:
             except DataError as error:
                 found = error.mistakes
             known.append((job.data, job.eval, found))
-        mistakes.update(dict.fromkeys(one.of_job(job.name) if named else one for one in found))
+        mistakes.update(dict.fromkeys(one.of_job(job.name) if name_jobs else one for one in found))
     if mistakes:
         raise DataError(mistakes)
 
 
-def one_of_each(run: RunSpec) -> list[JobSpec]:
+def without_repeated_trials(run: RunSpec) -> list[JobSpec]:
     """Return all jobs but only one trial per sweep, since all trials of a sweep have the same rows."""
     others = {trial.name for sweep in run.sweeps for trial in sweep.trials[1:]}
     return [job for job in run.jobs if job.name not in others]

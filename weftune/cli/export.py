@@ -10,7 +10,7 @@ import typer
 from weftune.adapters.folder import check_adapter_folder, refuse_parent_folder
 from weftune.base.spec import BaseSpec, Dtype
 from weftune.cli.early import refuse_base
-from weftune.cli.generate import base_of
+from weftune.cli.generate import recorded_base
 from weftune.core.files import refuse_full_folder
 from weftune.errors import UserError
 
@@ -55,7 +55,7 @@ def export(
         raise UserError(f"--into goes with --merged and is one of {', '.join(INTO)}.")
     target = target or folder / ("portable" if portable else "merged")
     refuse_parent_folder(folder)
-    base = base_of(folder) if merged else None
+    base = recorded_base(folder) if merged else None
     check_adapter_folder(folder)
     refuse_full_folder(target)
     if base is not None:

@@ -29,7 +29,7 @@ def generate(
 
     refuse_device(device)
     refuse_parent_folder(folder)
-    spec = base_of(folder)
+    spec = recorded_base(folder)
     check_adapter_folder(folder)
     refuse_base(spec)
 
@@ -37,9 +37,9 @@ def generate(
 
     from weftune.base.load import select_device
     from weftune.data.tokenise import prompt_tokens
-    from weftune.trainer.generate import BASE, answers
+    from weftune.trainer.generate import BASE, generate_answers
 
-    said = answers(
+    said = generate_answers(
         spec,
         {"adapter": folder},
         prompt,
@@ -50,10 +50,10 @@ def generate(
         with_base=against_base,
     )
     titles = {BASE: f"{BASE} ({spec.model})", "adapter": folder.resolve().name}
-    Console().print(side_by_side({titles[who]: text for who, text in said.items()}))
+    Console().print(answer_panels({titles[who]: text for who, text in said.items()}))
 
 
-def base_of(folder: Path) -> BaseSpec:
+def recorded_base(folder: Path) -> BaseSpec:
     """Return the base that the job in `folder` was trained on, as recorded in its job.yaml."""
     from weftune.base.spec import BaseSpec
     from weftune.jobs.store.job_file import JOB_FILE, DamagedJobFile, read_job_file
@@ -71,7 +71,7 @@ def base_of(folder: Path) -> BaseSpec:
         ) from error
 
 
-def side_by_side(answers: dict[str, str]) -> RenderableType:
+def answer_panels(answers: dict[str, str]) -> RenderableType:
     """Draw one panel per answer, two side by side; answers are `Text`, so that brackets are no markup."""
     from rich.console import Group
     from rich.panel import Panel

@@ -10,7 +10,7 @@ import typer
 
 from weftune.cli.bench import bench
 from weftune.cli.doctor import doctor
-from weftune.cli.early import MISTAKE
+from weftune.cli.early import USER_ERROR_CODE
 from weftune.cli.export import export
 from weftune.cli.generate import generate
 from weftune.cli.plan import plan
@@ -19,7 +19,7 @@ from weftune.cli.report import report
 from weftune.cli.train import train
 from weftune.errors import UserError
 
-VERBS = (train, preview, plan, generate, export, report, doctor, bench)
+COMMANDS = (train, preview, plan, generate, export, report, doctor, bench)
 
 app = typer.Typer(
     name="weftune",
@@ -28,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in VERBS:
+for verb in COMMANDS:
     app.command()(verb)
 
 
@@ -57,4 +57,4 @@ def main() -> None:
             raise
         for mistake in error.mistakes:
             typer.echo(str(mistake), err=True)
-        sys.exit(MISTAKE)
+        sys.exit(USER_ERROR_CODE)

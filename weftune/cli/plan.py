@@ -43,10 +43,10 @@ def plan(
     options = early.read_options(
         device=device, memory=memory, gpu_memory=gpu_memory, pipeline=pipeline, replicas=replicas, gpus=gpus
     )
-    run = early.read_early(jobs)
+    run = early.read_jobs_file(jobs)
     if options.gpus not in (None, 1):
         refuse_shares(run.sweeps)
-    early.refuse_rows(early.one_of_each(run), named=True)
+    early.refuse_rows(early.without_repeated_trials(run), name_jobs=True)
     found = read_cluster(cluster, options.gpu_memory, on_cpu=device == "cpu")
 
     from rich.console import Console
@@ -60,8 +60,8 @@ def plan(
     # take an eighth of its time.
     gc.disable()
     try:
-        case = read_case(run, found, options, here=cluster == "auto", max_steps=max_steps)
-        answer = predict(case, explained=explain, ablated=ablate)
+        case = read_case(run, found, options, on_this_machine=cluster == "auto", max_steps=max_steps)
+        answer = predict(case, with_sentences=explain, with_ablations=ablate)
         show_plan(Console(), answer)
     finally:
         gc.enable()
@@ -83,10 +83,16 @@ def plan(
 
 def read_cluster(text: str, limit: int | None = None, on_cpu: bool = False) -> Cluster:
     """Return the cluster that `text` names. `limit` applies to the memory of GPUs only, not of a CPU."""
-    from weftune.plan.cost.cluster import cluster_from, limited, parse_cluster, this_cpu, this_machine
+    from weftune.plan.cost.cluster import (
+        cluster_from_values,
+        detect_cluster,
+        detect_cpu,
+        limit_memory,
+        parse_cluster,
+    )
 
     if text == "auto":
-        cluster = this_cpu() if on_cpu else this_machine()
+        cluster = detect_cpu() if on_cpu else detect_cluster()
     elif not text.lower().endswith((".yaml", ".yml")):
         cluster = parse_cluster(text)
     else:
@@ -98,8 +104,8 @@ def read_cluster(text: str, limit: int | None = None, on_cpu: bool = False) -> C
             raise PlanError(f"--cluster {text}: the file cannot be read: {error}") from None
         except yaml.YAMLError as error:
             raise PlanError(Mistake(text, f"is no YAML: {' '.join(str(error).split())}")) from None
-        cluster = cluster_from(values, text)
-    return limited(cluster, limit) if limit is not None and cluster.devices[0].is_gpu else cluster
+        cluster = cluster_from_values(values, text)
+    return limit_memory(cluster, limit) if limit is not None and cluster.devices[0].is_gpu else cluster
 
 
 def _refuse_picture(file: Path) -> None:

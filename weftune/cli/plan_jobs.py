@@ -18,13 +18,13 @@ from weftune.data.prepare import Prepared, SharedData, data_identity
 from weftune.data.samples import SampleOrder
 from weftune.data.spec import DataSpec, EvalSpec
 from weftune.errors import DataError, Mistake, SpecError
-from weftune.jobs.courses import Curriculum, curriculum, cut_data, job_shape
+from weftune.jobs.courses import Curriculum, curriculum, job_shape, truncate_data
 from weftune.jobs.spec.checks import check_on_base
 from weftune.jobs.spec.spec import JobSpec, RunSpec, in_steps
 from weftune.plan.cost.cluster import Cluster
-from weftune.plan.cost.estimate import JobOutline, Speed, sheet_speed
+from weftune.plan.cost.estimate import JobOutline, Speed, data_sheet_speed
 from weftune.plan.cost.memory import MemoryModel
-from weftune.plan.outlook.whole_run import JobTotal, tokens_of
+from weftune.plan.outlook.whole_run import JobTotal, tokens_per_step
 from weftune.plan.window.rounds import JobWindow
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ LINE_FILES = (".jsonl", ".ndjson", ".csv", ".tsv")
 
 
 @dataclass(frozen=True, slots=True)
-class Outlined:
+class PlannedJob:
     job: JobOutline
     curriculum: Curriculum
     """Samples and steps of the job, the same as in a training run."""
-    sampled: bool
+    is_sampled: bool
     """Whether the lengths are those of the first rows only."""
     total: JobTotal
 
@@ -65,14 +65,14 @@ class PlanCase:
     """The input of `weftune plan`."""
 
     options: Options
-    here: bool
+    on_this_machine: bool
     """Whether the cluster is this machine, for which a profile may exist."""
     base: BaseSpec
     shape: ModelShape
     cluster: Cluster
     speeds: Sequence[Speed]
     """Speed of each device, from its data sheet or from a profile."""
-    jobs: Sequence[Outlined]
+    jobs: Sequence[PlannedJob]
     sweeps: Sequence[SweepOutlook] = ()
 
     @property
@@ -83,13 +83,13 @@ class PlanCase:
     def totals(self) -> Mapping[str, JobTotal]:
         return {one.name: one.total for one in self.jobs}
 
-    def course(self, name: str, rounds: int, begins: bool = True) -> JobWindow:
+    def job_window(self, name: str, rounds: int, begins: bool = True) -> JobWindow:
         """Return a job's part of the first window; an evaluation precedes it if there are samples for one."""
-        return next(one for one in self.jobs if one.name == name).curriculum.course(0, rounds, begins)
+        return next(one for one in self.jobs if one.name == name).curriculum.job_window(0, rounds, begins)
 
 
 def read_case(
-    run: RunSpec, cluster: Cluster, options: Options, *, here: bool, max_steps: int | None = None
+    run: RunSpec, cluster: Cluster, options: Options, *, on_this_machine: bool, max_steps: int | None = None
 ) -> PlanCase:
     """Return the plan's input for a run's jobs on a cluster; the base's sizes come from its config.json."""
     shape = spec_shape(run.base, read_config(run.base), bytes_per_value(run.base, cluster.devices[0].is_gpu))
@@ -99,8 +99,8 @@ def read_case(
     averaged = averaged_trials(run.sweeps)
     jobs = outline_jobs(run.jobs, read_tokenizer(run.base), shape, max_steps, averaged)
     sweeps = sweep_outlooks(run.sweeps, run.jobs, {one.name: one.total for one in jobs})
-    speeds = [sheet_speed(device) for device in cluster.devices]
-    return PlanCase(options, here, run.base, shape, cluster, speeds, jobs, sweeps)
+    speeds = [data_sheet_speed(device) for device in cluster.devices]
+    return PlanCase(options, on_this_machine, run.base, shape, cluster, speeds, jobs, sweeps)
 
 
 def outline_jobs(
@@ -108,11 +108,11 @@ def outline_jobs(
     tokenizer: Any,
     shape: ModelShape,
     max_steps: int | None = None,
-    averaged: Collection[str] = (),
-) -> list[Outlined]:
-    """Return the outlines of all jobs, or raise the mistakes of all jobs at once. Jobs in `averaged` keep a
-    mean of their weights."""
-    outline_model: list[Outlined] = []
+    averaged_jobs: Collection[str] = (),
+) -> list[PlannedJob]:
+    """Return the outlines of all jobs, or raise the mistakes of all jobs at once. Jobs in `averaged_jobs`
+    keep a mean of their weights."""
+    outline_model: list[PlannedJob] = []
     mistakes: list[Mistake] = []
     rounds = OUTLOOK_ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
     rows = min(SAMPLED_ROWS, max(FEWEST_ROWS, ALL_ROWS // len(jobs)))
@@ -123,7 +123,7 @@ def outline_jobs(
             if not len(samples.train):
                 raise DataError("it has 0 samples to train on")
             planned = curriculum(job, samples, max_steps)
-            means = int(job.name in averaged)
+            means = int(job.name in averaged_jobs)
             outline = JobOutline(
                 shape=job_shape(job, order, samples, shape, means),
                 ranks={
@@ -136,8 +136,8 @@ def outline_jobs(
                     for step in range(1, min(rounds, planned.steps) + 1)
                 ),
             )
-            total = _total(job, outline, samples, scale, shape, max_steps)
-            outline_model.append(Outlined(outline, planned, sampled, total))
+            total = _job_total(job, outline, samples, scale, shape, max_steps)
+            outline_model.append(PlannedJob(outline, planned, sampled, total))
         except DataError as error:
             mistakes += [mistake.of_job(job.name) for mistake in error.mistakes]
     if mistakes:
@@ -145,7 +145,7 @@ def outline_jobs(
     return outline_model
 
 
-def _total(
+def _job_total(
     job: JobSpec,
     outline: JobOutline,
     samples: Prepared,
@@ -166,9 +166,9 @@ def _total(
         evaluations = len(range(0, steps, every)) + 1
     return JobTotal(
         steps=steps,
-        tokens=tokens_of(outline.batches, held_out, evaluations, steps),
+        tokens=tokens_per_step(outline.batches, held_out, evaluations, steps),
         state_bytes=MemoryModel(shape, 0).state_bytes([outline.shape]),
-        at_least=scale is None and job.steps is None,
+        is_lower_bound=scale is None and job.steps is None,
     )
 
 
@@ -182,7 +182,7 @@ class _JobReader:
     def read(self, job: JobSpec) -> tuple[Prepared, bool, float | None]:
         """Return the samples, whether they are from the first rows only, and the number of all rows divided
         by the number of rows read, or None if unknown."""
-        data = cut_data(job, self._context)
+        data = truncate_data(job, self._context)
         key = data_identity(data, job.eval)
         if key not in self._known:
             self._known[key] = self._prepare(data, job.eval)
@@ -193,11 +193,11 @@ class _JobReader:
         sampled = not self._shared.is_prepared(data, evaluation)
         limit = min(data.limit or self._rows, self._rows) if sampled else data.limit
         samples = self._shared.prepare(replace(data, limit=limit), evaluation)
-        scale = _scale(data, limit) if sampled and limit is not None else 1.0
+        scale = _row_ratio(data, limit) if sampled and limit is not None else 1.0
         return samples, sampled, scale
 
 
-def _scale(data: DataSpec, limit: int) -> float | None:
+def _row_ratio(data: DataSpec, limit: int) -> float | None:
     """Return all rows divided by the first `limit` of each file; None if a file is not one row per line."""
     if data.rows is not None:
         counts = [len(data.rows)]
@@ -205,12 +205,12 @@ def _scale(data: DataSpec, limit: int) -> float | None:
         paths = [Path(source.path) for source in data.sources]
         if not all(path.is_file() and path.suffix.lower() in LINE_FILES for path in paths):
             return None
-        counts = [_lines(path) for path in paths]
+        counts = [_count_lines(path) for path in paths]
     read = sum(min(count, limit) for count in counts)
     whole = sum(min(count, data.limit or count) for count in counts)
     return max(1.0, whole / max(1, read))
 
 
-def _lines(path: Path) -> int:
+def _count_lines(path: Path) -> int:
     with path.open("rb") as content:
         return sum(part.count(b"\n") for part in iter(lambda: content.read(1 << 20), b""))

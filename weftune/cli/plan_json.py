@@ -12,7 +12,9 @@ from weftune.plan.outlook.streamed import StreamOutlook
 
 def plan_numbers(plan: Plan) -> dict[str, Any]:
     run, totals, outlook = plan.run, plan.case.totals, plan.outlook
-    numbers = _resident(outlook) if isinstance(outlook, Prediction) else _streamed(outlook, plan)
+    numbers = (
+        _resident_numbers(outlook) if isinstance(outlook, Prediction) else _streamed_numbers(outlook, plan)
+    )
     if isinstance(outlook, Prediction):
         numbers["shares"] = (
             None
@@ -34,16 +36,16 @@ def plan_numbers(plan: Plan) -> dict[str, Any]:
         "train": plan.flags,
         "source": plan.source,
         "capacity": plan.forecast.capacity,
-        "forecast": _forecast(plan.forecast),
-        "alternatives": [_forecast(one) for one in outlook.alternatives],
+        "forecast": _forecast_numbers(plan.forecast),
+        "alternatives": [_forecast_numbers(one) for one in outlook.alternatives],
         "waiting": dict(plan.admission.waiting),
         "too_large": dict(plan.admission.too_large),
         "ablations": [
             {
                 "mechanism": row.mechanism,
-                "instead": row.instead,
-                "added": row.added,
-                "cost": row.cost,
+                "instead": row.alternative,
+                "added": row.is_added,
+                "cost": row.relative_cost,
                 "step_seconds": row.forecast.step_seconds,
             }
             for row in plan.ablations
@@ -62,31 +64,31 @@ def plan_numbers(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _resident(found: Prediction) -> dict[str, Any]:
-    memory = found.choice.memory
+def _resident_numbers(prediction: Prediction) -> dict[str, Any]:
+    memory = prediction.choice.memory
     return {
         "streamed": False,
         "stages": [
             {"layers": stage.count, "needs_bytes": need, "budget_bytes": memory.budget}
-            for stage, need in zip(found.choice.layout.stages, stage_needs(found), strict=True)
+            for stage, need in zip(prediction.choice.layout.stages, stage_needs(prediction), strict=True)
         ],
-        "groups": shared_groups(found.program),
-        "order": "1F1B" if found.choice.layout.pipelined else "rounds",
-        "aboard": list(found.window.shapes),
-        "optimizer_offloaded": found.choice.layout.optimizer_offloaded,
-        "host_bytes": found.choice.host_bytes,
-        "why": found.choice.why,
+        "groups": shared_groups(prediction.program),
+        "order": "1F1B" if prediction.choice.layout.pipelined else "rounds",
+        "aboard": list(prediction.window.shapes),
+        "optimizer_offloaded": prediction.choice.layout.optimizer_offloaded,
+        "host_bytes": prediction.choice.host_bytes,
+        "why": prediction.choice.why,
     }
 
 
-def _streamed(found: StreamOutlook, plan: Plan) -> dict[str, Any]:
-    choice, layout, budget = found.choice, found.choice.layout, found.case.device.budget
-    several = found.workers > 1
+def _streamed_numbers(outlook: StreamOutlook, plan: Plan) -> dict[str, Any]:
+    choice, layout, budget = outlook.choice, outlook.choice.layout, outlook.case.device.budget
+    several = outlook.workers > 1
     return {
         "streamed": True,
         "stages": [
             {"layers": stage.count, "resident": stage.resident} | ({"device": home} if several else {})
-            for stage, home in zip(layout.stages, layout.homes, strict=True)
+            for stage, home in zip(layout.stages, layout.stage_workers, strict=True)
         ],
         "slots": max(layout.slots),
         "adapters_travel": layout.travels,
@@ -94,24 +96,24 @@ def _streamed(found: StreamOutlook, plan: Plan) -> dict[str, Any]:
         "weights_in_files": choice.mapped,
         "aboard": list(plan.window.shapes),
         "device_bytes": choice.bytes,
-        "needs_bytes": (choice.bytes,) * found.workers,
-        "budget_bytes": [budget] * found.workers if several else budget,
+        "needs_bytes": (choice.bytes,) * outlook.workers,
+        "budget_bytes": [budget] * outlook.workers if several else budget,
         "host_bytes": choice.host_bytes,
         "round_seconds": choice.seconds,
-        "unhidden_seconds": choice.unhidden * found.forecast.seconds,
-        "uploaded_bytes": found.uploaded_bytes,
+        "unhidden_seconds": choice.unhidden * outlook.forecast.seconds,
+        "uploaded_bytes": outlook.uploaded_bytes,
         "why": choice.why,
     }
 
 
-def _forecast(one: Forecast) -> dict[str, Any]:
+def _forecast_numbers(forecast: Forecast) -> dict[str, Any]:
     return {
-        "way": one.name,
-        "step_seconds": one.step_seconds,
-        "tokens_per_second": one.tokens_per_second,
-        "bubbles": one.bubbles,
-        "microbatches": one.microbatches,
-        "capacity": one.capacity,
-        "peak_bytes": one.peaks,
-        "fits": one.fits,
+        "way": forecast.name,
+        "step_seconds": forecast.step_seconds,
+        "tokens_per_second": forecast.tokens_per_second,
+        "bubbles": forecast.bubbles,
+        "microbatches": forecast.microbatches,
+        "capacity": forecast.capacity,
+        "peak_bytes": forecast.peaks,
+        "fits": forecast.fits,
     }

@@ -12,10 +12,10 @@ from weftune.core.shapes import JobShape
 from weftune.errors import Mistake, PlanError
 from weftune.jobs.store.scheduler import Admission, admit
 from weftune.plan.cost import profile_cost
-from weftune.plan.cost.cluster import gpu_here
+from weftune.plan.cost.cluster import first_gpu_name
 from weftune.plan.cost.memory import gib
-from weftune.plan.cost.prior import counted
-from weftune.plan.cost.profile import Profile, profile_here
+from weftune.plan.cost.prior import counted_terms
+from weftune.plan.cost.profile import Profile, find_local_profile
 from weftune.plan.cost.time import Rate
 from weftune.plan.layout.choose import AUTO, PROCESS_BYTES, Choice, Machine, choose
 from weftune.plan.layout.foresee import StageTimes
@@ -23,10 +23,17 @@ from weftune.plan.layout.need import StreamDevice, gpu_device
 from weftune.plan.layout.split import JobWork, job_seconds, sheet_cost
 from weftune.plan.layout.stream_choice import fits_whole
 from weftune.plan.outlook.explain import explain, explain_streams
-from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction, ShareOutlook, foresee, share_outlook
+from weftune.plan.outlook.forecast import (
+    Ablation,
+    Forecast,
+    Prediction,
+    ShareOutlook,
+    predict_window,
+    share_outlook,
+)
 from weftune.plan.outlook.promise import FirstWindow, first_window
 from weftune.plan.outlook.streamed import StreamOutlook, ablate_streams, round_timeline, stream_outlook
-from weftune.plan.outlook.whole_run import WholeRun, at_rate, endings
+from weftune.plan.outlook.whole_run import WholeRun, job_ends, rounds_at_rate
 from weftune.plan.program.program import Program
 from weftune.plan.program.simulate import Timeline
 from weftune.trainer.options import host_budget
@@ -77,27 +84,27 @@ class Plan:
         return round_timeline(self.outlook.case, self.choice.layout, self.program)
 
 
-def predict(case: PlanCase, *, explained: bool = False, ablated: bool = False) -> Plan:
+def predict(case: PlanCase, *, with_sentences: bool = False, with_ablations: bool = False) -> Plan:
     """Choose a layout as `weftune train` would, and predict the first window and the whole run."""
-    choice = choose(case.shape, case.shapes, machine_of(case))
+    choice = choose(case.shape, case.shapes, planned_machine(case))
     machine, totals = choice.machine, case.totals
     if machine.shares > 1 and not machine.on_gpu:
         # The shares of a CPU share its cores.
         speeds = [replace(speed, flops=speed.flops / machine.shares) for speed in case.speeds]
         case = replace(case, speeds=speeds)
-    admission, source = _admitted(case.shapes, choice), source_of(case, choice)
+    admission, source = _admit_jobs(case.shapes, choice), time_source(case, choice)
     outlook: Prediction | StreamOutlook
     shares = _share_outlook(case, choice) if machine.shares > 1 else None
     if choice.streamed and shares is None:
         outlook = stream_outlook(choice)
-        window = first_window(choice, _shapes(case, admission), case.course)
+        window = first_window(choice, _shapes(case, admission), case.job_window)
         seconds = outlook.forecast.seconds
-        ends = endings(totals, admission.admitted, admission.waiting, lambda _: seconds)
+        ends = job_ends(totals, admission.admitted, admission.waiting, lambda _: seconds)
         run = WholeRun(ends, choice.bytes, outlook.case.device.budget)
-        sentences = explain_streams(outlook, source) if explained else []
-        ablations = ablate_streams(outlook) if ablated else ()
+        sentences = explain_streams(outlook, source) if with_sentences else []
+        ablations = ablate_streams(outlook) if with_ablations else ()
     else:
-        outlook = _foreseen(case, choice, admission) if shares is None else shares.parts[0]
+        outlook = _predict_outlook(case, choice, admission) if shares is None else shares.parts[0]
         window = outlook.window
         if shares is None:
             run = _whole_run(case, [outlook], [admission.waiting])
@@ -105,8 +112,8 @@ def predict(case: PlanCase, *, explained: bool = False, ablated: bool = False) -
             pairs = zip(shares.shares, shares.parts, strict=True)
             later = [[name for name in one.jobs if name not in part.window.shapes] for one, part in pairs]
             run = _whole_run(case, shares.parts, later)
-        sentences = explain(outlook, source) if explained else []
-        ablations = _ablations(case, admission) if ablated else ()
+        sentences = explain(outlook, source) if with_sentences else []
+        ablations = _ablations(case, admission) if with_ablations else ()
     return Plan(
         case=case,
         choice=choice,
@@ -122,7 +129,7 @@ def predict(case: PlanCase, *, explained: bool = False, ablated: bool = False) -
     )
 
 
-def _admitted(jobs: Sequence[JobShape], choice: Choice) -> Admission:
+def _admit_jobs(jobs: Sequence[JobShape], choice: Choice) -> Admission:
     """Return the jobs admitted first, by the rule of the scheduler; raise PlanError if none can be."""
     found = admit(jobs, [], choice.memory.why_not)
     if not found.admitted:
@@ -138,8 +145,10 @@ def _shapes(case: PlanCase, admission: Admission) -> list[JobShape]:
     return [by_name[name] for name in admission.admitted]
 
 
-def _foreseen(case: PlanCase, choice: Choice, admission: Admission) -> Prediction:
-    return foresee(choice, _shapes(case, admission), case.course, times_of(case, choice.machine))
+def _predict_outlook(case: PlanCase, choice: Choice, admission: Admission) -> Prediction:
+    return predict_window(
+        choice, _shapes(case, admission), case.job_window, stage_times(case, choice.machine)
+    )
 
 
 def _share_outlook(case: PlanCase, choice: Choice) -> ShareOutlook:
@@ -148,23 +157,23 @@ def _share_outlook(case: PlanCase, choice: Choice) -> ShareOutlook:
     cost = profile_cost.cost_of(profile, case.shape) if profile else sheet_cost(case.shape, case.speeds[0])
     seconds = {}
     for one in case.jobs:
-        batches = one.curriculum.course(0, 4, True).batches
+        batches = one.curriculum.job_window(0, 4, True).batches
         work = JobWork(shape=one.shape, steps=one.total.steps, batches=batches)
         seconds[one.name] = job_seconds(work, cost, machine.max_tokens)
 
-    def alone(jobs: Sequence[JobShape]) -> Prediction:
+    def predict_alone(jobs: Sequence[JobShape]) -> Prediction:
         own = choose(case.shape, jobs, machine)
-        return _foreseen(case, own, _admitted(jobs, own))
+        return _predict_outlook(case, own, _admit_jobs(jobs, own))
 
-    return share_outlook(case.shapes, seconds, machine.shares, alone)
+    return share_outlook(case.shapes, seconds, machine.shares, predict_alone)
 
 
 def _whole_run(case: PlanCase, parts: Sequence[Prediction], waiting: Sequence[Iterable[str]]) -> WholeRun:
     """Predict the whole run on devices that train different jobs; `waiting` are the jobs queued on each."""
     ends: dict[str, float] = {}
     for part, names in zip(parts, waiting, strict=True):
-        rate = at_rate(case.totals, part.forecast.tokens_per_second)
-        ends |= endings(case.totals, part.window.shapes, names, rate)
+        rate = rounds_at_rate(case.totals, part.forecast.tokens_per_second)
+        ends |= job_ends(case.totals, part.window.shapes, names, rate)
     need_bytes = max(part.window.promise.peak_bytes for part in parts)
     return WholeRun(ends, need_bytes, max(part.choice.memory.budget for part in parts))
 
@@ -182,25 +191,25 @@ def _ablations(case: PlanCase, admission: Admission) -> tuple[Ablation, ...]:
         return ()
 
 
-def stage_needs(found: Prediction) -> list[int]:
+def stage_needs(prediction: Prediction) -> list[int]:
     """Return the bytes on each device with full microbatches; all adapters are counted on each device."""
-    memory, program = found.choice.memory, found.program
-    needs = memory.worker_needs(list(found.window.shapes.values()), program.capacity, program.recompute)
+    memory, program = prediction.choice.memory, prediction.program
+    needs = memory.worker_needs(list(prediction.window.shapes.values()), program.capacity, program.recompute)
     return [need.total(memory.fit) for need in needs]
 
 
 # -- the machine ----------------------------------------------------------------------------------------
 
 
-def machine_of(case: PlanCase) -> Machine:
+def planned_machine(case: PlanCase) -> Machine:
     """Return the machine that the options describe: with the requested workers or shares or, if none are
     requested for several devices, with those that `choose` selects."""
     options, devices = case.options, len(case.cluster.devices)
     if options.gpus is not None:
-        return _in_shares(case, options.gpus or devices)
+        return _machine_in_shares(case, options.gpus or devices)
     if options.pipeline is None:
-        return _in_workers(case, 1 if devices == 1 or options.replicas > 1 else AUTO)
-    return _in_workers(case, options.pipeline)
+        return _machine_of_workers(case, 1 if devices == 1 or options.replicas > 1 else AUTO)
+    return _machine_of_workers(case, options.pipeline)
 
 
 def train_flags(case: PlanCase, choice: Choice) -> str:
@@ -218,9 +227,9 @@ def train_flags(case: PlanCase, choice: Choice) -> str:
     return f"{flags} --gpu-memory {choice.stream_device.budget >> 20}MiB"
 
 
-def _in_shares(case: PlanCase, devices: int) -> Machine:
+def _machine_in_shares(case: PlanCase, devices: int) -> Machine:
     """Return a machine with this number of devices, each with the whole base; on a CPU they are processes."""
-    one, known = _in_workers(case, 1), len(case.cluster.devices)
+    one, known = _machine_of_workers(case, 1), len(case.cluster.devices)
     if one.on_gpu and devices > known:
         raise PlanError(f"--gpus {devices}: {case.cluster.name} has {known}; write --gpus all")
     shares = min(devices, len(case.jobs))
@@ -233,7 +242,7 @@ def _in_shares(case: PlanCase, devices: int) -> Machine:
     return replace(one, budget=budget, host_budget=one.host_budget // shares, shares=shares)
 
 
-def _in_workers(case: PlanCase, workers: int) -> Machine:
+def _machine_of_workers(case: PlanCase, workers: int) -> Machine:
     """Return the machine for this number of workers, which may be `AUTO`."""
     options, devices = case.options, case.cluster.devices
     on_gpu, processes = devices[0].is_gpu, max(1, workers) * options.replicas
@@ -244,11 +253,11 @@ def _in_workers(case: PlanCase, workers: int) -> Machine:
         on_gpu=on_gpu,
         device_bytes=min(device.budget for device in devices),
         process_bytes=0 if on_gpu else (known.process_bytes_of(processes) if known else 0) or PROCESS_BYTES,
-        host_bytes=host_budget() if case.here else ENOUGH,
+        host_bytes=host_budget() if case.on_this_machine else ENOUGH,
         devices=max(1, len(devices) // options.replicas),
         workers=workers,
         # GPUs are divided where there are more workers than GPUs; the processes of a CPU share its memory.
-        sharing=max(1, processes // len(devices)) if on_gpu else processes,
+        workers_per_device=max(1, processes // len(devices)) if on_gpu else processes,
         # Trials are not divided into shares: they are compared while they train.
         shares=AUTO if workers == AUTO and options.replicas == 1 and not case.sweeps else 1,
         profile=profile,
@@ -259,23 +268,25 @@ def _in_workers(case: PlanCase, workers: int) -> Machine:
 
 def _profile(case: PlanCase, neighbours: int = 1) -> Profile | None:
     """Return this machine's profile for this base; None unless `weftune doctor --profile` has written one."""
-    if not case.here:
+    if not case.on_this_machine:
         return None
-    return profile_here(case.shape, gpu_here() if case.cluster.devices[0].is_gpu else None, neighbours)
+    return find_local_profile(
+        case.shape, first_gpu_name() if case.cluster.devices[0].is_gpu else None, neighbours
+    )
 
 
-def times_of(case: PlanCase, machine: Machine) -> StageTimes:
+def stage_times(case: PlanCase, machine: Machine) -> StageTimes:
     """Return the times of stages, from the profile of a worker or, without one, from the data sheet."""
     shape, profile = case.shape, machine.worker_profile or machine.profile
     if profile is not None:
         rate = profile_cost.step_rate(profile)
         return StageTimes(shape.layers, profile_cost.directions(profile, shape), rate)
-    sheet = counted(shape).times(1 / case.speeds[0].flops)
+    sheet = counted_terms(shape).times(1 / case.speeds[0].flops)
     handed = shape.hidden * shape.bytes_per_value
     return StageTimes(shape.layers, sheet, Rate(), case.cluster.link, handed)
 
 
-def source_of(case: PlanCase, choice: Choice) -> str:
+def time_source(case: PlanCase, choice: Choice) -> str:
     """Return a description of where the times come from."""
     sheet, machine, stream = case.speeds[0], choice.machine, choice.stream_device
     if stream is not None:
@@ -289,12 +300,12 @@ def source_of(case: PlanCase, choice: Choice) -> str:
 
 def _gpu(case: PlanCase, budget: int, host: int, workers: int) -> StreamDevice:
     """Return the device as a run would see it; devices under one PCIe root complex share its bandwidth."""
-    link = _measured_link(case.base) if case.here else None
+    link = _measured_link(case.base) if case.on_this_machine else None
     if link is not None:
         return gpu_device(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
-    crowd = max(case.cluster.roots) if workers > 1 else 1
+    crowd = max(case.cluster.root_sizes) if workers > 1 else 1
     sheet = case.speeds[0]
-    return gpu_device(budget, host, case.cluster.host.bandwidth / crowd, sheet.flops, sheet.bandwidth)
+    return gpu_device(budget, host, case.cluster.host_link.bandwidth / crowd, sheet.flops, sheet.bandwidth)
 
 
 def _measured_link(base: BaseSpec) -> HostLink | None:

@@ -31,12 +31,12 @@ class SweepOutlook:
         return self.sweep.name
 
     @property
-    def listed(self) -> list[str]:
+    def known_trials(self) -> list[str]:
         """Names of the trials that are known; with `tpe`, those of the first generation."""
         return [trial.name for trial in self.sweep.trials]
 
     @property
-    def halved(self) -> bool:
+    def has_halving(self) -> bool:
         return self.sweep.spec.halving is not None
 
     @property
@@ -45,9 +45,9 @@ class SweepOutlook:
 
     def sentence(self) -> str:
         """Return a sentence about the number of trials and the saving of halving."""
-        count, listed = self.trials, len(self.listed)
+        count, listed = self.trials, len(self.known_trials)
         later = f", of which the first {listed} are known" if listed < count else ""
-        if not self.halved:
+        if not self.has_halving:
             return f"Sweep {self.name}: {plural(count, 'trial')}{later}, all trained to their end."
         rungs = " and ".join(
             f"{kept:,} after step {step:,}"
@@ -55,7 +55,7 @@ class SweepOutlook:
         )
         return (
             f"Sweep {self.name}: {plural(count, 'trial')}{later}; {rungs} continue. That takes "
-            f"{self.samples.expected:,.0f} samples instead of {self.samples.whole:,.0f}, "
+            f"{self.samples.expected_work:,.0f} samples instead of {self.samples.full_work:,.0f}, "
             f"{self.samples.share:.0%}."
         )
 
@@ -97,12 +97,12 @@ def expected_seconds(run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapp
     known = {name: totals[name].steps * totals[name].tokens for name in run.ends}
     if not sum(known.values()):
         return run.seconds
-    trials = {name for one in sweeps for name in one.listed}
+    trials = {name for one in sweeps for name in one.known_trials}
     others = sum(tokens for name, tokens in known.items() if name not in trials)
-    return run.seconds * (others + sum(one.tokens.expected for one in sweeps)) / sum(known.values())
+    return run.seconds * (others + sum(one.tokens.expected_work for one in sweeps)) / sum(known.values())
 
 
-def collapsed(names: Iterable[str], sweeps: Iterable[Sweep]) -> list[str]:
+def collapse_trials(names: Iterable[str], sweeps: Iterable[Sweep]) -> list[str]:
     """Return the names with the trials of each sweep as one entry, such as `sql (24 trials)`."""
     owner = {trial.name: sweep.name for sweep in sweeps for trial in sweep.trials}
     groups: dict[tuple[str, bool], list[str]] = {}
@@ -138,7 +138,7 @@ def sweep_numbers(
                     {"step": step, "trials": count}
                     for step, count in zip(one.steps, one.samples.rungs, strict=True)
                 ],
-                "samples": {"all": one.samples.whole, "expected": one.samples.expected},
+                "samples": {"all": one.samples.full_work, "expected": one.samples.expected_work},
             }
             for one in sweeps
         ],

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from weftune.cli.plan_jobs import PlanCase
 from weftune.cli.plan_predict import Plan, stage_needs
-from weftune.cli.plan_sweeps import SweepOutlook, collapsed, expected_seconds
+from weftune.cli.plan_sweeps import SweepOutlook, collapse_trials, expected_seconds
 from weftune.plan.cost.memory import gib
 from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction, ShareOutlook
 from weftune.plan.outlook.streamed import StreamOutlook
@@ -36,9 +36,9 @@ def show_plan(console: Console, plan: Plan) -> None:
 def _show_run(console: Console, plan: Plan) -> None:
     """Print the time and memory of the whole run and of each job."""
     case, run, totals = plan.case, plan.run, plan.case.totals
-    least = "at least " if any(total.at_least for total in totals.values()) else ""
+    least = "at least " if any(total.is_lower_bound for total in totals.values()) else ""
     whole = "the whole run"
-    if any(one.halved for one in case.sweeps):
+    if any(one.has_halving for one in case.sweeps):
         whole += " if no trial leaves early"
     console.print(
         f"{plural(len(run.ends), 'job')} on {case.cluster.name}: {least}{span_text(run.seconds)} for "
@@ -46,7 +46,7 @@ def _show_run(console: Console, plan: Plan) -> None:
         f"device. Times are {plan.source}.",
         highlight=False,
     )
-    trials = {name for one in case.sweeps for name in one.listed}
+    trials = {name for one in case.sweeps for name in one.known_trials}
     if others := {name: total for name, total in totals.items() if name in run.ends and name not in trials}:
         console.print(run_table(run, others))
     show_sweeps(console, run, case.sweeps, totals)
@@ -59,10 +59,10 @@ def show_sweeps(
 ) -> None:
     """Print the trials of each sweep as if none were dropped, and the expected time with halving."""
     for one in sweeps:
-        listed = {name: totals[name] for name in one.listed}
+        listed = {name: totals[name] for name in one.known_trials}
         console.print(run_table(run, listed, "trial", f"Sweep {one.name}"))
         console.print(one.sentence(), highlight=False, markup=False, soft_wrap=True)
-    if any(one.halved or len(one.listed) < one.trials for one in sweeps):
+    if any(one.has_halving or len(one.known_trials) < one.trials for one in sweeps):
         seconds = span_text(expected_seconds(run, sweeps, totals))
         console.print(f"Expected for the whole run with all of its trials: {seconds}.", highlight=False)
 
@@ -75,7 +75,7 @@ def run_table(
         table.add_column(title, justify="right")
     for name, total in totals.items():
         if name in run.ends:
-            steps = f"{'≥ ' if total.at_least else ''}{total.steps:,}"
+            steps = f"{'≥ ' if total.is_lower_bound else ''}{total.steps:,}"
             table.add_row(Text(name), steps, span_text(run.ends[name]), gib(total.state_bytes))
     return table
 
@@ -93,43 +93,44 @@ def span_text(seconds: float) -> str:
     return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
 
 
-def _train_with(plan: Plan) -> str:
+def _flags_sentence(plan: Plan) -> str:
     """Return the sentence that names the flags for `weftune train`; empty if the user already gave them."""
     options = plan.case.options
     chosen = plan.flags and options.pipeline is None and options.gpus is None
     return f" Train with {plan.flags}." if chosen else ""
 
 
-def _show_resident(console: Console, plan: Plan, found: Prediction) -> None:
+def _show_resident(console: Console, plan: Plan, prediction: Prediction) -> None:
     console.print(
         f"{plural(len(plan.window.shapes), 'job')} on {plan.case.cluster.name}: they fit, with a token "
-        f"capacity of {found.program.capacity:,}. The base is {plan.choice.why}.{_train_with(plan)}",
+        f"capacity of {prediction.program.capacity:,}. The base is {plan.choice.why}.{_flags_sentence(plan)}",
         highlight=False,
         markup=False,
     )
     # Its seconds only with a profile, since without one a run predicts none.
-    promise, rounds = plan.window.promise, plural(found.forecast.steps, "round")
+    promise, rounds = plan.window.promise, plural(prediction.forecast.steps, "round")
     time = "" if promise.seconds is None else f"{duration_text(promise.seconds)} and "
     console.print(
         f"The first window, {rounds}: {time}{gib(promise.peak_bytes)}, as the run will predict.",
         highlight=False,
     )
-    _show_sampled(console, plan.case)
-    console.print(stage_table(found, plan.case))
-    console.print(forecast_table(found.forecast, found.alternatives))
+    _show_sampling_note(console, plan.case)
+    console.print(stage_table(prediction, plan.case))
+    console.print(forecast_table(prediction.forecast, prediction.alternatives))
 
 
-def _show_shares(console: Console, plan: Plan, found: ShareOutlook) -> None:
+def _show_shares(console: Console, plan: Plan, outlook: ShareOutlook) -> None:
     console.print(
-        f"The base fits each device: train with {plan.flags}, a share of the jobs on each and nothing "
-        f"exchanged. {found.tokens_per_second:,.0f} tokens per second are predicted while all devices work.",
+        f"The base fits each device: train with {plan.flags}, a share of the jobs on each and "
+        f"nothing exchanged. {outlook.tokens_per_second:,.0f} tokens per second are predicted while all "
+        "devices work.",
         highlight=False,
     )
-    _show_sampled(console, plan.case)
+    _show_sampling_note(console, plan.case)
     table = Table("device", "jobs", "predicted", "tokens/s", "needs", "may take", title="Shares")
-    for number, (share, part) in enumerate(zip(found.shares, found.parts, strict=True)):
+    for number, (share, part) in enumerate(zip(outlook.shares, outlook.parts, strict=True)):
         table.add_row(
-            _device(plan.case, number),
+            _device_text(plan.case, number),
             ", ".join(_collapsed(share.jobs, plan.case)),
             duration_text(share.seconds),
             f"{part.forecast.tokens_per_second:,.0f}",
@@ -139,47 +140,47 @@ def _show_shares(console: Console, plan: Plan, found: ShareOutlook) -> None:
     console.print(table)
 
 
-def _show_streamed(console: Console, plan: Plan, found: StreamOutlook) -> None:
+def _show_streamed(console: Console, plan: Plan, outlook: StreamOutlook) -> None:
     """Print the plan of a streamed base; the sentence about the base is the same as in a run."""
-    choice, seconds = plan.choice, found.forecast.seconds
+    choice, seconds = plan.choice, outlook.forecast.seconds
     source = "read from its files" if choice.mapped else "streamed from host memory"
     console.print(
         f"{plural(len(choice.attached), 'job')} on {plan.case.cluster.name}: the base does not fit together "
         f"with a job, so it is {source}. A round (a global batch of every job, with the longest samples) "
         f"takes {seconds:.3g} s; in {choice.unhidden * seconds:.3g} s of them devices wait for the host: "
-        f"transfers that compute does not hide, or passes not yet launched.{_train_with(plan)}",
+        f"transfers that compute does not hide, or passes not yet launched.{_flags_sentence(plan)}",
         highlight=False,
     )
     console.print(f"The base is {choice.why}.", highlight=False, markup=False)
     if choice.mapped:
         console.print("How fast the files are is not known here; they are assumed to be as fast as the link.")
-    _show_sampled(console, plan.case)
+    _show_sampling_note(console, plan.case)
     table = Table("device", "stages", "resident", "slots", "needs", "may take", "host needs", title="Memory")
-    for worker in range(found.workers):
+    for worker in range(outlook.workers):
         own = choice.layout.on(worker)
         table.add_row(
-            _device(plan.case, worker),
+            _device_text(plan.case, worker),
             str(len(own.own)),
-            str(len(own.own) - len(own.streamed)),
+            str(len(own.own) - len(own.streamed_stages)),
             str(own.slots),
             gib(choice.bytes),
-            gib(found.case.device.budget),
+            gib(outlook.case.device.budget),
             gib(choice.host_bytes) if worker == 0 else "",
         )
     console.print(table)
     title = "Predicted for such a round, each way with the same token capacity"
-    console.print(forecast_table(found.forecast, found.alternatives, title))
+    console.print(forecast_table(outlook.forecast, outlook.alternatives, title))
 
 
-def _show_sampled(console: Console, case: PlanCase) -> None:
-    if sampled := _collapsed((one.name for one in case.jobs if one.sampled), case):
+def _show_sampling_note(console: Console, case: PlanCase) -> None:
+    if sampled := _collapsed((one.name for one in case.jobs if one.is_sampled), case):
         console.print(f"Not tokenised yet, so the first rows stand for all: {', '.join(sampled)}.")
 
 
 def _show_waiting(console: Console, plan: Plan) -> None:
     """Print the jobs that are not admitted."""
     sweeps, admission = plan.case.sweeps, plan.admission
-    trials = {name: one.name for one in sweeps for name in one.listed}
+    trials = {name: one.name for one in sweeps for name in one.known_trials}
     for name, reason in admission.waiting.items():
         if name not in trials:
             console.print(f"{name} waits: {reason}.", highlight=False, markup=False)
@@ -192,31 +193,31 @@ def _show_waiting(console: Console, plan: Plan) -> None:
 
 
 def _collapsed(names: Iterable[str], case: PlanCase) -> list[str]:
-    return collapsed(names, [one.sweep for one in case.sweeps])
+    return collapse_trials(names, [one.sweep for one in case.sweeps])
 
 
-def _device(case: PlanCase, number: int) -> str:
+def _device_text(case: PlanCase, number: int) -> str:
     """Return the number and name of a worker's device; several workers may share the last device."""
     devices = case.cluster.devices
     return f"{number} {devices[min(number, len(devices) - 1)].name}"
 
 
-def stage_table(found: Prediction, case: PlanCase) -> Table:
-    peak, capacity = gib(found.window.promise.peak_bytes), f"{found.program.capacity:,}"
+def stage_table(prediction: Prediction, case: PlanCase) -> Table:
+    peak, capacity = gib(prediction.window.promise.peak_bytes), f"{prediction.program.capacity:,}"
     caption = (
         f"Needs at most: if every microbatch is filled to the token capacity of {capacity}. With the samples "
         f"of the first window the peak is {peak}."
     )
     columns = ("device", "layers", "needs at most", "may take")
     table = Table(*columns, title="Memory on every device", caption=caption)
-    layout, layers = found.choice.layout, case.shape.layers
-    for number, (stage, need) in enumerate(zip(layout.stages, stage_needs(found), strict=True)):
+    layout, layers = prediction.choice.layout, case.shape.layers
+    for number, (stage, need) in enumerate(zip(layout.stages, stage_needs(prediction), strict=True)):
         first, last = stage.start == 0, stage.stop == layers
         table.add_row(
-            _device(case, number),
+            _device_text(case, number),
             layers_text(stage.start + (not first), stage.stop + 1 + last, layers),
             gib(need),
-            gib(found.choice.memory.budget),
+            gib(prediction.choice.memory.budget),
         )
     return table
 
@@ -248,7 +249,7 @@ def forecast_table(
             *([f"{one.bubbles:.1%}"] if several else []),
             f"{one.microbatches}",
             f"{one.capacity:,}",
-            _with_room(f"{one.seconds / chosen.seconds:.2f}×", one),
+            _with_memory_note(f"{one.seconds / chosen.seconds:.2f}×", one),
         )
     return table
 
@@ -257,14 +258,14 @@ def ablation_table(rows: Sequence[Ablation]) -> Table:
     several = any(row.forecast.devices > 1 for row in rows)
     titles = ("mechanism", "instead", "step", "costs", *(["bubbles"] if several else []))
     table = Table(*titles, title="What each mechanism is worth")
-    for row in sorted(rows, key=lambda one: one.added):
+    for row in sorted(rows, key=lambda one: one.is_added):
         one = row.forecast
-        name = f"left out: {row.mechanism}" if row.added else row.mechanism
-        cost = _with_room(f"{row.cost:+.1%}", one)
+        name = f"left out: {row.mechanism}" if row.is_added else row.mechanism
+        cost = _with_memory_note(f"{row.relative_cost:+.1%}", one)
         bubbles = [f"{one.bubbles:.1%}"] if several else []
-        table.add_row(name, row.instead, f"{one.step_seconds:.3g} s", cost, *bubbles)
+        table.add_row(name, row.alternative, f"{one.step_seconds:.3g} s", cost, *bubbles)
     return table
 
 
-def _with_room(text: str, one: Forecast) -> str:
-    return text if one.fits else f"{text}, and more memory than there is"
+def _with_memory_note(text: str, forecast: Forecast) -> str:
+    return text if forecast.fits else f"{text}, and more memory than there is"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weftune.cli.early import JobsFile, read_early, refuse_rows
+from weftune.cli.early import JobsFile, read_jobs_file, refuse_rows
 from weftune.errors import DataError, Mistake, SpecError, UserError
 
 if TYPE_CHECKING:
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 SUPERVISED = "bold green"
 MARKS = (">>>", "<<<")
 """Marks around supervised text where colours are not shown."""
-GIVEN = "dim"
+UNSUPERVISED = "dim"
 BARS = 10
 BAR_WIDTH = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class SharedSamples:
     """Jobs that train on identical samples, and these samples."""
 
     jobs: tuple[str, ...]
@@ -44,9 +44,9 @@ def preview(
 ) -> None:
     """Show rows as the model sees them, supervised tokens coloured (in a pipe: between >>> and <<<), and the
     trials of sweeps. No weights are loaded."""
-    run = read_early(file)
-    chosen = chosen_jobs(run, job)
-    refuse_rows(chosen, named=False)
+    run = read_jobs_file(file)
+    chosen = select_jobs(run, job)
+    refuse_rows(chosen, name_jobs=False)
     sweeps = [sweep for sweep in run.sweeps if job in (None, sweep.name)]
 
     from rich.console import Console
@@ -64,15 +64,15 @@ def preview(
     marked = console.color_system is None or console.no_color
     found = prepare_all(chosen, tokenizer, shape.context)
     for shown in found:
-        for part in drawing(shown, tokenizer, rows, sweeps, marked):
+        for part in draw_samples(shown, tokenizer, rows, sweeps, marked):
             console.print(part)
     if sweeps:
         _show_trials(console, run, sweeps)
-    for sentence in (*warned(chosen, found, shape, sweeps), *rope_warnings(chosen, run.base)):
+    for sentence in (*collect_warnings(chosen, found, shape, sweeps), *rope_warnings(chosen, run.base)):
         console.print(Text(f"warning: {sentence}"), soft_wrap=True)
 
 
-def chosen_jobs(run: RunSpec, name: str | None) -> tuple[JobSpec, ...]:
+def select_jobs(run: RunSpec, name: str | None) -> tuple[JobSpec, ...]:
     if name is None:
         return run.jobs
     names = {name, *(trial.name for sweep in run.sweeps if sweep.name == name for trial in sweep.trials)}
@@ -85,39 +85,42 @@ def chosen_jobs(run: RunSpec, name: str | None) -> tuple[JobSpec, ...]:
     return chosen
 
 
-def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[Shown]:
+def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[SharedSamples]:
     """Prepare every job's samples, identical data only once; raise the mistakes of all jobs at once."""
     from weftune.core.files import cache_folder
     from weftune.data.prepare import SharedData
-    from weftune.jobs.courses import cut_data
+    from weftune.jobs.courses import truncate_data
 
     shared = SharedData(tokenizer, cache_folder() / "tokens", context)
-    found: dict[tuple[str, str], Shown] = {}
+    found: dict[tuple[str, str], SharedSamples] = {}
     mistakes: dict[Mistake, None] = {}
     for job in jobs:
         try:
-            prepared = shared.prepare(cut_data(job, context), job.eval)
+            prepared = shared.prepare(truncate_data(job, context), job.eval)
         except DataError as problem:
             mistakes.update(dict.fromkeys(problem.mistakes))
             continue
         held_out = prepared.evaluation.fingerprint if prepared.evaluation is not None else ""
         key = (prepared.train.fingerprint, held_out)
         others = found[key].jobs if key in found else ()
-        found[key] = Shown((*others, job.name), prepared)
+        found[key] = SharedSamples((*others, job.name), prepared)
     if mistakes:
         raise DataError(mistakes)
     return list(found.values())
 
 
-def warned(
-    jobs: Sequence[JobSpec], found: Sequence[Shown], shape: ModelShape, sweeps: Sequence[Sweep] = ()
+def collect_warnings(
+    jobs: Sequence[JobSpec],
+    sample_groups: Sequence[SharedSamples],
+    shape: ModelShape,
+    sweeps: Sequence[Sweep] = (),
 ) -> list[str]:
     """Return the warnings that `weftune train` will print."""
     from weftune.data.samples import SampleOrder
-    from weftune.jobs.spec.checks import data_warnings, told_once, warnings
+    from weftune.jobs.spec.checks import data_warnings, merge_repeated, warnings
     from weftune.jobs.sweeps.read import sweep_warnings
 
-    prepared = {name: shown.prepared for shown in found for name in shown.jobs}
+    prepared = {name: shown.prepared for shown in sample_groups for name in shown.jobs}
     sentences, steps = [], {}
     for job in jobs:
         train, seen = prepared[job.name].train, prepared[job.name].evaluates_trained
@@ -125,7 +128,7 @@ def warned(
         steps[job.name] = job.total_steps(order.steps_per_epoch)
         sentences += [(job.name, one) for one in data_warnings(job, len(train), steps[job.name], seen)]
     of_sweeps = sweep_warnings(sweeps, {job.name: job for job in jobs}, steps)
-    return [*warnings(jobs, shape), *told_once(sentences), *of_sweeps]
+    return [*warnings(jobs, shape), *merge_repeated(sentences), *of_sweeps]
 
 
 def _show_trials(console: Console, run: RunSpec, sweeps: Sequence[Sweep]) -> None:
@@ -141,7 +144,7 @@ def _show_trials(console: Console, run: RunSpec, sweeps: Sequence[Sweep]) -> Non
     from weftune.trainer.options import Options
 
     try:
-        plan = predict(read_case(run, read_cluster("auto"), Options(), here=True))
+        plan = predict(read_case(run, read_cluster("auto"), Options(), on_this_machine=True))
     except UserError as error:
         for sweep in sweeps:
             table = Table("trial", title=Text(f"Sweep {sweep.name}"))
@@ -156,50 +159,52 @@ def _show_trials(console: Console, run: RunSpec, sweeps: Sequence[Sweep]) -> Non
     console.print(f"Times are {plan.source}.", highlight=False, markup=False, soft_wrap=True)
 
 
-def drawing(
-    shown: Shown, tokenizer: Any, rows: int, sweeps: Sequence[Sweep] = (), marked: bool = False
+def draw_samples(
+    group: SharedSamples, tokenizer: Any, rows: int, sweeps: Sequence[Sweep] = (), use_marks: bool = False
 ) -> list[RenderableType]:
-    """Draw one dataset, with all text as `Text`, never markup; `marked` is for output without colours."""
+    """Draw one dataset, with all text as `Text`, never markup; `use_marks` is for output without colours."""
     from rich.panel import Panel
     from rich.rule import Rule
     from rich.text import Text
 
-    from weftune.cli.plan_sweeps import collapsed
+    from weftune.cli.plan_sweeps import collapse_trials
 
-    train = shown.prepared.train
-    parts: list[RenderableType] = [Rule(Text(", ".join(collapsed(shown.jobs, sweeps))))]
+    train = group.prepared.train
+    parts: list[RenderableType] = [Rule(Text(", ".join(collapse_trials(group.jobs, sweeps))))]
     for i in range(min(rows, len(train))):
-        between = f", between {' and '.join(MARKS)}" if marked else ""
+        between = f", between {' and '.join(MARKS)}" if use_marks else ""
         counts = f"sample {i + 1}: {train.lengths[i]} tokens, {train.supervised[i]} supervised{between}"
-        parts.append(Panel(coloured(train, i, tokenizer, marked), title=Text(counts), title_align="left"))
+        parts.append(
+            Panel(colour_sample(train, i, tokenizer, use_marks), title=Text(counts), title_align="left")
+        )
     parts.append(Text(summary("training", train)))
-    if shown.prepared.evaluation is not None:
-        parts.append(Text(summary("evaluation", shown.prepared.evaluation)))
+    if group.prepared.evaluation is not None:
+        parts.append(Text(summary("evaluation", group.prepared.evaluation)))
     parts.append(Text(histogram(train.lengths.tolist())))
-    parts += [Text(f"note: {note}") for note in shown.prepared.notes]
+    parts += [Text(f"note: {note}") for note in group.prepared.notes]
     return parts
 
 
-def coloured(samples: Samples, i: int, tokenizer: Any, marked: bool = False) -> Text:
-    """Return a sample's text, supervised parts in another colour; with `marked`, also between `MARKS`."""
+def colour_sample(samples: Samples, index: int, tokenizer: Any, use_marks: bool = False) -> Text:
+    """Return a sample's text, supervised parts in another colour; with `use_marks`, also between `MARKS`."""
     from rich.text import Text
 
     text = Text()
-    tokens, mask = samples.tokens(i).tolist(), samples.mask(i).tolist()
+    tokens, mask = samples.tokens(index).tolist(), samples.mask(index).tolist()
     start, printed = 0, ""
     for stop in range(1, len(tokens) + 1):
         if stop < len(tokens) and mask[stop] == mask[start]:
             continue
         # Decoded from the beginning each time: a run by itself may lose the space it starts with.
         so_far = tokenizer.decode(tokens[:stop], clean_up_tokenization_spaces=False)
-        begin, end = MARKS if marked and mask[start] else ("", "")
-        shown = f"{begin}{visible(so_far[len(printed) :])}{end}"
-        text.append(shown, style=SUPERVISED if mask[start] else GIVEN)
+        begin, end = MARKS if use_marks and mask[start] else ("", "")
+        shown = f"{begin}{escape_controls(so_far[len(printed) :])}{end}"
+        text.append(shown, style=SUPERVISED if mask[start] else UNSUPERVISED)
         start, printed = stop, so_far
     return text
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Replace control characters, which could move the terminal's cursor or change its colours."""
     return "".join(
         mark if mark in "\n\t" or mark.isprintable() else "\N{REPLACEMENT CHARACTER}" for mark in text

@@ -17,7 +17,7 @@ from weftune.base.spec import BaseSpec
 from weftune.cli.early import refuse_base, refuse_device
 from weftune.core.shapes import ModelShape
 from weftune.errors import OutputError, UserError
-from weftune.plan.cost.profile import Profile, check_place, file_of, profile_folder, write_profile
+from weftune.plan.cost.profile import Profile, check_writable, profile_folder, profile_path, write_profile
 from weftune.plan.cost.profile_cost import directions
 from weftune.plan.cost.time import PassWork
 
@@ -41,11 +41,13 @@ def make_profile(base: str, device_name: str | None, output: Path | None) -> Non
     import_module("weftune.trainer.trainer")
     tokenizer = _tokenizer(spec)
     process_bytes = bytes_before_base(device)
-    file = output or file_of(profile_folder(), key_here(shape, device))
+    file = output or profile_path(profile_folder(), key_here(shape, device))
     try:
         # Checked before measuring, so that no measurement is lost.
-        check_place(file)
-        profile = replace(_measured(console, spec, shape, device, tokenizer), process_bytes=process_bytes)
+        check_writable(file)
+        profile = replace(
+            _measure_profile(console, spec, shape, device, tokenizer), process_bytes=process_bytes
+        )
         if device.type == "cpu":
             first, other = worker_bytes(spec)
             profile = replace(profile, first_worker_bytes=first, worker_bytes=other)
@@ -67,19 +69,19 @@ def _tokenizer(spec: BaseSpec) -> Any:
 def worker_bytes(spec: BaseSpec) -> tuple[int, int]:
     """Return the bytes that the first of several workers, and any other, use before loading anything; zeros
     if none can be started. Workers are forked, so they are measured in a forked process."""
-    from weftune.launch.supervise import Supervised, end, start
+    from weftune.launch.supervise import ProcessSpec, kill_processes, start_process
 
-    process = start(Supervised("worker", partial(_tell_held, spec)), None, neighbours=2)
+    process = start_process(ProcessSpec("worker", partial(_send_process_bytes, spec)), None, neighbours=2)
     try:
         first, other = process.connection.recv()
     except EOFError:
         return 0, 0
     finally:
-        end([process])
+        kill_processes([process])
     return first, other
 
 
-def _tell_held(spec: BaseSpec, connection: Connection) -> None:
+def _send_process_bytes(spec: BaseSpec, connection: Connection) -> None:
     """Measure in the new process; send the bytes used by the first worker and by any other worker."""
     import torch
 
@@ -94,7 +96,7 @@ def _tell_held(spec: BaseSpec, connection: Connection) -> None:
     del tokenizer
 
 
-def _measured(
+def _measure_profile(
     console: Console, spec: BaseSpec, shape: ModelShape, device: torch.device, tokenizer: Any
 ) -> Profile:
     from weftune.base.load import load_config, model_source
@@ -118,7 +120,7 @@ def _measured(
 def kinds_table(profile: Profile, shape: ModelShape) -> Table:
     """Return a table of milliseconds per pass over 256 supervised tokens in four samples, with rank 8."""
     rank, tokens, samples = 8, 256, 4
-    widths = sum(site.widths for site in shape.sites if not site.experts)
+    widths = sum(site.values_per_token for site in shape.sites if not site.experts)
     work = PassWork(
         tokens=tokens,
         squares=tokens * tokens // samples,
@@ -138,6 +140,6 @@ def kinds_table(profile: Profile, shape: ModelShape) -> Table:
     ):
         each = (found.forward, found.backward, found.evaluation)
         table.add_row(name, *(f"{1000 * getattr(terms, kind)(work):.2f}" for terms in each))
-    whole = (terms.whole(shape.layers) for terms in (found.forward, found.backward, found.evaluation))
+    whole = (terms.base_terms(shape.layers) for terms in (found.forward, found.backward, found.evaluation))
     table.add_row("whole pass", *(f"{1000 * terms(work):.1f}" for terms in whole))
     return table

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weftune.cli import early
-from weftune.core.clock import Phase, current, importing, phase, process_clock, running
+from weftune.core.clock import Phase, count_imports, current_clock, phase, process_clock, use_clock
 from weftune.errors import SpecError, UserError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def train(
     repeated = {"--restart": restart, "--retry": retry, "--set": changes}
     first = [*(again if resume else again[:-1])]
     first += [word for key, values in repeated.items() for one in values or () for word in (key, one)]
-    with running(process_clock()):
+    with use_clock(process_clock()):
         from weftune.jobs.spec.retry import read_changes
 
         _refuse_without_resume(resume, restart, retry, changes)
@@ -93,9 +93,9 @@ def train(
         )
         # The environment alone decides whether this is one of several workers, before torch is imported.
         if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ:
-            _join(jobs, output, options, max_steps)
+            _run_worker(jobs, output, options, max_steps)
         else:
-            _train_here(_read_run(jobs, output, options), options, max_steps, first, again)
+            _train_locally(_read_run(jobs, output, options), options, max_steps, first, again)
 
 
 def _refuse_without_resume(
@@ -117,7 +117,7 @@ def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
     from weftune.report.loggers import check_trackers
     from weftune.trainer.options import ALL
 
-    run = early.read_early(jobs)
+    run = early.read_jobs_file(jobs)
     run = replace(run, output=Path(output or run.output))
     proposed = proposed_trials(run.output, [sweep.name for sweep in run.sweeps])
     names = [*(job.name for job in run.jobs), *proposed]
@@ -128,32 +128,36 @@ def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
     check_trackers(run.report_to)
     refuse_output(run.output, options.resume, options.command)
     with phase(Phase.TOKENISING):
-        early.refuse_rows(early.one_of_each(run), named=True)
+        early.refuse_rows(early.without_repeated_trials(run), name_jobs=True)
     return run
 
 
-def _train_here(
-    run: RunSpec, options: Options, max_steps: int | None, first: Sequence[str], again: Sequence[str]
+def _train_locally(
+    run: RunSpec,
+    options: Options,
+    max_steps: int | None,
+    first_arguments: Sequence[str],
+    restart_arguments: Sequence[str],
 ) -> None:
     """Train on this machine, in the requested number of processes or the number that the planner chooses.
-    `first` and `again` are the command lines that start and restart the processes."""
+    `first_arguments` and `restart_arguments` are the command lines that start and restart the processes."""
     from weftune.trainer.options import AUTO
 
     stages, shares = options.pipeline or 1, options.gpus
     if options.pipeline == AUTO:
-        choice = _chosen(run, options)
+        choice = _choose_processes(run, options)
         stages, shares = choice.stages, choice.shares if choice.shares > 1 else None
     if shares is not None:
         from weftune.run.measure.memory import requested_devices
 
         _train(run, options, max_steps, requested_devices(shares or None, options.device))
     elif stages * options.replicas > 1:
-        raise typer.Exit(_launch(run, stages, stages * options.replicas, first, again))
+        raise typer.Exit(_launch(run, stages, stages * options.replicas, first_arguments, restart_arguments))
     else:
         _train(run, options, max_steps)
 
 
-def _chosen(run: RunSpec, options: Options) -> StageCount:
+def _choose_processes(run: RunSpec, options: Options) -> StageCount:
     """Return the number of stages or shares that the planner chooses for this machine; print the reason."""
     from rich.console import Console
 
@@ -174,7 +178,9 @@ def _chosen(run: RunSpec, options: Options) -> StageCount:
     return choice
 
 
-def _launch(run: RunSpec, stages: int, workers: int, first: Sequence[str], again: Sequence[str]) -> int:
+def _launch(
+    run: RunSpec, stages: int, workers: int, first_arguments: Sequence[str], restart_arguments: Sequence[str]
+) -> int:
     """Start a process for every stage of every replica and wait for them."""
     from weftune.base.load import inspect
     from weftune.launch.workers import launch
@@ -185,13 +191,13 @@ def _launch(run: RunSpec, stages: int, workers: int, first: Sequence[str], again
         cut_layers(shape, stages)
     # The command line's module is given by name: a newly started process imports it for itself.
     main = partial(runpy.run_module, "weftune", run_name="__main__")
-    return launch(main, first, again, workers, run.output)
+    return launch(main, first_arguments, restart_arguments, workers, run.output)
 
 
-def _join(jobs: Path, output: Path | None, options: Options, max_steps: int | None) -> None:
+def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: int | None) -> None:
     """Run as one worker of a pipeline: the first worker trains, the others follow its instructions."""
     from weftune.jobs.spec.read import read_run
-    from weftune.launch.workers import joined
+    from weftune.launch.workers import connect_workers
     from weftune.run.workers.groups import read_position, restart_count
 
     worker = read_position()
@@ -207,7 +213,7 @@ def _join(jobs: Path, output: Path | None, options: Options, max_steps: int | No
         raise UserError(
             f"--pipeline {options.pipeline}: torchrun has started {worker.workers} workers; leave it out"
         )
-    with joined(worker, options.device) as staff:
+    with connect_workers(worker, options.device) as staff:
         if staff is None:
             return
         run = read_run(jobs)
@@ -220,7 +226,7 @@ def _join(jobs: Path, output: Path | None, options: Options, max_steps: int | No
 
 def _train(run: RunSpec, options: Options, max_steps: int | None, devices: Sequence[str] = ()) -> None:
     """Train in this process and its workers, or train one share of the jobs on each of `devices`."""
-    with importing():
+    with count_imports():
         from rich.console import Console
 
         from weftune.report.terminal import LiveView, safe_output
@@ -228,13 +234,13 @@ def _train(run: RunSpec, options: Options, max_steps: int | None, devices: Seque
 
     workers = ""
     if options.staff is not None:
-        workers = f", in {_named(options.staff.connections.position)}"
+        workers = f", in {_workers_text(options.staff.connections.position)}"
     else:
         options = replace(options, pipeline=None, gpus=None)
     if len(devices) > 1:
         workers = f", shared by {len(devices)} devices"
     console = Console(file=safe_output())
-    console.print(f"Weftune: {_counted(run)} on {run.base.model}{workers}", highlight=False)
+    console.print(f"Weftune: {_job_count_text(run)} on {run.base.model}{workers}", highlight=False)
     codes: set[int] = set()
     with LiveView(console, []) as view:
         trainer = trainer_for(run, max_steps=max_steps, options=options, view=view)
@@ -247,7 +253,7 @@ def _train(run: RunSpec, options: Options, max_steps: int | None, devices: Seque
     _finish(console, trainer, results, codes)
 
 
-def _counted(run: RunSpec) -> str:
+def _job_count_text(run: RunSpec) -> str:
     """Return text such as `4 jobs` or `1 job and 24 trials`, counting trials that `tpe` proposes later."""
     from weftune.jobs.sweeps.halving import trial_count
     from weftune.report.words import plural
@@ -258,7 +264,7 @@ def _counted(run: RunSpec) -> str:
     return " and ".join(plural(count, noun) for count, noun in counts if count)
 
 
-def _named(worker: WorkerPosition) -> str:
+def _workers_text(worker: WorkerPosition) -> str:
     """Return `2 stages`, `2 replicas` or `2 replicas of 2 stages`; `2 workers` with several stages each."""
     stages = f"{worker.stages} {'workers' if worker.ring else 'stages'}"
     replicas = f"{worker.replicas} replicas"
@@ -277,11 +283,11 @@ def _finish(console: Console, trainer: Trainer, results: Mapping[str, Result], c
 
     with phase(Phase.REPORT):
         print_ending(console, read_records(trainer.output))
-    clock = current()
+    clock = current_clock()
     assert clock is not None, "the command started one"
     console.print(wall_sentence(clock.read()), highlight=False, soft_wrap=True)
-    if early.MISTAKE in codes:
-        raise typer.Exit(early.MISTAKE)
+    if early.USER_ERROR_CODE in codes:
+        raise typer.Exit(early.USER_ERROR_CODE)
     if trainer.interrupted:
         resumed = f"Interrupted. Resume with {trainer.options.command}"
         console.print(resumed, highlight=False, markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ IGNORED = -100
 """Label of a row that is not supervised, as in torch and transformers."""
 
 
-OWN = ""
+OWN_ADAPTER = ""
 """Placeholder for the name of the job that the rows belong to."""
 
 
@@ -26,20 +26,20 @@ class Segment:
     step: int
     start: int
     stop: int
-    adapter: str | None = OWN
+    adapter: str | None = OWN_ADAPTER
     """Job whose adapter the rows pass through, by default their own. None selects the base alone."""
-    before: int = 0
+    prefix_rows: int = 0
     """Number of rows, not tokens of the data, that the adapter inserts before samples."""
 
     @property
-    def through(self) -> str | None:
+    def adapter_job(self) -> str | None:
         """Job whose adapter the rows pass through, or None for the base alone."""
-        return self.job if self.adapter == OWN else self.adapter
+        return self.job if self.adapter == OWN_ADAPTER else self.adapter
 
     @property
     def tokens(self) -> int:
         """Number of tokens of the job's data."""
-        return self.stop - self.start - self.before
+        return self.stop - self.start - self.prefix_rows
 
     @property
     def rows(self) -> slice:
@@ -97,6 +97,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def copy_to(into: Tensor, host: Tensor) -> None:
+def copy_to(target: Tensor, source: Tensor) -> None:
     """Copy a host tensor into a tensor on any device, without waiting for the device."""
-    into.copy_(host.pin_memory() if into.is_cuda else host, non_blocking=True)
+    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)

@@ -32,7 +32,7 @@ class Bound:
         """Return the error message for `value`, or None if it is allowed."""
         if value is None and self.none:
             return None
-        got = show(value)
+        got = format_value(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return f"must be a {'whole ' if self.whole else ''}number, got {got}"
         if not _is_finite(value):
@@ -66,14 +66,14 @@ def _is_finite(value: float) -> bool:
         return False
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value for an error message: shortened, and written as in YAML."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return f'"{_short(value)}"'
+        return f'"{_shorten(value)}"'
     if isinstance(value, int) and abs(value) >= 10**MAX_SHOWN:
         return "a number of many digits"
     if isinstance(value, int | float):
@@ -82,9 +82,9 @@ def show(value: Any) -> str:
         return "a mapping" if value else "an empty mapping"
     if isinstance(value, list | tuple):
         return "a list" if value else "an empty list"
-    return _short(str(value))
+    return _shorten(str(value))
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= MAX_SHOWN else f"{line[: MAX_SHOWN - 1]}…"

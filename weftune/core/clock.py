@@ -23,7 +23,7 @@ from pathlib import Path
 
 COMMAND_STARTED = "WEFTUNE_COMMAND_STARTED"
 """Environment variable with the start time of the command, in seconds since 1970, for subprocesses."""
-LONGEST_START = 3600.0
+MAX_START_SECONDS = 3600.0
 """Maximum plausible seconds from the start of a process to its first line; more is a misread clock."""
 
 
@@ -66,27 +66,27 @@ class PhaseClock:
 
     def enter(self, phase: Phase) -> None:
         with self._lock:
-            self._charge()
+            self._add_elapsed()
             self._open.append(phase)
 
     def leave(self) -> None:
         with self._lock:
-            self._charge()
+            self._add_elapsed()
             self._open.pop()
 
     def claim(self, phase: Phase, seconds: float) -> None:
         """Move the last `seconds` of the open phase to `phase`, for times that are known only afterwards."""
         with self._lock:
-            self._charge()
+            self._add_elapsed()
             self._seconds[self._open[-1]] -= seconds
             self._seconds[phase] += seconds
 
     def read(self) -> WallTime:
         with self._lock:
-            self._charge()
+            self._add_elapsed()
             return WallTime(self.started, sum(self._seconds.values()), dict(self._seconds))
 
-    def _charge(self) -> None:
+    def _add_elapsed(self) -> None:
         now = self._now()
         self._seconds[self._open[-1]] += now - self._since
         self._since = now
@@ -97,7 +97,7 @@ _CLOCKS: dict[int, PhaseClock] = {}
 
 
 @contextmanager
-def running(clock: PhaseClock) -> Iterator[PhaseClock]:
+def use_clock(clock: PhaseClock) -> Iterator[PhaseClock]:
     """Measure this thread's phases with `clock` inside the context."""
     owner = threading.get_ident()
     before = _CLOCKS.get(owner)
@@ -111,16 +111,16 @@ def running(clock: PhaseClock) -> Iterator[PhaseClock]:
             _CLOCKS[owner] = before
 
 
-def current() -> PhaseClock | None:
+def current_clock() -> PhaseClock | None:
     """Return the clock that measures this thread, or None."""
     own = _CLOCKS.get(threading.get_ident())
     if own is not None or not _CLOCKS:
         return own
     # With several owners it is unknown which of them waits for this thread.
-    return next(iter(_CLOCKS.values())) if len(_CLOCKS) == 1 and _is_foreign() else None
+    return next(iter(_CLOCKS.values())) if len(_CLOCKS) == 1 and _is_foreign_thread() else None
 
 
-def _is_foreign() -> bool:
+def _is_foreign_thread() -> bool:
     """Whether Python did not start this thread."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
@@ -128,7 +128,7 @@ def _is_foreign() -> bool:
 @contextmanager
 def phase(name: Phase) -> Iterator[None]:
     """Count the time inside the context as this phase. It can also be used as a decorator."""
-    clock = current()
+    clock = current_clock()
     if clock is None:
         yield
         return
@@ -140,7 +140,7 @@ def phase(name: Phase) -> Iterator[None]:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def count_imports() -> Iterator[None]:
     """Count the context as imports, with garbage collection disabled, which would repeatedly traverse all
     imported definitions. These never become garbage, so later collections skip them."""
     collects = gc.isenabled()
@@ -156,7 +156,7 @@ def importing() -> Iterator[None]:
 
 def claim(name: Phase, seconds: float) -> None:
     """Call `PhaseClock.claim` on the current clock, if there is one."""
-    clock = current()
+    clock = current_clock()
     if clock is not None:
         clock.claim(name, seconds)
 
@@ -186,4 +186,4 @@ def process_seconds() -> float:
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
     except (OSError, ValueError, IndexError, AttributeError):
         return time.process_time()
-    return age if 0.0 <= age < LONGEST_START else time.process_time()
+    return age if 0.0 <= age < MAX_START_SECONDS else time.process_time()

@@ -46,7 +46,7 @@ def deterministic_kernels(enabled: bool = True) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        sentence = _sentence(str(error))
+        sentence = _advice(str(error))
         if sentence is None:
             raise
         raise UserError(f"deterministic: {sentence}") from error
@@ -61,7 +61,7 @@ def set_workspace() -> None:
     os.environ.setdefault(WORKSPACE, WORKSPACE_SIZE)
 
 
-def _sentence(refusal: str) -> str | None:
+def _advice(refusal: str) -> str | None:
     """Return advice about torch's error message, or None if the error is of another kind."""
     if found := REFUSED.match(refusal):
         return (

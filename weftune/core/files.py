@@ -15,7 +15,7 @@ from typing import Any
 
 from weftune.errors import OutputError
 
-MOST_UNWRITTEN = 50_000
+MAX_PENDING_LINES = 50_000
 """Maximum number of lines kept in memory while writing fails; beyond it the oldest are dropped."""
 FORMAT = 1
 """Current format version of job.yaml, checkpoints and status.json. Raise it whenever a change of one of them
@@ -24,21 +24,21 @@ BEFORE = 0
 """Version of files without a format field, which early versions wrote and which are still read."""
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """Pattern of the end of an I/O error's message from safetensors and tokenizers, which use Rust."""
-LONGEST_YAML = 1 << 16
-MOST_BRACKETS = 200
+MAX_YAML_CHARACTERS = 1 << 16
+MAX_BRACKETS = 200
 NESTED = re.compile(r"^[ \t?:-]{100}", re.MULTILINE)
 """Pattern of the beginning of a deeply indented line of YAML."""
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
     """Return valid JSON. Numbers that are not finite become null."""
-    return json.dumps(_clean(value), ensure_ascii=False, indent=indent)
+    return json.dumps(_json_value(value), ensure_ascii=False, indent=indent)
 
 
 _PLAIN = (str, int, bool, type(None))
 
 
-def _clean(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     # Handles nearly all values without the slow check of abstract number types: it runs at every step of
     # every job.
     if type(value) in _PLAIN or (type(value) is float and math.isfinite(value)):
@@ -50,20 +50,20 @@ def _clean(value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _clean(below) for key, below in value.items()}
+        return {str(key): _json_value(below) for key, below in value.items()}
     if isinstance(value, list | tuple):
-        return [_clean(item) for item in value]
+        return [_json_value(item) for item in value]
     raise TypeError(f"{type(value).__name__} has no place in a JSON file")
 
 
-def temporary(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Return the temporary path that is written and then renamed to `path`."""
     return path.with_name(f".{path.name}.new")
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a file atomically: readers, also after a crash, see either the old or the new content."""
-    fresh = temporary(path)
+    fresh = temporary_path(path)
     try:
         with fresh.open("wb") as file:
             file.write(content)
@@ -101,7 +101,7 @@ class LineFile:
         self._handle: int | None = None
         self._size = 0
         """Size of the file in bytes while it is open; nobody else writes to it."""
-        self._unwritten: deque[bytes] = deque(maxlen=MOST_UNWRITTEN)
+        self._unwritten: deque[bytes] = deque(maxlen=MAX_PENDING_LINES)
 
     def append(self, line: Mapping[str, Any]) -> None:
         self._unwritten.append((json_text(line) + "\n").encode())
@@ -129,12 +129,12 @@ class LineFile:
         self._size += len(content)
         self._unwritten.clear()
 
-    def keep(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
+    def filter_lines(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
         """Remove lines that are incomplete or for which `is_kept` is false; rewrite only if any are."""
         self.close()
         if not self.path.exists():
             return
-        kept = kept_lines(self.path, is_kept)
+        kept = filtered_lines(self.path, is_kept)
         if kept != self.path.read_bytes():
             replace_file(self.path, kept)
 
@@ -152,7 +152,7 @@ class LineFile:
             self._handle = None
 
 
-def kept_lines(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> bytes:
+def filtered_lines(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> bytes:
     """Return the complete lines of a file for which `is_kept` is true; empty if there is no file."""
     if not path.exists():
         return b""
@@ -198,7 +198,7 @@ def disk_errors() -> Iterator[None]:
         raise OSError(number, os.strerror(number)) from error
 
 
-def ordinary_modes(folder: Path) -> None:
+def set_file_modes(folder: Path) -> None:
     """Set the modes of all files below `folder` by the umask, since some libraries create private files."""
     probe = folder / ".mode"
     probe.touch()
@@ -213,9 +213,9 @@ class UnknownFormat(OutputError):
     """Raised for a file that was written by a later version of Weftune."""
 
 
-def refuse_unknown_format(found: Any, path: Path) -> None:
-    """Raise UnknownFormat if this Weftune cannot read `found`, the format field of the file at `path`."""
-    version = BEFORE if found is None else found
+def refuse_unknown_format(file_version: Any, path: Path) -> None:
+    """Raise UnknownFormat if this version cannot read the format `file_version` of the file at `path`."""
+    version = BEFORE if file_version is None else file_version
     if isinstance(version, int) and not isinstance(version, bool) and BEFORE <= version <= FORMAT:
         return
     raise UnknownFormat(
@@ -231,7 +231,7 @@ def load_yaml(text: str) -> Any:
     import yaml
 
     brackets = text.count("[") + text.count("{")
-    is_shallow = len(text) <= LONGEST_YAML and brackets <= MOST_BRACKETS and NESTED.search(text) is None
+    is_shallow = len(text) <= MAX_YAML_CHARACTERS and brackets <= MAX_BRACKETS and NESTED.search(text) is None
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader) if is_shallow else yaml.SafeLoader)
 
 

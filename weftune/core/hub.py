@@ -10,9 +10,9 @@ NAMES = {"model": "folder", "dataset": "file or folder"}
 """Maps each kind of repository to what the same name could denote on the local disk."""
 
 
-def why_absent(name: str, kind: Literal["model", "dataset"], revision: str | None = None) -> str | None:
+def absence_reason(name: str, kind: Literal["model", "dataset"], revision: str | None = None) -> str | None:
     """Return why `name` is not available from the Hub, or None if it is available or in the local cache."""
-    if _was_fetched(name, kind, revision):
+    if _is_cached(name, kind, revision):
         return None
     from huggingface_hub import HfApi, errors
 
@@ -43,7 +43,7 @@ def why_absent(name: str, kind: Literal["model", "dataset"], revision: str | Non
     return None
 
 
-def _was_fetched(name: str, kind: str, revision: str | None) -> bool:
+def _is_cached(name: str, kind: str, revision: str | None) -> bool:
     """Return whether the repository is in the local cache of the Hub, so that no network is needed."""
     from huggingface_hub import constants, try_to_load_from_cache
 

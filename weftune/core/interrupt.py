@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-FINISHING = 10.0
+FINISH_SECONDS = 10.0
 """Seconds allowed for steps to finish after a stop request; then open global batches are dropped."""
 
 
@@ -31,11 +31,11 @@ class StopRequest:
 
     def is_overdue(self) -> bool:
         """Return whether to stop at once, even within a global batch."""
-        return self.is_pending() and time.monotonic() - (self._since or 0.0) > FINISHING
+        return self.is_pending() and time.monotonic() - (self._since or 0.0) > FINISH_SECONDS
 
 
 @contextmanager
-def interrupts(on_first: Callable[[], None]) -> Iterator[Callable[[], bool]]:
+def handle_interrupts(on_first_signal: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether a stop was requested. Outside the main thread, which alone can
     receive signals, it always returns False."""
     requested, reported = threading.Event(), threading.Event()
@@ -49,7 +49,7 @@ def interrupts(on_first: Callable[[], None]) -> Iterator[Callable[[], bool]]:
         # Reported here and not by the handler, which may have interrupted a print itself.
         if requested.is_set() and not reported.is_set():
             reported.set()
-            on_first()
+            on_first_signal()
         return requested.is_set()
 
     if threading.current_thread() is not threading.main_thread():

@@ -40,14 +40,14 @@ SECONDS = 2.0
 WALL_SECONDS = 60.0
 """Maximum wall time per call, in seconds, where processor time cannot be limited (Windows)."""
 LENGTH_BYTES = 8
-QUIET = {"OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
+SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
 """Environment variables that keep libraries from reserving memory for threads and allocators, which would
 count towards the limit."""
-LONGEST_PATTERN = 10_000
+MAX_PATTERN_LETTERS = 10_000
 PATTERN_SECONDS = 0.5
 """Maximum seconds for all names together; ordinary patterns take less than a thousandth of it."""
 REPEATS = re.compile(r"[*+?{]")
-TYPICAL = tuple(
+TYPICAL_NAMES = tuple(
     f"{stem}.{layer}.{part}"
     for stem in ("model.layers", "transformer.h", "model.decoder.layers")
     for layer in (0, 17)
@@ -58,7 +58,7 @@ TYPICAL = tuple(
 Reason = Literal["time", "memory", "crash"]
 
 
-class Stopped(Exception):
+class LimitExceeded(Exception):
     """Raised if a call exceeded a limit or its process died."""
 
     def __init__(self, reason: Reason, seconds: float) -> None:
@@ -74,11 +74,11 @@ class Stopped(Exception):
 def run_limited(function: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> Any:
     """Run `function`, defined in a module of Weftune, in the limited process and return its result as JSON
     values. Raise Stopped at a limit, or the UserError that the function raised."""
-    return _process().call(function, arguments, seconds)
+    return _shared_process().call(function, arguments, seconds)
 
 
 @functools.cache
-def _process() -> _LimitedProcess:
+def _shared_process() -> _LimitedProcess:
     return _LimitedProcess()
 
 
@@ -87,43 +87,43 @@ class _LimitedProcess:
         self._lock = threading.Lock()
         self._running: subprocess.Popen[bytes] | None = None
         self._owner = 0
-        atexit.register(self._end)
+        atexit.register(self._kill)
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
         payload = pickle.dumps((function.__module__, function.__qualname__, seconds, arguments))
         with self._lock:
-            process = self._started()
+            process = self._running_process()
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                reply = _reply_of(process, process.stdin, process.stdout, payload)
+                reply = _send_request(process, process.stdin, process.stdout, payload)
             except BaseException:  # interrupted: a late reply must not be taken for the next call's
-                self._end()
+                self._kill()
                 raise
             if reply is None or reply.get("stopped"):
-                self._end()
+                self._kill()
                 timed = {-getattr(signal, name) for name in ("SIGPROF", "SIGXCPU") if hasattr(signal, name)}
                 ending: Reason = "time" if process.returncode in timed or not timed else "crash"
-                raise Stopped("memory" if reply else ending, seconds)
+                raise LimitExceeded("memory" if reply else ending, seconds)
         if "mistakes" in reply:
             mistakes = [Mistake(*mistake) for mistake in reply["mistakes"]]
             raise getattr(errors, reply["error"])(mistakes)
         return reply["value"]
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _running_process(self) -> subprocess.Popen[bytes]:
         """Return the process; start one if there is none, it has ended, or it belongs to a forking parent."""
         if self._running is None or self._owner != os.getpid() or self._running.poll() is not None:
-            self._running, self._owner = start_server(__name__, QUIET), os.getpid()
+            self._running, self._owner = start_server(__name__, SINGLE_THREADED), os.getpid()
         return self._running
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         process, self._running = self._running, None
         if process is not None and self._owner == os.getpid():
             process.kill()
             process.communicate()
 
 
-def _reply_of(
+def _send_request(
     process: subprocess.Popen[bytes], stdin: IO[bytes], stdout: IO[bytes], payload: bytes
 ) -> dict[str, Any] | None:
     """Send a request and return the reply, or None if the process died."""
@@ -175,14 +175,14 @@ def serve() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while (payload := receive_bytes(sys.stdin.buffer)) is not None:
-        send_bytes(sys.stdout.buffer, _answer(payload))
+        send_bytes(sys.stdout.buffer, _answer_call(payload))
 
 
-def _answer(payload: bytes) -> bytes:
+def _answer_call(payload: bytes) -> bytes:
     try:
         module, name, seconds, arguments = pickle.loads(payload)
         function = getattr(import_module(module), name)
-        allow_seconds(seconds)
+        limit_seconds(seconds)
         reply = {"value": function(*arguments)}
     except MemoryError:
         reply = {"stopped": "memory"}
@@ -190,40 +190,40 @@ def _answer(payload: bytes) -> bytes:
         mistakes = [(mistake.location, mistake.sentence) for mistake in error.mistakes]
         reply = {"error": type(error).__name__, "mistakes": mistakes}
     finally:
-        allow_seconds(0.0)
+        limit_seconds(0.0)
     try:
         return json.dumps(reply).encode()
     except MemoryError:
         return b'{"stopped": "memory"}'
 
 
-def allow_seconds(seconds: float) -> None:
+def limit_seconds(seconds: float) -> None:
     """Limit the processor time of this process to `seconds` more; then the system kills it."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def ending(pattern: str) -> str:
+def suffix_expression(pattern: str) -> str:
     """Return a regular expression for module paths that end in `pattern`, as PEFT matches them."""
     return rf"(.*\.)?({pattern})"
 
 
-def slow_sentence(expressions: Iterable[str], names: Sequence[str] = TYPICAL) -> str | None:
+def slow_pattern_error(expressions: Iterable[str], names: Sequence[str] = TYPICAL_NAMES) -> str | None:
     """Return a sentence if the expressions are too slow to match against `names`, or None. Expressions that
     do not compile are ignored."""
-    return next(filter(None, (_tried(expression, tuple(names)) for expression in expressions)), None)
+    return next(filter(None, (_pattern_error(expression, tuple(names)) for expression in expressions)), None)
 
 
 @functools.lru_cache(maxsize=256)
-def _tried(expression: str, names: tuple[str, ...]) -> str | None:
-    if len(expression) > LONGEST_PATTERN:
-        return f"is a regular expression of more than {LONGEST_PATTERN:,} characters; write a shorter one"
+def _pattern_error(expression: str, names: tuple[str, ...]) -> str | None:
+    if len(expression) > MAX_PATTERN_LETTERS:
+        return f"is a regular expression of more than {MAX_PATTERN_LETTERS:,} characters; write a shorter one"
     bare = expression.removeprefix(r"(.*\.)?")
     if len(bare) < 500 and "(?" not in bare and len(REPEATS.findall(bare)) <= 1:
-        return None  # at most one repeat besides that of `ending` cannot take long
+        return None  # at most one repeat besides that of `suffix_expression` cannot take long
     try:
         run_limited(match_all, expression, names, seconds=PATTERN_SECONDS)
-    except Stopped as stopped:
+    except LimitExceeded as stopped:
         return (
             f"is a regular expression that {stopped} on the names of modules; write it without repeats "
             "inside repeats, or list the endings of module paths instead"

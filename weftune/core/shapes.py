@@ -34,26 +34,26 @@ class SiteShape:
     """Whether the weight is stored as [in, out] (GPT-2's Conv1D)."""
     experts: int = 0
     """Number of experts that a router chooses from; 0 for a single matrix that every token uses."""
-    active: int = 1
+    active_matrices: int = 1
     """Number of matrices that each token uses."""
 
     @property
-    def weights(self) -> int:
+    def weight_count(self) -> int:
         return max(1, self.experts) * self.in_features * self.out_features
 
-    def resting(self, parameters: int) -> int:
+    def inactive_parameters(self, parameters: int) -> int:
         """Return how many of `parameters`, spread evenly over all experts, a token does not use."""
-        return parameters * (self.experts - self.active) // self.experts if self.experts else 0
+        return parameters * (self.experts - self.active_matrices) // self.experts if self.experts else 0
 
     @property
     def active_weights(self) -> int:
         """Number of weights that each token is multiplied by."""
-        return self.active * self.in_features * self.out_features
+        return self.active_matrices * self.in_features * self.out_features
 
     @property
-    def widths(self) -> int:
+    def values_per_token(self) -> int:
         """Number of input and output values per token."""
-        return self.active * (self.in_features + self.out_features)
+        return self.active_matrices * (self.in_features + self.out_features)
 
 
 def layer_of(site: str) -> int | None:
@@ -85,7 +85,7 @@ class ModelShape:
     cannot be extended."""
     site_bytes_per_value: float | None = None
     """Bytes per value of the sites' weights, if their format differs from the compute dtype."""
-    multiplied_as_stored: bool = False
+    multiplies_stored_format: bool = False
     """Whether matrix products read the stored format directly, without a dequantised copy."""
     extra_values: int = 0
     """Values per token that a fused layer keeps for its backward in addition to those computed from the
@@ -106,7 +106,7 @@ class ModelShape:
     @property
     def active_parameters(self) -> int:
         """Number of parameters that each token uses; in a mixture of experts, not those of all experts."""
-        return self.parameters - sum(site.weights - site.active_weights for site in self.sites)
+        return self.parameters - sum(site.weight_count - site.active_weights for site in self.sites)
 
     @property
     def weight_bytes_per_value(self) -> float:
@@ -117,13 +117,13 @@ class ModelShape:
     def base_bytes(self) -> int:
         if self.site_bytes_per_value is None:
             return self.parameters * self.bytes_per_value
-        inside = sum(site.weights for site in self.sites)
+        inside = sum(site.weight_count for site in self.sites)
         return round((self.parameters - inside) * self.bytes_per_value + inside * self.weight_bytes_per_value)
 
     @property
     def matrix_bytes(self) -> int:
         """Bytes of the largest dequantised matrix; 0 if weights are multiplied as stored."""
-        if self.site_bytes_per_value is None or self.multiplied_as_stored:
+        if self.site_bytes_per_value is None or self.multiplies_stored_format:
             return 0
         return self.bytes_per_value * max(site.in_features * site.out_features for site in self.sites)
 
@@ -131,7 +131,7 @@ class ModelShape:
     def code_bytes(self) -> int:
         """Bytes per token of the activations rounded to 8 bits for one product, if products use 8-bit
         numbers; two of the widest sites may be fused into one."""
-        if not self.multiplied_as_stored:
+        if not self.multiplies_stored_format:
             return 0
         return 2 * max(max(site.in_features, site.out_features) for site in self.sites)
 
@@ -141,19 +141,19 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerRange:
-    """The layers of one stage: `start` to `stop` of the base's `of` layers."""
+    """The layers of one stage: `start` to `stop` of the base's `base_layers` layers."""
 
     start: int
     stop: int
-    of: int
+    base_layers: int
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.start == 0
 
     @property
     def last(self) -> bool:
-        return self.stop == self.of
+        return self.stop == self.base_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +170,13 @@ class JobShape:
     """Number of tokens in the longest sample."""
     batch_tokens: int = 0
     """Upper bound on the tokens in the largest global batch."""
-    by_layer: tuple[int, ...] = ()
+    parameters_by_layer: tuple[int, ...] = ()
     """Number of adapter parameters in each layer of the base. Empty means equally many in every layer."""
-    resting: int = 0
+    inactive_parameters: int = 0
     """Number of adapter parameters that a token does not use: those of experts it is not routed to."""
     starts_from: str = ""
     """Name of the job of the same run whose trained adapter this job starts from."""
-    scaled: int = 0
+    scaled_outputs: int = 0
     """Number of base outputs per token, over all layers, that kernels keep for every token of a microbatch
     while the job is attached, because its adapter scales outputs."""
     means: int = 0
@@ -184,19 +184,25 @@ class JobShape:
     mean of its weights."""
 
     @property
-    def met(self) -> int:
+    def active_parameters(self) -> int:
         """Number of adapter parameters that a token is multiplied by."""
-        return self.trainable - self.resting
+        return self.trainable - self.inactive_parameters
 
-    def averaged_in(self, held: LayerRange) -> int:
+    def averaged_in(self, layer_range: LayerRange) -> int:
         """Return the number of values of the job's weight mean in a stage."""
-        return self.means * self.trainable_in(held)
+        return self.means * self.trainable_in(layer_range)
 
-    def trainable_in(self, held: LayerRange) -> int:
+    def trainable_in(self, layer_range: LayerRange) -> int:
         """Return the adapter parameters in a stage; those outside the layers count in every stage."""
-        if not self.by_layer:
-            return math.ceil(self.trainable * (held.stop - held.start) / held.of)
-        return self.trainable - sum(self.by_layer) + sum(self.by_layer[held.start : held.stop])
+        if not self.parameters_by_layer:
+            return math.ceil(
+                self.trainable * (layer_range.stop - layer_range.start) / layer_range.base_layers
+            )
+        return (
+            self.trainable
+            - sum(self.parameters_by_layer)
+            + sum(self.parameters_by_layer[layer_range.start : layer_range.stop])
+        )
 
 
 def layer_sums(parameters: Iterable[tuple[str, int]], layers: int) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write and sync a file of contiguous host tensors, with the same bytes that safetensors would write."""
-    _write(path, _pieces(tensors, metadata))
+    _write(path, _file_pieces(tensors, metadata))
 
 
 def write_hashed_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -42,7 +42,7 @@ def write_hashed_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
 
     def hashed() -> Iterator[Piece]:
-        for piece in _pieces(tensors, None):
+        for piece in _file_pieces(tensors, None):
             digest.update(piece)
             yield piece
 
@@ -52,7 +52,7 @@ def write_hashed_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 def _write(path: Path, pieces: Iterator[Piece]) -> None:
     with open(path, "wb", buffering=0) as file:
-        for piece in _together(pieces):
+        for piece in _join_small(pieces):
             _write_all(file, piece)
         os.fsync(file.fileno())
 
@@ -63,7 +63,7 @@ def _write_all(file: io.FileIO, piece: Piece) -> None:
         remaining = remaining[file.write(remaining) :]
 
 
-def _together(pieces: Iterator[Piece]) -> Iterator[Piece]:
+def _join_small(pieces: Iterator[Piece]) -> Iterator[Piece]:
     """Join small pieces, since a thread releases the interpreter lock at every write, and waiting for it
     again takes longer than copying a matrix of an adapter."""
     small: list[Piece] = []
@@ -80,16 +80,16 @@ def _together(pieces: Iterator[Piece]) -> Iterator[Piece]:
     yield b"".join(small)
 
 
-def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Iterator[Piece]:
+def _file_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Iterator[Piece]:
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    yield _header(ordered, metadata)
+    yield _build_header(ordered, metadata)
     for _, tensor in ordered:
-        content = _bytes_of(tensor)
+        content = _tensor_bytes(tensor)
         for start in range(0, len(content), PIECE_BYTES):
             yield content[start : start + PIECE_BYTES]
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _tensor_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor, by numpy where possible: calls into torch release the interpreter lock,
     and an adapter has hundreds of tensors."""
     plain = tensor.detach() if tensor.requires_grad else tensor
@@ -97,16 +97,16 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> bytes:
+def _build_header(sorted_tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> bytes:
     """Return the header: its length in eight bytes, then the tensors' offsets, padded to eight bytes."""
-    for name, tensor in ordered:
+    for name, tensor in sorted_tensors:
         assert tensor.is_contiguous(), f"{name} is not contiguous"
-    listed = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered)
-    return _header_of(listed, tuple((metadata or {}).items()))
+    listed = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sorted_tensors)
+    return _cached_header(listed, tuple((metadata or {}).items()))
 
 
 @lru_cache(maxsize=16)
-def _header_of(
+def _cached_header(
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], metadata: tuple[tuple[str, str], ...]
 ) -> bytes:
     """Return the header, cached because adapters of many jobs have the same."""

@@ -65,8 +65,8 @@ class CodedMatrix:
     scale_N: Tensor
 
     @classmethod
-    def of(cls, weight_NK: Tensor) -> CodedMatrix:
-        codes_NK, scale_N = row_codes(weight_NK.float())
+    def quantise(cls, weight_NK: Tensor) -> CodedMatrix:
+        codes_NK, scale_N = quantise_rows(weight_NK.float())
         return cls(codes_NK, codes_NK.T.contiguous(), scale_N)
 
     def codes(self) -> Tensor:
@@ -87,14 +87,14 @@ def is_coded(weight: object) -> TypeGuard[CodedWeight]:
     return not isinstance(weight, Tensor) and isinstance(weight, CodedWeight)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which sums of values of `dtype` are accumulated: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantise_rows(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (codes_TM, scale_T): x ⊙ scale_M ≈ codes · scale, and each row's largest code is LARGEST."""
-    x_TM = x_TM.to(wide(x_TM.dtype))
+    x_TM = x_TM.to(accumulation_dtype(x_TM.dtype))
     if scale_M is not None:
         x_TM = x_TM * scale_M
     # Not a division, which torch replaces by a product on a GPU: this way all devices give the same bits.
@@ -107,7 +107,7 @@ def multiply_codes(
     left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Implement `MultiplyCodes` on any device, with exactly the products of fp8 tensor cores."""
-    left_TM, scale_T = row_codes(left_TM, scale_M)
+    left_TM, scale_T = quantise_rows(left_TM, scale_M)
     sum_TL = left_TM.to(scale_T.dtype) @ codes_LM.to(scale_T.dtype).T
     sum_TL *= scale_T[:, None]
     if scale_L is not None:
@@ -120,13 +120,13 @@ def multiply_unrounded(
 ) -> Tensor:
     """Implement `MultiplyCodes` without rounding the left operand. Rounding would magnify tiny differences,
     which hinders comparing two computations of the same result."""
-    left_TM = left_TM.to(wide(left_TM.dtype))
+    left_TM = left_TM.to(accumulation_dtype(left_TM.dtype))
     left_TM = left_TM if scale_M is None else left_TM * scale_M
     sum_TL = left_TM @ codes_LM.to(left_TM.dtype).T
     return (sum_TL if scale_L is None else sum_TL * scale_L).to(dtype)
 
 
-def side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor | None:
+def adjacent_view(parts: Sequence[Tensor], dim: int) -> Tensor | None:
     """Return a view that joins the parts along a dimension, or None if they are not adjacent in memory."""
     first, shape = parts[0], list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
@@ -141,11 +141,11 @@ def side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor | None:
     return first.as_strided(shape, whole.stride())
 
 
-def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+def join_tensors(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Return the parts as one tensor: a view if they are adjacent in memory, otherwise a copy."""
     if len(parts) == 1:
         return parts[0]
-    if (view := side_by_side(parts, dim)) is not None:
+    if (view := adjacent_view(parts, dim)) is not None:
         return view
     # Torch does not concatenate 8-bit floats on every device, but it does concatenate their bytes.
     narrow = parts[0].element_size() == 1
@@ -155,10 +155,10 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 class FrozenWeight(Protocol):
     @property
-    def held_bytes(self) -> int: ...
+    def stored_bytes(self) -> int: ...
 
     @property
-    def like(self) -> Tensor:
+    def empty_rows(self) -> Tensor:
         """An empty tensor [0, K] of the matrix's dtype, on its device."""
 
     def matrix(self) -> Tensor:
@@ -167,7 +167,7 @@ class FrozenWeight(Protocol):
     def write(self, out_NK: Tensor) -> None:
         """Write the matrix to `out_NK`."""
 
-    def part(self, low: int, high: int) -> FrozenWeight:
+    def slice_outputs(self, low: int, high: int) -> FrozenWeight:
         """Return the weight of outputs `low` to `high`."""
 
 
@@ -175,7 +175,7 @@ Weight = Tensor | FrozenWeight
 
 
 @runtime_checkable
-class HoldsWeight(Protocol):
+class WeightHolder(Protocol):
     """A linear whose weight is not stored as a matrix."""
 
     def frozen_weight(self) -> FrozenWeight: ...
@@ -189,21 +189,21 @@ class StackedWeight:
     """First output, end of the outputs, and weight of each linear."""
 
     @classmethod
-    def of(cls, weights: Sequence[Weight], outputs: Sequence[int]) -> StackedWeight:
+    def stack(cls, weights: Sequence[Weight], outputs: Sequence[int]) -> StackedWeight:
         stops = [sum(outputs[: number + 1]) for number in range(len(outputs))]
         return cls(tuple(zip([0, *stops[:-1]], stops, weights, strict=True)))
 
     @property
-    def held_bytes(self) -> int:
-        return sum(held_bytes(weight) for _, _, weight in self.parts)
+    def stored_bytes(self) -> int:
+        return sum(stored_bytes(weight) for _, _, weight in self.parts)
 
     @property
-    def like(self) -> Tensor:
+    def empty_rows(self) -> Tensor:
         weight = self.parts[0][2]
-        return weight[:0] if isinstance(weight, Tensor) else weight.like
+        return weight[:0] if isinstance(weight, Tensor) else weight.empty_rows
 
     def matrix(self) -> Tensor:
-        like = self.like
+        like = self.empty_rows
         out_NK = like.new_empty(self.parts[-1][1], like.shape[1])
         self.write(out_NK)
         return out_NK
@@ -215,9 +215,9 @@ class StackedWeight:
             else:
                 weight.write(out_NK[low:high])
 
-    def part(self, low: int, high: int) -> FrozenWeight:
+    def slice_outputs(self, low: int, high: int) -> FrozenWeight:
         found = next(weight for first, end, weight in self.parts if (first, end) == (low, high))
-        return stacked([found], [high - low])
+        return stack_weights([found], [high - low])
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,25 +226,25 @@ class CodedStack(StackedWeight):
     product."""
 
     @property
-    def coded(self) -> list[CodedWeight]:
+    def coded_parts(self) -> list[CodedWeight]:
         return [weight for _, _, weight in self.parts if is_coded(weight)]
 
     def codes(self) -> Tensor:
-        return joined([weight.codes() for weight in self.coded], dim=0)
+        return join_tensors([weight.codes() for weight in self.coded_parts], dim=0)
 
     def turned(self) -> Tensor:
-        return joined([weight.turned() for weight in self.coded], dim=1)
+        return join_tensors([weight.turned() for weight in self.coded_parts], dim=1)
 
     def scale(self) -> Tensor:
-        return joined([weight.scale() for weight in self.coded], dim=0)
+        return join_tensors([weight.scale() for weight in self.coded_parts], dim=0)
 
     @property
     def multiply(self) -> MultiplyCodes:
-        return self.coded[0].multiply
+        return self.coded_parts[0].multiply
 
 
-def stacked(weights: Sequence[Weight], outputs: Sequence[int]) -> StackedWeight:
-    return (CodedStack if all(map(is_coded, weights)) else StackedWeight).of(weights, outputs)
+def stack_weights(weights: Sequence[Weight], outputs: Sequence[int]) -> StackedWeight:
+    return (CodedStack if all(map(is_coded, weights)) else StackedWeight).stack(weights, outputs)
 
 
 def frozen_product(x_TK: Tensor, weight: Weight, bias_N: Tensor | None) -> Tensor:
@@ -255,7 +255,7 @@ def frozen_product(x_TK: Tensor, weight: Weight, bias_N: Tensor | None) -> Tenso
         return frozen_product_by(linear, x_TK, weight, bias_N)
     if bias_N is None:
         return coded_product(x_TK, weight, x_TK.dtype)
-    return (coded_product(x_TK, weight, wide(x_TK.dtype)) + bias_N).to(x_TK.dtype)
+    return (coded_product(x_TK, weight, accumulation_dtype(x_TK.dtype)) + bias_N).to(x_TK.dtype)
 
 
 def coded_product(x_TK: Tensor, weight: CodedWeight, dtype: torch.dtype) -> Tensor:
@@ -282,10 +282,10 @@ class _CodedProduct(torch.autograd.Function):
 
 
 def frozen_product_by(
-    make: Callable[..., Tensor], x_TK: Tensor, weight: Weight, bias_N: Tensor | None
+    multiply: Callable[..., Tensor], x_TK: Tensor, weight: Weight, bias_N: Tensor | None
 ) -> Tensor:
-    """Return xWᵀ + b, computed by the function `make`; the weight gets no gradient."""
-    product: Tensor = _Product.apply(x_TK, weight, bias_N, make)
+    """Return xWᵀ + b, computed by the function `multiply`; the weight gets no gradient."""
+    product: Tensor = _Product.apply(x_TK, weight, bias_N, multiply)
     return product
 
 
@@ -294,27 +294,27 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TK: Tensor, weight: Weight, bias_N: Tensor | None, make: Callable[..., Tensor]
+        ctx: Any, x_TK: Tensor, weight: Weight, bias_N: Tensor | None, multiply: Callable[..., Tensor]
     ) -> Tensor:
         ctx.weight = weight
-        return make(x_TK, matrix_of(weight), bias_N)
+        return multiply(x_TK, weight_matrix(weight), bias_N)
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, None, None, None]:
-        weight_NK = matrix_of(ctx.weight)
+        weight_NK = weight_matrix(ctx.weight)
         return dy_TN.to(weight_NK.dtype) @ weight_NK, None, None, None
 
 
-def matrix_of(weight: Weight) -> Tensor:
+def weight_matrix(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.matrix()
 
 
-def part_of(weight: Weight, low: int, high: int) -> Weight:
-    return weight[low:high] if isinstance(weight, Tensor) else weight.part(low, high)
+def slice_weight(weight: Weight, low: int, high: int) -> Weight:
+    return weight[low:high] if isinstance(weight, Tensor) else weight.slice_outputs(low, high)
 
 
-def held_bytes(weight: Weight) -> int:
-    return weight.nbytes if isinstance(weight, Tensor) else weight.held_bytes
+def stored_bytes(weight: Weight) -> int:
+    return weight.nbytes if isinstance(weight, Tensor) else weight.stored_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,12 +326,12 @@ class Head:
     softcap: float | None = None
     multiplier: float = 1.0
 
-    def logits(self, h_SD: Tensor, own: HeadRows | None = None) -> Tensor:
-        """Return the logits in at least float32. The rows in `own` replace those of the head."""
+    def logits(self, h_SD: Tensor, replaced_rows: HeadRows | None = None) -> Tensor:
+        """Return the logits in at least float32. The rows in `replaced_rows` replace those of the head."""
         logits_SV = linear(h_SD, self.weight_VD, self.bias_V)
-        if own is not None:
-            bias_n = None if self.bias_V is None else self.bias_V[own.ids_n]
-            logits_SV[:, own.ids_n] = linear(h_SD, own.rows_nD, bias_n)
+        if replaced_rows is not None:
+            bias_n = None if self.bias_V is None else self.bias_V[replaced_rows.ids_n]
+            logits_SV[:, replaced_rows.ids_n] = linear(h_SD, replaced_rows.rows_nD, bias_n)
         if logits_SV.dtype in (torch.bfloat16, torch.float16):
             logits_SV = logits_SV.float()
         if self.multiplier != 1.0:

@@ -76,7 +76,7 @@ def _job_segments(parts: Sequence[Part], lengths: Sequence[int]) -> tuple[Segmen
     ):
         own = list(run)
         start, row = row, row + sum(length for _, length in own)
-        segments.append(Segment(job, step, start, row, before=sum(part.rows_before for part, _ in own)))
+        segments.append(Segment(job, step, start, row, prefix_rows=sum(part.rows_before for part, _ in own)))
     jobs = [segment.job for segment in segments]
     assert len(set(jobs)) == len(jobs), f"the samples of a job must stand together and be of one step: {jobs}"
     return tuple(segments)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weftune.core.limited import Stopped, run_limited
+from weftune.core.limited import LimitExceeded, run_limited
 from weftune.errors import DataError, Mistake
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _check_file(path: Path, label: str, size: int, _changed_ns: int) -> None:
             return
         seconds = MAX_SECONDS + size * SECONDS_PER_BYTE
         run_limited(count_bytes, str(path), max(4 * HARMLESS_BYTES, MAX_EXPANSION * size), seconds=seconds)
-    except Stopped as stopped:
+    except LimitExceeded as stopped:
         sentence = (
             f"its {size:,} bytes cannot be read: that {stopped}; write it again with smaller row groups"
         )

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from weftune.core.hub import why_absent
+from weftune.core.hub import absence_reason
 from weftune.data.json_rows import read_json, read_lines
 from weftune.data.parquet import batches, refuse_expansion
 from weftune.data.row import TOO_DEEP, Row, Table, as_row, canonical, is_deep
@@ -194,7 +194,7 @@ def _data_files(folder: Path, split: str | None, label: str) -> list[Path]:
 
 
 def _open_hub(name: str, split: str) -> Table:
-    if sentence := why_absent(name, "dataset"):
+    if sentence := absence_reason(name, "dataset"):
         raise DataError(Mistake("data", sentence))
     import datasets
 

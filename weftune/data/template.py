@@ -22,7 +22,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from weftune.core.limited import SECONDS, Stopped, allow_seconds, run_limited
+from weftune.core.limited import SECONDS, LimitExceeded, limit_seconds, run_limited
 from weftune.data.chats import PrintCheck, Rendered, chat_forms, render_everything, render_turns
 from weftune.data.formats import Chat
 from weftune.data.row import BadRow, CommonBadRow, bad_row_from_json
@@ -104,7 +104,7 @@ def _run(function: Callable[..., Any], source: str, *arguments: Any) -> Any:
     try:
         if source not in _REFUSED_TEMPLATES:
             return run_limited(function, source, *arguments)
-    except Stopped as stopped:
+    except LimitExceeded as stopped:
         _REFUSED_TEMPLATES[source] = str(stopped)
     sentence = (
         f"the chat template {_REFUSED_TEMPLATES[source]} for one row and was stopped; use another template"
@@ -142,7 +142,7 @@ class SandboxedTemplate:
     ) -> str:
         """Return the messages as text, with `prompt` followed by the generation prompt. The template sees the
         date `FIXED_DATE` or, with `now`, the current date."""
-        allow_seconds(SECONDS)
+        limit_seconds(SECONDS)
         pieces: list[str] = []
         printed = 0
         values = {**self._special, "messages": messages, "tools": tools, "documents": None}

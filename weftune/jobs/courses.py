@@ -23,8 +23,8 @@ from weftune.plan.program.program import GlobalBatch, PlacedSample
 from weftune.plan.window.rounds import JobWindow
 
 DEFAULT_SAVE_EVERY = 0.1
-LEAST_SAVE_EVERY = 25
-LEAST_SAVE_SECONDS = 30.0
+MIN_SAVE_STEPS = 25
+MIN_SAVE_SECONDS = 30.0
 """Default of `save_every`, the most training that a kill may cost a job: a share of its steps, but at least
 LEAST_SAVE_EVERY steps and LEAST_SAVE_SECONDS."""
 
@@ -40,7 +40,7 @@ class Curriculum:
     evaluate_at: frozenset[int]
     save_at: frozenset[int]
 
-    def course(self, step: int, rounds: int, begins: bool, limit: int | None = None) -> JobWindow:
+    def job_window(self, step: int, rounds: int, begins: bool, limit: int | None = None) -> JobWindow:
         """Return the job's part of a window that starts after `step` and ends at step `limit` at the latest.
         If the job `begins`, it is first evaluated at its current step."""
         last = min(step + rounds, self.steps if limit is None else limit)
@@ -51,28 +51,28 @@ class Curriculum:
             evaluation=self._held_out(),
             evaluate_at=self.evaluate_at | {step} if begins else self.evaluate_at,
             save_at=self.save_at,
-            begins=begins,
+            is_start=begins,
         )
 
     def _batch(self, step: int) -> GlobalBatch:
-        placed = _placed(self.data.train, self.order.batch(step))
+        placed = _place_samples(self.data.train, self.order.batch(step))
         supervised, before = sum(one.supervised for one in placed), len(placed) * self.data.train.before
         return GlobalBatch(self.job, step, placed, supervised, before)
 
     def _held_out(self) -> tuple[PlacedSample, ...]:
         held_out = self.data.evaluation
-        return () if held_out is None else _placed(held_out, np.arange(len(held_out)))
+        return () if held_out is None else _place_samples(held_out, np.arange(len(held_out)))
 
 
 def curriculum(spec: JobSpec, data: Prepared, max_steps: int | None = None) -> Curriculum:
     order = SampleOrder(len(data.train), spec.batch_size, spec.seed, data.train.weights)
     steps = spec.total_steps(order.steps_per_epoch)
     steps = steps if max_steps is None else min(steps, max_steps)
-    evaluations = _evaluations(spec.eval.every if spec.eval else None, steps)
-    return Curriculum(spec.name, data, order, steps, evaluations, _saves(spec, steps))
+    evaluations = _evaluation_steps(spec.eval.every if spec.eval else None, steps)
+    return Curriculum(spec.name, data, order, steps, evaluations, _save_steps(spec, steps))
 
 
-def cut_data(spec: JobSpec, context: int) -> DataSpec:
+def truncate_data(spec: JobSpec, context: int) -> DataSpec:
     """Return the job's data with samples truncated so that they fit into the base's context after the
     adapter's virtual tokens."""
     if not (before := spec.adapter.positions_before):
@@ -110,31 +110,31 @@ def _adapter_sizes(adapter: AdapterSpec, base: ModelShape) -> JobShape:
         order=0,
         trainable=sum(count for _, count in counts),
         longest=0,
-        by_layer=layer_sums(counts, base.layers),
-        resting=sum(site.resting(adapter.parameters_at(site)) for site in adapted),
-        scaled=adapter.scaled_outputs(base.sites),
+        parameters_by_layer=layer_sums(counts, base.layers),
+        inactive_parameters=sum(site.inactive_parameters(adapter.parameters_at(site)) for site in adapted),
+        scaled_outputs=adapter.scaled_outputs(base.sites),
     )
     _ADAPTER_SIZES.append((adapter, base.sites, sizes))
     return sizes
 
 
-def _placed(samples: Samples, chosen: np.ndarray) -> tuple[PlacedSample, ...]:
-    lengths = samples.lengths[chosen].tolist()
-    supervised = samples.supervised[chosen].tolist()
+def _place_samples(samples: Samples, indices: np.ndarray) -> tuple[PlacedSample, ...]:
+    lengths = samples.lengths[indices].tolist()
+    supervised = samples.supervised[indices].tolist()
     offsets = accumulate(lengths, initial=0)
     # `offsets` has one more element: the end of the last sample.
-    return tuple(map(PlacedSample, chosen.tolist(), lengths, offsets, supervised))
+    return tuple(map(PlacedSample, indices.tolist(), lengths, offsets, supervised))
 
 
 def save_interval(spec: JobSpec, steps: int) -> int:
     """Return the steps between two checkpoints, the most that a kill may cost the job. A job without
     `save_every` may lose LEAST_SAVE_SECONDS of training if those are more steps."""
     if spec.save_every is None:
-        return max(in_steps(DEFAULT_SAVE_EVERY, steps), LEAST_SAVE_EVERY)
+        return max(in_steps(DEFAULT_SAVE_EVERY, steps), MIN_SAVE_STEPS)
     return max(1, in_steps(spec.save_every, steps))
 
 
-def _saves(spec: JobSpec, steps: int) -> frozenset[int]:
+def _save_steps(spec: JobSpec, steps: int) -> frozenset[int]:
     """Return the steps after which a job is saved: after each interval and in the middle of each.
 
     A checkpoint is written while training continues and is complete when the next one is due, so at most two
@@ -149,9 +149,9 @@ def _saves(spec: JobSpec, steps: int) -> frozenset[int]:
     return frozenset({*wholes, *halves} - {0, steps} | first)
 
 
-def _evaluations(every: float | None, steps: int) -> frozenset[int]:
-    """Return the steps at which a job is evaluated: step 0, every interval, and the last step. If `every` is
-    None, only the first and the last."""
-    if every is None:
+def _evaluation_steps(interval: float | None, steps: int) -> frozenset[int]:
+    """Return the steps at which a job is evaluated: step 0, every interval, and the last step. If `interval`
+    is None, only the first and the last."""
+    if interval is None:
         return frozenset({0, steps})
-    return frozenset({*range(0, steps, max(1, in_steps(every, steps))), steps})
+    return frozenset({*range(0, steps, max(1, in_steps(interval, steps))), steps})

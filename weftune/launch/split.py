@@ -24,12 +24,12 @@ from weftune.core.clock import Phase, phase
 from weftune.core.shapes import ModelShape
 from weftune.errors import Mistake, PlanError, UserError
 from weftune.jobs.spec.spec import RunSpec
-from weftune.jobs.store.shares import deal
+from weftune.jobs.store.shares import create_shares
 from weftune.jobs.store.status import State
 from weftune.jobs.store.store import Store, open_store
 from weftune.jobs.sweeps.read import refuse_shares
 from weftune.jobs.sweeps.record import SweepRecord
-from weftune.launch.supervise import EVERY, INTERRUPTED, Supervised, Supervisor, Team, TeamEnd
+from weftune.launch.supervise import INTERRUPTED, POLL_SECONDS, ProcessSpec, Supervisor, Team, TeamEnd
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile_cost import cost_of
@@ -37,7 +37,7 @@ from weftune.plan.cost.time import CostModel
 from weftune.plan.layout.choose import Machine
 from weftune.plan.layout.seats import too_large
 from weftune.plan.layout.split import DeviceShare, JobWork, job_seconds, share_jobs, sheet_cost
-from weftune.plan.window.pace import speed_by_sheet
+from weftune.plan.window.pace import data_sheet_device_speed
 from weftune.report.read import JobRecord
 from weftune.report.words import duration_text, plural
 from weftune.run.training import checkpoint
@@ -51,16 +51,16 @@ from weftune.trainer.results import CHECKPOINTS
 from weftune.trainer.train import trainer_for
 from weftune.trainer.trainer import Result, Trainer
 
-SILENT_AFTER = 30.0
+SILENT_SECONDS = 30.0
 """Seconds without a message after which a share counts as lost; Python's GIL may delay messages."""
-MISTAKEN = 2
+USER_ERROR = 2
 """Exit code of a share that was ended by a user error."""
-SAMPLED = 16
+SAMPLED_BATCHES = 16
 """Number of global batches, spread over a job's steps, from which the time of all is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mistaken:
+class ShareMistake:
     """A message which says that a user error has ended a share."""
 
     share: int
@@ -78,20 +78,20 @@ def train_shares(
     machine = launcher_machine(options, device, shape, len(devices))
     trainer.check(shape)
     with open_store(trainer.output, options.resume, options.command) as store:
-        ready = trainer.unfinished(store, shape)
+        ready = trainer.prepare_unfinished(store, shape)
         ended: list[TeamEnd] = []
         if ready:
             fits = fitting_jobs(shape, machine, ready, trainer.view)
-            trainer.take_over(store, ready)
+            trainer.prepare_output(store, ready)
             cost = share_cost(shape, machine, len(devices))
-            shares = divide(ready, cost, machine, len(devices), trainer.output, fits)
+            shares = divide_jobs(ready, cost, machine, len(devices), trainer.output, fits)
             for number, share in enumerate(shares):
                 time = f", predicted {duration_text(share.seconds)}" if cost.measured else ""
                 jobs = plural(len(share.jobs), "job")
                 trainer.view.note(f"share {number} on {devices[number]}: {jobs}{time}")
             memory = options.memory if machine.on_gpu else machine.budget
-            members = _members(run, trainer, shares, devices, memory)
-            ended = _serve(trainer, store, ready, shares, members)
+            members = _share_processes(run, trainer, shares, devices, memory)
+            ended = _run_shares(trainer, store, ready, shares, members)
         results = trainer.results(store)
     codes = {one.code for one in ended}
     have_ended = all(result.state.ended for result in results.values())
@@ -100,58 +100,58 @@ def train_shares(
 
 
 def fitting_jobs(
-    shape: ModelShape, machine: Machine, ready: Sequence[PreparedJob], view: View
+    shape: ModelShape, machine: Machine, prepared_jobs: Sequence[PreparedJob], view: View
 ) -> frozenset[str]:
     """Return the names of jobs that fit on a device with the base; raise PlanError if none does."""
     memory = MemoryModel(shape, machine.budget, machine.taken, fused=machine.on_gpu)
-    refused = too_large([job.shape for job in ready], memory.why_not)
-    if len(refused) == len(ready):
+    refused = too_large([job.shape for job in prepared_jobs], memory.why_not)
+    if len(refused) == len(prepared_jobs):
         raise PlanError(
             Mistake(
                 f"job {job.name}",
                 f"beside the base on one device it {refused[job.name]}; {memory.advice(job.shape)}, or "
                 "cut the base into stages with --pipeline",
             )
-            for job in ready
+            for job in prepared_jobs
         )
     for name, sentence in refused.items():
         view.note(f"warning: {name}: beside the base on one device it {sentence}")
-    return frozenset(job.name for job in ready if job.name not in refused)
+    return frozenset(job.name for job in prepared_jobs if job.name not in refused)
 
 
 def share_cost(shape: ModelShape, machine: Machine, shares: int) -> CostModel:
     """Return the time model from a profile of the device, else its data sheet, else in relative units."""
     if machine.profile is not None:
         return cost_of(machine.profile, shape)
-    if (speed := speed_by_sheet(machine.on_gpu)) is None:
+    if (speed := data_sheet_device_speed(machine.on_gpu)) is None:
         return arithmetic(shape)
     # Processes on the CPU share it.
     return sheet_cost(shape, replace(speed, flops=speed.flops / (1 if machine.on_gpu else shares)))
 
 
-def _serve(
+def _run_shares(
     trainer: Trainer,
     store: Store,
-    ready: Sequence[PreparedJob],
+    prepared_jobs: Sequence[PreparedJob],
     shares: Sequence[DeviceShare],
-    members: Sequence[Supervised],
+    members: Sequence[ProcessSpec],
 ) -> list[TeamEnd]:
     """Run the shares and merge their records into the store; return how each share ended."""
-    for job in ready:
+    for job in prepared_jobs:
         store.add_job(job.name)
         status = store.job(job.name)
         step, tokens = status.step, status.trained_tokens
         trainer.view.update(
             JobRecord(name=job.name, step=step, steps=job.recipe.steps, trained_tokens=tokens)
         )
-    store.describe(trainer.spec.model, store.status.device, store.status.dtype)
+    store.set_description(trainer.spec.model, store.status.device, store.status.dtype)
     store.write_status()
-    deal(trainer.output, store.status, shares)
-    ended, troubles = _supervised(members, trainer.output, trainer.view, store.resume_line())
+    create_shares(trainer.output, store.status, shares)
+    ended, troubles = _supervise(members, trainer.output, trainer.view, store.resume_line())
     store.gather()
     reasons = {name: sentence for share, sentence in troubles.items() for name in shares[share].jobs}
     interrupted = any(one.code == INTERRUPTED for one in ended)
-    for name in [job.name for job in ready if store.job(job.name).state is State.QUEUED]:
+    for name in [job.name for job in prepared_jobs if store.job(job.name).state is State.QUEUED]:
         if name in reasons or interrupted:
             paused = f"interrupted at step {store.job(name).step}; resume with {store.resume_line()}"
             store.move_job(name, State.PAUSED, reasons.get(name, paused))
@@ -160,58 +160,58 @@ def _serve(
 
 
 @phase(Phase.TRAINING)
-def _supervised(
-    members: Sequence[Supervised], output: Path, view: View, resume: str
+def _supervise(
+    members: Sequence[ProcessSpec], output: Path, view: View, resume: str
 ) -> tuple[list[TeamEnd], dict[int, str]]:
     """Run every share in a process that is restarted if it crashes or hangs. Return how each share ended, and
     a map from failed shares to reasons. `resume` is the command line that resumes the run."""
-    troubles: dict[int, str] = {}
-    told: set[str] = set()
+    failures: dict[int, str] = {}
+    shown_sentences: set[str] = set()
 
-    def hear(message: JobRecord | str | Mistaken) -> None:
+    def show_message(message: JobRecord | str | ShareMistake) -> None:
         if isinstance(message, JobRecord):
             view.update(message)
             return
-        if isinstance(message, Mistaken):
-            troubles[message.share] = message.sentence
+        if isinstance(message, ShareMistake):
+            failures[message.share] = message.sentence
             message = message.sentence
         # Shown once: all shares send the same sentence about what concerns them all.
-        if message not in told:
-            told.add(message)
+        if message not in shown_sentences:
+            shown_sentences.add(message)
             view.note(message)
 
-    def team(member: Supervised) -> Team:
-        return Team(members=lambda _attempt: [member], silent_after=SILENT_AFTER)
+    def share_team(member: ProcessSpec) -> Team:
+        return Team(members=lambda _attempt: [member], silent_seconds=SILENT_SECONDS)
 
-    ended = Supervisor([team(one) for one in members], output, view.note, hear, resume).run()
-    lost = {share: one.loss for share, one in enumerate(ended) if one.code == LOST}
-    return ended, troubles | {share: f"{loss}; resume with {resume}" for share, loss in lost.items()}
+    ended = Supervisor([share_team(one) for one in members], output, view.note, show_message, resume).run()
+    lost = {share: one.loss_reason for share, one in enumerate(ended) if one.code == LOST}
+    return ended, failures | {share: f"{loss}; resume with {resume}" for share, loss in lost.items()}
 
 
-def divide(
-    ready: Sequence[PreparedJob],
+def divide_jobs(
+    prepared_jobs: Sequence[PreparedJob],
     cost: CostModel,
     machine: Machine,
     shares: int,
     output: Path,
-    fits: frozenset[str],
+    fitting: frozenset[str],
 ) -> list[DeviceShare]:
     """Divide the jobs into shares and return the non-empty shares. A job that fits nowhere takes no time."""
     seconds = {}
-    for job in ready:
+    for job in prepared_jobs:
         progress = checkpoint.newest_progress(output / job.name / CHECKPOINTS) or Progress()
         work = remaining_work(job, progress)
-        seconds[job.name] = job_seconds(work, cost, machine.max_tokens) if job.name in fits else 0.0
-    sources = {job.name: job.shape.starts_from for job in ready}
+        seconds[job.name] = job_seconds(work, cost, machine.max_tokens) if job.name in fitting else 0.0
+    sources = {job.name: job.shape.starts_from for job in prepared_jobs}
     return [share for share in share_jobs(seconds, shares, sources) if share.jobs]
 
 
 def remaining_work(job: PreparedJob, progress: Progress) -> JobWork:
     """Return the remaining work of a job after `progress`."""
     steps = job.recipe.steps - progress.step
-    count = min(SAMPLED, steps)
+    count = min(SAMPLED_BATCHES, steps)
     spread = [progress.step + number * steps // count for number in range(count)]
-    windows = [job.course(step, 1, begins=False) for step in spread]
+    windows = [job.job_window(step, 1, begins=False) for step in spread]
     return JobWork(
         shape=job.shape,
         steps=steps,
@@ -221,17 +221,17 @@ def remaining_work(job: PreparedJob, progress: Progress) -> JobWork:
     )
 
 
-def _members(
+def _share_processes(
     run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], devices: Sequence[str], memory: int | None
-) -> list[Supervised]:
+) -> list[ProcessSpec]:
     """Return one process description per share, each with only the jobs of that share."""
     options = replace(trainer.options, memory=memory, resume=True, restart=(), retry=())
     found = []
     for number, share in enumerate(shares):
         own = replace(run, jobs=tuple(job for job in run.jobs if job.name in share.jobs))
         mine = replace(options, device=devices[number], share=number, shares=len(shares))
-        main = partial(be_share, own, trainer.output.absolute(), trainer.max_steps, mine)
-        found.append(Supervised(f"share {number}", main))
+        main = partial(run_share, own, trainer.output.absolute(), trainer.max_steps, mine)
+        found.append(ProcessSpec(f"share {number}", main))
     return found
 
 
@@ -245,11 +245,11 @@ class ShareView:
         self._connection = connection
         self._one_at_a_time = threading.Lock()
 
-    def live(self) -> None:
+    def send_heartbeats(self) -> None:
         """Send an empty message every second, forever, to show the launcher that this process is alive."""
         while True:
             self.send(None)
-            time.sleep(EVERY)
+            time.sleep(POLL_SECONDS)
 
     def update(self, row: JobRecord) -> None:
         self.send(row)
@@ -260,7 +260,7 @@ class ShareView:
     def note(self, text: str) -> None:
         self.send(text)
 
-    def send(self, message: JobRecord | str | Mistaken | None) -> None:
+    def send(self, message: JobRecord | str | ShareMistake | None) -> None:
         try:
             with self._one_at_a_time:
                 self._connection.send(message)
@@ -268,13 +268,13 @@ class ShareView:
             os._exit(LOST)
 
 
-def be_share(
+def run_share(
     run: RunSpec, output: Path, max_steps: int | None, options: Options, connection: Connection
 ) -> None:
     """Train the jobs of one share. This is the main function of its process."""
     view = ShareView(connection)
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
-    threading.Thread(target=view.live, daemon=True).start()
+    threading.Thread(target=_exit_with_launcher, daemon=True).start()
+    threading.Thread(target=view.send_heartbeats, daemon=True).start()
     device = torch.device(options.device or "cpu")
     if device.type == "cuda":
         # Kernels are launched on the current device, whatever device their tensors are on.
@@ -285,13 +285,13 @@ def be_share(
     except UserError as error:
         print(error, file=sys.stderr)
         assert options.share is not None, "a share has a number"
-        view.send(Mistaken(options.share, str(error)))
-        raise SystemExit(MISTAKEN) from None
+        view.send(ShareMistake(options.share, str(error)))
+        raise SystemExit(USER_ERROR) from None
     if trainer.interrupted:
         raise SystemExit(INTERRUPTED)
 
 
-def _end_with_launcher() -> None:
+def _exit_with_launcher() -> None:
     """End this process when the launcher ends. Otherwise no process would gather its records, and it would
     still be training its jobs when the run is resumed."""
     launcher = multiprocessing.parent_process()

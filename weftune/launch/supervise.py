@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from weftune.core.files import replace_file
-from weftune.jobs.store.status import UNKNOWN, WORKER_LOGS
+from weftune.jobs.store.status import UNKNOWN_COMMAND, WORKER_LOGS
 from weftune.run.workers.heartbeat import LOST
 
 CRASHED = 70
@@ -55,19 +55,19 @@ PRELOADED = [
 THREADS = "OMP_NUM_THREADS"
 RESTARTS = 3
 """Number of times that a team is restarted after one of its members was lost."""
-EVERY = 1.0
+POLL_SECONDS = 1.0
 """Seconds between two checks of the processes, and between their signs of life."""
-GRACE = 15.0
+GRACE_SECONDS = 15.0
 """Seconds that the other members of a team have to end after the first has ended."""
 
 
 @dataclass(frozen=True, slots=True)
-class Supervised:
+class ProcessSpec:
     """A process to be started. `main` may send messages to the launcher; None only shows that it is alive."""
 
     name: str
     main: Callable[[Connection], object]
-    prints: bool = False
+    prints_output: bool = False
     """Whether the process prints to the launcher's output instead of a log file."""
 
 
@@ -76,11 +76,11 @@ class Team:
     """Processes that are restarted together. The team ends when its first member ends, which is the only one
     that receives Ctrl-C and SIGTERM."""
 
-    members: Callable[[int], Sequence[Supervised]]
+    members: Callable[[int], Sequence[ProcessSpec]]
     """Function that maps the number of earlier starts to the members of the team."""
-    named: str = "it"
+    name: str = "it"
     """Name of the team in the sentence that reports a restart."""
-    silent_after: float | None = None
+    silent_seconds: float | None = None
     """Seconds without a message after which a member is lost. None if members watch one another."""
 
 
@@ -89,7 +89,7 @@ class TeamEnd:
     """The exit code of a team's first member, or LOST and a sentence about the member that was lost."""
 
     code: int
-    loss: str = ""
+    loss_reason: str = ""
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class _Process:
     connection: Connection
     code: int | None = None
     """Exit code of the process, set when it has ended and all of its messages were read."""
-    heard: float = field(default_factory=time.monotonic)
+    last_message_time: float = field(default_factory=time.monotonic)
     """Time of the last message, in seconds of the monotonic clock."""
 
 
@@ -111,12 +111,12 @@ class Supervisor:
         self,
         teams: Sequence[Team],
         output: Path,
-        say: Callable[[str], None],
-        hear: Callable[[Any], None] = lambda message: None,
-        resume: str = UNKNOWN,
+        show_sentence: Callable[[str], None],
+        handle_message: Callable[[Any], None] = lambda message: None,
+        resume: str = UNKNOWN_COMMAND,
     ) -> None:
         self._resume = resume
-        self._teams, self._say, self._hear = teams, say, hear
+        self._teams, self._show_sentence, self._handle_message = teams, show_sentence, handle_message
         self._logs: Path | None = (output / WORKER_LOGS).absolute()
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
@@ -135,24 +135,24 @@ class Supervisor:
         def leaders() -> list[Any]:
             return [processes[0].process for processes in self._processes if processes]
 
-        with signals_to(leaders) as self._stop_requested:
+        with forward_signals(leaders) as self._stop_requested:
             try:
                 for number in numbers:
                     self._start(number)
                 while len(self._ended) < len(numbers):
-                    self._listen([one for number in numbers for one in self._processes[number]])
+                    self._handle_messages([one for number in numbers for one in self._processes[number]])
                     for number in numbers:
                         if number not in self._ended:
-                            self._judge(number)
+                            self._check_team(number)
             finally:
                 for processes in self._processes:
-                    end(processes)
+                    kill_processes(processes)
         return [self._ended[number] for number in numbers]
 
     def _start(self, number: int) -> None:
         members = self._teams[number].members(self._restarts[number])
         neighbours = len(self._teams) * len(members)
-        self._processes[number] = [start(member, self._logs, neighbours) for member in members]
+        self._processes[number] = [start_process(member, self._logs, neighbours) for member in members]
         if self._logs:
             everyone = [one.process.pid for processes in self._processes for one in processes]
             pids = "".join(f"{number} {pid}\n" for number, pid in enumerate(everyone))
@@ -161,27 +161,30 @@ class Supervisor:
             # It may have been started just as the user requested a stop.
             os.kill(self._processes[number][0].process.pid, signal.SIGINT)
 
-    def _listen(self, processes: Sequence[_Process]) -> None:
+    def _handle_messages(self, processes: Sequence[_Process]) -> None:
         """Wait until a process sends a message or ends, and handle all messages."""
         alive = [one for one in processes if one.code is None]
-        wait([source for one in alive for source in (one.process.sentinel, one.connection)], timeout=EVERY)
+        wait(
+            [source for one in alive for source in (one.process.sentinel, one.connection)],
+            timeout=POLL_SECONDS,
+        )
         for one in alive:
             # Read before its messages, so that these include its last one.
             code = one.process.exitcode
-            self._read(one)
+            self._read_messages(one)
             one.code = code
 
-    def _read(self, one: _Process) -> None:
+    def _read_messages(self, process: _Process) -> None:
         try:
-            while one.connection.poll():
-                one.heard = time.monotonic()
-                if (message := one.connection.recv()) is not None:
-                    self._hear(message)
+            while process.connection.poll():
+                process.last_message_time = time.monotonic()
+                if (message := process.connection.recv()) is not None:
+                    self._handle_message(message)
         except (EOFError, OSError):
             # It has closed its side, so it is ending.
-            one.process.join()
+            process.process.join()
 
-    def _judge(self, number: int) -> None:
+    def _check_team(self, number: int) -> None:
         """End or restart a team if one of its members has ended."""
         first, *others = self._processes[number]
         lost = [one for one in others if one.code]
@@ -189,53 +192,53 @@ class Supervisor:
             lost.append(first)
         if lost:
             # If several are lost, one that did not merely lose another is reported.
-            self._lose(number, min(lost, key=lambda one: one.code == LOST))
+            self._handle_loss(number, min(lost, key=lambda one: one.code == LOST))
         elif first.code is not None:
             for one in others:
-                one.process.join(GRACE)
+                one.process.join(GRACE_SECONDS)
             self._ended[number] = TeamEnd(first.code)
         else:
-            self._end_silent(number)
+            self._kill_silent(number)
 
-    def _end_silent(self, number: int) -> None:
-        """Kill members that have sent no message for too long. `_judge` then restarts the team."""
-        patience = self._teams[number].silent_after or math.inf
+    def _kill_silent(self, number: int) -> None:
+        """Kill members that have sent no message for too long. `_check_team` then restarts the team."""
+        patience = self._teams[number].silent_seconds or math.inf
         for one in self._processes[number]:
-            if one.code is None and time.monotonic() - one.heard > patience:
-                self._say(f"{one.name} has given no sign of life for {patience:.0f} seconds.")
-                end([one])
+            if one.code is None and time.monotonic() - one.last_message_time > patience:
+                self._show_sentence(f"{one.name} has given no sign of life for {patience:.0f} seconds.")
+                kill_processes([one])
 
-    def _lose(self, number: int, lost: _Process) -> None:
+    def _handle_loss(self, number: int, lost: _Process) -> None:
         assert lost.code is not None, "a process that is lost has ended"
         how = "lost another worker" if lost.code == LOST else f"ended with code {lost.code}"
         how = f"was ended by {signal.Signals(-lost.code).name}" if lost.code < 0 else how
         loss = f"{lost.name} {how}"
-        end(self._processes[number])
+        kill_processes(self._processes[number])
         if self._stop_requested.is_set():
             self._ended[number] = TeamEnd(INTERRUPTED, loss)
         elif self._restarts[number] == RESTARTS:
-            self._say(f"{loss}; giving up; resume with {self._resume}")
+            self._show_sentence(f"{loss}; giving up; resume with {self._resume}")
             self._ended[number] = TeamEnd(LOST, loss)
         else:
             self._restarts[number] += 1
-            which = f"{self._teams[number].named} again from the last checkpoints"
-            self._say(f"{loss}; starting {which} ({self._restarts[number]} of {RESTARTS}).")
+            which = f"{self._teams[number].name} again from the last checkpoints"
+            self._show_sentence(f"{loss}; starting {which} ({self._restarts[number]} of {RESTARTS}).")
             self._start(number)
 
 
-def start(member: Supervised, logs: Path | None, neighbours: int) -> _Process:
+def start_process(member: ProcessSpec, logs: Path | None, neighbours: int) -> _Process:
     """Start a process. The machine's cores are divided among `neighbours` processes."""
-    context, told = forks(neighbours), THREADS in os.environ
+    context, told = fork_context(neighbours), THREADS in os.environ
     ours, theirs = context.Pipe(duplex=False)
     own = logs / f"{member.name.replace(' ', '-')}.log" if logs else Path(os.devnull)
-    arguments = (member.main, theirs, None if member.prints else own, None if told else neighbours)
-    process = context.Process(target=be_process, args=arguments, name=member.name)
+    arguments = (member.main, theirs, None if member.prints_output else own, None if told else neighbours)
+    process = context.Process(target=run_process, args=arguments, name=member.name)
     process.start()
     theirs.close()
     return _Process(member.name, process, ours)
 
 
-def end(processes: Sequence[_Process]) -> None:
+def kill_processes(processes: Sequence[_Process]) -> None:
     """Kill the processes that are still running."""
     for one in processes:
         one.process.kill()
@@ -245,7 +248,7 @@ def end(processes: Sequence[_Process]) -> None:
 # -- processes ------------------------------------------------------------------------------------------
 
 
-def forks(neighbours: int) -> Any:
+def fork_context(neighbours: int) -> Any:
     """Return the context that forks processes. The machine's cores are divided among `neighbours` of them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -253,7 +256,7 @@ def forks(neighbours: int) -> Any:
         return context
     # Some of torch's libraries count their threads once, when they are loaded, and ignore later changes: on
     # ARM the products of a linear would take all cores in each of the processes.
-    os.environ[THREADS] = str(_threads(neighbours))
+    os.environ[THREADS] = str(_thread_count(neighbours))
     try:
         ensure_running()
     finally:
@@ -261,25 +264,25 @@ def forks(neighbours: int) -> Any:
     return context
 
 
-def _threads(neighbours: int) -> int:
+def _thread_count(neighbours: int) -> int:
     return max(1, (os.cpu_count() or 1) // neighbours)
 
 
 @contextmanager
-def signals_to(processes: Callable[[], Iterable[Any]]) -> Iterator[threading.Event]:
+def forward_signals(processes: Callable[[], Iterable[Any]]) -> Iterator[threading.Event]:
     """Forward Ctrl-C and SIGTERM to the processes, which then save. Yield an event that a signal sets."""
     stop_requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop_requested
         return
 
-    def hand_on(number: int, _: FrameType | None) -> None:
+    def forward(number: int, _: FrameType | None) -> None:
         stop_requested.set()
         for process in processes():
             if process.exitcode is None:
                 os.kill(process.pid, number)
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop_requested
     finally:
@@ -287,7 +290,7 @@ def signals_to(processes: Callable[[], Iterable[Any]]) -> Iterator[threading.Eve
             signal.signal(number, handler)
 
 
-def be_process(
+def run_process(
     main: Callable[[Connection], object], connection: Connection, log: Path | None, neighbours: int | None
 ) -> None:
     """Run `main` in the new process and exit with its code. The machine's cores are divided among
@@ -302,7 +305,7 @@ def be_process(
     if neighbours is not None:
         # This is the value of the server, not a setting of the user.
         os.environ.pop(THREADS, None)
-        torch.set_num_threads(_threads(neighbours))
+        torch.set_num_threads(_thread_count(neighbours))
     code = _exit_code(partial(main, connection))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -21,9 +21,9 @@ import typer
 from torch.distributed import TCPStore
 
 from weftune.base.load import select_device
-from weftune.core.clock import COMMAND_STARTED, current
+from weftune.core.clock import COMMAND_STARTED, current_clock
 from weftune.errors import UserError
-from weftune.launch.supervise import Supervised, Supervisor, Team
+from weftune.launch.supervise import ProcessSpec, Supervisor, Team
 from weftune.run.workers.groups import (
     LOOPBACK,
     WorkerPosition,
@@ -44,7 +44,7 @@ from weftune.run.workers.worker import serve
 
 
 @contextmanager
-def joined(worker: WorkerPosition, device: str | None) -> Iterator[WorkerControl | None]:
+def connect_workers(worker: WorkerPosition, device: str | None) -> Iterator[WorkerControl | None]:
     """Connect to the other workers. On the first worker, yield the `WorkerControl` that commands the
     others. Any other worker executes its commands until the end, and then yields None."""
     if worker.worker > 0:
@@ -78,12 +78,12 @@ def joined(worker: WorkerPosition, device: str | None) -> Iterator[WorkerControl
         print(f"weftune: {lost}", file=sys.stderr, flush=True)
         os._exit(LOST)
     except (UserError, typer.Exit):
-        _part(heartbeat)
+        _disconnect(heartbeat)
         raise
-    _part(heartbeat)
+    _disconnect(heartbeat)
 
 
-def _part(heartbeat: Heartbeat) -> None:
+def _disconnect(heartbeat: Heartbeat) -> None:
     heartbeat.stop()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -96,27 +96,32 @@ Main = Callable[[], object]
 """A function that a worker runs, with its command line in `sys.argv`."""
 
 
-def launch(main: Main, first: Sequence[str], again: Sequence[str], workers: int, output: Path) -> int:
+def launch(
+    main: Main, first_arguments: Sequence[str], restart_arguments: Sequence[str], workers: int, output: Path
+) -> int:
     """Run `weftune FIRST` in `workers` processes, and `weftune AGAIN` after a process was lost. Return the
     exit code of the first process."""
 
-    def members(attempt: int) -> list[Supervised]:
+    def members(attempt: int) -> list[ProcessSpec]:
         stores[:] = [loopback_store()]
-        words, port = list(again if attempt else first), stores[0].port
-        told = [environment(worker, workers, port, command_started) for worker in range(workers)]
-        started = [partial(be_worker, main, words, one) for one in told]
-        return [Supervised(f"worker {number}", one, prints=number == 0) for number, one in enumerate(started)]
+        words, port = list(restart_arguments if attempt else first_arguments), stores[0].port
+        told = [worker_environment(worker, workers, port, command_started) for worker in range(workers)]
+        started = [partial(run_worker, main, words, one) for one in told]
+        return [
+            ProcessSpec(f"worker {number}", one, prints_output=number == 0)
+            for number, one in enumerate(started)
+        ]
 
     stores: list[TCPStore] = []
-    clock = current()
+    clock = current_clock()
     command_started = time.time() if clock is None else clock.started
     say = partial(print, "weftune:", file=sys.stderr, flush=True)
-    team, resume = Team(members=members, named="all workers"), shlex.join(["weftune", *again])
+    team, resume = Team(members=members, name="all workers"), shlex.join(["weftune", *restart_arguments])
     (ended,) = Supervisor([team], output, say, resume=resume).run()
     return ended.code
 
 
-def environment(worker: int, workers: int, port: int, started: float) -> dict[str, str]:
+def worker_environment(worker: int, workers: int, port: int, started: float) -> dict[str, str]:
     """Return the environment variables that torchrun would set; the launcher hosts the store. `started` is
     the start of the command in seconds since 1970."""
     return {
@@ -131,8 +136,8 @@ def environment(worker: int, workers: int, port: int, started: float) -> dict[st
     }
 
 
-def be_worker(main: Main, words: list[str], variables: dict[str, str], _: Connection) -> None:
+def run_worker(main: Main, arguments: list[str], variables: dict[str, str], _: Connection) -> None:
     """Run the command `weftune WORDS` in the new process, with these environment variables."""
     os.environ.update(variables)
-    sys.argv = ["weftune", *words]
+    sys.argv = ["weftune", *arguments]
     main()

@@ -26,12 +26,12 @@ MULTIPLE = 16
 
 
 def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute `core.weights.row_codes`, with one Triton kernel where Triton is available."""
+    """Compute `core.weights.quantise_rows`, with one Triton kernel where Triton is available."""
     if x_TM.is_cuda and kernels_available(x_TM):
         given = x_TM, scale_M
-        by_torch = partial(weights.row_codes, *given)
+        by_torch = partial(weights.quantise_rows, *given)
         return attempt("rounding to fp8", x_TM.device, partial(launch_row_codes, *given), by_torch)
-    return weights.row_codes(x_TM, scale_M)
+    return weights.quantise_rows(x_TM, scale_M)
 
 
 def launch_row_codes(x_TM: Tensor, scale_M: Tensor | None) -> tuple[Tensor, Tensor]:

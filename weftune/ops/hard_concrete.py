@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weftune.core.weights import wide
+from weftune.core.weights import accumulation_dtype
 from weftune.ops.dropout import STRIDE, mixed, odd, signed
 
 LOWER, UPPER = -1.5, 1.5
@@ -68,7 +68,7 @@ def gate(alpha: Tensor, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 def pruned(values: Gated, kept: int) -> Tensor:
     """Return the difference with evaluation gates, in which all but the `kept` largest elements are 0."""
-    dtype = wide(values.w_NK.dtype)
+    dtype = accumulation_dtype(values.w_NK.dtype)
     whole = values.w_NK.to(dtype) * gate(values.alpha_NK.to(dtype))[0]
     if values.group is not None:
         whole = whole * gate(values.group.to(dtype))[0]
@@ -128,7 +128,7 @@ class _DifferenceProduct(torch.autograd.Function):
 
 def _gates(values: Gated, drawn: DrawnGates | None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the gates of the elements and the gate of the whole tensor, each with its derivative dz/dα."""
-    alpha_NK = values.alpha_NK.to(wide(values.alpha_NK.dtype))
+    alpha_NK = values.alpha_NK.to(accumulation_dtype(values.alpha_NK.dtype))
     fixed = alpha_NK.new_ones(1), alpha_NK.new_zeros(1)
     if drawn is None:
         return gate(alpha_NK), fixed

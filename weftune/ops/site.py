@@ -17,7 +17,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from weftune.core.weights import Weight, coded_product, frozen_product, frozen_product_by, is_coded, wide
+from weftune.core.weights import (
+    Weight,
+    accumulation_dtype,
+    coded_product,
+    frozen_product,
+    frozen_product_by,
+    is_coded,
+)
 from weftune.ops.lora.products import in_float32
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -196,7 +203,7 @@ def _zero(x_TM: Tensor, rows: slice | GatheredRows) -> None:
 def summed_product(x_TK: Tensor, weight: Weight) -> Tensor:
     """Return xWᵀ unrounded: in float32 for 16-bit operands, so that terms added later are not lost."""
     if is_coded(weight):
-        return coded_product(x_TK, weight, wide(x_TK.dtype))
+        return coded_product(x_TK, weight, accumulation_dtype(x_TK.dtype))
     if x_TK.dtype in HALVES:
         return frozen_product_by(lambda x_TK, weight_NK, _: in_float32(x_TK, weight_NK.T), x_TK, weight, None)
     return frozen_product(x_TK, weight, None)

@@ -37,7 +37,7 @@ page slow."""
 _MAX_DROPPED = 200
 """Maximum number of trials dropped from a sweep that have a curve; all of them share one pen."""
 DROPPED_COLOUR = "#9aa3b2"
-GREY_WORDS = " Grey: trials that left their sweep early."
+GREY_NOTE = " Grey: trials that left their sweep early."
 DROPPED = "left"
 """Name of the group of dropped trials' curves, which one button of the legend shows and hides."""
 MAX_POINTS = 16_000
@@ -59,17 +59,17 @@ class Chart:
     figure: Figure | Parallel
 
 
-def pen(index: int) -> Pen:
+def job_pen(index: int) -> Pen:
     return Pen(_COLOURS[index % len(_COLOURS)], _DASHES[index // len(_COLOURS) % len(_DASHES)])
 
 
 def draw_charts(
-    jobs: Sequence[JobRecord], windows: Sequence[WindowLine], dropped: Collection[str] = ()
+    jobs: Sequence[JobRecord], windows: Sequence[WindowLine], dropped_trials: Collection[str] = ()
 ) -> tuple[Chart, ...]:
     """Draw all charts of the page that have data. `jobs` are in the order of the table, which determines
-    their pens; `dropped` are the trials dropped from a sweep, which share one pen."""
-    drawn = [job for job in jobs if job.name not in dropped][:MAX_CURVES]
-    others = [job for job in jobs if job.name in dropped][:_MAX_DROPPED]
+    their pens; `dropped_trials` are the trials dropped from a sweep, which share one pen."""
+    drawn = [job for job in jobs if job.name not in dropped_trials][:MAX_CURVES]
+    others = [job for job in jobs if job.name in dropped_trials][:_MAX_DROPPED]
     charts = (
         _loss_chart(drawn, others),
         _evaluation_chart(drawn, others, accuracy=False),
@@ -98,15 +98,15 @@ def _loss_chart(jobs: Sequence[JobRecord], dropped: Sequence[JobRecord]) -> Char
         return None
     grey = [_dropped_series(job, smooth(curve(job))) for job in dropped]
     faint = [
-        replace(_job_series(jobs, index, points), opacity=0.25, silent=True, dots=False)
+        replace(_job_series(jobs, index, points), opacity=0.25, ignores_pointer=True, dots=False)
         for index, points in enumerate(curves)
     ]
     bold = [_job_series(jobs, index, smooth(points)) for index, points in enumerate(curves)]
-    words = f"Faint: the loss of each global batch. Bold: smoothed.{GREY_WORDS if dropped else ''}"
+    words = f"Faint: the loss of each global batch. Bold: smoothed.{GREY_NOTE if dropped else ''}"
     figure = Figure(
         x=_step_axis(curves),
-        y=value_axis("loss", _shown_values(jobs, curves)),
-        series=_thinned([*grey, *faint, *bold]),
+        y=value_axis("loss", _axis_values(jobs, curves)),
+        series=_thin_series([*grey, *faint, *bold]),
     )
     return Chart(name="loss", title="Training loss", words=words, figure=figure)
 
@@ -128,19 +128,19 @@ def _evaluation_chart(
     levels = _base_levels(bases, digits=1 if accuracy else 3)
     grey = [_dropped_series(job, curve(job)) for job in dropped if job.evaluations]
     own = [replace(_job_series(jobs, index, one), dots=True) for index, one in enumerate(curves) if one]
-    values = _known(curves) if accuracy else _shown_values(jobs, curves)
+    values = _finite_values(curves) if accuracy else _axis_values(jobs, curves)
     figure = Figure(
         x=_step_axis(curves),
         y=value_axis("% of tokens" if accuracy else "loss", [*values, *(level.value for level in levels)]),
-        series=_thinned([*grey, *own]),
-        levels=levels,
+        series=_thin_series([*grey, *own]),
+        reference_lines=levels,
         unit=" %" if accuracy else "",
     )
     if accuracy:
         words = "Validation tokens that the model itself would have chosen."
         return Chart(name="accuracy", title="Token accuracy", words=words, figure=figure)
     words = "Dashed: the base without an adapter." if levels else ""
-    words = f"{words}{GREY_WORDS if dropped else ''}".strip()
+    words = f"{words}{GREY_NOTE if dropped else ''}".strip()
     return Chart(name="validation", title="Validation loss", words=words, figure=figure)
 
 
@@ -171,12 +171,12 @@ def _throughput_chart(windows: Sequence[WindowLine]) -> Chart | None:
     if len(points) < _MIN_WINDOWS:
         return None
     series = [
-        Series(name="each window", points=thin(points), pen=_MEASURED, opacity=0.25, silent=True),
+        Series(name="each window", points=thin(points), pen=_MEASURED, opacity=0.25, ignores_pointer=True),
         Series(name="tokens per second", points=thin(smooth(points)), pen=_MEASURED),
     ]
     figure = Figure(
         x=value_axis("minutes of work", [0.0, points[-1].x], margin=0.0),
-        y=value_axis("tokens per second", _known([points]), from_zero=True),
+        y=value_axis("tokens per second", _finite_values([points]), from_zero=True),
         series=series,
     )
     words = "Tokens of all jobs together, window by window."
@@ -206,7 +206,7 @@ def _predicted_chart(
             words += f" Half of the windows were within {max(1.0, 100 * median(errors)):.0f} % of it."
     figure = Figure(
         x=count_axis("window", 1, len(measured)),
-        y=value_axis(unit, _known([happened, promised]), from_zero=True),
+        y=value_axis(unit, _finite_values([happened, promised]), from_zero=True),
         series=series,
         legend=True,
         unit=f" {unit}",
@@ -215,7 +215,7 @@ def _predicted_chart(
 
 
 def _job_series(jobs: Sequence[JobRecord], index: int, points: Sequence[Point]) -> Series:
-    return Series(name=jobs[index].name, points=points, pen=pen(index), group=str(index))
+    return Series(name=jobs[index].name, points=points, pen=job_pen(index), group=str(index))
 
 
 def _dropped_series(job: JobRecord, points: Sequence[Point]) -> Series:
@@ -224,7 +224,7 @@ def _dropped_series(job: JobRecord, points: Sequence[Point]) -> Series:
     return Series(name=job.name, points=points, pen=grey, width=1.2, opacity=0.6, group=DROPPED)
 
 
-def _thinned(series: Sequence[Series]) -> list[Series]:
+def _thin_series(series: Sequence[Series]) -> list[Series]:
     """Thin the curves so that the page opens quickly; all curves share the limit on points."""
     limit = max(40, MAX_POINTS // max(1, len(series)))
     return [replace(one, points=thin(one.points, min(800, limit))) for one in series]
@@ -234,19 +234,21 @@ def _step_axis(curves: Sequence[Sequence[Point]]) -> Axis:
     return count_axis("step", 0, max((point.x for curve in curves for point in curve), default=1))
 
 
-def _known(curves: Sequence[Sequence[Point]]) -> list[float]:
+def _finite_values(curves: Sequence[Sequence[Point]]) -> list[float]:
     return [point.y for curve in curves for point in curve if point.y is not None]
 
 
 def _has_line(curves: Sequence[Sequence[Point]]) -> bool:
     """Return whether a curve has two points or more; a single point is in the table already."""
-    return any(len(_known([curve])) > 1 for curve in curves)
+    return any(len(_finite_values([curve])) > 1 for curve in curves)
 
 
-def _shown_values(jobs: Sequence[JobRecord], curves: Sequence[Sequence[Point]]) -> list[float]:
+def _axis_values(jobs: Sequence[JobRecord], curves: Sequence[Sequence[Point]]) -> list[float]:
     """Return the values that the axis must show. A diverged loss of a failed job is drawn at the edge."""
-    every = _known(curves)
-    healthy = _known([curve for job, curve in zip(jobs, curves, strict=True) if job.state not in ENDED_BADLY])
+    every = _finite_values(curves)
+    healthy = _finite_values(
+        [curve for job, curve in zip(jobs, curves, strict=True) if job.state not in ENDED_BADLY]
+    )
     return healthy if healthy and max(every) > 2 * max(healthy) else every
 
 

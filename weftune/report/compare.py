@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weftune.jobs.sweeps.record import SweepRecord, flattened, leaders
+from weftune.jobs.sweeps.record import SweepRecord, flatten, leaders
 from weftune.report.read import JobRecord, MetricLine, Run
 from weftune.report.words import loss_text, plural
 
@@ -71,13 +71,13 @@ def held_out_tokens(job: JobRecord) -> int | None:
     return max((line.tokens for line in job.evaluations), default=0) or None
 
 
-def is_enough(job: JobRecord) -> bool:
+def has_enough_rows(job: JobRecord) -> bool:
     """Return whether the job has enough held-out rows to distinguish a better adapter from a lucky one."""
     rows, tokens = held_out_rows(job), held_out_tokens(job)
     return (rows is None or rows >= MIN_ROWS) and (tokens is None or tokens >= MIN_TOKENS)
 
 
-def by_result(jobs: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
+def sort_by_result(jobs: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
     """Sort jobs by validation loss, then those without validation by training loss, then failed jobs."""
 
     def rank(job: JobRecord) -> tuple[int, float]:
@@ -95,7 +95,7 @@ def validation_groups(jobs: Sequence[JobRecord]) -> tuple[tuple[JobRecord, ...],
     """Return the jobs that have a validation loss, best first, in one group per set of held-out rows, since
     losses on different rows cannot be compared."""
     groups: dict[str, list[JobRecord]] = {}
-    for job in by_result(jobs):
+    for job in sort_by_result(jobs):
         if job.state not in ENDED_BADLY and kept_validation(job) is not None:
             groups.setdefault(validation_key(job), []).append(job)
     return tuple(map(tuple, groups.values()))
@@ -108,11 +108,11 @@ def best_jobs(jobs: Sequence[JobRecord]) -> Mapping[str, str]:
     return {
         rivals[0].name: validation_rows(rivals[0]) if len(groups) > 1 else ""
         for rivals in groups
-        if len(rivals) > 1 and is_enough(rivals[0]) and not is_worse(rivals[0])
+        if len(rivals) > 1 and has_enough_rows(rivals[0]) and not is_worse_than_base(rivals[0])
     }
 
 
-def is_worse(job: JobRecord) -> bool:
+def is_worse_than_base(job: JobRecord) -> bool:
     """Return whether the job's adapter has a higher validation loss than the base."""
     base, kept = base_validation(job), kept_validation(job)
     return base is not None and kept is not None and kept > base
@@ -145,7 +145,7 @@ def differing_keys(jobs: Sequence[JobRecord]) -> tuple[str, ...]:
 
 
 def flat_spec(job: JobRecord) -> dict[str, Any]:
-    return {key: value for key, value in flattened("", job.spec) if key != "name"}
+    return {key: value for key, value in flatten("", job.spec) if key != "name"}
 
 
 def value_text(value: Any) -> str:
@@ -192,9 +192,9 @@ def verdicts(run: Run) -> tuple[RunVerdict, ...]:
     groups = sorted(validation_groups(plain), key=len, reverse=True)
     found = [verdict for record in run.sweeps if (verdict := _sweep_verdict(run, record)) is not None]
     for rivals in groups[:_MAX_GROUPS]:
-        lead = _lead_among(rivals[0], len(rivals)) if len(rivals) > 1 else _lead_alone(rivals[0])
+        lead = _comparison_lead(rivals[0], len(rivals)) if len(rivals) > 1 else _single_job_lead(rivals[0])
         rows_name = validation_rows(rivals[0]) if len(groups) > 1 else ""
-        found.append(_about(rivals[0], lead, rivals=len(rivals), rows_name=rows_name))
+        found.append(_job_verdict(rivals[0], lead, rivals=len(rivals), rows_name=rows_name))
     return tuple(found) or (_no_verdict(run),)
 
 
@@ -203,20 +203,20 @@ def _sweep_verdict(run: Run, record: SweepRecord) -> RunVerdict | None:
     job = next((job for job in run.jobs if best is not None and job.name == best.name), None)
     if job is None or kept_validation(job) is None:
         return None
-    best_of = "is the best of" if is_enough(job) and not is_worse(job) else "leads"
+    best_of = "is the best of" if has_enough_rows(job) and not is_worse_than_base(job) else "leads"
     so_far = "" if record.best else " so far"
     lead = f"{job.name} {best_of} {plural(len(record.trials), 'trial')}{so_far}."
-    return _about(job, lead, rivals=len(record.trials), rows_name="")
+    return _job_verdict(job, lead, rivals=len(record.trials), rows_name="")
 
 
-def _lead_among(job: JobRecord, count: int) -> str:
-    if is_worse(job):
+def _comparison_lead(job: JobRecord, count: int) -> str:
+    if is_worse_than_base(job):
         return f"No adapter beats the base; {job.name} comes closest."
-    best = "is the best" if is_enough(job) else "has the lowest loss"
+    best = "is the best" if has_enough_rows(job) else "has the lowest loss"
     return f"{job.name} {best} of {count} adapters."
 
 
-def _lead_alone(job: JobRecord) -> str:
+def _single_job_lead(job: JobRecord) -> str:
     base, kept = base_validation(job), kept_validation(job)
     if base is None or kept is None:
         return f"{job.name} has been evaluated."
@@ -224,10 +224,10 @@ def _lead_alone(job: JobRecord) -> str:
         return f"{job.name} is no better than the base."
     if kept > base:
         return f"{job.name} is worse than the base."
-    return f"{job.name} {'is better' if is_enough(job) else 'has a lower loss'} than the base."
+    return f"{job.name} {'is better' if has_enough_rows(job) else 'has a lower loss'} than the base."
 
 
-def _about(job: JobRecord, lead: str, rivals: int, rows_name: str) -> RunVerdict:
+def _job_verdict(job: JobRecord, lead: str, rivals: int, rows_name: str) -> RunVerdict:
     base, kept = base_validation(job), kept_validation(job)
     assert kept is not None
     change = tone = ""
@@ -247,7 +247,7 @@ def _about(job: JobRecord, lead: str, rivals: int, rows_name: str) -> RunVerdict
         tone=tone,
         losses=losses,
         basis=f"{basis} of {rows_name}" if rows_name and basis else basis,
-        caution="" if is_enough(job) else f"Too few to tell {what}: that takes {least}.",
+        caution="" if has_enough_rows(job) else f"Too few to tell {what}: that takes {least}.",
     )
 
 

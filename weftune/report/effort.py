@@ -12,7 +12,7 @@ from statistics import fmean
 
 from weftune.core.clock import Phase, WallTime
 from weftune.report.read import WindowLine
-from weftune.report.words import NOTHING, bytes_text, duration_text, plural
+from weftune.report.words import NO_VALUE, bytes_text, duration_text, plural
 
 COLUMNS = (
     "window", "jobs", "passes", "predicted", "measured", "off", "predicted peak", "peak", "off", "",
@@ -30,11 +30,11 @@ class Errors:
     peak: float | None
 
 
-def tally(windows: Sequence[WindowLine], *, unsettled: bool) -> Errors:
+def prediction_errors(windows: Sequence[WindowLine], *, compiled: bool) -> Errors:
     """Return the errors of changed windows: those that compiled or captured something, or the others."""
-    counted = [window for window in windows if window.changed and bool(window.unsettled) == unsettled]
-    seconds = [abs(off) for window in counted if (off := seconds_off(window)) is not None]
-    peaks = [abs(off) for window in counted if (off := peak_off(window)) is not None]
+    counted = [window for window in windows if window.changed and bool(window.compiled_passes) == compiled]
+    seconds = [abs(off) for window in counted if (off := seconds_error(window)) is not None]
+    peaks = [abs(off) for window in counted if (off := peak_error(window)) is not None]
     return Errors(
         windows=len(seconds),
         seconds=fmean(seconds) if seconds else None,
@@ -42,16 +42,16 @@ def tally(windows: Sequence[WindowLine], *, unsettled: bool) -> Errors:
     )
 
 
-def seconds_off(window: WindowLine) -> float | None:
+def seconds_error(window: WindowLine) -> float | None:
     """Return the relative error of the predicted time; negative if the window took longer than predicted."""
-    return _off(window.predicted_seconds, window.seconds)
+    return _relative_error(window.predicted_seconds, window.seconds)
 
 
-def peak_off(window: WindowLine) -> float | None:
-    return _off(window.predicted_peak_bytes, window.peak_bytes)
+def peak_error(window: WindowLine) -> float | None:
+    return _relative_error(window.predicted_peak_bytes, window.peak_bytes)
 
 
-def rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
+def window_rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
     """Return one row per window, with the columns `COLUMNS`."""
     return [
         (
@@ -60,10 +60,10 @@ def rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
             str(window.microbatches),
             _seconds_text(window.predicted_seconds),
             _seconds_text(window.seconds),
-            off_text(seconds_off(window)),
+            error_text(seconds_error(window)),
             bytes_text(window.predicted_peak_bytes),
             bytes_text(window.peak_bytes),
-            off_text(peak_off(window)),
+            error_text(peak_error(window)),
             _remark(window),
         )
         for number, window in enumerate(windows, start=1)
@@ -73,7 +73,7 @@ def rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
 def headline(windows: Sequence[WindowLine]) -> str | None:
     """Return one line about the errors; None if too few windows were predicted, or they were predicted badly,
     which also happens on a busy machine."""
-    found = tally(windows, unsettled=False)
+    found = prediction_errors(windows, compiled=False)
     if found.windows < MIN_WINDOWS or found.seconds is None or found.seconds > MAX_ERROR:
         return None
     memory = "" if found.peak is None else f", peak memory by {found.peak:.1%}"
@@ -81,9 +81,9 @@ def headline(windows: Sequence[WindowLine]) -> str | None:
     return f"Predicted times were off by {found.seconds:.1%}{memory} on average, over {counted}."
 
 
-def sentences(windows: Sequence[WindowLine]) -> list[str]:
+def error_sentences(windows: Sequence[WindowLine]) -> list[str]:
     """Return sentences for the table: the errors of predictions, and the source of the first one."""
-    changed, unsettled = tally(windows, unsettled=False), tally(windows, unsettled=True)
+    changed, unsettled = prediction_errors(windows, compiled=False), prediction_errors(windows, compiled=True)
     told = []
     if changed.seconds is not None:
         memory = "" if changed.peak is None else f" and peak memory by {changed.peak:.1%}"
@@ -97,29 +97,29 @@ def sentences(windows: Sequence[WindowLine]) -> list[str]:
             f"Counted apart: {plural(unsettled.windows, 'window')} with a first pass of its kind, or "
             f"with one that was compiled or captured, {unsettled.seconds:.1%}."
         )
-    if windows and (off := seconds_off(first := windows[0])) is not None:
+    if windows and (off := seconds_error(first := windows[0])) is not None:
         told.append(
             f"The first window, {first.source}: {_seconds_text(first.predicted_seconds)} predicted, "
-            f"{_seconds_text(first.seconds)} measured ({off_text(off)})."
+            f"{_seconds_text(first.seconds)} measured ({error_text(off)})."
         )
     return told
 
 
-def off_text(share: float | None) -> str:
-    return NOTHING if share is None else f"{share:+.1%}".replace("-", "−")
+def error_text(share: float | None) -> str:
+    return NO_VALUE if share is None else f"{share:+.1%}".replace("-", "−")
 
 
 def _seconds_text(seconds: float | None) -> str:
-    return NOTHING if seconds is None else f"{seconds:.3g} s"
+    return NO_VALUE if seconds is None else f"{seconds:.3g} s"
 
 
-def _off(predicted: float | None, measured: float | None) -> float | None:
+def _relative_error(predicted: float | None, measured: float | None) -> float | None:
     return None if predicted is None or not measured else predicted / measured - 1.0
 
 
 def _remark(window: WindowLine) -> str:
-    if window.unsettled:
-        return f"first, compiled or captured: {plural(window.unsettled, 'time')}"
+    if window.compiled_passes:
+        return f"first, compiled or captured: {plural(window.compiled_passes, 'time')}"
     return "" if window.changed else "as the one before"
 
 
@@ -129,16 +129,20 @@ COLOURS = (
     "#d9528f", "#3b7ddd", "#1e9e6a", "#8a8f1a", "#5b6f9d", "#c3c9d3",
 )  # fmt: skip
 """Colours of the phases, in their order."""
-LEAST = 0.05
+MIN_SECONDS = 0.05
 """Seconds below which a phase is not shown."""
 
 
-def label(phase: Phase) -> str:
+def phase_label(phase: Phase) -> str:
     return LABELS.get(phase, str(phase))
 
 
 def wall_sentence(wall: WallTime) -> str:
-    parts = [f"{label(phase)} {wall.phases[phase]:.1f}" for phase in Phase if wall.phases[phase] >= LEAST]
+    parts = [
+        f"{phase_label(phase)} {wall.phases[phase]:.1f}"
+        for phase in Phase
+        if wall.phases[phase] >= MIN_SECONDS
+    ]
     return f"Wall time {wall.seconds:.1f} s" + (f": {', '.join(parts)}" if parts else "")
 
 
@@ -154,10 +158,10 @@ class WallBar:
 def wall_bar(wall: WallTime) -> WallBar:
     """Return the phases in order. The page is drawn before the run ends, so the last phase may be missing."""
     drawn_early = "" if wall.phases[Phase.REPORT] else ", until this page was drawn"
-    told = [phase for phase in Phase if wall.phases[phase] >= LEAST]
+    told = [phase for phase in Phase if wall.phases[phase] >= MIN_SECONDS]
     whole = max(wall.seconds, sum(wall.phases[phase] for phase in told), 1e-9)
     parts = tuple(
-        (label(phase), f"{wall.phases[phase]:.1f} s", 100 * wall.phases[phase] / whole, COLOURS[at])
+        (phase_label(phase), f"{wall.phases[phase]:.1f} s", 100 * wall.phases[phase] / whole, COLOURS[at])
         for at, phase in enumerate(Phase)
         if phase in told
     )

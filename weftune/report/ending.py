@@ -25,12 +25,12 @@ from weftune.jobs.sweeps.record import (
     trained_share,
     winners,
 )
-from weftune.report.compare import base_validation, best_jobs, by_result, first_loss, kept_validation
+from weftune.report.compare import base_validation, best_jobs, first_loss, kept_validation, sort_by_result
 from weftune.report.effort import headline
 from weftune.report.read import JobRecord, Run
 from weftune.report.snippets import remedies
 from weftune.report.terminal import STATE_STYLES
-from weftune.report.words import NOTHING, change_text, loss_text, plural, printable, trial_state_text
+from weftune.report.words import NO_VALUE, change_text, loss_text, plural, printable_line, trial_state_text
 
 Losses = tuple[float | None, float | None]
 """First and last value of a loss."""
@@ -40,11 +40,11 @@ def final_table(run: Run, width: int = 80) -> Group:
     """Return all jobs, best result first, with the reasons of failures and how to resume; of a sweep's trials
     only the best. Paths that do not fit into `width` columns are on separate lines."""
     trials = run.trials
-    jobs = tuple(job for job in by_result(run.jobs) if job.name not in trials)
+    jobs = tuple(job for job in sort_by_result(run.jobs) if job.name not in trials)
     sweeps = [part for record in run.sweeps for part in sweep_ending(run, record, width)]
     parts = _jobs(run, jobs, width) if jobs or not sweeps else []
     sentence = headline(run.windows)
-    predictions = [Text(printable(sentence), style="dim")] if sentence else []
+    predictions = [Text(printable_line(sentence), style="dim")] if sentence else []
     return Group(*parts, *sweeps, *predictions)
 
 
@@ -60,24 +60,24 @@ def _jobs(run: Run, jobs: tuple[JobRecord, ...], width: int) -> list[RenderableT
     whole = _table(run, jobs, with_paths=True)
     if Console(width=10_000).measure(whole).maximum <= width:
         return [whole, *below]
-    paths = [Text(_shown_path(run.output / printable(job.name))) for job in jobs if job.spec]
+    paths = [Text(_short_path(run.output / printable_line(job.name))) for job in jobs if job.spec]
     return [_table(run, jobs, with_paths=False), *paths, *below]
 
 
 def _reasons(run: Run, jobs: tuple[JobRecord, ...]) -> list[Text]:
     """Return warnings about results, the reasons of unfinished jobs, and the command to retry failed jobs."""
-    lines = [_long(f"{job.name}: {job.warning}", style="red") for job in jobs if job.warning]
+    lines = [_unwrapped_text(f"{job.name}: {job.warning}", style="red") for job in jobs if job.warning]
     for job in jobs:
         if job.reason:
-            lines.append(_long(f"{job.name}: {job.reason}"))
+            lines.append(_unwrapped_text(f"{job.name}: {job.reason}"))
         if job.state == "failed":
-            lines.append(_long(f"  {remedies(job, run.command)[0].command}", style="dim"))
+            lines.append(_unwrapped_text(f"  {remedies(job, run.command)[0].command}", style="dim"))
     return lines
 
 
-def _long(text: str, style: str = "") -> Text:
+def _unwrapped_text(text: str, style: str = "") -> Text:
     """Return a line that only the terminal wraps: a command with line breaks could not be pasted."""
-    return Text(printable(text), style=style, no_wrap=True, overflow="ignore")
+    return Text(printable_line(text), style=style, no_wrap=True, overflow="ignore")
 
 
 def _table(run: Run, jobs: tuple[JobRecord, ...], with_paths: bool) -> Table:
@@ -92,14 +92,14 @@ def _table(run: Run, jobs: tuple[JobRecord, ...], with_paths: bool) -> Table:
     for job in jobs:
         losses, validation = _losses(job), (base_validation(job), kept_validation(job))
         table.add_row(
-            Text(printable(job.name), style="bold" if job.name in best else ""),
+            Text(printable_line(job.name), style="bold" if job.name in best else ""),
             Text(job.state, style=STATE_STYLES.get(job.state, "")),
             f"{job.step}/{job.steps}",
             _losses_text(*losses),
             _losses_text(*validation),
             _change(losses, validation),
             *(
-                [Text(_shown_path(run.output / printable(job.name)) if job.spec else NOTHING)]
+                [Text(_short_path(run.output / printable_line(job.name)) if job.spec else NO_VALUE)]
                 if with_paths
                 else []
             ),
@@ -127,7 +127,7 @@ def _change(losses: Losses, validation: Losses) -> Text:
     return Text(change_text(first, last), style="red" if is_worse else "")
 
 
-def _shown_path(folder: Path) -> str:
+def _short_path(folder: Path) -> str:
     """Return the path of a folder, relative to the current directory if it is inside."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
@@ -141,13 +141,15 @@ def sweep_ending(run: Run, record: SweepRecord, width: int) -> list[RenderableTy
     """Return a table of the best trials, with the winners' folders if `width` columns are enough."""
     best = winners(record) or leaders(record, _LEADERS)
     doubt = base_sentence(record)
-    below = [Text(printable(doubt), style="red")] if doubt else []
-    below += [*_failures(record), *_unfinished(run, record)]
-    heading = Text(printable(_heading(record)), style="bold")
+    below = [Text(printable_line(doubt), style="red")] if doubt else []
+    below += [*_failures(record), *_resume_lines(run, record)]
+    heading = Text(printable_line(_heading(record)), style="bold")
     if not best:
         return [heading, *below]
     folders = [best_folder(run.output / record.name, trial.name) for trial in best if record.best]
-    paths = [_shown_path(run.output / printable(str(folder.relative_to(run.output)))) for folder in folders]
+    paths = [
+        _short_path(run.output / printable_line(str(folder.relative_to(run.output)))) for folder in folders
+    ]
     whole = _trial_table(record, best, paths)
     if Console(width=10_000).measure(whole).maximum <= width:
         return [heading, whole, *below]
@@ -167,7 +169,7 @@ def _trial_table(record: SweepRecord, trials: Sequence[TrialRecord], paths: Sequ
     table.add_column("", justify="right")
     table.add_column("trial", overflow="ellipsis", no_wrap=True)
     for key in short_keys(keys).values():
-        table.add_column(printable(key), justify="right", no_wrap=True)
+        table.add_column(printable_line(key), justify="right", no_wrap=True)
     table.add_column(METRIC_NAMES[record.metric], justify="right", no_wrap=True)
     if paths:
         table.add_column("path", no_wrap=True)
@@ -175,8 +177,8 @@ def _trial_table(record: SweepRecord, trials: Sequence[TrialRecord], paths: Sequ
         values = flat_values(trial)
         table.add_row(
             f"{number + 1}.",
-            Text(printable(trial.name), style="" if number else "bold"),
-            *(Text(printable(setting_text(values[key])) if key in values else NOTHING) for key in keys),
+            Text(printable_line(trial.name), style="" if number else "bold"),
+            *(Text(printable_line(setting_text(values[key])) if key in values else NO_VALUE) for key in keys),
             loss_text(trial.score),
             *([Text(paths[number])] if paths else []),
         )
@@ -185,15 +187,15 @@ def _trial_table(record: SweepRecord, trials: Sequence[TrialRecord], paths: Sequ
 
 def _failures(record: SweepRecord) -> list[Text]:
     failed = [trial for trial in record.trials if trial.state == "failed"]
-    lines = [Text(printable(f"{trial.name} failed: {trial.reason}")) for trial in failed[:_FAILURES]]
+    lines = [Text(printable_line(f"{trial.name} failed: {trial.reason}")) for trial in failed[:_FAILURES]]
     more = len(failed) - _FAILURES
     if more > 0:
         lines.append(Text(f"{plural(more, 'trial')} more failed; the report has the reasons"))
     return lines
 
 
-def _unfinished(run: Run, record: SweepRecord) -> list[Text]:
+def _resume_lines(run: Run, record: SweepRecord) -> list[Text]:
     if record.best or all(trial.state in ("finished", "left", "failed") for trial in record.trials):
         return []
     sentence = f"Resume the sweep with {resume_line(run.command)}"
-    return [Text(printable(sentence), style="dim", no_wrap=True, overflow="ignore")]
+    return [Text(printable_line(sentence), style="dim", no_wrap=True, overflow="ignore")]

@@ -66,7 +66,7 @@ class Bar:
 
 def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
     """Return the timeline as one self-contained HTML page."""
-    drawn = timeline_data(_bars(timeline, program), rows(timeline), timeline.makespan, program)
+    drawn = timeline_data(_bars(timeline, program), lane_names(timeline), timeline.makespan, program)
     passes = sum(isinstance(one.action, Forward | Backward | Evaluate) for one in timeline.events)
     microbatches = plural(len(program.microbatches), "microbatch").replace("batchs", "batches")
     tiles = [
@@ -95,7 +95,7 @@ def _device_rows(timeline: Timeline, kinds: Sequence[str]) -> list[tuple[str, ..
     """Return, for each device, the share of time in which it computes, and that of each kind of action."""
     seconds: dict[tuple[int, str], float] = {}
     for one in timeline.events:
-        key = one.device, kind_of(one.action)
+        key = one.device, action_kind(one.action)
         seconds[key] = seconds.get(key, 0.0) + one.stop - one.start
     whole = max(timeline.makespan, 1e-12)
     return [
@@ -122,14 +122,14 @@ def timeline_data(
     ordered = sorted((bar for bar in bars if bar.stop > bar.start), key=lambda bar: bar.start)
     count = len(ordered)
     while True:
-        data = _data(ordered[:count], lanes, seconds, program)
+        data = _chart_data(ordered[:count], lanes, seconds, program)
         size = len(json.dumps(data, separators=(",", ":")))
         if size <= MAX_BYTES or count <= 100:
             return data | {"drawn": count, "all": len(ordered)}
         count = min(count - 1, int(0.9 * count * MAX_BYTES / size))
 
 
-def _data(
+def _chart_data(
     bars: Sequence[Bar], lanes: Sequence[str], seconds: float, program: Program | None
 ) -> dict[str, Any]:
     unit = max(seconds, 1e-12) / TICKS_PER_WINDOW
@@ -175,8 +175,8 @@ def _segments(program: Program, number: int, jobs: Mapping[str, int]) -> list[in
 def _bars(timeline: Timeline, program: Program) -> list[Bar]:
     return [
         Bar(
-            row(one.device, one.lane),
-            kind_of(one.action),
+            lane_name(one.device, one.lane),
+            action_kind(one.action),
             one.start,
             one.stop,
             # Without the segments, which the script adds from the microbatch.
@@ -192,7 +192,7 @@ def _bars(timeline: Timeline, program: Program) -> list[Bar]:
 # -- names and colours ----------------------------------------------------------------------------------
 
 
-def headline(timeline: Timeline, title: str) -> str:
+def timeline_title(timeline: Timeline, title: str) -> str:
     """Return the title with the total seconds and, for several devices, the share of idle time."""
     text = f"{title}: {timeline.makespan:.3g} s"
     if timeline.devices == 1:
@@ -212,30 +212,33 @@ def _hue(number: int) -> str:
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
-def rows(timeline: Timeline) -> list[str]:
+def lane_names(timeline: Timeline) -> list[str]:
     """Return every lane that has an event, device by device."""
     used = {(one.device, one.lane) for one in timeline.events}
     return [
-        row(device, lane) for device in range(timeline.devices) for lane in Lane if (device, lane) in used
+        lane_name(device, lane)
+        for device in range(timeline.devices)
+        for lane in Lane
+        if (device, lane) in used
     ]
 
 
-def row(device: int, lane: Lane) -> str:
+def lane_name(device: int, lane: Lane) -> str:
     return f"device {device} {lane}"
 
 
-def kind_of(action: Action) -> str:
+def action_kind(action: Action) -> str:
     """Return the kind of an action, a key of `COLOURS`."""
     return _KIND_NAMES.get(type(action), "other")
 
 
-def about(action: Action, program: Program) -> str:
+def action_text(action: Action, program: Program) -> str:
     """Return the text shown when the pointer is on an action; names of jobs in it are user input."""
     if not isinstance(action, Forward | Backward | Evaluate | Send | Recv):
         return str(action)
     microbatch = program.microbatches[action.microbatch]
     held = ", ".join(f"{one.job} step {one.step}: {one.tokens}" for one in microbatch.segments)
-    return f"{kind_of(action)} of microbatch {action.microbatch}, stage {action.stage} (tokens: {held})"
+    return f"{action_kind(action)} of microbatch {action.microbatch}, stage {action.stage} (tokens: {held})"
 
 
 TIMELINES = "timelines.json"
@@ -245,7 +248,7 @@ BUBBLE_COLUMNS = ("worker", "bubbles predicted", "measured", "in the steady part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class DrawnTimeline:
     """The part of a timeline that the page shows."""
 
     seconds: float
@@ -258,24 +261,30 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timelines:
-    foreseen: Drawn
-    measured: Drawn
+    foreseen: DrawnTimeline
+    measured: DrawnTimeline
 
 
-def drawn(timeline: Timeline, program: Program) -> Drawn:
+def drawn_timeline(timeline: Timeline, program: Program) -> DrawnTimeline:
     """Return the workers' computation as bars; transfers, which run in parallel, are in the trace only."""
     computed = sorted(
         (one for one in timeline.events if one.lane is Lane.compute and one.stop > one.start),
         key=lambda one: one.start,
     )
     bars = [
-        Bar(worker_row(one.device), kind_of(one.action), one.start, one.stop, about(one.action, program))
+        Bar(
+            worker_row(one.device),
+            action_kind(one.action),
+            one.start,
+            one.stop,
+            action_text(one.action, program),
+        )
         for one in computed[:MAX_BARS]
     ]
-    return Drawn(
+    return DrawnTimeline(
         seconds=timeline.makespan,
         bubbles=timeline.bubbles(),
-        steady=timeline.bubbles(timeline.steady()),
+        steady=timeline.bubbles(timeline.steady_span()),
         bars=tuple(bars),
     )
 
@@ -295,26 +304,34 @@ def read_timelines(output: Path) -> Timelines | None:
     """Read the timelines. Return None if there are none or they cannot be read: the page is valid without."""
     try:
         found = json.loads((output / TIMELINES).read_text(encoding="utf-8"))
-        return Timelines(foreseen=_read(found["foreseen"]), measured=_read(found["measured"]))
+        return Timelines(
+            foreseen=_read_timeline(found["foreseen"]), measured=_read_timeline(found["measured"])
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _read(record: Mapping[str, Any]) -> Drawn:
+def _read_timeline(record: Mapping[str, Any]) -> DrawnTimeline:
     if unknown := {one["kind"] for one in record["bars"]} - COLOURS.keys():
         raise ValueError(f"no action is a {unknown.pop()}")
-    return Drawn(
-        seconds=_finite(record["seconds"]),
-        bubbles=tuple(map(_finite, record["bubbles"])),
-        steady=tuple(map(_finite, record["steady"])),
+    return DrawnTimeline(
+        seconds=_finite_number(record["seconds"]),
+        bubbles=tuple(map(_finite_number, record["bubbles"])),
+        steady=tuple(map(_finite_number, record["steady"])),
         bars=tuple(
-            Bar(str(one["row"]), one["kind"], _finite(one["start"]), _finite(one["stop"]), str(one["text"]))
+            Bar(
+                str(one["row"]),
+                one["kind"],
+                _finite_number(one["start"]),
+                _finite_number(one["stop"]),
+                str(one["text"]),
+            )
             for one in record["bars"]
         ),
     )
 
 
-def _finite(value: Any) -> float:
+def _finite_number(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{value} is no number of seconds")
@@ -345,11 +362,13 @@ def timeline_charts(timelines: Timelines) -> tuple[TimelineChart, ...]:
     )
 
 
-def _chart(name: str, title: str, shown: Drawn, longest: float, workers: int) -> TimelineChart:
-    data = timeline_data(shown.bars[:MAX_BARS], [worker_row(worker) for worker in range(workers)], longest)
-    is_cut = len(shown.bars) >= MAX_BARS or data["drawn"] < data["all"]
+def _chart(name: str, title: str, timeline: DrawnTimeline, max_seconds: float, workers: int) -> TimelineChart:
+    data = timeline_data(
+        timeline.bars[:MAX_BARS], [worker_row(worker) for worker in range(workers)], max_seconds
+    )
+    is_cut = len(timeline.bars) >= MAX_BARS or data["drawn"] < data["all"]
     cut = f" Drawn are its first {data['drawn']:,} actions." if is_cut else ""
-    words = f"The last window in which jobs trained: {shown.seconds:.3g} s.{cut}"
+    words = f"The last window in which jobs trained: {timeline.seconds:.3g} s.{cut}"
     return TimelineChart(name=name, title=title, words=words, data=data)
 
 

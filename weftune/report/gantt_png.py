@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weftune.errors import UserError
 from weftune.plan.program.program import Backward, Evaluate, Forward, Program
 from weftune.plan.program.simulate import Event, Timeline
-from weftune.report.gantt import COLOURS, headline, job_colours, kind_of, row, rows
+from weftune.report.gantt import COLOURS, action_kind, job_colours, lane_name, lane_names, timeline_title
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
@@ -38,22 +38,22 @@ def gantt_png(timeline: Timeline, program: Program, title: str) -> bytes:
     """Draw the lanes that have events. The lower part of each pass shows the jobs in it."""
     from PIL import Image, ImageDraw
 
-    lanes = rows(timeline)
+    lanes = lane_names(timeline)
     colours = job_colours(program)
-    jobs = _legend(colours)
+    jobs = _lay_out_legend(colours)
     height = TOP + len(lanes) * ROW + BOTTOM + LINE * (1 + max((line for _, line, _ in jobs), default=0))
     image = Image.new("RGB", (WIDTH, height), PAPER)
     pen = ImageDraw.Draw(image)
-    _title(pen, timeline, title)
-    _axis(pen, timeline.makespan, TOP + len(lanes) * ROW + BOTTOM)
+    _draw_title(pen, timeline, title)
+    _draw_axis(pen, timeline.makespan, TOP + len(lanes) * ROW + BOTTOM)
     tops = {lane: TOP + number * ROW for number, lane in enumerate(lanes)}
     for lane, top in tops.items():
         pen.text((LEFT - 12, top + ROW // 2), lane, fill=INK, font=_font(14), anchor="rm")
     for event in timeline.events:
         if event.stop > event.start:
-            _bar(pen, event, timeline.makespan, tops[row(event.device, event.lane)])
+            _draw_bar(pen, event, timeline.makespan, tops[lane_name(event.device, event.lane)])
     for lane, job, start, stop in job_strips(timeline, program):
-        left, right = _across(start, timeline.makespan), _across(stop, timeline.makespan)
+        left, right = _x_position(start, timeline.makespan), _x_position(stop, timeline.makespan)
         foot = tops[lane] + ROW - GAP // 2
         pen.rectangle((left, foot - FOOT, max(right, left + 1), foot), fill=colours[job])
     for job, line, across in jobs:
@@ -74,14 +74,14 @@ def job_strips(timeline: Timeline, program: Program) -> Iterator[tuple[str, str,
         whole, start = sum(one.tokens for one in segments), event.start
         for one in segments:
             stop = start + (event.stop - event.start) * one.tokens / whole
-            yield row(event.device, event.lane), one.job, start, stop
+            yield lane_name(event.device, event.lane), one.job, start, stop
             start = stop
 
 
-def _title(pen: ImageDraw, timeline: Timeline, title: str) -> None:
-    pen.text((LEFT, 18), headline(timeline, title), fill=INK, font=_font(20))
+def _draw_title(pen: ImageDraw, timeline: Timeline, title: str) -> None:
+    pen.text((LEFT, 18), timeline_title(timeline, title), fill=INK, font=_font(20))
     across = LEFT
-    kinds = {kind_of(event.action) for event in timeline.events if event.stop > event.start}
+    kinds = {action_kind(event.action) for event in timeline.events if event.stop > event.start}
     for kind, colour in COLOURS.items():
         if kind in kinds:
             pen.rectangle((across, 55, across + 14, 69), fill=colour)
@@ -89,7 +89,7 @@ def _title(pen: ImageDraw, timeline: Timeline, title: str) -> None:
             across += 40 + int(pen.textlength(kind, font=_font(14)))
 
 
-def _legend(jobs: Iterable[str]) -> list[tuple[str, int, int]]:
+def _lay_out_legend(jobs: Iterable[str]) -> list[tuple[str, int, int]]:
     """Lay out the jobs' names below the picture: job, line, and distance from the left in pixels."""
     entries, line, across = [], 0, LEFT
     for job in jobs:
@@ -101,10 +101,10 @@ def _legend(jobs: Iterable[str]) -> list[tuple[str, int, int]]:
     return entries
 
 
-def _axis(pen: ImageDraw, makespan: float, height: int) -> None:
+def _draw_axis(pen: ImageDraw, makespan: float, height: int) -> None:
     bottom = height - BOTTOM + 6
     for tick in ticks(makespan):
-        across = _across(tick, makespan)
+        across = _x_position(tick, makespan)
         pen.line((across, TOP - 6, across, bottom), fill=PALE)
         pen.text((across, bottom + 6), f"{tick:g}", fill=INK, font=_font(14), anchor="mt")
     pen.text((WIDTH - RIGHT, height - 8), "seconds", fill=INK, font=_font(14), anchor="rb")
@@ -121,19 +121,19 @@ def ticks(makespan: float) -> Iterator[float]:
         yield float(f"{number * step:.6g}")
 
 
-def _bar(pen: ImageDraw, event: Event, makespan: float, top: int) -> None:
-    left, right = _across(event.start, makespan), _across(event.stop, makespan)
+def _draw_bar(pen: ImageDraw, event: Event, makespan: float, top: int) -> None:
+    left, right = _x_position(event.start, makespan), _x_position(event.stop, makespan)
     # A bar of no width would vanish, and a rim would hide a narrow one.
     rim = PAPER if right - left >= 4 else None
     box = (left, top + GAP // 2, max(right, left + 1), top + ROW - GAP // 2)
-    pen.rectangle(box, fill=COLOURS[kind_of(event.action)], outline=rim)
+    pen.rectangle(box, fill=COLOURS[action_kind(event.action)], outline=rim)
     label = str(getattr(event.action, "microbatch", ""))
     if label and pen.textlength(label, font=_font(12)) + 4 < right - left:
         middle = (left + right) / 2, top + (ROW - FOOT) / 2
         pen.text(middle, label, fill=PAPER, font=_font(12), anchor="mm")
 
 
-def _across(seconds: float, makespan: float) -> float:
+def _x_position(seconds: float, makespan: float) -> float:
     return LEFT + (WIDTH - LEFT - RIGHT) * seconds / max(makespan, 1e-12)
 
 

@@ -54,11 +54,11 @@ class Loggers:
         }
         job = str(line["job"])
         for name in tuple(self._openers):
-            self._guarded(name, partial(self._log_one, name, job, line["step"], line["time"], values))
+            self._try_logger(name, partial(self._log_one, name, job, line["step"], line["time"], values))
 
     def close(self) -> None:
         for (name, _), logger in self._open.items():
-            self._guarded(name, logger.close)
+            self._try_logger(name, logger.close)
         self._open.clear()
 
     def _log_one(self, name: str, job: str, step: int, time: float, values: Mapping[str, float]) -> None:
@@ -66,7 +66,7 @@ class Loggers:
             self._open[name, job] = self._openers[name](job, self._jobs.get(job, {}))
         self._open[name, job].log(step, time, values)
 
-    def _guarded(self, name: str, action: Callable[[], None]) -> None:
+    def _try_logger(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:
@@ -84,7 +84,7 @@ def open_loggers(names: Sequence[str], output: Path, jobs: Mapping[str, Spec]) -
     if "wandb" in names:
         openers["wandb"] = lambda job, spec: WandbLogger(output.resolve(), job, spec)
     if "mlflow" in names:
-        openers["mlflow"] = _mlflow(output)
+        openers["mlflow"] = _mlflow_client(output)
     return Loggers(openers, jobs)
 
 
@@ -159,7 +159,7 @@ class WandbLogger:
         self._run.finish()
 
 
-def _mlflow(output: Path) -> Callable[[str, Spec], JobLogger]:
+def _mlflow_client(output: Path) -> Callable[[str, Spec], JobLogger]:
     from mlflow import MlflowClient
 
     folder = output.resolve()

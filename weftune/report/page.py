@@ -12,21 +12,21 @@ from typing import Any
 
 from weftune.base.spec import DEMO
 from weftune.errors import OutputError
-from weftune.jobs.sweeps.record import ranked
-from weftune.report.charts import DROPPED_COLOUR, MAX_CURVES, draw_charts, pen
+from weftune.jobs.sweeps.record import rank_trials
+from weftune.report.charts import DROPPED_COLOUR, MAX_CURVES, draw_charts, job_pen
 from weftune.report.compare import (
     base_accuracy,
     base_validation,
     best_jobs,
-    by_result,
     differing_keys,
     flat_spec,
     kept_evaluation,
     kept_validation,
+    sort_by_result,
     value_text,
     verdicts,
 )
-from weftune.report.effort import COLUMNS, headline, rows, sentences, wall_bar
+from weftune.report.effort import COLUMNS, error_sentences, headline, wall_bar, window_rows
 from weftune.report.gantt import BUBBLE_COLUMNS, Timelines, bubble_rows, read_timelines, timeline_charts
 from weftune.report.read import JobRecord, Run, read_run
 from weftune.report.snippets import Remedy, base_spec, generate_command, load_snippet, remedies
@@ -34,7 +34,7 @@ from weftune.report.svg import Pen
 from weftune.report.sweep_page import sweep_view
 from weftune.report.template import Tile, render
 from weftune.report.words import (
-    NOTHING,
+    NO_VALUE,
     accuracy_text,
     bytes_text,
     change_text,
@@ -112,7 +112,7 @@ class JobView:
 
     @property
     def pen(self) -> Pen:
-        return pen(self.index)
+        return job_pen(self.index)
 
     @property
     def progress(self) -> str:
@@ -160,7 +160,7 @@ def write_report(output: Path, run: Run | None = None) -> Path:
 
 
 def render_page(run: Run, timelines: Timelines | None = None) -> str:
-    jobs = _in_order(run)
+    jobs = _sorted_jobs(run)
     views = _job_views(run, jobs)
     table = [view for view in views if not view.trial]
     charts = draw_charts(jobs, run.windows, run.dropped)
@@ -174,7 +174,7 @@ def render_page(run: Run, timelines: Timelines | None = None) -> str:
         "numbers": [one for one in _NUMBERS if any(getattr(view, one[0]).text for view in table)],
         "jobs": views,
         "table": table[:_MAX_ROWS],
-        "table_words": _table_words(table),
+        "table_words": _table_note(table),
         "sweeps": [sweep_view(run, record, {view.job.name: view for view in views}) for record in run.sweeps],
         "dropped_colour": DROPPED_COLOUR,
         "notes": run.notes,
@@ -183,9 +183,9 @@ def render_page(run: Run, timelines: Timelines | None = None) -> str:
         "bubble_columns": BUBBLE_COLUMNS,
         "bubble_rows": bubble_rows(timelines) if timelines else [],
         "effort_charts": [chart for chart in charts if chart.name not in _CURVES],
-        "effort_words": _effort_words(run),
+        "effort_words": _effort_sentences(run),
         "window_columns": COLUMNS,
-        "window_rows": rows(run.windows[:_MAX_WINDOWS]),
+        "window_rows": window_rows(run.windows[:_MAX_WINDOWS]),
         "walls": [wall_bar(one) for one in run.wall_times[-_MAX_RUNS:]],
         "unfinished": [view for view in views if view.detailed and not view.snippet],
         "usable": [view for view in views if view.detailed and view.snippet],
@@ -194,13 +194,13 @@ def render_page(run: Run, timelines: Timelines | None = None) -> str:
     return render("page.html.jinja", {chart.name: chart.data for chart in pipeline}, values)
 
 
-def _in_order(run: Run) -> tuple[JobRecord, ...]:
+def _sorted_jobs(run: Run) -> tuple[JobRecord, ...]:
     """Return the jobs by result, then the trials of sweeps by result, then the dropped trials."""
     ranks = {
         trial.name: (1 + (trial.state == "left"), number)
-        for number, trial in enumerate(trial for sweep in run.sweeps for trial in ranked(sweep))
+        for number, trial in enumerate(trial for sweep in run.sweeps for trial in rank_trials(sweep))
     }
-    return tuple(sorted(by_result(run.jobs), key=lambda job: ranks.get(job.name, (0, 0))))
+    return tuple(sorted(sort_by_result(run.jobs), key=lambda job: ranks.get(job.name, (0, 0))))
 
 
 def _sections(values: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -235,8 +235,8 @@ def _facts(run: Run) -> list[str]:
     return [fact for fact in facts if fact]
 
 
-def _effort_words(run: Run) -> list[str]:
-    words = sentences(run.windows)
+def _effort_sentences(run: Run) -> list[str]:
+    words = error_sentences(run.windows)
     if run.seconds is not None and run.solo_seconds is not None:
         words.append(
             f"One after another the jobs would have taken {minutes_text(run.solo_seconds)} minutes, by the "
@@ -277,7 +277,7 @@ def _tiles(run: Run) -> list[Tile]:
             detail = f"predicted, against {minutes_text(run.solo_seconds)} one after another"
             tiles.append(Tile("minutes saved", minutes_text(saved), detail))
     tiles.append(Tile("peak memory", bytes_text(run.peak_bytes), run.device))
-    return [tile for tile in tiles if tile.value != NOTHING]
+    return [tile for tile in tiles if tile.value != NO_VALUE]
 
 
 # -- jobs -----------------------------------------------------------------------------------------------
@@ -359,15 +359,15 @@ def _setting_columns(jobs: Sequence[JobRecord]) -> list[list[Value]]:
 def _column(key: str, values: Sequence[Any]) -> list[Value]:
     wholes = ["" if value is None or value in ("", [], {}) else value_text(value) for value in values]
     names = short_paths(sorted({whole for whole in wholes if PurePath(whole).is_absolute()}))
-    return [Value(key=key, text=_shortened(names.get(whole, whole)), whole=whole) for whole in wholes]
+    return [Value(key=key, text=_shorten(names.get(whole, whole)), whole=whole) for whole in wholes]
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     half = _MAX_VALUE_LETTERS // 2
     return text if len(text) <= _MAX_VALUE_LETTERS else f"{text[: half - 1]}…{text[-half:]}"
 
 
-def _table_words(table: Sequence[JobView]) -> str:
+def _table_note(table: Sequence[JobView]) -> str:
     words, count = [], len(table)
     if count > 1 and table[0].values:
         words.append("Only the settings in which the jobs differ are shown.")

@@ -12,7 +12,7 @@ from typing import Any, cast
 from weftune.core.clock import Phase, WallTime
 from weftune.core.files import FORMAT, refuse_unknown_format, replace_json
 from weftune.errors import OutputError
-from weftune.jobs.store.shares import combined, read_shares, share_folders
+from weftune.jobs.store.shares import combine_statuses, read_shares, share_folders
 from weftune.jobs.store.status import (
     BASE_LOSS,
     METRICS,
@@ -59,7 +59,7 @@ class WindowLine:
     jobs: int = 0
     changed: bool = True
     """Whether the window's jobs or lengths of samples differ from those of the window before."""
-    unsettled: int = 0
+    compiled_passes: int = 0
     """Number of passes in which kernels were compiled or a graph captured."""
     source: str = ""
     """Phrase that says where the predicted time comes from."""
@@ -130,26 +130,26 @@ def read_run(output: Path) -> Run:
     losses, evaluations = _read_curves(_metrics(output, shares, notes))
     folders = (output, *share_folders(output))
     windows = tuple(_window(line) for folder in folders for line in _read_lines(folder / WINDOWS, notes))
-    record = _with_shares(output, _read_status(status, notes), shares)
-    states = {str(name): _mapping(state) for name, state in _mapping(record.get("jobs")).items()}
+    record = _merge_shares(output, _read_status(status, notes), shares)
+    states = {str(name): _as_mapping(state) for name, state in _as_mapping(record.get("jobs")).items()}
     jobs = tuple(
         _job(output, name, states.get(name, {}), losses.get(name, ()), evaluations.get(name, ()), notes)
         for name in dict.fromkeys((*states, *losses))
     )
-    seconds = _number(record.get("seconds"))
+    seconds = _as_number(record.get("seconds"))
     sweeps = _read_sweeps(output, notes)
     return Run(
         output=output,
-        base=_text(record.get("base"))
-        or next((_text(job.base.get("model")) for job in jobs if job.base), ""),
-        device=_text(record.get("device")),
-        dtype=_text(record.get("dtype")),
-        started=_number(record.get("started")),
+        base=_as_text(record.get("base"))
+        or next((_as_text(job.base.get("model")) for job in jobs if job.base), ""),
+        device=_as_text(record.get("device")),
+        dtype=_as_text(record.get("dtype")),
+        started=_as_number(record.get("started")),
         seconds=seconds if seconds else (sum(window.seconds for window in windows) or None),
-        solo_seconds=_number(record.get("solo_seconds")),
-        peak_bytes=_number(record.get("peak_bytes"))
+        solo_seconds=_as_number(record.get("solo_seconds")),
+        peak_bytes=_as_number(record.get("peak_bytes"))
         or max((window.peak_bytes for window in windows if window.peak_bytes), default=None),
-        notes=tuple(dict.fromkeys((*_texts(record.get("notes")), *notes))),
+        notes=tuple(dict.fromkeys((*_as_texts(record.get("notes")), *notes))),
         jobs=jobs,
         windows=windows,
         wall_times=tuple(read_wall_times(output)),
@@ -191,14 +191,14 @@ def _metrics(output: Path, shares: Sequence[RunStatus], notes: list[str]) -> lis
     ]
 
 
-def _with_shares(output: Path, record: Mapping[str, Any], shares: Sequence[RunStatus]) -> Mapping[str, Any]:
+def _merge_shares(output: Path, record: Mapping[str, Any], shares: Sequence[RunStatus]) -> Mapping[str, Any]:
     if not shares:
         return record
     try:
         whole = from_json(record, output / STATUS)
     except ValueError:
         whole = RunStatus()
-    return to_json(combined(output, whole, shares))
+    return to_json(combine_statuses(output, whole, shares))
 
 
 def _read_curves(lines: list[Mapping[str, Any]]) -> tuple[dict[str, Curve], dict[str, Curve]]:
@@ -209,7 +209,7 @@ def _read_curves(lines: list[Mapping[str, Any]]) -> tuple[dict[str, Curve], dict
     for line in lines:
         if "job" not in line or "step" not in line:
             continue
-        job, step = str(line["job"]), _count(line["step"])
+        job, step = str(line["job"]), _as_count(line["step"])
         steps, evaluated = losses.setdefault(job, []), evaluations.setdefault(job, [])
         if RUNG_LOSS in line or BASE_LOSS in line:
             # These are losses of other weights than the trained ones, so they are no points of the curve.
@@ -222,14 +222,14 @@ def _read_curves(lines: list[Mapping[str, Any]]) -> tuple[dict[str, Curve], dict
             evaluated.append(
                 MetricLine(
                     step=step,
-                    loss=_number(line["eval_loss"]),
-                    tokens=_count(line.get("eval_tokens")),
-                    accuracy=_number(line.get("eval_token_accuracy")),
+                    loss=_as_number(line["eval_loss"]),
+                    tokens=_as_count(line.get("eval_tokens")),
+                    accuracy=_as_number(line.get("eval_token_accuracy")),
                 )
             )
         else:
-            tokens = _count(line.get("tokens"))
-            steps.append(MetricLine(step=step, loss=_number(line.get("loss")), tokens=tokens))
+            tokens = _as_count(line.get("tokens"))
+            steps.append(MetricLine(step=step, loss=_as_number(line.get("loss")), tokens=tokens))
     return losses, evaluations
 
 
@@ -242,7 +242,7 @@ def _read_status(path: Path, notes: list[str]) -> Mapping[str, Any]:
     if not path.exists():
         return {}
     try:
-        record = _mapping(json.loads(path.read_text(encoding="utf-8")))
+        record = _as_mapping(json.loads(path.read_text(encoding="utf-8")))
         refuse_unknown_format(record.get("format"), path)
         return record
     except ValueError:
@@ -259,25 +259,25 @@ def _job(
     notes: list[str],
 ) -> JobRecord:
     saved = _read_job_file(output, name, notes)
-    data = _mapping(saved.get("data"))
-    best_step = _number(status.get("best_step"))
+    data = _as_mapping(saved.get("data"))
+    best_step = _as_number(status.get("best_step"))
     last_step = losses[-1].step if losses else 0
     return JobRecord(
         name=name,
-        state=cast("State", _text(status.get("state")) or "unknown"),
-        reason=_text(status.get("reason")),
-        step=_count(status.get("step")) or last_step,
-        steps=_count(status.get("steps")) or last_step,
-        trained_tokens=_count(status.get("trained_tokens")) or sum(line.tokens for line in losses),
+        state=cast("State", _as_text(status.get("state")) or "unknown"),
+        reason=_as_text(status.get("reason")),
+        step=_as_count(status.get("step")) or last_step,
+        steps=_as_count(status.get("steps")) or last_step,
+        trained_tokens=_as_count(status.get("trained_tokens")) or sum(line.tokens for line in losses),
         best_step=None if best_step is None else int(best_step),
-        eval_loss=_number(status.get("eval_loss")),
-        base_loss=_number(status.get("base_loss")),
-        warning=_text(status.get("warning")),
+        eval_loss=_as_number(status.get("eval_loss")),
+        base_loss=_as_number(status.get("base_loss")),
+        warning=_as_text(status.get("warning")),
         # Notes about a job's rows are in both files.
-        notes=tuple(dict.fromkeys((*_texts(status.get("notes")), *_texts(data.get("notes"))))),
+        notes=tuple(dict.fromkeys((*_as_texts(status.get("notes")), *_as_texts(data.get("notes"))))),
         loss=next((line.loss for line in reversed(losses) if line.loss is not None), None),
-        spec=_mapping(saved.get("job")),
-        base=_mapping(saved.get("base")),
+        spec=_as_mapping(saved.get("job")),
+        base=_as_mapping(saved.get("base")),
         data=data,
         losses=tuple(losses),
         evaluations=tuple(evaluations),
@@ -294,7 +294,7 @@ def _read_job_file(output: Path, name: str, notes: list[str]) -> Mapping[str, An
     if path.parent.parent != output or name in ("", ".", "..") or not path.is_file():
         return {}
     try:
-        return _mapping(load_yaml(path.read_text(encoding="utf-8")))
+        return _as_mapping(load_yaml(path.read_text(encoding="utf-8")))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
         notes.append(f"{name}/job.yaml could not be read, so the settings of {name} are missing.")
         return {}
@@ -316,24 +316,26 @@ def _read_sweeps(output: Path, notes: list[str]) -> tuple[SweepRecord, ...]:
 
 def _window(line: Mapping[str, Any]) -> WindowLine:
     return WindowLine(
-        tokens=_count(line.get("tokens")),
-        microbatches=_count(line.get("microbatches")),
-        shared=_count(line.get("shared")),
-        seconds=_number(line.get("seconds")) or 0.0,
-        predicted_seconds=_number(line.get("predicted_seconds")),
-        peak_bytes=_number(line.get("peak_bytes")),
-        predicted_peak_bytes=_number(line.get("predicted_peak_bytes")),
-        jobs=_count(line.get("jobs")),
+        tokens=_as_count(line.get("tokens")),
+        microbatches=_as_count(line.get("microbatches")),
+        shared=_as_count(line.get("shared")),
+        seconds=_as_number(line.get("seconds")) or 0.0,
+        predicted_seconds=_as_number(line.get("predicted_seconds")),
+        peak_bytes=_as_number(line.get("peak_bytes")),
+        predicted_peak_bytes=_as_number(line.get("predicted_peak_bytes")),
+        jobs=_as_count(line.get("jobs")),
         changed=line.get("changed") is not False,
-        unsettled=_count(line.get("unsettled")),
-        source=_text(line.get("source")),
+        compiled_passes=_as_count(line.get("unsettled")),
+        source=_as_text(line.get("source")),
     )
 
 
-def keep_wall_time(output: Path, wall: WallTime) -> None:
+def save_wall_time(output: Path, wall: WallTime) -> None:
     """Add a run's wall time to the output's records, or replace it if that run is already recorded."""
     earlier = [one for one in read_wall_times(output) if one.started != wall.started]
-    replace_json(output / WALL_TIME, {"format": FORMAT, "runs": [_plain(one) for one in (*earlier, wall)]})
+    replace_json(
+        output / WALL_TIME, {"format": FORMAT, "runs": [_wall_record(one) for one in (*earlier, wall)]}
+    )
 
 
 def read_wall_times(output: Path) -> list[WallTime]:
@@ -345,7 +347,7 @@ def read_wall_times(output: Path) -> list[WallTime]:
         return []
 
 
-def _plain(wall: WallTime) -> dict[str, Any]:
+def _wall_record(wall: WallTime) -> dict[str, Any]:
     phases = {str(phase): round(seconds, 3) for phase, seconds in wall.phases.items()}
     return {"started": wall.started, "seconds": wall.seconds, "phases": phases}
 
@@ -361,24 +363,24 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _number(value: Any) -> float | None:
+def _as_number(value: Any) -> float | None:
     """Return the value if it is a finite number, else None: `json` accepts NaN and 1e400."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
-def _count(value: Any) -> int:
-    return int(_number(value) or 0)
+def _as_count(value: Any) -> int:
+    return int(_as_number(value) or 0)
 
 
-def _text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _texts(value: Any) -> tuple[str, ...]:
+def _as_texts(value: Any) -> tuple[str, ...]:
     return tuple(str(item) for item in value) if isinstance(value, list | tuple) else ()
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}

@@ -128,8 +128,8 @@ def remedies(job: JobRecord, command: str | None = None) -> tuple[Remedy, ...]:
         return ()
     if job.state == "cancelled":
         return (Remedy("Train it anew", anew),)
-    if job.state == "failed" and _diverged(job.reason):
-        rate = _lower(job.spec.get("learning_rate"))
+    if job.state == "failed" and _is_divergence(job.reason):
+        rate = _lower_rate(job.spec.get("learning_rate"))
         return (
             Remedy(
                 "Go on from its last good checkpoint with a lower learning rate",
@@ -144,11 +144,11 @@ def remedies(job: JobRecord, command: str | None = None) -> tuple[Remedy, ...]:
     return (Remedy("If nothing trains it any more, resume with", resumed),)
 
 
-def _diverged(reason: str) -> bool:
+def _is_divergence(reason: str) -> bool:
     return re.search(r"\b(nan|inf|infinite|not finite)\b", reason.lower()) is not None
 
 
-def _lower(learning_rate: Any) -> str:
+def _lower_rate(learning_rate: Any) -> str:
     """Return a tenth of the job's own learning rate."""
     known = isinstance(learning_rate, int | float) and learning_rate > 0
     return f"{learning_rate / 10:g}" if known else "1e-5"

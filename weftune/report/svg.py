@@ -119,9 +119,9 @@ class Series:
     dots: bool = False
     group: str = ""
     """Name of a group whose series are shown and hidden together by a button of the legend."""
-    tips: Sequence[str] = ()
+    tooltips: Sequence[str] = ()
     """Text that the pointer shows at each point instead of its numbers."""
-    silent: bool = False
+    ignores_pointer: bool = False
     """Whether the pointer ignores the series."""
 
 
@@ -138,7 +138,7 @@ class Figure:
     x: Axis
     y: Axis
     series: Sequence[Series]
-    levels: Sequence[ReferenceLine] = ()
+    reference_lines: Sequence[ReferenceLine] = ()
     legend: bool = False
     """Whether the names of the series are shown above the plot."""
     height: int = 260
@@ -215,37 +215,39 @@ def number_label(value: float) -> str:
 def figure_html(figure: Figure | Parallel) -> Markup:
     """Return the chart as HTML. Parallel coordinates are drawn twice, for wide and for narrow screens."""
     if isinstance(figure, Parallel):
-        return _parallel(figure, upright=True) + _parallel(figure, upright=False)
+        return _parallel_html(figure, vertical_axes=True) + _parallel_html(figure, vertical_axes=False)
     x, y = figure.x, figure.y
     # The widest label of the vertical axis determines the space left of the plot.
     room = max((len(text) for _, text in y.ticks), default=1)
     parts = [
         Markup('<div class="plot" style="--height: {}px; --room: {}ch" data-unit="{}" {}>').format(
-            figure.height, max(2, room), figure.unit, _ranges(figure)
+            figure.height, max(2, room), figure.unit, _axis_ranges(figure)
         ),
-        _legend(figure),
+        _legend_html(figure),
         Markup('<span class="y-label">{}</span>').format(f"{y.label}, log scale" if y.log else y.label),
         Markup('<div class="field">'),
-        *(_tick("y", 100 - 100 * y.position(value), text) for value, text in y.ticks),
+        *(_tick_html("y", 100 - 100 * y.position(value), text) for value, text in y.ticks),
         Markup('<svg viewBox="0 0 {0} {0}" preserveAspectRatio="none" aria-hidden="true">').format(UNITS),
         Markup('<path class="grid" d="{}"/>').format(
-            "".join(f"M0 {_down(y.position(value))}H{UNITS}" for value, _ in y.ticks)
+            "".join(f"M0 {_y_coordinate(y.position(value))}H{UNITS}" for value, _ in y.ticks)
         ),
         *(
-            Markup('<path class="level" d="M0 {0}H{1}"/>').format(_down(y.position(level.value)), UNITS)
-            for level in figure.levels
+            Markup('<path class="level" d="M0 {0}H{1}"/>').format(
+                _y_coordinate(y.position(level.value)), UNITS
+            )
+            for level in figure.reference_lines
         ),
-        *(_series(figure, series) for series in figure.series),
+        *(_series_html(figure, series) for series in figure.series),
         Markup("</svg>"),
-        *(_level_name(y.position(level.value), level.name) for level in figure.levels),
-        *(_tick("x", 100 * x.position(value), text) for value, text in x.ticks),
+        *(_reference_label(y.position(level.value), level.name) for level in figure.reference_lines),
+        *(_tick_html("x", 100 * x.position(value), text) for value, text in x.ticks),
         Markup("</div>"),
         Markup('<span class="x-label">{}</span></div>').format(x.label),
     ]
     return Markup("").join(parts)
 
 
-def _ranges(figure: Figure) -> Markup:
+def _axis_ranges(figure: Figure) -> Markup:
     """Return both axes for the page's script, which converts positions in the plot back to numbers."""
     pairs = (("x", figure.x), ("y", figure.y))
     return Markup(" ").join(
@@ -256,13 +258,13 @@ def _ranges(figure: Figure) -> Markup:
     )
 
 
-def _legend(figure: Figure) -> Markup:
+def _legend_html(figure: Figure) -> Markup:
     if not figure.legend:
         return Markup("")
     entries = Markup("").join(
         Markup("<li>{}{}</li>").format(pen_html(one.pen, dots=not one.line), one.name)
         for one in figure.series
-        if not one.silent
+        if not one.ignores_pointer
     )
     return Markup('<ul class="keys">{}</ul>').format(entries)
 
@@ -280,12 +282,12 @@ def pen_html(pen: Pen, dots: bool = False) -> Markup:
     ).format(pen.colour, pen.dashes)
 
 
-def _tick(axis: str, percent: float, text: str) -> Markup:
+def _tick_html(axis: str, percent: float, text: str) -> Markup:
     side = "top" if axis == "y" else "left"
     return Markup('<span class="tick {}" style="{}: {:.2f}%">{}</span>').format(axis, side, percent, text)
 
 
-def _level_name(height: float, name: str) -> Markup:
+def _reference_label(height: float, name: str) -> Markup:
     """Return the label of a horizontal line, below the line near the top; `height` is from 0 to 1."""
     below = " below" if height > 0.9 else ""
     return Markup('<span class="level-name{}" style="top: {:.2f}%">{}</span>').format(
@@ -293,9 +295,11 @@ def _level_name(height: float, name: str) -> Markup:
     )
 
 
-def _series(figure: Figure, series: Series) -> Markup:
+def _series_html(figure: Figure, series: Series) -> Markup:
     places = [
-        None if point.y is None else (_along(figure.x.position(point.x)), _down(figure.y.position(point.y)))
+        None
+        if point.y is None
+        else (_x_coordinate(figure.x.position(point.x)), _y_coordinate(figure.y.position(point.y)))
         for point in series.points
     ]
     attributes = Markup('data-name="{}" stroke="{}"').format(series.name, series.pen.colour)
@@ -303,18 +307,18 @@ def _series(figure: Figure, series: Series) -> Markup:
         attributes += Markup(' data-group="{}"').format(series.group)
     if series.opacity < 1:
         attributes += Markup(' opacity="{:g}"').format(series.opacity)
-    if series.silent:
+    if series.ignores_pointer:
         attributes += Markup(" data-silent")
-    if series.tips:
+    if series.tooltips:
         attributes += Markup(' data-tips="{}"').format(
-            "\n".join(" ".join(tip.split()) for tip in series.tips)
+            "\n".join(" ".join(tip.split()) for tip in series.tooltips)
         )
     known = [place for place in places if place is not None]
     drawn = Markup("")
     if series.line and len(known) > 1:
         dash = f' stroke-dasharray="{DASHES[series.pen.dash]}"' if DASHES[series.pen.dash] else ""
         drawn += Markup('<path class="curve" d="{}" {} stroke-width="{:g}"{}/>').format(
-            _path(places), attributes, series.width, Markup(dash)
+            _svg_path(places), attributes, series.width, Markup(dash)
         )
         # The pointer finds the line: its dots need no attributes of their own.
         attributes += Markup(" data-silent")
@@ -326,21 +330,21 @@ def _series(figure: Figure, series: Series) -> Markup:
     return drawn
 
 
-def _path(places: Sequence[tuple[str, str] | None]) -> str:
+def _svg_path(points: Sequence[tuple[str, str] | None]) -> str:
     """Return the moves and lines of an SVG path; a gap begins a new line."""
     text, pen_down = [], False
-    for place in places:
+    for place in points:
         if place is not None:
             text.append(f"{'L' if pen_down else 'M'}{place[0]} {place[1]}")
         pen_down = place is not None
     return "".join(text)
 
 
-def _along(position: float) -> str:
+def _x_coordinate(position: float) -> str:
     return f"{UNITS * position:.1f}".removesuffix(".0")
 
 
-def _down(position: float) -> str:
+def _y_coordinate(position: float) -> str:
     """Return the vertical coordinate, 0 at the top, with two decimals, so that values keep four digits."""
     return f"{UNITS * (1 - position):.2f}".rstrip("0").rstrip(".")
 
@@ -348,14 +352,14 @@ def _down(position: float) -> str:
 # -- parallel coordinates -------------------------------------------------------------------------------
 
 
-def _parallel(chart: Parallel, upright: bool) -> Markup:
+def _parallel_html(chart: Parallel, vertical_axes: bool) -> Markup:
     count = len(chart.axes)
     places = [(number + 0.5) / count for number in range(count)]
     across = Axis(label="", low=-0.5, high=count - 0.5, ticks=())
     along = Axis(label="", low=0.0, high=1.0, ticks=())
-    if upright:
+    if vertical_axes:
         figure = Figure(x=across, y=along, series=chart.series)
-        lines = "".join(f"M{_along(place)} 0V{UNITS}" for place in places)
+        lines = "".join(f"M{_x_coordinate(place)} 0V{UNITS}" for place in places)
     else:
         turned = [
             replace(
@@ -365,18 +369,18 @@ def _parallel(chart: Parallel, upright: bool) -> Markup:
             for one in chart.series
         ]
         figure = Figure(x=along, y=across, series=turned)
-        lines = "".join(f"M0 {_down(1 - place)}H{UNITS}" for place in places)
+        lines = "".join(f"M0 {_y_coordinate(1 - place)}H{UNITS}" for place in places)
     names = [
         Markup('<span class="axis-name" style="{}: {:.2f}%">{}</span>').format(
-            "left" if upright else "top", 100 * place, axis.label
+            "left" if vertical_axes else "top", 100 * place, axis.label
         )
         for place, axis in zip(places, chart.axes, strict=True)
     ]
     ticks = [
         Markup('<span class="axis-tick{}" style="left: {:.2f}%; top: {:.2f}%">{}</span>').format(
-            "" if upright else " first" if tick < 0.1 else " last" if tick > 0.9 else "",
-            100 * (place if upright else tick),
-            100 * ((1 - tick) if upright else place),
+            "" if vertical_axes else " first" if tick < 0.1 else " last" if tick > 0.9 else "",
+            100 * (place if vertical_axes else tick),
+            100 * ((1 - tick) if vertical_axes else place),
             text,
         )
         for place, axis in zip(places, chart.axes, strict=True)
@@ -385,11 +389,11 @@ def _parallel(chart: Parallel, upright: bool) -> Markup:
     return Markup(
         '<div class="plot parallel {}" style="--axes: {}"><div class="field">{}{}{}{}{}{}</div></div>'
     ).format(
-        "upright" if upright else "lying",
+        "upright" if vertical_axes else "lying",
         count,
         Markup('<svg viewBox="0 0 {0} {0}" preserveAspectRatio="none" aria-hidden="true">').format(UNITS),
         Markup('<path class="axis" d="{}"/>').format(lines),
-        Markup("").join(_series(figure, one) for one in figure.series),
+        Markup("").join(_series_html(figure, one) for one in figure.series),
         Markup("</svg>"),
         Markup("").join(names),
         Markup("").join(ticks),

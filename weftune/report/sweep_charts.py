@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from weftune.jobs.sweeps.halving import worth
+from weftune.jobs.sweeps.halving import sort_value
 from weftune.jobs.sweeps.record import (
     METRIC_NAMES,
     SweepRecord,
     TrialRecord,
     flat_values,
-    ranked,
+    rank_trials,
     rung_value,
     setting_text,
     short_keys,
@@ -35,9 +35,9 @@ from weftune.report.svg import (
 )
 from weftune.report.words import loss_text
 
-_MOST_KEYS = 6
+_MAX_KEYS = 6
 """Maximum number of keys that are drawn; those with the most values are chosen."""
-_MOST_TICKS = 6
+_MAX_TICKS = 6
 _TICKS_APART = 0.15
 """Minimum distance between two ticks, as a share of the axis."""
 _LEAST_RATIO = 4
@@ -71,7 +71,7 @@ def sweep_charts(record: SweepRecord, pens: Pens, base_loss: float | None = None
     if not measured or not keys:
         return ()
     base = base_loss if record.metric == "eval_loss" else None
-    return _parallel_chart(record, keys, pens), *(_against(record, key, base) for key in keys)
+    return _parallel_chart(record, keys, pens), *(_key_chart(record, key, base) for key in keys)
 
 
 def _drawn_keys(record: SweepRecord) -> list[str]:
@@ -79,12 +79,12 @@ def _drawn_keys(record: SweepRecord) -> list[str]:
     values = {
         key: [repr(flat_values(trial).get(key)) for trial in record.trials] for key in swept_keys(record)
     }
-    keys = [key for key in values if not any(_go_together(values, other, key) for other in values)]
-    widest = sorted(keys, key=lambda key: -len(set(values[key])))[:_MOST_KEYS]
+    keys = [key for key in values if not any(_vary_together(values, other, key) for other in values)]
+    widest = sorted(keys, key=lambda key: -len(set(values[key])))[:_MAX_KEYS]
     return [key for key in keys if key in widest]
 
 
-def _go_together(values: Mapping[str, Sequence[str]], earlier: str, later: str) -> bool:
+def _vary_together(values: Mapping[str, Sequence[str]], earlier: str, later: str) -> bool:
     """Return whether each key determines the other, although several trials share a value."""
     names = list(values)
     pairs = set(zip(values[earlier], values[later], strict=True))
@@ -100,7 +100,7 @@ def _parallel_chart(record: SweepRecord, keys: Sequence[str], pens: Pens) -> Cha
     axes = [_key_axis(record, key, names[key]) for key in keys]
     axes += [_metric_axis(record, rung) for rung in range(_rung_count(record))]
     # The best trial comes last, so that it is drawn over the others.
-    series = [_trial_series(trial, axes, pens) for trial in reversed(ranked(record))]
+    series = [_trial_series(trial, axes, pens) for trial in reversed(rank_trials(record))]
     ends = " It ends at the rung where the trial was dropped." if len(record.rungs) > 1 else ""
     failed = " Dotted: failed." if any(trial.state == "failed" for trial in record.trials) else ""
     better = "Lower is better." if record.mode == "min" else "Higher is better."
@@ -123,7 +123,7 @@ def _trial_series(trial: TrialRecord, axes: Sequence[TrialAxis], pens: Pens) -> 
         width=2.5 if bold else 1.2,
         opacity=1.0 if bold else 0.5,
         dots=True,
-        tips=[f"{axis.name} {axis.texts[trial.name]}" for _, axis in points],
+        tooltips=[f"{axis.name} {axis.texts[trial.name]}" for _, axis in points],
     )
 
 
@@ -137,12 +137,12 @@ def _key_axis(record: SweepRecord, key: str, name: str) -> TrialAxis:
 
 
 def _metric_axis(record: SweepRecord, rung: int) -> TrialAxis:
-    measured = _measured(record, rung)
+    measured = _rung_values(record, rung)
     name = METRIC_NAMES[record.metric]
     name = f"{name} at {record.rungs[rung]}" if len(record.rungs) > 1 else name
     if not measured:
         return TrialAxis(name, {}, {}, ())
-    low, high = _worthy_range(record, list(measured.values()))
+    low, high = _inlier_range(record, list(measured.values()))
     width = high - low or 1.0
     positions = {trial: min(1.0, max(0.0, (value - low) / width)) for trial, value in measured.items()}
     texts = {trial: loss_text(value) for trial, value in measured.items()}
@@ -152,9 +152,9 @@ def _metric_axis(record: SweepRecord, rung: int) -> TrialAxis:
     return TrialAxis(name, positions, texts, tuple(ticks))
 
 
-def _worthy_range(record: SweepRecord, values: Sequence[float]) -> tuple[float, float]:
+def _inlier_range(record: SweepRecord, values: Sequence[float]) -> tuple[float, float]:
     """Return the range from best to worst value without outliers, which would compress the other values."""
-    ordered = sorted(values, key=lambda value: worth(value, record.mode))
+    ordered = sorted(values, key=lambda value: sort_value(value, record.mode))
     best, worst, middle = ordered[0], ordered[-1], median(values)
     furthest = best + _FURTHEST * (middle - best)
     if len(values) >= _FEWEST and abs(worst - best) > abs(furthest - best) > 0:
@@ -176,7 +176,7 @@ def _value_at(trial: TrialRecord, rung: int, *, last: bool) -> float | None:
 # -- the metric against a key ---------------------------------------------------------------------------
 
 
-def _against(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
+def _key_chart(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
     count = _rung_count(record)
     span = _metric_span(record, count)
     scale = _scale([flat_values(trial).get(key) for trial in record.trials])
@@ -189,14 +189,16 @@ def _against(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
         x=Axis(label="", low=-0.08, high=1.08, ticks=ticks),
         y=_result_axis(METRIC_NAMES[record.metric], shown, may_be_log=record.mode == "min"),
         series=series,
-        levels=[] if base_loss is None else [ReferenceLine(base_loss, f"base {loss_text(base_loss, 3)}")],
+        reference_lines=[]
+        if base_loss is None
+        else [ReferenceLine(base_loss, f"base {loss_text(base_loss, 3)}")],
         legend=len(series) > 1,
         height=200,
     )
     return Chart(name=f"sweep-{record.name}-{key}", title=key, words="", figure=figure)
 
 
-def _measured(record: SweepRecord, rung: int) -> dict[str, float]:
+def _rung_values(record: SweepRecord, rung: int) -> dict[str, float]:
     """Return a mapping from each trial that was measured at a rung to its value there."""
     last = rung == _rung_count(record) - 1
     values = {trial.name: _value_at(trial, rung, last=last) for trial in record.trials}
@@ -205,8 +207,8 @@ def _measured(record: SweepRecord, rung: int) -> dict[str, float]:
 
 def _metric_span(record: SweepRecord, count: int) -> tuple[float, float]:
     """Return the range from best to worst over all rungs, without the outliers of each rung."""
-    measured = (list(_measured(record, rung).values()) for rung in range(count))
-    spans = [_worthy_range(record, values) for values in measured if values]
+    measured = (list(_rung_values(record, rung).values()) for rung in range(count))
+    spans = [_inlier_range(record, values) for values in measured if values]
     return min((low for low, _ in spans), default=0.0), max((high for _, high in spans), default=1.0)
 
 
@@ -236,7 +238,9 @@ def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Sc
         pen=Pen(_RUNG_COLOURS[-1 if is_last else min(rung, len(_RUNG_COLOURS) - 2)]),
         width=3.0 + 2 * is_last,
         line=False,
-        tips=[f"{trial.name}: {setting_text(value)}, {loss_text(score)}" for trial, value, score in found],
+        tooltips=[
+            f"{trial.name}: {setting_text(value)}, {loss_text(score)}" for trial, value, score in found
+        ],
     )
 
 
@@ -249,51 +253,53 @@ class Scale:
 
     values: tuple[Any, ...]
     """Distinct values; numbers are sorted, others keep their order."""
-    numbers: bool
+    is_numeric: bool
     log: bool
     ticks: tuple[Any, ...]
 
     def position(self, value: Any) -> float:
-        if not self.numbers:
+        if not self.is_numeric:
             count = len(self.values) - 1
             return self.values.index(value) / count if count else 0.5
-        low, high = self._along(self.values[0]), self._along(self.values[-1])
-        return (self._along(value) - low) / (high - low) if high > low else 0.5
+        low, high = self._coordinate(self.values[0]), self._coordinate(self.values[-1])
+        return (self._coordinate(value) - low) / (high - low) if high > low else 0.5
 
-    def _along(self, value: float) -> float:
+    def _coordinate(self, value: float) -> float:
         return math.log(value) if self.log else float(value)
 
 
 def _scale(values: Sequence[Any]) -> Scale:
     distinct = list({repr(value): value for value in values}.values())
     if not all(_is_number(value) for value in distinct):
-        return Scale(tuple(distinct), numbers=False, log=False, ticks=tuple(distinct))
+        return Scale(tuple(distinct), is_numeric=False, log=False, ticks=tuple(distinct))
     ordered = tuple(sorted(distinct))
     log = _is_log(ordered)
-    between = ordered if len(ordered) <= _MOST_TICKS else _round_numbers(ordered[0], ordered[-1], log)
-    return Scale(ordered, numbers=True, log=log, ticks=_apart(ordered[0], ordered[-1], between, log))
+    between = ordered if len(ordered) <= _MAX_TICKS else _round_numbers(ordered[0], ordered[-1], log)
+    return Scale(
+        ordered, is_numeric=True, log=log, ticks=_spaced_ticks(ordered[0], ordered[-1], between, log)
+    )
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_log(ordered: Sequence[float]) -> bool:
+def _is_log(sorted_values: Sequence[float]) -> bool:
     """Return whether the values are spaced more evenly on a logarithmic scale than on a linear one."""
-    low, high = ordered[0], ordered[-1]
+    low, high = sorted_values[0], sorted_values[-1]
     if low <= 0 or high < _LEAST_RATIO * low:
         return False
-    middle = median(ordered)
+    middle = median(sorted_values)
     along = (math.log(middle) - math.log(low)) / (math.log(high) - math.log(low))
     return abs(along - 0.5) < abs((middle - low) / (high - low) - 0.5)
 
 
-def _apart(low: float, high: float, between: Iterable[float], log: bool) -> tuple[float, ...]:
-    """Return both ends, and the numbers of `between` that are not too close to the ends or to each other."""
+def _spaced_ticks(low: float, high: float, candidates: Iterable[float], log: bool) -> tuple[float, ...]:
+    """Return both ends, and those `candidates` that are not too close to the ends or to each other."""
     along = math.log if log else float
     least = _TICKS_APART * (along(high) - along(low))
     found = [low]
-    for tick in sorted(between):
+    for tick in sorted(candidates):
         if along(tick) - along(found[-1]) > least and along(high) - along(tick) > least:
             found.append(tick)
     return (*found, high) if high > low else (low,)

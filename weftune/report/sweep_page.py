@@ -16,7 +16,7 @@ from weftune.jobs.sweeps.record import (
     counts,
     flat_values,
     leaders,
-    ranked,
+    rank_trials,
     rung_rows,
     setting_text,
     short_keys,
@@ -25,19 +25,19 @@ from weftune.jobs.sweeps.record import (
     winners,
 )
 from weftune.report.charts import Chart
-from weftune.report.compare import base_validation, is_enough
+from weftune.report.compare import base_validation, has_enough_rows
 from weftune.report.read import Run
 from weftune.report.snippets import base_spec, generate_command, load_snippet
 from weftune.report.svg import Pen
 from weftune.report.sweep_charts import sweep_charts
 from weftune.report.template import Tile
 from weftune.report.words import (
-    NOTHING,
+    NO_VALUE,
     duration_text,
     link_to,
     loss_text,
     plural,
-    printable,
+    printable_line,
     trial_state_text,
 )
 
@@ -94,7 +94,7 @@ def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> S
     output, keys, best = run.output.resolve(), swept_keys(record), winners(record)
     trials = [
         _trial_view(record, trial, rank, views.get(trial.name), keys)
-        for rank, trial in enumerate(ranked(record), start=1)
+        for rank, trial in enumerate(rank_trials(record), start=1)
     ]
     shown = len(trials) if len(trials) <= _FEW_TRIALS else _OPEN_TRIALS
     pens = {name: view.pen for name, view in views.items() if view.drawn}
@@ -112,7 +112,7 @@ def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> S
         keys=tuple(short_keys(keys).values()),
         trials=trials[:shown],
         others=trials[shown:],
-        rungs=[_rung_texts(row, several=several) for row in rung_rows(record)],
+        rungs=[_rung_texts(row, show_generation=several) for row in rung_rows(record)],
         charts=sweep_charts(record, pens, base_losses[0] if base_losses else None),
         winners=[
             (*_folder_texts(output, folder), loss_text(trial.score))
@@ -147,7 +147,7 @@ def _tiles(run: Run, record: SweepRecord) -> list[Tile]:
     tiles = [
         Tile(
             f"best {METRIC_NAMES[record.metric]}{'' if record.best else ' so far'}",
-            loss_text(best[0].score) if best else NOTHING,
+            loss_text(best[0].score) if best else NO_VALUE,
             best[0].name if best else "nothing has been evaluated yet",
         ),
         Tile("trials to the end", f"{ended.get('finished', 0)} of {record.count}", others),
@@ -177,16 +177,16 @@ def _trial_view(
     badge = ""
     if trial.name in record.best:
         # The first is `best` only if there are enough held-out rows to say so.
-        is_best = record.best[0] == trial.name and view is not None and is_enough(view.job)
+        is_best = record.best[0] == trial.name and view is not None and has_enough_rows(view.job)
         badge = "best" if is_best else "kept"
     is_dropped = trial.state == "left" and measured_at is not None and trial.score is not None
     return TrialView(
-        rank=f"{rank}" if trial.score is not None and trial.state != "failed" else NOTHING,
+        rank=f"{rank}" if trial.score is not None and trial.state != "failed" else NO_VALUE,
         name=trial.name,
         pen=view.pen if view is not None and view.drawn else None,
         index=view.index if view is not None and view.detailed else None,
         badge=badge,
-        values=tuple(setting_text(values[key]) if key in values else NOTHING for key in keys),
+        values=tuple(setting_text(values[key]) if key in values else NO_VALUE for key in keys),
         score=loss_text(trial.score),
         score_detail=f"at step {measured_at:,}" if is_dropped else "",
         state=trial_state_text(trial.state),
@@ -196,23 +196,23 @@ def _trial_view(
     )
 
 
-def _rung_texts(row: RungRow, *, several: bool) -> tuple[str, ...]:
-    step = f"{row.step:,}" + (f" (generation {row.generation + 1})" if several else "")
-    if row.kept is None:
-        share = 100 * row.evaluated // max(1, row.began)
+def _rung_texts(row: RungRow, *, show_generation: bool) -> tuple[str, ...]:
+    step = f"{row.step:,}" + (f" (generation {row.generation + 1})" if show_generation else "")
+    if row.kept_count is None:
+        share = 100 * row.evaluated_count // max(1, row.started_count)
         what = "ended" if row.last else "evaluated so far"
-        return step, f"{row.began}", f"{share}", f"{row.evaluated} {what}", ""
+        return step, f"{row.started_count}", f"{share}", f"{row.evaluated_count} {what}", ""
     parts = []
     if row.worst_kept is not None:
         parts.append(f"the last to continue had {loss_text(row.worst_kept)}")
     if row.best_dropped is not None:
         parts.append(f"the first dropped {loss_text(row.best_dropped)}")
-    if row.lost:
-        parts.append(f"{row.lost} failed or were dropped before")
-    share = round(100 * row.kept / max(1, row.began))
-    return step, f"{row.began}", f"{share}", f"{row.kept} went on", ", ".join(parts)
+    if row.lost_count:
+        parts.append(f"{row.lost_count} failed or were dropped before")
+    share = round(100 * row.kept_count / max(1, row.started_count))
+    return step, f"{row.started_count}", f"{share}", f"{row.kept_count} went on", ", ".join(parts)
 
 
 def _folder_texts(output: Path, folder: Path) -> tuple[str, str]:
     inside = folder.relative_to(output)
-    return link_to(*inside.parts, ""), printable(f"{output.name}/{inside}")
+    return link_to(*inside.parts, ""), printable_line(f"{output.name}/{inside}")

@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 from weftune.report.svg import Figure, figure_html, pen_html
-from weftune.report.words import breakable
+from weftune.report.words import split_breakable
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def render(template: str, timelines: Mapping[str, Any], values: Mapping[str, Any
         timelines=Markup(_data_block(timelines)),
         script=Markup(script),
         figure=figure_html,
-        breakable=breakable,
+        breakable=split_breakable,
         pen=pen_html,
     )
 

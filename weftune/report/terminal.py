@@ -30,7 +30,7 @@ from weftune.jobs.sweeps.record import (
     rung_sentence,
 )
 from weftune.report.read import JobRecord
-from weftune.report.words import duration_text, loss_text, plural, printable, rate_text, trial_state_text
+from weftune.report.words import duration_text, loss_text, plural, printable_line, rate_text, trial_state_text
 
 STATE_STYLES = {
     "queued": "dim",
@@ -46,7 +46,7 @@ TRIAL_STYLES = {"waiting": "dim", "resting": "yellow", "dropped": "dim", "finish
 
 _REMEMBERED_SECONDS = 60.0
 """Seconds over which speeds are measured: long enough to span windows, short enough to follow changes."""
-_APART_SECONDS = 0.25
+_MIN_INTERVAL_SECONDS = 0.25
 _REDRAW_SECONDS = 0.1
 _DRAW_SHARE = 0.05
 """Maximum share of the time that is spent on drawing: a frame with many rows takes long to draw."""
@@ -75,7 +75,7 @@ class Pace:
 
     def add(self, now: float, step: int, tokens: int) -> None:
         # Jobs report in bursts, which say nothing about speed: only the end of each is kept.
-        if now - self._burst < _APART_SECONDS:
+        if now - self._burst < _MIN_INTERVAL_SECONDS:
             self._moments.pop()
         else:
             self._burst = now
@@ -87,7 +87,7 @@ class Pace:
     def tokens_per_second(self) -> float | None:
         return self._rate(2)
 
-    def seconds_left(self, steps: int) -> float | None:
+    def remaining_seconds(self, steps: int) -> float | None:
         rate = self._rate(1)
         return steps / rate if rate else None
 
@@ -157,7 +157,7 @@ class LiveView:
                 pace.add(self._clock(), row.step, row.trained_tokens)
                 self._overall.add(self._clock(), self._steps, self._tokens)
         if self._live is None:
-            self._tell(before, row, pace)
+            self._print_change(before, row, pace)
         elif self._clock() >= self._next_draw:
             self._draw()
 
@@ -173,22 +173,22 @@ class LiveView:
         elif self._clock() >= self._next_draw:
             self._draw()
 
-    def _tell(self, before: JobRecord, row: JobRecord, pace: Pace) -> None:
+    def _print_change(self, previous_row: JobRecord, row: JobRecord, pace: Pace) -> None:
         """Print a line about an important change of the job; with many jobs, print totals at intervals."""
         if len(self._rows) <= _MANY and row.name not in self._trials:
-            if _worth_a_line(before, row):
-                self.note(_line(row, pace))
+            if _is_notable_change(previous_row, row):
+                self.note(_progress_line(row, pace))
             return
-        if row.state != before.state and row.state in _STOPPED and self._trials.get(row.name) != "left":
+        if row.state != previous_row.state and row.state in _STOPPED and self._trials.get(row.name) != "left":
             # The line about its rung reports a trial that was dropped from its sweep.
-            self.note(_line(row, pace))
+            self.note(_progress_line(row, pace))
         if self._clock() >= self._next_line:
             self.note(self._overall_line([self._with_trial_state(one) for one in self._rows.values()]).plain)
             self._next_line = self._clock() + _TOGETHER_SECONDS
 
     def note(self, text: str) -> None:
         """Print a sentence for the user above the table."""
-        self._console.print(Text(printable(text)), soft_wrap=True, highlight=False)
+        self._console.print(Text(printable_line(text)), soft_wrap=True, highlight=False)
 
     def _draw(self) -> None:
         assert self._live is not None
@@ -203,21 +203,21 @@ class LiveView:
             rows = [self._with_trial_state(row) for row in self._rows.values()]
             leading = {trial.name for record in self._sweeps.values() for trial in leaders(record, _LEADERS)}
             room = self._console.height - _FRAME_LINES - _SWEEP_LINES * len(self._sweeps)
-            shown = _most_telling(rows, room, self._trials.keys(), leading)
+            shown = _select_rows(rows, room, self._trials.keys(), leading)
             table = [_live_table(shown, self._paces)] if shown or not self._sweeps else []
             hidden = len(rows) - len(shown)
             noun = "trial" if self._sweeps and len(self._trials) == len(rows) else "job"
             more = [Text(f"… and {plural(hidden, noun)} more", style="dim")] if hidden else []
             lines = [
-                Text(printable(line), style="" if at else "bold", no_wrap=True, overflow="ellipsis")
+                Text(printable_line(line), style="" if at else "bold", no_wrap=True, overflow="ellipsis")
                 for record in self._sweeps.values()
-                for at, line in enumerate(_sweep_lines(self._as_seated(record)))
+                for at, line in enumerate(_sweep_lines(self._with_running_trials(record)))
             ]
             failed = [row for row in rows if row.state == "failed" and row.name in self._trials]
             others = [row for row in shown if row.state not in TRIAL_STYLES and row not in failed]
-            return Group(*lines, *table, *more, *_reasons([*others, *failed]), self._overall_line(rows))
+            return Group(*lines, *table, *more, *_reason_lines([*others, *failed]), self._overall_line(rows))
 
-    def _as_seated(self, record: SweepRecord) -> SweepRecord:
+    def _with_running_trials(self, record: SweepRecord) -> SweepRecord:
         """Return the record with trials marked as running that were admitted after it was written."""
         trials = tuple(
             replace(trial, state="running")
@@ -239,7 +239,7 @@ class LiveView:
     def _overall_line(self, rows: Sequence[JobRecord]) -> Text:
         found = Counter(str(row.state) for row in rows)
         parts = [
-            Text(f"{found[state]} {printable(state)}", style=_style(state))
+            Text(f"{found[state]} {printable_line(state)}", style=_state_style(state))
             for state in dict.fromkeys((*STATE_STYLES, *TRIAL_STYLES, *found))
             if found[state]
         ]
@@ -252,7 +252,7 @@ class LiveView:
             Text(f"{duration_text(self._clock() - self._started)} elapsed"),
         ]
         if pending_steps:
-            parts.append(Text(f"{duration_text(self._overall.seconds_left(pending_steps))} left"))
+            parts.append(Text(f"{duration_text(self._overall.remaining_seconds(pending_steps))} left"))
         return Text(" · ").join(parts)
 
 
@@ -263,7 +263,7 @@ def _can_redraw(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
-def _most_telling(
+def _select_rows(
     rows: Sequence[JobRecord], room: int, trials: Collection[str] = (), leading: Collection[str] = ()
 ) -> list[JobRecord]:
     """Return the rows that fit, running jobs before queued and ended ones, in the order of the jobs file. If
@@ -290,21 +290,21 @@ def _live_table(rows: Sequence[JobRecord], paces: dict[str, Pace]) -> Table:
     for heading in ("step", "loss", "validation", "tokens/s", "left"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        pace, running, style = paces[row.name], row.state == "running", _style(row.state)
+        pace, running, style = paces[row.name], row.state == "running", _state_style(row.state)
         table.add_row(
-            Text(printable(row.name)),
+            Text(printable_line(row.name)),
             Text(row.state, style=style),
             ProgressBar(total=max(row.steps, 1), completed=row.step, width=18, complete_style=style),
             f"{row.step}/{row.steps}",
             loss_text(row.loss),
             loss_text(row.eval_loss),
             rate_text(pace.tokens_per_second if running else None),
-            duration_text(pace.seconds_left(row.steps - row.step) if running else None),
+            duration_text(pace.remaining_seconds(row.steps - row.step) if running else None),
         )
     return table
 
 
-def _style(state: str) -> str:
+def _state_style(state: str) -> str:
     return STATE_STYLES.get(state) or TRIAL_STYLES.get(state, "")
 
 
@@ -320,23 +320,23 @@ def _sweep_lines(record: SweepRecord) -> list[str]:
     return lines + [f"  {line}" for line in (rungs, leading) if line]
 
 
-def _reasons(rows: Sequence[JobRecord]) -> list[Text]:
+def _reason_lines(rows: Sequence[JobRecord]) -> list[Text]:
     """Return a line per job that failed, stopped or waits; jobs that need the user's action come first."""
     stopped = ("failed", "paused")
     told = sorted((row for row in rows if row.reason), key=lambda row: row.state not in stopped)[:_REASONS]
     return [
-        Text(printable(f"{row.name}: {row.reason}"), style="dim", no_wrap=True, overflow="ellipsis")
+        Text(printable_line(f"{row.name}: {row.reason}"), style="dim", no_wrap=True, overflow="ellipsis")
         for row in told
     ]
 
 
-def _worth_a_line(before: JobRecord, row: JobRecord) -> bool:
+def _is_notable_change(previous_row: JobRecord, row: JobRecord) -> bool:
     """Return whether the state or the validation loss changed, or another tenth of the run is done."""
-    tenths = 10 * row.step // max(row.steps, 1), 10 * before.step // max(row.steps, 1)
-    return row.state != before.state or row.eval_loss != before.eval_loss or tenths[0] > tenths[1]
+    tenths = 10 * row.step // max(row.steps, 1), 10 * previous_row.step // max(row.steps, 1)
+    return row.state != previous_row.state or row.eval_loss != previous_row.eval_loss or tenths[0] > tenths[1]
 
 
-def _line(row: JobRecord, pace: Pace) -> str:
+def _progress_line(row: JobRecord, pace: Pace) -> str:
     parts = [row.name, row.state, f"step {row.step}/{row.steps}"]
     if row.loss is not None:
         parts.append(f"loss {loss_text(row.loss)}")
@@ -344,7 +344,7 @@ def _line(row: JobRecord, pace: Pace) -> str:
         parts.append(f"validation {loss_text(row.eval_loss)}")
     if row.state == "running" and pace.tokens_per_second:
         parts.append(f"{rate_text(pace.tokens_per_second)} tokens/s")
-        parts.append(f"{duration_text(pace.seconds_left(row.steps - row.step))} left")
+        parts.append(f"{duration_text(pace.remaining_seconds(row.steps - row.step))} left")
     if row.reason:
         parts.append(row.reason)
     return "  ".join(parts)
@@ -360,19 +360,19 @@ class _SafeOutput:
         try:
             self._stream.write(text)
         except (OSError, ValueError) as error:
-            self._give_up(error)
+            self._discard_output(error)
         return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
-            self._give_up(error)
+            self._discard_output(error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _give_up(self, error: Exception) -> None:
+    def _discard_output(self, error: Exception) -> None:
         """Redirect later writes to the null device, including the interpreter's own flush at exit."""
         if isinstance(error, UnicodeError):
             raise error

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from urllib.parse import quote
 
-NOTHING = "–"
+NO_VALUE = "–"
 """Placeholder for a missing number."""
 
 
 def loss_text(loss: float | None, digits: int = 4) -> str:
     if loss is None:
-        return NOTHING
+        return NO_VALUE
     return f"{loss:.{digits}f}" if abs(loss) < 1000 else f"{loss:.3g}"
 
 
 def change_text(first: float | None, last: float | None) -> str:
     """Format the change from `first` to `last`, in percent of `first`."""
     if first is None or last is None or first == 0:
-        return NOTHING
+        return NO_VALUE
     return f"{100 * (last - first) / abs(first):+.1f} %".replace("-", "−")
 
 
@@ -35,7 +35,7 @@ def points_text(first: float, last: float) -> str:
 
 def duration_text(seconds: float | None) -> str:
     if seconds is None:
-        return NOTHING
+        return NO_VALUE
     whole = round(max(0.0, seconds))
     hours, minutes = whole // 3600, whole % 3600 // 60
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
@@ -50,12 +50,12 @@ def minutes_text(seconds: float) -> str:
 
 def bytes_text(count: float | None) -> str:
     if count is None:
-        return NOTHING
+        return NO_VALUE
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def rate_text(tokens_per_second: float | None) -> str:
-    return NOTHING if tokens_per_second is None else f"{tokens_per_second:,.0f}"
+    return NO_VALUE if tokens_per_second is None else f"{tokens_per_second:,.0f}"
 
 
 def link_to(*parts: str) -> str:
@@ -63,7 +63,7 @@ def link_to(*parts: str) -> str:
     return "/".join((".", *(quote(part, safe="") for part in parts)))
 
 
-def printable(text: str) -> str:
+def printable_line(text: str) -> str:
     """Return one line without control characters: names and reasons are user input."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
@@ -87,7 +87,7 @@ def short_paths(paths: Sequence[str]) -> Mapping[str, str]:
     return {path: path for path in paths}
 
 
-def breakable(text: str) -> tuple[str, ...]:
+def split_breakable(text: str) -> tuple[str, ...]:
     """Split a text into pieces between which a line may break: after slashes, underscores and hyphens of
     paths and names; a list of names breaks at its spaces only."""
     return (text,) if " " in text else tuple(re.split(r"(?<=[/_-])(?=[^/_-])(?!\d)", text))

@@ -46,7 +46,7 @@ class Alone:
         self._evaluation_sums = {}
         self._pending_evaluations = Counter(
             (segment.job, segment.step)
-            for action, plan in program.compute()
+            for action, plan in program.forward_passes()
             if isinstance(action, Evaluate)
             for segment in plan.segments
         )

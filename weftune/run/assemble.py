@@ -78,13 +78,13 @@ def streamed_executor(
     streamed.refuse_copies()
     # Loading and adapting leave fragmented memory; long-lived tensors must not be placed in the gaps.
     release(base.device)
-    stages = {stage: stage_view(base, part.held(stage)) for stage in part.own}
+    stages = {stage: stage_view(base, part.layers_of(stage)) for stage in part.own}
     weights, timer = StreamedWeights(streamed), ActionTimer(base.device)
     travels = part.layout.travels
     adapters = TravellingAdapters(adapted, weights, make) if travels else ResidentAdapters(adapted)
     if pool is None and graphs and adapted.capturable:
         pool = GraphPool(base.device)
-    offloads = bool(part.offloaded)
+    offloads = bool(part.offloaded_stages)
     return Executor(
         adapted,
         part,

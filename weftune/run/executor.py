@@ -389,12 +389,12 @@ class Executor:
             )
         actions = program.devices[self.worker]
         moved = {type(action).__name__ for action in actions if isinstance(action, Streaming)}
-        if moved and not self.part.streamed:
+        if moved and not self.part.streamed_stages:
             raise PlanError(
                 f"this plan holds {', '.join(sorted(moved))}, for a base that is streamed; here all of it is "
                 "resident"
             )
-        if program.stages != layout.homes:
+        if program.stages != layout.stage_workers:
             raise PlanError(
                 f"this plan is for a base in {len(program.stages)} stages, and here it has "
                 f"{len(layout.stages)}"

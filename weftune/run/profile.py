@@ -23,7 +23,7 @@ from weftune.base.spec import BaseSpec
 from weftune.core.batch import IGNORED, Microbatch, Segment
 from weftune.core.shapes import ModelShape
 from weftune.plan.cost.memory import MemoryModel
-from weftune.plan.cost.profile import LayeredPass, Profile, ProfileKey, cpu_threads, key_of
+from weftune.plan.cost.profile import LayeredPass, Profile, ProfileKey, cpu_threads, profile_key
 from weftune.plan.cost.time import PassTime, StateTime
 from weftune.plan.program.program import (
     Backward,
@@ -136,8 +136,8 @@ def measure_profile(
 
 def key_here(shape: ModelShape, device: torch.device) -> ProfileKey:
     if device.type == "cuda":
-        return key_of(shape, torch.cuda.get_device_name(device), 0)
-    return key_of(shape, "cpu", cpu_threads())
+        return profile_key(shape, torch.cuda.get_device_name(device), 0)
+    return profile_key(shape, "cpu", cpu_threads())
 
 
 def _shallow(config: PretrainedConfig, depth: int, dtype: torch.dtype, device: torch.device) -> Base:
@@ -258,7 +258,7 @@ def _program(case: ProfileCase, names: Sequence[str], rounds: int, before: int) 
     for number in range(rounds):
         round_ = [_batch(case, name, before + number + 1) for name in names]
         segments = tuple(SegmentPlan(batch.job, batch.step, batch.samples) for batch in round_)
-        microbatches.append(MicrobatchPlan(segments, rung=case.tokens))
+        microbatches.append(MicrobatchPlan(segments, padded_rows=case.tokens))
         if case.training:
             batches += round_
             actions += [Forward(number), Backward(number), *(Step(batch.job, batch.step) for batch in round_)]

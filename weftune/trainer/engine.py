@@ -21,14 +21,14 @@ from weftune.plan.cost.time import CostModel, JobShapes
 from weftune.plan.layout.choose import Choice, choose
 from weftune.plan.program.program import Program
 from weftune.plan.window.window import Pacing
-from weftune.report.gantt import Drawn, Timelines, drawn, write_timelines
+from weftune.report.gantt import DrawnTimeline, Timelines, drawn_timeline, write_timelines
 from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.executor import Executor
 from weftune.run.measure.memory import set_memory_limit
 from weftune.run.workers.driver import Driver, open_pipeline
 from weftune.run.workers.messages import WorkerControl
 from weftune.run.workers.trace import Trace, timeline_of
-from weftune.trainer.machine import machine_here, short_of_memory, workers_per_device
+from weftune.trainer.machine import describe_machine, memory_warning, workers_per_device
 from weftune.trainer.options import Options
 
 TRACE = "trace.json"
@@ -42,7 +42,7 @@ class TimelineWatcher:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._trace = Trace()
-        self._predicted: Drawn | None = None
+        self._predicted: DrawnTimeline | None = None
         self._timelines: Timelines | None = None
         """Timelines of the last training window that began with measured speeds; None before the first."""
 
@@ -50,14 +50,14 @@ class TimelineWatcher:
         # Computed before the window runs: afterwards the paces have learnt from it.
         paces = self._driver.paces
         known = program.batches and paces.measured
-        self._predicted = drawn(paces.timeline(program), program) if known else None
+        self._predicted = drawn_timeline(paces.timeline(program), program) if known else None
 
     def end(self, program: Program) -> None:
         reports = self._driver.reports
         self._trace.add(program, reports)
         if self._predicted is not None and not any(report.shortage for report in reports):
             self._timelines = Timelines(
-                foreseen=self._predicted, measured=drawn(timeline_of(reports), program)
+                foreseen=self._predicted, measured=drawn_timeline(timeline_of(reports), program)
             )
 
     def close(self, output: Path) -> None:
@@ -70,11 +70,11 @@ class TimelineWatcher:
 class Engine:
     executor: Executor | Driver
     choice: Choice
-    known: CostModel
+    initial_cost: CostModel
     """Time model before any window of this run has been measured."""
     timeline: TimelineWatcher | None = None
     """Observer of the windows of several workers."""
-    last_notes: Callable[[float], Sequence[str]] = lambda seconds: ()
+    final_notes: Callable[[float], Sequence[str]] = lambda seconds: ()
     """Function that maps the total seconds of all windows to sentences for the end of the run."""
     pacing: Callable[[], Pacing | None] = lambda: None
     """Function that returns the measured speeds of a pipeline's stages; None without a pipeline."""
@@ -99,18 +99,18 @@ def open_engine(
     shape: ModelShape,
     jobs: Sequence[JobShape],
     checkpoints: Callable[[str], Path],
-    note: Callable[[str], None],
+    show_note: Callable[[str], None],
 ) -> Engine:
     """Load the base in the layout chosen for these jobs, unless `base` is loaded already. `checkpoints` maps
-    a job to the folder of its checkpoints; `note` is called with sentences about the choice."""
+    a job to the folder of its checkpoints; `show_note` is called with sentences about the choice."""
     # Chosen before the base is loaded: the machine counts what the process holds without it.
-    choice = choose(shape, jobs, machine_here(options, base, device, shape))
-    for sentence in (choice.note, short_of_memory(options, device)):
+    choice = choose(shape, jobs, describe_machine(options, base, device, shape))
+    for sentence in (choice.note, memory_warning(options, device)):
         if sentence:
-            note(sentence)
+            show_note(sentence)
     if options.staff is not None:
         spec = base.spec if isinstance(base, Base) else base
-        return _of_workers(options, options.staff, spec, device, choice, checkpoints)
+        return _workers_engine(options, options.staff, spec, device, choice, checkpoints)
     set_memory_limit(device, options.gpu_memory)
     if choice.streamed:
         assert isinstance(base, BaseSpec), "a loaded base is not streamed"
@@ -122,7 +122,7 @@ def open_engine(
     return _with_notes(Engine(executor, choice, known, deterministic=options.deterministic))
 
 
-def _of_workers(
+def _workers_engine(
     options: Options,
     control: WorkerControl,
     spec: BaseSpec,
@@ -148,7 +148,7 @@ def _of_workers(
         # Not the shape of this worker: the layers of its stages may not be consecutive.
         arithmetic(choice.memory.shape if choice.streamed else driver.base.shape),
         timeline=TimelineWatcher(driver),
-        pacing=lambda: Pacing(paces(), spare=SPARE) if choice.layout.pipelined else None,
+        pacing=lambda: Pacing(paces(), spare_microbatches=SPARE) if choice.layout.pipelined else None,
         price=partial(_price, driver, choice),
         other_peaks=lambda: driver.peaks,
         deterministic=options.deterministic,
@@ -159,7 +159,7 @@ def _of_workers(
 def _with_notes(engine: Engine) -> Engine:
     if not engine.choice.streamed:
         return engine
-    return replace(engine, last_notes=partial(stream_notes, engine.executor, engine.choice))
+    return replace(engine, final_notes=partial(stream_notes, engine.executor, engine.choice))
 
 
 def _price(driver: Driver, choice: Choice, shapes: JobShapes) -> Price:

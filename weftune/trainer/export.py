@@ -32,7 +32,7 @@ from weftune.base.quant.linear import dequantise_linears
 from weftune.base.shape import embedding_module, model_shape, site_modules
 from weftune.base.spec import BaseSpec, Dtype
 from weftune.base.weights import write_wrapper
-from weftune.core.files import cache_folder, disk_errors, ordinary_modes, refuse_full_folder
+from weftune.core.files import cache_folder, disk_errors, refuse_full_folder, set_file_modes
 from weftune.data.prepare import prepare
 from weftune.data.samples import Samples
 from weftune.data.spec import DataSpec, EvalSpec, Source
@@ -46,8 +46,8 @@ INTO: tuple[Into, ...] = get_args(Into)
 
 def write_portable(folder: Path, target: Path) -> int:
     """Write the adapter of `folder` with its scale folded in and a common rank; return that rank."""
-    kind = finished_kind(folder)
-    refuse_links_out(folder)
+    kind = read_finished_kind(folder)
+    refuse_outside_links(folder)
     with new_folder(target):
         rank = kind.portable(folder, target)
         copy_tokenizer(folder, target)
@@ -60,8 +60,8 @@ def write_merged(
     """Write the base with the adapter of `folder` merged into its weights, as a plain model folder. Return
     the dtype of the weights: that of the base's files unless `dtype` is given. If the base is the text tower
     of a multimodal model, the whole model is written."""
-    finished_kind(folder)
-    refuse_links_out(folder)
+    read_finished_kind(folder)
+    refuse_outside_links(folder)
     with new_folder(target):
         model = merged_model(folder, base, dtype, into)
         if is_tower(model) and base_quantisation(base, stored_only=True):
@@ -74,7 +74,7 @@ def write_merged(
         if is_tower(model):
             write_wrapper(model, base, model_source(base), target)
         else:
-            mend_generation(model)
+            fix_generation_config(model)
             model.save_pretrained(target)
     return model.dtype
 
@@ -91,18 +91,18 @@ def merged_model(folder: Path, base: BaseSpec, dtype: Dtype | None, into: Into) 
     source = replace(base, dtype=kept, quantize=None if original else base.quantize)
     model = load_plain(source, torch.device("cpu"))
     dequantise_linears(model)
-    kind = finished_kind(folder)
+    kind = read_finished_kind(folder)
     modules = site_modules(model) | embedding_module(model)
     kind.merge(folder, modules, model_shape(model, model.dtype).sites)
     return model
 
 
-def finished_kind(folder: Path) -> PlainKind:
+def read_finished_kind(folder: Path) -> PlainKind:
     check_adapter_folder(folder)
     return kind_of_folder(folder)
 
 
-def refuse_links_out(folder: Path) -> None:
+def refuse_outside_links(folder: Path) -> None:
     """Refuse links that lead out of the folder: the export would contain copies of files from elsewhere."""
     root = folder.resolve()
     for path in sorted(folder.iterdir()):
@@ -123,7 +123,7 @@ def new_folder(target: Path) -> Iterator[None]:
         target.mkdir(parents=True, exist_ok=True)
         with disk_errors():
             yield
-            ordinary_modes(target)
+            set_file_modes(target)
     except BaseException as error:
         for path in target.iterdir() if target.is_dir() else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -140,7 +140,7 @@ def copy_tokenizer(folder: Path, target: Path) -> bool:
     return (target / "tokenizer_config.json").is_file()
 
 
-def mend_generation(model: PreTrainedModel) -> None:
+def fix_generation_config(model: PreTrainedModel) -> None:
     """Set `do_sample` if the config has sampling settings without it: transformers refuses to save that."""
     settings = model.generation_config
     if settings is None:

@@ -13,7 +13,7 @@ from weftune.adapters.folder import CONFIG, check_adapter_folder, read_config, w
 from weftune.base.load import best_device, load_plain, load_tokenizer
 from weftune.base.quant.linear import dequantise_linears
 from weftune.base.spec import BaseSpec
-from weftune.core.limited import ending, slow_sentence
+from weftune.core.limited import slow_pattern_error, suffix_expression
 from weftune.errors import AdapterError
 
 BASE = "base"
@@ -21,7 +21,7 @@ BASE = "base"
 Tokenise = Callable[[Any, str, str | None], Sequence[int]]
 
 
-def answers(
+def generate_answers(
     base: BaseSpec,
     adapters: Mapping[str, Path],
     prompt: str,
@@ -37,20 +37,22 @@ def answers(
     assert BASE not in adapters, "that key is the base's own"
     for folder in adapters.values():
         check_adapter_folder(folder)
-    model: Any = load_for(base, list(adapters.values()), device or best_device())
+    model: Any = load_for_adapters(base, list(adapters.values()), device or best_device())
     base_tokenizer = load_tokenizer(base)
     said = {}
     if with_base:
-        said[BASE] = answer(model, base_tokenizer, tokenise(base_tokenizer, prompt, system), max_tokens)
+        said[BASE] = generate_answer(
+            model, base_tokenizer, tokenise(base_tokenizer, prompt, system), max_tokens
+        )
     for index, (name, folder) in enumerate(adapters.items()):
         # PEFT makes module names from adapter names, which cannot hold every character of a job's name.
         model = with_adapter(model, f"adapter{index}", folder)
         tokenizer = adapter_tokenizer(folder, base_tokenizer)
-        said[name] = answer(model, tokenizer, tokenise(tokenizer, prompt, system), max_tokens)
+        said[name] = generate_answer(model, tokenizer, tokenise(tokenizer, prompt, system), max_tokens)
     return said
 
 
-def load_for(base: BaseSpec, adapters: Sequence[Path], device: torch.device) -> PreTrainedModel:
+def load_for_adapters(base: BaseSpec, adapters: Sequence[Path], device: torch.device) -> PreTrainedModel:
     """Load the base with the weights that the adapters were trained on, so that PEFT can run them on it. The
     linears of a quantised base stay quantised, unless an adapter is DoRA: PEFT's DoRA reads their weights, so
     they are replaced by plain linears with the dequantised matrices."""
@@ -86,13 +88,13 @@ def refuse_config(model: Any, folder: Path) -> None:
         targets = [config.get(key) for key in ("target_modules", "exclude_modules")]
         expressions = [target for target in targets if isinstance(target, str)]
         for key in ("rank_pattern", "alpha_pattern"):
-            expressions += [ending(pattern) for pattern in config.get(key) or {}]
+            expressions += [suffix_expression(pattern) for pattern in config.get(key) or {}]
     if "weftune_kind" in config:
         raise AdapterError(
             f"{folder} holds a {config['weftune_kind']} adapter, a kind that PEFT does not have, and PEFT "
             "gives the answers; if it can be merged, weftune export --merged makes a model to ask"
         )
-    if slow := slow_sentence(expressions, [name for name, _ in model.named_modules()]):
+    if slow := slow_pattern_error(expressions, [name for name, _ in model.named_modules()]):
         raise AdapterError(f"{folder / CONFIG}: one of its patterns {slow}.")
 
 
@@ -107,7 +109,9 @@ def adapter_tokenizer(folder: Path, base_tokenizer: PreTrainedTokenizerBase) -> 
 
 
 @torch.no_grad()
-def answer(model: Any, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], max_tokens: int) -> str:
+def generate_answer(
+    model: Any, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], max_tokens: int
+) -> str:
     tokens_1T = torch.tensor([tokens], device=model.device)
     own = model.generation_config.eos_token_id
     known = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}

@@ -14,7 +14,7 @@ from weftune.data.collate import Part, collate
 from weftune.data.prepare import Prepared, SharedData
 from weftune.data.samples import SampleOrder, Samples
 from weftune.errors import AdapterError, DataError, Mistake
-from weftune.jobs.courses import Curriculum, curriculum, cut_data, job_shape
+from weftune.jobs.courses import Curriculum, curriculum, job_shape, truncate_data
 from weftune.jobs.spec.spec import JobSpec, in_steps
 from weftune.plan.program.program import MicrobatchPlan
 from weftune.plan.window.rounds import JobWindow
@@ -34,7 +34,7 @@ class PreparedJob:
     """Step up to which a trial of a sweep may train for now. None means its last step."""
     start_tokens: tuple[int, ...] = ()
     """Tokens of the text that initialises the job's virtual tokens."""
-    own_evaluations: frozenset[int] | None = None
+    requested_evaluations: frozenset[int] | None = None
     """Steps of `evaluate_at` that the job itself requests, if a sweep adds others. None means all of them."""
     base_samples: Samples | None = None
     """The held-out samples for the base alone, without virtual tokens. None if there are none, or if the
@@ -44,50 +44,50 @@ class PreparedJob:
     def name(self) -> str:
         return self.spec.name
 
-    def course(self, step: int, rounds: int, begins: bool) -> JobWindow:
+    def job_window(self, step: int, rounds: int, begins: bool) -> JobWindow:
         """Return the job's part of a window that starts after `step`."""
-        return self.curriculum.course(step, rounds, begins, self.limit)
+        return self.curriculum.job_window(step, rounds, begins, self.limit)
 
-    def base_course(self, step: int) -> JobWindow:
+    def base_window(self, step: int) -> JobWindow:
         """Return a part of a window: the base without adapters, evaluated on the held-out samples."""
         data = replace(self.data, evaluation=self.base_samples)
         planned = replace(self.curriculum, data=data, evaluate_at=frozenset(), save_at=frozenset())
-        return planned.course(step, 0, begins=True)
+        return planned.job_window(step, 0, begins=True)
 
     @property
     def last_step(self) -> int:
         """Last step that the job may make for now."""
         return self.recipe.steps if self.limit is None else self.limit
 
-    def counts(self, step: int) -> bool:
+    def is_requested_evaluation(self, step: int) -> bool:
         """Whether an evaluation at this step counts for the job's best weights and its early stop."""
-        return self.own_evaluations is None or step in self.own_evaluations
+        return self.requested_evaluations is None or step in self.requested_evaluations
 
     @property
     def curriculum(self) -> Curriculum:
         return Curriculum(self.name, self.data, self.order, self.recipe.steps, self.evaluate_at, self.save_at)
 
 
-def make_ready(
+def prepare_job(
     spec: JobSpec,
     order: int,
     tokenizer: Any,
     shape: ModelShape,
     cache: Path,
     max_steps: int | None = None,
-    shared: SharedData | None = None,
+    shared_data: SharedData | None = None,
 ) -> PreparedJob:
     """Tokenise a job's data and compute its numbers of steps; `order` is its position in the jobs file.
 
-    `shared` holds data that several jobs use; it must have the same tokenizer and cache.
+    `shared_data` holds data that several jobs use; it must have the same tokenizer and cache.
     """
-    shared = shared or SharedData(tokenizer, cache, shape.context)
+    shared_data = shared_data or SharedData(tokenizer, cache, shape.context)
     try:
         get_kind(spec.adapter.kind).check_start(spec.adapter, shape.sites)
     except AdapterError as error:
         raise AdapterError(Mistake("adapter.init_from", str(error)).of_job(spec.name)) from None
     try:
-        prepared = shared.prepare(cut_data(spec, shape.context), spec.eval)
+        prepared = shared_data.prepare(truncate_data(spec, shape.context), spec.eval)
     except DataError as error:
         raise DataError(mistake.of_job(spec.name) for mistake in error.mistakes) from None
     data = prepared.with_prefix(spec.adapter.rows_before, spec.adapter.keys_before)
@@ -126,7 +126,7 @@ def _start_tokens(spec: JobSpec, tokenizer: Any, shape: ModelShape) -> tuple[int
     return tokens
 
 
-def lay_out(
+def collate_plan(
     plan: MicrobatchPlan, held_out: bool, jobs: Mapping[str, PreparedJob], *, base_alone: bool = False
 ) -> Microbatch:
     """Return the planned samples as tensors. With `base_alone`, held-out samples skip all adapters."""

@@ -43,9 +43,9 @@ class Journal:
         self._saved = (store.status.solo_seconds or store.status.seconds) - store.status.seconds
         self._peak = store.status.peak_bytes or 0
         self._began = time.monotonic()
-        self._told: set[str] = set()
+        self._reported_errors: set[str] = set()
 
-    def step(self, event: Stepped, job: PreparedJob, progress: Progress) -> None:
+    def record_step(self, event: Stepped, job: PreparedJob, progress: Progress) -> None:
         outcome = event.outcome
         self._metrics(
             {
@@ -61,28 +61,28 @@ class Journal:
             }
         )
         self.store.advance_job(event.job, event.step, job.recipe.steps, progress.trained_tokens)
-        self._try(self.store.write_status_soon)
-        self.show(event.job, step=event.step, loss=outcome.loss, trained_tokens=progress.trained_tokens)
+        self._try_write(self.store.write_status_soon)
+        self.show_job(event.job, step=event.step, loss=outcome.loss, trained_tokens=progress.trained_tokens)
 
-    def evaluation(self, event: Evaluated, job: PreparedJob, progress: Progress) -> None:
-        self._evaluated(event, event.job, "eval_loss", "eval")
+    def record_evaluation(self, event: Evaluated, job: PreparedJob, progress: Progress) -> None:
+        self._write_evaluation(event, event.job, "eval_loss", "eval")
         if event.step == 0 and job.base_samples is None:
             self.store.score_base(event.job, event.loss)
-        self.kept_loss(job, progress)
-        self._try(self.store.write_status_soon)
-        self.show(event.job, eval_loss=event.loss)
+        self.record_kept_loss(job, progress)
+        self._try_write(self.store.write_status_soon)
+        self.show_job(event.job, eval_loss=event.loss)
 
-    def base_evaluation(self, event: Evaluated, job: str) -> None:
+    def record_base_evaluation(self, event: Evaluated, job: str) -> None:
         """Record an evaluation of the base without adapters on the held-out samples of `job`."""
-        self._evaluated(event, job, BASE_LOSS, "base")
+        self._write_evaluation(event, job, BASE_LOSS, "base")
         self.store.score_base(job, event.loss)
-        self._try(self.store.write_status_soon)
+        self._try_write(self.store.write_status_soon)
 
-    def rung(self, event: Evaluated) -> None:
+    def record_rung(self, event: Evaluated) -> None:
         """Record the evaluation of a trial at a rung of its sweep."""
-        self._evaluated(event, event.job, RUNG_LOSS, "rung")
+        self._write_evaluation(event, event.job, RUNG_LOSS, "rung")
 
-    def _evaluated(self, event: Evaluated, job: str, loss: str, prefix: str) -> None:
+    def _write_evaluation(self, event: Evaluated, job: str, loss: str, prefix: str) -> None:
         """Write an evaluation: its loss under the key `loss`, the other values under keys with `prefix`."""
         self._metrics(
             {
@@ -95,7 +95,7 @@ class Journal:
             }
         )
 
-    def kept_loss(self, job: PreparedJob, progress: Progress) -> None:
+    def record_kept_loss(self, job: PreparedJob, progress: Progress) -> None:
         """Record the validation loss of the adapter that a job would keep now, and its best loss so far."""
         kept = progress.best_loss if job.spec.keep == "best" else progress.evaluated_loss
         self.store.evaluate_job(job.name, kept, progress.best_step, progress.best_loss)
@@ -104,20 +104,20 @@ class Journal:
         """Record a warning about a job's adapter; an empty sentence withdraws it."""
         if self.store.job(name).warning != sentence:
             self.store.warn_job(name, sentence)
-            self._try(self.store.write_status_soon)
-            self.show(name, reason=self._shown_warning(name))
+            self._try_write(self.store.write_status_soon)
+            self.show_job(name, reason=self._warning_text(name))
 
-    def _shown_warning(self, name: str) -> str:
+    def _warning_text(self, name: str) -> str:
         warning = self.store.job(name).warning
         return f"warning: {warning}" if warning else ""
 
-    def window(
+    def record_window(
         self, program: Program, shapes: JobShapes, promise: Promise, outcome: Outcome, cost: CostModel
     ) -> None:
         """Record an executed window with predicted and measured values. `cost` is the time model fitted with
         the window's passes: it predicts how long the jobs would have taken one after another."""
         trained = [one for one in outcome.passes if one.training]
-        alone = cost.alone_seconds(program.batches, program.capacity, shapes)
+        alone = cost.solo_seconds(program.batches, program.capacity, shapes)
         if alone is not None:
             self._saved += alone - sum(one.seconds for one in trained)
         line = {
@@ -125,7 +125,7 @@ class Journal:
             "capacity": program.capacity,
             "tokens": sum(one.tokens for one in trained),
             "microbatches": len(outcome.passes),
-            "shared": program.shared(),
+            "shared": program.shared_count(),
             "jobs": len(program.jobs),
             "changed": promise.changed,
             "unsettled": sum(not one.settled for one in outcome.passes),
@@ -138,62 +138,62 @@ class Journal:
             "source": promise.source,
             "time": time.time(),
         }
-        self._try(lambda: self.store.append_window(line))
+        self._try_write(lambda: self.store.append_window(line))
         self._windows += 1
         seconds = self._seconds_before + time.monotonic() - self._began
         self._peak = max(self._peak, outcome.peak_bytes)
-        self.store.measure(seconds, seconds + self._saved, self._peak)
-        self._try(self.store.write_status_soon)
+        self.store.record_totals(seconds, seconds + self._saved, self._peak)
+        self._try_write(self.store.write_status_soon)
 
-    def promise(self, numbers: Mapping[str, Any]) -> None:
+    def record_prediction(self, numbers: Mapping[str, Any]) -> None:
         """Write the predictions for this process's first window before it runs."""
         if self._windows == 0:
             self._write_json(PROMISE, numbers)
 
     def _write_json(self, name: str, values: Mapping[str, Any]) -> None:
         content = json_text(values, indent=1).encode()
-        self._try(lambda: replace_file(self.store.records / name, content))
+        self._try_write(lambda: replace_file(self.store.records / name, content))
 
-    def learned(self) -> Any:
+    def read_learned(self) -> Any:
         """Return the learned time and memory models saved in this output; None if none can be read."""
         try:
             return json.loads((self.store.records / LEARNED).read_bytes())
         except (OSError, ValueError):
             return None
 
-    def keep_learned(self, record: Mapping[str, Any]) -> None:
+    def save_learned(self, record: Mapping[str, Any]) -> None:
         self._write_json(LEARNED, record)
 
-    def move(self, name: str, state: State, reason: str = "") -> None:
+    def set_state(self, name: str, state: State, reason: str = "") -> None:
         """Record a job's new state; it is written to disk soon, or at once with `flush`."""
         self.store.move_job(name, state, reason)
-        self._try(self.store.write_status_soon)
-        self.show(name, state=state, reason=reason or self._shown_warning(name))
+        self._try_write(self.store.write_status_soon)
+        self.show_job(name, state=state, reason=reason or self._warning_text(name))
 
     def note(self, sentence: str) -> None:
         self.store.note(sentence)
         self.view.note(sentence)
 
-    def show(self, name: str, **changes: Any) -> None:
+    def show_job(self, name: str, **changes: Any) -> None:
         self._rows[name] = replace(self._rows.get(name, JobRecord(name=name)), **changes)
         self.view.update(self._rows[name])
 
     def flush(self) -> bool:
         """Write everything to disk; return whether that succeeded."""
-        return self._try(self.store.write_status)
+        return self._try_write(self.store.write_status)
 
     def _metrics(self, line: Mapping[str, Any]) -> None:
-        self._try(lambda: self.store.append_metrics(line))
+        self._try_write(lambda: self.store.append_metrics(line))
         self._log(line)
 
-    def _try(self, write: Callable[[], None]) -> bool:
+    def _try_write(self, write: Callable[[], None]) -> bool:
         """Attempt a write that training does not depend on, and return whether it succeeded. A failure is
         reported once; the next write includes the content that could not be written."""
         try:
             write()
         except OutputError as error:
-            if str(error) not in self._told:
-                self._told.add(str(error))
+            if str(error) not in self._reported_errors:
+                self._reported_errors.add(str(error))
                 self.note(f"warning: {error}; training continues, and the write is tried again.")
             return False
         return True

@@ -18,7 +18,7 @@ from weftune.adapters.target import source_job
 from weftune.core.clock import Phase, phase
 from weftune.core.shapes import JobShape
 from weftune.errors import OutputError, UserError
-from weftune.jobs.courses import LEAST_SAVE_SECONDS, save_interval
+from weftune.jobs.courses import MIN_SAVE_SECONDS, save_interval
 from weftune.jobs.spec.spec import JobSpec
 from weftune.jobs.store.scheduler import admit
 from weftune.jobs.store.status import State
@@ -37,7 +37,7 @@ from weftune.run.training.snapshot import snapshot_bytes
 from weftune.run.training.state import Training, new_training
 from weftune.run.training.writer import Unsaved
 from weftune.trainer.engine import Engine
-from weftune.trainer.job import PreparedJob, lay_out
+from weftune.trainer.job import PreparedJob, collate_plan
 from weftune.trainer.journal import Journal
 from weftune.trainer.results import Ending, ResultWriter
 from weftune.trainer.sweeps import Sweeps
@@ -58,14 +58,14 @@ class TimedWindow:
     """Seconds spent in the caller's callback, which do not count for the window."""
 
 
-def lost_sentence(store: Store, name: str, found: checkpoint.CheckpointSurvey) -> str:
+def lost_checkpoint_reason(store: Store, name: str, survey: checkpoint.CheckpointSurvey) -> str:
     """Return why a job that has begun cannot resume from its checkpoints; the user may have copies."""
-    what = "none of its checkpoints is whole" if found.damaged else "its checkpoints are gone"
-    names = f" ({', '.join(path.name for path in found.damaged)})" if found.damaged else ""
+    what = "none of its checkpoints is whole" if survey.damaged else "its checkpoints are gone"
+    names = f" ({', '.join(path.name for path in survey.damaged)})" if survey.damaged else ""
     return f"{what}{names}; put back a copy of one, or restart it with {store.resume_line(restart=[name])}"
 
 
-def source_sentence(store: Store, source: str, state: State) -> str:
+def source_stopped_reason(store: Store, source: str, state: State) -> str:
     """Return why a job is paused: the job whose adapter it starts from has stopped."""
     if state is State.PAUSED:
         return f"it starts from {source}, which is paused; resume both: {store.resume_line()}"
@@ -86,7 +86,7 @@ class Loop:
         self.store = store
         self.journal = journal
         self.learned = Learned(
-            known=engine.known,
+            initial_cost=engine.initial_cost,
             memory=replace(engine.choice.memory, fused=self.executor.fused),
             first_seconds=engine.choice.first_seconds,
         )
@@ -94,7 +94,7 @@ class Loop:
         """Total seconds of all windows."""
         if not engine.deterministic:
             with suppress(ValueError):
-                self.learned.resume(journal.learned())
+                self.learned.restore(journal.read_learned())
         self.jobs: dict[str, PreparedJob] = {}
         self.waiting: dict[str, PreparedJob] = {}
         self.programs_run: list[Program] | None = None
@@ -105,7 +105,9 @@ class Loop:
         self._slow_run = (
             SlowRun(has_profile=engine.choice.cost is not None) if engine.base.device.type == "cpu" else None
         )
-        self._planned_cost = engine.known if engine.known.measured else cpu_sheet_cost(engine.choice.shape)
+        self._planned_cost = (
+            engine.initial_cost if engine.initial_cost.measured else cpu_sheet_cost(engine.choice.shape)
+        )
         """Time model of `weftune plan`: from a profile of this machine, else from its data sheet."""
         self._timed = TimedWindow()
         self._saved_at_every_step: set[str] = set()
@@ -134,7 +136,7 @@ class Loop:
             # It has begun and no longer needs the adapter of another job.
             job = _without_source(job)
         job = self.jobs[job.name] = self.sweeps.enter(job)
-        if not self.sweeps.rests(job.name):
+        if not self.sweeps.is_resting(job.name):
             self.waiting[job.name] = job
         if save_interval(job.spec, job.recipe.steps) == 1:
             self._saved_at_every_step.add(job.name)
@@ -144,36 +146,36 @@ class Loop:
         status = self.store.job(job.name)
         step, steps, tokens = status.step, job.recipe.steps, status.trained_tokens
         self.store.advance_job(job.name, step, steps, tokens)
-        self.journal.show(job.name, state=State.QUEUED, step=step, steps=steps, trained_tokens=tokens)
+        self.journal.show_job(job.name, state=State.QUEUED, step=step, steps=steps, trained_tokens=tokens)
 
     def cancel(self, name: str) -> None:
         """Cancel a job: at once if it waits, before its next microbatch if it is attached."""
         is_paused = self.store.job(name).state is State.PAUSED
-        if name in self.waiting or is_paused or self.sweeps.rests(name):
+        if name in self.waiting or is_paused or self.sweeps.is_resting(name):
             self._leave_queue(name, State.CANCELLED)
             self.journal.flush()
         elif name in self.executor.attached and name not in self._endings:
-            self._end(name, Ending(State.CANCELLED))
+            self._set_ending(name, Ending(State.CANCELLED))
 
     def _leave_queue(self, name: str, state: State, reason: str = "") -> None:
         """Record the new state of a job that waits in the queue or at a rung of its sweep."""
         self.waiting.pop(name, None)
-        self.sweeps.drop_rested(name)
-        self.journal.move(name, state, reason)
+        self.sweeps.remove_resting(name)
+        self.journal.set_state(name, state, reason)
 
     def _admit(self) -> None:
         """Admit and preempt jobs at a window boundary."""
         self._inspect_sources()
         attached = self._shapes(self.executor.attached)
         waiting = [job.shape for job in self.waiting.values()]
-        decision = admit(waiting, attached, self._why_not, self._overtaken)
+        decision = admit(waiting, attached, self._misfit_reason, self._overtaken)
         self._overtaken = decision.overtaken
         for name, reason in decision.too_large.items():
             advice = self.learned.memory.advice(self.waiting.pop(name).shape)
-            self.journal.move(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
+            self.journal.set_state(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
         self._preempted_by |= decision.preempted
         priorities = {name: self.jobs[name].shape.priority for name in decision.preempted.values()}
-        self._send_back(
+        self._requeue(
             {
                 name: f"preempted by {other}, priority {priorities[other]}"
                 for name, other in decision.preempted.items()
@@ -181,13 +183,13 @@ class Loop:
         )
         if self._endings:
             # A job that cannot be saved is detached all the same.
-            self._retire()
+            self._detach_ended()
         for name, reason in decision.waiting.items():
             # A preempted job keeps its reason as long as the job that replaced it is attached.
             is_replaced = self._preempted_by.get(name) in self.executor.attached
             if not is_replaced and self.store.job(name).reason != reason:
                 self.store.explain_job(name, reason)
-                self.journal.show(name, reason=reason)
+                self.journal.show_job(name, reason=reason)
         written = {
             name: self.result_writer.write_job_file_ahead(self.waiting[name]) for name in decision.admitted
         }
@@ -205,7 +207,7 @@ class Loop:
                 continue
             while source in self.result_writer:
                 # The job then starts at the same boundary, however fast the disk is.
-                self._await_delivery()
+                self._wait_for_delivery()
             if source in self.store:
                 state = self.store.job(source).state
             else:
@@ -216,13 +218,13 @@ class Loop:
                 self.jobs[name] = self.waiting[name] = _without_source(job)
             elif state not in (State.QUEUED, State.RUNNING):
                 del self.waiting[name]
-                self.journal.move(name, State.PAUSED, source_sentence(self.store, source, state))
+                self.journal.set_state(name, State.PAUSED, source_stopped_reason(self.store, source, state))
 
-    def _why_not(self, jobs: Sequence[JobShape]) -> str | None:
-        return self._max_jobs_reason if len(jobs) > self._max_jobs else self.learned.why_not(jobs)
+    def _misfit_reason(self, jobs: Sequence[JobShape]) -> str | None:
+        return self._max_jobs_reason if len(jobs) > self._max_jobs else self.learned.misfit_reason(jobs)
 
-    def _attach(self, job: PreparedJob, written: Future[None] | None) -> None:
-        """Attach a job; `written` is the pending write of its job file, if there is one."""
+    def _attach(self, job: PreparedJob, pending_write: Future[None] | None) -> None:
+        """Attach a job; `pending_write` is the pending write of its job file, if there is one."""
         spec = job.spec
         found = checkpoint.survey(self.result_writer.checkpoints(spec.name))
         has_begun = found.progress is not None
@@ -238,29 +240,31 @@ class Loop:
             if has_begun and not restored:
                 training = self._new_training(job, adapter)
         except UserError as error:
-            self.journal.move(spec.name, State.FAILED, str(error))
+            self.journal.set_state(spec.name, State.FAILED, str(error))
             return
         if not restored and (found.damaged or (has_begun and source)):
-            self.journal.move(spec.name, State.PAUSED, lost_sentence(self.store, spec.name, found))
+            self.journal.set_state(
+                spec.name, State.PAUSED, lost_checkpoint_reason(self.store, spec.name, found)
+            )
             return
         progress = training.progress
         self.store.advance_job(spec.name, progress.step, job.recipe.steps, progress.trained_tokens)
-        self.journal.kept_loss(job, progress)
+        self.journal.record_kept_loss(job, progress)
         try:
-            if written is None:
+            if pending_write is None:
                 self.result_writer.write_job_file(job)
             else:
-                written.result()
+                pending_write.result()
             checkpoint.rename_damaged(found.damaged)
         except (OSError, OutputError) as error:
             remedy = f"correct that, and resume with {self.store.resume_line()}"
-            self.journal.move(spec.name, State.PAUSED, f"{error}; {remedy}")
+            self.journal.set_state(spec.name, State.PAUSED, f"{error}; {remedy}")
             return
         self.executor.attach(training)
         # A job that starts from another adapter, which may be gone later, is saved at once.
         is_safe = progress.step > 0 or spec.adapter.init_from is None
         self._last_saved[spec.name] = time.monotonic() if is_safe else -math.inf
-        self.journal.move(spec.name, State.RUNNING)
+        self.journal.set_state(spec.name, State.RUNNING)
         self.result_writer.prepare(job, snapshot_bytes(training, keeps_best=spec.keep == "best"))
 
     def _new_training(self, job: PreparedJob, adapter: JobAdapter, is_restored: bool = False) -> Training:
@@ -290,7 +294,7 @@ class Loop:
             self.windows.close()
             if self.engine.timeline is not None:
                 self.engine.timeline.close(self.store.output)
-            for sentence in self.engine.last_notes(self.seconds):
+            for sentence in self.engine.final_notes(self.seconds):
                 self.journal.note(sentence)
 
     def _run(self, stop: Callable[[], bool], callback: Callback | None) -> None:
@@ -306,11 +310,11 @@ class Loop:
             if self._score_base(stop):
                 continue
             attached = self.executor.attached
-            beginners = frozenset(name for name in attached if self._begins(name))
+            beginners = frozenset(name for name in attached if self._needs_first_evaluation(name))
             awaited = {
                 name for name in attached if self.sweeps.is_awaited(name, attached[name].progress.step)
             }
-            self._judged = frozenset(name for name in awaited if self.sweeps.judges_mean(name)) - beginners
+            self._judged = frozenset(name for name in awaited if self.sweeps.evaluates_mean(name)) - beginners
             program = self.windows.next(beginners | self._judged)
             # Jobs that have ended release their data, which are open files, only now: a window that was
             # planned ahead may refer to them.
@@ -318,23 +322,23 @@ class Loop:
                 del self.jobs[name]
             self.windows.plan_ahead(program)
             # A trial that is being evaluated has already been saved at its last step, if it was to be saved.
-            program = program.without_saves(self._saved_lately() | self._judged)
+            program = program.without_saves(self._recently_saved() | self._judged)
             if self.engine.timeline is not None:
                 self.engine.timeline.begin(program)
             began = time.monotonic()
-            with self._means_shown():
+            with self._use_mean_weights():
                 self._execute(program, stop, callback)
             self.seconds += time.monotonic() - began
             if self.engine.timeline is not None:
                 self.engine.timeline.end(program)
-            self._retire()
+            self._detach_ended()
         if stop():
             self._suspend()
-        for name, reason in self.sweeps.stranded():
-            self.journal.move(name, State.PAUSED, reason)
+        for name, reason in self.sweeps.stranded_trials():
+            self.journal.set_state(name, State.PAUSED, reason)
         with phase(Phase.EXPORT):
             while self.result_writer:
-                self._await_delivery()
+                self._wait_for_delivery()
             self.writer.close()
             self._handle_writes()
 
@@ -350,32 +354,32 @@ class Loop:
             return False
         same_samples = {names[0]: names for names in unscored.values()}
         program = self.windows.base_evaluation(same_samples)
-        fetch = partial(lay_out, jobs=self.jobs, base_alone=True)
+        fetch = partial(collate_plan, jobs=self.jobs, base_alone=True)
         try:
             for event in self.executor.run(program, fetch, stop):
                 match event:
                     case Evaluated(job):
                         for name in same_samples[job]:
-                            self.journal.base_evaluation(event, name)
+                            self.journal.record_base_evaluation(event, name)
                     case Failed(job, reason):
                         self._endings[job] = Ending(State.FAILED, reason)
         except OutOfMemory:
-            self._shrink(program.capacity)
+            self._reduce_memory(program.capacity)
         self.journal.flush()
-        self._retire()
+        self._detach_ended()
         return True
 
-    def _begins(self, name: str) -> bool:
+    def _needs_first_evaluation(self, name: str) -> bool:
         """Whether the job must be evaluated before its next step: at its start, or after an interruption."""
         job, progress = self.jobs[name], self.executor.attached[name].progress
         if job.data.evaluation is None:
             return progress.step == 0
-        if self.sweeps.is_awaited(name, progress.step) and not self.sweeps.judges_mean(name):
+        if self.sweeps.is_awaited(name, progress.step) and not self.sweeps.evaluates_mean(name):
             return True
         return progress.step in job.evaluate_at and progress.evaluated < progress.step
 
     @contextmanager
-    def _means_shown(self) -> Iterator[None]:
+    def _use_mean_weights(self) -> Iterator[None]:
         """Use the mean weights of the trials that are being evaluated in the passes of a window."""
         for name in self._judged:
             self.executor.show_mean(name)
@@ -386,13 +390,13 @@ class Loop:
                 self.executor.show_master(name)
         self._judged = frozenset()
 
-    def _saved_lately(self) -> frozenset[str]:
+    def _recently_saved(self) -> frozenset[str]:
         """Return the jobs without `save_every` whose last checkpoint is too recent to write another."""
         now = time.monotonic()
         return frozenset(
             name
             for name in self.executor.attached
-            if self.jobs[name].spec.save_every is None and now - self._last_saved[name] < LEAST_SAVE_SECONDS
+            if self.jobs[name].spec.save_every is None and now - self._last_saved[name] < MIN_SAVE_SECONDS
         )
 
     def _peak_bytes(self) -> int:
@@ -405,7 +409,7 @@ class Loop:
         attached = {name: self.jobs[name].shape for name in self.executor.attached}
         promise = self.learned.promise(program, attached, self.engine.price(attached))
         taken = self.learned.memory.taken
-        self.journal.promise(promise_numbers(self.choice.layout, program, attached, promise, taken))
+        self.journal.record_prediction(promise_numbers(self.choice.layout, program, attached, promise, taken))
         self._timed = TimedWindow()
         own_peak, peak_before = reset_peak(self.base.device), self._peak_bytes()
         if not own_peak:
@@ -413,13 +417,13 @@ class Loop:
             promise = replace(promise, peak_bytes=max(peak_before, promise.peak_bytes))
         fitted, began = True, time.monotonic()
         try:
-            for event in self.executor.run(program, partial(lay_out, jobs=self.jobs), stop):
+            for event in self.executor.run(program, partial(collate_plan, jobs=self.jobs), stop):
                 self._handle(event, callback)
         except OutOfMemory:
             # Handled below, when the traceback no longer holds tensors.
             fitted = False
         if not fitted:
-            self._shrink(program.capacity)
+            self._reduce_memory(program.capacity)
             return
         if self.programs_run is not None:
             self.programs_run.append(program)
@@ -428,9 +432,9 @@ class Loop:
         peak = self._peak_bytes()
         outcome = Outcome(seconds, peak, own_peak, timed.passes, timed.steps, timed.saves)
         self.learned.learn(program, attached, outcome)
-        if not self.engine.deterministic and self.learned.adopt():
-            self.journal.keep_learned(self.learned.recorded())
-        self.journal.window(program, attached, promise, outcome, self.learned.cost)
+        if not self.engine.deterministic and self.learned.adopt_fitted_models():
+            self.journal.save_learned(self.learned.state_record())
+        self.journal.record_window(program, attached, promise, outcome, self.learned.cost)
         if self._slow_run is not None and len(program.devices) == 1:
             planned = self._planned_cost.program_seconds(program, attached)
             if sentence := self._slow_run.add(planned, seconds):
@@ -439,7 +443,7 @@ class Loop:
             # A run that finds no checkpoint then knows that there was one.
             self.journal.flush()
 
-    def _shrink(self, capacity: int) -> None:
+    def _reduce_memory(self, capacity: int) -> None:
         """Reduce memory use after a shortage: halve the capacity, else preempt a job or fail the only one."""
         release(self.base.device)
         shapes = self._shapes(name for name in self.executor.attached if name not in self._endings)
@@ -450,28 +454,28 @@ class Loop:
             self.windows.max_tokens = max(capacity // 2, least)
             self.journal.note(
                 f"Out of memory with {capacity} tokens per microbatch: continuing with "
-                f"{self.windows.max_tokens}.{self._other_bits()}"
+                f"{self.windows.max_tokens}.{self._changed_results_warning()}"
             )
             return
         if self.learned.recompute_more(shapes, self.windows.max_tokens):
             self.journal.note(
                 f"Out of memory with {capacity} tokens per microbatch: more is recomputed from here "
-                f"on.{self._other_bits()}"
+                f"on.{self._changed_results_warning()}"
             )
             return
         last = max(shapes, key=lambda shape: (-shape.priority, shape.order)).name
         attached = plural(len(shapes), "attached job")
         reason = f"out of memory with {attached} and {capacity} tokens per microbatch"
         if len(shapes) == 1:
-            self._end(last, Ending(State.FAILED, f"{reason}; {self.learned.memory.advice(shapes[0])}"))
+            self._set_ending(last, Ending(State.FAILED, f"{reason}; {self.learned.memory.advice(shapes[0])}"))
             return
         self._max_jobs = len(shapes) - 1
         self._max_jobs_reason = f"{reason}; it resumes when another job has ended"
-        if other_bits := self._other_bits():
-            self.journal.note(f"{last}: {reason}.{other_bits}")
-        self._send_back({last: self._max_jobs_reason})
+        if changed_results := self._changed_results_warning():
+            self.journal.note(f"{last}: {reason}.{changed_results}")
+        self._requeue({last: self._max_jobs_reason})
 
-    def _other_bits(self) -> str:
+    def _changed_results_warning(self) -> str:
         """Return the warning that a shortage changes a deterministic run's results; empty for other runs."""
         if not self.engine.deterministic:
             return ""
@@ -489,13 +493,13 @@ class Loop:
                 if job in self._saved_at_every_step:
                     # There is no half of an interval in which the last checkpoint could be written.
                     self.executor.finish_saves(job)
-                self.journal.step(event, self.jobs[job], self.executor.attached[job].progress)
+                self.journal.record_step(event, self.jobs[job], self.executor.attached[job].progress)
                 self.journal.warn(job, collapse_warning(event.outcome, self.base.shape.vocabulary))
-                if (reason := self.sweeps.step(event)) is not None and job not in self._endings:
-                    self._end(job, Ending(State.CANCELLED, reason, leaves_sweep=True))
+                if (reason := self.sweeps.record_step(event)) is not None and job not in self._endings:
+                    self._set_ending(job, Ending(State.CANCELLED, reason, leaves_sweep=True))
             case Evaluated(job) if job in self._judged:
-                self.journal.rung(event)
-                self.sweeps.judge(event)
+                self.journal.record_rung(event)
+                self.sweeps.record_mean_evaluation(event)
             case Evaluated():
                 self._on_evaluation(event)
             case SaveDue(job):
@@ -512,15 +516,15 @@ class Loop:
     def _on_evaluation(self, event: Evaluated) -> None:
         spec, training = self.jobs[event.job].spec, self.executor.attached[event.job]
         min_delta = spec.early_stop.min_delta if spec.early_stop else 0.0
-        counts = self.jobs[event.job].counts(event.step)
+        counts = self.jobs[event.job].is_requested_evaluation(event.step)
         self.executor.note_evaluation(event.job, event.loss, spec.keep == "best", min_delta, counts)
         progress = training.progress
-        self.journal.evaluation(event, self.jobs[event.job], progress)
-        self.sweeps.evaluate(event)
+        self.journal.record_evaluation(event, self.jobs[event.job], progress)
+        self.sweeps.record_evaluation(event)
         if counts and spec.early_stop and progress.stale >= spec.early_stop.patience:
             evaluations = plural(progress.stale, "evaluation")
             reason = f"stopped early at step {event.step}: no better validation loss in {evaluations}"
-            self._end(event.job, Ending(State.SUCCEEDED, reason))
+            self._set_ending(event.job, Ending(State.SUCCEEDED, reason))
 
     @phase(Phase.SAVING)
     def _save(self, name: str, save: Callable[[str, Path], None]) -> None:
@@ -542,9 +546,9 @@ class Loop:
         """Handle the writes that have completed or failed since the last call."""
         for one in self.executor.unsaved():
             self._pause_unsaved(one)
-        self.result_writer.record_written()
+        self.result_writer.record_finished_writes()
 
-    def _await_delivery(self) -> None:
+    def _wait_for_delivery(self) -> None:
         self.result_writer.wait_for_one()
         self._handle_writes()
 
@@ -557,18 +561,20 @@ class Loop:
         if training.progress.step >= self.jobs[name].recipe.steps:
             return
         what = f"its checkpoint of step {unsaved.step} cannot be written: {unsaved.reason}"
-        self._end(name, Ending(State.PAUSED, f"{what}; {self.result_writer.remedy(name)}"))
+        self._set_ending(name, Ending(State.PAUSED, f"{what}; {self.result_writer.resume_advice(name)}"))
 
     # -- endings -----------------------------------------------------------------------------------------
 
-    def _end(self, name: str, ending: Ending) -> None:
+    def _set_ending(self, name: str, ending: Ending) -> None:
         """Set how a job ends, during a window; the job is detached at the window's end."""
         self._endings[name] = ending
         self.executor.kill(name)
 
-    def _retire(self) -> None:
+    def _detach_ended(self) -> None:
         for name, training in list(self.executor.attached.items()):
-            if training.progress.step >= self.jobs[name].recipe.steps and not self._begins(name):
+            if training.progress.step >= self.jobs[name].recipe.steps and not self._needs_first_evaluation(
+                name
+            ):
                 self._endings.setdefault(name, Ending(State.SUCCEEDED))
         for name, ending in self._endings.items():
             self._max_jobs = math.inf
@@ -578,7 +584,7 @@ class Loop:
                 self.journal.warn(name, status.warning or base_warning(status))
                 self.result_writer.deliver(self.jobs[name], training, ending)
             else:
-                self.journal.move(name, ending.state, ending.reason)
+                self.journal.set_state(name, ending.state, ending.reason)
             if ending.leaves_sweep:
                 self.result_writer.drop_checkpoints_of(name)
         if self._endings:
@@ -588,17 +594,17 @@ class Loop:
             release(self.base.device)
         self._endings.clear()
 
-    def _send_back(self, reasons: Mapping[str, str], are_resting: bool = False) -> None:
+    def _requeue(self, reasons: Mapping[str, str], are_resting: bool = False) -> None:
         """Save jobs and queue them again with the reasons; `are_resting` marks trials that wait at a rung."""
         if not reasons:
             return
         for training in self._save_and_detach(list(reasons)):
             name = training.job
             if are_resting:
-                self.sweeps.rested(name)
+                self.sweeps.mark_resting(name)
             else:
                 self.waiting[name] = self.jobs[name]
-            self.journal.move(name, State.QUEUED, reasons[name])
+            self.journal.set_state(name, State.QUEUED, reasons[name])
         self.journal.flush()
 
     def _save_and_detach(self, names: Sequence[str]) -> list[Training]:
@@ -612,13 +618,13 @@ class Loop:
 
     def _suspend(self) -> None:
         for training in self._save_and_detach(list(self.executor.attached)):
-            reason = self._interruption(training.progress.step)
-            self.journal.move(training.job, State.PAUSED, reason)
-        self._retire()
-        for name in [*self.waiting, *self.sweeps.resting()]:
-            self._leave_queue(name, State.PAUSED, self._interruption(self.store.job(name).step))
+            reason = self._interruption_reason(training.progress.step)
+            self.journal.set_state(training.job, State.PAUSED, reason)
+        self._detach_ended()
+        for name in [*self.waiting, *self.sweeps.resting_trials()]:
+            self._leave_queue(name, State.PAUSED, self._interruption_reason(self.store.job(name).step))
 
-    def _interruption(self, step: int) -> str:
+    def _interruption_reason(self, step: int) -> str:
         return f"interrupted at step {step}; resume with {self.store.resume_line()}"
 
     # -- sweeps ------------------------------------------------------------------------------------------
@@ -629,16 +635,16 @@ class Loop:
         if not self.sweeps.sweeps:
             return False
         attached = {name: training.progress.step for name, training in self.executor.attached.items()}
-        orders = self.sweeps.orders(attached, self.result_writer)
+        orders = self.sweeps.trial_orders(attached, self.result_writer)
         before = frozenset(self.waiting)
-        for name, limit in orders.limits.items():
+        for name, limit in orders.step_limits.items():
             if self.jobs[name].limit != limit:
                 self.jobs[name] = replace(self.jobs[name], limit=limit)
         self.waiting = {name: self.jobs[name] for name in (*self.waiting, *orders.promoted)}
-        for name, reason in orders.leave.items():
+        for name, reason in orders.leave_reasons.items():
             self._leave_sweep(name, reason)
-        self._send_back(orders.rest, are_resting=True)
-        self._retire()
+        self._requeue(orders.rest_reasons, are_resting=True)
+        self._detach_ended()
         assert self.add is not None, "a run with sweeps can add jobs"
         self.sweeps.propose(self.add, self.journal.note)
         self._handle_writes()
@@ -646,7 +652,7 @@ class Loop:
 
     def _leave_sweep(self, name: str, reason: str) -> None:
         if name in self.executor.attached:
-            self._end(name, Ending(State.CANCELLED, reason, leaves_sweep=True))
+            self._set_ending(name, Ending(State.CANCELLED, reason, leaves_sweep=True))
             return
         self._leave_queue(name, State.CANCELLED, reason)
         self.result_writer.drop_checkpoints_of(name)

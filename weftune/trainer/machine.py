@@ -18,7 +18,7 @@ from weftune.plan.cost.memory import gib
 from weftune.plan.cost.profile import find_profile, read_profile
 from weftune.plan.layout.choose import PROCESS_BYTES, Machine
 from weftune.plan.layout.need import StreamDevice, gpu_device, in_files
-from weftune.plan.window.pace import speed_by_sheet
+from weftune.plan.window.pace import data_sheet_device_speed
 from weftune.run.measure.link import measure_file_bandwidth, measure_link
 from weftune.run.measure.memory import GPU_SHARE, budget_bytes, bytes_before_base, fixed_budget_bytes
 from weftune.run.profile import key_here
@@ -28,17 +28,19 @@ from weftune.trainer.options import Options, host_budget
 UNKNOWN_FLOPS, UNKNOWN_MEMORY, FILE_BANDWIDTH = 1e14, 1e12, 2e9
 """Operations per second and bytes per second of a GPU without a data sheet, and bytes per second of a disk,
 used if nothing may be measured."""
-PLENTY = 0.9
+WARNED_SHARE = 0.9
 """Share of the planned memory that must be free; with less, a deterministic run prints a warning."""
 
 
-def machine_here(options: Options, base: BaseSpec | Base, device: torch.device, shape: ModelShape) -> Machine:
+def describe_machine(
+    options: Options, base: BaseSpec | Base, device: torch.device, shape: ModelShape
+) -> Machine:
     """Describe this process's device, or the identical devices of all workers. For a deterministic run,
     nothing measured now is used: neither times nor free memory."""
     is_loaded = isinstance(base, Base) and options.staff is None
     if is_loaded and options.gpu_memory is not None:
         raise UserError("gpu_memory: this base is on its device already; give its name and Weftune loads it")
-    workers, on_gpu = _place(options), device.type == "cuda"
+    workers, on_gpu = _worker_position(options), device.type == "cuda"
     spec, key = base.spec if isinstance(base, Base) else base, key_here(shape, device)
     profile = find_profile(key) if options.profile is None else read_profile(options.profile, key)
     if profile is None and options.profile is not None:
@@ -55,12 +57,12 @@ def machine_here(options: Options, base: BaseSpec | Base, device: torch.device, 
         # Workers of other machines have memory of their own.
         host_bytes=host_budget(steady) * workers.workers // (workers.local_workers * options.shares),
         workers=workers.stages,
-        sharing=workers_per_device(options, device),
+        workers_per_device=workers_per_device(options, device),
         profile=profile,
         worker_profile=profile if workers.workers == 1 else find_profile(worker_key),
-        gpu=sheet_gpu if steady else partial(measured_gpu, spec, device),
+        gpu=data_sheet_gpu if steady else partial(measure_gpu, spec, device),
     )
-    files = partial(from_files, spec, device, measured=not steady)
+    files = partial(stream_from_files, spec, device, measure_speed=not steady)
     return replace(machine, files=files, stream_budget=None if is_loaded else machine.stream_budget)
 
 
@@ -84,27 +86,27 @@ def launcher_machine(
         process_bytes=bytes_before_base(device),
         host_bytes=0,
         devices=max(1, len(gpus)),
-        sharing=1 if on_gpu else processes,
+        workers_per_device=1 if on_gpu else processes,
         profile=find_profile(key_here(shape, device)),
-        gpu=sheet_gpu,
+        gpu=data_sheet_gpu,
     )
 
 
-def _place(options: Options) -> WorkerPosition:
+def _worker_position(options: Options) -> WorkerPosition:
     return options.staff.connections.position if options.staff else WorkerPosition(0, 1)
 
 
 def workers_per_device(options: Options, device: torch.device) -> int:
-    place = _place(options)
+    place = _worker_position(options)
     return 1 if has_separate_gpus(place, device) else place.local_workers
 
 
-def short_of_memory(options: Options, device: torch.device) -> str:
+def memory_warning(options: Options, device: torch.device) -> str:
     """Return a warning if a deterministic run is planned for more memory than is free; empty otherwise."""
     if not options.deterministic or options.gpu_memory or options.memory:
         return ""
     free, planned = budget_bytes(device), fixed_budget_bytes(device)
-    if free >= PLENTY * planned:
+    if free >= WARNED_SHARE * planned:
         return ""
     return (
         f"warning: deterministic: this run is planned for {gib(planned)} whatever is free, and now "
@@ -112,15 +114,15 @@ def short_of_memory(options: Options, device: torch.device) -> str:
     )
 
 
-def sheet_gpu(budget: int, host: int, _workers: int = 1) -> StreamDevice:
+def data_sheet_gpu(budget: int, host: int, _workers: int = 1) -> StreamDevice:
     """Return the GPU as its data sheet describes it, which is the same in every run."""
-    speed = speed_by_sheet(on_gpu=True)
+    speed = data_sheet_device_speed(on_gpu=True)
     if speed is None:
         return gpu_device(budget, host, PCIE.bandwidth, UNKNOWN_FLOPS, UNKNOWN_MEMORY)
     return gpu_device(budget, host, PCIE.bandwidth, speed.flops, speed.bandwidth)
 
 
-def measured_gpu(
+def measure_gpu(
     spec: BaseSpec, device: torch.device, budget: int, host: int, _workers: int = 1
 ) -> StreamDevice:
     """Return the GPU with the speeds of its host link and matrix products, measured now."""
@@ -128,16 +130,20 @@ def measured_gpu(
     return gpu_device(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
 
 
-def from_files(
-    spec: BaseSpec, device: torch.device, stream: StreamDevice, short: HostTooSmall, measured: bool = True
+def stream_from_files(
+    spec: BaseSpec,
+    device: torch.device,
+    stream: StreamDevice,
+    host_error: HostTooSmall,
+    measure_speed: bool = True,
 ) -> StreamDevice:
-    """Return the device for a base streamed from its files; if impossible, raise `short` with the reason."""
+    """Return the device for a base streamed from its files; if impossible, add the reason to `host_error`."""
     try:
         files = list(weights_in_files(spec, device))
     except BaseModelError as error:
-        raise HostTooSmall([*short.mistakes, *error.mistakes]) from None
+        raise HostTooSmall([*host_error.mistakes, *error.mistakes]) from None
     if device.type != "cuda":
         return in_files(stream)
-    bandwidth = measure_file_bandwidth(files) if measured else FILE_BANDWIDTH
+    bandwidth = measure_file_bandwidth(files) if measure_speed else FILE_BANDWIDTH
     both_ways = None if stream.both_ways is None else min(stream.both_ways, bandwidth)
     return replace(in_files(stream), bandwidth=min(stream.bandwidth, bandwidth), both_ways=both_ways)

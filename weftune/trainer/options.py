@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weftune.errors import UserError
-from weftune.jobs.store.status import PYTHON
+from weftune.jobs.store.status import PYTHON_COMMAND
 
 if TYPE_CHECKING:
     from weftune.plan.cost.profile import Profile
@@ -54,7 +54,7 @@ class Options:
     """Number of this process's share of the jobs, if other processes train the other shares."""
     shares: int = 1
     """Number of processes that train one share of the jobs each; they also share the host's memory."""
-    command: str = PYTHON
+    command: str = PYTHON_COMMAND
     """Shell command that resumes the run, for messages. Empty if the jobs are in no file."""
     pipeline: int | None = None
     """Number of stages, each in a process that `weftune train` starts; `AUTO` lets the planner choose."""
@@ -102,13 +102,13 @@ class Options:
         host_bytes: int,
         devices: int = 1,
         workers: int = 1,
-        sharing: int = 1,
+        workers_per_device: int = 1,
         shares: int = 1,
         profile: Profile | None = None,
         worker_profile: Profile | None = None,
         gpu: Callable[[int, int, int], StreamDevice],
     ) -> Machine:
-        """Return the machine for `workers` workers per replica, `sharing` of which share a device.
+        """Return the machine for `workers` workers per replica, `workers_per_device` of which share a device.
 
         `device_bytes` is the memory of a device that a run without a limit may use.
         """
@@ -119,11 +119,11 @@ class Options:
         # workers only if that was requested, since they must be connected for it from the start.
         stream_bytes = whole if on_gpu and workers <= 1 else self.gpu_memory
         if on_gpu and workers > 1 and stream_bytes is not None:
-            stream_bytes //= sharing
+            stream_bytes //= workers_per_device
         return Machine(
             on_gpu=on_gpu,
             devices=devices,
-            budget=whole // sharing,
+            budget=whole // workers_per_device,
             taken=process_bytes,
             stream_budget=stream_bytes,
             limited=self.gpu_memory is not None,
@@ -142,7 +142,7 @@ def host_budget(deterministic: bool = False) -> int:
     """Return the bytes of host memory for a run: a share of the free bytes, or of all if `deterministic`."""
     import psutil
 
-    from weftune.plan.cost.cluster import USABLE
+    from weftune.plan.cost.cluster import USABLE_SHARE
 
     memory = psutil.virtual_memory()
-    return int((memory.total if deterministic else memory.available) * USABLE[False])
+    return int((memory.total if deterministic else memory.available) * USABLE_SHARE[False])

@@ -25,12 +25,12 @@ from weftune.adapters.kind import Parameters
 from weftune.adapters.registry import get_kind
 from weftune.base.spec import BASE_KEYS, BaseSpec
 from weftune.core.clock import Phase, phase
-from weftune.core.files import FORMAT, disk_errors, json_text, ordinary_modes, sync_folder
+from weftune.core.files import FORMAT, disk_errors, json_text, set_file_modes, sync_folder
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.data.template import template_source
 from weftune.errors import OutputError
 from weftune.jobs.spec.retry import CHANGEABLE, Retry, value_at
-from weftune.jobs.spec.spec import JobSpec, changed_keys, resolved
+from weftune.jobs.spec.spec import JobSpec, changed_keys, resolve_job
 from weftune.jobs.store.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file, write_job_file
 from weftune.jobs.store.status import State, resume_line
 from weftune.jobs.store.store import Store
@@ -47,17 +47,17 @@ from weftune.trainer.journal import Journal
 
 PARTIAL = ".adapter.partial"
 """Folder inside a job's folder for an adapter that is being written."""
-NAMED_PACKAGES = ("weftune", "torch", "transformers", "peft", "safetensors", "datasets")
+RECORDED_PACKAGES = ("weftune", "torch", "transformers", "peft", "safetensors", "datasets")
 
 
-def describe(job: PreparedJob, base: BaseSpec, deterministic: bool = False) -> dict[str, Any]:
+def job_file_values(job: PreparedJob, base: BaseSpec, deterministic: bool = False) -> dict[str, Any]:
     """Return the content of `job.yaml`: the resolved spec, the data, and the versions of libraries.
     `deterministic` is an option of the run, not a setting of the job, and may differ when the run is
     resumed."""
     data = job.data
     return {
         "format": FORMAT,
-        "job": resolved(job.spec),
+        "job": resolve_job(job.spec),
         "steps": job.recipe.steps,
         **({"deterministic": True} if deterministic else {}),
         "base": {**base.record(), "written": base.written},
@@ -72,7 +72,7 @@ def describe(job: PreparedJob, base: BaseSpec, deterministic: bool = False) -> d
     }
 
 
-def retries_of(folder: Path) -> list[dict[str, Any]]:
+def read_retries(folder: Path) -> list[dict[str, Any]]:
     """Return the retries of a started job, the earliest first."""
     found = read_job_file(folder)
     return list(found.values.get("retries", [])) if found else []
@@ -80,7 +80,7 @@ def retries_of(folder: Path) -> list[dict[str, Any]]:
 
 def with_retries(description: dict[str, Any], folder: Path, *more: Retry) -> dict[str, Any]:
     """Return the description with the retries recorded in the job's folder, followed by `more`."""
-    retries = [*retries_of(folder), *(retry.record() for retry in more)]
+    retries = [*read_retries(folder), *(retry.record() for retry in more)]
     return {**description, "retries": retries} if retries else description
 
 
@@ -107,9 +107,11 @@ def refuse_changes(
     if found is None:
         return ""
     before = found.values
-    changed = [key for key in changed_keys(before["job"], description["job"]) if not _is_in(key, allowed)]
+    changed = [
+        key for key in changed_keys(before["job"], description["job"]) if not _is_covered(key, allowed)
+    ]
     remedy = f"put them back, or {restart}"
-    if changed and all(_is_in(key, CHANGEABLE) for key in changed):
+    if changed and all(_is_covered(key, CHANGEABLE) for key in changed):
         values = {key: value_at(description["job"], key) for key in changed}
         remedy = f"put them back, or resume with {resume_line(command, retry=[name], changes=values)}"
     changed += [f"base.{key}" for key in BASE_KEYS if before["base"].get(key) != description["base"][key]]
@@ -135,7 +137,7 @@ def finished_changes(folder: Path, job: JobSpec, base: BaseSpec, max_steps: int 
         return []
     if found is None:
         return []
-    before, now, base_now = found.values, resolved(job), base.record()
+    before, now, base_now = found.values, resolve_job(job), base.record()
     keys = changed_keys(before["job"], now)
     changed = {key: (value_at(before["job"], key), value_at(now, key)) for key in keys}
     changed |= {
@@ -153,9 +155,9 @@ def _value_text(value: Any) -> str:
     return value if isinstance(value, str) else json_text(value)
 
 
-def _is_in(key: str, named: Collection[str]) -> bool:
-    """Whether a dotted key, a section that holds it or a key inside it is among `named`."""
-    return any(one == key or f"{one}.".startswith(f"{key}.") or key.startswith(f"{one}.") for one in named)
+def _is_covered(key: str, keys: Collection[str]) -> bool:
+    """Whether a dotted key, a section that holds it or a key inside it is among `keys`."""
+    return any(one == key or f"{one}.".startswith(f"{key}.") or key.startswith(f"{one}.") for one in keys)
 
 
 def refuse_full_disk(output: Path, jobs: Sequence[PreparedJob], shape: ModelShape) -> None:
@@ -192,16 +194,16 @@ class TokenizerFiles:
         """Maps each chat template (None: the tokenizer's own) to the paths and contents of its files."""
         self._one_at_a_time = threading.Lock()
 
-    def of(self, job: PreparedJob | None) -> Mapping[Path, bytes]:
+    def files_for(self, job: PreparedJob | None) -> Mapping[Path, bytes]:
         """Return the files with the job's chat template; without a job, with the tokenizer's own."""
         chosen = None if job is None else job.spec.data.chat_template
         template = None if chosen is None else template_source(self._tokenizer, chosen)
         with self._one_at_a_time:
             if template not in self._made:
-                self._made[template] = self._make(template)
+                self._made[template] = self._create(template)
             return self._made[template]
 
-    def _make(self, template: str | None) -> dict[Path, bytes]:
+    def _create(self, template: str | None) -> dict[Path, bytes]:
         own = copy.deepcopy(self._tokenizer)
         if template is not None:
             own.chat_template = template
@@ -215,7 +217,7 @@ def prepare_result(job: PreparedJob | None, tokenizer: TokenizerFiles) -> None:
     """Prepare the slow parts of writing a result that do not depend on the weights."""
     with suppress(ImportError):
         importlib.import_module("peft")
-    tokenizer.of(job)
+    tokenizer.files_for(job)
 
 
 def write_result(
@@ -237,10 +239,10 @@ def write_result(
     try:
         with disk_errors():
             kind.save(draft, job.spec.adapter, parameters, sites, base.published_name)
-            for path, content in tokenizer.of(job).items():
+            for path, content in tokenizer.files_for(job).items():
                 (draft / path).parent.mkdir(exist_ok=True)
                 (draft / path).write_bytes(content)
-            ordinary_modes(draft)
+            set_file_modes(draft)
         _publish(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -264,7 +266,7 @@ def _publish(draft: Path, folder: Path) -> None:
 @cache
 def _versions() -> Mapping[str, str]:
     found = {}
-    for package in NAMED_PACKAGES:
+    for package in RECORDED_PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -317,7 +319,7 @@ class ResultWriter:
 
     def write_job_file(self, job: PreparedJob) -> None:
         folder = self._store.output / job.name
-        described = describe(job, self._base.spec, self._engine.deterministic)
+        described = job_file_values(job, self._base.spec, self._engine.deterministic)
         write_job_file(folder, with_retries(described, folder))
 
     def prepare(self, job: PreparedJob, snapshot_bytes: int) -> None:
@@ -357,16 +359,16 @@ class ResultWriter:
     def drop_checkpoints_of(self, name: str) -> None:
         self._spent.append(name)
 
-    def record_written(self) -> None:
+    def record_finished_writes(self) -> None:
         """Record the ends of jobs whose adapters were written, or failed to be, since the last call."""
         # Only the first is checked, since they mostly end in the order of writing: thousands may wait.
         while self._begun and next(iter(self._begun.values())).done():
             name = next(iter(self._begun))
             ending = self._endings.pop(name)
             if (trouble := find_disk_error(self._begun.pop(name))) is not None:
-                reason = f"its adapter cannot be written: {trouble}; {self.remedy(name)}"
+                reason = f"its adapter cannot be written: {trouble}; {self.resume_advice(name)}"
                 ending = Ending(State.PAUSED, reason)
-            self._journal.move(name, ending.state, ending.reason)
+            self._journal.set_state(name, ending.state, ending.reason)
             if ending.state is State.SUCCEEDED:
                 self.drop_checkpoints_of(name)
         if self._spent and (self._store.is_due() or not self._begun):
@@ -379,7 +381,7 @@ class ResultWriter:
     def wait_for_one(self) -> None:
         wait([next(iter(self._begun.values()))])
 
-    def remedy(self, name: str) -> str:
+    def resume_advice(self, name: str) -> str:
         progress = checkpoint.newest_progress(self.checkpoints(name))
         step = progress.step if progress else 0
         return f"correct that, and resume from step {step} with {self._store.resume_line()}"

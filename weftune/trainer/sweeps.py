@@ -11,7 +11,7 @@ from weftune.jobs.spec.spec import JobSpec
 from weftune.jobs.store.job_file import CHECKPOINTS
 from weftune.jobs.sweeps.halving import averaged_spans
 from weftune.jobs.sweeps.read import trial_job
-from weftune.jobs.sweeps.running import RunningSweep, Tell, TrialOrders
+from weftune.jobs.sweeps.running import RunningSweep, ShowNote, TrialOrders
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.training import checkpoint
 from weftune.trainer.job import PreparedJob
@@ -22,92 +22,96 @@ class Sweeps:
 
     def __init__(self, sweeps: Iterable[RunningSweep] = ()) -> None:
         self.sweeps = tuple(sweeps)
-        self._of: dict[str, RunningSweep] = {}
+        self._sweep_of_trial: dict[str, RunningSweep] = {}
         for sweep in self.sweeps:
-            self._of |= dict.fromkeys(sweep.trials, sweep)
+            self._sweep_of_trial |= dict.fromkeys(sweep.trials, sweep)
 
     def enter(self, job: PreparedJob) -> PreparedJob:
         """Return a job as the loop trains it: a trial trains up to its next rung only, and is evaluated there
         too if rungs evaluate the last weights."""
-        sweep = self._of.get(job.name)
+        sweep = self._sweep_of_trial.get(job.name)
         if sweep is None:
             return job
-        job = self.averaging(job)
+        job = self.with_weight_means(job)
         sweep.enter(job.name, job.recipe.steps)
-        rungs = frozenset() if sweep.judges_mean else frozenset(sweep.rungs.rungs(job.name))
+        rungs = frozenset() if sweep.evaluates_mean else frozenset(sweep.rungs.rungs(job.name))
         limit = sweep.rungs.limit(job.name)
         if sweep.rungs.is_held(job.name):
             found = checkpoint.newest_progress(sweep.store.output / job.name / CHECKPOINTS)
             if found is not None and found.step >= limit:
                 sweep.resting.add(job.name)
-        return replace(job, evaluate_at=job.evaluate_at | rungs, own_evaluations=job.evaluate_at, limit=limit)
+        return replace(
+            job, evaluate_at=job.evaluate_at | rungs, requested_evaluations=job.evaluate_at, limit=limit
+        )
 
-    def averaging(self, job: PreparedJob) -> PreparedJob:
+    def with_weight_means(self, job: PreparedJob) -> PreparedJob:
         """Return the job with the weight means that its sweep's rungs evaluate, if any."""
-        sweep = self._of.get(job.name)
-        if sweep is None or not sweep.judges_mean:
+        sweep = self._sweep_of_trial.get(job.name)
+        if sweep is None or not sweep.evaluates_mean:
             return job
         spans = averaged_spans(sweep.sweep.spec.halving, job.recipe.steps)
         recipe, shape = replace(job.recipe, averaged=spans), replace(job.shape, means=1 if spans else 0)
         return replace(job, recipe=recipe, shape=shape)
 
-    def rests(self, name: str) -> bool:
-        sweep = self._of.get(name)
+    def is_resting(self, name: str) -> bool:
+        sweep = self._sweep_of_trial.get(name)
         return sweep is not None and name in sweep.resting
 
-    def rested(self, name: str) -> None:
+    def mark_resting(self, name: str) -> None:
         """Record that the trial has been saved and detached, and waits for other trials."""
-        self._of[name].resting.add(name)
+        self._sweep_of_trial[name].resting.add(name)
 
     def is_awaited(self, name: str, step: int) -> bool:
         """Whether the trial has reached this rung and its value there is not recorded yet."""
-        sweep = self._of.get(name)
-        return sweep is not None and step == sweep.rungs.limit(name) and sweep.rungs.awaited(name)
+        sweep = self._sweep_of_trial.get(name)
+        return sweep is not None and step == sweep.rungs.limit(name) and sweep.rungs.awaits_evaluation(name)
 
-    def judges_mean(self, name: str) -> bool:
+    def evaluates_mean(self, name: str) -> bool:
         """Whether the rungs of the trial evaluate the mean of its last weights."""
-        sweep = self._of.get(name)
-        return sweep is not None and sweep.judges_mean
+        sweep = self._sweep_of_trial.get(name)
+        return sweep is not None and sweep.evaluates_mean
 
-    def step(self, event: Stepped) -> str | None:
+    def record_step(self, event: Stepped) -> str | None:
         """Record a step's loss; return the reason if the trial leaves its sweep now, else None."""
-        sweep = self._of.get(event.job)
-        return None if sweep is None else sweep.step(event.job, event.step, event.outcome.loss)
+        sweep = self._sweep_of_trial.get(event.job)
+        return None if sweep is None else sweep.record_step(event.job, event.step, event.outcome.loss)
 
-    def evaluate(self, event: Evaluated) -> None:
-        if (sweep := self._of.get(event.job)) is not None:
-            sweep.evaluate(event.job, event.step, event.loss, event.token_accuracy)
+    def record_evaluation(self, event: Evaluated) -> None:
+        if (sweep := self._sweep_of_trial.get(event.job)) is not None:
+            sweep.record_evaluation(event.job, event.step, event.loss, event.token_accuracy)
 
-    def judge(self, event: Evaluated) -> None:
+    def record_mean_evaluation(self, event: Evaluated) -> None:
         """Record an evaluation of the mean of a trial's last weights."""
-        self._of[event.job].judge(event.job, event.step, event.loss, event.token_accuracy)
-
-    def orders(self, attached: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
-        found = [sweep.orders(attached, delivering) for sweep in self.sweeps]
-        return TrialOrders(
-            {name: limit for one in found for name, limit in one.limits.items()},
-            [name for one in found for name in one.promoted],
-            {name: reason for one in found for name, reason in one.rest.items()},
-            {name: reason for one in found for name, reason in one.leave.items()},
+        self._sweep_of_trial[event.job].record_rung_evaluation(
+            event.job, event.step, event.loss, event.token_accuracy
         )
 
-    def propose(self, add: Callable[[JobSpec], Any], tell: Tell) -> None:
+    def trial_orders(self, attached: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
+        found = [sweep.trial_orders(attached, delivering) for sweep in self.sweeps]
+        return TrialOrders(
+            {name: limit for one in found for name, limit in one.step_limits.items()},
+            [name for one in found for name in one.promoted],
+            {name: reason for one in found for name, reason in one.rest_reasons.items()},
+            {name: reason for one in found for name, reason in one.leave_reasons.items()},
+        )
+
+    def propose(self, add_job: Callable[[JobSpec], Any], show_note: ShowNote) -> None:
         """Add the jobs of those generations of trials that can begin now."""
         for sweep in self.sweeps:
             while new := sweep.proposed():
-                self._of |= dict.fromkeys((trial.name for trial in new), sweep)
+                self._sweep_of_trial |= dict.fromkeys((trial.name for trial in new), sweep)
                 for trial in new:
                     try:
-                        add(trial_job(sweep.sweep, trial))
+                        add_job(trial_job(sweep.sweep, trial))
                     except UserError as error:
-                        sweep.refuse(trial.name, str(error))
-                        tell(f"warning: {trial.name} cannot be trained: {error}")
+                        sweep.record_refusal(trial.name, str(error))
+                        show_note(f"warning: {trial.name} cannot be trained: {error}")
 
     def finish(self) -> None:
         for sweep in self.sweeps:
             sweep.finish()
 
-    def stranded(self) -> Iterator[tuple[str, str]]:
+    def stranded_trials(self) -> Iterator[tuple[str, str]]:
         """Yield the trials that still wait at a rung when no job is attached, with the reason: a trial that
         they wait for is paused."""
         for sweep in self.sweeps:
@@ -120,10 +124,10 @@ class Sweeps:
                 )
             sweep.resting.clear()
 
-    def drop_rested(self, name: str) -> None:
+    def remove_resting(self, name: str) -> None:
         """Record that a trial that waited at a rung has been cancelled or paused."""
-        if (sweep := self._of.get(name)) is not None:
+        if (sweep := self._sweep_of_trial.get(name)) is not None:
             sweep.resting.discard(name)
 
-    def resting(self) -> list[str]:
+    def resting_trials(self) -> list[str]:
         return [name for sweep in self.sweeps for name in sorted(sweep.resting)]

@@ -15,7 +15,7 @@ from weftune.jobs.spec.layer import plain_values
 from weftune.jobs.spec.read import parse_run, read_run
 from weftune.jobs.spec.spec import RunSpec
 from weftune.jobs.store.status import train_command
-from weftune.jobs.sweeps.halving import worth
+from weftune.jobs.sweeps.halving import sort_value
 from weftune.jobs.sweeps.record import read_record
 from weftune.jobs.sweeps.search import later_search
 from weftune.report.ending import print_ending
@@ -80,14 +80,14 @@ def train(
     if isinstance(jobs, str | Path) and not options.command:
         options = replace(options, command=train_command(jobs, output, max_steps))
 
-    def trained(shown: View | None) -> dict[str, Result]:
+    def run_trainer(shown: View | None) -> dict[str, Result]:
         return trainer_for(run, output=output, max_steps=max_steps, options=options, view=shown).run(callback)
 
     if view is not None or not progress:
-        return trained(view)
+        return run_trainer(view)
     console = Console()
     with LiveView(console, []) as live:
-        results = trained(live)
+        results = run_trainer(live)
     print_ending(console, read_records(Path(output or run.output)))
     return results
 
@@ -166,7 +166,7 @@ def sweep_result(folder: Path, results: Mapping[str, Result]) -> SweepResult:
             trial.state != "finished",
             bool(trial.warning),
             -len(trial.at_rungs),
-            worth(trial.score, record.mode),
+            sort_value(trial.score, record.mode),
         ),
     )
     rows = [

@@ -16,10 +16,10 @@ from weftune.base.load import inspect, load_tokenizer, select_device
 from weftune.base.model import Base
 from weftune.base.quant.formats import refuse_without_fp8
 from weftune.base.spec import BaseSpec
-from weftune.core.clock import Phase, PhaseClock, current, phase, running
+from weftune.core.clock import Phase, PhaseClock, current_clock, phase, use_clock
 from weftune.core.deterministic import deterministic_kernels
 from weftune.core.files import cache_folder
-from weftune.core.interrupt import interrupts
+from weftune.core.interrupt import handle_interrupts
 from weftune.core.shapes import ModelShape
 from weftune.data.encode import Encoder
 from weftune.data.prepare import SharedData
@@ -31,13 +31,13 @@ from weftune.jobs.spec.checks import (
     check_starts,
     check_targets,
     data_warnings,
+    merge_repeated,
     rope_warnings,
-    told_once,
     warnings,
 )
 from weftune.jobs.spec.read import parse_base
-from weftune.jobs.spec.retry import as_retried, new_retry, with_changes
-from weftune.jobs.spec.spec import JobSpec, locate_in_job, resolved
+from weftune.jobs.spec.retry import apply_retries, new_retry, with_changes
+from weftune.jobs.spec.spec import JobSpec, locate_in_job, resolve_job
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
 from weftune.jobs.store.status import State, resume_line
 from weftune.jobs.store.store import Store, open_share, open_store
@@ -50,23 +50,23 @@ from weftune.report.compare import first_loss, first_validation, kept_validation
 from weftune.report.effort import wall_sentence
 from weftune.report.loggers import check_trackers, open_loggers
 from weftune.report.page import write_report
-from weftune.report.read import JobRecord, Run, keep_wall_time
+from weftune.report.read import JobRecord, Run, save_wall_time
 from weftune.report.read import read_run as read_records
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
 from weftune.trainer.engine import Engine, open_engine
-from weftune.trainer.job import PreparedJob, make_ready
+from weftune.trainer.job import PreparedJob, prepare_job
 from weftune.trainer.journal import Journal, View
-from weftune.trainer.loop import Callback, Loop, lost_sentence
+from weftune.trainer.loop import Callback, Loop, lost_checkpoint_reason
 from weftune.trainer.options import Options
 from weftune.trainer.results import (
     CHECKPOINTS,
     JOB_FILE,
-    describe,
     finished_changes,
+    job_file_values,
+    read_retries,
     refuse_changes,
     refuse_full_disk,
-    retries_of,
     with_retries,
     write_job_file,
 )
@@ -144,7 +144,7 @@ class Trainer:
                 shape = self.loop.choice.shape
                 self._refuse_mistakes([job], shape)
                 order, shared = len(self.jobs) - 1, self._shared_data(shape)
-                ready = self._ready(job, order, shape, self.loop.store, shared)
+                ready = self._prepare_job(job, order, shape, self.loop.store, shared)
             except UserError:
                 del self.jobs[job.name]
                 raise
@@ -169,9 +169,9 @@ class Trainer:
 
     def run(self, callback: Callback | None = None) -> dict[str, Result]:
         """Train until every job has ended or the run is interrupted. `callback` is called with every step."""
-        if current() is not None or self.options.share is not None:
+        if current_clock() is not None or self.options.share is not None:
             return self._run(callback)
-        with running(PhaseClock()) as clock:
+        with use_clock(PhaseClock()) as clock:
             results = self._run(callback)
             self.view.note(wall_sentence(clock.read()))
         return results
@@ -189,10 +189,10 @@ class Trainer:
             else:
                 store = open_share(self.output, self.options.share)
             stack.enter_context(store)
-            sweeps = self._recalled_sweeps(store)
+            sweeps = self._restore_sweeps(store)
             with nullcontext() if isinstance(self.base, Base) else base_read_ahead(self.spec):
-                ready = self.unfinished(store, shape)
-            shapes = [sweeps.averaging(job).shape for job in ready]
+                ready = self.prepare_unfinished(store, shape)
+            shapes = [sweeps.with_weight_means(job).shape for job in ready]
             engine = None
             if ready:
                 output = self.output.absolute()
@@ -203,17 +203,19 @@ class Trainer:
                     shape,
                     shapes,
                     lambda name: output / name / CHECKPOINTS,
-                    self._tell(store),
+                    self._note_recorder(store),
                 )
             # Not earlier: while a base is loaded, which may take minutes, a signal has nothing to wait for.
             stopping = "Stopping: this step is finished and saved first. Press Ctrl-C again to stop at once."
-            stop = stack.enter_context(interrupts(partial(self.view.note, stopping)))
+            stop = stack.enter_context(handle_interrupts(partial(self.view.note, stopping)))
             if engine is not None:
                 base = engine.base
-                store.describe(self.spec.model, str(base.device), str(base.dtype).removeprefix("torch."))
-                self.take_over(store, ready)
+                store.set_description(
+                    self.spec.model, str(base.device), str(base.dtype).removeprefix("torch.")
+                )
+                self.prepare_output(store, ready)
                 loggers = open_loggers(
-                    self.report_to, self.output, {name: resolved(job) for name, job in self.jobs.items()}
+                    self.report_to, self.output, {name: resolve_job(job) for name, job in self.jobs.items()}
                 )
                 stack.callback(loggers.close)
                 self.loop = self._loop(engine, store, Journal(store, self.view, loggers.log))
@@ -248,7 +250,7 @@ class Trainer:
             raise SpecError("There is no job to train; add one.")
         jobs = list(self.jobs.values())
         self._refuse_mistakes(jobs, shape)
-        self._tell_of_jobs("warning", [*warnings(jobs, shape), *rope_warnings(jobs, self.spec)])
+        self._show_job_warnings("warning", [*warnings(jobs, shape), *rope_warnings(jobs, self.spec)])
         known = [*self.jobs, *proposed_trials(self.output, self.sweeps)]
         for option, names in (("--restart", self.options.restart), ("--retry", self.options.retry)):
             if unknown := [name for name in names if name not in known]:
@@ -270,24 +272,24 @@ class Trainer:
         if mistakes := [*mistakes, *check_lengths(jobs, shape, self.spec, self._place)]:
             raise SpecError(dict.fromkeys(mistakes))
 
-    def _recalled_sweeps(self, store: Store) -> Sweeps:
+    def _restore_sweeps(self, store: Store) -> Sweeps:
         """Return the sweeps in their state after earlier runs, and add the trials proposed there as jobs."""
         again = {"--restart": self.options.restart, "--retry": self.options.retry}
         running = []
         for sweep, search in self.sweeps.values():
-            one = RunningSweep(sweep, store, self.jobs, self._tell(store), search)
+            one = RunningSweep(sweep, store, self.jobs, self._note_recorder(store), search)
             one.show = self.view.sweep
-            for trial in one.recall([name for names in again.values() for name in names]):
+            for trial in one.restore([name for names in again.values() for name in names]):
                 if trial.name not in self.jobs:
                     self.add(trial_job(sweep, trial))
             for option, names in again.items():
-                one.refuse_again(option, names, self.options.changes)
+                one.refuse_retries(option, names, self.options.changes)
             running.append(one)
         sweeps = Sweeps(running)
-        sweeps.propose(self.add, self._tell(store))
+        sweeps.propose(self.add, self._note_recorder(store))
         return sweeps
 
-    def unfinished(self, store: Store, shape: ModelShape) -> list[PreparedJob]:
+    def prepare_unfinished(self, store: Store, shape: ModelShape) -> list[PreparedJob]:
         """Return the unfinished jobs and those to restart, prepared for training."""
         if store.rebuilt:
             self.view.note(store.rebuilt)
@@ -305,10 +307,12 @@ class Trainer:
                 restart = resume_line(self.options.command, restart=[name])
                 raise SpecError(f"--retry {name}: it has succeeded; restart it with {restart}")
         try:
-            ready = self._ready_all([job for job in jobs if not self._is_lost(store, job.name)], shape, store)
+            ready = self._prepare_all(
+                [job for job in jobs if not self._has_lost_checkpoints(store, job.name)], shape, store
+            )
         finally:
             end_workers()
-        self._tell_of_data(ready)
+        self._show_data_notes(ready)
         refuse_full_disk(self.output, ready, shape)
         return ready
 
@@ -320,33 +324,35 @@ class Trainer:
             if not is_finished or job.name in again:
                 continue
             folder = self.output / job.name
-            if changed := finished_changes(folder, self._as_retried(job), self.spec, self.max_steps):
+            if changed := finished_changes(folder, self._apply_retries(job), self.spec, self.max_steps):
                 restart = resume_line(self.options.command, restart=[job.name])
                 what = f"Job {job.name} has already finished with other settings: {'; '.join(changed)}"
                 mistakes.append(Mistake("", f"{what}; put them back, or restart it with {restart}"))
         if mistakes:
             raise OutputError(mistakes)
 
-    def _tell_of_data(self, ready: Sequence[PreparedJob]) -> None:
+    def _show_data_notes(self, prepared_jobs: Sequence[PreparedJob]) -> None:
         """Show notes about the data, the same as `weftune preview` prints."""
         found = [
             (job.name, sentence)
-            for job in ready
+            for job in prepared_jobs
             for sentence in data_warnings(
                 job.spec, len(job.data.train), job.recipe.steps, job.data.evaluates_trained
             )
         ]
-        steps = {job.name: job.recipe.steps for job in ready}
+        steps = {job.name: job.recipe.steps for job in prepared_jobs}
         found_of_sweeps = sweep_warnings((sweep for sweep, _ in self.sweeps.values()), self.jobs, steps)
-        self._tell_of_jobs("warning", [*told_once(found), *found_of_sweeps])
-        self._tell_of_jobs("note", told_once((job.name, note) for job in ready for note in job.data.notes))
+        self._show_job_warnings("warning", [*merge_repeated(found), *found_of_sweeps])
+        self._show_job_warnings(
+            "note", merge_repeated((job.name, note) for job in prepared_jobs for note in job.data.notes)
+        )
 
-    def _tell_of_jobs(self, kind: str, sentences: Sequence[str]) -> None:
+    def _show_job_warnings(self, kind: str, sentences: Sequence[str]) -> None:
         """Show warnings about the jobs. With shares, only the process that divides the jobs shows them."""
         for sentence in sentences if self.options.share is None else ():
             self.view.note(f"{kind}: {sentence}")
 
-    def _is_lost(self, store: Store, name: str) -> bool:
+    def _has_lost_checkpoints(self, store: Store, name: str) -> bool:
         """Whether a job that has begun has no checkpoint left. If so, it is paused with the reason: only the
         user may decide to restart it."""
         if name in self.options.restart:
@@ -357,18 +363,18 @@ class Trainer:
         if found.progress is not None:
             if found.damaged:
                 names = ", ".join(path.name for path in found.damaged)
-                self._tell(store)(
+                self._note_recorder(store)(
                     f"{name}: damaged checkpoints are left aside ({names}); it resumes from step "
                     f"{found.progress.step}."
                 )
             return False
         if not found.damaged and not (has_begun and not folder.exists()):
             return False
-        store.pause_job(name, lost_sentence(store, name, found))
+        store.pause_job(name, lost_checkpoint_reason(store, name, found))
         self.view.update(JobRecord(name=name, state=State.PAUSED, reason=store.job(name).reason))
         return True
 
-    def _clear(self, name: str) -> None:
+    def _delete_job_folder(self, name: str) -> None:
         """Delete a job's folder; rename it first, since half a folder could look like a job to resume."""
         old = self.output / f".{name}.old"
         shutil.rmtree(old, ignore_errors=True)
@@ -383,7 +389,7 @@ class Trainer:
         return name in store and store.job(name).state.ended
 
     @phase(Phase.TOKENISING)
-    def _ready_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[PreparedJob]:
+    def _prepare_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[PreparedJob]:
         """Prepare all jobs for training, or raise the mistakes of all of them at once."""
         ready: list[PreparedJob] = []
         mistakes: list[Mistake] = []
@@ -394,7 +400,7 @@ class Trainer:
         order = {name: number for number, name in enumerate(self.jobs)}
         for job in jobs:
             try:
-                ready.append(self._ready(job, order[job.name], shape, store, shared))
+                ready.append(self._prepare_job(job, order[job.name], shape, store, shared))
             except OutputError:
                 raise
             except UserError as error:
@@ -408,47 +414,47 @@ class Trainer:
             self._encoder = Encoder(self.tokenizer)
         return SharedData(self._encoder, cache_folder() / "tokens", shape.context)
 
-    def _ready(
+    def _prepare_job(
         self, job: JobSpec, order: int, shape: ModelShape, store: Store, shared: SharedData
     ) -> PreparedJob:
         if job.name not in self.options.restart:
-            job = self._as_retried(job)
+            job = self._apply_retries(job)
         cache = cache_folder() / "tokens"
-        ready = make_ready(job, order, self.tokenizer, shape, cache, self.max_steps, shared)
+        ready = prepare_job(job, order, self.tokenizer, shape, cache, self.max_steps, shared)
         if job.name not in self.options.restart:
             allowed = self.options.changes if job.name in self.options.retry else ()
             if mended := refuse_changes(
-                self.output / job.name, describe(ready, self.spec), allowed, self.options.command
+                self.output / job.name, job_file_values(ready, self.spec), allowed, self.options.command
             ):
-                self._tell(store)(mended)
+                self._note_recorder(store)(mended)
         return ready
 
-    def _as_retried(self, job: JobSpec) -> JobSpec:
+    def _apply_retries(self, job: JobSpec) -> JobSpec:
         """Return the job with the settings changed by its retries, in earlier runs and in this one."""
         with suppress(DamagedJobFile):
-            job = as_retried(job, retries_of(self.output / job.name))
+            job = apply_retries(job, read_retries(self.output / job.name))
         return with_changes(job, self.options.changes) if job.name in self.options.retry else job
 
-    def take_over(self, store: Store, ready: Sequence[PreparedJob]) -> None:
+    def prepare_output(self, store: Store, prepared_jobs: Sequence[PreparedJob]) -> None:
         """Prepare the output so that the run can be resumed if it is killed at any later moment."""
         for name in self.options.restart:
             store.restart_job(name)
-        for job in ready:
+        for job in prepared_jobs:
             # If there is no room for a later status, this one names them all.
             store.add_job(job.name)
-        self._record_retries(store, ready)
-        self._rewind(store, ready)
+        self._record_retries(store, prepared_jobs)
+        self._rewind(store, prepared_jobs)
         store.write_status()
         for name in self.options.restart:
-            self._clear(name)
+            self._delete_job_folder(name)
 
-    def _record_retries(self, store: Store, ready: Sequence[PreparedJob]) -> None:
+    def _record_retries(self, store: Store, prepared_jobs: Sequence[PreparedJob]) -> None:
         """Record retries in the job's notes and in job.yaml, so that later runs know the changed keys."""
-        for job in ready:
+        for job in prepared_jobs:
             if job.name not in self.options.retry:
                 continue
             folder = self.output / job.name
-            after = describe(job, self.spec, self.options.deterministic)
+            after = job_file_values(job, self.spec, self.options.deterministic)
             before = read_job_file(folder)
             assert before is not None, "a job that has not started is refused"
             progress = checkpoint.newest_progress(folder / CHECKPOINTS) or Progress()
@@ -459,22 +465,25 @@ class Trainer:
     def _loop(self, engine: Engine, store: Store, journal: Journal) -> Loop:
         return Loop(engine, self.tokenizer, store, journal)
 
-    def _rewind(self, store: Store, ready: Sequence[PreparedJob]) -> None:
+    def _rewind(self, store: Store, prepared_jobs: Sequence[PreparedJob]) -> None:
         """Rewind each job to its newest checkpoint: drop later metrics, which will be written again."""
-        found = {job.name: checkpoint.newest_progress(self.output / job.name / CHECKPOINTS) for job in ready}
+        found = {
+            job.name: checkpoint.newest_progress(self.output / job.name / CHECKPOINTS)
+            for job in prepared_jobs
+        }
         progress = {name: one or Progress() for name, one in found.items()}
         store.rewind(
             {name: one.step for name, one in progress.items()},
             {name: one.evaluated for name, one in progress.items()},
         )
-        for job in ready:
+        for job in prepared_jobs:
             one = progress[job.name]
             store.add_job(job.name)
             store.advance_job(job.name, one.step, job.recipe.steps, one.trained_tokens)
 
     # -- after -------------------------------------------------------------------------------------------
 
-    def _tell(self, store: Store) -> Callable[[str], None]:
+    def _note_recorder(self, store: Store) -> Callable[[str], None]:
         """Return a function that shows a sentence to the user and records it with the run."""
 
         def tell(sentence: str) -> None:
@@ -488,11 +497,11 @@ class Trainer:
         alone = self.options.share is None
         if alone:
             # For the report, and again after it, with the time that the report took.
-            self._keep_wall_time()
+            self._save_wall_time()
         run = read_records(self.output)
         if alone:
             self._draw_report(run)
-            self._keep_wall_time()
+            self._save_wall_time()
         records = {record.name: record for record in run.jobs}
         return {name: self._result(store, name, records[name]) for name in self.jobs}
 
@@ -503,11 +512,11 @@ class Trainer:
         except OutputError as error:
             self.view.note(f"warning: {error}; weftune report {self.output} draws it again.")
 
-    def _keep_wall_time(self) -> None:
-        clock = current()
+    def _save_wall_time(self) -> None:
+        clock = current_clock()
         if clock is not None:
             with suppress(OutputError):
-                keep_wall_time(self.output, clock.read())
+                save_wall_time(self.output, clock.read())
 
     def _result(self, store: Store, name: str, record: JobRecord) -> Result:
         status = store.job(name)

@@ -59,12 +59,12 @@ class CpuLoad:
     """The load of this machine's cores since the object was created."""
 
     def __init__(self) -> None:
-        self._began, self._busy, self._own = time.monotonic(), _busy_seconds(), _own_seconds()
+        self._began, self._busy, self._own = time.monotonic(), _busy_seconds(), _process_seconds()
 
-    def others(self) -> float:
+    def other_cores(self) -> float:
         """Return the average number of cores that other processes have kept busy."""
         seconds = max(time.monotonic() - self._began, 1e-9)
-        return max(0.0, (_busy_seconds() - self._busy - _own_seconds() + self._own) / seconds)
+        return max(0.0, (_busy_seconds() - self._busy - _process_seconds() + self._own) / seconds)
 
 
 class SlowRun:
@@ -84,35 +84,35 @@ class SlowRun:
         self._seconds += seconds
         if self._seconds < LEAST_SECONDS:
             return ""
-        others, cores = self._load.others(), psutil.cpu_count() or 1
+        others, cores = self._load.other_cores(), psutil.cpu_count() or 1
         threads = torch.get_num_threads()
-        sentence = slow_sentence(self._planned, self._seconds, others, cores, threads, self._has_profile)
+        sentence = slow_run_warning(self._planned, self._seconds, others, cores, threads, self._has_profile)
         self._load, self._planned, self._seconds = None if sentence else CpuLoad(), 0.0, 0.0
         return sentence
 
 
-def slow_sentence(
-    planned: float, seconds: float, others: float, cores: int, threads: int, has_profile: bool
+def slow_run_warning(
+    planned: float, seconds: float, other_cores: float, cores: int, threads: int, has_profile: bool
 ) -> str:
     """Return the warning that the run is slow, and why; "" if it is not.
 
-    `others` is the number of `cores` that other processes keep busy; this run uses `threads` of them. If the
-    cores are free, only a plan based on a profile of the machine shows that something is wrong: few runs
-    reach the speed of a data sheet.
+    `other_cores` is the number of `cores` that other processes keep busy; this run uses `threads` of them.
+    If the cores are free, only a plan based on a profile of the machine shows that something is wrong: few
+    runs reach the speed of a data sheet.
     """
     if seconds < SLOW * planned:
         return ""
     what = f"warning: training takes {seconds / planned:.1f} times as long as planned"
-    if others + threads > 1.1 * cores:
+    if other_cores + threads > 1.1 * cores:
         return (
-            f"{what}: other processes keep {others:.1f} of the {cores} cores busy, and this run needs "
+            f"{what}: other processes keep {other_cores:.1f} of the {cores} cores busy, and this run needs "
             f"{threads}; end them, or wait until they have ended"
         )
     if not has_profile:
         return ""
     return (
-        f"{what}, although other processes keep only {others:.1f} of the {cores} cores busy; measure again "
-        "what this machine reaches: weftune doctor --profile"
+        f"{what}, although other processes keep only {other_cores:.1f} of the {cores} cores busy; measure "
+        "again what this machine reaches: weftune doctor --profile"
     )
 
 
@@ -121,7 +121,7 @@ def _busy_seconds() -> float:
     return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
 
 
-def _own_seconds() -> float:
+def _process_seconds() -> float:
     """Return the CPU seconds of this process and of its children."""
     total = 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weftune.plan.cost.learned import Learned
 from weftune.plan.program.program import Program, Recompute
-from weftune.plan.window.pace import WindowPace, rounds_within, shortened
+from weftune.plan.window.pace import WindowPace, cut_to_window_seconds, rounds_within
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
 from weftune.trainer.engine import Engine
@@ -19,7 +19,7 @@ Cursors = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedWindow:
     """A planned window, and the parts of the jobs that it consists of."""
 
     program: Program
@@ -28,7 +28,7 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class WindowAhead:
     """The next window, planned while the current one runs, and the conditions it was planned for."""
 
     cursors: Cursors
@@ -36,16 +36,16 @@ class Ahead:
     recompute: Recompute
     pace: WindowPace
     """Predictor of seconds, which limits the number of rounds in the window."""
-    planned: Future[Planned]
+    future: Future[PlannedWindow]
 
-    def serves(self, cursors: Cursors, capacity: int, recompute: Recompute, pace: WindowPace) -> bool:
+    def is_valid_for(self, cursors: Cursors, capacity: int, recompute: Recompute, pace: WindowPace) -> bool:
         """Whether the same window would be planned now; the pace matters only for its number of rounds."""
         alike = (capacity, recompute) == (self.capacity, self.recompute)
         if not alike or not cursors.items() <= self.cursors.items():
             return False
         if pace == self.pace:
             return True
-        planned = self.planned.result()
+        planned = self.future.result()
         return rounds_within(planned.job_windows, pace) == planned.rounds
 
 
@@ -59,7 +59,7 @@ class Windows:
         self._learned = learned
         self._jobs = jobs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="planner")
-        self._ahead: Ahead | None = None
+        self._ahead: WindowAhead | None = None
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -69,15 +69,15 @@ class Windows:
         else plan a new one. Jobs in `beginners` are evaluated first."""
         cursors, pace, ahead = self._cursors(), self._pace(), self._ahead
         capacity, recompute = self._capacity()
-        if ahead is None or beginners or not ahead.serves(cursors, capacity, recompute, pace):
+        if ahead is None or beginners or not ahead.is_valid_for(cursors, capacity, recompute, pace):
             return self._plan(cursors, beginners, capacity, recompute, pace).program
-        program, gone = ahead.planned.result().program, ahead.cursors.keys() - cursors.keys()
+        program, gone = ahead.future.result().program, ahead.cursors.keys() - cursors.keys()
         return program.without(*gone) if gone else program
 
     def base_evaluation(self, names: Collection[str]) -> Program:
         """Return a window that only evaluates the base itself, on the held-out samples of these jobs."""
         cursors, (capacity, recompute) = self._cursors(), self._capacity()
-        windows = [self._jobs[name].base_course(cursors[name]) for name in names]
+        windows = [self._jobs[name].base_window(cursors[name]) for name in names]
         return plan_window(windows, self._choice.layout, capacity, False, recompute, self._engine.pacing())
 
     def plan_ahead(self, program: Program) -> None:
@@ -88,7 +88,7 @@ class Windows:
         unfinished = {name: step for name, step in cursors.items() if step < self._jobs[name].last_step}
         limits = program.capacity, program.recompute, pace
         planned = self._thread.submit(self._plan, unfinished, frozenset(), *limits)
-        self._ahead = Ahead(unfinished, *limits, planned)
+        self._ahead = WindowAhead(unfinished, *limits, planned)
 
     def _cursors(self) -> dict[str, int]:
         return {name: training.progress.step for name, training in self._executor.attached.items()}
@@ -100,14 +100,16 @@ class Windows:
         capacity: int,
         recompute: Recompute,
         pace: WindowPace,
-    ) -> Planned:
+    ) -> PlannedWindow:
         rounds, layout = self._choice.rounds, self._choice.layout
-        windows = [self._jobs[name].course(step, rounds, name in beginners) for name, step in cursors.items()]
-        cut = shortened(windows, pace)
+        windows = [
+            self._jobs[name].job_window(step, rounds, name in beginners) for name, step in cursors.items()
+        ]
+        cut = cut_to_window_seconds(windows, pace)
         # Passes in tiles are not captured, so their microbatches need not be padded.
         ladder = self._executor.captures is not None and not recompute.tile_rows
         program = plan_window(cut, layout, capacity, ladder, recompute, self._engine.pacing())
-        return Planned(program, windows, rounds_within(windows, pace))
+        return PlannedWindow(program, windows, rounds_within(windows, pace))
 
     def _capacity(self) -> tuple[int, Recompute]:
         """Return the token capacity of microbatches, and the activations that are recomputed to reach it."""

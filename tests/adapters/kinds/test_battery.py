@@ -27,7 +27,7 @@ from tests.outputs import assert_same_results, assert_whole, status
 from weftune import Options
 from weftune.base.shape import model_shape, site_modules
 from weftune.run.events import Stepped
-from weftune.trainer.export import finished_kind
+from weftune.trainer.export import read_finished_kind
 
 KINDS = [kind for kind in (*WITH_PEFT, *CONVERTED, *WITHOUT_PEFT, *PRUNED) if kind not in ("layers", "plus")]
 MERGED = [kind for kind in KINDS if kind not in (*WITHOUT_PEFT, *PRUNED, *NOT_MERGED)]
@@ -94,7 +94,7 @@ def test_its_nan_stays_with_it(kind, together, tmp_path):
 def test_merged_into_the_base_it_computes_the_same(kind, family, tmp_path):
     bench.train(bench.base(family), tmp_path / "out", [job(kind, family, learning_rate=0.05)])
     folder, merged = tmp_path / "out" / kind, tiny(family, torch.float64)
-    finished_kind(folder).merge(folder, site_modules(merged), model_shape(merged, merged.dtype).sites)
+    read_finished_kind(folder).merge(folder, site_modules(merged), model_shape(merged, merged.dtype).sites)
     peft = PeftModel.from_pretrained(tiny(family, torch.float64), folder).double().eval()
     tokens = torch.tensor([samples(kind)[0][0]])
     with torch.no_grad():

@@ -22,7 +22,7 @@ from weftune.jobs.spec.checks import warnings
 from weftune.ops.dropout import key
 from weftune.ops.hard_concrete import DrawnGates, difference_product, uniform
 from weftune.ops.hard_concrete import Gated as Values
-from weftune.trainer.export import finished_kind, write_portable
+from weftune.trainer.export import read_finished_kind, write_portable
 
 RELAXED = 3
 
@@ -165,7 +165,7 @@ def test_merged_into_the_base_it_computes_what_was_evaluated(family, tmp_path):
     merged = tiny(family, torch.float64)
     assert first == pytest.approx(oracle.mean_loss(merged, rows), rel=1e-9)
     folder = tmp_path / "out" / "diff"
-    finished_kind(folder).merge(folder, site_modules(merged), model_shape(merged, merged.dtype).sites)
+    read_finished_kind(folder).merge(folder, site_modules(merged), model_shape(merged, merged.dtype).sites)
     assert last == pytest.approx(oracle.mean_loss(merged, rows), rel=1e-9)
     assert abs(last - first) > 1e-4
 

@@ -33,7 +33,7 @@ from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.training.state import new_training
 from weftune.trainer.export import write_portable
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 KINDS = ("prompt", "prefix")
 PROMPTED, PREFIXED = 4, 3
@@ -57,9 +57,9 @@ def virtual(base, kind="prompt", **keys):
 def test_samples_are_longer_by_the_rows_and_only_their_own_tokens_are_supervised(base):
     made, plain = virtual(base), ready(base, "plain", data=bench.rows(samples("prompt")))
     assert (made.data.train.lengths - plain.data.train.lengths == PROMPTED).all()
-    batch = made.course(0, 1, True).batches[0]
+    batch = made.job_window(0, 1, True).batches[0]
     plan = MicrobatchPlan((SegmentPlan("prompt", 1, batch.samples),))
-    laid = lay_out(plan, False, {"prompt": made})
+    laid = collate_plan(plan, False, {"prompt": made})
     assert laid.sample_lengths == tuple(one.length for one in batch.samples)
     assert int((laid.targets_T != IGNORED).sum()) == batch.supervised
     chosen = [samples("prompt")[one.sample] for one in batch.samples]
@@ -76,8 +76,8 @@ def test_behind_keys_samples_have_later_positions_and_nothing_else_is_other(base
     jobs = {"prefix": virtual(base, "prefix"), "plain": ready(base, "plain", data=data)}
     laid = []
     for name, made in jobs.items():
-        batch = made.course(0, 1, True).batches[0]
-        laid.append(lay_out(MicrobatchPlan((SegmentPlan(name, 1, batch.samples),)), False, jobs))
+        batch = made.job_window(0, 1, True).batches[0]
+        laid.append(collate_plan(MicrobatchPlan((SegmentPlan(name, 1, batch.samples),)), False, jobs))
     behind, plain = laid
     assert torch.equal(behind.positions_T, plain.positions_T + PREFIXED)
     assert torch.equal(behind.token_index_T, plain.token_index_T)
@@ -92,11 +92,11 @@ def test_the_plan_knows_its_parameters_and_rows_as_the_run_has_them(kind, base):
     made = virtual(base, kind, seed=spec.seed)
     assert outline_model.shape == made.shape
     assert outline_model.shape.trainable == TRAINABLE[kind]
-    assert sum(outline_model.shape.by_layer) == (TRAINABLE[kind] if kind == "prefix" else 0)
+    assert sum(outline_model.shape.parameters_by_layer) == (TRAINABLE[kind] if kind == "prefix" else 0)
     longest = max(len(tokens) for tokens, _ in samples(kind))
     assert outline_model.shape.longest == longest + (PROMPTED if kind == "prompt" else 0)
     assert outline_model.job.batches[0] == tuple(
-        one.length for one in made.course(0, 1, True).batches[0].samples
+        one.length for one in made.job_window(0, 1, True).batches[0].samples
     )
     # Master weights, two moments and a gradient, besides the weights that passes read.
     assert MemoryModel(base.shape, 0).state_bytes([outline_model.shape]) >= TRAINABLE[kind] * 4 * 4

@@ -63,7 +63,7 @@ def test_a_matrix_that_is_quantised_in_pieces_has_the_bits_of_one(monkeypatch):
 def test_no_matrix_is_counted_for_a_product_but_the_codes_of_its_rows_are(tmp_path):
     spec = BaseSpec(model=str(plain_folder(tmp_path, tiny("llama", torch.bfloat16))), quantize="fp8")
     for shape in (inspect(spec, CPU), spec_shape(spec, read_config(spec), 4)):
-        assert shape.multiplied_as_stored
+        assert shape.multiplies_stored_format
         assert (shape.matrix_bytes, shape.code_bytes) == (0, 2 * 48)
         plain = inspect(BaseSpec(model=spec.model), CPU)
         more = [MemoryModel(one, budget=1 << 30).need([], 100).activations for one in (shape, plain)]

@@ -35,7 +35,7 @@ from weftune.base.spec import BaseSpec
 from weftune.base.stages import load_stage
 from weftune.core.shapes import LayerRange
 from weftune.errors import BaseModelError
-from weftune.plan.cost.estimate import Speed, base_layers, base_line
+from weftune.plan.cost.estimate import Speed, base_layers, base_pass_time
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.program.layout import Layout, StageLayers
 
@@ -285,7 +285,7 @@ def test_streamed_stages_carry_the_quantised_bytes(tmp_path):
         streamed = load_streamed(spec_of(folder, quantize, "bfloat16"), CPU, cut)
         sizes[quantize] = streamed.sources[0].size
         layer = streamed.whole.shape.weight_bytes_per_value * sum(
-            site.weights for site in streamed.whole.shape.sites if ".0." in site.name
+            site.weight_count for site in streamed.whole.shape.sites if ".0." in site.name
         )
         # Norms, and what lies between two tensors.
         assert 0 <= sizes[quantize] - layer <= 7 * 6 * 16 + 2 * 2 * 32
@@ -322,14 +322,14 @@ def test_the_memory_model_counts_the_bytes_and_the_largest_matrix_of_a_product(q
 
 
 def test_a_pass_over_quantised_layers_is_priced_with_the_matrices_that_it_writes_and_reads():
-    speed = Speed(flops=1e9, adapter_flops=1e9, bandwidth=1e6, launch=0.0, source="made up")
+    speed = Speed(flops=1e9, adapter_flops=1e9, bandwidth=1e6, launch_seconds=0.0, source="made up")
     fixed = {}
     for quantize in (None, "int8"):
         model = tiny("llama", torch.bfloat16)
         base = base_of(model) if quantize is None else quantised_base(model, quantize)
-        layers = base_layers(base.shape, 0, apart=False)
+        layers = base_layers(base.shape, 0, ends_apart=False)
         weights = sum(layer.weight_bytes for layer in layers if layer.kind != "embedding")
-        fixed[quantize] = base_line(layers, speed).fixed - weights / speed.bandwidth
-    values = sum(site.weights for site in base.shape.sites)
+        fixed[quantize] = base_pass_time(layers, speed).fixed - weights / speed.bandwidth
+    values = sum(site.weight_count for site in base.shape.sites)
     assert fixed[None] == pytest.approx(0)
     assert fixed["int8"] == pytest.approx(2 * 2 * values / speed.bandwidth)

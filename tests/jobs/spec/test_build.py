@@ -14,8 +14,8 @@ from weftune.jobs.spec.build import (
     locate_adapter,
     locate_rows,
     locate_template,
-    missing,
-    place_in,
+    missing_path_message,
+    resolve_path,
 )
 
 
@@ -42,44 +42,46 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit_and_leads_nowhere_else() -> No
 def test_a_path_is_made_absolute_from_its_folder_without_following_links(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    assert place_in(tmp_path, "link/../rows.jsonl") == tmp_path / "rows.jsonl"
-    assert place_in(tmp_path, "link/rows") == tmp_path / "link" / "rows"
-    assert place_in(tmp_path, "/elsewhere/rows") == Path("/elsewhere/rows")
-    assert place_in(tmp_path, "~/rows") == Path.home() / "rows"
+    assert resolve_path(tmp_path, "link/../rows.jsonl") == tmp_path / "rows.jsonl"
+    assert resolve_path(tmp_path, "link/rows") == tmp_path / "link" / "rows"
+    assert resolve_path(tmp_path, "/elsewhere/rows") == Path("/elsewhere/rows")
+    assert resolve_path(tmp_path, "~/rows") == Path.home() / "rows"
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "a/" * 3000, "\0", "\ud800"])
 def test_a_path_that_no_system_can_have_is_not_there_and_is_a_sentence(tmp_path: Path, text: str) -> None:
-    assert not exists(place_in(tmp_path, text))
+    assert not exists(resolve_path(tmp_path, text))
     assert fault(locate_rows, tmp_path, text)
 
 
 def test_a_zero_byte_is_named_since_nobody_sees_it(tmp_path: Path) -> None:
-    assert missing(tmp_path, "a\0b") == "holds a zero byte, which no path can"
+    assert missing_path_message(tmp_path, "a\0b") == "holds a zero byte, which no path can"
 
 
 def test_a_path_that_leads_nowhere_is_told_with_the_folder_it_was_looked_for_in(tmp_path: Path) -> None:
     mend = "write a path relative to the jobs file, or an absolute one"
-    assert missing(tmp_path, "rows.jsonl") == f'there is no file "rows.jsonl" in {tmp_path}; {mend}'
-    assert missing(tmp_path, "/no/rows.jsonl") == f'there is no file "/no/rows.jsonl"; {mend}'
-    assert missing(tmp_path, "~/no/x", "folder") == f'there is no folder "~/no/x"; {mend}'
+    assert (
+        missing_path_message(tmp_path, "rows.jsonl") == f'there is no file "rows.jsonl" in {tmp_path}; {mend}'
+    )
+    assert missing_path_message(tmp_path, "/no/rows.jsonl") == f'there is no file "/no/rows.jsonl"; {mend}'
+    assert missing_path_message(tmp_path, "~/no/x", "folder") == f'there is no folder "~/no/x"; {mend}'
 
 
 def test_a_file_that_may_be_meant_is_named_by_a_path_that_can_be_written_there(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("train.jsonl", "train.csv", "held_out.jsonl"):
         (tmp_path / "sub" / name).touch()
-    assert missing(tmp_path, "sub/trian.jsonl").endswith("; did you mean sub/train.jsonl?")
-    assert missing(tmp_path, "sub/held_out").endswith("; did you mean sub/held_out.jsonl?")
-    assert missing(tmp_path, "sub/held_out.json").endswith("; did you mean sub/held_out.jsonl?")
-    assert "did you mean" not in missing(tmp_path, "sub/valid.jsonl")
-    assert "did you mean" not in missing(tmp_path, "nowhere/train.jsonl")
+    assert missing_path_message(tmp_path, "sub/trian.jsonl").endswith("; did you mean sub/train.jsonl?")
+    assert missing_path_message(tmp_path, "sub/held_out").endswith("; did you mean sub/held_out.jsonl?")
+    assert missing_path_message(tmp_path, "sub/held_out.json").endswith("; did you mean sub/held_out.jsonl?")
+    assert "did you mean" not in missing_path_message(tmp_path, "sub/valid.jsonl")
+    assert "did you mean" not in missing_path_message(tmp_path, "nowhere/train.jsonl")
 
 
 def test_no_near_file_is_looked_for_where_the_folder_cannot_be_one(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").touch()
-    assert "did you mean" not in missing(tmp_path, "rows.jsonl/train.jsonl")
-    assert "did you mean" not in missing(tmp_path, f"{'x' * 5000}/train.jsonl")
+    assert "did you mean" not in missing_path_message(tmp_path, "rows.jsonl/train.jsonl")
+    assert "did you mean" not in missing_path_message(tmp_path, f"{'x' * 5000}/train.jsonl")
 
 
 def fault(locate: Callable[[Path, str], str], folder: Path, text: str) -> str:
@@ -93,7 +95,7 @@ def test_rows_are_a_file_that_exists_before_they_are_an_id(tmp_path: Path) -> No
     (tmp_path / "owner").mkdir()
     (tmp_path / "owner" / "name").touch()
     assert locate_rows(tmp_path, "owner/name") == str(tmp_path / "owner" / "name")
-    assert fault(locate_rows, tmp_path, "rows.jsonl") == missing(tmp_path, "rows.jsonl")
+    assert fault(locate_rows, tmp_path, "rows.jsonl") == missing_path_message(tmp_path, "rows.jsonl")
 
 
 def test_a_chat_template_is_chatml_or_a_file(tmp_path: Path) -> None:
@@ -106,11 +108,11 @@ def test_a_chat_template_is_chatml_or_a_file(tmp_path: Path) -> None:
     assert locate_template(tmp_path, "plain") == str(tmp_path / "plain")
     assert fault(locate_template, tmp_path, "llama3") == 'must be chatml or a Jinja file, got "llama3"'
     for path in ("folder.d", "sub/chat", "other.jinja"):
-        assert fault(locate_template, tmp_path, path) == missing(tmp_path, path)
+        assert fault(locate_template, tmp_path, path) == missing_path_message(tmp_path, path)
 
 
 def test_an_adapter_to_start_from_is_a_folder_with_its_configuration_and_its_weights(tmp_path: Path) -> None:
-    assert fault(locate_adapter, tmp_path, "old") == missing(tmp_path, "old", "folder")
+    assert fault(locate_adapter, tmp_path, "old") == missing_path_message(tmp_path, "old", "folder")
     (tmp_path / "old").mkdir()
     found = fault(locate_adapter, tmp_path, "old")
     assert found == '"old" holds no adapter_config.json; name a PEFT adapter folder'

@@ -18,11 +18,11 @@ from weftune.jobs.spec.checks import (
     check_starts,
     check_targets,
     data_warnings,
-    told_once,
+    merge_repeated,
     warnings,
 )
 from weftune.jobs.spec.read import parse_run, read_run
-from weftune.jobs.spec.spec import JobSpec, changed_keys, resolved
+from weftune.jobs.spec.spec import JobSpec, changed_keys, resolve_job
 
 SHAPE = ModelShape(
     layers=2,
@@ -145,10 +145,10 @@ def test_a_batch_over_the_data_and_a_warmup_over_the_run_are_warnings() -> None:
 
 def test_what_holds_for_many_jobs_is_told_once() -> None:
     same = [(name, "it is so") for name in "abcdefg"]
-    assert told_once([*same, ("h", "it is not")]) == ["a, b, c, d and 3 more: it is so", "h: it is not"]
-    assert told_once((name, "it is so") for name in "abcdef") == ["a, b, c, d and 2 more: it is so"]
-    assert told_once((name, "it is so") for name in "abcde") == ["a, b, c, d, e: it is so"]
-    assert told_once([("a", "it is so"), ("a", "it is so")]) == ["a: it is so"]
+    assert merge_repeated([*same, ("h", "it is not")]) == ["a, b, c, d and 3 more: it is so", "h: it is not"]
+    assert merge_repeated((name, "it is so") for name in "abcdef") == ["a, b, c, d and 2 more: it is so"]
+    assert merge_repeated((name, "it is so") for name in "abcde") == ["a, b, c, d, e: it is so"]
+    assert merge_repeated([("a", "it is so"), ("a", "it is so")]) == ["a: it is so"]
 
 
 def test_a_rank_over_one_width_names_that_module_and_counts_no_other() -> None:
@@ -216,8 +216,8 @@ MIXED = replace(
         for layer in range(2)
         for site in (
             SiteShape(f"model.layers.{layer}.self_attn.q_proj", 32, 32),
-            SiteShape(f"model.layers.{layer}.mlp.experts.gate_up_proj", 32, 48, experts=4, active=2),
-            SiteShape(f"model.layers.{layer}.mlp.experts.down_proj", 24, 32, experts=4, active=2),
+            SiteShape(f"model.layers.{layer}.mlp.experts.gate_up_proj", 32, 48, experts=4, active_matrices=2),
+            SiteShape(f"model.layers.{layer}.mlp.experts.down_proj", 24, 32, experts=4, active_matrices=2),
         )
     ),
 )
@@ -288,11 +288,11 @@ def test_from_python_it_is_a_mapping_or_the_record_and_is_kept_as_written() -> N
     assert starting("b", "a").adapter.init_from == FromJob("a")
     again = JobSpec(name="b", data="owner/rows", adapter=starting("b", "a").adapter)
     assert again.adapter.init_from == FromJob("a")
-    assert resolved(again)["adapter"]["init_from"] == {"job": "a"}
-    assert changed_keys(resolved(starting("b", "a")), resolved(starting("b", "c"))) == [
+    assert resolve_job(again)["adapter"]["init_from"] == {"job": "a"}
+    assert changed_keys(resolve_job(starting("b", "a")), resolve_job(starting("b", "c"))) == [
         "adapter.init_from.job"
     ]
-    assert changed_keys(resolved(starting("b", "a")), resolved(starting("b"))) == ["adapter.init_from"]
+    assert changed_keys(resolve_job(starting("b", "a")), resolve_job(starting("b"))) == ["adapter.init_from"]
     run = parse_run(
         {"base": "demo", "jobs": [{"name": "a", "data": "o/r", "adapter": {"init_from": {"job": "b"}}},
                                   {"name": "b", "data": "o/r"}]},

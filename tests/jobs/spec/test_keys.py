@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from weftune.core.bounds import show
-from weftune.jobs.spec.build import missing
-from weftune.jobs.spec.keys import name_fault, nearest, repeated, unknown_key
+from weftune.core.bounds import format_value
+from weftune.jobs.spec.build import missing_path_message
+from weftune.jobs.spec.keys import name_fault, nearest, repeated_names, unknown_key
 
 
 @pytest.mark.parametrize("name", ["a", "A-1_b.c", "x" * 64, "com10", "con-1", "metrics", "9"])
@@ -56,11 +56,13 @@ def test_quotes_are_advised_only_where_they_mend():
 
 
 def test_a_name_is_taken_once_whatever_its_case():
-    assert list(repeated(["a", "b", 3, 3, "A", "a", "c"])) == [
+    assert list(repeated_names(["a", "b", 3, 3, "A", "a", "c"])) == [
         (4, '"A" differs from the name of jobs[0] only by case; choose another'),
         (5, '"a" is already the name of jobs[0]; choose another'),
     ]
-    assert list(repeated(["x", "b", "b"])) == [(2, '"b" is already the name of jobs[1]; choose another')]
+    assert list(repeated_names(["x", "b", "b"])) == [
+        (2, '"b" is already the name of jobs[1]; choose another')
+    ]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_a_name_is_taken_once_whatever_its_case():
     ],
 )
 def test_a_value_is_quoted_short_and_as_yaml_writes_it(value, shown):
-    assert show(value) == shown
+    assert format_value(value) == shown
 
 
 @pytest.mark.parametrize(
@@ -119,9 +121,9 @@ def test_a_key_that_is_like_none_is_answered_with_the_keys_that_there_are() -> N
 def test_a_file_is_near_by_its_name_and_not_by_its_ending(tmp_path: Path) -> None:
     for name in ("train.jsonl", "b.jsonl"):
         (tmp_path / name).touch()
-    assert missing(tmp_path, "trian.jsonl").endswith("did you mean train.jsonl?")
-    assert missing(tmp_path, "train.json").endswith("did you mean train.jsonl?")
-    assert "did you mean" not in missing(tmp_path, "a.jsonl")
+    assert missing_path_message(tmp_path, "trian.jsonl").endswith("did you mean train.jsonl?")
+    assert missing_path_message(tmp_path, "train.json").endswith("did you mean train.jsonl?")
+    assert "did you mean" not in missing_path_message(tmp_path, "a.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,17 @@ from weftune.jobs.spec.layer import (
     ABSENT,
     Layer,
     Place,
-    dotted,
-    from_python,
-    in_file_order,
+    child_value,
+    dotted_name,
+    expand_shorthands,
     is_rows,
-    merged,
+    layer_from_keywords,
+    merge_layers,
+    nest_places,
     place_of,
     places_of,
     plain_values,
-    step_into,
-    wrap,
-    written_out,
+    sort_mistakes,
 )
 
 
@@ -36,18 +36,18 @@ def test_a_place_is_its_line_and_its_name_as_far_as_there_are_any() -> None:
 
 
 def test_a_way_is_written_with_dots_and_brackets() -> None:
-    assert dotted(("jobs", 2, "adapter", "targets", 0)) == "jobs[2].adapter.targets[0]"
-    assert dotted(()) == ""
+    assert dotted_name(("jobs", 2, "adapter", "targets", 0)) == "jobs[2].adapter.targets[0]"
+    assert dotted_name(()) == ""
 
 
 def test_a_step_leads_into_mappings_and_lists_and_nowhere_else() -> None:
-    assert step_into({"a": None}, "a") is None
-    assert step_into({"a": 1}, "b") is ABSENT
-    assert step_into([5, 6], 1) == 6
-    assert step_into((5,), 0) == 5
-    assert step_into([5, 6], 2) is ABSENT
-    assert step_into([5, 6], "a") is ABSENT
-    assert step_into("text", 0) is ABSENT
+    assert child_value({"a": None}, "a") is None
+    assert child_value({"a": 1}, "b") is ABSENT
+    assert child_value([5, 6], 1) == 6
+    assert child_value((5,), 0) == 5
+    assert child_value([5, 6], 2) is ABSENT
+    assert child_value([5, 6], "a") is ABSENT
+    assert child_value("text", 0) is ABSENT
 
 
 def test_what_has_no_line_of_its_own_stands_on_that_of_what_holds_it() -> None:
@@ -74,7 +74,7 @@ def test_in_python_there_are_no_lines_and_rows_are_not_looked_into() -> None:
 
 def test_what_a_shorthand_held_is_still_placed_where_it_was_written() -> None:
     found = places_of({"data": ["a", "b"], "date": 1})
-    wrap(found, ("data",), "path")
+    nest_places(found, ("data",), "path")
     assert str(found["data", "path"]) == "data"
     assert str(found["data", "path", 1]) == "data[1]"
     assert not any(loc[:2] == ("date", "path") for loc in found)
@@ -82,14 +82,14 @@ def test_what_a_shorthand_held_is_still_placed_where_it_was_written() -> None:
 
 def test_mistakes_come_in_the_order_of_their_lines_each_once() -> None:
     late, early = Place("f", 9, "b").mistake("too large"), Place("f", 2, "a").mistake("too small")
-    assert in_file_order([late, early, late]) == [
+    assert sort_mistakes([late, early, late]) == [
         Mistake("f:2 a", "too small"),
         Mistake("f:9 b", "too large"),
     ]
 
 
 def layer(name: str, **values: Any) -> Layer:
-    return written_out(values, places_of(values, (name,)))
+    return expand_shorthands(values, places_of(values, (name,)))
 
 
 def place(found: Layer, *loc: str | int) -> str:
@@ -128,7 +128,7 @@ def test_what_is_written_out_leaves_what_was_given_as_it_was() -> None:
     values = {"data": {"path": ["x"]}}
     places = places_of(values)
     before = dict(places)
-    written_out(values, places)
+    expand_shorthands(values, places)
     assert values == {"data": {"path": ["x"]}}
     assert places == before
 
@@ -151,12 +151,12 @@ def test_what_is_written_out_leaves_what_was_given_as_it_was() -> None:
     ],
 )  # fmt: skip
 def test_what_a_job_says_is_laid_over_the_defaults(below: dict, above: dict, whole: dict) -> None:
-    assert merged(layer("defaults", **below), layer("a", **above)).values == whole
+    assert merge_layers(layer("defaults", **below), layer("a", **above)).values == whole
 
 
 def test_each_key_is_placed_where_it_was_written_and_what_was_displaced_nowhere() -> None:
     below = layer("defaults", epochs=3, betas=[1, 2], adapter={"rank": 4, "targets": ["q", "v"]})
-    found = merged(below, layer("a", steps=7, betas=[5], adapter={"rank": 2}))
+    found = merge_layers(below, layer("a", steps=7, betas=[5], adapter={"rank": 2}))
     assert {".".join(map(str, loc)): str(where) for loc, where in found.places.items()} == {
         "": "a",
         "steps": "a.steps",
@@ -236,9 +236,9 @@ def test_of_a_record_only_what_is_set_is_a_key() -> None:
 def test_rows_are_passed_on_untouched() -> None:
     rows = [{"text": Path("a")}]
     assert plain_values({"rows": rows})["rows"] is rows
-    found = from_python({"name": "a", "data": rows, "early_stop": np.int64(3)})
+    found = layer_from_keywords({"name": "a", "data": rows, "early_stop": np.int64(3)})
     assert found.values["data"]["rows"] is rows
     assert found.values["early_stop"] == {"patience": 3}
     assert str(found.places["early_stop", "patience"]) == "early_stop"
     assert ("data", "rows", 0) not in found.places
-    assert from_python({"data": Path("rows.jsonl")}).values == {"data": {"path": "rows.jsonl"}}
+    assert layer_from_keywords({"data": Path("rows.jsonl")}).values == {"data": {"path": "rows.jsonl"}}

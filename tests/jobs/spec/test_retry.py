@@ -6,8 +6,8 @@ import pytest
 
 from weftune import JobSpec
 from weftune.errors import SpecError
-from weftune.jobs.spec.retry import as_retried, new_retry, read_changes, with_changes
-from weftune.jobs.spec.spec import resolved
+from weftune.jobs.spec.retry import apply_retries, new_retry, read_changes, with_changes
+from weftune.jobs.spec.spec import resolve_job
 
 ROWS = [{"text": "a"}, {"text": "b"}]
 
@@ -63,12 +63,14 @@ def test_a_changed_value_is_checked_as_the_files_would_be() -> None:
 
 def test_what_was_changed_is_remembered_unless_the_file_says_a_third_thing() -> None:
     changed = with_changes(job(learning_rate=0.1), {"learning_rate": 0.01})
-    retry = new_retry(resolved(job(learning_rate=0.1)), resolved(changed), 4, "its loss is nan")
+    retry = new_retry(resolve_job(job(learning_rate=0.1)), resolve_job(changed), 4, "its loss is nan")
     assert retry.changed == {"learning_rate": (0.1, 0.01)}
     assert retry.sentence() == "retried from step 4 with learning_rate 0.01 (was 0.1), after: its loss is nan"
     record = [retry.record()]
-    assert as_retried(job(learning_rate=0.1), record).learning_rate == 0.01
-    assert as_retried(job(learning_rate=0.01), record).learning_rate == 0.01
-    assert as_retried(job(learning_rate=0.7), record).learning_rate == 0.7
-    again = new_retry(resolved(changed), resolved(with_changes(changed, {"learning_rate": 1e-3})), 4, "")
-    assert as_retried(job(learning_rate=0.1), [*record, again.record()]).learning_rate == 1e-3
+    assert apply_retries(job(learning_rate=0.1), record).learning_rate == 0.01
+    assert apply_retries(job(learning_rate=0.01), record).learning_rate == 0.01
+    assert apply_retries(job(learning_rate=0.7), record).learning_rate == 0.7
+    again = new_retry(
+        resolve_job(changed), resolve_job(with_changes(changed, {"learning_rate": 1e-3})), 4, ""
+    )
+    assert apply_retries(job(learning_rate=0.1), [*record, again.record()]).learning_rate == 1e-3

@@ -15,7 +15,7 @@ from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.errors import SpecError
 from weftune.jobs.spec.keys import SECTIONS
 from weftune.jobs.spec.read import parse_run
-from weftune.jobs.spec.spec import EarlyStop, JobSpec, changed_keys, in_steps, resolved
+from weftune.jobs.spec.spec import EarlyStop, JobSpec, changed_keys, in_steps, resolve_job
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 ROWS = [{"text": "one"}, {"text": "two"}]
@@ -183,18 +183,18 @@ JOBS = st.fixed_dictionaries(
 @given(JOBS)
 def test_a_resolved_job_is_yaml_and_reads_back_as_itself(keys: dict) -> None:
     job = JobSpec(**keys)
-    whole = yaml.safe_load(yaml.safe_dump(resolved(job), sort_keys=False))
-    assert changed_keys(resolved(job), whole) == []
+    whole = yaml.safe_load(yaml.safe_dump(resolve_job(job), sort_keys=False))
+    assert changed_keys(resolve_job(job), whole) == []
     (again,) = parse_run({"base": "demo", "jobs": [whole]}, Path.cwd()).jobs
     assert again == job
 
 
 def test_a_resolved_job_names_given_rows_by_their_count() -> None:
-    assert resolved(JobSpec(name="a", data=ROWS))["data"]["rows"] == 2
+    assert resolve_job(JobSpec(name="a", data=ROWS))["data"]["rows"] == 2
 
 
 def test_whatever_a_job_does_not_say_is_as_the_guide_says() -> None:
-    assert resolved(JobSpec(name="a", data="owner/rows")) == {
+    assert resolve_job(JobSpec(name="a", data="owner/rows")) == {
         "name": "a",
         "data": {
             "path": "owner/rows", "format": "auto", "columns": {}, "split": None, "limit": None,
@@ -221,7 +221,7 @@ def test_a_resolved_job_writes_out_its_sources_and_what_stops_it() -> None:
         early_stop=3,
         adapter={"targets": ["q_proj", "v_proj"]},
     )
-    whole = resolved(job)
+    whole = resolve_job(job)
     assert whole["data"]["path"] == [
         {"path": "owner/rows", "weight": 1.0},
         {"path": "owner/more", "weight": 2.0},
@@ -240,8 +240,10 @@ def test_a_job_that_no_file_names_is_pointed_at_by_its_name() -> None:
 
 
 def test_changed_keys_are_named_by_their_way() -> None:
-    old = resolved(JobSpec(name="a", data="owner/rows", adapter={"rank": 4}))
-    new = resolved(JobSpec(name="a", data="owner/rows", adapter={"rank": 8}, eval={"fraction": 0.1}, steps=3))
+    old = resolve_job(JobSpec(name="a", data="owner/rows", adapter={"rank": 4}))
+    new = resolve_job(
+        JobSpec(name="a", data="owner/rows", adapter={"rank": 8}, eval={"fraction": 0.1}, steps=3)
+    )
     assert changed_keys(old, new) == ["adapter.rank", "epochs", "eval", "steps"]
     assert changed_keys(old, old) == []
     earlier = {**old, "data": {**old["data"], "max_length": 2048}}
@@ -252,8 +254,8 @@ def test_changed_keys_are_named_by_their_way() -> None:
 
 
 def test_a_job_that_began_before_adam_had_keys_goes_on_with_torchs_own() -> None:
-    new = resolved(JobSpec(name="a", data="owner/rows"))
+    new = resolve_job(JobSpec(name="a", data="owner/rows"))
     old = {key: value for key, value in new.items() if key not in ("betas", "eps")}
     assert changed_keys(old, new) == []
-    other = resolved(JobSpec(name="a", data="owner/rows", betas=[0.9, 0.95]))
+    other = resolve_job(JobSpec(name="a", data="owner/rows", betas=[0.9, 0.95]))
     assert changed_keys(old, other) == ["betas"]

@@ -17,8 +17,8 @@ from weftune.jobs.store.job_file import (
     CHECKPOINTS,
     JOB_FILE,
     DamagedJobFile,
-    found_job,
     read_job_file,
+    status_from_folder,
     write_job_file,
 )
 from weftune.jobs.store.status import JobStatus, State
@@ -119,7 +119,7 @@ def output(tmp_path: Path) -> Path:
     """`done` has succeeded, `half` is on its way, `broken` has failed."""
     folder = tmp_path / "out"
     with open_store(folder, resume=False) as store:
-        store.describe("demo", "cpu", "float32")
+        store.set_description("demo", "cpu", "float32")
         for name, last in (("done", 6), ("half", 4), ("broken", 2)):
             store.add_job(name)
             store.move_job(name, State.RUNNING)
@@ -137,7 +137,7 @@ def output(tmp_path: Path) -> Path:
             (folder / "done" / name).write_text("{}")
         store.move_job("done", State.SUCCEEDED)
         store.move_job("broken", State.FAILED, "its loss is nan")
-        store.measure(2.5, None, None)
+        store.record_totals(2.5, None, None)
         store.write_status()
     for path in (folder / "done" / CHECKPOINTS).rglob("*"):
         path.unlink() if path.is_file() else path.rmdir()
@@ -224,27 +224,27 @@ JOB_VALUES = {"job": {"name": "a"}, "base": {"model": "demo"}, "steps": 6}
 
 
 def test_a_job_that_has_left_nothing_but_its_file_has_not_begun(tmp_path: Path) -> None:
-    assert found_job(tmp_path / "a") == JobStatus()
+    assert status_from_folder(tmp_path / "a") == JobStatus()
     write_job_file(tmp_path / "a", JOB_VALUES)
-    assert found_job(tmp_path / "a") == JobStatus(steps=6)
+    assert status_from_folder(tmp_path / "a") == JobStatus(steps=6)
 
 
 def test_a_job_whose_file_is_damaged_does_not_know_its_steps(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / JOB_FILE).write_text("[")
-    assert found_job(tmp_path / "a") == JobStatus()
+    assert status_from_folder(tmp_path / "a") == JobStatus()
 
 
 def test_a_job_is_finished_once_its_adapter_is_there_and_its_checkpoints_are_gone(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
-    assert found_job(folder).state is State.QUEUED, "no checkpoints, but no adapter either"
+    assert status_from_folder(folder).state is State.QUEUED, "no checkpoints, but no adapter either"
     (folder / "adapter_config.json").touch()
-    assert found_job(folder).state is State.QUEUED
+    assert status_from_folder(folder).state is State.QUEUED
     (folder / "adapter_model.safetensors").touch()
-    assert found_job(folder).state is State.SUCCEEDED
+    assert status_from_folder(folder).state is State.SUCCEEDED
     (folder / CHECKPOINTS).mkdir()
-    assert found_job(folder).state is State.QUEUED
+    assert status_from_folder(folder).state is State.QUEUED
 
 
 def test_lines_count_by_their_numbers_alone(tmp_path: Path) -> None:
@@ -260,11 +260,11 @@ def test_lines_count_by_their_numbers_alone(tmp_path: Path) -> None:
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     want = JobStatus(step=3, trained_tokens=7, eval_loss=0.5, best_step=1, best_loss=0.25)
-    assert found_job(tmp_path / "a") == want
+    assert status_from_folder(tmp_path / "a") == want
     write_job_file(tmp_path / "a", {"job": {"keep": "best"}, "base": {}, "steps": 3})
-    assert found_job(tmp_path / "a").eval_loss == 0.25, "the adapter that is kept is the best one"
+    assert status_from_folder(tmp_path / "a").eval_loss == 0.25, "the adapter that is kept is the best one"
     (tmp_path / "a" / JOB_FILE).write_text("job: {}\nbase: {}\nsteps: many\n")
-    assert found_job(tmp_path / "a").steps == 0
+    assert status_from_folder(tmp_path / "a").steps == 0
 
 
 def test_a_run_of_which_no_job_had_begun_says_so(tmp_path: Path) -> None:
@@ -277,13 +277,13 @@ def test_a_run_of_which_no_job_had_begun_says_so(tmp_path: Path) -> None:
 
 def test_the_metrics_are_read_once_for_all_jobs(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    real = job_file.kept_lines
+    real = job_file.filtered_lines
 
     def counted(path: Path, wanted: Callable[[Mapping[str, Any]], bool]) -> bytes:
         read.append(path.name)
         return real(path, wanted)
 
-    monkeypatch.setattr(job_file, "kept_lines", counted)
+    monkeypatch.setattr(job_file, "filtered_lines", counted)
     (output / "status.json").unlink()
     with open_store(output, resume=True) as store:
         assert (store.job("done").step, store.job("half").step) == (6, 4)

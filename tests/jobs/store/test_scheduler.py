@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from weftune.core.shapes import JobShape
 from weftune.jobs.store.scheduler import admit
-from weftune.plan.layout.seats import MOST_OVERTAKEN
+from weftune.plan.layout.seats import MAX_OVERTAKES
 
 ROOM = 100
 
@@ -90,8 +90,8 @@ def test_a_small_job_overtakes_a_large_one_that_does_not_fit() -> None:
 def test_after_so_many_nobody_overtakes_it_any_more() -> None:
     waiting = [shape("large", 90, order=0), *(shape(f"small{n}", 1, order=n) for n in range(1, 21))]
     admission = admit(waiting, [shape("x", 50)], fits, {"large": 3})
-    assert admission.admitted == tuple(f"small{n}" for n in range(1, MOST_OVERTAKEN - 2))
-    assert admission.overtaken["large"] == MOST_OVERTAKEN
+    assert admission.admitted == tuple(f"small{n}" for n in range(1, MAX_OVERTAKES - 2))
+    assert admission.overtaken["large"] == MAX_OVERTAKES
     assert admission.waiting["small20"] == "it waits behind large, which no job may overtake any more"
     again = admit(waiting[6:], [shape("x", 50)], fits, admission.overtaken)
     assert len(again.admitted) == 15, "the large one is gone, and with it what it was owed"
@@ -100,9 +100,9 @@ def test_after_so_many_nobody_overtakes_it_any_more() -> None:
 
 def test_a_higher_priority_goes_before_one_that_nobody_may_overtake() -> None:
     waiting = [shape("large", 90, order=0), shape("urgent", 10, priority=1, order=1)]
-    admission = admit(waiting, [shape("x", 50)], fits, {"large": MOST_OVERTAKEN})
+    admission = admit(waiting, [shape("x", 50)], fits, {"large": MAX_OVERTAKES})
     assert admission.admitted == ("urgent",)
-    assert admission.overtaken == {"large": MOST_OVERTAKEN}
+    assert admission.overtaken == {"large": MAX_OVERTAKES}
 
 
 def test_a_job_too_large_to_run_alone_blocks_nobody() -> None:
@@ -156,7 +156,7 @@ def one_by_one(waiting: Sequence[JobShape], aboard: Sequence[JobShape], before: 
         [*possible, *aboard], key=lambda job: (-job.priority, job.name not in present, job.order)
     ):
         waits = job.name not in present
-        held = waits and any(count >= MOST_OVERTAKEN for count in places.overtaken.values())
+        held = waits and any(count >= MAX_OVERTAKES for count in places.overtaken.values())
         comes = [one for one in places.seated if one.name not in present]
         if held or ((waits or comes) and fits([*places.seated, job]) is not None):
             places.unseated.append(job)
@@ -236,7 +236,7 @@ def test_every_large_job_comes_aboard_however_many_small_ones_come() -> None:
             aboard[name] = 3
         if "large" in aboard:
             break
-    assert 1 + MOST_OVERTAKEN <= boundary <= 1 + MOST_OVERTAKEN + 4
+    assert 1 + MAX_OVERTAKES <= boundary <= 1 + MAX_OVERTAKES + 4
 
 
 class Counting:

@@ -12,7 +12,14 @@ import pytest
 import weftune.jobs.store.shares
 from tests.faults import Disk
 from weftune.errors import OutputError
-from weftune.jobs.store.shares import SHARES, combined, deal, dissolve, gather, share_folder
+from weftune.jobs.store.shares import (
+    SHARES,
+    combine_statuses,
+    create_shares,
+    delete_shares,
+    gather,
+    share_folder,
+)
 from weftune.jobs.store.status import RunStatus, State, lock_folder, to_json
 from weftune.jobs.store.store import Store, open_share, open_store
 from weftune.plan.layout.split import DeviceShare
@@ -45,10 +52,10 @@ def output(tmp_path: Path) -> Path:
             store.advance_job(name, 1, 3, 10)
         store.move_job("old", State.SUCCEEDED)
         store.append_window({"seconds": 10.0, "time": 0.5})
-        store.describe("demo", "cpu", "float32")
-        store.measure(10.0, 16.0, 700)
+        store.set_description("demo", "cpu", "float32")
+        store.record_totals(10.0, 16.0, 700)
         store.write_status()
-        deal(tmp_path, store.status, SHARED)
+        create_shares(tmp_path, store.status, SHARED)
     return tmp_path
 
 
@@ -65,11 +72,11 @@ def work(output: Path) -> None:
             if number == 1:
                 store.move_job("b", State.SUCCEEDED)
             store.append_window({"seconds": 2.0 + number, "time": 1.5 + number})
-            store.describe("demo", f"cuda:{number}", "bfloat16")
+            store.set_description("demo", f"cuda:{number}", "bfloat16")
             store.note("all shares say so")
             store.note_job(share.jobs[0], "two rows were cut")
             # As the journal does: seconds since the run began, and beside them those of one after another.
-            store.measure(12.0 + number, 16.0 + 5.0, 900 + number)
+            store.record_totals(12.0 + number, 16.0 + 5.0, 900 + number)
             store.write_status()
         (share_folder(output, number) / "learned.json").write_text(json.dumps({"windows": 3 - number}))
 
@@ -168,7 +175,7 @@ def test_a_share_that_cannot_be_read_is_not_left_locked(output: Path) -> None:
 def test_a_share_that_is_still_written_to_is_not_gathered(
     output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weftune.jobs.store.shares, "LEAVING", 0.1)
+    monkeypatch.setattr(weftune.jobs.store.shares, "EXIT_SECONDS", 0.1)
     with (
         open_share(output, 1),
         pytest.raises(OutputError, match=f"another weftune train is writing to {output};"),
@@ -180,28 +187,28 @@ def test_a_share_that_is_still_written_to_is_not_gathered(
 
 
 def test_shares_appear_all_at_once_or_not_at_all(output: Path) -> None:
-    dissolve(output)
+    delete_shares(output)
     (output / f"{SHARES}.new" / "0").mkdir(parents=True)
     with open_store(output, resume=True) as store:
         assert store.job("a").step == 1
-        deal(output, store.status, SHARED)
+        create_shares(output, store.status, SHARED)
     assert sorted(path.name for path in (output / SHARES).iterdir()) == ["0", "1"]
     assert not (output / f"{SHARES}.new").exists()
 
 
 def test_what_was_learned_before_is_what_every_share_begins_with(output: Path) -> None:
-    dissolve(output)
+    delete_shares(output)
     (output / "learned.json").write_text('{"windows": 7}')
     with open_store(output, resume=True) as store:
-        deal(output, store.status, SHARED)
+        create_shares(output, store.status, SHARED)
     for number in (0, 1):
         assert (share_folder(output, number) / "learned.json").read_text() == '{"windows": 7}'
 
 
 def test_shares_are_on_the_disk_before_anybody_trains(output: Path) -> None:
-    dissolve(output)
+    delete_shares(output)
     with open_store(output, resume=True) as store, Disk(output).watched() as disk:
-        deal(output, store.status, SHARED)
+        create_shares(output, store.status, SHARED)
     named = disk.calls.index(("replace", f"{SHARES}.new"))
     assert ("fsync", ".") in disk.calls[named:]
 
@@ -210,10 +217,10 @@ def test_what_is_left_of_shares_that_were_half_removed_is_removed(output: Path) 
     old = output / f"{SHARES}.old"
     (old / "0").mkdir(parents=True)
     (old / "0" / "status.json").write_text("{}")
-    dissolve(output)
+    delete_shares(output)
     assert not old.exists()
     assert not (output / SHARES).exists()
-    dissolve(output)
+    delete_shares(output)
 
 
 @pytest.mark.parametrize(
@@ -284,10 +291,10 @@ def test_a_share_that_is_about_to_be_left_is_waited_for_without_haste(
 
 def test_totals_that_nobody_has_measured_are_left_out(output: Path) -> None:
     whole = RunStatus(device="cpu", dtype="float32", updated=5.0, seconds=1.0)
-    assert combined(output, whole, []) is whole
+    assert combine_statuses(output, whole, []) is whole
     shares = [RunStatus(seconds=12.0, updated=4.0), RunStatus(seconds=11.0, updated=7.0)]
-    both = combined(output, whole, shares)
+    both = combine_statuses(output, whole, shares)
     assert (both.device, both.dtype, both.updated) == ("cpu", "float32", 7.0)
     assert (both.seconds, both.solo_seconds, both.peak_bytes) == (12.0, 16.0, None)
-    one = combined(output, whole, [*shares, RunStatus(solo_seconds=18.0, peak_bytes=3)])
+    one = combine_statuses(output, whole, [*shares, RunStatus(solo_seconds=18.0, peak_bytes=3)])
     assert (one.solo_seconds, one.peak_bytes) == (18.0, 3)

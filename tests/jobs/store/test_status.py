@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from weftune import Options
-from weftune.core.files import UnknownFormat, json_text, temporary
+from weftune.core.files import UnknownFormat, json_text, temporary_path
 from weftune.errors import OutputError
 from weftune.jobs.spec.retry import read_changes
 from weftune.jobs.store import status as status_module
 from weftune.jobs.store.status import (
     LOCK,
     MOVES,
-    PYTHON,
+    PYTHON_COMMAND,
     STATUS,
-    UNKNOWN,
+    UNKNOWN_COMMAND,
     DamagedStatus,
     JobStatus,
     RunStatus,
@@ -36,11 +36,11 @@ from weftune.jobs.store.status import (
     lock_folder,
     move,
     read_status,
+    requeue_jobs,
     resume_line,
     status_text,
     to_json,
     train_command,
-    waiting_again,
     write_status,
 )
 from weftune.jobs.store.store import open_store
@@ -308,7 +308,7 @@ def test_whoever_may_write_to_the_folder_by_the_umask_may_take_its_lock(tmp_path
 
 def test_a_status_that_cannot_be_read_is_told_with_what_is_wrong_with_itself(tmp_path: Path) -> None:
     (tmp_path / STATUS).write_text("[]")
-    temporary(tmp_path / STATUS).write_text("{")
+    temporary_path(tmp_path / STATUS).write_text("{")
     with pytest.raises(
         DamagedStatus, match=r"status.json cannot be used \(it is no status\); put back"
     ) as told:
@@ -325,7 +325,7 @@ def test_of_a_complaint_of_many_lines_the_first_is_told(tmp_path: Path) -> None:
 
 def test_a_status_of_a_later_weftune_is_not_passed_over_for_an_older_draft(tmp_path: Path) -> None:
     write_status(tmp_path, RunStatus())
-    (tmp_path / STATUS).rename(temporary(tmp_path / STATUS))
+    (tmp_path / STATUS).rename(temporary_path(tmp_path / STATUS))
     (tmp_path / STATUS).write_text('{"format": 99, "jobs": {}}')
     with pytest.raises(UnknownFormat, match="has the format 99"):
         read_status(tmp_path)
@@ -341,10 +341,10 @@ def test_a_status_is_written_for_eyes_too(tmp_path: Path) -> None:
 
 def test_jobs_that_were_stopped_wait_again_and_those_that_ended_do_not() -> None:
     jobs = {state.value: JobStatus(state=state, reason="so", step=3) for state in State}
-    again = waiting_again(RunStatus(jobs=jobs)).jobs
+    again = requeue_jobs(RunStatus(jobs=jobs)).jobs
     waiting = JobStatus(state=State.QUEUED, step=3)
     assert again == {**jobs, "running": waiting, "paused": waiting}
-    only = waiting_again(RunStatus(jobs=jobs), (State.RUNNING,)).jobs
+    only = requeue_jobs(RunStatus(jobs=jobs), (State.RUNNING,)).jobs
     assert only == {**jobs, "running": waiting}
 
 
@@ -362,10 +362,10 @@ def test_jobs_and_settings_are_added_to_the_command_as_the_shell_reads_them() ->
     assert words[:6] == ["weftune", "train", "j.yaml", "--resume", "--retry", "a b"]
     assert words[6::2] == ["--set", "--set"]
     assert read_changes(words[7::2]) == {"betas": [0.9, 0.95], "clip": None}
-    assert resume_line(None, restart=["a"]) == f"{UNKNOWN} --restart a"
+    assert resume_line(None, restart=["a"]) == f"{UNKNOWN_COMMAND} --restart a"
 
 
 def test_without_a_jobs_file_the_line_is_the_argument_that_python_takes() -> None:
-    line = resume_line(PYTHON, retry=["a"], changes={"clip": 0.5})
+    line = resume_line(PYTHON_COMMAND, retry=["a"], changes={"clip": 0.5})
     made = eval(line.removeprefix("options=weftune."), {"Options": Options})
     assert made == Options(resume=True, retry=("a",), changes={"clip": 0.5})

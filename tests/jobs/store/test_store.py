@@ -28,7 +28,7 @@ def lines_of(path: Path) -> list[dict]:
 
 def test_what_is_recorded_is_read_back_on_resume(tmp_path: Path) -> None:
     with open_store(tmp_path / "out", resume=False) as store:
-        store.describe("demo", "cpu", "float32")
+        store.set_description("demo", "cpu", "float32")
         store.add_job("a")
         store.add_job("b")
         store.move_job("a", State.RUNNING)
@@ -39,7 +39,7 @@ def test_what_is_recorded_is_read_back_on_resume(tmp_path: Path) -> None:
         store.note_job("a", "two rows were cut")
         store.explain_job("b", "it waits behind a, which comes first")
         store.note("the base was converted")
-        store.measure(seconds=2.5, solo_seconds=5.0, peak_bytes=1000)
+        store.record_totals(seconds=2.5, solo_seconds=5.0, peak_bytes=1000)
         store.write_status()
         written = store.status
     assert status_of(tmp_path / "out")["jobs"]["a"] == {

@@ -36,28 +36,28 @@ def rungs_of(count, at=(0.1, 0.3), keep=0.34, mode="min", steps=STEPS):
 
 
 def decide(rungs):
-    while pending := rungs.pending():
+    while pending := rungs.pending_decisions():
         for decision in pending:
-            rungs.adopt(decision)
+            rungs.apply_decision(decision)
 
 
 def test_a_trial_rests_at_a_rung_until_all_have_been_evaluated_there_and_the_best_go_on():
     rungs = rungs_of(4, keep=0.5)
     assert {rungs.limit(name) for name in rungs.trials} == {20}
     for name, value in (("t3", 1.0), ("t0", 4.0), ("t2", 2.0)):
-        assert rungs.awaited(name)
+        assert rungs.awaits_evaluation(name)
         rungs.evaluate(name, 20, value)
-        assert not rungs.awaited(name)
-        assert rungs.pending() == []
+        assert not rungs.awaits_evaluation(name)
+        assert rungs.pending_decisions() == []
         assert rungs.limit(name) == 20
     rungs.evaluate("t1", 20, 3.0)
-    (decision,) = rungs.pending()
+    (decision,) = rungs.pending_decisions()
     assert (decision.step, decision.kept, decision.left) == (20, ("t3", "t2"), ("t1", "t0"))
     assert rungs.limit("t3") == 20, "nothing changes before it is adopted"
-    rungs.adopt(decision)
+    rungs.apply_decision(decision)
     assert (rungs.limit("t3"), rungs.limit("t2")) == (60, 60)
     assert decision.reason("t1", 20) == "left the sweep at step 20: 3rd of 4, the best 2 continue"
-    assert rungs.pending() == []
+    assert rungs.pending_decisions() == []
     for name, value in (("t2", 1.5), ("t3", 1.6)):
         rungs.evaluate(name, 60, value)
     decide(rungs)
@@ -94,7 +94,7 @@ def test_whoever_failed_counts_among_those_who_began_the_rung_and_as_the_worst()
     assert rungs.decisions[0].reason("t5", 20) == "left the sweep at step 20: 4th of 6, the best 3 continue"
     rungs.end("t2", TrialEnd.LEFT, 40)
     rungs.evaluate("t3", 60, 2.0)
-    assert rungs.pending() == []
+    assert rungs.pending_decisions() == []
     rungs.evaluate("t4", 60, 3.0)
     decide(rungs)
     assert rungs.decisions[1].kept == ("t3", "t4")
@@ -104,7 +104,7 @@ def test_a_rung_that_nobody_reaches_alive_is_not_decided():
     rungs = rungs_of(2)
     for name in rungs.trials:
         rungs.end(name, TrialEnd.FAILED, 3)
-    assert rungs.pending() == []
+    assert rungs.pending_decisions() == []
     assert rungs.is_over()
     assert rungs.ranking({}) == []
 
@@ -138,7 +138,7 @@ def test_what_became_of_a_trial_later_does_not_change_its_place_at_a_rung():
     rungs.end("t1", TrialEnd.FINISHED, STEPS)
     rebuilt = rungs_of(4, keep=0.5)
     for name, ended in rungs.ended.items():
-        rebuilt.end(name, ended.how, ended.step)
+        rebuilt.end(name, ended.kind, ended.step)
     for name, seen in rungs.values.items():
         for step, value in seen.items():
             rebuilt.evaluate(name, step, value)
@@ -198,7 +198,9 @@ def play(trials, keep, seed):
     rungs = rungs_of(len(trials), keep=keep)
     at = dict.fromkeys(rungs.trials, 0)
     while movable := [
-        name for name in at if name not in rungs.ended and (rungs.awaited(name) or rungs.limit(name) == STEPS)
+        name
+        for name in at
+        if name not in rungs.ended and (rungs.awaits_evaluation(name) or rungs.limit(name) == STEPS)
     ]:
         name = rng.choice(movable)
         value, fate = trials[int(name[1:])][at[name]]
@@ -214,7 +216,9 @@ def play(trials, keep, seed):
             rungs.end(name, TrialEnd.FINISHED, STEPS)
         else:
             rungs.evaluate(name, limit, float(value))
-        if rng.random() < 0.5 or not any(rungs.awaited(name) for name in at if name not in rungs.ended):
+        if rng.random() < 0.5 or not any(
+            rungs.awaits_evaluation(name) for name in at if name not in rungs.ended
+        ):
             decide(rungs)
     decide(rungs)
     assert rungs.is_over()
@@ -228,7 +232,7 @@ def test_a_training_loss_that_does_not_fall_is_told_from_step_twenty_or_a_tenth_
     told = []
     for step in range(1, steps + 1):
         trend.add(step, 2.0)
-        if trend.fault():
+        if trend.leave_reason():
             told.append(step)
     assert told == list(range(first, steps)), "at the last step all is paid for"
     assert "its training loss does not fall (mean of the first 10 steps 2, of the last 2)" in trend_at(
@@ -240,7 +244,7 @@ def trend_at(step, late):
     trend = LossTrend(100)
     for number in range(1, step + 1):
         trend.add(number, 2.0 if number <= 10 else late)
-    return trend.fault()
+    return trend.leave_reason()
 
 
 def test_a_falling_loss_or_one_whose_first_steps_are_not_known_is_no_fault():
@@ -248,7 +252,7 @@ def test_a_falling_loss_or_one_whose_first_steps_are_not_known_is_no_fault():
     trend = LossTrend(100)
     for step in range(5, 60):
         trend.add(step, 3.0)
-    assert trend.fault() is None
+    assert trend.leave_reason() is None
 
 
 @pytest.mark.parametrize(
@@ -287,15 +291,15 @@ def test_every_generation_of_tpe_is_halved_by_itself() -> None:
 def test_the_samples_of_the_rungs_are_set_against_those_of_the_grid() -> None:
     found = expected_saving(spec_of(24), [TrialWork(200, 16.0)] * 24)
     assert found.rungs == (24, 8, 3)
-    assert found.whole == 24 * 200 * 16
-    assert found.expected == pytest.approx((24 * 20 + 8 * 40 + 3 * 140) * 16)
+    assert found.full_work == 24 * 200 * 16
+    assert found.expected_work == pytest.approx((24 * 20 + 8 * 40 + 3 * 140) * 16)
     assert found.share == pytest.approx(1220 / 4800)
 
 
 def test_some_trials_stand_for_all_and_their_mean_for_those_that_go_on() -> None:
     few = expected_saving(spec_of(24, search="tpe"), [TrialWork(100, 1.0), TrialWork(300, 1.0)])
-    assert few.whole == 24 * 200
-    assert few.expected == pytest.approx(24 * 20 + 8 * 40 + 4 * 140)
+    assert few.full_work == 24 * 200
+    assert few.expected_work == pytest.approx(24 * 20 + 8 * 40 + 4 * 140)
 
 
 def test_without_halving_nothing_is_saved() -> None:

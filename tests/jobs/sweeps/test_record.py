@@ -21,7 +21,7 @@ from weftune.jobs.sweeps.record import (
     leaders,
     number_text,
     proposed_trials,
-    ranked,
+    rank_trials,
     read_record,
     rung_rows,
     rung_sentence,
@@ -115,7 +115,7 @@ def test_trials_that_were_proposed_are_found_in_the_records_of_a_runs_own_sweeps
 
 
 def test_trials_are_ranked_by_how_they_ended_then_how_far_they_came_then_what_they_reached() -> None:
-    order = ranked(sweep_record())
+    order = rank_trials(sweep_record())
     assert [trial.state for trial in order] == ["finished"] * 3 + ["left"] * 20 + ["failed"]
     assert [trial.left_at for trial in order[3:23]] == [60] * 5 + [20] * 15
     for group in (order[:3], order[3:8], order[8:23]):
@@ -125,10 +125,10 @@ def test_trials_are_ranked_by_how_they_ended_then_how_far_they_came_then_what_th
 
 def test_a_finished_trial_with_a_warning_stands_behind_the_others() -> None:
     record = replace(sweep_record(), best=())
-    first = ranked(record)[0]
+    first = rank_trials(record)[0]
     warned = replace(first, warning="the adapter has collapsed")
     trials = tuple(warned if trial is first else trial for trial in record.trials)
-    assert ranked(replace(record, trials=trials))[2] == warned
+    assert rank_trials(replace(record, trials=trials))[2] == warned
 
 
 def test_a_sweep_whose_best_trial_has_a_warning_says_that_none_improved_on_the_base() -> None:
@@ -143,7 +143,7 @@ def test_a_sweep_whose_best_trial_has_a_warning_says_that_none_improved_on_the_b
 
 def test_where_more_is_better_the_highest_comes_first() -> None:
     record = replace(sweep_record(), mode="max", metric="eval_mean_token_accuracy", best=())
-    scores = [trial.score for trial in ranked(record)[:3]]
+    scores = [trial.score for trial in rank_trials(record)[:3]]
     assert scores == sorted(scores, reverse=True)
 
 
@@ -155,12 +155,12 @@ def test_leaders_have_neither_left_nor_failed() -> None:
 
 def test_the_rungs_tell_who_came_who_went_on_and_where_the_cut_lies() -> None:
     first, second, last = rung_rows(sweep_record())
-    assert (first.began, first.kept, first.lost) == (24, 8, 1)
-    assert (second.began, second.kept, second.lost) == (8, 3, 0)
+    assert (first.started_count, first.kept_count, first.lost_count) == (24, 8, 1)
+    assert (second.started_count, second.kept_count, second.lost_count) == (8, 3, 0)
     assert first.worst_kept is not None
     assert first.best_dropped is not None
     assert first.worst_kept < first.best_dropped
-    assert (last.step, last.began, last.evaluated, last.last) == (STEPS, 3, 3, True)
+    assert (last.step, last.started_count, last.evaluated_count, last.last) == (STEPS, 3, 3, True)
     assert rung_sentence(first) == "step 20: 8 of 24 went on"
     assert rung_sentence(last) == "step 200: 3 of 3 ended"
 

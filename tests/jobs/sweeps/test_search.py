@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from weftune.jobs.spec.keys import MAX_NAME_LETTERS, name_fault
 from weftune.jobs.sweeps.search import (
     TrialSearch,
+    combination_key,
     combinations,
-    draws,
+    draw_combinations,
     generations,
     grid,
-    identity,
     number_text,
-    tidy,
+    round_value,
     trial_names,
     value_text,
 )
@@ -44,8 +44,8 @@ def test_a_grid_is_the_whole_product_in_the_order_written(over: dict[str, Any]) 
 @given(LISTS, SEEDS, st.data())
 def test_draws_are_distinct_members_of_the_grid(over: dict[str, Any], seed: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, int(combinations(over))))
-    found = draws(over, count, seed)
-    assert len({identity(values) for values in found}) == count
+    found = draw_combinations(over, count, seed)
+    assert len({combination_key(values) for values in found}) == count
     assert all(values in grid(over) for values in found)
 
 
@@ -64,7 +64,7 @@ def ranges(draw: st.DrawFn) -> ValueRange:
 def test_draws_lie_inside_their_range(over: ValueRange, seed: int) -> None:
     is_whole = isinstance(over.min, int)
     count = int(min(20, combinations({"x": over})))
-    found = [values["x"] for values in draws({"x": over}, count, seed)]
+    found = [values["x"] for values in draw_combinations({"x": over}, count, seed)]
     assert all(over.min <= value <= over.max for value in found)
     assert all(isinstance(value, int) == is_whole for value in found)
     assert len(set(found)) == count
@@ -78,18 +78,20 @@ def test_the_same_seed_draws_the_same_on_every_machine() -> None:
         "schedule": ("linear", "cosine"),
     }
     # Written down once: whoever resumes a run on another machine must get these.
-    assert [tuple(values.values()) for values in draws(over, 3, seed=7)] == [
+    assert [tuple(values.values()) for values in draw_combinations(over, 3, seed=7)] == [
         (4.44e-05, 6, 0.065, "linear"), (0.000118, 11, 0.006, "cosine"), (1.19e-05, 13, 0.007, "linear"),
     ]  # fmt: skip
-    assert draws(over, 3, seed=7) != draws(over, 3, seed=8)
+    assert draw_combinations(over, 3, seed=7) != draw_combinations(over, 3, seed=8)
 
 
 def test_a_logarithmic_range_is_even_in_the_logarithm_and_another_in_its_values() -> None:
-    log = [values["x"] for values in draws({"x": ValueRange(1e-5, 1e-3, True)}, 400, 0)]
-    even = [values["x"] for values in draws({"x": ValueRange(1e-5, 1e-3)}, 400, 0)]
+    log = [values["x"] for values in draw_combinations({"x": ValueRange(1e-5, 1e-3, True)}, 400, 0)]
+    even = [values["x"] for values in draw_combinations({"x": ValueRange(1e-5, 1e-3)}, 400, 0)]
     assert 160 < sum(value < 1e-4 for value in log) < 240
     assert sum(value < 1e-4 for value in even) < 60
-    ranks = [values["x"] for values in draws({"x": ValueRange(1, 4), "y": ValueRange(0, 1.0)}, 400, 0)]
+    ranks = [
+        values["x"] for values in draw_combinations({"x": ValueRange(1, 4), "y": ValueRange(0, 1.0)}, 400, 0)
+    ]
     assert all(60 < ranks.count(rank) < 140 for rank in (1, 2, 3, 4))
 
 
@@ -98,20 +100,20 @@ def test_a_logarithmic_range_is_even_in_the_logarithm_and_another_in_its_values(
     ("low", "high"), [(1e-300, 1e308), (1, 10**300), (5e-324, 1e-320), (0.1, 0.1 + 1e-10)]
 )
 def test_a_range_of_any_size_is_drawn_from(low: float, high: float, log: bool) -> None:
-    found = [values["x"] for values in draws({"x": ValueRange(low, high, log)}, 20, 0)]
+    found = [values["x"] for values in draw_combinations({"x": ValueRange(low, high, log)}, 20, 0)]
     assert all(low <= value <= high for value in found)
 
 
 def test_numbers_from_a_range_have_few_digits() -> None:
-    assert tidy(ValueRange(1e-5, 1e-3, True), 3.17456e-4) == 3.17e-4
-    assert tidy(ValueRange(1e-5, 1e-3, True), 1.23456e-5) == 1.23e-5
-    assert tidy(ValueRange(0.0, 0.2), 0.123456) == 0.123
-    assert tidy(ValueRange(0.99, 0.9999), 0.998764) == 0.99876
-    assert tidy(ValueRange(0.123416, 0.2), 0.123416) == 0.123416
+    assert round_value(ValueRange(1e-5, 1e-3, True), 3.17456e-4) == 3.17e-4
+    assert round_value(ValueRange(1e-5, 1e-3, True), 1.23456e-5) == 1.23e-5
+    assert round_value(ValueRange(0.0, 0.2), 0.123456) == 0.123
+    assert round_value(ValueRange(0.99, 0.9999), 0.998764) == 0.99876
+    assert round_value(ValueRange(0.123416, 0.2), 0.123416) == 0.123416
 
 
 def test_a_narrow_range_is_drawn_with_more_digits_when_it_runs_out() -> None:
-    found = [values["x"] for values in draws({"x": ValueRange(1.0, 2.0)}, 1000, 0)]
+    found = [values["x"] for values in draw_combinations({"x": ValueRange(1.0, 2.0)}, 1000, 0)]
     assert len(set(found)) == 1000
 
 
@@ -167,7 +169,7 @@ def test_a_single_trial_is_told_by_its_values() -> None:
 
 def test_a_number_is_appended_only_where_two_names_would_be_one() -> None:
     assert names({"adapter.targets": ["a+b", "a|b", "c"]}) == ["sql-a-b", "sql-a-b-2", "sql-c"]
-    assert trial_names("a", {"steps": (1, 2)}, [{"steps": 1}, {"steps": 2}], taken=["A-S1"]) == [
+    assert trial_names("a", {"steps": (1, 2)}, [{"steps": 1}, {"steps": 2}], used_names=["A-S1"]) == [
         "a-s1-2",
         "a-s2",
     ]

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("optuna")
 
 from weftune.jobs.sweeps import search
-from weftune.jobs.sweeps.search import TrialSearch, identity
+from weftune.jobs.sweeps.search import TrialSearch, combination_key
 from weftune.jobs.sweeps.spec import Ends, SweepSpec, Trial, ValueRange
 
 SPEC = SweepSpec(
@@ -44,7 +44,9 @@ def test_trials_come_in_four_generations_and_none_twice() -> None:
     assert [len(generation) for generation in found] == [6, 6, 6, 6]
     everyone = [trial for generation in found for trial in generation]
     assert (
-        len({trial.name for trial in everyone}) == len({identity(trial.values) for trial in everyone}) == 24
+        len({trial.name for trial in everyone})
+        == len({combination_key(trial.values) for trial in everyone})
+        == 24
     )
     assert all(1e-5 <= trial.values["learning_rate"] <= 1e-1 for trial in everyone)
     assert all(isinstance(trial.values["warmup"], int) for trial in everyone)
@@ -82,7 +84,7 @@ def test_trials_as_a_record_gives_them_back_are_the_same_trials() -> None:
         (Trial(trial.name, values), 1.0) for (trial, _), values in zip(ends, record, strict=True)
     ]
     assert proposer.next(recalled) == proposer.next(ends)
-    assert len({identity(trial.values) for trial, _ in (*recalled, *ends)}) == len(ends)
+    assert len({combination_key(trial.values) for trial, _ in (*recalled, *ends)}) == len(ends)
 
 
 def test_a_trial_without_a_value_is_avoided_and_stops_nothing() -> None:
@@ -99,7 +101,7 @@ def test_a_small_grid_is_tried_whole() -> None:
         search="tpe", trials=8, over={"warmup": (0, 5, 10, 15), "adapter": ({"rank": 8}, {"rank": 64})}
     )
     found = [trial for generation in swept(spec) for trial in generation]
-    assert len({identity(trial.values) for trial in found}) == 8
+    assert len({combination_key(trial.values) for trial in found}) == 8
 
 
 def test_accuracy_is_maximised() -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from weftune.core.weights import CodedMatrix, row_codes
+from weftune.core.weights import CodedMatrix, quantise_rows
 from weftune.ops import dropout
 from weftune.ops.dropout import step_key
 from weftune.ops.lora.products import Right
@@ -187,7 +187,7 @@ def truth(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 def coded_truth(case: Case) -> dict[str, Tensor]:
     """The same where the frozen products are those of 8-bit floats."""
     made, want = values(case), truth(case)
-    weight = CodedMatrix.of(made.weight)
+    weight = CodedMatrix.quantise(made.weight)
     x, dy, exact = made.x.double(), made.dy.double(), made.weight.double()
     want["y"] += of_codes(made.x, weight.codes(), None, weight.scale()) - x @ exact.T
     want["dx"] += of_codes(made.dy, weight.turned(), weight.scale(), None) - dy @ exact
@@ -196,13 +196,13 @@ def coded_truth(case: Case) -> dict[str, Tensor]:
 
 def of_codes(left: Tensor, codes: Tensor, scale_M: Tensor | None, scale_L: Tensor | None) -> Tensor:
     """The product of the left operand, rounded in float32, and codes, in float64."""
-    rounded, scale = row_codes(left, scale_M)
+    rounded, scale = quantise_rows(left, scale_M)
     product = (rounded.double() @ codes.double().T) * scale.double()[:, None]
     return product if scale_L is None else product * scale_L.double()
 
 
 def frozen_weight(case: Case, made: Values) -> Right:
-    return CodedMatrix.of(made.weight) if case.coded else made.weight
+    return CodedMatrix.quantise(made.weight) if case.coded else made.weight
 
 
 def flat(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

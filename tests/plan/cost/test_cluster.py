@@ -6,7 +6,7 @@ import pytest
 
 from weftune.errors import PlanError
 from weftune.plan.cost import cluster
-from weftune.plan.cost.cluster import DEVICES, cluster_from, parse_cluster, this_machine
+from weftune.plan.cost.cluster import DEVICES, cluster_from_values, detect_cluster, parse_cluster
 from weftune.plan.program.prices import Link
 
 
@@ -40,7 +40,7 @@ def test_a_wrong_line_gets_a_sentence(text, sentence):
 
 
 def test_a_file_may_mix_devices_and_describe_its_own():
-    found = cluster_from(
+    found = cluster_from_values(
         {
             "devices": ["2xH100", {"name": "X1", "memory_gib": 10, "peak_tflops": 5, "bandwidth_gbs": 100}],
             "link": {"bandwidth_gbs": 12, "latency_us": 20},
@@ -51,9 +51,9 @@ def test_a_file_may_mix_devices_and_describe_its_own():
     assert [device.name for device in found.devices] == ["H100", "H100", "X1"]
     assert found.devices[2].memory_bytes == 10 << 30
     assert found.link == Link(12e9, 20e-6)
-    priced = found.priced()
-    assert priced.homes == (0, 0, 1)
-    assert len(priced.roots) == 2
+    priced = found.simulator_cluster()
+    assert priced.device_roots == (0, 0, 1)
+    assert len(priced.root_bandwidths) == 2
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,12 @@ def test_a_file_may_mix_devices_and_describe_its_own():
 )
 def test_a_wrong_file_gets_a_sentence(values, sentence):
     with pytest.raises(PlanError, match=sentence):
-        cluster_from(values, "cluster.yaml")
+        cluster_from_values(values, "cluster.yaml")
 
 
 def test_a_machine_without_gpus_is_its_cpu_and_memory(monkeypatch):
-    monkeypatch.setattr(cluster, "_smi", lambda: "")
-    found = this_machine()
+    monkeypatch.setattr(cluster, "_query_smi", lambda: "")
+    found = detect_cluster()
     assert found.name == "1xCPU"
     assert found.devices[0].memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert not found.devices[0].is_gpu
@@ -97,25 +97,27 @@ def test_a_machine_without_gpus_is_its_cpu_and_memory(monkeypatch):
     ],
 )
 def test_a_gpu_is_known_by_what_the_driver_calls_it(monkeypatch, line, kind):
-    monkeypatch.setattr(cluster, "_smi", lambda: f"{line}\n{line}\n")
-    found = this_machine()
+    monkeypatch.setattr(cluster, "_query_smi", lambda: f"{line}\n{line}\n")
+    found = detect_cluster()
     assert [device.name for device in found.devices] == [kind, kind]
     assert found.devices[0].memory_bytes == int(line.split(", ")[1]) << 20
 
 
 def test_a_gpu_that_is_not_in_the_table_is_named(monkeypatch):
-    monkeypatch.setattr(cluster, "_smi", lambda: "Quadro K620, 2048\n")
+    monkeypatch.setattr(cluster, "_query_smi", lambda: "Quadro K620, 2048\n")
     with pytest.raises(PlanError, match="this machine has a Quadro K620"):
-        this_machine()
+        detect_cluster()
 
 
 def test_the_way_to_the_host_may_be_told():
-    found = cluster_from({"devices": ["2xH100"], "host": {"bandwidth_gbs": 13, "latency_us": 5}}, "c.yaml")
-    assert found.host == Link(13e9, 5e-6)
-    priced = found.priced()
-    assert priced.host == found.host
-    assert priced.roots == (13e9,)
+    found = cluster_from_values(
+        {"devices": ["2xH100"], "host": {"bandwidth_gbs": 13, "latency_us": 5}}, "c.yaml"
+    )
+    assert found.host_link == Link(13e9, 5e-6)
+    priced = found.simulator_cluster()
+    assert priced.host_link == found.host_link
+    assert priced.root_bandwidths == (13e9,)
     with pytest.raises(PlanError, match="host must be a mapping with bandwidth_gbs"):
-        cluster_from({"devices": ["2xH100"], "host": "pcie"}, "c.yaml")
+        cluster_from_values({"devices": ["2xH100"], "host": "pcie"}, "c.yaml")
     with pytest.raises(PlanError, match="there is no key speed"):
-        cluster_from({"devices": ["2xH100"], "host": {"speed": 1}}, "c.yaml")
+        cluster_from_values({"devices": ["2xH100"], "host": {"speed": 1}}, "c.yaml")

@@ -9,15 +9,15 @@ from weftune.base.architecture import spec_shape
 from weftune.base.spec import BaseSpec
 from weftune.core.shapes import ModelShape
 from weftune.plan.cost.cluster import parse_cluster
-from weftune.plan.cost.estimate import CODED_SPEED, base_layers, base_line, sheet_speed
+from weftune.plan.cost.estimate import CODED_SPEED, base_layers, base_pass_time, data_sheet_speed
 
 TOKENS = 8192
-SPEED = sheet_speed(parse_cluster("1xH200").devices[0])
+SPEED = data_sheet_speed(parse_cluster("1xH200").devices[0])
 
 
 def layers_take(shape: ModelShape) -> float:
-    layers = [layer for layer in base_layers(shape, 0, apart=False) if layer.kind == "layer"]
-    return base_line(layers, SPEED)(TOKENS)
+    layers = [layer for layer in base_layers(shape, 0, ends_apart=False) if layer.kind == "layer"]
+    return base_pass_time(layers, SPEED)(TOKENS)
 
 
 def test_layers_whose_codes_are_multiplied_take_the_time_of_their_products() -> None:

@@ -9,12 +9,12 @@ from tests.plan.program.test_check import course
 from weftune.core.shapes import JobShape, LayerRange, ModelShape, SiteShape
 from weftune.plan.cost.learned import Learned, Outcome
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
-from weftune.plan.cost.memory_fit import Peak, fit_memory, held_rows, safer, window_need
+from weftune.plan.cost.memory_fit import Peak, fit_memory, larger_factors, rows_in_flight, window_need
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import StateTime, work_of
 from weftune.plan.program.layout import in_stages
 from weftune.plan.program.program import Program
-from weftune.plan.window.pace import guessed_pace
+from weftune.plan.window.pace import guess_pace
 from weftune.plan.window.window import Pacing, plan_window
 
 SHAPES = {"a": JobShape("a", 0, 0, trainable=10**6, longest=60)}
@@ -27,14 +27,14 @@ def memory(**changes) -> MemoryModel:
 
 
 def learned(**changes) -> Learned:
-    return Learned(known=arithmetic(SHAPE), memory=memory(**changes))
+    return Learned(initial_cost=arithmetic(SHAPE), memory=memory(**changes))
 
 
 def outcome(one: Program, slower: float = 1.0, peak: int | None = None, own_peak: bool = True) -> Outcome:
     """As a device with the true terms would measure it, with 0.1 s for the rest."""
     passes = [
         measured(work_of(microbatch, {"a": 10**6}), slower=slower, training=number > 0)
-        for number, (_, microbatch) in enumerate(one.compute())
+        for number, (_, microbatch) in enumerate(one.forward_passes())
     ]
     steps = [StateTime(1, 10**6, 0.009)]
     need = window_need(memory(), JOBS, one).total(FIT)
@@ -46,7 +46,7 @@ def outcome(one: Program, slower: float = 1.0, peak: int | None = None, own_peak
 
 def test_the_first_window_has_a_time_only_with_a_profile() -> None:
     assert learned().promise(program(30, 50), SHAPES).seconds is None
-    known = Learned(known=TRUTH, memory=memory())
+    known = Learned(initial_cost=TRUTH, memory=memory())
     assert known.promise(program(30, 50), SHAPES).seconds == pytest.approx(
         TRUTH.program_seconds(program(30, 50), SHAPES)
     )
@@ -54,7 +54,7 @@ def test_the_first_window_has_a_time_only_with_a_profile() -> None:
 
 def test_the_first_pass_of_a_process_is_part_of_the_first_window_alone() -> None:
     one = program(30, 50)
-    run = Learned(known=TRUTH, memory=memory(), first_seconds=2.0)
+    run = Learned(initial_cost=TRUTH, memory=memory(), first_seconds=2.0)
     first = run.promise(one, SHAPES).seconds
     assert first == pytest.approx(TRUTH.program_seconds(one, SHAPES) + 2.0)
     run.learn(one, SHAPES, outcome(one))
@@ -66,10 +66,10 @@ def test_the_first_pass_of_a_process_is_part_of_the_first_window_alone() -> None
 def test_a_pipelines_window_needs_what_its_workers_hold_at_a_time() -> None:
     half = SHAPE.layers // 2
     layout = in_stages([LayerRange(0, half, SHAPE.layers), LayerRange(half, SHAPE.layers, SHAPE.layers)])
-    pacing = Pacing(tuple(guessed_pace(stage.count) for stage in layout.stages), spare=1)
+    pacing = Pacing(tuple(guess_pace(stage.count) for stage in layout.stages), spare_microbatches=1)
     model = memory(layout=layout)
     windows = [plan_window([course("a", [[40] * count])], layout, 40, pacing=pacing) for count in (1, 2, 8)]
-    held = [held_rows(model, one) for one in windows]
+    held = [rows_in_flight(model, one) for one in windows]
     assert held[0] == [40, 40], "one microbatch is in flight"
     assert held[1][0] == 80
     assert held[2][0] == 120, "as many as stages, and a spare one"
@@ -104,7 +104,7 @@ def test_plans_change_their_model_only_when_the_windows_have_doubled_and_each_ti
     for _ in range(9):
         run.learn(one, SHAPES, outcome(one))
         before = run.memory
-        assert run.adopt() == (run.memory != before or run.windows in (1, 2, 4, 8))
+        assert run.adopt_fitted_models() == (run.memory != before or run.windows in (1, 2, 4, 8))
         versions.append(run.version)
     assert versions == [1, 2, 2, 3, 3, 3, 3, 4, 4]
 
@@ -112,35 +112,35 @@ def test_plans_change_their_model_only_when_the_windows_have_doubled_and_each_ti
 def test_a_resumed_run_plans_by_what_was_recorded() -> None:
     run, one = learned(), program(30, 50)
     run.learn(one, SHAPES, outcome(one))
-    run.adopt()
+    run.adopt_fitted_models()
     again = learned()
-    again.resume(run.recorded())
+    again.restore(run.state_record())
     assert again.memory == run.memory
     assert (again.version, again.windows) == (run.version, run.windows)
     assert again.row_seconds == run.row_seconds == pytest.approx(outcome(one).row_seconds())
     older = learned()
-    older.resume({key: value for key, value in run.recorded().items() if key != "row_seconds"})
+    older.restore({key: value for key, value in run.state_record().items() if key != "row_seconds"})
     assert older.row_seconds is None, "a run that was begun before has not recorded its pace"
     for wrong in (None, {}, {"version": 1, "windows": 1, "memory": {}}, {"memory": 3}):
         with pytest.raises(ValueError, match="no record of a run's models"):
-            learned().resume(wrong)
+            learned().restore(wrong)
 
 
 def test_whether_a_job_can_run_alone_is_not_judged_by_the_noise_of_a_run() -> None:
     one = program(30, 50)
     tight = learned(budget=memory().peak_bytes(JOBS, 60))
-    assert tight.why_not(JOBS) is None
+    assert tight.misfit_reason(JOBS) is None
     tight.learn(one, SHAPES, outcome(one, peak=8 << 30))
-    tight.adopt()
+    tight.adopt_fitted_models()
     assert tight.memory.why_not(JOBS) is not None
-    assert tight.why_not(JOBS) is None
+    assert tight.misfit_reason(JOBS) is None
 
 
 def test_fused_layers_never_count_for_less_than_was_known() -> None:
     one, plain, fused = program(30, 50), learned(), learned(fused=True)
     for run in (plain, fused):
         run.learn(one, SHAPES, outcome(one, peak=SHAPE.base_bytes + (110 << 20)))
-        run.adopt()
+        run.adopt_fitted_models()
     assert plain.memory.fit.activations < 1.0
     assert fused.memory.fit.activations == 1.0
 
@@ -151,7 +151,7 @@ def test_plans_keep_the_slack_that_was_known_whatever_the_process_gathers(fused:
     run = learned(fused=fused, fit=known)
     for _ in range(2):
         run.learn(one, SHAPES, outcome(one, peak=8 << 30))
-        assert run.adopt()
+        assert run.adopt_fitted_models()
     assert run.fitted.fit.slack > 1.5 * known.slack
     assert run.memory.fit.slack == known.slack
     assert run.memory.fit.activations == run.fitted.fit.activations
@@ -162,7 +162,7 @@ def test_a_peak_that_is_the_highest_so_far_teaches_only_when_it_rises() -> None:
     run, one = learned(), program(30, 50)
     for peak in (10**9, 10**9, 2 * 10**9):
         run.learn(one, SHAPES, outcome(one, peak=peak, own_peak=False))
-    assert [seen.measured for seen in run.peaks] == [10**9, 2 * 10**9]
+    assert [seen.measured_bytes for seen in run.peaks] == [10**9, 2 * 10**9]
 
 
 def test_the_fit_finds_the_factors_that_made_the_peaks_and_states_how_far_it_is_below_them() -> None:
@@ -177,7 +177,7 @@ def test_the_fit_finds_the_factors_that_made_the_peaks_and_states_how_far_it_is_
         assert need.total(fit) == pytest.approx(need.total(FIT), rel=0.02)
     higher = [Peak(need, need.total(FIT) + (90 << 20) * (number == 0)) for number, need in enumerate(needs)]
     wary = fit_memory(higher)
-    assert all(peak.need.total(wary) + wary.error >= peak.measured - 1 for peak in higher)
+    assert all(peak.need.total(wary) + wary.error >= peak.measured_bytes - 1 for peak in higher)
     assert fit_memory([]) == MemoryFit()
 
 
@@ -193,10 +193,10 @@ def test_logits_that_a_profile_has_measured_are_not_learned_again_as_activations
 
 def test_a_run_that_was_begun_before_the_head_was_counted_alone_goes_on() -> None:
     run = learned(fit=MemoryFit(head=0.5))
-    older = run.recorded()
+    older = run.state_record()
     assert older["memory"]["head"] == 0.5
     del older["memory"]["head"]
-    run.resume(older)
+    run.restore(older)
     assert run.memory.fit.head == 0.0
 
 
@@ -217,7 +217,7 @@ def test_an_evaluation_holds_about_one_layer() -> None:
 
 
 def test_the_safer_of_two_fits_has_the_larger_of_each_factor() -> None:
-    assert safer(FIT, MemoryFit(error=5)) == MemoryFit(state=1.05, error=5)
+    assert larger_factors(FIT, MemoryFit(error=5)) == MemoryFit(state=1.05, error=5)
 
 
 def test_after_a_shortage_more_is_recomputed_until_nothing_more_can_be() -> None:
@@ -225,7 +225,7 @@ def test_after_a_shortage_more_is_recomputed_until_nothing_more_can_be() -> None
     shape = ModelShape(10, 100, 50, 10**6, 2, sites, context=10**6)
     memory = MemoryModel(shape, 6 << 30, fused=True)
     long = [JobShape("a", 0, 0, 1000, 100_000)]
-    learned = Learned(known=arithmetic(shape), memory=memory)
+    learned = Learned(initial_cost=arithmetic(shape), memory=memory)
     before, found = memory.recompute(long, 8192), []
     while learned.recompute_more(long, 8192):
         found.append(learned.memory.recompute(long, 8192))
@@ -234,5 +234,5 @@ def test_after_a_shortage_more_is_recomputed_until_nothing_more_can_be() -> None
     assert found[0] != before
     assert [one.layers for one in found] == sorted(one.layers for one in found)
     assert found[-1].layers == 10
-    learned.adopt()
+    learned.adopt_fitted_models()
     assert learned.memory.recompute(long, 8192) == found[-1]

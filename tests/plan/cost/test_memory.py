@@ -143,7 +143,7 @@ def test_every_further_layer_that_is_recomputed_takes_less() -> None:
 
 
 def test_outputs_that_jobs_scale_are_kept_once_for_all_of_them_where_kernels_scale() -> None:
-    one, other = replace(job("a"), scaled=5000), replace(job("b"), scaled=3000)
+    one, other = replace(job("a"), scaled_outputs=5000), replace(job("b"), scaled_outputs=3000)
     memory, plain = deep(10**6), model(10**6)
     for jobs, values in (([one], 5000), ([one, other], 5000), ([other], 3000), ([job()], 0)):
         kept = memory.need(jobs, 7).activations - memory.need([job()], 7).activations
@@ -161,15 +161,15 @@ def test_a_job_that_fits_only_with_everything_recomputed_is_let_aboard() -> None
 def test_of_a_mixture_all_experts_are_held_and_the_active_ones_activated() -> None:
     """Its layers are fused nowhere, and so nothing of them is recomputed."""
     experts = (
-        SiteShape("up", 100, 400, experts=8, active=2),
-        SiteShape("down", 200, 100, experts=8, active=2),
+        SiteShape("up", 100, 400, experts=8, active_matrices=2),
+        SiteShape("down", 200, 100, experts=8, active_matrices=2),
     )
     mixture = replace(shape(), sites=experts)
     for fused in (False, True):
         memory = MemoryModel(mixture, 10**9, fused=fused)
         assert memory.bytes_per_token() == 1.5 * 2 * (500 + 300) * 2
         assert memory.recompute([job()], max_tokens=10**9) == NOTHING
-    assert [site.weights for site in experts] == [8 * 40_000, 8 * 20_000]
+    assert [site.weight_count for site in experts] == [8 * 40_000, 8 * 20_000]
     assert mixture.active_parameters == 10**6 - 6 * 60_000
 
 
@@ -294,9 +294,9 @@ def test_the_fullest_worker_is_the_one_by_what_was_measured() -> None:
 def test_the_state_of_adapters_is_where_their_layers_are() -> None:
     memory, spread = in_two(), job(trainable=1000)
     assert [need.state for need in memory.worker_needs([spread], 0)] == [20 * 700, 20 * 300]
-    last = replace(spread, by_layer=(0,) * 9 + (1000,))
+    last = replace(spread, parameters_by_layer=(0,) * 9 + (1000,))
     assert [need.state for need in memory.worker_needs([last], 0)] == [0, 20 * 1000]
-    shared = replace(spread, by_layer=(0,) * 9 + (600,))
+    shared = replace(spread, parameters_by_layer=(0,) * 9 + (600,))
     assert [need.state for need in memory.worker_needs([shared], 0)] == [20 * 400, 20 * 1000]
 
 

@@ -9,15 +9,15 @@ from tests.plan.costs import CONFIG, SHAPE, TRUTH, work
 from tests.plan.profiles import KINDS, LAYER, PER_TOKEN, profile
 from weftune.base.architecture import model_shape
 from weftune.plan.cost.memory import MemoryModel
-from weftune.plan.cost.prior import counted
+from weftune.plan.cost.prior import counted_terms
 from weftune.plan.cost.profile import (
     VERSION,
     cpu_threads,
-    file_of,
+    find_local_profile,
     find_profile,
-    key_of,
     profile_folder,
-    profile_here,
+    profile_key,
+    profile_path,
     read_profile,
     to_json,
     write_profile,
@@ -55,7 +55,7 @@ def test_a_file_that_is_no_profile_is_as_good_as_none(tmp_path, damage) -> None:
 def test_a_profile_holds_for_its_device_torch_dtype_and_shape_only(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path))
     key = profile().key
-    write_profile(file_of(profile_folder(), key), profile())
+    write_profile(profile_path(profile_folder(), key), profile())
     assert find_profile(key) == profile()
     wider = model_shape(CONFIG | {"intermediate_size": 2048}, "wider", 4)
     for other in (
@@ -63,10 +63,10 @@ def test_a_profile_holds_for_its_device_torch_dtype_and_shape_only(tmp_path, mon
         replace(key, threads=4),
         replace(key, torch="0.1"),
         replace(key, bytes_per_value=2),
-        key_of(wider, "cpu", 2),
+        profile_key(wider, "cpu", 2),
     ):
         assert find_profile(other) is None
-        write_profile(file_of(profile_folder(), other), profile())
+        write_profile(profile_path(profile_folder(), other), profile())
         assert find_profile(other) is None, "a file under another's name is not taken"
 
 
@@ -74,18 +74,18 @@ def test_the_profile_of_this_machine_is_found_without_torch(tmp_path, monkeypatc
     monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert cpu_threads() == 3
-    assert profile_here(SHAPE) is None
-    mine = replace(profile(), key=key_of(SHAPE, "cpu", 3))
-    write_profile(file_of(profile_folder(), mine.key), mine)
-    assert profile_here(SHAPE) == mine
-    assert profile_here(SHAPE, "NVIDIA H200") is None
+    assert find_local_profile(SHAPE) is None
+    mine = replace(profile(), key=profile_key(SHAPE, "cpu", 3))
+    write_profile(profile_path(profile_folder(), mine.key), mine)
+    assert find_local_profile(SHAPE) == mine
+    assert find_local_profile(SHAPE, "NVIDIA H200") is None
 
 
 def test_passes_over_few_layers_give_the_time_of_all() -> None:
     model = cost_of(profile(), SHAPE)
     for lengths, share, jobs in (([64] * 4, 0.5, 2), ([200, 90, 33], 0.9, 3), ([500], 0.2, 1)):
         one = work(lengths, share, 10**6, jobs)
-        truth = KINDS.whole(SHAPE.layers)(one)
+        truth = KINDS.base_terms(SHAPE.layers)(one)
         assert model.forward(one) == pytest.approx(truth, rel=0.05)
         assert model.evaluation(one) == pytest.approx(truth, rel=0.05)
     assert model.step(1, 5 * 10**6) == pytest.approx(TRUTH.step(1, 5 * 10**6), rel=0.05)
@@ -153,4 +153,4 @@ def test_without_peaks_the_memory_model_stands_as_it_is() -> None:
 
 def test_without_a_single_pass_it_gives_what_is_counted() -> None:
     """A base whose context is shorter than what a profile is measured with."""
-    assert directions(replace(profile(), passes=()), SHAPE) == counted(SHAPE)
+    assert directions(replace(profile(), passes=()), SHAPE) == counted_terms(SHAPE)

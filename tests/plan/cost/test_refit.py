@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.plan.costs import SHAPE, TRUTH, draw, measured, step, work
 from weftune.plan.cost.prior import arithmetic
-from weftune.plan.cost.refit import REMEMBERED, Times, refit
+from weftune.plan.cost.refit import MAX_MEASUREMENTS, Times, refit
 from weftune.plan.cost.time import PassTime, Terms
 
 
@@ -92,11 +92,11 @@ def test_steps_are_told_apart_by_jobs_and_parameters() -> None:
 
 
 def test_what_no_action_took_is_shared_out_over_the_actions() -> None:
-    times = Times(passes=[measured(work([64]))], between=[0.2 / 10, 0.4 / 20])
-    assert refit(TRUTH, times).between == pytest.approx(0.02)
+    times = Times(passes=[measured(work([64]))], overheads=[0.2 / 10, 0.4 / 20])
+    assert refit(TRUTH, times).overhead_per_action == pytest.approx(0.02)
 
 
 def test_old_measurements_are_forgotten() -> None:
-    times = Times(passes=[measured(work([64]))] * (REMEMBERED + 5))
+    times = Times(passes=[measured(work([64]))] * (MAX_MEASUREMENTS + 5))
     times.forget()
-    assert len(times.passes) == REMEMBERED
+    assert len(times.passes) == MAX_MEASUREMENTS

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weftune.plan.layout.balanced import EXACT, balance, level, longest_first, sums, variance
+from weftune.plan.layout.balanced import (
+    EXACT,
+    assign_longest_first,
+    balance,
+    bucket_sums,
+    improve_by_moves,
+    variance,
+)
 
 
 def partitions(indices, count):
@@ -46,11 +53,11 @@ def test_every_latency_is_in_one_bucket_and_none_is_empty(latencies, data):
 
 def test_moves_and_swaps_mend_what_longest_first_leaves_uneven():
     latencies = [3, 3, 2, 2, 2]
-    greedy = longest_first(latencies, 2)
-    assert sorted(sums(greedy, latencies)) == [5, 7]
-    assert sums(level(greedy, latencies), latencies) == [6, 6]
+    greedy = assign_longest_first(latencies, 2)
+    assert sorted(bucket_sums(greedy, latencies)) == [5, 7]
+    assert bucket_sums(improve_by_moves(greedy, latencies), latencies) == [6, 6]
     everything_but_one = ((0, 1, 2, 3), (4,))
-    assert sums(level(everything_but_one, latencies), latencies) == [6, 6]
+    assert bucket_sums(improve_by_moves(everything_but_one, latencies), latencies) == [6, 6]
 
 
 def test_the_heuristic_is_near_the_exact_answer_where_both_can_be_had():
@@ -59,8 +66,10 @@ def test_the_heuristic_is_near_the_exact_answer_where_both_can_be_had():
     for _ in range(60):
         latencies = [draw.lognormvariate(0, 1) for _ in range(EXACT)]
         count = draw.randint(2, EXACT - 1)
-        exact = max(sums(balance(latencies, count), latencies))
-        near = max(sums(level(longest_first(latencies, count), latencies), latencies))
+        exact = max(bucket_sums(balance(latencies, count), latencies))
+        near = max(
+            bucket_sums(improve_by_moves(assign_longest_first(latencies, count), latencies), latencies)
+        )
         worse.append(near / exact - 1)
     assert min(worse) > -0.1  # the exact one has the least variance, not always the least maximum
     assert sum(worse) / len(worse) < 0.02
@@ -73,6 +82,6 @@ def test_128_latencies_are_balanced_for_every_count_in_under_four_seconds():
     began = time.process_time()
     for count in range(1, 129):
         assert variance(balance(latencies, count), latencies) <= variance(
-            longest_first(latencies, count), latencies
+            assign_longest_first(latencies, count), latencies
         ) * (1 + 1e-9)
     assert time.process_time() - began < 4.0

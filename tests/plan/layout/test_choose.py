@@ -123,7 +123,7 @@ def test_of_random_jobs_those_aboard_are_whom_the_scheduler_admits(seed):
             job,
             longest=dice.choice([50, 300, 2000]),
             trainable=dice.choice([10**6, 10**7, 10**8, 10**11]),
-            by_layer=(),
+            parameters_by_layer=(),
             priority=dice.randint(0, 2),
             starts_from=dice.choice(["", "", "job0"]) if at else "",
         )
@@ -173,7 +173,7 @@ def test_a_pretended_device_counts_the_process_and_what_of_the_base_waits_in_the
         host_budget=8 * GIB,
         profile=known,
     )
-    job = replace(shapes(1)[0], trainable=1000, longest=8, batch_tokens=8, by_layer=())
+    job = replace(shapes(1)[0], trainable=1000, longest=8, batch_tokens=8, parameters_by_layer=())
     found = choose(costs.SHAPE, [job], machine)
     assert found.streamed
     assert found.host_bytes > 0

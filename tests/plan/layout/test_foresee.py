@@ -11,7 +11,7 @@ from weftune.core.shapes import JobShape, LayerRange
 from weftune.plan.cost.profile_cost import cost_of, directions, step_rate
 from weftune.plan.layout.foresee import StageTimes, taking_turns
 from weftune.plan.program.layout import Layout, StageLayers, in_stages, one_device
-from weftune.plan.window.pace import LoadPace, guessed_pace
+from weftune.plan.window.pace import LoadPace, guess_pace
 from weftune.plan.window.window import Pacing, plan_window
 
 COURSES = [course("a", [[40, 60], [30]], evaluation=[20]), course("b", [[50]])]
@@ -37,7 +37,7 @@ def test_on_one_device_the_simulation_is_the_sum_of_the_cost_model():
 
 def test_two_stages_take_less_than_one_device_and_more_than_half():
     layout = in_stages(HALVES)
-    pacing = Pacing(tuple(guessed_pace(stage.count) for stage in layout.stages), spare=1)
+    pacing = Pacing(tuple(guess_pace(stage.count) for stage in layout.stages), spare_microbatches=1)
     many = [course(name, [[40, 60]] * 8) for name in "ab"]
     together = seconds(plan_window(many, layout, 100, pacing=pacing), layout)
     alone = seconds(plan_window(many, one_device(SHAPE.layers), 100), one_device(SHAPE.layers))

@@ -11,7 +11,7 @@ from tests.cases import slow_but
 from tests.plan.streams import HOSTS, bases, every_partition, partitions
 from weftune.errors import PlanError
 from weftune.plan.cost.estimate import LayerCost
-from weftune.plan.layout.mobius_partition import Bounds, largest_stages, smallest_stages, stream
+from weftune.plan.layout.mobius_partition import Bounds, largest_stages, search_partition, smallest_stages
 from weftune.plan.layout.mobius_step import Host, step_seconds
 
 BLOCK = LayerCost("block", 0.03, 0.06, 400, 8, 8, 4, 60)
@@ -30,12 +30,12 @@ def test_the_search_equals_brute_force_on_small_bases(
     least = min(step_seconds(chosen, layers, host, microbatches) for chosen in every_partition(len(layers)))
     if least == math.inf:
         with pytest.raises(PlanError):
-            stream(layers, host, microbatches)
+            search_partition(layers, host, microbatches)
         return
-    found = stream(layers, host, microbatches)
+    found = search_partition(layers, host, microbatches)
     assert found.seconds == pytest.approx(least, rel=1e-8)
     assert found.seconds == step_seconds(found.partition, layers, host, microbatches)
-    assert found.proved
+    assert found.is_optimal
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_the_search_equals_brute_force_on_small_bases(
 def test_the_search_equals_brute_force_on_ten_layers(gpus: int, memory: int, bandwidth: float) -> None:
     layers, host = model(8), Host(gpus, memory, bandwidth)
     least = min(step_seconds(chosen, layers, host, 4) for chosen in every_partition(10))
-    found = stream(layers, host, 4)
+    found = search_partition(layers, host, 4)
     assert found.seconds == pytest.approx(least, rel=1e-8)
-    assert found.proved
+    assert found.is_optimal
 
 
 @given(st.data(), bases(8), HOSTS, st.integers(1, 6))
@@ -57,7 +57,7 @@ def test_no_partition_is_faster_than_the_bound_of_any_of_its_prefixes(
     chosen = data.draw(partitions(len(layers)))
     seconds = step_seconds(chosen, layers, host, microbatches)
     bounds = Bounds(layers, host, microbatches)
-    prefix = bounds.nothing()
+    prefix = bounds.empty_prefix()
     assert prefix.seconds <= seconds * (1 + 1e-9)
     for stage, resident in zip(chosen.costs(layers), chosen.resident, strict=True):
         longer = bounds.extend(prefix, stage, resident)
@@ -80,14 +80,14 @@ def test_the_search_is_never_slower_than_the_largest_or_the_smallest_stages(
         except PlanError:
             continue
     if plain:
-        assert stream(layers, host, microbatches, prefixes=500).seconds <= min(plain) * (1 + 1e-8)
+        assert search_partition(layers, host, microbatches, prefixes=500).seconds <= min(plain) * (1 + 1e-8)
 
 
 @pytest.mark.parametrize(("gpus", "bandwidth"), [(1, 2500.0), (1, 9000.0), (4, 2500.0)])
 def test_64_layers_take_under_ten_seconds(gpus: int, bandwidth: float) -> None:
     layers, host = model(62), Host(gpus, 4000, bandwidth)
     began = time.process_time()
-    found = stream(layers, host, 4)
+    found = search_partition(layers, host, 4)
     assert time.process_time() - began < 10
     largest = step_seconds(largest_stages(layers, host), layers, host, 4)
     smallest = step_seconds(smallest_stages(layers, host), layers, host, 4)
@@ -96,17 +96,17 @@ def test_64_layers_take_under_ten_seconds(gpus: int, bandwidth: float) -> None:
 
 def test_a_cut_search_says_that_it_proved_nothing() -> None:
     layers, host = model(30), Host(4, 4000, 2500.0)
-    found = stream(layers, host, 4, prefixes=2000)
-    assert not found.proved
+    found = search_partition(layers, host, 4, prefixes=2000)
+    assert not found.is_optimal
     assert 0 < found.bound < found.seconds
 
 
 def test_the_same_question_has_the_same_answer() -> None:
     layers, host = model(20), Host(2, 3000, 2500.0)
-    assert stream(layers, host, 4, 5000) == stream(layers, host, 4, 5000)
+    assert search_partition(layers, host, 4, 5000) == search_partition(layers, host, 4, 5000)
 
 
 def test_a_layer_that_does_not_fit_is_named_with_its_number() -> None:
     layers = [BLOCK, LayerCost("block", 1.0, 1.0, 5 << 30, state_bytes=1 << 30), BLOCK]
     with pytest.raises(PlanError, match=r"layer 1 \(block\) needs 5\.00 GiB and 1\.00 GiB of adapter state"):
-        stream(layers, Host(1, 4 << 30, 1e9), 2)
+        search_partition(layers, Host(1, 4 << 30, 1e9), 2)

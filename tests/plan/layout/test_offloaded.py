@@ -20,9 +20,9 @@ from weftune.plan.layout.need import gpu_device
 from weftune.plan.layout.offloaded import (
     OffloadedRound,
     is_worth,
+    job_groups,
     offloaded_round,
     offloading,
-    turns,
 )
 from weftune.plan.program.layout import one_device
 from weftune.plan.program.program import Recompute
@@ -54,8 +54,8 @@ def test_a_run_and_a_plan_admit_the_jobs_that_it_was_chosen_for():
     asked = jobs(32)
     found = choose(SHAPE, asked, gpu(30))
     assert found.layout == OFFLOADED
-    known = Learned(known=arithmetic(SHAPE), memory=found.memory)
-    for fits in (found.memory.why_not, known.why_not):
+    known = Learned(initial_cost=arithmetic(SHAPE), memory=found.memory)
+    for fits in (found.memory.why_not, known.misfit_reason):
         assert admit(asked, [], fits).admitted == tuple(job.name for job in found.attached)
 
 
@@ -83,8 +83,8 @@ def test_a_job_with_a_short_batch_does_not_make_the_others_pay_for_it():
     short, long = replace(jobs(1, tokens=64, rank=64)[0], longest=8), jobs(2, tokens=2048, rank=64)[1]
     memory = MemoryModel(SHAPE, int(21.6 * GIB), fused=True)
     offloaded, place = offloading(memory, 1 << 50), gpu_device(0, 0, 25e9, 165e12, 1e12)
-    assert [len(turn) for turn in turns([short, long], memory)] == [1, 1]
-    assert [len(turn) for turn in turns([short, long], offloaded)] == [2]
+    assert [len(turn) for turn in job_groups([short, long], memory)] == [1, 1]
+    assert [len(turn) for turn in job_groups([short, long], offloaded)] == [2]
     assert not is_worth(offloaded, memory, [short, long], place, 8192)
     longer = replace(long, batch_tokens=64 * 1024)
     assert is_worth(offloaded, memory, [short, longer], place, 8192)
@@ -158,7 +158,7 @@ def test_steps_take_the_link_as_fast_as_it_is_both_ways_where_that_was_measured(
     plain, measured = (gpu_device(0, 0, 25e9, 300e12, 1e12, both_ways=rate) for rate in (None, 5e9))
     for place, rate in ((plain, 25e9), (measured, 5e9)):
         found = offloaded_round(memory, asked, place, 8192)
-        assert found.moved == pytest.approx(tuple(12 * job.trainable / rate for job in asked))
+        assert found.transfer_seconds == pytest.approx(tuple(12 * job.trainable / rate for job in asked))
 
 
 def test_what_a_window_takes_knows_of_unhidden_steps():

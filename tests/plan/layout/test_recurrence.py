@@ -26,7 +26,7 @@ def test_rounds_take_what_the_simulator_says_of_their_program(stages, resident, 
     prices = Prices(
         (price,) * len(program.microbatches), weight_bytes=tuple(one.load_bytes for one in stages)
     )
-    cluster = PricedCluster(1, host=Link(10.0), roots=(10.0,))
+    cluster = PricedCluster(1, host_link=Link(10.0), root_bandwidths=(10.0,))
     bits = [stage.resident for stage in chosen.stages]
     foreseen = rounds * slotted_seconds(stages, bits, slots, 10.0)
     assert simulate(program, prices, cluster).makespan == pytest.approx(foreseen)

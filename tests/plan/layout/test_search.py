@@ -6,7 +6,7 @@ import pytest
 
 from tests.plan.stream_cases import NEVER, base, gpu, job
 from weftune.plan.layout.need import Draft, StreamCase
-from weftune.plan.layout.search import Found, _changes, filled_drafts, largest_drafts
+from weftune.plan.layout.search import EvaluatedDraft, _changes, filled_drafts, largest_drafts
 
 S, R = False, True
 """A stage that is streamed, and one that is resident."""
@@ -18,7 +18,7 @@ def case(workers=1, travels=False, layers=6, budget=NEVER):
 
 
 def changes(found_case, draft):
-    return list(_changes(Found(found_case, draft, 0, 1.0)))
+    return list(_changes(EvaluatedDraft(found_case, draft, 0, 1.0)))
 
 
 # -- starting points ------------------------------------------------------------------------------------

@@ -33,7 +33,10 @@ from weftune.plan.layout.stages import (
 
 LIMITS = st.lists(
     st.builds(
-        StageLimit, st.integers(10, 80), in_flight=st.integers(1, 3), pace=st.sampled_from([1.0, 1.5, 2.0])
+        StageLimit,
+        st.integers(10, 80),
+        in_flight=st.integers(1, 3),
+        relative_time=st.sampled_from([1.0, 1.5, 2.0]),
     ),
     min_size=1,
     max_size=4,
@@ -41,7 +44,7 @@ LIMITS = st.lists(
 
 
 def slowest(stages: tuple[StageCost, ...], limits: list[StageLimit]) -> float:
-    return max(limit.pace * stage.seconds for stage, limit in zip(stages, limits, strict=True))
+    return max(limit.relative_time * stage.seconds for stage, limit in zip(stages, limits, strict=True))
 
 
 def fullest(stages: tuple[StageCost, ...], limits: list[StageLimit]) -> int:
@@ -125,11 +128,11 @@ def test_no_other_cut_has_a_faster_slowest_stage_or_others_more_alike(stages, la
     assert [one.start for one in found] == [0, *(one.stop for one in found[:-1])]
     assert found[-1].last
     every = [
-        [costs.of(LayerRange(start, stop, layers)) for start, stop in pairwise((0, *inner, layers))]
+        [costs.stage_cost(LayerRange(start, stop, layers)) for start, stop in pairwise((0, *inner, layers))]
         for inner in combinations(range(1, layers), stages - 1)
     ]
     least = min(map(max, every))
-    own = [costs.of(one) for one in found]
+    own = [costs.stage_cost(one) for one in found]
     assert max(own) == pytest.approx(least)
     squares = (sum(one**2 for one in taken) for taken in every if max(taken) <= least * (1 + 1e-9))
     assert sum(one**2 for one in own) == pytest.approx(min(squares))

@@ -141,7 +141,7 @@ def test_offloaded_inputs_leave_two_rounds_and_two_microbatches_on_the_device():
 
 def test_a_tied_head_takes_no_room_of_its_own():
     tied = StreamCase(base(6, tied=True), (job(),), gpu(NEVER), 100, 30, travels=False)
-    assert tied.memory.ends_bytes == ENDS // 2
+    assert tied.memory.embedding_head_bytes == ENDS // 2
 
 
 def test_the_last_stage_makes_nothing_again_and_adapters_that_travel_come_before_their_forward():
@@ -265,7 +265,7 @@ def test_of_the_jobs_that_wait_only_the_hungriest_are_looked_at(wants):
 def test_a_base_that_fits_is_not_streamed():
     choice = choose_stream(base(4), [job()], gpu(NEVER), 256, 100)
     assert choice.whole
-    assert choice.cut.on(0).streamed == ()
+    assert choice.cut.on(0).streamed_stages == ()
     assert (choice.host_bytes, choice.unhidden, choice.capacity) == (0, 0.0, 256)
     assert choice.why.startswith("nothing is streamed, since the base, the adapters and their passes need 5.")
 
@@ -297,7 +297,7 @@ def test_a_base_that_stays_only_because_its_adapters_travel_is_not_whole():
     jobs = [job(str(one), 120_000, longest=1) for one in range(8)]
     device = sized(gpu(0, bandwidth=1e5, flops=1e8, slack=0, fused=False), 0.7, base(12), jobs, 229)
     choice = choose_stream(base(12), jobs, device, 256, 229)
-    assert (choice.cut.on(0).streamed, choice.cut.travels) == ((), True)
+    assert (choice.cut.on(0).streamed_stages, choice.cut.travels) == ((), True)
     assert not choice.whole
 
 

@@ -11,7 +11,7 @@ from weftune.plan.layout.recurrence import StageRound, round_ends, round_seconds
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import Step
 from weftune.plan.program.simulate import simulate
-from weftune.plan.window.pace import LoadPace, StagePace, timeline_foreseen
+from weftune.plan.window.pace import LoadPace, StagePace, predict_timeline
 from weftune.plan.window.window import plan_window
 
 SECONDS = st.integers(1, 30).map(lambda tenths: tenths / 10)
@@ -24,7 +24,7 @@ def ends_simulated(stages, chosen, microbatches, bandwidth, rounds):
     prices = Prices(
         (passes,) * len(program.microbatches), weight_bytes=tuple(one.load_bytes for one in stages)
     )
-    timeline = simulate(program, prices, PricedCluster(chosen.workers, host=Link(bandwidth)))
+    timeline = simulate(program, prices, PricedCluster(chosen.workers, host_link=Link(bandwidth)))
     return [one.start for one in timeline.events if isinstance(one.action, Step) and one.device == 0]
 
 
@@ -49,7 +49,7 @@ def test_a_microbatch_more_than_ranks_hides_a_hop_and_a_second_slot_hides_loads(
     free = round_seconds(stages, one, 4)
     assert free <= hidden < bare
     assert hidden - free < 0.2 * (bare - free)
-    assert round_seconds(stages, one, 4, hop=0.5) < free + 4.0
+    assert round_seconds(stages, one, 4, hop_seconds=0.5) < free + 4.0
 
 
 def test_what_is_foreseen_of_a_window_counts_its_loads():
@@ -57,7 +57,7 @@ def test_what_is_foreseen_of_a_window_counts_its_loads():
     program = plan_window([course("a", [[10] * 2] * 2)], chosen, 10)
     paces = (StagePace(Line(1.0, 0.0), Line(2.0, 0.0)),) * 6
     seconds = [
-        timeline_foreseen(program, paces, loads).makespan
+        predict_timeline(program, paces, loads).makespan
         for loads in (None, LoadPace((10,) * 6, 1e9), LoadPace((10,) * 6, 1.0))
     ]
     assert seconds[0] == pytest.approx(seconds[1])

@@ -2,17 +2,17 @@
 
 from tests.plan.outlooks import SHAPE, outline
 from weftune.plan.cost.cluster import parse_cluster
-from weftune.plan.cost.estimate import sheet_speed
-from weftune.plan.cost.prior import counted
+from weftune.plan.cost.estimate import data_sheet_speed
+from weftune.plan.cost.prior import counted_terms
 from weftune.plan.cost.time import Rate
 from weftune.plan.layout.choose import Machine, choose, fitting
 from weftune.plan.layout.foresee import StageTimes
-from weftune.plan.outlook.forecast import foresee, share_outlook
+from weftune.plan.outlook.forecast import predict_window, share_outlook
 from weftune.plan.studies.scheme import make_batch
 from weftune.plan.window.rounds import JobWindow
 
-SPEED = sheet_speed(parse_cluster("A100-80G").devices[0])
-TIMES = StageTimes(SHAPE.layers, counted(SHAPE).times(1 / SPEED.flops), Rate())
+SPEED = data_sheet_speed(parse_cluster("A100-80G").devices[0])
+TIMES = StageTimes(SHAPE.layers, counted_terms(SHAPE).times(1 / SPEED.flops), Rate())
 
 
 def shared(jobs, seconds, devices=2, gib=72):
@@ -26,7 +26,7 @@ def shared(jobs, seconds, devices=2, gib=72):
 
     def alone(some):
         choice = choose(SHAPE, some, machine)
-        return foresee(choice, fitting(some, choice.memory), course, TIMES)
+        return predict_window(choice, fitting(some, choice.memory), course, TIMES)
 
     return share_outlook(shapes, seconds, devices, alone)
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from benchmarks.plan_packing import explain, pack_many, packers
 from tests.plan.packings import assert_legal, fewest, instances
 from weftune.plan.pack.best import Limits, pack_best, pack_instance
-from weftune.plan.pack.instance import instance, pack_padded
-from weftune.plan.pack.swap import emptiest
+from weftune.plan.pack.instance import make_instance, pack_padded
+from weftune.plan.pack.swap import least_load
 
-SMALL = Limits(tries=300, kicks=30, solver_nodes=20)
+SMALL = Limits(max_exchanges=300, max_repackings=30, solver_nodes=20)
 
 
 @settings(max_examples=100, deadline=None)
@@ -21,19 +21,19 @@ SMALL = Limits(tries=300, kicks=30, solver_nodes=20)
 def test_the_best_packing_is_legal_and_never_worse_than_best_fit(case, leave_room):
     packing, greedy = pack_instance(case, leave_room, SMALL), pack_padded(case)
     assert_legal(case, [list(chosen) for chosen in packing.bins])
-    assert packing.bound <= packing.count <= packing.greedy == len(greedy)
+    assert packing.lower_bound <= packing.count <= packing.greedy_count == len(greedy)
     if leave_room and packing.count == len(greedy):
-        assert packing.emptiest <= emptiest(case, greedy)
+        assert packing.least_rows <= least_load(case, greedy)
     loads = [case.load(chosen) for chosen in packing.bins]
     assert loads == sorted(loads, reverse=True)
-    assert packing.emptiest == loads[-1]
+    assert packing.least_rows == loads[-1]
 
 
 @settings(max_examples=60, deadline=None)
 @given(instances(most=8))
 def test_what_is_called_proven_cannot_be_done_with_fewer(case):
     packing = pack_instance(case)
-    assert packing.count == fewest(case) or not packing.proven
+    assert packing.count == fewest(case) or not packing.is_optimal
 
 
 def test_a_packing_depends_on_nothing_but_its_input():
@@ -43,14 +43,14 @@ def test_a_packing_depends_on_nothing_but_its_input():
 
 def test_room_is_left_in_the_last_microbatch_where_it_is_asked_for():
     lengths = [45, 40, 40, 35, 25, 25, 10]
-    assert pack_best(lengths, 90, leave_room=True).emptiest == sum(lengths) - 2 * 90
-    assert pack_best(lengths, 90).emptiest > sum(lengths) - 2 * 90
+    assert pack_best(lengths, 90, leave_room=True).least_rows == sum(lengths) - 2 * 90
+    assert pack_best(lengths, 90).least_rows > sum(lengths) - 2 * 90
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_any_number_of_processes_packs_alike(count):
     random_lengths = random.Random(2)
-    cases = [instance([random_lengths.randint(50, 900) for _ in range(12)], 2048) for _ in range(12)]
+    cases = [make_instance([random_lengths.randint(50, 900) for _ in range(12)], 2048) for _ in range(12)]
     with packers(count) as pool:
         first, second = (pack_many(cases, True, SMALL, pool) for _ in range(2))
     assert first == second == pack_many(cases, True, SMALL)
@@ -59,7 +59,7 @@ def test_any_number_of_processes_packs_alike(count):
 def test_without_the_solver_packing_still_works(monkeypatch):
     monkeypatch.setitem(sys.modules, "highspy", None)
     packing = pack_best([51, 51, 26, 26, 26, 20], 100)
-    assert packing.how != "solver"
+    assert packing.method != "solver"
     assert packing.count == 3
 
 

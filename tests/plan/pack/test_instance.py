@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.packings import assert_legal, fewest, instances
-from weftune.plan.pack.instance import bound_of, instance, pack, pack_padded
+from weftune.plan.pack.instance import lower_bound, make_instance, pack, pack_padded
 
 
 @settings(max_examples=300, deadline=None)
@@ -30,7 +30,7 @@ def test_padding_counts_against_the_capacity(case):
 
 
 def test_a_sample_joins_its_own_job_where_it_fits_into_the_padding():
-    case = instance([33, 60, 31], 128, multiple=64, jobs=[0, 1, 0])
+    case = make_instance([33, 60, 31], 128, multiple=64, jobs=[0, 1, 0])
     assert pack_padded(case) == [[1, 0, 2]]
 
 
@@ -49,43 +49,43 @@ def test_a_sample_may_be_as_long_as_the_capacity_and_no_longer():
 
 def test_with_padding_the_longest_come_first_and_each_goes_where_it_fills_most():
     # Padded to tens: 60 and 40 of job 0 make a hundred; 35 of job 1 takes 40, and 31 of job 0 fits beside it.
-    case = instance([31, 60, 40, 35], 100, multiple=10, jobs=[0, 0, 0, 1])
+    case = make_instance([31, 60, 40, 35], 100, multiple=10, jobs=[0, 0, 0, 1])
     assert pack_padded(case) == [[1, 2], [3, 0]]
 
 
 def test_of_bins_that_are_as_full_afterwards_the_one_that_grows_least_takes_a_sample():
     # 41 of job 0 and 50 of job 1 both take 50 rows; 9 more of job 0 lie in its padding.
-    case = instance([41, 50, 9], 50, multiple=10, jobs=[0, 1, 0])
+    case = make_instance([41, 50, 9], 50, multiple=10, jobs=[0, 1, 0])
     assert pack_padded(case) == [[1], [0, 2]]
     # 51 of job 0 is 60; 49 of job 1 is 50: five more of job 1 make either 60 and five, or 60, which is full.
-    case = instance([51, 49, 10], 60, multiple=10, jobs=[0, 1, 1])
+    case = make_instance([51, 49, 10], 60, multiple=10, jobs=[0, 1, 1])
     assert pack_padded(case) == [[0], [1, 2]]
 
 
 def test_a_bin_takes_rows_up_to_its_capacity_and_no_more():
-    case = instance([30, 30, 1], 60, multiple=10, jobs=[0, 1, 2])
+    case = make_instance([30, 30, 1], 60, multiple=10, jobs=[0, 1, 2])
     assert pack_padded(case) == [[0, 1], [2]]
-    assert pack_padded(instance([30, 20, 10], 60, multiple=10, jobs=[0, 1, 2])) == [[0, 1, 2]]
+    assert pack_padded(make_instance([30, 20, 10], 60, multiple=10, jobs=[0, 1, 2])) == [[0, 1, 2]]
 
 
 def test_even_the_smallest_padding_counts():
     # 3, 3 and 1 are seven tokens, but ten rows.
-    assert pack_padded(instance([3, 3, 1], 8, multiple=2, jobs=[0, 1, 2])) == [[0, 1], [2]]
+    assert pack_padded(make_instance([3, 3, 1], 8, multiple=2, jobs=[0, 1, 2])) == [[0, 1], [2]]
 
 
 def test_of_bins_that_are_alike_the_first_takes_a_sample():
-    assert pack_padded(instance([40, 40, 10], 50, multiple=10, jobs=[0, 1, 2])) == [[0, 2], [1]]
+    assert pack_padded(make_instance([40, 40, 10], 50, multiple=10, jobs=[0, 1, 2])) == [[0, 2], [1]]
 
 
 def bound(lengths, capacity, **padding):
-    return bound_of(instance(lengths, capacity, **padding))
+    return lower_bound(make_instance(lengths, capacity, **padding))
 
 
 @settings(max_examples=150, deadline=None)
 @given(instances(most=7))
 def test_no_packing_needs_fewer_microbatches_than_the_bound(case):
-    assert bound_of(case) <= fewest(case)
-    assert bound_of(case) >= -(-sum(case.lengths) // case.capacity)
+    assert lower_bound(case) <= fewest(case)
+    assert lower_bound(case) >= -(-sum(case.lengths) // case.capacity)
 
 
 def test_samples_longer_than_half_need_a_microbatch_each():

@@ -10,16 +10,16 @@ from weftune.plan.pack.merge import (
     BatchSample,
     JobLengths,
     MergeRules,
-    earliest,
-    group,
-    head_tail,
+    earliest_microbatch,
+    group_jobs,
+    head_tail_groups,
     merge,
+    no_ops_per_round,
     verify,
-    waits,
 )
 from weftune.plan.program.program import IllegalProgram
 
-SMALL = Limits(tries=100, kicks=0, solver_nodes=0, solver_cells=0, room_cells=0)
+SMALL = Limits(max_exchanges=100, max_repackings=0, solver_nodes=0, solver_cells=0, room_cells=0)
 
 
 def batch(job, number, *lengths):
@@ -42,10 +42,10 @@ def schedules(draw):
 @given(schedules(), st.integers(1, 5), st.sampled_from([1, 8]))
 def test_whatever_is_merged_is_legal_and_takes_no_more_places(rounds, stages, multiple):
     rules = MergeRules(64, stages, multiple, SMALL)
-    merged, plain = merge(rounds, rules), merge(rounds, rules, shift=False)
+    merged, plain = merge(rounds, rules), merge(rounds, rules, move_samples=False)
     verify(rounds, merged.microbatches, rules)
     assert len(merged.microbatches) <= len(plain.microbatches)
-    assert plain.moved == 0
+    assert plain.moved_samples == 0
     if stages == 1:
         assert merged.no_ops == 0
 
@@ -53,10 +53,12 @@ def test_whatever_is_merged_is_legal_and_takes_no_more_places(rounds, stages, mu
 def test_on_one_device_a_job_absent_from_the_last_microbatch_moves_in():
     rounds = [batch("a", 0, 60) + batch("b", 0, 50), batch("a", 1, 50) + batch("b", 1, 10)]
     merged = merge(rounds, MergeRules(64))
-    assert merged.moved == 0  # b's last batch is in the last microbatch, and 50 of a have no room in it
+    assert (
+        merged.moved_samples == 0
+    )  # b's last batch is in the last microbatch, and 50 of a have no room in it
     rounds = [batch("a", 0, 60) + batch("b", 0, 50), batch("a", 1, 14) + batch("b", 1, 60)]
     merged = merge(rounds, MergeRules(64))
-    assert (len(merged.microbatches), merged.moved, merged.packed) == (3, 1, 4)
+    assert (len(merged.microbatches), merged.moved_samples, merged.separate_count) == (3, 1, 4)
 
 
 def test_a_job_never_meets_its_own_next_batch_in_one_microbatch():
@@ -114,7 +116,12 @@ def test_places_are_counted_from_the_first_of_this_window():
 def test_a_merge_counts_what_it_moved_and_what_it_waits_for():
     rounds = [batch("a", 0, 60, 30), batch("b", 0, 60, 30)]
     merged = merge(rounds, MergeRules(64))
-    assert (len(merged.microbatches), merged.no_ops, merged.packed, merged.moved) == (3, 0, 4, 1)
+    assert (len(merged.microbatches), merged.no_ops, merged.separate_count, merged.moved_samples) == (
+        3,
+        0,
+        4,
+        1,
+    )
     alone = merge([batch("a", 0, 60), batch("a", 1, 60)], MergeRules(64, stages=2))
     assert (len(alone.microbatches) - alone.no_ops, alone.no_ops) == (2, 1)
 
@@ -130,22 +137,22 @@ def jobs(*means, samples=32):
 
 
 def test_the_shortest_is_paired_with_the_longest():
-    groups = head_tail(jobs(300, 100, 400, 200), 2)
+    groups = head_tail_groups(jobs(300, 100, 400, 200), 2)
     assert [[job.mean for job in members] for members in groups] == [[100, 400], [200, 300]]
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=12), st.data())
 def test_every_job_is_in_one_group_and_no_group_is_empty(means, data):
     members = jobs(*means)
-    groups = head_tail(members, data.draw(st.integers(1, len(means))))
+    groups = head_tail_groups(members, data.draw(st.integers(1, len(means))))
     assert all(groups)
     assert sorted(job.job for one in groups for job in one) == sorted(job.job for job in members)
     assert max(map(len, groups)) - min(map(len, groups)) <= 2
 
 
 def test_the_next_batch_starts_as_many_microbatches_later_as_there_are_stages():
-    assert earliest(7, stages=4) == 11
-    assert earliest(7, stages=1) == 8
+    assert earliest_microbatch(7, stages=4) == 11
+    assert earliest_microbatch(7, stages=1) == 8
 
 
 @given(st.integers(1, 8), st.integers(0, 20))
@@ -157,36 +164,36 @@ def test_in_plain_1f1b_the_lemma_is_exact(stages, last):
         for k in range(count):
             order += [("backward", k), ("forward", k + ahead)]
         stepped = order.index(("backward", last))
-        assert order.index(("forward", earliest(last, stages))) > stepped
+        assert order.index(("forward", earliest_microbatch(last, stages))) > stepped
         if stage == 0:
-            assert order.index(("forward", earliest(last, stages) - 1)) < stepped
+            assert order.index(("forward", earliest_microbatch(last, stages) - 1)) < stepped
 
 
 def test_a_group_alone_waits_for_its_own_last_microbatch():
-    assert waits([5], stages=4) == 3
-    assert waits([5, 2], stages=4) == 1
-    assert waits([5, 3], stages=4) == 0
-    assert waits([5], stages=1) == 0
+    assert no_ops_per_round([5], stages=4) == 3
+    assert no_ops_per_round([5, 2], stages=4) == 1
+    assert no_ops_per_round([5, 3], stages=4) == 0
+    assert no_ops_per_round([5], stages=1) == 0
 
 
 def test_as_many_groups_as_jobs_and_no_more():
-    assert [len(members) for members in head_tail(jobs(100, 200), 2)] == [1, 1]
+    assert [len(members) for members in head_tail_groups(jobs(100, 200), 2)] == [1, 1]
     for count in (0, 3):
         with pytest.raises(AssertionError, match="every group has a job"):
-            head_tail(jobs(100, 200), count)
+            head_tail_groups(jobs(100, 200), count)
 
 
 def test_each_job_is_a_group_of_its_own_where_that_leaves_nothing_to_wait_for():
-    chosen = group(jobs(256, 256), 8192, stages=2)
-    assert (chosen.groups, chosen.microbatches, chosen.waits) == ((("job1",), ("job0",)), (1, 1), 0)
+    chosen = group_jobs(jobs(256, 256), 8192, stages=2)
+    assert (chosen.groups, chosen.microbatches, chosen.no_ops) == ((("job1",), ("job0",)), (1, 1), 0)
 
 
 def test_on_one_stage_all_jobs_form_one_group():
-    assert len(group(jobs(100, 200, 300, 400), 8192, stages=1).groups) == 1
+    assert len(group_jobs(jobs(100, 200, 300, 400), 8192, stages=1).groups) == 1
 
 
 def test_in_a_pipeline_groups_take_turns_where_one_would_have_to_wait():
-    chosen = group(jobs(500, 600, 700, 800), 8192, stages=4)
+    chosen = group_jobs(jobs(500, 600, 700, 800), 8192, stages=4)
     assert len(chosen.groups) > 1
-    assert chosen.waits == 0
+    assert chosen.no_ops == 0
     assert chosen.why(4) == "2 groups take turns on 4 stages: a round of all is 12 microbatches and 0 no-ops"

@@ -3,16 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftune.plan.pack.segments import pack_segments, rung
+from weftune.plan.pack.segments import ladder_size, pack_segments
 from weftune.plan.program.program import PlacedSample, SegmentPlan
 
 
 def test_rungs_are_never_far_above_and_never_below() -> None:
     for tokens in range(1, 20_000, 7):
-        size = rung(tokens)
+        size = ladder_size(tokens)
         assert tokens <= size
         assert size - tokens < max(128, tokens / 8)
-        assert rung(size) == size
+        assert ladder_size(size) == size
 
 
 @given(st.lists(st.integers(1, 900), min_size=1, max_size=60), st.integers(1024, 8192))

@@ -6,25 +6,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.packings import assert_legal, fewest, instances
-from weftune.plan.pack.instance import bound_of, instance, pack_padded
-from weftune.plan.pack.swap import emptiest, fullest, least_possible, shake, swap
+from weftune.plan.pack.instance import lower_bound, make_instance, pack_padded
+from weftune.plan.pack.swap import (
+    best_fill,
+    exchange_samples,
+    least_load,
+    least_possible_load,
+    repack_randomly,
+)
 
 
 @settings(max_examples=200, deadline=None)
 @given(instances())
 def test_exchanging_keeps_every_sample_and_is_never_worse(case):
     greedy = pack_padded(case)
-    found = swap(case, greedy, bound_of(case), tries=500)
+    found = exchange_samples(case, greedy, lower_bound(case), max_exchanges=500)
     assert_legal(case, found)
     assert len(found) <= len(greedy)
-    assert len(found) < len(greedy) or emptiest(case, found) <= emptiest(case, greedy)
+    assert len(found) < len(greedy) or least_load(case, found) <= least_load(case, greedy)
 
 
 @settings(max_examples=100, deadline=None)
 @given(instances())
 def test_shaking_keeps_every_sample_and_never_needs_more_bins(case):
     greedy = pack_padded(case)
-    found = shake(case, greedy, bound_of(case), kicks=20, tries=100)
+    found = repack_randomly(case, greedy, lower_bound(case), max_repackings=20, max_exchanges=100)
     assert_legal(case, found)
     assert len(found) <= len(greedy)
 
@@ -32,32 +38,35 @@ def test_shaking_keeps_every_sample_and_never_needs_more_bins(case):
 @settings(max_examples=60, deadline=None)
 @given(instances(most=8))
 def test_the_emptiest_bin_cannot_hold_less_than_what_the_others_leave(case):
-    found = swap(case, pack_padded(case), fewest(case), tries=500)
-    assert emptiest(case, found) >= least_possible(case, len(found))
+    found = exchange_samples(case, pack_padded(case), fewest(case), max_exchanges=500)
+    assert least_load(case, found) >= least_possible_load(case, len(found))
 
 
 def test_an_exchange_saves_a_microbatch_that_best_fit_needs():
-    case = instance([6, 6, 5, 5, 4, 4], 15)
+    case = make_instance([6, 6, 5, 5, 4, 4], 15)
     greedy = pack_padded(case)
-    assert (len(greedy), len(swap(case, greedy, 2, tries=100))) == (3, 2)
+    assert (len(greedy), len(exchange_samples(case, greedy, 2, max_exchanges=100))) == (3, 2)
 
 
 def test_shaking_finds_what_exchanges_between_two_do_not():
-    case = instance([28, 25, 25, 24, 22, 18, 17, 16, 16, 15, 14, 14, 12, 12, 11, 8], 40)
-    stuck = swap(case, pack_padded(case), 7, tries=4000)
-    assert (len(stuck), len(shake(case, stuck, 7, kicks=400, tries=4000))) == (8, 7)
+    case = make_instance([28, 25, 25, 24, 22, 18, 17, 16, 16, 15, 14, 14, 12, 12, 11, 8], 40)
+    stuck = exchange_samples(case, pack_padded(case), 7, max_exchanges=4000)
+    assert (len(stuck), len(repack_randomly(case, stuck, 7, max_repackings=400, max_exchanges=4000))) == (
+        8,
+        7,
+    )
 
 
 def test_without_tries_nothing_changes():
-    case = instance([6, 6, 5, 5, 4, 4], 15)
-    assert swap(case, pack_padded(case), 2, tries=0) == pack_padded(case)
+    case = make_instance([6, 6, 5, 5, 4, 4], 15)
+    assert exchange_samples(case, pack_padded(case), 2, max_exchanges=0) == pack_padded(case)
 
 
 @settings(max_examples=200, deadline=None)
 @given(instances(most=8), st.integers(0, 60))
 def test_no_other_choice_of_samples_puts_more_tokens_into_the_room(case, room):
     pool = range(len(case.lengths))
-    chosen = fullest(case, pool, room)
+    chosen = best_fill(case, pool, room)
     subsets = [subset for size in range(len(pool) + 1) for subset in combinations(pool, size)]
     assert len(set(chosen)) == len(chosen)
     assert case.load(chosen) <= room
@@ -65,4 +74,4 @@ def test_no_other_choice_of_samples_puts_more_tokens_into_the_room(case, room):
 
 
 def test_of_equal_fillings_the_one_with_longer_samples_is_taken():
-    assert fullest(instance([2, 3, 5], 5), range(3), 5) == [2]
+    assert best_fill(make_instance([2, 3, 5], 5), range(3), 5) == [2]

@@ -46,7 +46,7 @@ def course(job, batches, step=0, evaluation=(), evaluate_at=(), save_at=(), begi
         for i, lengths in enumerate(batches)
     )
     return JobWindow(
-        job, step, made, placed(evaluation), frozenset(evaluate_at), frozenset(save_at), begins=begins
+        job, step, made, placed(evaluation), frozenset(evaluate_at), frozenset(save_at), is_start=begins
     )
 
 
@@ -66,7 +66,7 @@ def two_jobs():
 def test_a_planned_window_is_legal_and_mixes_jobs():
     program = two_jobs()
     check(program, {"a": 0, "b": 4})
-    assert program.shared() >= 2
+    assert program.shared_count() >= 2
     steps = [a for a in program.actions if isinstance(a, Step)]
     assert [a for a in steps if a.job == "a"] == [Step("a", 1), Step("a", 2)]
     assert [a for a in steps if a.job == "b"] == [Step("b", 5), Step("b", 6), Step("b", 7)]
@@ -125,7 +125,7 @@ def broken(program, how):
             return replace(program, capacity=max(one.rows for one in program.microbatches) - 1)
         case "padding one row over capacity":
             largest = max(program.microbatches, key=lambda one: one.tokens)
-            padded = replace(largest, rung=program.capacity + 1)
+            padded = replace(largest, padded_rows=program.capacity + 1)
             return with_microbatch(program, program.microbatches.index(largest), padded)
         case "a sample left out":
             number = actions[first].microbatch
@@ -500,7 +500,7 @@ def replaced(program, device, one, *others):
         ),
         (
             lambda p: replaced(p, 1, Reduce("job0", 1), Reduce("job0", 1, "gradient"), Reduce("job0", 1)),
-            r"Reduce\(.* what='gradient'\) has no replica to hand its gradient to",
+            r"Reduce\(.* payload='gradient'\) has no replica to hand its gradient to",
         ),
     ],
 )

@@ -10,17 +10,17 @@ FIVE = tuple(StageLayers(number, number + 1, number in (1, 2)) for number in ran
 
 def test_stages_go_round_the_workers_and_streamed_ones_take_turns_in_their_workers_slots():
     layout = Layout(FIVE, (2, 1))
-    assert layout.homes == (0, 1, 0, 1, 0)
+    assert layout.stage_workers == (0, 1, 0, 1, 0)
     first, second = layout.on(0), layout.on(1)
-    assert (first.own, first.streamed, first.waiting) == ((0, 2, 4), (0, 4), (0, 4))
-    assert (second.own, second.streamed, second.waiting) == ((1, 3), (3,), (3,))
-    assert [first.slot(stage) for stage in first.streamed] == [0, 1]
-    assert first.held(4) == LayerRange(4, 5, 5)
+    assert (first.own, first.streamed_stages, first.initial_stages) == ((0, 2, 4), (0, 4), (0, 4))
+    assert (second.own, second.streamed_stages, second.initial_stages) == ((1, 3), (3,), (3,))
+    assert [first.slot(stage) for stage in first.streamed_stages] == [0, 1]
+    assert first.layers_of(4) == LayerRange(4, 5, 5)
 
 
 def test_one_device_holds_all_as_one_stage_that_stays():
     layout = one_device(7)
-    assert (layout.workers, layout.layers, layout.on(0).streamed) == (1, 7, ())
+    assert (layout.workers, layout.layers, layout.on(0).streamed_stages) == (1, 7, ())
 
 
 def test_a_pipeline_keeps_its_forwards_and_stages_that_take_turns_do_not_even_if_all_stay():

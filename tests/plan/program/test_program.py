@@ -18,7 +18,7 @@ def test_only_a_program_of_one_device_has_a_single_order():
 
 def test_a_pass_is_counted_once_however_many_stages_it_crosses():
     program = one_forward_one_backward(work(jobs=2, steps=2, microbatches=3), 4)
-    assert [action for action, _ in program.compute()] == [Forward(number) for number in range(12)]
+    assert [action for action, _ in program.forward_passes()] == [Forward(number) for number in range(12)]
 
 
 def test_without_a_dead_job_a_pipeline_is_still_legal_and_keeps_its_loads():

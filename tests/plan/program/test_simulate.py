@@ -61,7 +61,7 @@ def test_two_senders_take_turns_at_one_receive_lane():
     timeline = simulate(made, Prices(((one,) * 3,) * 2), PricedCluster(3, Link(1.0)))
     for device in range(3):
         for lane in Lane:
-            events = sorted(timeline.of(device, lane), key=lambda event: (event.start, event.stop))
+            events = sorted(timeline.events_of(device, lane), key=lambda event: (event.start, event.stop))
             ends = [event.stop for event in events]
             assert all(end <= event.start for end, event in zip(ends, events[1:], strict=False))
 
@@ -78,7 +78,7 @@ def test_a_load_overlaps_the_compute_before_it_and_a_pass_waits_for_it():
     first, second, last, back, step = PASSES
     program = streamed(first, Load(1), second, last, Evict(1), back, step)
     prices = Prices(((PassPrice(1.0, 1.0), PassPrice(1.0, 1.0)),), weight_bytes=(5, 30))
-    timeline = simulate(program, prices, PricedCluster(1, host=Link(10.0, latency=0.5)))
+    timeline = simulate(program, prices, PricedCluster(1, host_link=Link(10.0, latency=0.5)))
     assert start_and_stop(timeline, Load(1)) == [(0.0, 3.5)]
     assert start_and_stop(timeline, second) == [(3.5, 4.5)]
     assert timeline.makespan == 6.5
@@ -90,7 +90,7 @@ def test_a_stage_given_up_and_brought_back_is_waited_for_only_the_second_time():
     first, second, last, back, step = PASSES
     program = streamed(first, Evict(0), Load(0), second, last, back, step)
     prices = Prices(((PassPrice(1.0, 1.0),) * 2,), weight_bytes=(40, 0))
-    timeline = simulate(program, prices, PricedCluster(1, host=Link(10.0)))
+    timeline = simulate(program, prices, PricedCluster(1, host_link=Link(10.0)))
     assert start_and_stop(timeline, first) == [(0.0, 1.0)]
     assert start_and_stop(timeline, Load(0)) == [(1.0, 5.0)]
     assert start_and_stop(timeline, back) == [(5.0, 6.0)]
@@ -104,10 +104,14 @@ def test_loads_under_one_root_complex_share_its_bandwidth_and_others_do_not():
 
     def ends(*roots, queued=False):
         cluster = PricedCluster(
-            len(roots), host=Link(10.0), homes=tuple(roots), roots=(10.0, 10.0), queued=queued
+            len(roots),
+            host_link=Link(10.0),
+            device_roots=tuple(roots),
+            root_bandwidths=(10.0, 10.0),
+            queues_loads=queued,
         )
         timeline = simulate(loaded, prices, cluster)
-        return [event.stop for at in (0, 1) for event in timeline.of(at, Lane.load)]
+        return [event.stop for at in (0, 1) for event in timeline.events_of(at, Lane.load)]
 
     assert ends(0, 1) == [1.0, 3.0]
     # Half the bandwidth each for two seconds; then the longer one has it all for its last twenty bytes.
@@ -148,8 +152,8 @@ def test_memory_holds_what_is_kept_what_has_arrived_and_what_is_to_be_sent():
 def test_the_steady_region_leaves_out_the_filling_and_the_draining():
     prices = even_prices(40, 4)
     timeline = simulate(multi_job(work(4, 10, 1), 4, prices), prices, PricedCluster(4))
-    assert timeline.steady().start == 3.0
-    assert timeline.bubbles(timeline.steady())[3] == 0.0
+    assert timeline.steady_span().start == 3.0
+    assert timeline.bubbles(timeline.steady_span())[3] == 0.0
     assert min(timeline.bubbles()) > 0.0
 
 
@@ -168,8 +172,8 @@ def test_a_step_waits_for_the_word_of_every_device_and_a_word_takes_the_links_la
     plan = work(jobs=1, steps=1, microbatches=1)
     cluster = PricedCluster(2, Link(latency=0.25))
     timeline = simulate(one_forward_one_backward(plan, 2), even_prices(1, 2), cluster)
-    at = {(one.device, type(one.action)): one.stop for one in timeline.of(0)}
-    at |= {(one.device, type(one.action)): one.stop for one in timeline.of(1)}
+    at = {(one.device, type(one.action)): one.stop for one in timeline.events_of(0)}
+    at |= {(one.device, type(one.action)): one.stop for one in timeline.events_of(1)}
     assert at[1, Reduce] == at[1, Backward] == 3.25
     assert at[0, Reduce] == at[0, Step] == at[0, Backward] == 4.5
     assert at[1, Step] == 4.75

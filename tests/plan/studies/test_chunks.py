@@ -15,13 +15,13 @@ from weftune.plan.program.program import Backward, IllegalProgram
 from weftune.plan.studies.chunks import (
     Chunk,
     ChunkPiece,
-    align,
     chunk_size,
     chunk_units,
     chunked_forecast,
     chunked_program,
+    cut_into_chunks,
 )
-from weftune.plan.studies.placement import lay_out
+from weftune.plan.studies.placement import cut_stages
 
 
 def padding(chunks, size):
@@ -34,7 +34,7 @@ def allows(chunks, order):
     index = {number: at for at, number in enumerate(order)}
     complete = sorted(order) == list(range(len(chunks)))
     return complete and all(
-        index[earlier] < index[chunk.number] for chunk in chunks for earlier in chunk.reads
+        index[earlier] < index[chunk.number] for chunk in chunks for earlier in chunk.read_chunks
     )
 
 
@@ -55,7 +55,7 @@ def test_nothing_larger_divides_all_lengths(lengths, power):
 
 
 def test_a_long_sample_goes_on_in_the_next_chunks_which_read_the_earlier_ones():
-    found = align([10, 3, 2], capacity=13, size=4)
+    found = cut_into_chunks([10, 3, 2], capacity=13, size=4)
     assert found == (
         Chunk(0, (ChunkPiece(0, 0, 4),), ()),
         Chunk(1, (ChunkPiece(0, 4, 8),), (0,)),
@@ -67,7 +67,7 @@ def test_a_long_sample_goes_on_in_the_next_chunks_which_read_the_earlier_ones():
 
 
 def test_chunks_of_one_sample_must_run_in_order_and_others_need_not():
-    found = align([8, 4, 4], capacity=8, size=4)
+    found = cut_into_chunks([8, 4, 4], capacity=8, size=4)
     assert allows(found, [0, 1, 2, 3])
     assert allows(found, [3, 0, 2, 1])
     assert not allows(found, [1, 0, 2, 3])
@@ -78,7 +78,7 @@ def test_chunks_of_one_sample_must_run_in_order_and_others_need_not():
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 300), max_size=30), st.sampled_from([4, 16, 64]), st.integers(300, 600))
 def test_every_token_is_in_one_chunk_and_only_the_end_of_a_pack_is_padded(lengths, size, capacity):
-    found = align(lengths, capacity, size)
+    found = cut_into_chunks(lengths, capacity, size)
     assert [chunk.number for chunk in found] == list(range(len(found)))
     held = {}
     for chunk in found:
@@ -91,25 +91,25 @@ def test_every_token_is_in_one_chunk_and_only_the_end_of_a_pack_is_padded(length
             assert start == reached
             reached = stop
             before = {other.number for begin, _, other in held[sample] if begin < start}
-            assert before <= set(chunk.reads)
+            assert before <= set(chunk.read_chunks)
         assert reached == length
-    assert all(earlier < chunk.number for chunk in found for earlier in chunk.reads)
+    assert all(earlier < chunk.number for chunk in found for earlier in chunk.read_chunks)
     assert allows(found, range(len(found)))
     assert padding(found, size) < size * max(1, len(pack(lengths, capacity)))
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20))
 def test_no_chunk_reads_one_that_holds_nothing_of_its_samples(lengths):
-    found = align(lengths, 300, 64)
+    found = cut_into_chunks(lengths, 300, 64)
     for chunk in found:
         first = chunk.pieces[0].sample
-        for earlier in chunk.reads:
+        for earlier in chunk.read_chunks:
             assert first in {piece.sample for piece in found[earlier].pieces}
 
 
 def test_a_sample_longer_than_the_capacity_is_a_bug_of_the_caller():
     with pytest.raises(AssertionError):
-        align([10], capacity=8, size=4)
+        cut_into_chunks([10], capacity=8, size=4)
 
 
 PIPE = ground("2xH100")
@@ -133,7 +133,7 @@ def test_every_token_is_trained_once_in_a_legal_program(jobs, size, together):
     names = tuple(job.name for job in made)
     groups = (names,) if together else tuple((name,) for name in names)
     units = chunk_units(made, groups, size, 512)
-    program = chunked_program(units, size, lay_out(PIPE, made, 512))
+    program = chunked_program(units, size, cut_stages(PIPE, made, 512))
     check(program)
     assert program.chunk == size
     assert sum(one.tokens for one in program.microbatches) == sum(
@@ -148,7 +148,7 @@ def test_every_token_is_trained_once_in_a_legal_program(jobs, size, together):
 def test_chunks_that_run_back_in_the_wrong_order_are_illegal():
     job = replace(outline("a", 10), batches=((256,),))
     units = chunk_units([job], (("a",),), 64, 512)
-    program = chunked_program(units, 64, lay_out(PIPE, [job], 512))
+    program = chunked_program(units, 64, cut_stages(PIPE, [job], 512))
     first = program.devices[-1]
     swapped = [one for one in first if isinstance(one, Backward)]
     turned = iter(reversed(swapped))
@@ -160,9 +160,9 @@ def test_chunks_that_run_back_in_the_wrong_order_are_illegal():
 def test_one_chunk_to_a_microbatch_costs_what_whole_samples_cost():
     """Samples of one chunk each: nothing is cut, so squares and tokens are those of whole samples."""
     job = replace(outline("a", 10), batches=((512,) * 8,))
-    layout = lay_out(PIPE, [job], 512)
+    layout = cut_stages(PIPE, [job], 512)
     found = chunked_forecast([job], (("a",),), 512, layout)
     assert found.microbatches == 8
     halves = chunked_forecast([job], (("a",),), 256, layout)
     assert halves.microbatches == 16
-    assert halves.busy > found.busy, "a pass more costs its launches"
+    assert halves.busy_seconds > found.busy_seconds, "a pass more costs its launches"

@@ -18,14 +18,14 @@ from weftune.plan.studies.fusion import (
     GroupLoad,
     PipelineCost,
     StagePass,
-    arrange,
-    bucket,
+    arrange_buckets,
     end_to_end,
     fuse,
     make_bucket,
+    make_buckets,
+    misfit_reason,
     one_adapter,
-    price,
-    why_not,
+    predict_seconds,
 )
 
 
@@ -74,7 +74,7 @@ def test_communication_counts_only_where_nothing_hides_it():
     one = stage(forward=StagePass(Line(1.0, 0.0), communication=Line(0.5, 0.01)))
     ((forward, _),) = PipelineCost((one,), 1).times(load("a", 100, stages=1))
     assert forward.compute == 1.0
-    assert forward.alone == pytest.approx(2.5)
+    assert forward.unoverlapped_seconds == pytest.approx(2.5)
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,7 +106,7 @@ def stage_seconds(jobs, pipe):
             fitted = getattr(one, way)
             base = fitted.line.fixed + fitted.line.per_token * tokens + fitted.per_square * squares
             adapters = [getattr(job.adapters[number], way) for job in jobs]
-            fused = max(sum(a.shared for a in adapters), max(a.longest for a in adapters))
+            fused = max(sum(a.busy_seconds for a in adapters), max(a.longest_seconds for a in adapters))
             total += base / one.shards + fused
         each.append(total)
     return each
@@ -159,10 +159,12 @@ def test_fusion_equals_brute_force_over_contiguous_groupings_of_up_to_nine_jobs(
     assert by_count == pytest.approx(expected, rel=1e-9)
     for count, grouping in found.by_count.items():
         assert len(grouping.groups) == count
-        assert price(grouping.groups, pipe) == pytest.approx(grouping.seconds, rel=1e-9)
+        assert predict_seconds(grouping.groups, pipe) == pytest.approx(grouping.seconds, rel=1e-9)
     assert found.seconds == pytest.approx(min(expected.values()), rel=1e-9)
     assert sum(group.seconds for group in found.groups) == pytest.approx(found.seconds, rel=1e-9)
-    assert price([group.load for group in found.groups], pipe) == pytest.approx(found.seconds, rel=1e-9)
+    assert predict_seconds([group.load for group in found.groups], pipe) == pytest.approx(
+        found.seconds, rel=1e-9
+    )
     assert sorted(name for group in found.groups for name in group.jobs) == sorted(
         name for job in jobs for name in job.jobs
     )
@@ -221,8 +223,8 @@ def test_jobs_that_do_not_fit_even_alone_are_named_with_their_number():
         "wide: alone, with 110000000 tokens per microbatch, it needs 4.13 GiB on stage 0, "
         "but 4.00 GiB are available"
     )
-    assert why_not(wide, pipe) is not None
-    assert why_not(load("fine", 10, 1), pipe) is None
+    assert misfit_reason(wide, pipe) is not None
+    assert misfit_reason(load("fine", 10, 1), pipe) is None
 
 
 def test_no_jobs_make_no_groups():
@@ -236,7 +238,7 @@ def test_128_jobs_on_eight_stages_are_fused_in_under_two_seconds():
     began = time.process_time()
     fusion = fuse(jobs, pipe)
     assert time.process_time() - began < 2.0
-    assert fusion.seconds <= price([reduce(add, jobs)], pipe)
+    assert fusion.seconds <= predict_seconds([reduce(add, jobs)], pipe)
 
 
 def talkative(stages: int, communication: float, microbatches: int = 8) -> PipelineCost:
@@ -248,20 +250,20 @@ def talkative(stages: int, communication: float, microbatches: int = 8) -> Pipel
 def test_one_bucket_of_one_group_takes_what_the_stage_model_says():
     pipe = PipelineCost((stage(), stage(backward=StagePass(Line(5.0, 0.0)))), 6)
     group = load("a", 30, seconds=0.3)
-    found = bucket([group], pipe)
+    found = make_buckets([group], pipe)
     assert found.seconds == pytest.approx(pipe.first_seconds(group))
     assert [*found.trials] == [1]
 
 
 def test_without_communication_every_group_is_a_bucket_of_its_own():
     groups = [load(f"job{number}", 100, stages=4) for number in range(4)]
-    found = bucket(groups, PipelineCost((stage(),) * 4, 4))
+    found = make_buckets(groups, PipelineCost((stage(),) * 4, 4))
     assert [len(one.groups) for one in found.buckets] == [1, 1, 1, 1]
 
 
 def test_groups_share_a_bucket_where_that_hides_their_communication():
     groups = [load(f"job{number}", 100) for number in range(4)]
-    found = bucket(groups, talkative(stages=2, communication=0.8))
+    found = make_buckets(groups, talkative(stages=2, communication=0.8))
     assert [len(one.groups) for one in found.buckets] == [2, 2]
     seconds = found.trials
     # Two buckets: 8 · 2 · 2 · (1 + 1) at the slowest stage, and (2 + 2) to fill and drain.
@@ -290,7 +292,7 @@ def test_buckets_that_do_not_fit_together_are_not_chosen():
     pipe = talkative(stages=2, communication=0.8)
     tight = replace(pipe, stages=tuple(replace(one, budget=150 * 21) for one in pipe.stages))
     groups = [load(f"job{number}", 100) for number in range(3)]
-    found = bucket(groups, tight)
+    found = make_buckets(groups, tight)
     assert [len(one.groups) for one in found.buckets] == [1, 1, 1]
     assert [seconds is None for seconds in found.trials.values()] == [True, True, False]
 
@@ -300,7 +302,7 @@ def test_buckets_that_do_not_fit_together_are_not_chosen():
 def test_the_chosen_number_is_the_best_that_was_tried_and_the_longest_bucket_goes_first(data):
     pipe = data.draw(pipelines(tight=False))
     groups = data.draw(loads(len(pipe.stages), 7))
-    found = bucket(groups, pipe)
+    found = make_buckets(groups, pipe)
     assert len(found.trials) == len(groups)
     assert found.seconds == min(found.trials.values())
     assert found.seconds == end_to_end(found.buckets, pipe.microbatches)
@@ -314,7 +316,7 @@ def test_the_chosen_number_is_the_best_that_was_tried_and_the_longest_bucket_goe
 def test_where_nothing_communicates_the_groups_stay_as_fused():
     pipe = PipelineCost((stage(),) * 2, 4)
     fusion = fuse([load("a", 10), load("b", 10)], pipe)
-    found = arrange(fusion, pipe)
+    found = arrange_buckets(fusion, pipe)
     assert found.buckets[0].groups == tuple(group.load for group in fusion.groups)
     assert found.reason == "as many groups as fused, 1: there is no communication to hide"
 
@@ -324,7 +326,7 @@ def test_groups_stay_apart_where_fused_they_would_have_nothing_to_hide_their_com
     pipe = PipelineCost((stage(heavy, heavy),), 4)
     fusion = fuse([load("a", 100, 1), load("b", 100, 1)], pipe)
     assert len(fusion.groups) == 1
-    found = arrange(fusion, pipe)
+    found = arrange_buckets(fusion, pipe)
     (together,) = found.buckets
     assert [group.jobs for group in together.groups] == [("a",), ("b",)]
     # Fused: 4 · 2 · (0.1 + 2 + 2). Apart in one bucket: 4 · 2 · (0.2 + 2).
@@ -342,12 +344,12 @@ def test_an_arrangement_is_never_slower_than_the_fused_groups_in_their_best_buck
     )
     pipe = replace(pipe, stages=stages)
     fusion = fuse(data.draw(loads(len(stages), 6)), pipe)
-    fused = bucket([group.load for group in fusion.groups], pipe)
-    assert arrange(fusion, pipe).seconds <= fused.seconds
+    fused = make_buckets([group.load for group in fusion.groups], pipe)
+    assert arrange_buckets(fusion, pipe).seconds <= fused.seconds
 
 
 def test_of_many_groups_few_numbers_of_buckets_are_tried_and_the_largest_is_one():
-    found = bucket(
+    found = make_buckets(
         [load(f"job{number}", 10 + number, 1) for number in range(40)], PipelineCost((stage(),), 2)
     )
     assert [*found.trials] == [*range(1, 17), 32, 40]

@@ -10,18 +10,18 @@ from benchmarks.rivals import at_its_best, greedily_packed, one_piped_after_anot
 from tests.plan.outlooks import PARAMETERS, SHAPE, ground, outline, outlines
 from weftune.errors import PlanError
 from weftune.plan.cost.cluster import parse_cluster
-from weftune.plan.cost.estimate import sheet_speed
+from weftune.plan.cost.estimate import data_sheet_speed
 from weftune.plan.program.check import check
 from weftune.plan.program.program import NOTHING
 from weftune.plan.studies.ablate import ablate
 from weftune.plan.studies.placement import (
-    ALIKE,
+    SAME_TIME_SHARE,
     cluster_case,
+    cut_stages,
     full_rows,
-    lay_out,
+    misfit_reason,
     placements,
-    recomputing,
-    why_not,
+    recompute_cases,
 )
 from weftune.plan.studies.scheme import SchemeOrder, run_scheme
 from weftune.plan.studies.search import PIPELINE_ORDERS, candidates, outlook
@@ -80,12 +80,12 @@ def test_a_pipeline_beats_every_alternative_and_each_device_has_room(four):
     scheme = replace(four.scheme, order=SchemeOrder.alternating)
     alternating = run_scheme(scheme, four.jobs, four.placement).forecast
     needs = zip(alternating.peaks, four.placement.need_bytes, strict=True)
-    assert all(peak + four.placement.beside_bytes <= need * 1.01 for peak, need in needs)
+    assert all(peak + four.placement.other_bytes <= need * 1.01 for peak, need in needs)
 
 
 def test_the_head_is_counted_when_the_base_is_cut(four):
     counted = four.placement.stages
-    blind = lay_out(four.placement.case, four.jobs, four.placement.capacity, ends=False).stages
+    blind = cut_stages(four.placement.case, four.jobs, four.placement.capacity, count_ends=False).stages
     assert counted[-1].stop - counted[-1].start < blind[-1].stop - blind[-1].start
     assert max(stage.seconds for stage in counted) < max(stage.seconds for stage in blind)
 
@@ -94,16 +94,16 @@ def test_an_ablation_has_a_row_for_each_mechanism_and_none_of_them_gains(four):
     rows = ablate(four)
     names = [row.mechanism for row in rows]
     assert list(dict.fromkeys(names))[:5] == ["packing", "merging", "sharing", "order", "partition"]
-    assert {row.instead for row in rows if row.mechanism == "order"} | {four.scheme.order} == {
+    assert {row.alternative for row in rows if row.mechanism == "order"} | {four.scheme.order} == {
         *PIPELINE_ORDERS,
         SchemeOrder.gpipe,
     }
-    assert len([row for row in rows if row.instead.startswith("groups by")]) == 4
-    costs = {row.instead: row.cost for row in rows if not row.added}
-    added = [row for row in rows if row.added]
-    assert [row.instead for row in added[:2]] == ["groups by fusion", "groups by buckets"]
+    assert len([row for row in rows if row.alternative.startswith("groups by")]) == 4
+    costs = {row.alternative: row.relative_cost for row in rows if not row.is_added}
+    added = [row for row in rows if row.is_added]
+    assert [row.alternative for row in added[:2]] == ["groups by fusion", "groups by buckets"]
     assert [row.mechanism for row in added[2:]] == ["chunks", "tensor parallelism", "subgraph order"]
-    assert min(costs.values()) >= -ALIKE
+    assert min(costs.values()) >= -SAME_TIME_SHARE
     assert costs["embedding and head not counted"] > 0.01
     assert costs["GPipe"] > 0.01
 
@@ -119,18 +119,18 @@ def test_what_is_made_again_is_what_memory_asks_for():
 
 
 def test_layers_made_again_hold_less_and_take_a_forward_more():
-    keeping, _, making = recomputing(ground("A100-80G"))
+    keeping, _, making = recompute_cases(ground("A100-80G"))
     jobs = outlines(2)
     rows = full_rows(jobs, 2048)
     kept, made = keeping.costs(jobs, rows)[1], making.costs(jobs, rows)[1]
     assert made.backward == pytest.approx(kept.backward + kept.forward)
     assert made.kept_bytes == 2048 * SHAPE.hidden * 2 < kept.kept_bytes / 5
-    assert lay_out(making, jobs, 2048).need_bytes < lay_out(keeping, jobs, 2048).need_bytes
+    assert cut_stages(making, jobs, 2048).need_bytes < cut_stages(keeping, jobs, 2048).need_bytes
 
 
 def test_measured_speeds_take_the_place_of_the_data_sheet():
     cluster = parse_cluster("A100-80G")
-    sheet = sheet_speed(cluster.devices[0])
+    sheet = data_sheet_speed(cluster.devices[0])
     slow = replace(sheet, flops=sheet.flops / 2, adapter_flops=sheet.adapter_flops / 2, source="measured")
     jobs = outlines(2)
     fast_run = outlook(cluster_case(SHAPE, cluster), jobs)
@@ -165,8 +165,8 @@ def test_a_device_without_room_for_anything_is_named():
 def test_too_many_jobs_are_refused_as_a_whole():
     place = ground("RTX4090")
     many = [outline(f"job{number}", 100, rank=16) for number in range(8)]
-    assert why_not(place, many[:1]) is None
-    assert "with 7 other jobs running" in (why_not(place, many) or "")
+    assert misfit_reason(place, many[:1]) is None
+    assert "with 7 other jobs running" in (misfit_reason(place, many) or "")
     with pytest.raises(PlanError, match="do not fit together"):
         outlook(place, many)
 
@@ -177,7 +177,7 @@ def test_of_many_ways_few_are_simulated():
     found = outlook(ground("8xA100-80G:pcie"), jobs)
     proposals = set(candidates(jobs, found.placement).items())
     assert len(proposals) * len(PIPELINE_ORDERS) >= 6
-    assert 1 <= len(found.tried) <= 4
+    assert 1 <= len(found.simulated_schemes) <= 4
 
 
 def test_each_rival_has_the_capacity_that_suits_it_best(four):

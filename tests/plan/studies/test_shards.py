@@ -114,7 +114,7 @@ def test_algorithm_1_takes_the_shallowest_first_and_of_those_the_longest():
 @given(graphs())
 def test_every_operator_runs_once_after_what_it_needs_and_lanes_do_one_thing_at_a_time(drawn):
     found = overlap(drawn)
-    for launch in (found.one_by_one, found.by_depth, found.by_start):
+    for launch in (found.sequential, found.by_depth, found.by_start):
         spans = {(span.graph, span.operator): span for span in (*launch.compute, *launch.communication)}
         assert len(spans) == len(launch.compute) + len(launch.communication) == sum(map(len, drawn))
         for number, graph in enumerate(drawn):
@@ -131,13 +131,13 @@ def test_every_operator_runs_once_after_what_it_needs_and_lanes_do_one_thing_at_
 @given(graphs())
 def test_the_best_order_is_never_slower_than_one_graph_after_another(drawn):
     found = overlap(drawn)
-    assert found.best.seconds <= min(found.one_by_one.seconds, found.by_depth.seconds)
+    assert found.best.seconds <= min(found.sequential.seconds, found.by_depth.seconds)
 
 
 def test_in_step_two_groups_hide_one_of_two_communications_and_apart_they_hide_both():
     found = overlap([layers(16), layers(16)])
     # A block takes 1.2 of compute and 1.0 of communication; the two ends of the timeline hide nothing.
-    assert found.one_by_one.seconds == pytest.approx(16 * 2 * 2.2 - 1.0, rel=0.01)
+    assert found.sequential.seconds == pytest.approx(16 * 2 * 2.2 - 1.0, rel=0.01)
     assert found.by_depth.seconds == pytest.approx(16 * (2.4 + 1.0), rel=0.02)
     assert found.by_start.seconds == pytest.approx(16 * 2.4 + 1.0, rel=0.01)
 
@@ -152,7 +152,7 @@ def test_the_best_order_comes_near_the_busier_lane(groups, reduce):
 
 def test_a_single_group_has_nothing_to_hide_behind():
     found = overlap([layers(3)])
-    assert found.best.seconds == found.one_by_one.seconds == pytest.approx(3 * 2.2)
+    assert found.best.seconds == found.sequential.seconds == pytest.approx(3 * 2.2)
 
 
 def test_eight_groups_of_32_layers_are_ordered_in_under_two_seconds():
@@ -183,7 +183,7 @@ def test_two_devices_as_one_have_both_s_memory_and_speed():
     shards = sharded_placement(pipe(1e12), JOBS, 4096)
     assert len(shards.stages) == 2
     one, two = pipe(1e12).cluster.devices[0], shards.case.cluster.devices[0]
-    assert (two.memory_bytes, two.peak) == (2 * one.memory_bytes, 2 * one.peak)
+    assert (two.memory_bytes, two.peak_flops) == (2 * one.memory_bytes, 2 * one.peak_flops)
     assert shards.case.speeds[0].flops == 2 * pipe(1e12).speeds[0].flops
 
 
@@ -202,6 +202,6 @@ def test_another_group_s_compute_hides_collectives_that_are_shorter_than_it():
 
 def test_all_devices_of_a_stage_count():
     shards = sharded_placement(pipe(1e12), JOBS, 4096)
-    found = sharded_forecast(shards, 2, SCHEME, JOBS, hidden=False)
+    found = sharded_forecast(shards, 2, SCHEME, JOBS, interleave=False)
     assert found.devices == 4
     assert 0 <= found.bubbles < 1

@@ -10,21 +10,21 @@ from tests.plan.program.test_check import course
 from tests.plan.window.test_pipeline import rules
 from weftune.plan.program.check import check
 from weftune.plan.program.layout import one_device
-from weftune.plan.program.program import IllegalProgram, MicrobatchPlan, in_groups, kept_together
+from weftune.plan.program.program import IllegalProgram, MicrobatchPlan, group_samples, sample_groups
 from weftune.plan.window.pipeline import plan_pipeline
 from weftune.plan.window.window import plan_window
 
 
 def grouped(made, size):
     """The course with every so many neighbours in a group."""
-    batches = tuple(replace(batch, samples=in_groups(batch.samples, size)) for batch in made.batches)
-    return replace(made, batches=batches, evaluation=in_groups(made.evaluation, size))
+    batches = tuple(replace(batch, samples=group_samples(batch.samples, size)) for batch in made.batches)
+    return replace(made, batches=batches, evaluation=group_samples(made.evaluation, size))
 
 
 def parted(program):
     """Groups whose samples are in two microbatches or more."""
     where = {}
-    for action, microbatch in program.compute():
+    for action, microbatch in program.forward_passes():
         for segment in microbatch.segments:
             for placed in segment.samples:
                 key = placed.group, type(action), segment.job, segment.step
@@ -64,17 +64,17 @@ def test_a_program_that_parts_a_pair_is_refused():
 
 def test_a_batch_is_a_whole_number_of_groups():
     samples = course("a", [[3, 4, 5]]).batches[0].samples
-    assert in_groups(samples, 1) == samples
-    assert [one.group for one in in_groups(samples, 3)] == [0, 0, 0]
+    assert group_samples(samples, 1) == samples
+    assert [one.group for one in group_samples(samples, 3)] == [0, 0, 0]
     with pytest.raises(AssertionError, match="no number of groups of 2"):
-        in_groups(samples, 2)
+        group_samples(samples, 2)
 
 
 def test_samples_without_a_group_are_each_by_themselves():
     samples = course("a", [[3, 4, 5, 6]]).batches[0].samples
-    assert kept_together(samples) == [(one,) for one in samples]
+    assert sample_groups(samples) == [(one,) for one in samples]
     b, c, d = (replace(one, group=7) for one in samples[1:])
-    assert kept_together([samples[0], b, c, replace(d, group=8)]) == [
+    assert sample_groups([samples[0], b, c, replace(d, group=8)]) == [
         (samples[0],),
         (b, c),
         (replace(d, group=8),),

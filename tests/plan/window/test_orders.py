@@ -28,7 +28,7 @@ from weftune.plan.window.orders import (
     one_forward_one_backward,
     queue_prices,
     rounds,
-    template,
+    template_order,
 )
 
 STEPS = 10
@@ -143,9 +143,11 @@ def test_every_order_is_legal_and_the_simulator_runs_it_to_its_end(plan, stages,
         check(program)
         timeline = simulate(program, prices, PricedCluster(stages))
         assert len(timeline.events) == sum(len(actions) for actions in program.devices)
-        busy = [sum(sum(rows[number][stage]) for number in plan.filled) for stage in range(stages)]
+        busy = [
+            sum(sum(rows[number][stage]) for number in plan.filled_microbatches) for stage in range(stages)
+        ]
         assert timeline.busy() == pytest.approx([seconds / timeline.makespan for seconds in busy])
-        assert max(timeline.peaks) <= len(plan.filled)
+        assert max(timeline.peaks) <= len(plan.filled_microbatches)
 
 
 def bucket_work(counts):
@@ -165,7 +167,7 @@ def even_queues(numbers, seconds, stages):
 
 def idle_within(timeline, device):
     """Seconds that a device does not compute between its first pass and its last."""
-    passes = [one for one in timeline.of(device) if isinstance(one.action, Forward | Backward)]
+    passes = [one for one in timeline.events_of(device) if isinstance(one.action, Forward | Backward)]
     span = Span(passes[0].start, passes[-1].stop)
     return span.seconds * (1.0 - timeline.busy_share(device, span))
 
@@ -188,14 +190,14 @@ buckets = st.lists(
 def test_the_last_stage_is_busy_from_its_first_forward_to_its_last_backward(buckets, stages):
     plan, numbers = bucket_work([count for count, _ in buckets])
     queues = even_queues(numbers, [seconds for _, seconds in buckets], stages)
-    made = template(plan, queues)
-    assert made.broken == ()
+    made = template_order(plan, queues)
+    assert made.violations == ()
     assert last_stage_idle(made, plan, queues) <= 1e-9 * sum(count * seconds for count, seconds in buckets)
 
 
 def test_the_slowest_bucket_runs_first_and_a_bucket_stays_together():
     plan, numbers = bucket_work([2, 3, 2])
-    made = template(plan, even_queues(numbers, [1.0, 3.0, 2.0], 2))
+    made = template_order(plan, even_queues(numbers, [1.0, 3.0, 2.0], 2))
     assert made.order == (1, 2, 0)
     for actions in made.program.devices:
         assert [a.microbatch for a in actions if isinstance(a, Forward)] == [2, 3, 4, 5, 6, 0, 1]
@@ -204,12 +206,12 @@ def test_the_slowest_bucket_runs_first_and_a_bucket_stays_together():
 def test_launches_keep_to_the_memory_and_the_template_says_what_that_costs():
     plan, numbers = bucket_work([8])
     queues = even_queues(numbers, [1.0], 4)
-    tight = template(plan, queues, room=(2, 2, 2, 2))
+    tight = template_order(plan, queues, max_bytes=(2, 2, 2, 2))
     timeline = simulate(tight.program, queue_prices(plan, queues), PricedCluster(4))
     assert timeline.peaks == (2, 2, 2, 1)
     assert idle_within(timeline, 3) > 0
-    assert tight.broken == ("stage 0 has no memory for an earlier launch",)
-    assert template(plan, queues, room=(8, 8, 8, 8)).broken == ()
+    assert tight.violations == ("stage 0 has no memory for an earlier launch",)
+    assert template_order(plan, queues, max_bytes=(8, 8, 8, 8)).violations == ()
 
 
 @pytest.mark.parametrize(
@@ -222,14 +224,14 @@ def test_launches_keep_to_the_memory_and_the_template_says_what_that_costs():
 def test_the_template_says_which_premise_fails_where_the_last_stage_waits(passes, sentence):
     plan, numbers = bucket_work([6])
     queues = [Queue(numbers[0], tuple(PassPrice(float(f), float(b)) for f, b in passes))]
-    made = template(plan, queues)
+    made = template_order(plan, queues)
     assert last_stage_idle(made, plan, queues) > 0
-    assert any(sentence in one for one in made.broken)
+    assert any(sentence in one for one in made.violations)
 
 
 def test_the_template_says_that_a_second_batch_waits_for_its_step():
     plan = work(jobs=1, steps=2, microbatches=2)
     queues = [Queue((0, 1, 2, 3), (PassPrice(1.0, 1.0),) * 3)]
-    made = template(plan, queues)
+    made = template_order(plan, queues)
     assert last_stage_idle(made, plan, queues) > 0
-    assert made.broken == ("job0 has several global batches, and each waits for the Step before it",)
+    assert made.violations == ("job0 has several global batches, and each waits for the Step before it",)

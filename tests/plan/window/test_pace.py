@@ -20,11 +20,11 @@ from weftune.plan.window.pace import (
     WINDOW_SECONDS,
     StagePace,
     WindowPace,
+    cut_to_window_seconds,
     first_pace,
     pace_prices,
-    shortened,
-    timeline_foreseen,
-    timelines_varied,
+    predict_timeline,
+    vary_timelines,
 )
 from weftune.plan.window.rounds import JobWindow
 
@@ -40,14 +40,16 @@ def course(job, *lengths, evaluated=0):
 
 
 def rounds(courses, **pace):
-    return [len(one.batches) for one in shortened(courses, WindowPace(**pace))]
+    return [len(one.batches) for one in cut_to_window_seconds(courses, WindowPace(**pace))]
 
 
 def test_a_window_has_all_its_rounds_where_nothing_is_known_or_they_are_quick():
     courses = [course("a", 10, 10, 10, 10), course("b", 5, 5)]
     assert rounds(courses) == [4, 2]
     assert rounds(courses, row_seconds=WINDOW_SECONDS / 50) == [4, 2]
-    assert shortened(courses, WindowPace()) == courses, "where the bound does not bite nothing changes"
+    assert cut_to_window_seconds(courses, WindowPace()) == courses, (
+        "where the bound does not bite nothing changes"
+    )
 
 
 def test_a_window_ends_before_it_is_predicted_to_take_longer_but_has_one_round():
@@ -120,14 +122,14 @@ def paces(*spreads):
 def test_where_no_pass_varied_every_draw_is_the_even_timeline(stages, jobs, microbatches, spread):
     program = one_forward_one_backward(work(jobs, microbatches, 2), stages)
     known = paces(*[spread] * stages)
-    even = timeline_foreseen(program, known)
-    assert all(one.events == even.events for one in timelines_varied(program, known))
+    even = predict_timeline(program, known)
+    assert all(one.events == even.events for one in vary_timelines(program, known))
 
 
 def test_the_same_window_is_foreseen_alike_every_time():
     program = one_forward_one_backward(work(2, 4, 2), 2)
     known = paces((0.5, 1.5, 1.0), (0.8, 1.2))
-    first, again = (timelines_varied(program, known) for _ in range(2))
+    first, again = (vary_timelines(program, known) for _ in range(2))
     assert [one.events for one in first] == [one.events for one in again]
     assert len({one.makespan for one in first}) > 1
 
@@ -135,8 +137,10 @@ def test_the_same_window_is_foreseen_alike_every_time():
 def test_a_stages_passes_take_its_own_multiples_in_their_order():
     program = one_forward_one_backward(work(1, 6, 1), 1)
     spread = (0.5, 1.0, 1.25, 1.5, 0.75)
-    (timeline,) = timelines_varied(program, paces(spread), draws=1)
-    passes = [one for one in timeline.of(0, Lane.compute) if isinstance(one.action, Forward | Backward)]
+    (timeline,) = vary_timelines(program, paces(spread), draws=1)
+    passes = [
+        one for one in timeline.events_of(0, Lane.compute) if isinstance(one.action, Forward | Backward)
+    ]
     factors = [(one.stop - one.start) / (1.0 if isinstance(one.action, Forward) else 2.0) for one in passes]
     begin = spread.index(factors[0])
     assert factors == pytest.approx([spread[(begin + place) % 5] for place in range(12)])
@@ -151,9 +155,9 @@ def test_passes_that_vary_leave_bubbles_where_even_ones_leave_none_and_more_in_f
 
     def bubbles(spare):
         program = multi_job(plan, stages, pace_prices(plan.microbatches, known), spare)
-        even = timeline_foreseen(program, known)
-        varied = [mean(one.bubbles(one.steady())) for one in timelines_varied(program, known)]
-        return mean(even.bubbles(even.steady())), mean(varied)
+        even = predict_timeline(program, known)
+        varied = [mean(one.bubbles(one.steady_span())) for one in vary_timelines(program, known)]
+        return mean(even.bubbles(even.steady_span())), mean(varied)
 
     (even, few), (_, many) = bubbles(1), bubbles(6)
     assert few > even + 0.02

@@ -49,11 +49,13 @@ def test_every_window_is_legal_and_trains_whole_rounds_up_to_the_first_evaluatio
     rounds = 2 if any(len(c.batches) >= 2 for c in courses) else 1
     planned = {(b.job, b.step) for c in courses for b in c.batches[:rounds]}
     assert {(b.job, b.step) for b in program.batches} == planned
-    looked = {(s.job, s.step) for a, m in program.compute() if isinstance(a, Evaluate) for s in m.segments}
+    looked = {
+        (s.job, s.step) for a, m in program.forward_passes() if isinstance(a, Evaluate) for s in m.segments
+    }
     assert looked == {(c.job, c.step + 2) for c in courses if len(c.batches) >= 2}
     for device in range(stages):
         saves = {(a.job, a.step) for a in of(program, device, Save)}
-        begun = {(c.job, 0) for c in courses if c.begins}
+        begun = {(c.job, 0) for c in courses if c.is_start}
         assert saves == begun | {(c.job, c.step + 1) for c in courses if c.batches}
 
 
@@ -74,7 +76,7 @@ def test_who_waits_for_another_to_look_saves_where_it_begins_once_in_the_window_
     looking = course("looking", [[5, 5]], 0, [6, 7], {0}, {0}, begins=True)
     waiting = course("waiting", [[5, 5]], 0, save_at={0}, begins=True)
     first = plan_pipeline([looking, waiting], rules())
-    then = plan_pipeline([replace(looking, begins=False), waiting], rules())
+    then = plan_pipeline([replace(looking, is_start=False), waiting], rules())
     for device in range(3):
         assert of(first, device, Save) == [Save("looking", 0)]
         assert Save("waiting", 0) in of(then, device, Save)
@@ -101,7 +103,7 @@ def test_with_as_many_equal_jobs_as_stages_hardly_anybody_waits_in_the_middle():
     program = plan_pipeline(courses, rules(stages=4, capacity=20))
     prices = [[(20.0, 40.0)] * 4 for _ in program.microbatches]
     timeline = simulate(program, stage_prices(prices), PricedCluster(4))
-    assert max(timeline.bubbles(timeline.steady())) < 0.03
+    assert max(timeline.bubbles(timeline.steady_span())) < 0.03
 
 
 @pytest.mark.parametrize("order", PipelineOrder)

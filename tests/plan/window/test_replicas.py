@@ -14,15 +14,15 @@ from weftune.plan.program.check import check
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import Backward, Evaluate, Forward, IllegalProgram, Reduce, Save, Send, Step
 from weftune.plan.program.simulate import simulate
-from weftune.plan.window.pace import StagePace, timeline_foreseen
+from weftune.plan.window.pace import StagePace, predict_timeline
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
-from weftune.plan.window.replicas import deal
+from weftune.plan.window.replicas import deal_samples
 
 PACE = StagePace(Line(0.0, 1.0), Line(0.0, 2.0))
 
 
 def rules(stages=2, replicas=2, capacity=40, spare=1, pace=PACE):
-    return PipelineRules(capacity, (pace,) * stages, spare=spare, replicas=replicas)
+    return PipelineRules(capacity, (pace,) * stages, spare_microbatches=spare, replicas=replicas)
 
 
 def of(program, device, kind):
@@ -59,7 +59,7 @@ def test_every_window_of_replicas_is_legal_and_trains_the_same_batches_as_one_pi
     looked, wanted = (
         Counter(
             (s.job, s.step, placed)
-            for action, plan in one.compute()
+            for action, plan in one.forward_passes()
             if isinstance(action, Evaluate)
             for s in plan.segments
             for placed in s.samples
@@ -73,7 +73,7 @@ def test_every_window_of_replicas_is_legal_and_trains_the_same_batches_as_one_pi
         assert bool(of(program, device, Save)) == (device < stages and bool(of(alone, 0, Save)))
     for stage in range(stages):
         orders = {
-            tuple(one for one in of(program, device, Reduce) if one.what == "norm")
+            tuple(one for one in of(program, device, Reduce) if one.payload == "norm")
             for device in program.group(stage)
         }
         assert len(orders) == 1, "the ranks of a group add gradients up in one order"
@@ -87,13 +87,13 @@ def test_samples_are_dealt_evenly_and_each_once(rounds, replicas):
         [BatchSample("a", turn, place, length) for place, length in enumerate(one)]
         for turn, one in enumerate(rounds)
     ]
-    dealt = deal(samples, replicas)
+    dealt = deal_samples(samples, replicas)
     assert Counter(one for own in dealt for part in own for one in part) == Counter(
         one for part in samples for one in part
     )
     tokens = [sum(one.length for part in own for one in part) for own in dealt]
     assert max(tokens) - min(tokens) <= max(one for part in rounds for one in part)
-    assert dealt == deal(samples, replicas)
+    assert dealt == deal_samples(samples, replicas)
 
 
 def even_window(replicas, stages=2, jobs=2):
@@ -104,7 +104,7 @@ def even_window(replicas, stages=2, jobs=2):
 @pytest.mark.parametrize("stages", [1, 2])
 def test_two_replicas_take_about_half_the_time(stages):
     seconds = [
-        timeline_foreseen(even_window(replicas, stages, jobs=4), (PACE,) * stages).makespan
+        predict_timeline(even_window(replicas, stages, jobs=4), (PACE,) * stages).makespan
         for replicas in (1, 2)
     ]
     assert seconds[1] < 0.55 * seconds[0]
@@ -123,9 +123,9 @@ def test_a_reduction_stands_where_the_others_have_come_to_their_end():
     """The replica with less to do goes on to another job's pass instead of waiting at the Reduce."""
     courses = [course("a", [[30, 10]]), course("b", [[10, 10, 10]])]
     program = plan_pipeline(courses, rules(stages=1, capacity=30))
-    timeline = timeline_foreseen(program, (PACE,))
+    timeline = predict_timeline(program, (PACE,))
     for device in range(2):
-        passes = [one for one in timeline.of(device) if isinstance(one.action, Forward | Backward)]
+        passes = [one for one in timeline.events_of(device) if isinstance(one.action, Forward | Backward)]
         assert sum(one.stop - one.start for one in passes) == pytest.approx(passes[-1].stop)
 
 
@@ -144,7 +144,7 @@ def without(action):
 
 def test_a_share_that_is_not_handed_out_is_found():
     program = even_window(2)
-    share = next(one for one in of(program, 3, Reduce) if one.what == "gradient")
+    share = next(one for one in of(program, 3, Reduce) if one.payload == "gradient")
     with pytest.raises(IllegalProgram, match="before the other replicas were told"):
         check(broken(program, 3, without(share)))
 
@@ -184,7 +184,7 @@ def idle_at_the_second_batch():
 def test_a_device_without_a_share_hands_out_nothing():
     program, idle = idle_at_the_second_batch()
     share = Reduce("a", 2, "gradient")
-    with pytest.raises(IllegalProgram, match=r"what='gradient'\) hands out nothing"):
+    with pytest.raises(IllegalProgram, match=r"payload='gradient'\) hands out nothing"):
         check(broken(program, idle, lambda actions: [*actions[:-1], share, actions[-1]]))
 
 

@@ -88,7 +88,7 @@ def test_the_simulator_runs_every_window_to_its_end_and_holds_no_more_than_the_s
     timeline = simulate(program, Prices(rows, weight_bytes=sizes), PricedCluster(chosen.workers))
     for worker, peak in enumerate(timeline.peaks):
         own = chosen.on(worker)
-        streamed = [sizes[stage] for stage in own.streamed]
+        streamed = [sizes[stage] for stage in own.streamed_stages]
         stays = sum(sizes[stage] for stage in own.own) - sum(streamed)
         assert peak <= stays + own.slots * max(streamed, default=0)
     assert all(Reduce(batch.job, batch.step) in program.devices[0] for batch in program.batches)
@@ -103,7 +103,7 @@ def test_a_window_ends_with_the_first_round_in_which_somebody_evaluates(courses,
         if looks:
             assert not any(isinstance(one, Forward | Backward) for one in actions[looks[0] :])
     # Whoever evaluates where it begins does so before anybody trains.
-    if any(one.begins and one.evaluation and one.step in one.evaluate_at for one in courses):
+    if any(one.is_start and one.evaluation and one.step in one.evaluate_at for one in courses):
         assert not program.batches
 
 

@@ -102,7 +102,7 @@ def trained(base, route, monkeypatch, steps=STEPS, recompute=NOTHING):
     """Losses and final weights of the jobs; every pass is padded."""
     jobs = jobs_for(base)
     executor = adapted_executor(base, jobs, route, monkeypatch)
-    courses = [job.course(0, steps, False) for job in jobs]
+    courses = [job.job_window(0, steps, False) for job in jobs]
     program = plan_window(courses, one_device(), CAPACITY, ladder=True, recompute=recompute)
     assert all(plan.rows > plan.tokens for plan in program.microbatches)
     events = list(aboard.events(executor, program, jobs))
@@ -203,7 +203,7 @@ def test_virtual_tokens_train_in_fused_layers_as_in_the_plain_ones(recompute, mo
             for name, adapter in adapters.items()
         ]
         executor = adapted_executor(base, jobs, route, monkeypatch)
-        courses = [job.course(0, 1, False) for job in jobs]
+        courses = [job.job_window(0, 1, False) for job in jobs]
         made = NOTHING if route is Route.segmented else recompute
         program = plan_window(courses, one_device(), 64, ladder=True, recompute=made)
         assert {len(plan.jobs) for plan in program.microbatches} == {len(jobs)}
@@ -267,8 +267,10 @@ def test_a_nan_leaves_the_bits_of_the_others_as_they_are(monkeypatch):
         executor = adapted_executor(base, jobs, Route.tiled, monkeypatch)
         if sick:
             executor.banks.attached["dropping"].weights.fill_(math.nan)
-        program = plan_window([job.course(0, 1, False) for job in jobs], one_device(), CAPACITY, ladder=True)
-        assert program.shared() > 0
+        program = plan_window(
+            [job.job_window(0, 1, False) for job in jobs], one_device(), CAPACITY, ladder=True
+        )
+        assert program.shared_count() > 0
         events = list(aboard.events(executor, program, jobs))
         executor.restore_base()
         assert [event.job for event in events if isinstance(event, Failed)] == ["dropping"] * sick
@@ -367,7 +369,7 @@ def test_streamed_they_have_the_bits_of_the_resident_ones(family, travels, monke
     assert [parameter.data_ptr() for parameter in base.whole.model.parameters()] == before
     for job in jobs:
         executor.attach(aboard.training(base.whole, job))
-    courses = [job.course(0, 1, False) for job in jobs]
+    courses = [job.job_window(0, 1, False) for job in jobs]
     list(aboard.events(executor, plan_window(courses, cut, CAPACITY), jobs))
 
     resident = Base.from_model(two_layers(family)[0], spec, bench.CPU)

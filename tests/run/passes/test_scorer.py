@@ -8,7 +8,7 @@ from tests import bench
 from tests.run import aboard
 from weftune.run.passes.rows import lay
 from weftune.run.passes.scorer import Scorer, Scores
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 
 def test_losses_of_all_jobs_together_are_those_of_each_alone_and_so_is_the_gradient() -> None:
@@ -16,7 +16,7 @@ def test_losses_of_all_jobs_together_are_those_of_each_alone_and_so_is_the_gradi
     jobs = {f"job{n}": aboard.ready(base, f"job{n}", seed=n, batch_size=2) for n in range(5)}
     program = aboard.program(list(jobs.values()), rounds=1, capacity=256)
     (plan,) = program.microbatches
-    laid = lay(lay_out(plan, False, jobs), plan.rows + 7, base.device)
+    laid = lay(collate_plan(plan, False, jobs), plan.rows + 7, base.device)
     h_TD = torch.randn(plan.rows + 7, base.shape.hidden, dtype=base.dtype)
     scorer = Scorer(base.head())
 

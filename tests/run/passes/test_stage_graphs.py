@@ -24,7 +24,7 @@ from weftune.run.events import Stepped
 from weftune.run.passes.rows import lay
 from weftune.run.passes.stage_graphs import MOST_KEYS, StageGraphs, VisitKind
 from weftune.run.training.state import new_training
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 STAGES = 3
 LENGTH = 7
@@ -102,7 +102,7 @@ class StagedJobs:
     def laid(self, length=LENGTH, name="a"):
         job = ready(self.base.whole, name, length, batch_size=1)
         [plan] = aboard.program([job], 1, length).microbatches
-        return lay(lay_out(plan, False, {name: job}), plan.rows, bench.CPU)
+        return lay(collate_plan(plan, False, {name: job}), plan.rows, bench.CPU)
 
     def round(self, *microbatches):
         """Whether each visit is made by a graph."""
@@ -264,7 +264,7 @@ def trained(cut, pool):
     job = ready(base, "a", steps=2, batch_size=2, adapter=ADAPTER)
     adapter = aboard.JobAdapter(job.name, job.spec.adapter, job.spec.seed)
     executor.attach(new_training(adapter, job.recipe, base.shape.sites, base.dtype, executor.home))
-    program = plan_window([job.course(0, 2, False)], cut, LENGTH)
+    program = plan_window([job.job_window(0, 2, False)], cut, LENGTH)
     assert len(program.microbatches) == 2 * 2
     events = [event for event in aboard.events(executor, program, [job]) if isinstance(event, Stepped)]
     return events, executor.attached["a"].master, executor

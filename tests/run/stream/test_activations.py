@@ -89,7 +89,7 @@ def test_only_a_round_and_a_microbatch_of_inputs_are_on_the_device_at_once(cut):
     for chosen in (cut, offloading(cut)):
         executor, jobs = aboard(chosen)
         rows = on_the_device(executor)
-        program = plan_window([job.course(0, 2, False) for job in jobs], chosen, CAPACITY)
+        program = plan_window([job.job_window(0, 2, False) for job in jobs], chosen, CAPACITY)
         run(executor, program, jobs)
         seen[chosen.offloads] = max(rows)
         assert rows_here(executor.activations) == 0
@@ -114,10 +114,10 @@ def test_a_job_killed_in_the_middle_of_a_round_leaves_the_others_the_same_bits()
 
         hook = executor.passes.stages[2].model.base_model.register_forward_pre_hook(kill)
         others = [job for job in jobs if job.name != "b"]
-        courses = [job.course(0, 2, True) for job in jobs]
+        courses = [job.job_window(0, 2, True) for job in jobs]
         run(executor, plan_window(courses, cut, CAPACITY), jobs)
         hook.remove()
-        courses = [job.course(executor.attached[job.name].progress.step, 2, False) for job in others]
+        courses = [job.job_window(executor.attached[job.name].progress.step, 2, False) for job in others]
         run(executor, plan_window(courses, cut, CAPACITY), jobs)
         assert passes > 3
         assert rows_here(executor.activations) == 0
@@ -133,7 +133,7 @@ def test_microbatches_whose_jobs_are_all_dead_take_no_room():
     capacity = 22
     take_aboard(whole, make_jobs(base))
     executor, jobs = aboard(LAYER_EACH)
-    courses = [job.course(0, 3, False) for job in jobs]
+    courses = [job.job_window(0, 3, False) for job in jobs]
     program = plan_window(courses, LAYER_EACH, capacity)
     assert any(one.jobs == ("b",) for one in program.microbatches)
     for one, planned in ((whole, plan_window(courses, one_device(), capacity)), (executor, program)):
@@ -147,7 +147,7 @@ def test_microbatches_whose_jobs_are_all_dead_take_no_room():
 @pytest.mark.parametrize("short_stage", slow_but([1, 2, 3], [2]))
 def test_after_a_shortage_in_the_middle_of_a_round_it_is_made_again_to_the_same_bits(short_stage):
     executor, jobs = aboard(LAYER_EACH, evaluated_jobs)
-    program = plan_window([job.course(0, 2, True) for job in jobs], LAYER_EACH, CAPACITY)
+    program = plan_window([job.job_window(0, 2, True) for job in jobs], LAYER_EACH, CAPACITY)
     passes = 0
 
     def short(*_):
@@ -172,7 +172,7 @@ def test_room_on_the_host_is_the_plans_and_grows_only_for_a_larger_round():
     small = offloading(CUTS["a layer at a time"], rows=1)
     for cut, grows in ((LAYER_EACH, False), (small, True)):
         executor, jobs = aboard(cut)
-        program = plan_window([job.course(0, 2, False) for job in jobs], cut, CAPACITY)
+        program = plan_window([job.job_window(0, 2, False) for job in jobs], cut, CAPACITY)
         assert executor.activations.reserved_rows == cut.offloaded_rows
         run(executor, program, jobs)
         assert 1 < rows_at_once(program) < ROUND
@@ -183,7 +183,7 @@ def test_what_comes_back_is_told_among_what_came_from_the_host():
     copied = {}
     for cut in (CUTS["one slot"], offloading(CUTS["one slot"])):
         executor, jobs = aboard(cut)
-        program = plan_window([job.course(0, 1, False) for job in jobs], cut, CAPACITY)
+        program = plan_window([job.job_window(0, 1, False) for job in jobs], cut, CAPACITY)
         run(executor, program, jobs)
         copied[cut.offloads] = executor.weights.waited.copied_bytes
     rows = sum(one.rows for one in program.microbatches)

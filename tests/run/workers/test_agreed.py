@@ -25,7 +25,7 @@ from weftune.run.events import Failed, Stepped
 from weftune.run.parts import delivered
 from weftune.run.workers.transport import Transport
 from weftune.run.workers.worker import worker_executor
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 PACE = StagePace(Line(0.0, 1.0), Line(0.0, 2.0))
 STEPS = {"a": 5, "b": 3, "c": 4}
@@ -82,7 +82,7 @@ def on_worker(base, connections, cuts, delay=0.0):
 
 def pipeline_program(jobs, place, order, rounds=5):
     rules = PipelineRules(CAPACITY, (PACE,) * place.stages, order, replicas=place.replicas)
-    return plan_pipeline([job.course(0, rounds, False) for job in jobs], rules)
+    return plan_pipeline([job.job_window(0, rounds, False) for job in jobs], rules)
 
 
 def as_worker(connections, family, dtype, cuts, order, poison, cancelled=None):
@@ -100,7 +100,7 @@ def as_worker(connections, family, dtype, cuts, order, poison, cancelled=None):
     program = pipeline_program(jobs, connections.position, order)
     by_name = {job.name: job for job in jobs}
     microbatches = {
-        n: lay_out(plan, False, by_name) for n, plan in enumerate(program.microbatches) if plan.segments
+        n: collate_plan(plan, False, by_name) for n, plan in enumerate(program.microbatches) if plan.segments
     }
     events = []
     for event in executor.run(program, delivered(program, microbatches)):

@@ -35,7 +35,7 @@ from weftune.run.events import Evaluated, Failed, SaveDue, Stepped
 from weftune.run.parts import delivered
 from weftune.run.workers.transport import Transport
 from weftune.run.workers.worker import worker_executor
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 ONE_EACH = tuple(StageLayers(n, n + 1) for n in range(LAYERS))
 CUTS = {
@@ -91,12 +91,16 @@ def as_worker(connections, family, dtype, cut, make, poison=None, cancelled=None
     by_name = {job.name: job for job in jobs}
     for _ in range(8):
         steps = {name: training.progress.step for name, training in executor.attached.items()}
-        courses = [job.course(steps[job.name], 5, begins) for job in jobs if job.name not in executor.dead]
+        courses = [
+            job.job_window(steps[job.name], 5, begins) for job in jobs if job.name not in executor.dead
+        ]
         begins = False
         program = plan_window(courses, cut, CAPACITY)
-        held_out = {action.microbatch for action, _ in program.compute() if isinstance(action, Evaluate)}
+        held_out = {
+            action.microbatch for action, _ in program.forward_passes() if isinstance(action, Evaluate)
+        }
         microbatches = {
-            n: lay_out(plan, n in held_out, by_name) for n, plan in enumerate(program.microbatches)
+            n: collate_plan(plan, n in held_out, by_name) for n, plan in enumerate(program.microbatches)
         }
         for event in executor.run(program, delivered(program, microbatches)):
             events.append(event)
@@ -104,8 +108,8 @@ def as_worker(connections, family, dtype, cut, make, poison=None, cancelled=None
                 executor.kill(cancelled)
         evaluations += agreed.report.evaluations
         transport.flush()
-    assert executor.weights.loaded_stages == set(executor.part.waiting)
-    if len(executor.part.streamed) > executor.part.slots:
+    assert executor.weights.loaded_stages == set(executor.part.initial_stages)
+    if len(executor.part.streamed_stages) > executor.part.slots:
         all_of_it = sum(source.size for source in streamed.sources.values())
         assert executor.weights.waited.copied_bytes > 2 * all_of_it
     steps = {name: training.progress.step for name, training in executor.attached.items()}

@@ -41,7 +41,7 @@ from weftune.run.workers.agreed import TimedAction, WorkerReport
 from weftune.run.workers.driver import microbatch_seconds, open_pipeline
 from weftune.run.workers.messages import WorkerControl
 from weftune.run.workers.worker import serve
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 STUCK = 60
 """Seconds after which a worker that waits in vain is killed, so that the test fails."""
@@ -111,10 +111,10 @@ class Pipeline:
         """One step of each job, evaluated and saved; the steps that were made."""
         steps = self.steps(names)
         program = plan_pipeline(
-            [self.jobs[name].course(step, 1, False) for name, step in zip(names, steps, strict=True)],
+            [self.jobs[name].job_window(step, 1, False) for name, step in zip(names, steps, strict=True)],
             self.rules,
         )
-        fetch = lambda plan, held_out: lay_out(plan, held_out, self.jobs)  # noqa: E731
+        fetch = lambda plan, held_out: collate_plan(plan, held_out, self.jobs)  # noqa: E731
         made = []
         for event in self.driver.run(program, fetch, stop):
             if isinstance(event, SaveDue):
@@ -198,7 +198,7 @@ def first_worker(connections, folder, patch):
     seen.saved_once = numbers[0] == numbers[1]
 
     with patch.context() as hurried:
-        hurried.setattr(weftune.core.interrupt, "FINISHING", -1.0)
+        hurried.setattr(weftune.core.interrupt, "FINISH_SECONDS", -1.0)
         seen.left_early = [*pipeline.window(stop=lambda: True), *pipeline.steps()]
 
     began = threading.Event()

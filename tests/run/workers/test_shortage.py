@@ -30,7 +30,7 @@ from weftune.plan.window.window import Pacing, plan_window
 from weftune.run.parts import delivered
 from weftune.run.workers.transport import Transport
 from weftune.run.workers.worker import worker_executor
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 PIPELINE = in_stages(ranges(CUTS[2]))
 STREAMED = Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), (1, 1))
@@ -69,11 +69,11 @@ def as_worker(connections, layout, short, at):
     by_name = {job.name: job for job in jobs}
     events, shortages, steps = [], [], []
     for _ in range(6):
-        courses = [job.course(executor.attached[job.name].progress.step, 2, False) for job in jobs]
+        courses = [job.job_window(executor.attached[job.name].progress.step, 2, False) for job in jobs]
         program = plan_window(courses, layout, CAPACITY, pacing=pacing)
         laid = {
-            action.microbatch: lay_out(plan, False, by_name)
-            for action, plan in program.compute_in(connections.position.replica)
+            action.microbatch: collate_plan(plan, False, by_name)
+            for action, plan in program.replica_passes(connections.position.replica)
         }
         events += executor.run(program, delivered(program, laid))
         transport.flush()

@@ -16,7 +16,7 @@ from weftune.run.parts import delivered
 from weftune.run.workers.groups import create_groups
 from weftune.run.workers.mailbox import Inbox
 from weftune.run.workers.transport import Transport
-from weftune.trainer.job import lay_out
+from weftune.trainer.job import collate_plan
 
 COMPUTE = 0.03
 """Seconds of a forward, slept through: a device that is busy without taking a core from the other worker."""
@@ -31,11 +31,11 @@ def timed_window(connections, delay):
     for job in jobs:
         executor.attach(aboard.training(base, job))
     base.model.base_model.register_forward_pre_hook(lambda *_: time.sleep(COMPUTE))
-    rules = PipelineRules(CAPACITY, (PACE, PACE), PipelineOrder.multi_job, spare=4)
-    program = plan_pipeline([job.course(0, 5, False) for job in jobs], rules)
+    rules = PipelineRules(CAPACITY, (PACE, PACE), PipelineOrder.multi_job, spare_microbatches=4)
+    program = plan_pipeline([job.job_window(0, 5, False) for job in jobs], rules)
     by_name = {job.name: job for job in jobs}
     filled = [(number, plan) for number, plan in enumerate(program.microbatches) if plan.segments]
-    laid = {number: lay_out(plan, False, by_name) for number, plan in filled}
+    laid = {number: collate_plan(plan, False, by_name) for number, plan in filled}
     list(executor.run(program, delivered(program, laid)))
     transport.flush()
     times = agreed.report.times

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weftune.jobs.sweeps.record import best_folder
-from weftune.jobs.sweeps.running import put_best
+from weftune.jobs.sweeps.running import link_winners
 
 
 def winner(output: Path, name: str) -> Path:
@@ -18,9 +18,9 @@ def winner(output: Path, name: str) -> Path:
 def test_the_one_trial_that_is_kept_lies_in_best_itself(tmp_path: Path) -> None:
     sweep, first, second = tmp_path / "s", winner(tmp_path, "s-1"), winner(tmp_path, "s-2")
     sweep.mkdir()
-    put_best(sweep, [first, second], alone=False)
+    link_winners(sweep, [first, second], single=False)
     assert best_folder(sweep, "s-2") == sweep / "best" / "s-2"
-    put_best(sweep, [second], alone=True)
+    link_winners(sweep, [second], single=True)
     assert best_folder(sweep, "s-2") == sweep / "best"
     assert {path.name: path.read_text() for path in (sweep / "best").iterdir()} == {
         "adapter_config.json": "s-2",

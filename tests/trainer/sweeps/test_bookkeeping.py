@@ -27,7 +27,7 @@ def sweep_of(names=NAMES, at=(0.5,), **keys):
 
 def running_sweep(store, sweep, jobs=None, search=None, told=None):
     made = RunningSweep(sweep, store, jobs or {}, [].append if told is None else told.append, search)
-    made.recall()
+    made.restore()
     return made
 
 
@@ -48,8 +48,8 @@ def test_a_trial_is_ranked_by_the_step_whose_weights_it_keeps(store, keep, score
     store.add_job("s-a")
     store.evaluate_job("s-a", score, 2, 1.0)
     sweep.rungs.enter("s-a", STEPS)
-    sweep.evaluate("s-a", 2, 1.0, 0.5)
-    sweep.evaluate("s-a", 6, 3.0, 0.5)
+    sweep.record_evaluation("s-a", 2, 1.0, 0.5)
+    sweep.record_evaluation("s-a", 6, 3.0, 0.5)
     sweep.rungs.end("s-a", TrialEnd.FINISHED, STEPS)
     assert sweep.score("s-a") == score
 
@@ -66,7 +66,7 @@ def test_a_generation_that_could_not_be_recorded_is_proposed_again(store, monkey
     sweep = sweep_of(search="tpe", trials=6)
     made = running_sweep(store, sweep, search=OneMore(), told=told)
     for name in NAMES:
-        made.refuse(name, "no data")
+        made.record_refusal(name, "no data")
 
     def full(folder, record):
         raise OutputError("no space left on device")
@@ -97,7 +97,7 @@ def test_a_retried_trial_is_not_ended_again_by_the_record_when_the_status_was_re
         assert store.rebuilt
         assert store.job("s-a").state is not State.FAILED
         again = RunningSweep(sweep_of(), store, {}, print, None)
-        again.recall(again=["s-a"])
+        again.restore(retried_trials=["s-a"])
         assert not store.job("s-a").state.ended
         assert "s-a" not in again.rungs.ended
         assert store.job("s-b").state is State.FAILED
@@ -109,9 +109,9 @@ def test_a_trial_that_leaves_is_told_the_step_of_its_own_rung(store):
     for name, steps, loss in zip(NAMES, (8, 20), (1.0, 2.0), strict=False):
         store.add_job(name)
         sweep.rungs.enter(name, steps)
-        sweep.evaluate(name, steps // 2, loss, 0.5)
-    orders = sweep.orders(dict.fromkeys(NAMES[:2], 1), ())
-    assert orders.leave == {"s-b": "left the sweep at step 10: 2nd of 2, the best continues"}
+        sweep.record_evaluation(name, steps // 2, loss, 0.5)
+    orders = sweep.trial_orders(dict.fromkeys(NAMES[:2], 1), ())
+    assert orders.leave_reasons == {"s-b": "left the sweep at step 10: 2nd of 2, the best continues"}
     assert read_record(sweep.folder).trials[1].left_at == 10
 
 
@@ -124,7 +124,7 @@ def test_a_trial_that_was_saved_at_its_rung_rests_without_being_loaded(store, st
     checkpoint.save(store.output / "s-a" / "checkpoints", training)
     sweep = running_sweep(store, sweep_of())
     sweep.rungs.enter("s-a", STEPS)
-    sweep.evaluate("s-a", 4, 1.0, 0.5)
+    sweep.record_evaluation("s-a", 4, 1.0, 0.5)
     entered = Sweeps([sweep]).enter(ready)
     assert entered.limit == 4
     assert sweep.resting == ({"s-a"} if rests else set())
@@ -146,7 +146,7 @@ def test_a_trial_that_rests_in_vain_is_told_which_other_has_not_come_as_far(stor
         sweep.rungs.enter(name, STEPS)
     sweep.rungs.end("s-b", TrialEnd.FAILED, 1)
     sweep.resting.add("s-a")
-    ((name, reason),) = Sweeps([sweep]).stranded()
+    ((name, reason),) = Sweeps([sweep]).stranded_trials()
     assert name == "s-a"
     assert reason.startswith("waits at step 4 for s-c, which ")
 
@@ -159,6 +159,6 @@ def test_a_trial_of_one_step_has_its_rung_at_its_start_and_rests_there_once_it_i
     for name in NAMES[:2]:
         store.add_job(name)
         sweep.rungs.enter(name, 1)
-    sweep.evaluate("s-a", 0, 1.0, 0.5)
-    sweep.orders(aboard, ())
+    sweep.record_evaluation("s-a", 0, 1.0, 0.5)
+    sweep.trial_orders(aboard, ())
     assert read_record(sweep.folder).trials[0].state == state

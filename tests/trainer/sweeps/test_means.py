@@ -32,7 +32,7 @@ from weftune.jobs.sweeps.spec import Halving
 from weftune.report.read import read_run
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.training import checkpoint
-from weftune.trainer.job import make_ready
+from weftune.trainer.job import prepare_job
 from weftune.trainer.sweeps import Sweeps
 
 STEPS = 16
@@ -113,7 +113,7 @@ def test_a_rung_judges_what_peft_finds_of_the_mean_of_the_last_adapters(base, jo
 
 
 def held_out_samples(base, job):
-    held_out = make_ready(job, 0, bench.tokenizer(), base.shape, cache_folder()).data.evaluation
+    held_out = prepare_job(job, 0, bench.tokenizer(), base.shape, cache_folder()).data.evaluation
     found = [held_out.tokens_and_mask(index) for index in range(len(held_out))]
     return [(tokens.tolist(), mask.tolist()) for tokens, mask in found]
 
@@ -218,17 +218,21 @@ def assert_same_rungs(output, want):
 
 
 @pytest.mark.parametrize(
-    ("count", "what"), slow_but(product((1, 3, 5), ("judge", "_decide")), [(1, "judge"), (5, "_decide")])
+    ("count", "what"),
+    slow_but(
+        product((1, 3, 5), ("record_mean_evaluation", "_decide")),
+        [(1, "record_mean_evaluation"), (5, "_decide")],
+    ),
 )
 def test_crashed_while_trials_are_judged_it_resumes_to_the_same_decisions(
     base, jobs, undisturbed, tmp_path, monkeypatch, count, what
 ):
     """Where the line is written but nobody has heard it, or nothing is recorded."""
-    place = Sweeps if what == "judge" else RunningSweep
+    place = Sweeps if what == "record_mean_evaluation" else RunningSweep
     real, calls = getattr(place, what), []
 
     def crashes(self, *arguments):
-        of_rung = what == "judge" or any(self.rungs.values.values())
+        of_rung = what == "record_mean_evaluation" or any(self.rungs.values.values())
         calls.extend([1] if of_rung else [])
         if len(calls) == count and of_rung:
             raise Crash

@@ -11,7 +11,7 @@ from tests import bench, oracle
 from tests.outputs import Crash, assert_same_job, lines, numbers, states, status
 from weftune import JobSpec, Options
 from weftune.errors import OutputError, SpecError
-from weftune.jobs.spec.layer import from_python
+from weftune.jobs.spec.layer import layer_from_keywords
 from weftune.jobs.store.store import open_store
 from weftune.jobs.sweeps.record import best_folder
 from weftune.jobs.sweeps.running import RunningSweep
@@ -139,9 +139,9 @@ class JobLimit:
     def __init__(self, monkeypatch, most):
         from weftune.plan.cost.learned import Learned
 
-        real = Learned.why_not
+        real = Learned.misfit_reason
         monkeypatch.setattr(
-            Learned, "why_not", lambda self, jobs: "no seat" if len(jobs) > most else real(self, jobs)
+            Learned, "misfit_reason", lambda self, jobs: "no seat" if len(jobs) > most else real(self, jobs)
         )
 
 
@@ -315,7 +315,7 @@ def test_where_the_metrics_end_before_a_decided_rung_the_score_is_the_recorded_o
     (trial,) = [one for one in record(output)["trials"] if one["name"] == name]
     with open_store(output, resume=True) as store:
         sweep = RunningSweep(sweep_of(jobs), store, {job.name: job for job in jobs}, print, None)
-        sweep.recall()
+        sweep.restore()
         sweep._scores.clear()
         assert sweep.score(name) == trial["at_rungs"]["6"] != trial["at_rungs"]["3"]
 
@@ -362,7 +362,7 @@ class Halves:
 
 def test_later_generations_are_asked_when_the_one_before_has_ended_and_survive_a_crash(base, tmp_path):
     jobs = [trial(rate, steps=6) for rate in RATES[:3]]
-    keys = from_python({item.name: getattr(jobs[0], item.name) for item in fields(JobSpec)})
+    keys = layer_from_keywords({item.name: getattr(jobs[0], item.name) for item in fields(JobSpec)})
     sweep = replace(sweep_of(jobs, at=(0.5,), share=0.4, search="tpe", trials=5, keep=1), keys=keys)
 
     def run(output, callback=None, **options):

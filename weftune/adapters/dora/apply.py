@@ -25,7 +25,7 @@ from weftune.adapters.plain import PREFIX, JobAt, JobPart, MergeAt, PlainKind
 from weftune.adapters.target import TOKENS
 from weftune.adapters.token_rows import fill_tokens, refuse_other_tokens
 from weftune.core.shapes import SiteShape
-from weftune.core.weights import matrix_of
+from weftune.core.weights import weight_matrix
 from weftune.ops.lora.scales import SiteScale
 from weftune.ops.lora.tiling import DIRECT_RANKS
 
@@ -105,7 +105,7 @@ class Dora(PlainKind):
 
 def _row_lengths(at: JobAt, scale: float, a_rK: Tensor, b_rN: Tensor) -> Tensor:
     """Compute each row's ‖W + scale · BA‖ from products of rank r: ‖w‖² + 2 scale w·(BA) + scale² ‖BA‖²."""
-    weight_NK = matrix_of(at.frozen.weight)
+    weight_NK = weight_matrix(at.frozen.weight)
     summed = torch.promote_types(weight_NK.dtype, torch.float32)
     own_N = at.once("row_lengths", lambda: weight_NK.to(summed).square().sum(dim=1))
     b_rN = b_rN.to(summed)

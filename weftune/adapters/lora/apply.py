@@ -48,7 +48,7 @@ from weftune.ops.lora.table import LowRank
 
 class LoraBank(SiteBank):
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
-        found = [(segment, *self._attached[segment.through or ""]) for segment in self.segments(bound)]
+        found = [(segment, *self._attached[segment.adapter_job or ""]) for segment in self.segments(bound)]
         blocks = tuple(
             _block(adapter, weights, site, segment, bound)
             for segment, adapter, weights in found

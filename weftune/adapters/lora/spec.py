@@ -18,7 +18,7 @@ from weftune.adapters.folder import (
 )
 from weftune.adapters.target import EMBEDDINGS, STORED_TOKENS, TargetSpec, ends_with
 from weftune.core.bounds import SIZE, Bound
-from weftune.core.limited import ending
+from weftune.core.limited import suffix_expression
 from weftune.core.shapes import EXPERT_PARAMETERS, SiteShape
 from weftune.errors import AdapterError
 
@@ -78,7 +78,7 @@ class LoraSpec(TargetSpec):
 
     def expressions(self) -> dict[tuple[str, ...], str]:
         keyed = (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern))
-        own = {(key, pattern): ending(pattern) for key, patterns in keyed for pattern in patterns}
+        own = {(key, pattern): suffix_expression(pattern) for key, patterns in keyed for pattern in patterns}
         return TargetSpec.expressions(self) | own
 
     def rank_at(self, name: str) -> int:

@@ -87,7 +87,7 @@ class StreamedBase:
     @cached_property
     def stages(self) -> tuple[Base, ...]:
         """The stages, each as a separate Base over the same modules."""
-        return tuple(stage_view(self.whole, self.part.held(n)) for n in range(len(self.part.stages)))
+        return tuple(stage_view(self.whole, self.part.layers_of(n)) for n in range(len(self.part.stages)))
 
     def slot(self, stage: int) -> Tensor:
         """Return the slot of a streamed stage on the device."""
@@ -96,8 +96,8 @@ class StreamedBase:
     def refuse_copies(self) -> None:
         """Assert that the parameters of streamed layers still are views of their slots, not copies."""
         arena = self.arena.untyped_storage().data_ptr()
-        for stage in self.part.streamed:
-            for piece in _pieces(self.whole.model, self.part.held(stage)):
+        for stage in self.part.streamed_stages:
+            for piece in _pieces(self.whole.model, self.part.layers_of(stage)):
                 parameter = self.whole.model.get_parameter(piece.name)
                 assert parameter.untyped_storage().data_ptr() == arena, f"{piece.name} has left its slot"
 
@@ -147,7 +147,7 @@ def stream_model(
 def _drop_other_stages(model: PreTrainedModel, part: OnWorker) -> ModelShape:
     """Remove the stages of other workers from a model, and return the shape of the whole model."""
     whole = model_shape(model, matrix_dtype(model))
-    keep_stages(model, *(part.held(stage) for stage in part.own))
+    keep_stages(model, *(part.layers_of(stage) for stage in part.own))
     return whole
 
 
@@ -165,11 +165,11 @@ def streamed_base(
     layers = part.layout.layers
     assert whole.layers == layers, f"the base has {whole.layers} layers, not {layers}"
     refuse_modules(model, spec.model)
-    own = [part.held(stage) for stage in part.own]
+    own = [part.layers_of(stage) for stage in part.own]
     shape = local_shape(model, whole, sum(one.stop - one.start for one in own))
     held = LayerRange(own[0].start, own[-1].stop, layers)
     _use_expandable_segments(device)
-    pieces = {stage: _pieces(model, part.held(stage)) for stage in part.streamed}
+    pieces = {stage: _pieces(model, part.layers_of(stage)) for stage in part.streamed_stages}
     sizes = {stage: found[-1].stop for stage, found in pieces.items()}
     width = -(-max(sizes.values(), default=0) // ALIGNMENT) * ALIGNMENT
     arena = torch.zeros(part.slots if sizes else 0, width, dtype=torch.uint8, device=device)

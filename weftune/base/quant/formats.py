@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from weftune.base.quant.stored import NESTED_BLOCK, NESTED_CODES, NF4_BLOCK, NF4_CODES
 from weftune.base.spec import BaseSpec, Quantize
 from weftune.core.device_class import class_of
-from weftune.core.weights import CODES, row_codes
+from weftune.core.weights import CODES, quantise_rows
 from weftune.errors import BaseModelError
 
 CODE = (
@@ -104,7 +104,7 @@ class Fp8(Int8):
         return {**found, "turned": found["weight"].T.contiguous()}
 
     def _row_codes(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-        return row_codes(weight_NK)
+        return quantise_rows(weight_NK)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,16 +101,16 @@ class QuantWeight:
     module: QuantLinear
 
     @property
-    def held_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         return sum(value.nbytes for value in self.module.parts.values())
 
     @property
-    def like(self) -> Tensor:
+    def empty_rows(self) -> Tensor:
         weight = self.module.weight
         return torch.empty(0, self.module.in_features, dtype=self.module.matrix_dtype, device=weight.device)
 
     def matrix(self) -> Tensor:
-        out_NK = self.like.new_empty(self.module.out_features, self.module.in_features)
+        out_NK = self.empty_rows.new_empty(self.module.out_features, self.module.in_features)
         self.write(out_NK)
         return out_NK
 
@@ -118,7 +118,7 @@ class QuantWeight:
     def write(self, out_NK: Tensor) -> None:
         self.module.dequantise(self.module.form, self.module.parts, out_NK)
 
-    def part(self, low: int, high: int) -> FrozenWeight:
+    def slice_outputs(self, low: int, high: int) -> FrozenWeight:
         assert (low, high) == (0, self.module.out_features), "blocks do not end with rows"
         return self
 

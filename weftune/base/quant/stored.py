@@ -93,9 +93,9 @@ def site_bytes_per_value(
     """Return the mean bytes per value of the sites' weights if the layers are quantised."""
     stored = values = 0
     for site in sites:
-        values += site.weights
+        values += site.weight_count
         if layer_of(site.name) is None:
-            stored += site.weights * bytes_per_value
+            stored += site.weight_count * bytes_per_value
         else:
             stored += stored_bytes(quantize, site.out_features, site.in_features, nested)
     return stored / values

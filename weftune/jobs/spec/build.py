@@ -14,11 +14,11 @@ from weftune.adapters.kinds import BROKEN, KINDS
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.target import ALL_LINEAR, layer_numbers
 from weftune.base.spec import ROPE_KEYS
-from weftune.core.bounds import Bound, show
-from weftune.core.limited import ending, slow_sentence
+from weftune.core.bounds import Bound, format_value
+from weftune.core.limited import slow_pattern_error, suffix_expression
 from weftune.errors import Mistake
 from weftune.jobs.spec.keys import SAME_FOR_ALL, SECTIONS, name_fault, nearest
-from weftune.jobs.spec.layer import ROWS, Fault, Layer, Loc, dotted, place_of, step_into
+from weftune.jobs.spec.layer import ROWS, Fault, Layer, Loc, child_value, dotted_name, place_of
 from weftune.jobs.spec.schema import EXPECTED, bound_at, build, choice_sentence, number_faults
 
 HUB_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
@@ -48,7 +48,7 @@ def is_revision(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*", text) is not None
 
 
-def place_in(folder: Path, text: str) -> Path:
+def resolve_path(folder: Path, text: str) -> Path:
     """Return the absolute path of `text` in `folder`, without following links: in the Hub's cache a GGUF file
     is a link to a name without a suffix."""
     return Path(os.path.normpath((folder / Path(os.path.expanduser(text))).absolute()))
@@ -59,14 +59,14 @@ def exists(path: Path) -> bool:
     return os.path.exists(path)
 
 
-def missing(folder: Path, text: str, what: str = "file") -> str:
+def missing_path_message(folder: Path, text: str, description: str = "file") -> str:
     """Return the message for a path that does not exist, with the most similar existing file."""
     if "\0" in text:
         return "holds a zero byte, which no path can"
-    path = place_in(folder, text)
-    sentence = f"there is no {what} {show(text)} in {folder.absolute()}"
+    path = resolve_path(folder, text)
+    sentence = f"there is no {description} {format_value(text)} in {folder.absolute()}"
     if Path(os.path.expanduser(text)).is_absolute():
-        sentence = f"there is no {what} {show(text)}"
+        sentence = f"there is no {description} {format_value(text)}"
     try:
         beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     except OSError:
@@ -82,31 +82,31 @@ def missing(folder: Path, text: str, what: str = "file") -> str:
 
 def locate_rows(folder: Path, text: str) -> str:
     """Locate an existing file or folder, or else an id on the Hub."""
-    path = place_in(folder, text)
+    path = resolve_path(folder, text)
     if exists(path):
         return str(path)
     if not is_hub_id(text):
-        raise ValueError(missing(folder, text))
+        raise ValueError(missing_path_message(folder, text))
     return text
 
 
 def locate_template(folder: Path, text: str) -> str:
-    path = place_in(folder, text)
+    path = resolve_path(folder, text)
     if text == CHATML:
         return text
     if exists(path) and path.is_file():
         return str(path)
     if "." not in text and "/" not in text:
-        raise ValueError(f"must be chatml or a Jinja file, got {show(text)}")
-    raise ValueError(missing(folder, text))
+        raise ValueError(f"must be chatml or a Jinja file, got {format_value(text)}")
+    raise ValueError(missing_path_message(folder, text))
 
 
 def locate_adapter(folder: Path, text: str) -> str:
-    path = place_in(folder, text)
+    path = resolve_path(folder, text)
     if not exists(path):
-        raise ValueError(missing(folder, text, "folder"))
+        raise ValueError(missing_path_message(folder, text, "folder"))
     if not exists(path / CONFIG):
-        raise ValueError(f"{show(text)} holds no {CONFIG}; name a PEFT adapter folder")
+        raise ValueError(f"{format_value(text)} holds no {CONFIG}; name a PEFT adapter folder")
     if not exists(path / WEIGHTS):
         raise ValueError(missing_weights_message(path))
     return str(path)
@@ -119,22 +119,22 @@ TOKEN = Bound(whole=True, at_least=0, at_most=2**31 - 1)
 
 def build_job(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | None, list[Mistake]]:
     """Return the job that `layer` describes, or every mistake in it. Paths are relative to `folder`."""
-    values = _completed(layer.values)
+    values = _with_defaults(layer.values)
     faults: dict[Loc, str] = {}
 
-    def note(found: Iterator[Fault] | list[Fault]) -> None:
-        for fault in found:
+    def note(more_faults: Iterator[Fault] | list[Fault]) -> None:
+        for fault in more_faults:
             faults.setdefault(fault.loc, fault.sentence)
 
     note(number_faults(values))
     note(_betas_faults(values))
-    values, missing_files = _located(values, folder)
+    values, missing_files = _resolve_paths(values, folder)
     note(missing_files)
-    adapter, wrong = _built_adapter(values.get("adapter", {}))
+    adapter, wrong = _build_adapter(values.get("adapter", {}))
     note(wrong)
     made = build(record, {**values, "adapter": adapter})
     note(made if isinstance(made, list) else [])
-    note(_disagreements(values))
+    note(_contradictions(values))
     if faults:
         return None, [
             place_of(layer.places, loc).mistake(sentence + _hint(values, loc))
@@ -148,15 +148,15 @@ def _hint(values: Mapping[str, Any], loc: Loc) -> str:
     """Return the hint to use a sweep if a list was written where a single value belongs."""
     value: Any = values
     for part in loc:
-        value = step_into(value, part)
+        value = child_value(value, part)
     in_list = any(isinstance(part, int) for part in loc)
     one_value = not in_list and (bound_at(loc) is not None or loc == ("schedule",))
     if not one_value or loc[0] in SAME_FOR_ALL or not isinstance(value, list | tuple) or not value:
         return ""
-    return f"; to try each, write sweep: {{over: {{{dotted(loc)}: [...]}}}}"
+    return f"; to try each, write sweep: {{over: {{{dotted_name(loc)}: [...]}}}}"
 
 
-def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
+def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Set one epoch as the default, and replace the values that disable clipping by None."""
     whole = dict(values)
     if whole.get("steps") is None and whole.get("epochs") is None:
@@ -166,7 +166,7 @@ def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def _built_adapter(keys: Any) -> tuple[Any, list[Fault]]:
+def _build_adapter(keys: Any) -> tuple[Any, list[Fault]]:
     """Return the adapter's record and its faults; a value that is no mapping is returned unchanged."""
     if not isinstance(keys, Mapping):
         return keys, []
@@ -197,15 +197,15 @@ LOCATED: tuple[tuple[str, str, Locate], ...] = (
 """Keys whose values are paths, each with the function that resolves it."""
 
 
-def _located(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[Fault]]:
+def _resolve_paths(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[Fault]]:
     """Return the values with absolute paths, and a fault for every path that does not exist."""
     faults: list[Fault] = []
 
-    def found(value: Any, loc: Loc, locate: Locate) -> Any:
+    def resolve(value: Any, loc: Loc, locate: Locate) -> Any:
         if isinstance(value, list):
-            return [found(item, (*loc, index), locate) for index, item in enumerate(value)]
+            return [resolve(item, (*loc, index), locate) for index, item in enumerate(value)]
         if isinstance(value, Mapping) and "path" in value:
-            return {**value, "path": found(value["path"], (*loc, "path"), locate)}
+            return {**value, "path": resolve(value["path"], (*loc, "path"), locate)}
         if not isinstance(value, str):
             return value
         try:
@@ -220,11 +220,11 @@ def _located(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list
     for section, key, locate in LOCATED:
         part = whole.get(section)
         if isinstance(part, Mapping) and key in part:
-            whole[section] = {**part, key: found(part[key], (section, key), locate)}
+            whole[section] = {**part, key: resolve(part[key], (section, key), locate)}
     return whole, faults
 
 
-def _disagreements(values: Mapping[str, Any]) -> Iterator[Fault]:
+def _contradictions(values: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield faults in the name, and in keys that are valid by themselves but contradict each other."""
     if "name" in values and (sentence := name_fault(values["name"])):
         yield Fault(("name",), sentence)
@@ -241,7 +241,7 @@ def _betas_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
         return
     betas = values["betas"]
     if not isinstance(betas, list | tuple) or len(betas) != 2:
-        yield Fault(("betas",), f"must be {EXPECTED[('betas',)]}, got {show(betas)}")
+        yield Fault(("betas",), f"must be {EXPECTED[('betas',)]}, got {format_value(betas)}")
 
 
 def _eval_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
@@ -281,7 +281,9 @@ def _data_faults(data: Any) -> Iterator[Fault]:
     if rows is not None and len(rows) == 0:
         yield Fault(("data",), "must hold at least one row")
     elif rows is not None and not isinstance(rows[0], Mapping):
-        yield Fault(("data",), f"must be rows, each a mapping such as {{text: ...}}, got {show(rows[0])}")
+        yield Fault(
+            ("data",), f"must be rows, each a mapping such as {{text: ...}}, got {format_value(rows[0])}"
+        )
 
 
 def _adapter_faults(adapter: Any) -> Iterator[Fault]:
@@ -303,11 +305,11 @@ def _adapter_faults(adapter: Any) -> Iterator[Fault]:
             elif target == ALL_LINEAR:
                 yield Fault(("adapter", "targets", index), f"write targets: {ALL_LINEAR}, without a list")
     elif isinstance(targets, str):
-        yield from _expression(targets, targets, ("adapter", "targets"))
+        yield from _expression_faults(targets, targets, ("adapter", "targets"))
     for name in ("rank_pattern", "alpha_pattern"):
         patterns = adapter.get(name)
         for pattern in patterns if isinstance(patterns, Mapping) else ():
-            yield from _expression(pattern, ending(pattern), ("adapter", name, pattern))
+            yield from _expression_faults(pattern, suffix_expression(pattern), ("adapter", name, pattern))
 
 
 def _parameter_faults(adapter: Mapping[str, Any], parameters: Any) -> Iterator[Fault]:
@@ -351,9 +353,9 @@ def _layer_faults(layers: Any) -> Iterator[Fault]:
         if not layers:
             yield Fault(loc, "must name at least one layer; for all of them leave it out")
         elif any(isinstance(one, int) and one < 0 for one in layers):
-            yield Fault(loc, f"layers are counted from 0, got {show(layers)}")
+            yield Fault(loc, f"layers are counted from 0, got {format_value(layers)}")
     elif isinstance(layers, int) and layers < 0:
-        yield Fault(loc, f"layers are counted from 0, got {show(layers)}")
+        yield Fault(loc, f"layers are counted from 0, got {format_value(layers)}")
     elif isinstance(layers, str):
         try:
             layer_numbers(layers)
@@ -361,11 +363,11 @@ def _layer_faults(layers: Any) -> Iterator[Fault]:
             yield Fault(loc, f"{error}; write {EXPECTED[loc]}")
 
 
-def _expression(text: str, whole: str, loc: Loc) -> Iterator[Fault]:
-    """Check the regular expression `whole`, of which the user wrote the part `text`."""
+def _expression_faults(text: str, expression: str, loc: Loc) -> Iterator[Fault]:
+    """Check the regular expression `expression`, of which the user wrote the part `text`."""
     if not text:
         yield Fault(loc, "must not be empty")
-    if slow := slow_sentence([whole]):
+    if slow := slow_pattern_error([expression]):
         yield Fault(loc, slow)
         return
     try:
@@ -420,4 +422,7 @@ def _rope_faults(kind: Any, keys: Mapping[str, Any]) -> Iterator[Fault]:
     for lower, upper, default in (("low_freq_factor", "high_freq_factor", 4), ("beta_slow", "beta_fast", 32)):
         low, high = keys.get(lower), keys.get(upper, default)
         if isinstance(low, int | float) and isinstance(high, int | float) and low >= high:
-            yield Fault((*ROPE, lower), f"must be below {upper}, which is {show(high)}, got {show(low)}")
+            yield Fault(
+                (*ROPE, lower),
+                f"must be below {upper}, which is {format_value(high)}, got {format_value(low)}",
+            )

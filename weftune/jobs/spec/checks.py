@@ -13,8 +13,8 @@ from weftune.adapters.folder import refuse_slow_patterns
 from weftune.adapters.lora.spec import LoraSpec, find_pattern, read_spec
 from weftune.adapters.target import TargetSpec, layer_numbers, source_job
 from weftune.base.spec import BaseSpec
-from weftune.core.bounds import show
-from weftune.core.limited import slow_sentence
+from weftune.core.bounds import format_value
+from weftune.core.limited import slow_pattern_error
 from weftune.core.shapes import ModelShape, SiteShape, layer_of
 from weftune.errors import AdapterError, Mistake, OutputError
 from weftune.jobs.spec.keys import nearest
@@ -26,7 +26,7 @@ from weftune.plan.cost.memory import gib
 HIGH_RATE, HIGH_DECAY = 0.1, 1.0
 """Learning rate and weight decay above which a decimal point was probably missed: a step of Adam moves every
 weight by about the learning rate."""
-LEAST_TOKENS = 2
+MIN_TOKENS = 2
 """Minimum number of tokens in a sample: one of them is predicted from the other."""
 NAMED = 4
 """Maximum number of jobs that a message names; of more jobs, it gives the number."""
@@ -67,8 +67,8 @@ def check_lengths(
     return [
         Mistake(
             place,
-            f"max_length {length} of {_names(names)} is over the base's context of {shape.context} tokens; "
-            f"write {shape.context} or less, or {_longer(length, shape, base)}",
+            f"max_length {length} of {_short_list(names)} is over the base's context of {shape.context} "
+            f"tokens; write {shape.context} or less, or {_longer(length, shape, base)}",
         )
         for (place, length), names in over.items()
     ]
@@ -91,13 +91,13 @@ def _adapter_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
         Fault(key, slow)
         for key, expression in adapter.expressions().items()
         # An expression that would take too long on the module names of this base.
-        if (slow := slow_sentence([expression], names))
+        if (slow := slow_pattern_error([expression], names))
     ]
     if adapter.layers is not None and (last := max(layer_numbers(adapter.layers))) >= shape.layers:
         sentence = f"there is no layer {last}: the base has layers 0 to {shape.layers - 1}"
         wrong.append(Fault(("layers",), sentence))
     yield from wrong or _target_faults(adapter, shape)
-    yield from _room_faults(adapter, shape)
+    yield from _virtual_token_faults(adapter, shape)
     yield from _parameter_faults(adapter, shape)
     yield from _token_faults(adapter, shape)
 
@@ -110,20 +110,24 @@ def _target_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
     if isinstance(targets, str) or targets == default:
         if not any(adapter.adapts(site) for site in _linears(shape)):
             # Default targets are names from several model families, some of which a base has.
-            name_them = f"name modules of the base: its modules end in {', '.join(_endings(shape))}"
-            yield Fault(("targets",), _no_match(targets, shape) if isinstance(targets, str) else name_them)
+            name_them = f"name modules of the base: its modules end in {', '.join(_linear_suffixes(shape))}"
+            yield Fault(
+                ("targets",), _no_match_message(targets, shape) if isinstance(targets, str) else name_them
+            )
         return
     for index, target in enumerate(targets):
         alone = replace(adapter, targets=(target,))
         if not any(alone.adapts(site) for site in _linears(shape)):
-            sentence = f"{show(target)} matches no module of the base; {_offer(target, shape)}"
+            sentence = (
+                f"{format_value(target)} matches no module of the base; {_suggest_targets(target, shape)}"
+            )
             yield Fault(("targets", index), sentence)
 
 
-def _room_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
+def _virtual_token_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
     """Yield the reasons why this base does not support the adapter's virtual tokens."""
     kind = adapter.kind
-    if (before := adapter.positions_before) > shape.context - LEAST_TOKENS:
+    if (before := adapter.positions_before) > shape.context - MIN_TOKENS:
         sentence = f"{before} leave no room for a sample in the base's context of {shape.context} tokens"
         yield Fault(("num_virtual_tokens",), f"{sentence}; write fewer")
     if adapter.rows_before and (outside := _outside_layers(shape)):
@@ -139,23 +143,23 @@ def _outside_layers(shape: ModelShape) -> str | None:
     return next((site.name for site in shape.sites if layer_of(site.name) is None), None)
 
 
-def _no_match(expression: str, shape: ModelShape) -> str:
-    sentence = f"the regular expression {show(expression)} matches no whole module path of the base"
+def _no_match_message(expression: str, shape: ModelShape) -> str:
+    sentence = f"the regular expression {format_value(expression)} matches no whole module path of the base"
     words = [word.strip() for word in expression.split(",")]
-    if set(words) <= set(_endings(shape)):
+    if set(words) <= set(_linear_suffixes(shape)):
         return f"{sentence}; for endings of paths write a list: [{', '.join(words)}]"
-    return f"{sentence}; {_offer(expression, shape)}"
+    return f"{sentence}; {_suggest_targets(expression, shape)}"
 
 
-def _offer(target: str, shape: ModelShape) -> str:
-    endings = _endings(shape)
+def _suggest_targets(target: str, shape: ModelShape) -> str:
+    endings = _linear_suffixes(shape)
     near = nearest(target.rpartition(".")[2], endings)
     hint = f"did you mean {near}? " if near else ""
     experts = f"; for its experts write {_expert_parameters(shape)}" if _experts(shape) else ""
     return f"{hint}its modules end in {', '.join(endings)}{experts}"
 
 
-def _endings(shape: ModelShape) -> list[str]:
+def _linear_suffixes(shape: ModelShape) -> list[str]:
     return list(dict.fromkeys(site.name.rpartition(".")[2] for site in _linears(shape)))
 
 
@@ -164,10 +168,12 @@ def _parameter_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]
         alone = replace(adapter, target_parameters=(target,))  # type: ignore[call-arg]
         loc: Loc = ("target_parameters", index)
         if not _experts(shape):
-            yield Fault(loc, f"{show(target)} asks for experts, which the base has none of; leave it out")
+            yield Fault(
+                loc, f"{format_value(target)} asks for experts, which the base has none of; leave it out"
+            )
         elif not any(alone.adapts(site) for site in _experts(shape)):
             hint = f"write {_expert_parameters(shape)}, or one of both"
-            yield Fault(loc, f"{show(target)} matches no parameter of the base's experts; {hint}")
+            yield Fault(loc, f"{format_value(target)} matches no parameter of the base's experts; {hint}")
 
 
 def _token_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
@@ -198,12 +204,14 @@ def _expert_parameters(shape: ModelShape) -> str:
 def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
     """Return warnings about jobs that will run but may not be what the user meant, one sentence each."""
     adapters = {job.name: job.adapter for job in jobs}
-    return told_once((job.name, sentence) for job in jobs for sentence in _job_warnings(job, shape, adapters))
+    return merge_repeated(
+        (job.name, sentence) for job in jobs for sentence in _job_warnings(job, shape, adapters)
+    )
 
 
 def rope_warnings(jobs: Sequence[JobSpec], base: BaseSpec) -> list[str]:
     """Return warnings about jobs that start from an adapter of which the base had another rope scaling."""
-    return told_once((job.name, sentence) for job in jobs for sentence in _rope_warnings(job, base))
+    return merge_repeated((job.name, sentence) for job in jobs for sentence in _rope_warnings(job, base))
 
 
 def data_warnings(job: JobSpec, samples: int, steps: int, evaluates_trained: bool = False) -> Iterator[str]:
@@ -223,15 +231,15 @@ def data_warnings(job: JobSpec, samples: int, steps: int, evaluates_trained: boo
         yield f"warmup takes {warmup} of its {steps} steps: its learning rate is never reached"
 
 
-def told_once(sentences: Iterable[tuple[str, str]]) -> list[str]:
+def merge_repeated(sentences: Iterable[tuple[str, str]]) -> list[str]:
     """Return every sentence once, as `a, b: sentence` if several jobs have the same one."""
     jobs: dict[str, dict[str, None]] = {}
     for job, sentence in sentences:
         jobs.setdefault(sentence, {})[job] = None
-    return [f"{_names(list(names))}: {sentence}" for sentence, names in jobs.items()]
+    return [f"{_short_list(list(names))}: {sentence}" for sentence, names in jobs.items()]
 
 
-def _names(jobs: Sequence[str]) -> str:
+def _short_list(jobs: Sequence[str]) -> str:
     more = len(jobs) - NAMED
     return ", ".join(jobs) if more <= 1 else f"{', '.join(jobs[:NAMED])} and {more} more"
 
@@ -300,7 +308,7 @@ def _lora_warnings(
     for key, patterns in (("rank_pattern", adapter.rank_pattern), ("alpha_pattern", adapter.alpha_pattern)):
         for pattern in patterns:
             if not any(find_pattern([pattern], site.name) == pattern for site in sites):
-                yield f"{key} {show(pattern)} matches none of the job's targets"
+                yield f"{key} {format_value(pattern)} matches none of the job's targets"
     if adapter.served and (adapter.rank_pattern or adapter.alpha_pattern):
         yield "vLLM ignores rank_pattern and alpha_pattern; to serve it there, run weftune export --portable"
     if adapter.target_parameters:
@@ -310,11 +318,11 @@ def _lora_warnings(
         )
     if adapter.served and adapter.trained_tokens:
         yield "vLLM does not load trainable_token_indices; to serve it there, run weftune export --merged"
-    if (before := _started_from(adapter, sites, adapters)) is not None:
+    if (before := _source_adapter(adapter, sites, adapters)) is not None:
         yield from _start_warnings(adapter, before, sites)
 
 
-def _started_from(
+def _source_adapter(
     adapter: LoraSpec, sites: Sequence[SiteShape], adapters: Mapping[str, TargetSpec]
 ) -> LoraSpec | None:
     """Return the spec of the adapter that a job starts from, in a folder or among `adapters`."""
@@ -330,11 +338,11 @@ def _started_from(
     return before
 
 
-def _start_warnings(adapter: LoraSpec, before: LoraSpec, sites: Sequence[SiteShape]) -> Iterator[str]:
+def _start_warnings(adapter: LoraSpec, source_adapter: LoraSpec, sites: Sequence[SiteShape]) -> Iterator[str]:
     """Warn if the scale differs from that of the source adapter: PEFT's files hold A and B only, and their
     product is multiplied by the scale, which the job sets anew."""
     for site in sites:
-        scale, was = adapter.scale_at(site.name), before.scale_at(site.name)
+        scale, was = adapter.scale_at(site.name), source_adapter.scale_at(site.name)
         if not math.isclose(scale, was):
             yield (
                 f"its scale at {site.name} is {scale:g}, but init_from was trained with {was:g}; "
@@ -353,27 +361,27 @@ MAX_NAMED = 8
 
 
 def name_faults(
-    jobs: Sequence[JobSpec], known: Sequence[str], trials: Mapping[str, str] | None = None
+    jobs: Sequence[JobSpec], known_names: Sequence[str], trials: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield every job that starts from a job that cannot be its source, with the error message. `known` are
-    all names of the run, and `trials` maps the names of trials to their sweeps."""
+    """Yield every job that starts from a job that cannot be its source, with the error message. `known_names`
+    are all names of the run, and `trials` maps the names of trials to their sweeps."""
     sources = {job.name: source for job in jobs if (source := source_job(job.adapter))}
     trials = trials or {}
     told: set[str] = set()
     for name, source in sources.items():
         if source in trials or source in trials.values():
-            yield name, _swept(source, trials)
+            yield name, _sweep_source_message(source, trials)
         elif source == name:
             yield name, "a job cannot start from itself; name another, or write init_from: null"
-        elif source not in known:
-            yield name, _unknown(source, [other for other in known if other != name])
-        elif name not in told and (circle := _circle(name, sources)):
+        elif source not in known_names:
+            yield name, _unknown_source_message(source, [other for other in known_names if other != name])
+        elif name not in told and (circle := _source_cycle(name, sources)):
             told.update(circle)
             way = " from ".join([*circle, name])
             yield name, f"jobs wait for each other in a circle, {way}; let one of them start from a folder"
 
 
-def _swept(source: str, trials: Mapping[str, str]) -> str:
+def _sweep_source_message(source: str, trials: Mapping[str, str]) -> str:
     if source in trials:
         why = f"a trial of the sweep {trials[source]} and may leave without an adapter"
     else:
@@ -382,17 +390,17 @@ def _swept(source: str, trials: Mapping[str, str]) -> str:
     return f"{source} is {why}; in a later run write the path of a folder in {best} as init_from"
 
 
-def _unknown(source: str, others: Sequence[str]) -> str:
-    sentence = f"there is no job {show(source)} in this run"
-    if near := nearest(source, others):
+def _unknown_source_message(source: str, known_names: Sequence[str]) -> str:
+    sentence = f"there is no job {format_value(source)} in this run"
+    if near := nearest(source, known_names):
         return f"{sentence}; did you mean {near}?"
-    if not others:
+    if not known_names:
         return f"{sentence}; for a folder write its path as init_from"
-    more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
-    return f"{sentence}; its other jobs are {', '.join(others[:MAX_NAMED])}{more}"
+    more = f" and {len(known_names) - MAX_NAMED} more" if len(known_names) > MAX_NAMED else ""
+    return f"{sentence}; its other jobs are {', '.join(known_names[:MAX_NAMED])}{more}"
 
 
-def _circle(name: str, sources: Mapping[str, str]) -> list[str]:
+def _source_cycle(name: str, sources: Mapping[str, str]) -> list[str]:
     """Return the chain of sources from `name` back to itself; empty if it does not lead back."""
     way = [name]
     while (source := sources.get(way[-1], "")) and source not in way:
@@ -401,10 +409,10 @@ def _circle(name: str, sources: Mapping[str, str]) -> list[str]:
 
 
 def check_names(
-    jobs: Sequence[JobSpec], known: Sequence[str], locate: Callable[..., str] = locate_in_job
+    jobs: Sequence[JobSpec], known_names: Sequence[str], locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
     """Return the faults of `name_faults` as mistakes, for jobs created in Python."""
-    return [Mistake(locate(name, *SOURCE), sentence) for name, sentence in name_faults(jobs, known)]
+    return [Mistake(locate(name, *SOURCE), sentence) for name, sentence in name_faults(jobs, known_names)]
 
 
 def check_starts(
@@ -416,32 +424,33 @@ def check_starts(
         Mistake(locate(job.name, *SOURCE), sentence)
         for job in jobs
         if (source := source_job(job.adapter)) in adapters
-        and (sentence := _misfit(source, adapters[source], job.adapter, shape))
+        and (sentence := _mismatch_reason(source, adapters[source], job.adapter, shape))
     ]
 
 
-def _misfit(source: str, before: TargetSpec, own: TargetSpec, shape: ModelShape) -> str:
-    """Return why a job with adapter `own` cannot start from the adapter `before`; empty if it can."""
-    if before.kind != own.kind:
-        return f"{source} is a {before.kind} adapter; write kind: {before.kind}"
-    if differ := [site for site in shape.sites if before.adapts(site) != own.adapts(site)]:
-        where = "this job" if own.adapts(differ[0]) else source
+def _mismatch_reason(source: str, source_adapter: TargetSpec, adapter: TargetSpec, shape: ModelShape) -> str:
+    """Return why a job with this adapter cannot start from `source_adapter`; empty if it can."""
+    if source_adapter.kind != adapter.kind:
+        return f"{source} is a {source_adapter.kind} adapter; write kind: {source_adapter.kind}"
+    if differ := [site for site in shape.sites if source_adapter.adapts(site) != adapter.adapts(site)]:
+        where = "this job" if adapter.adapts(differ[0]) else source
         keys = "adapter.targets and adapter.target_parameters" if shape.mixes else "adapter.targets"
         more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
         return (
             f"{source} and this job do not adapt the same sites: only {where} does {differ[0].name}{more}; "
             f"set {keys} as {source} has it"
         )
-    if before.shapes_outside(shape.sites) != own.shapes_outside(shape.sites):
+    if source_adapter.shapes_outside(shape.sites) != adapter.shapes_outside(shape.sites):
         return f"{source} has weights of other shapes; write adapter as {source} has it"
-    if before.trained_tokens != own.trained_tokens:
+    if source_adapter.trained_tokens != adapter.trained_tokens:
         return f"{source} trains other tokens; set adapter.trainable_token_indices as {source} has it"
     for site in shape.sites:
-        if own.adapts(site) and before.rank_at(site.name) != own.rank_at(site.name):
+        if adapter.adapts(site) and source_adapter.rank_at(site.name) != adapter.rank_at(site.name):
             return (
-                f"{source} has rank {before.rank_at(site.name)} at {site.name}, the job asks for "
-                f"{own.rank_at(site.name)}; set adapter.rank and adapter.rank_pattern as {source} has them"
+                f"{source} has rank {source_adapter.rank_at(site.name)} at {site.name}, the job asks for "
+                f"{adapter.rank_at(site.name)}; set adapter.rank and adapter.rank_pattern as {source} has "
+                "them"
             )
-        if own.adapts(site) and before.shapes_at(site) != own.shapes_at(site):
+        if adapter.adapts(site) and source_adapter.shapes_at(site) != adapter.shapes_at(site):
             return f"{source} has weights of other shapes at {site.name}; write adapter as {source} has it"
     return ""

@@ -16,22 +16,22 @@ from typing import Annotated, Any, ClassVar, Literal, Required, TypedDict
 from weftune.adapters.kinds import KINDS, AdapterSpec
 from weftune.adapters.target import FromJob
 from weftune.base.spec import BaseSpec, RopeScaling
-from weftune.core.bounds import MAX_COUNT, RUN_SHARE, SEED, Bound, show
+from weftune.core.bounds import MAX_COUNT, RUN_SHARE, SEED, Bound, format_value
 from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 CUTOFF = 0.8
 """Minimum similarity of a suggestion. It is above 0.75, since changing one letter of four can give another
 word, as in dora and lora."""
-LEAST_LETTERS = 3
+MIN_LETTERS = 3
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def nearest(word: str, known_words: Iterable[str]) -> str | None:
     """Return the known name that `word` misspells, or the only known name that it abbreviates or is an
     anagram of."""
-    names = list(known)
+    names = list(known_words)
     near = difflib.get_close_matches(word, names, n=1, cutoff=CUTOFF)
-    if not near and len(word) >= LEAST_LETTERS:
+    if not near and len(word) >= MIN_LETTERS:
         near = [name for name in names if name.startswith(word) or sorted(name) == sorted(word)]
     return near.pop() if len(near) == 1 else None
 
@@ -41,7 +41,7 @@ MAX_NAME_LETTERS = 64
 DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
 """Names that Windows reserves, with or without a suffix."""
 
-OURS = {
+OUTPUT_NAMES = {
     "metrics.jsonl", "windows.jsonl", "status.json", "learned.json", "promise.json", "shares.json",
     "report.html", "ranks", "tensorboard", "wandb", "mlruns",
 }  # fmt: skip
@@ -52,23 +52,24 @@ def name_fault(name: Any) -> str | None:
     """Return the error message for a job's name, or None if it is valid."""
     if not isinstance(name, str):
         hint = "" if name is None or isinstance(name, list | tuple | dict) else "; write it in quotes"
-        return f"must be text, got {show(name)}{hint}"
+        return f"must be text, got {format_value(name)}{hint}"
     if not name:
         return "must not be empty"
     if len(name) > MAX_NAME_LETTERS:
         return f"must have at most {MAX_NAME_LETTERS} letters, got {len(name)}"
     if "/" in name or "\\" in name or name in (".", ".."):
-        return f"must be a plain name and no path, got {show(name)}"
+        return f"must be a plain name and no path, got {format_value(name)}"
     if name[0] in ".-":
-        return f"must not start with a dot or a dash, got {show(name)}"
+        return f"must not start with a dot or a dash, got {format_value(name)}"
     if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name.endswith("."):
-        return f"must be made of ASCII letters, digits, . _ and - and not end with a dot, got {show(name)}"
-    if name.lower() in OURS or name.lower().partition(".")[0] in DEVICES:
-        return f"{show(name)} is a reserved name; choose another"
+        shown = format_value(name)
+        return f"must be made of ASCII letters, digits, . _ and - and not end with a dot, got {shown}"
+    if name.lower() in OUTPUT_NAMES or name.lower().partition(".")[0] in DEVICES:
+        return f"{format_value(name)} is a reserved name; choose another"
     return None
 
 
-def repeated(names: Sequence[Any]) -> Iterator[tuple[int, str]]:
+def repeated_names(names: Sequence[Any]) -> Iterator[tuple[int, str]]:
     """Yield the position of every name that an earlier job already has, with the error message."""
     first: dict[str, int] = {}
     for index, name in enumerate(names):
@@ -78,9 +79,12 @@ def repeated(names: Sequence[Any]) -> Iterator[tuple[int, str]]:
         if earlier == index:
             continue
         if names[earlier] == name:
-            yield index, f"{show(name)} is already the name of jobs[{earlier}]; choose another"
+            yield index, f"{format_value(name)} is already the name of jobs[{earlier}]; choose another"
         else:
-            yield index, f"{show(name)} differs from the name of jobs[{earlier}] only by case; choose another"
+            yield (
+                index,
+                f"{format_value(name)} differs from the name of jobs[{earlier}] only by case; choose another",
+            )
 
 
 Objective = Literal["sft"]
@@ -303,24 +307,24 @@ def unknown_key(section: str, key: str) -> str:
         return f"write {plain}"
     if plain in RENAMED:
         advice = f" ({ADVICE[plain]})" if plain in ADVICE else ""
-        return f"write {_name_from(section, RENAMED[plain])}{advice}"
+        return f"write {_relative_name(section, RENAMED[plain])}{advice}"
     if plain in ANSWERED:
         return ANSWERED[plain]
     homes = [home for home, keys in SECTIONS.items() if home not in (*INNER, section) and plain in keys]
     if homes:
-        return f"is not a key of {title}; write {_name_from(section, f'{homes[0]}.{plain}')}"
+        return f"is not a key of {title}; write {_relative_name(section, f'{homes[0]}.{plain}')}"
     near = nearest(plain, known)
     if near:
         return f"is not a key of {title}; did you mean {near}?"
     everywhere = {name: home for home, keys in SECTIONS.items() if home not in INNER for name in keys}
     near = nearest(plain, everywhere)
     if near:
-        name = _name_from(section, f"{everywhere[near]}.{near}")
+        name = _relative_name(section, f"{everywhere[near]}.{near}")
         return f"is not a key of {title}; did you mean {name}?"
     return f"is not a key of {title}; its keys are {', '.join(known)}"
 
 
-def _name_from(section: str, target: str) -> str:
+def _relative_name(section: str, target: str) -> str:
     """Return the name of `target` relative to `section`, in which the user wrote it."""
     home, _, key = target.rpartition(".")
     home = home or "job"

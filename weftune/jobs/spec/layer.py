@@ -48,7 +48,7 @@ class Fault:
 ABSENT: Any = object()
 
 
-def step_into(value: Any, part: str | int) -> Any:
+def child_value(value: Any, part: str | int) -> Any:
     """Return the value at `part` of a mapping or list, or ABSENT."""
     if isinstance(value, Mapping):
         return value.get(part, ABSENT)
@@ -57,7 +57,7 @@ def step_into(value: Any, part: str | int) -> Any:
     return ABSENT
 
 
-def dotted(loc: Loc) -> str:
+def dotted_name(loc: Loc) -> str:
     """Return `("jobs", 2, "adapter")` as `jobs[2].adapter`."""
     text = ""
     for part in loc:
@@ -73,7 +73,7 @@ def places_of(tree: Any, root: Loc = (), file: str = "", lines: Mapping[Loc, int
 
     def visit(value: Any, loc: Loc, line: int) -> None:
         line = known.get(root + loc, line)
-        places[loc] = Place(file, line, dotted(root + loc))
+        places[loc] = Place(file, line, dotted_name(root + loc))
         if loc and loc[-1] == ROWS:
             return
         if isinstance(value, Mapping):
@@ -94,16 +94,16 @@ def place_of(places: Places, loc: Loc) -> Place:
     return places[loc]
 
 
-def wrap(places: Places, at: Loc, key: str) -> None:
-    """Expand a shorthand: move the places of everything written at `at` one level deeper, under `key`."""
+def nest_places(places: Places, outer_loc: Loc, key: str) -> None:
+    """Expand a shorthand: move the places of all values at `outer_loc` one level deeper, under `key`."""
     for loc, place in list(places.items()):
-        if loc[: len(at)] == at:
-            places[(*at, key, *loc[len(at) :])] = place
+        if loc[: len(outer_loc)] == outer_loc:
+            places[(*outer_loc, key, *loc[len(outer_loc) :])] = place
 
 
-def in_file_order(found: list[Mistake]) -> list[Mistake]:
+def sort_mistakes(mistakes: list[Mistake]) -> list[Mistake]:
     """Return the mistakes by line, each once: one in `defaults` would otherwise be repeated for every job."""
-    return list(dict.fromkeys(sorted(found, key=lambda mistake: mistake.line)))
+    return list(dict.fromkeys(sorted(mistakes, key=lambda mistake: mistake.line)))
 
 
 ALTERNATIVES: Mapping[Loc, tuple[str, str]] = {(): ("epochs", "steps"), ("eval",): ("path", "fraction")}
@@ -117,13 +117,13 @@ class Layer:
     places: Places
 
 
-def written_out(values: Mapping[str, Any], places: Places) -> Layer:
+def expand_shorthands(values: Mapping[str, Any], places: Places) -> Layer:
     """Return the layer with shorthands expanded, so that layers can be merged key by key."""
     whole, places = dict(values), dict(places)
     data = whole.get("data")
     if isinstance(data, str | list | tuple):
         whole["data"] = data = {"path": data}
-        wrap(places, ("data",), "path")
+        nest_places(places, ("data",), "path")
     if isinstance(data, Mapping) and isinstance(data.get("path"), list | tuple):
         sources = [{"path": item} if isinstance(item, str) else item for item in data["path"]]
         plain = {index for index, item in enumerate(data["path"]) if isinstance(item, str)}
@@ -136,44 +136,44 @@ def written_out(values: Mapping[str, Any], places: Places) -> Layer:
     stop = whole.get("early_stop")
     if isinstance(stop, numbers.Real) and not isinstance(stop, bool):
         whole["early_stop"] = {"patience": stop}
-        wrap(places, ("early_stop",), "patience")
+        nest_places(places, ("early_stop",), "patience")
     return Layer(whole, places)
 
 
-def merged(defaults: Layer, own: Layer) -> Layer:
-    """Return `own` merged over `defaults`: mappings merge deeply, everything else is replaced."""
-    values = _merge(defaults.values, own.values, ())
-    places = {loc: place for loc, place in defaults.places.items() if loc and _holds(values, loc)}
-    return Layer(values, places | own.places)
+def merge_layers(defaults: Layer, layer: Layer) -> Layer:
+    """Return `layer` merged over `defaults`: mappings merge deeply, everything else is replaced."""
+    values = _merge(defaults.values, layer.values, ())
+    places = {loc: place for loc, place in defaults.places.items() if loc and _has_value(values, loc)}
+    return Layer(values, places | layer.places)
 
 
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any], loc: Loc) -> dict[str, Any]:
-    result = dict(below)
+def _merge(defaults: Mapping[str, Any], values: Mapping[str, Any], loc: Loc) -> dict[str, Any]:
+    result = dict(defaults)
     one, other = ALTERNATIVES.get(loc, ("", ""))
-    if above.get(one) is not None:
+    if values.get(one) is not None:
         result.pop(other, None)
-    if above.get(other) is not None:
+    if values.get(other) is not None:
         result.pop(one, None)
-    for key, value in above.items():
+    for key, value in values.items():
         lower = result.get(key)
         both = isinstance(lower, Mapping) and isinstance(value, Mapping)
         result[key] = _merge(lower, value, (*loc, key)) if both else value  # type: ignore[arg-type]
     return result
 
 
-def _holds(values: Any, loc: Loc) -> bool:
+def _has_value(values: Any, loc: Loc) -> bool:
     for part in loc:
-        values = step_into(values, part)
+        values = child_value(values, part)
     return values is not ABSENT
 
 
-def from_python(keywords: Mapping[str, Any]) -> Layer:
+def layer_from_keywords(keywords: Mapping[str, Any]) -> Layer:
     """Return the keywords of a JobSpec as a layer, the same as for these keys in a file."""
     values = dict(keywords)
     if is_rows(values.get("data")):
         values["data"] = {ROWS: values["data"]}
     values = {key: plain_values(value) for key, value in values.items()}
-    return written_out(values, places_of(values))
+    return expand_shorthands(values, places_of(values))
 
 
 def is_rows(data: Any) -> bool:

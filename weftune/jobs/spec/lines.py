@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from weftune.errors import Mistake, SpecError
-from weftune.jobs.spec.layer import Loc, Place, dotted
+from weftune.jobs.spec.layer import Loc, Place, dotted_name
 
 MAX_NODES = 50_000
 """Maximum number of values in a file, more than any real file has: nested aliases can expand a few lines to
@@ -75,7 +75,7 @@ class Document:
         self.values = self._value(node, ())
 
     def _fault(self, node: yaml.Node, loc: Loc, sentence: str) -> None:
-        place = Place(self.file, node.start_mark.line + 1, dotted(loc))
+        place = Place(self.file, node.start_mark.line + 1, dotted_name(loc))
         self.faults.append(place.mistake(sentence))
 
     def _value(self, node: yaml.Node, loc: Loc) -> Any:
@@ -88,7 +88,7 @@ class Document:
             return self._scalar(node, loc)
         if id(node) in self._open:
             # The node is the anchored value, which begins further up than its alias.
-            place = Place(self.file, self.lines[loc], dotted(loc))
+            place = Place(self.file, self.lines[loc], dotted_name(loc))
             self.faults.append(place.mistake("an alias stands inside the thing it names; remove it"))
             return None
         self._open.add(id(node))
@@ -108,7 +108,7 @@ class Document:
         result: dict[str, Any] = {}
         for key, value in node.value:
             if key.tag == TAG + "merge":
-                result = self._merged(value, loc) | result
+                result = self._merge_values(value, loc) | result
         first: dict[str, int] = {}
         for key, value in node.value:
             if key.tag == TAG + "merge":
@@ -125,7 +125,7 @@ class Document:
             result[key.value] = self._value(value, here)
         return result
 
-    def _merged(self, node: yaml.Node, loc: Loc) -> dict[str, Any]:
+    def _merge_values(self, node: yaml.Node, loc: Loc) -> dict[str, Any]:
         """Return what `<<` merges in: one mapping, or a list of mappings, of which the earlier win."""
         parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
         result: dict[str, Any] = {}

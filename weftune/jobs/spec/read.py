@@ -9,30 +9,38 @@ from pathlib import Path
 from typing import Any, get_args
 
 from weftune.base.spec import DEMO, BaseSpec
-from weftune.core.bounds import show
+from weftune.core.bounds import format_value
 from weftune.core.shapes import ModelShape
 from weftune.errors import Mistake, SpecError, UserError
-from weftune.jobs.spec.build import build_job, exists, is_hub_id, is_revision, missing, place_in, rope_checked
+from weftune.jobs.spec.build import (
+    build_job,
+    exists,
+    is_hub_id,
+    is_revision,
+    missing_path_message,
+    resolve_path,
+    rope_checked,
+)
 from weftune.jobs.spec.checks import SOURCE, check_on_base, name_faults
-from weftune.jobs.spec.keys import SECTIONS, repeated, unknown_key
+from weftune.jobs.spec.keys import SECTIONS, repeated_names, unknown_key
 from weftune.jobs.spec.layer import (
     ROWS,
     Layer,
     Loc,
     Place,
     Places,
-    dotted,
-    in_file_order,
+    dotted_name,
+    expand_shorthands,
     is_rows,
-    merged,
+    merge_layers,
     place_of,
     places_of,
-    written_out,
+    sort_mistakes,
 )
 from weftune.jobs.spec.lines import MAX_NODES, read_yaml
 from weftune.jobs.spec.schema import EXPECTED, build
 from weftune.jobs.spec.spec import JobSpec, RunSpec, Tracker
-from weftune.jobs.sweeps.read import expand, trial_clashes
+from weftune.jobs.sweeps.read import expand_sweep, trial_clashes
 from weftune.jobs.sweeps.spec import Sweep
 
 OUTPUT = "output"
@@ -71,14 +79,14 @@ class _Reader:
     file: str
     folder: Path
     lines: Mapping[Loc, int]
-    broken: list[Mistake]
+    yaml_mistakes: list[Mistake]
     """Mistakes in the YAML itself; no other mistakes are reported for the same values."""
     shape_of: ShapeOf | None = None
-    found: list[Mistake] = field(default_factory=list)
+    mistakes: list[Mistake] = field(default_factory=list)
 
     def run(self, values: Any, file: Path | None) -> RunSpec:
         if not isinstance(values, Mapping):
-            got = "it is empty" if values is None else f"it holds {show(values)}"
+            got = "it is empty" if values is None else f"it holds {format_value(values)}"
             self.fault((), f"must be a mapping with the keys base and jobs, but {got}")
             self.raise_mistakes()
         if not values.keys() >= {"base"}:
@@ -107,12 +115,12 @@ class _Reader:
         self.raise_mistakes(self.target_mistakes(run))
         return run
 
-    def raise_mistakes(self, more: Sequence[Mistake] = ()) -> None:
-        unread = {mistake.location for mistake in self.broken}
-        mistakes = self.broken + [one for one in self.found if one.location not in unread]
-        if mistakes or more:
+    def raise_mistakes(self, more_mistakes: Sequence[Mistake] = ()) -> None:
+        unread = {mistake.location for mistake in self.yaml_mistakes}
+        mistakes = self.yaml_mistakes + [one for one in self.mistakes if one.location not in unread]
+        if mistakes or more_mistakes:
             # Trials share the place of a wrong target.
-            raise SpecError([*in_file_order(mistakes), *dict.fromkeys(more)])
+            raise SpecError([*sort_mistakes(mistakes), *dict.fromkeys(more_mistakes)])
 
     def target_mistakes(self, run: RunSpec) -> Sequence[Mistake]:
         """Return the mistakes in targets; a base that cannot be inspected is also a mistake."""
@@ -128,12 +136,12 @@ class _Reader:
 
     def fault(self, loc: Loc, sentence: str) -> None:
         line = next((self.lines[loc[:n]] for n in range(len(loc), -1, -1) if loc[:n] in self.lines), 0)
-        self.found.append(Place(self.file, line, dotted(loc)).mistake(sentence))
+        self.mistakes.append(Place(self.file, line, dotted_name(loc)).mistake(sentence))
 
     def base(self, value: Any) -> BaseSpec | None:
         keys = {"model": value} if isinstance(value, str) else value
         if not isinstance(keys, Mapping):
-            self.fault(("base",), f"must be {EXPECTED[('base',)]}, got {show(value)}")
+            self.fault(("base",), f"must be {EXPECTED[('base',)]}, got {format_value(value)}")
             return None
         known = {key: keys[key] for key in keys if key in SECTIONS["base"]}
         for key in keys:
@@ -147,12 +155,14 @@ class _Reader:
                 self.fault(loc, sentence)
             return None
         assert isinstance(base, BaseSpec)
-        return self.located_base(base, ("base",) if isinstance(value, str) else ("base", "model"))
+        return self.resolve_base(base, ("base",) if isinstance(value, str) else ("base", "model"))
 
-    def located_base(self, base: BaseSpec, loc: Loc) -> BaseSpec:
-        path = place_in(self.folder, base.model)
+    def resolve_base(self, base: BaseSpec, loc: Loc) -> BaseSpec:
+        path = resolve_path(self.folder, base.model)
         if base.revision is not None and not is_revision(base.revision):
-            self.fault(("base", "revision"), f"must be a branch, tag or commit, got {show(base.revision)}")
+            self.fault(
+                ("base", "revision"), f"must be a branch, tag or commit, got {format_value(base.revision)}"
+            )
         if not base.model:
             self.fault(loc, "must not be empty")
         elif base.model == DEMO:
@@ -160,34 +170,34 @@ class _Reader:
         elif exists(path):
             return replace(base, model=str(path), written=base.model)
         elif not is_hub_id(base.model):
-            self.fault(loc, missing(self.folder, base.model, "file or folder"))
+            self.fault(loc, missing_path_message(self.folder, base.model, "file or folder"))
         return base
 
     def output(self, value: Any) -> Path:
         if value is not None and (not isinstance(value, str) or not value):
-            self.fault(("output",), f"must be the path of a folder, got {show(value)}")
+            self.fault(("output",), f"must be the path of a folder, got {format_value(value)}")
             value = None
-        path = place_in(self.folder, value or OUTPUT)
+        path = resolve_path(self.folder, value or OUTPUT)
         if exists(path) and not path.is_dir():
-            self.fault(("output",), f"{show(value or OUTPUT)} is a file; name a folder")
+            self.fault(("output",), f"{format_value(value or OUTPUT)} is a file; name a folder")
         return path
 
     def report_to(self, value: Any) -> tuple[Tracker, ...]:
         known = get_args(Tracker)
         trackers = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(trackers, list):
-            self.fault(("report_to",), f"must be a list of {', '.join(known)}, got {show(value)}")
+            self.fault(("report_to",), f"must be a list of {', '.join(known)}, got {format_value(value)}")
             return ()
         for index, tracker in enumerate(trackers):
             if tracker not in known:
                 loc: Loc = ("report_to",) if isinstance(value, str) else ("report_to", index)
-                sentence = f"must be {', '.join(known[:-1])} or {known[-1]}, got {show(tracker)}"
+                sentence = f"must be {', '.join(known[:-1])} or {known[-1]}, got {format_value(tracker)}"
                 self.fault(loc, f"{sentence}; for none leave report_to out")
         return tuple(dict.fromkeys(tracker for tracker in trackers if tracker in known))
 
     def deterministic(self, value: Any) -> bool:
         if not isinstance(value, bool):
-            self.fault(("deterministic",), f"must be true or false, got {show(value)}")
+            self.fault(("deterministic",), f"must be true or false, got {format_value(value)}")
         return value is True
 
     def jobs(
@@ -198,7 +208,9 @@ class _Reader:
             loc: Loc = ("jobs",) if "jobs" in values else ()
             self.fault(
                 loc,
-                f"must be a list of at least one job, got {show(listed)}" if loc else "needs jobs: a list",
+                f"must be a list of at least one job, got {format_value(listed)}"
+                if loc
+                else "needs jobs: a list",
             )
             return (), (), {}
         defaults = self.defaults(values.get("defaults"))
@@ -215,33 +227,35 @@ class _Reader:
         for index, keys in enumerate(listed):
             loc = ("jobs", index)
             if not isinstance(keys, Mapping):
-                self.fault(loc, f"must be a mapping such as {{name: a, data: rows.jsonl}}, got {show(keys)}")
+                self.fault(
+                    loc, f"must be a mapping such as {{name: a, data: rows.jsonl}}, got {format_value(keys)}"
+                )
                 continue
-            layer = merged(defaults, self.layer(keys, loc))
+            layer = merge_layers(defaults, self.layer(keys, loc))
             if "sweep" in keys:
-                sweep, trials, found = expand(layer, self.folder)
-                self.found.extend(found)
+                sweep, trials, found = expand_sweep(layer, self.folder)
+                self.mistakes.extend(found)
                 sweeps += [sweep] if sweep is not None else []
                 made += [job for job, _ in trials]
                 places |= {job.name: where for job, where in trials}
                 continue
             job, found = build_job(JobSpec, layer, self.folder)
-            self.found.extend(found)
+            self.mistakes.extend(found)
             if job is not None:
                 made.append(job)
                 places[job.name] = layer.places
         names = [keys.get("name") if isinstance(keys, Mapping) else None for keys in listed]
-        for index, sentence in (*repeated(names), *trial_clashes(names, sweeps)):
+        for index, sentence in (*repeated_names(names), *trial_clashes(names, sweeps)):
             self.fault(("jobs", index, "name"), sentence)
         known = [name for name in names if isinstance(name, str)]
         trial_names = {trial.name: sweep.name for sweep in sweeps for trial in sweep.trials}
         for name, sentence in name_faults(made, known, trial_names):
-            self.found.append(place_of(places[name], SOURCE).mistake(sentence))
+            self.mistakes.append(place_of(places[name], SOURCE).mistake(sentence))
         return tuple(made), tuple(sweeps), places
 
     def defaults(self, values: Any) -> Layer:
         if values is not None and not isinstance(values, Mapping):
-            self.fault(("defaults",), f"must be a mapping of a job's keys, got {show(values)}")
+            self.fault(("defaults",), f"must be a mapping of a job's keys, got {format_value(values)}")
             values = None
         keys = dict(values or {})
         if "name" in keys:
@@ -260,4 +274,4 @@ class _Reader:
         elif isinstance(data, Mapping) and "rows" in data:
             self.fault((*loc, "data", "rows"), "write the rows to a file, and its path as data.path")
             keys = {**keys, "data": {key: value for key, value in data.items() if key != "rows"}}
-        return written_out(keys, places_of(keys, loc, self.file, self.lines))
+        return expand_shorthands(keys, places_of(keys, loc, self.file, self.lines))

@@ -11,9 +11,9 @@ from typing import Any
 from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.build import build_job
 from weftune.jobs.spec.keys import SECTIONS, unknown_key
-from weftune.jobs.spec.layer import from_python, merged, places_of, written_out
+from weftune.jobs.spec.layer import expand_shorthands, layer_from_keywords, merge_layers, places_of
 from weftune.jobs.spec.lines import parse_yaml
-from weftune.jobs.spec.spec import JobSpec, changed_keys, resolved
+from weftune.jobs.spec.spec import JobSpec, changed_keys, resolve_job
 from weftune.jobs.store.status import resume_line
 
 CHANGEABLE = (
@@ -49,20 +49,20 @@ class Retry:
 
 
 def read_changes(
-    words: Sequence[str], command: str | None = None, jobs: Sequence[str] = ()
+    assignments: Sequence[str], command: str | None = None, jobs: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Read every `--set KEY=VALUE`; values are parsed as in the jobs file. `command` is the command that
     resumes the run, and `jobs` are the jobs to retry."""
     changes: dict[str, Any] = {}
     mistakes: list[Mistake] = []
-    for word in words:
+    for word in assignments:
         key, equals, text = word.partition("=")
         key = key.strip()
         if not equals or not key:
             mistakes.append(Mistake(f"--set {word}", "write KEY=VALUE, such as learning_rate=1e-5"))
         elif key not in CHANGEABLE:
             restart = resume_line(command, restart=jobs or ["JOB"])
-            mistakes.append(Mistake(f"--set {key}", _refusal(key, restart)))
+            mistakes.append(Mistake(f"--set {key}", _refusal_message(key, restart)))
         else:
             changes[key] = parse_yaml(text, f"--set {key}").values
     if mistakes:
@@ -70,7 +70,7 @@ def read_changes(
     return changes
 
 
-def _refusal(key: str, restart: str) -> str:
+def _refusal_message(key: str, restart: str) -> str:
     section, _, last = key.rpartition(".")
     known = SECTIONS.get(section or "job", ())
     if last not in known:
@@ -85,22 +85,24 @@ def with_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
     """Return the job with these dotted keys changed, checked as if the jobs file contained them."""
     if not changes:
         return job
-    below = from_python({item.name: getattr(job, item.name) for item in fields(JobSpec)})
-    nested = _nested(changes)
-    made, found = build_job(JobSpec, merged(below, written_out(nested, places_of(nested))), Path.cwd())
+    below = layer_from_keywords({item.name: getattr(job, item.name) for item in fields(JobSpec)})
+    nested = _nest_keys(changes)
+    made, found = build_job(
+        JobSpec, merge_layers(below, expand_shorthands(nested, places_of(nested))), Path.cwd()
+    )
     if made is None:
         raise SpecError([Mistake(f"--set {one.location}", one.sentence) for one in found])
     return made
 
 
-def as_retried(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec:
+def apply_retries(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec:
     """Return the job of the file with the changes of earlier retries. A key that now has a third value in the
     file keeps it, so that it is refused like any other change."""
     known: dict[str, list[Any]] = {}
     for retry in retries:
         for key, change in retry["changed"].items():
             known.setdefault(key, []).extend((change["from"], change["to"]))
-    plain = resolved(job)
+    plain = resolve_job(job)
     return with_changes(
         job, {key: values[-1] for key, values in known.items() if value_at(plain, key) in values}
     )
@@ -112,7 +114,7 @@ def new_retry(old: Mapping[str, Any], new: Mapping[str, Any], step: int, reason:
     return Retry(step, reason, changed, time.time())
 
 
-def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
+def _nest_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in changes.items():
         section, _, last = key.rpartition(".")
@@ -124,9 +126,9 @@ def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def value_at(plain: Mapping[str, Any], key: str) -> Any:
+def value_at(values: Mapping[str, Any], key: str) -> Any:
     """Return the value of a dotted key in a resolved job; None if the job has no such key."""
-    value: Any = plain
+    value: Any = values
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value

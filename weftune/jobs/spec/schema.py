@@ -15,9 +15,9 @@ from pydantic_core import ErrorDetails
 
 from weftune.adapters.kinds import KINDS as ADAPTER_KINDS
 from weftune.base.spec import RopeScaling
-from weftune.core.bounds import Bound, show
+from weftune.core.bounds import Bound, format_value
 from weftune.jobs.spec.keys import JobKeys, nearest, unknown_key
-from weftune.jobs.spec.layer import ABSENT, Fault, Loc, step_into
+from weftune.jobs.spec.layer import ABSENT, Fault, Loc, child_value
 from weftune.jobs.sweeps.spec import SweepSpec
 
 EXPECTED: Mapping[Loc, str] = {
@@ -87,14 +87,14 @@ ANY = "*"
 
 
 @cache
-def _adapter_of(record: type) -> TypeAdapter[Any]:
+def _type_adapter(record: type) -> TypeAdapter[Any]:
     return TypeAdapter(record)
 
 
 def build(record: type, values: Mapping[str, Any], section: str = "job", root: Loc = ()) -> Any | list[Fault]:
     """Create `record` from `values`, or return their faults; `root` is the values' location in the job."""
     try:
-        return _adapter_of(record).validate_python(values)
+        return _type_adapter(record).validate_python(values)
     except ValidationError as error:
         return list(_faults(error, values, section, root))
 
@@ -115,7 +115,7 @@ def _location(item: ErrorDetails, values: Any) -> Loc:
     loc = item["loc"]
     found: list[str | int] = []
     for index, part in enumerate(loc):
-        below = step_into(values, part)
+        below = child_value(values, part)
         is_missing_key = index == len(loc) - 1 and item["type"] in MISSING
         if below is not ABSENT:
             values = below
@@ -138,7 +138,7 @@ def _fault(loc: Loc, item: ErrorDetails, section: str) -> Fault:
     if expected is None:
         return Fault(loc, f"cannot be used: {item['msg']}")
     hint = "; write it in quotes" if kind == "string_type" and isinstance(value, int | float) else ""
-    return Fault(loc, f"must be {expected}, got {show(value)}{hint}")
+    return Fault(loc, f"must be {expected}, got {format_value(value)}{hint}")
 
 
 def section_of(loc: Loc, section: str = "job") -> str:
@@ -153,7 +153,7 @@ def choice_sentence(choices: Sequence[str], value: Any) -> str:
     listed = ", ".join(choices[:-1]) + " or " + choices[-1] if len(choices) > 1 else choices[0]
     near = nearest(str(value).lower(), choices)
     hint = f"; did you mean {near}?" if near else "; there is no other yet" if len(choices) == 1 else ""
-    return f"must be {listed}, got {show(value)}{hint}"
+    return f"must be {listed}, got {format_value(value)}{hint}"
 
 
 # -- numbers --------------------------------------------------------------------------------------------
@@ -195,12 +195,12 @@ def bound_at(loc: Loc) -> Bound | None:
 
 def number_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
     for pattern, bound in BOUNDS.items():
-        for loc, value in _found(values, pattern):
+        for loc, value in _matching_values(values, pattern):
             if (sentence := bound.fault(value)) is not None:
                 yield Fault(loc, sentence)
 
 
-def _found(value: Any, pattern: Loc, loc: Loc = ()) -> Iterator[tuple[Loc, Any]]:
+def _matching_values(value: Any, pattern: Loc, loc: Loc = ()) -> Iterator[tuple[Loc, Any]]:
     """Yield every value that `pattern` matches, with its location; absent keys are skipped."""
     if len(loc) == len(pattern):
         yield loc, value
@@ -208,7 +208,7 @@ def _found(value: Any, pattern: Loc, loc: Loc = ()) -> Iterator[tuple[Loc, Any]]
     part = pattern[len(loc)]
     if isinstance(value, Mapping):
         for key in value if part == ANY else [part] if part in value else []:
-            yield from _found(value[key], pattern, (*loc, key))
+            yield from _matching_values(value[key], pattern, (*loc, key))
     elif isinstance(value, list | tuple) and part == ANY:
         for index, item in enumerate(value):
-            yield from _found(item, pattern, (*loc, index))
+            yield from _matching_values(item, pattern, (*loc, index))

@@ -17,7 +17,15 @@ from weftune.data.spec import DEFAULT_MAX_LENGTH, DataSpec, EvalSpec
 from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.build import build_job
 from weftune.jobs.spec.keys import EarlyStop, JobKeys, Keep, Objective, Schedule
-from weftune.jobs.spec.layer import ROWS, Loc, Places, dotted, from_python, in_file_order, place_of
+from weftune.jobs.spec.layer import (
+    ROWS,
+    Loc,
+    Places,
+    dotted_name,
+    layer_from_keywords,
+    place_of,
+    sort_mistakes,
+)
 from weftune.jobs.sweeps.spec import Sweep
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
@@ -57,9 +65,9 @@ class JobSpec:
     def __init__(self, **keys: Unpack[JobKeys]) -> None:
         if "sweep" in keys:
             raise SpecError(Mistake("sweep", "a JobSpec is one job; give a job with sweep as a mapping"))
-        job, found = build_job(JobSpec, from_python(keys), Path.cwd())
+        job, found = build_job(JobSpec, layer_from_keywords(keys), Path.cwd())
         if job is None:
-            raise SpecError(in_file_order(found))
+            raise SpecError(sort_mistakes(found))
         for item in fields(JobSpec):
             object.__setattr__(self, item.name, getattr(job, item.name))
 
@@ -68,7 +76,7 @@ class JobSpec:
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
-        return max(1, math.ceil(_exact(self.epochs) * batches))
+        return max(1, math.ceil(_decimal_fraction(self.epochs) * batches))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,21 +102,21 @@ class RunSpec:
 
 def locate_in_job(job: str, *loc: str | int) -> str:
     """Return the place of a key in a job that was made in Python."""
-    return f"job {job} {dotted(loc)}"
+    return f"job {job} {dotted_name(loc)}"
 
 
 def in_steps(value: float, total: int) -> int:
     """Return `value` in steps: below 1 it is a share of the run's `total`, rounded up."""
     assert value >= 0
-    return math.ceil(_exact(value) * total) if value < 1 else int(value)
+    return math.ceil(_decimal_fraction(value) * total) if value < 1 else int(value)
 
 
-def _exact(value: float) -> Fraction:
+def _decimal_fraction(value: float) -> Fraction:
     """Return the fraction as written in decimal: 0.07 of 100 steps are 7, but slightly more in floats."""
     return Fraction(repr(float(value)))
 
 
-def resolved(job: JobSpec) -> dict[str, Any]:
+def resolve_job(job: JobSpec) -> dict[str, Any]:
     """Return the job with all defaults filled in, as keys and values of jobs.yaml."""
     whole = {item.name: getattr(job, item.name) for item in fields(JobSpec)}
     whole["betas"] = list(job.betas)
@@ -158,10 +166,10 @@ ADDED_TO_ADAPTERS: Mapping[str, Any] = {
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys in which two resolved jobs differ; a list is compared as a whole."""
-    return sorted(_changed(_completed(old), _completed(new), ()))
+    return sorted(_changed_names(_with_added_keys(old), _with_added_keys(new), ()))
 
 
-def _completed(job: Mapping[str, Any]) -> dict[str, Any]:
+def _with_added_keys(job: Mapping[str, Any]) -> dict[str, Any]:
     whole = {**ADDED, **job}
     if isinstance(adapter := whole.get("adapter"), Mapping):
         whole["adapter"] = {**ADDED_TO_ADAPTERS, **adapter}
@@ -170,12 +178,12 @@ def _completed(job: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def _changed(old: Any, new: Any, loc: Loc) -> list[str]:
+def _changed_names(old: Any, new: Any, loc: Loc) -> list[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         absent = object()
         return [
             name
             for key in {**old, **new}
-            for name in _changed(old.get(key, absent), new.get(key, absent), (*loc, str(key)))
+            for name in _changed_names(old.get(key, absent), new.get(key, absent), (*loc, str(key)))
         ]
     return [] if old == new else [".".join(map(str, loc))]

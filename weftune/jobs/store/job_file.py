@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS
-from weftune.core.files import dump_yaml, kept_lines, load_yaml, refuse_unknown_format, replace_file
+from weftune.core.files import dump_yaml, filtered_lines, load_yaml, refuse_unknown_format, replace_file
 from weftune.errors import OutputError
 from weftune.jobs.store.status import (
     BASE_LOSS,
@@ -30,7 +30,7 @@ from weftune.jobs.store.status import (
 )
 
 CHECKPOINTS = "checkpoints"
-MARK = b"# crc32: "
+CHECKSUM_PREFIX = b"# crc32: "
 __all__ = ["CHECKPOINTS", "JOB_FILE", "DamagedJobFile", "JobFile", "read_job_file", "write_job_file"]
 
 
@@ -49,7 +49,7 @@ def write_job_file(folder: Path, values: dict[str, Any]) -> None:
     text = dump_yaml(values)
     for path in (folder / JOB_FILE, folder / CHECKPOINTS / JOB_FILE):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text + MARK + _checksum(text) + b"\n")
+        replace_file(path, text + CHECKSUM_PREFIX + _checksum(text) + b"\n")
 
 
 def read_job_file(folder: Path) -> JobFile | None:
@@ -60,7 +60,7 @@ def read_job_file(folder: Path) -> JobFile | None:
     complaint = ""
     for path in paths:
         try:
-            values = _parsed(path.read_bytes())
+            values = _parse_job_file(path.read_bytes())
         except (OSError, ValueError) as error:
             complaint = complaint or str(error)
             continue
@@ -69,10 +69,10 @@ def read_job_file(folder: Path) -> JobFile | None:
     raise DamagedJobFile(f"{paths[0]} cannot be used ({complaint})")
 
 
-def _parsed(content: bytes) -> dict[str, Any]:
+def _parse_job_file(content: bytes) -> dict[str, Any]:
     """Parse a job file. Raises ValueError for content that Weftune has not written; a file without a
     checksum, from an older version, must only have the right keys."""
-    text, mark, checksum = content.rpartition(MARK)
+    text, mark, checksum = content.rpartition(CHECKSUM_PREFIX)
     if mark and checksum.strip() != _checksum(text):
         raise ValueError("it does not match its checksum")
     try:
@@ -90,19 +90,19 @@ def _checksum(text: bytes) -> bytes:
     return f"{zlib.crc32(text):08x}".encode()
 
 
-def rebuilt_status(output: Path, complaint: str) -> RunStatus:
+def rebuild_status(output: Path, complaint: str) -> RunStatus:
     """Rebuild the status from the jobs' folders and metrics. Jobs that failed or were cancelled are
     recognised only if a damaged status can still be read in part."""
-    told = _ended(output / STATUS)
+    told = _ended_jobs(output / STATUS)
     folders = sorted(path.parent for path in output.glob(f"*/{JOB_FILE}") if not path.parent.is_symlink())
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for line in _lines(output / METRICS):
         lines.setdefault(str(line.get("job")), []).append(line)
     jobs = {
-        folder.name: told.get(folder.name) or found_job(folder, lines.get(folder.name, ()))
+        folder.name: told.get(folder.name) or status_from_folder(folder, lines.get(folder.name, ()))
         for folder in folders
     }
-    done = ", ".join(f"{name} {_standing(job)}" for name, job in jobs.items()) or "no job had begun"
+    done = ", ".join(f"{name} {_state_phrase(job)}" for name, job in jobs.items()) or "no job had begun"
     note = f"{STATUS} was damaged ({complaint}) and has been rebuilt from the folders of the jobs: {done}."
     return RunStatus(
         started=time.time(),
@@ -112,7 +112,7 @@ def rebuilt_status(output: Path, complaint: str) -> RunStatus:
     )
 
 
-def found_job(folder: Path, lines: Sequence[Mapping[str, Any]] | None = None) -> JobStatus:
+def status_from_folder(folder: Path, lines: Sequence[Mapping[str, Any]] | None = None) -> JobStatus:
     """Derive the status of a job from its folder: finished if its adapter exists, else queued to resume.
     `lines` are the job's metrics, if they were read already."""
     if lines is None:
@@ -141,7 +141,7 @@ def found_job(folder: Path, lines: Sequence[Mapping[str, Any]] | None = None) ->
     )
 
 
-def _ended(path: Path) -> dict[str, JobStatus]:
+def _ended_jobs(path: Path) -> dict[str, JobStatus]:
     """Return the jobs that a damaged status names as failed or cancelled; random damage cannot produce these
     words."""
     found = {}
@@ -154,7 +154,7 @@ def _ended(path: Path) -> dict[str, JobStatus]:
     return found
 
 
-def _standing(job: JobStatus) -> str:
+def _state_phrase(job: JobStatus) -> str:
     if job.state.ended:
         return f"has {job.state}" if job.state is State.SUCCEEDED else f"is {job.state}"
     return "resumes from its last checkpoint" if job.step else "has not begun"
@@ -162,7 +162,7 @@ def _standing(job: JobStatus) -> str:
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:
     with suppress(OSError):
-        return [json.loads(line) for line in kept_lines(path, lambda _: True).splitlines()]
+        return [json.loads(line) for line in filtered_lines(path, lambda _: True).splitlines()]
     return []
 
 

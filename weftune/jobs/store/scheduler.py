@@ -3,7 +3,7 @@
 `plan.layout.seats` has the rule: jobs are ordered by priority, attached jobs before waiting ones, then by the
 order of the file. An attached job is preempted (it is saved and queued again) only if that lets one of higher
 priority be admitted at this boundary. A job that does not fit may be overtaken by smaller ones behind it,
-`MOST_OVERTAKEN` times; then no job behind it is admitted until it is attached, so that no stream of small
+`MAX_OVERTAKES` times; then no job behind it is admitted until it is attached, so that no stream of small
 jobs keeps a large one out. A job too large to run even alone is set aside and blocks no other. A job that
 waits for the adapter of another is not in the queue yet: it cannot be overtaken.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weftune.core.shapes import JobShape
-from weftune.plan.layout.seats import MOST_OVERTAKEN, Fits, Seats, in_order, seat, too_large
+from weftune.plan.layout.seats import MAX_OVERTAKES, Fits, Seats, in_order, seat, too_large
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ def admit(
     present, seated = {job.name for job in attached}, {job.name for job in seats.seated}
     admitted = [job for job in seats.seated if job.name not in present]
     order = in_order(possible, attached)
-    counts = _overtaken(order, seated, present, overtaken or {})
+    counts = _count_overtakes(order, seated, present, overtaken or {})
     return Admission(
         admitted=tuple(job.name for job in admitted),
-        preempted={job.name: _first_before(job, admitted) for job in seats.unseated if job.name in present},
+        preempted={job.name: _replacing_job(job, admitted) for job in seats.unseated if job.name in present},
         waiting=_reasons(seats, present, counts, fits)
         | {name: reason for name, reason in early.items() if name not in never},
         too_large=never,
@@ -57,32 +57,35 @@ def admit(
     )
 
 
-def _first_before(job: JobShape, admitted: Sequence[JobShape]) -> str:
+def _replacing_job(job: JobShape, admitted: Sequence[JobShape]) -> str:
     """Return the admitted job of higher priority whose priority is closest to that of `job`."""
     return [other.name for other in admitted if other.priority > job.priority][-1]
 
 
-def _overtaken(
-    order: Sequence[JobShape], seated: set[str], present: set[str], before: Mapping[str, int]
+def _count_overtakes(
+    order: Sequence[JobShape],
+    admitted_names: set[str],
+    attached_names: set[str],
+    previous_counts: Mapping[str, int],
 ) -> dict[str, int]:
     """Return how often each job that is not admitted has been overtaken."""
     counts: dict[str, int] = {}
     came = 0
     for job in reversed(order):
-        if job.name not in seated:
-            counts[job.name] = before.get(job.name, 0) + came
-        elif job.name not in present:
+        if job.name not in admitted_names:
+            counts[job.name] = previous_counts.get(job.name, 0) + came
+        elif job.name not in attached_names:
             came += 1
     return counts
 
 
-def _reasons(seats: Seats, present: set[str], counts: Mapping[str, int], fits: Fits) -> dict[str, str]:
-    queue = [job for job in seats.unseated if job.name not in present]
+def _reasons(seats: Seats, attached_names: set[str], counts: Mapping[str, int], fits: Fits) -> dict[str, str]:
+    queue = [job for job in seats.unseated if job.name not in attached_names]
     reasons: dict[str, str] = {}
     behind = ""
     for job in queue:
         reasons[job.name] = behind or fits([*seats.seated, job]) or ""
-        if counts[job.name] >= MOST_OVERTAKEN:
+        if counts[job.name] >= MAX_OVERTAKES:
             behind = f"it waits behind {job.name}, which no job may overtake any more"
         elif not behind:
             behind = f"it waits behind {job.name}, which comes first"

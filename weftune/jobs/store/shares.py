@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weftune.core.files import kept_lines, replace_file, replace_json, sync_folder
+from weftune.core.files import filtered_lines, replace_file, replace_json, sync_folder
 from weftune.errors import OutputError
 from weftune.jobs.store.status import (
     LEARNED,
@@ -26,17 +26,17 @@ from weftune.jobs.store.status import (
     State,
     lock_folder,
     read_status,
-    waiting_again,
+    requeue_jobs,
     write_status,
 )
 from weftune.plan.layout.split import DeviceShare
 
 SHARES = ".shares"
 """Folder of the shares' stores while the processes run; no job may have this name."""
-DEALT = "shares.json"
+SHARES_FILE = "shares.json"
 """File of the last division of the jobs into shares, with the measured seconds of each share beside the
 predicted ones."""
-LEAVING = 10.0
+EXIT_SECONDS = 10.0
 """Seconds within which the processes of a killed launcher must notice its end."""
 
 
@@ -53,7 +53,7 @@ def share_folders(output: Path) -> list[Path]:
 # -- before ---------------------------------------------------------------------------------------------
 
 
-def deal(output: Path, status: RunStatus, shares: Sequence[DeviceShare]) -> None:
+def create_shares(output: Path, status: RunStatus, shares: Sequence[DeviceShare]) -> None:
     """Create a store for every share, with everything known about its jobs. All stores appear at once."""
     fresh = output / f"{SHARES}.new"
     shutil.rmtree(fresh, ignore_errors=True)
@@ -69,38 +69,38 @@ def deal(output: Path, status: RunStatus, shares: Sequence[DeviceShare]) -> None
         "before": {"seconds": status.seconds, "solo_seconds": status.solo_seconds},
         "shares": [{"jobs": share.jobs, "predicted_seconds": share.seconds} for share in shares],
     }
-    replace_json(output / DEALT, record)
+    replace_json(output / SHARES_FILE, record)
     fresh.replace(output / SHARES)
     sync_folder(output)
 
 
 def _lines(folder: Path, jobs: Collection[str]) -> bytes:
     """Return the metrics of these jobs."""
-    return kept_lines(folder / METRICS, lambda line: line.get("job") in jobs)
+    return filtered_lines(folder / METRICS, lambda line: line.get("job") in jobs)
 
 
 # -- after ----------------------------------------------------------------------------------------------
 
 
-def gather(output: Path, whole: RunStatus) -> RunStatus:
+def gather(output: Path, run_status: RunStatus) -> RunStatus:
     """Merge the shares' lines and learned models into the output's files, and return the combined status. The
-    caller writes it and calls `dissolve`."""
+    caller writes it and calls `delete_shares`."""
     folders = share_folders(output)
     with ExitStack() as locks:
         for folder in folders:
-            locks.callback(os.close, _locked(folder, output))
+            locks.callback(os.close, _lock_share(folder, output))
         statuses = [read_status(folder) for folder in folders]
         owned = frozenset(name for status in statuses for name in status.jobs)
-        others = kept_lines(output / METRICS, lambda line: line.get("job") not in owned)
+        others = filtered_lines(output / METRICS, lambda line: line.get("job") not in owned)
         replace_file(output / METRICS, others + b"".join(_lines(folder, owned) for folder in folders))
         replace_file(output / WINDOWS, _windows([output, *folders]))
-        _keep_learned(output, folders)
-        _keep_seconds(output, statuses)
+        _save_learned(output, folders)
+        _save_seconds(output, statuses)
     # Paused jobs stay paused: the run may be about to end.
-    return waiting_again(combined(output, whole, statuses), (State.RUNNING,))
+    return requeue_jobs(combine_statuses(output, run_status, statuses), (State.RUNNING,))
 
 
-def dissolve(output: Path) -> None:
+def delete_shares(output: Path) -> None:
     """Delete the shares; they are renamed first, since half a share could look like a complete one."""
     old = output / f"{SHARES}.old"
     shutil.rmtree(old, ignore_errors=True)
@@ -118,76 +118,78 @@ def read_shares(output: Path) -> list[RunStatus]:
     return found
 
 
-def combined(output: Path, whole: RunStatus, shares: Sequence[RunStatus]) -> RunStatus:
+def combine_statuses(output: Path, run_status: RunStatus, shares: Sequence[RunStatus]) -> RunStatus:
     """Combine the status of the output with those of its shares, which ran at the same time."""
     if not shares:
-        return whole
-    before = _before(output, whole)
+        return run_status
+    before = _totals_before(output, run_status)
     alone = before.solo_seconds or before.seconds
     solo = [share.solo_seconds - alone for share in shares if share.solo_seconds is not None]
-    peaks = [share.peak_bytes for share in (whole, *shares) if share.peak_bytes is not None]
+    peaks = [share.peak_bytes for share in (run_status, *shares) if share.peak_bytes is not None]
     devices = dict.fromkeys(share.device for share in shares if share.device)
-    jobs = dict(whole.jobs)
+    jobs = dict(run_status.jobs)
     for share in shares:
         jobs.update(share.jobs)
     return replace(
-        whole,
-        device=", ".join(devices) or whole.device,
-        dtype=next((share.dtype for share in shares if share.dtype), whole.dtype),
-        updated=max(one.updated for one in (whole, *shares)),
+        run_status,
+        device=", ".join(devices) or run_status.device,
+        dtype=next((share.dtype for share in shares if share.dtype), run_status.dtype),
+        updated=max(one.updated for one in (run_status, *shares)),
         seconds=max(before.seconds, *(share.seconds for share in shares)),
         solo_seconds=alone + sum(solo) if solo else before.solo_seconds,
         peak_bytes=max(peaks, default=None),
-        notes=tuple(dict.fromkeys(note for one in (whole, *shares) for note in one.notes)),
+        notes=tuple(dict.fromkeys(note for one in (run_status, *shares) for note in one.notes)),
         jobs=jobs,
     )
 
 
-def _before(output: Path, whole: RunStatus) -> RunStatus:
-    """Return the run's totals when the jobs were divided: `whole` may already include the shares' work."""
+def _totals_before(output: Path, run_status: RunStatus) -> RunStatus:
+    """Return the run's totals before the jobs were divided: `run_status` may include the shares' work."""
     try:
-        totals: Any = json.loads((output / DEALT).read_bytes())["before"]
+        totals: Any = json.loads((output / SHARES_FILE).read_bytes())["before"]
         seconds, solo = float(totals["seconds"]), totals["solo_seconds"]
-        return replace(whole, seconds=seconds, solo_seconds=None if solo is None else float(solo))
+        return replace(run_status, seconds=seconds, solo_seconds=None if solo is None else float(solo))
     except (OSError, ValueError, KeyError, TypeError):
-        return whole
+        return run_status
 
 
 def _windows(folders: Sequence[Path]) -> bytes:
     """Return every line once: each has its timestamp, so equal lines are copies from an earlier gathering."""
     lines = (
-        line for folder in folders for line in kept_lines(folder / WINDOWS, lambda _: True).splitlines(True)
+        line
+        for folder in folders
+        for line in filtered_lines(folder / WINDOWS, lambda _: True).splitlines(True)
     )
     return b"".join(dict.fromkeys(lines))
 
 
-def _keep_learned(output: Path, folders: Sequence[Path]) -> None:
+def _save_learned(output: Path, folders: Sequence[Path]) -> None:
     """Keep the learned models of the share with the most windows, which later windows are planned with."""
     found = [folder / LEARNED for folder in folders if (folder / LEARNED).exists()]
     if found:
-        replace_file(output / LEARNED, max(found, key=_windows_seen).read_bytes())
+        replace_file(output / LEARNED, max(found, key=_learned_windows).read_bytes())
 
 
-def _keep_seconds(output: Path, shares: Sequence[RunStatus]) -> None:
+def _save_seconds(output: Path, shares: Sequence[RunStatus]) -> None:
     """Record the measured seconds of every share beside the predicted ones."""
     try:
-        record: Any = json.loads((output / DEALT).read_bytes())
+        record: Any = json.loads((output / SHARES_FILE).read_bytes())
         for entry, share in zip(record["shares"], shares, strict=True):
             entry["seconds"] = share.seconds - record["before"]["seconds"]
     except (OSError, ValueError, KeyError, TypeError):
         return
-    replace_json(output / DEALT, record)
+    replace_json(output / SHARES_FILE, record)
 
 
-def _windows_seen(path: Path) -> int:
+def _learned_windows(path: Path) -> int:
     try:
         return int(json.loads(path.read_bytes())["windows"])
     except (ValueError, KeyError, TypeError):
         return -1
 
 
-def _locked(folder: Path, output: Path) -> int:
-    deadline = time.monotonic() + LEAVING
+def _lock_share(folder: Path, output: Path) -> int:
+    deadline = time.monotonic() + EXIT_SECONDS
     while True:
         try:
             return lock_folder(folder, output)

@@ -22,7 +22,7 @@ from weftune.core.files import (
     json_text,
     refuse_unknown_format,
     replace_file,
-    temporary,
+    temporary_path,
 )
 from weftune.errors import OutputError
 
@@ -160,9 +160,9 @@ def from_json(value: Any, path: Path) -> RunStatus:
     return typed_record(RunStatus, {**value, "jobs": jobs})
 
 
-def checksum_of(whole: Mapping[str, Any]) -> str:
+def checksum_of(values: Mapping[str, Any]) -> str:
     """Return the checksum over all other keys: a flipped bit often leaves valid JSON with another number."""
-    return _text_checksum(json_text({key: value for key, value in whole.items() if key != CHECKSUM}))
+    return _text_checksum(json_text({key: value for key, value in values.items() if key != CHECKSUM}))
 
 
 def _text_checksum(text: str) -> str:
@@ -179,11 +179,11 @@ def typed_record(record: type, value: Mapping[str, Any]) -> Any:
     """Create a record from the keys that it has. Pydantic checks the types, so that a hand-edited file fails
     here and not in the middle of a run."""
     names = {item.name for item in fields(record)}
-    return _adapter_of(record).validate_python({key: below for key, below in value.items() if key in names})
+    return _type_adapter(record).validate_python({key: below for key, below in value.items() if key in names})
 
 
 @cache
-def _adapter_of(record: type) -> TypeAdapter[Any]:
+def _type_adapter(record: type) -> TypeAdapter[Any]:
     return TypeAdapter(record)
 
 
@@ -201,8 +201,8 @@ WORKER_LOGS = "ranks"
 """Folder for the logs of the other worker processes, which start before the run."""
 
 
-def lock_folder(folder: Path, named: Path) -> int:
-    """Lock a folder, called `named` in messages, until the process ends; the lock file is not deleted."""
+def lock_folder(folder: Path, shown_folder: Path) -> int:
+    """Lock a folder until the process ends. Messages call it `shown_folder`; the lock file is not deleted."""
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         import fcntl
@@ -213,7 +213,7 @@ def lock_folder(folder: Path, named: Path) -> int:
     except BlockingIOError:
         os.close(handle)
         raise OutputError(
-            f"another weftune train is writing to {named}; wait for it, or choose another --output"
+            f"another weftune train is writing to {shown_folder}; wait for it, or choose another --output"
         ) from None
     return handle
 
@@ -231,7 +231,7 @@ class DamagedStatus(OutputError):
 def read_status(folder: Path) -> RunStatus:
     """Read status.json or, if it is damaged, its next version that was written but not renamed yet."""
     complaint = ""
-    for path in (folder / STATUS, temporary(folder / STATUS)):
+    for path in (folder / STATUS, temporary_path(folder / STATUS)):
         try:
             return from_json(json.loads(path.read_bytes()), path)
         except UnknownFormat:
@@ -245,7 +245,7 @@ def write_status(folder: Path, status: RunStatus) -> None:
     replace_file(folder / STATUS, status_text(status).encode())
 
 
-def waiting_again(status: RunStatus, states: Container[State] = (State.RUNNING, State.PAUSED)) -> RunStatus:
+def requeue_jobs(status: RunStatus, states: Container[State] = (State.RUNNING, State.PAUSED)) -> RunStatus:
     """Queue the jobs again that were paused, or running when their process was killed; return the status."""
     jobs = {
         name: replace(job, state=move(job.state, State.QUEUED), reason="") if job.state in states else job
@@ -254,9 +254,9 @@ def waiting_again(status: RunStatus, states: Container[State] = (State.RUNNING, 
     return replace(status, jobs=jobs)
 
 
-UNKNOWN = "weftune train jobs.yaml --resume"
+UNKNOWN_COMMAND = "weftune train jobs.yaml --resume"
 """Command for outputs of versions that did not record it; the user inserts the name of the jobs file."""
-PYTHON = ""
+PYTHON_COMMAND = ""
 """Recorded command of a run that was started from Python with jobs that are in no file."""
 
 
@@ -280,7 +280,7 @@ def resume_line(
     Jobs of `restart` are trained from the beginning. Jobs of `retry` continue although they failed, with the
     dotted keys of `changes` set to new values.
     """
-    if command == PYTHON:
+    if command == PYTHON_COMMAND:
         named = {"restart": tuple(restart), "retry": tuple(retry), "changes": dict(changes or {})}
         words = ["resume=True", *(f"{key}={value!r}" for key, value in named.items() if value)]
         return f"options=weftune.Options({', '.join(words)})"
@@ -288,4 +288,4 @@ def resume_line(
     words += [word for name in retry for word in ("--retry", name)]
     for key, value in (changes or {}).items():
         words += ["--set", f"{key}={value if isinstance(value, str) else json_text(value)}"]
-    return " ".join([command or UNKNOWN, *map(shlex.quote, words)])
+    return " ".join([command or UNKNOWN_COMMAND, *map(shlex.quote, words)])

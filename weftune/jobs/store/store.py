@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weftune.core.files import LineFile, temporary
+from weftune.core.files import LineFile, temporary_path
 from weftune.errors import OutputError
-from weftune.jobs.store.job_file import JOB_FILE, found_job, rebuilt_status
-from weftune.jobs.store.shares import SHARES, dissolve, gather, share_folder
+from weftune.jobs.store.job_file import JOB_FILE, rebuild_status, status_from_folder
+from weftune.jobs.store.shares import SHARES, delete_shares, gather, share_folder
 from weftune.jobs.store.status import (
     BASE_LOSS,
     LOCK,
@@ -29,8 +29,8 @@ from weftune.jobs.store.status import (
     lock_folder,
     move,
     read_status,
+    requeue_jobs,
     resume_line,
-    waiting_again,
     write_status,
 )
 
@@ -58,7 +58,7 @@ def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
         store.rebuilt = rebuilt
         if (output / SHARES).exists():
             store.gather()
-            store.take(waiting_again(store.status))
+            store.set_status(requeue_jobs(store.status))
     except BaseException:
         os.close(lock)
         raise
@@ -92,7 +92,11 @@ def open_share(output: Path, number: int) -> Store:
 
 def _status_of(output: Path, resume: bool, command: str | None = None) -> tuple[RunStatus, str]:
     """Return the status to resume from, and a sentence about its damage if it had to be rebuilt."""
-    left_over = {LOCK, WORKER_LOGS, *(temporary(output / name).name for name in (STATUS, METRICS, WINDOWS))}
+    left_over = {
+        LOCK,
+        WORKER_LOGS,
+        *(temporary_path(output / name).name for name in (STATUS, METRICS, WINDOWS)),
+    }
     is_empty = all(entry.name in left_over for entry in output.iterdir())
     if is_empty:
         return RunStatus(started=time.time()), ""
@@ -106,12 +110,12 @@ def _status_of(output: Path, resume: bool, command: str | None = None) -> tuple[
             f"{output} holds no {STATUS}, so there is nothing to resume; choose another --output"
         )
     try:
-        return waiting_again(read_status(output)), ""
+        return requeue_jobs(read_status(output)), ""
     except DamagedStatus as damaged:
         if output.parent.name == SHARES:
             # The status cannot be rebuilt: the folders of the jobs are not in the folder of the share.
             raise
-        rebuilt = rebuilt_status(output, damaged.complaint)
+        rebuilt = rebuild_status(output, damaged.complaint)
         return rebuilt, rebuilt.notes[0]
 
 
@@ -158,7 +162,7 @@ class Store:
         """Current status. For a single job, `job` is cheaper: it does not copy all jobs."""
         return replace(self._run, updated=self._updated, jobs=dict(self._jobs))
 
-    def take(self, status: RunStatus) -> None:
+    def set_status(self, status: RunStatus) -> None:
         """Replace the current status, to continue from another one."""
         self._run, self._jobs, self._updated = status, dict(status.jobs), status.updated
 
@@ -166,10 +170,10 @@ class Store:
         """Return the command line that resumes this run, for messages."""
         return resume_line(self._run.command, restart=restart, retry=retry)
 
-    def describe(self, base: str, device: str, dtype: str) -> None:
+    def set_description(self, base: str, device: str, dtype: str) -> None:
         self._run = replace(self._run, base=base, device=device, dtype=dtype)
 
-    def measure(self, seconds: float, solo_seconds: float | None, peak_bytes: int | None) -> None:
+    def record_totals(self, seconds: float, solo_seconds: float | None, peak_bytes: int | None) -> None:
         """Record the run's totals so far, including those from before a resumption."""
         self._run = replace(self._run, seconds=seconds, solo_seconds=solo_seconds, peak_bytes=peak_bytes)
 
@@ -181,53 +185,53 @@ class Store:
         """Add a job as queued; a job that is already known, or has a folder, keeps its status."""
         if name not in self:
             folder = self.output / name
-            self._put(name, found_job(folder) if (folder / JOB_FILE).exists() else JobStatus())
+            self._set_job(name, status_from_folder(folder) if (folder / JOB_FILE).exists() else JobStatus())
 
     def restart_job(self, name: str) -> None:
         """Discard everything about a job's training, including its metrics; the caller deletes its folder."""
-        self._put(name, JobStatus())
+        self._set_job(name, JobStatus())
         with self._disk, self._one_writer:
-            self._metrics.keep(lambda line: line.get("job") != name)
+            self._metrics.filter_lines(lambda line: line.get("job") != name)
 
     def pause_job(self, name: str, reason: str) -> None:
         """Exclude a job from this run: mark it as paused, whatever its state was."""
         self.add_job(name)
-        self._put(name, replace(self.job(name), state=State.PAUSED, reason=reason))
+        self._set_job(name, replace(self.job(name), state=State.PAUSED, reason=reason))
 
     def retry_job(self, name: str, sentence: str) -> None:
         """Queue a job that has stopped, at the user's request; it keeps its progress."""
-        self._put(name, replace(self.job(name), state=State.QUEUED, reason=""))
+        self._set_job(name, replace(self.job(name), state=State.QUEUED, reason=""))
         self.note_job(name, sentence)
 
     def move_job(self, name: str, state: State, reason: str = "") -> None:
-        self._put(name, replace(self.job(name), state=move(self.job(name).state, state), reason=reason))
+        self._set_job(name, replace(self.job(name), state=move(self.job(name).state, state), reason=reason))
 
     def explain_job(self, name: str, reason: str) -> None:
         """Record why a queued job still waits."""
         assert self.job(name).state is State.QUEUED
-        self._put(name, replace(self.job(name), reason=reason))
+        self._set_job(name, replace(self.job(name), reason=reason))
 
     def advance_job(self, name: str, step: int, steps: int, trained_tokens: int) -> None:
-        self._put(name, replace(self.job(name), step=step, steps=steps, trained_tokens=trained_tokens))
+        self._set_job(name, replace(self.job(name), step=step, steps=steps, trained_tokens=trained_tokens))
 
     def evaluate_job(
         self, name: str, eval_loss: float | None, best_step: int | None, best_loss: float | None
     ) -> None:
         """Record the validation loss of the adapter that the job would keep now, and its best loss so far."""
         job = replace(self.job(name), eval_loss=eval_loss, best_step=best_step, best_loss=best_loss)
-        self._put(name, job)
+        self._set_job(name, job)
 
     def score_base(self, name: str, loss: float) -> None:
         """Record the validation loss of the base without the job's adapter."""
-        self._put(name, replace(self.job(name), base_loss=loss))
+        self._set_job(name, replace(self.job(name), base_loss=loss))
 
     def warn_job(self, name: str, sentence: str) -> None:
         """Record a warning about the job's adapter; an empty sentence withdraws it."""
-        self._put(name, replace(self.job(name), warning=sentence))
+        self._set_job(name, replace(self.job(name), warning=sentence))
 
     def note_job(self, name: str, sentence: str) -> None:
         if sentence not in self.job(name).notes:
-            self._put(name, replace(self.job(name), notes=(*self.job(name).notes, sentence)))
+            self._set_job(name, replace(self.job(name), notes=(*self.job(name).notes, sentence)))
 
     def __contains__(self, name: str) -> bool:
         return name in self._jobs
@@ -235,18 +239,18 @@ class Store:
     def job(self, name: str) -> JobStatus:
         return self._jobs[name]
 
-    def _put(self, name: str, job: JobStatus) -> None:
+    def _set_job(self, name: str, job: JobStatus) -> None:
         self._jobs[name] = job
 
-    def rewind(self, cursors: Mapping[str, int], evaluated: Mapping[str, int] | None = None) -> None:
+    def rewind(self, cursors: Mapping[str, int], evaluated_steps: Mapping[str, int] | None = None) -> None:
         """Drop the metrics that each job wrote after its cursor, which it will write again.
 
         A cursor of -1 drops the evaluation at step 0 too. Jobs that are not in `cursors` keep all their
-        lines. `evaluated` is the last step that a job has evaluated, which may be less than its cursor.
+        lines. `evaluated_steps` is the last step that a job has evaluated, which may be less than its cursor.
         Evaluations at rungs are kept, since a trial is evaluated there only once, and so is the loss of the
         base alone, if the status has it.
         """
-        eval_cursors = cursors if evaluated is None else evaluated
+        eval_cursors = cursors if evaluated_steps is None else evaluated_steps
 
         def is_done(line: Mapping[str, Any]) -> bool:
             job, step = line.get("job"), line.get("step")
@@ -259,8 +263,8 @@ class Store:
             return step <= (eval_cursors if "eval_loss" in line else cursors)[job]
 
         with self._disk, self._one_writer:
-            self._metrics.keep(is_done)
-            self._windows.keep(lambda line: True)
+            self._metrics.filter_lines(is_done)
+            self._windows.filter_lines(lambda line: True)
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         with self._one_writer:
@@ -279,12 +283,12 @@ class Store:
         files, troubles = (self._metrics, self._windows), []
         with self._disk:
             with self._one_writer:
-                self._drop_late()
+                self._cancel_delayed()
                 self._written = time.monotonic()
-                troubles += _troubles(file.flush for file in files)
+                troubles += _collect_errors(file.flush for file in files)
                 self._updated = time.time()
                 status = self.status
-            troubles += _troubles(file.sync for file in files)
+            troubles += _collect_errors(file.sync for file in files)
             write_status(self.records, status)
         if troubles:
             raise troubles[0]
@@ -300,14 +304,14 @@ class Store:
         """Write the status within a second in a thread; raise the error of the last such write, if any."""
         with self._one_writer:
             if self._late is None:
-                self._late = threading.Timer(max(0.0, self._wait()), self._write_late)
+                self._late = threading.Timer(max(0.0, self._wait()), self._write_delayed)
                 self._late.daemon = True
                 self._late.start()
             trouble, self._trouble = self._trouble, None
         if trouble is not None:
             raise trouble
 
-    def _write_late(self) -> None:
+    def _write_delayed(self) -> None:
         with self._disk:
             # Otherwise it has been written meanwhile, or the store is closed.
             if self._late is threading.current_thread():
@@ -316,7 +320,7 @@ class Store:
                 except OutputError as error:
                     self._trouble = error
 
-    def _drop_late(self) -> None:
+    def _cancel_delayed(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
@@ -327,13 +331,13 @@ class Store:
         with self._disk:
             self._metrics.close()
             self._windows.close()
-        self.take(gather(self.output, self.status))
+        self.set_status(gather(self.output, self.status))
         self.write_status()
-        dissolve(self.output)
+        delete_shares(self.output)
 
     def close(self) -> None:
         with self._disk, self._one_writer:
-            self._drop_late()
+            self._cancel_delayed()
             self._metrics.close()
             self._windows.close()
         if self._lock is not None:
@@ -341,7 +345,7 @@ class Store:
             self._lock = None
 
 
-def _troubles(writes: Iterable[Callable[[], None]]) -> list[OutputError]:
+def _collect_errors(writes: Iterable[Callable[[], None]]) -> list[OutputError]:
     """Attempt every write and return the errors."""
     found = []
     for write in writes:

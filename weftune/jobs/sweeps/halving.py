@@ -47,7 +47,7 @@ class TrialEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EndedTrial:
-    how: TrialEnd
+    kind: TrialEnd
     step: int
     """Last step that the trial made."""
 
@@ -99,7 +99,7 @@ def quota(keep: float, count: int) -> int:
     return count if keep >= 1 else max(1, in_steps(keep, count))
 
 
-def worth(value: float | None, mode: Mode) -> float:
+def sort_value(value: float | None, mode: Mode) -> float:
     """Return a number that is lower for a better value; missing and infinite values are the worst."""
     if value is None or not math.isfinite(value):
         return math.inf
@@ -139,10 +139,10 @@ class Rungs:
         seen[step] = value
         return True
 
-    def end(self, trial: str, how: TrialEnd, step: int) -> None:
-        self.ended.setdefault(trial, EndedTrial(how, step))
+    def end(self, trial: str, kind: TrialEnd, step: int) -> None:
+        self.ended.setdefault(trial, EndedTrial(kind, step))
 
-    def adopt(self, decision: Decision) -> None:
+    def apply_decision(self, decision: Decision) -> None:
         """Apply a decision and mark the trials that leave as ended."""
         self.decisions.append(decision)
         for trial in decision.left:
@@ -163,27 +163,27 @@ class Rungs:
     def limit(self, trial: str) -> int:
         """Return the step up to which the trial may train now."""
         generation = self._generation[trial]
-        rung = len(self._decided(generation))
+        rung = len(self._decided_rungs(generation))
         rungs = self.rungs(trial)
         if rung < len(rungs) and self._begins(trial, rung):
             return rungs[rung]
         return self.steps(trial)
 
-    def awaited(self, trial: str) -> bool:
+    def awaits_evaluation(self, trial: str) -> bool:
         """Whether the trial has yet to be evaluated at the rung up to which it may train."""
         return self.limit(trial) < self.steps(trial) and self.limit(trial) not in self.values.get(trial, {})
 
     def is_held(self, trial: str) -> bool:
         """Whether a trial that has reached its limit can only wait for other trials."""
-        return self.limit(trial) < self.steps(trial) and not self.awaited(trial)
+        return self.limit(trial) < self.steps(trial) and not self.awaits_evaluation(trial)
 
-    def waits(self, trial: str) -> str:
+    def wait_reason(self, trial: str) -> str:
         """Return the reason why a trial is held."""
         return f"waits for the others at step {self.limit(trial)}"
 
-    def pending(self) -> list[Decision]:
+    def pending_decisions(self) -> list[Decision]:
         """Return the decisions that can be made now, at most one per generation, without applying them."""
-        found = (self._pending(generation) for generation in range(len(self.generations)))
+        found = (self._pending_decision(generation) for generation in range(len(self.generations)))
         return [decision for decision in found if decision is not None]
 
     def is_over(self) -> bool:
@@ -200,20 +200,20 @@ class Rungs:
 
         def key(trial: str) -> tuple[bool, float]:
             if trial in doubtful:
-                return True, worth(doubtful[trial], "min")
-            return False, worth(scores.get(trial), self.spec.mode)
+                return True, sort_value(doubtful[trial], "min")
+            return False, sort_value(scores.get(trial), self.spec.mode)
 
         finished = [
             trial
             for trial in self.trials
-            if trial in self.ended and self.ended[trial].how is TrialEnd.FINISHED
+            if trial in self.ended and self.ended[trial].kind is TrialEnd.FINISHED
         ]
         return sorted(finished, key=key)
 
     # -- internals ---------------------------------------------------------------------------------------
 
-    def _pending(self, generation: int) -> Decision | None:
-        halving, rung = self.spec.halving, len(self._decided(generation))
+    def _pending_decision(self, generation: int) -> Decision | None:
+        halving, rung = self.spec.halving, len(self._decided_rungs(generation))
         if halving is None or rung >= len(halving.at):
             return None
         began = [trial for trial in self.generations[generation] if self._begins(trial, rung)]
@@ -224,25 +224,25 @@ class Rungs:
         }
         if any(trial not in values and trial not in self.ended for trial in began):
             return None
-        here = [trial for trial in values if self._counts(trial, self.rungs(trial)[rung])]
+        here = [trial for trial in values if self._was_evaluated(trial, self.rungs(trial)[rung])]
         if not here:
             return None
-        ranked = sorted(here, key=lambda trial: worth(values[trial], self.spec.mode))
+        ranked = sorted(here, key=lambda trial: sort_value(values[trial], self.spec.mode))
         count = quota(halving.keep, len(began))
         step = self.rungs(here[0])[rung]
         return Decision(generation, rung, step, tuple(ranked[:count]), tuple(ranked[count:]), len(began))
 
-    def _counts(self, trial: str, step: int) -> bool:
+    def _was_evaluated(self, trial: str, step: int) -> bool:
         """Whether a trial was evaluated at this rung before it failed or left, if it did."""
         ended = self.ended.get(trial)
-        return ended is None or ended.step > step or (ended.how is TrialEnd.FINISHED and ended.step == step)
+        return ended is None or ended.step > step or (ended.kind is TrialEnd.FINISHED and ended.step == step)
 
-    def _decided(self, generation: int) -> list[Decision]:
+    def _decided_rungs(self, generation: int) -> list[Decision]:
         return [decision for decision in self.decisions if decision.generation == generation]
 
     def _begins(self, trial: str, rung: int) -> bool:
         """Whether a trial begins a rung: all trials begin the first, and those that continue the next one."""
-        return rung == 0 or trial in self._decided(self._generation[trial])[rung - 1].kept
+        return rung == 0 or trial in self._decided_rungs(self._generation[trial])[rung - 1].kept
 
 
 class LossTrend:
@@ -263,7 +263,7 @@ class LossTrend:
             self._first.append(loss)
         self._last.append(loss)
 
-    def fault(self) -> str | None:
+    def leave_reason(self) -> str | None:
         """Return the reason if the trial leaves now, else None."""
         if not self._from <= self._step < self._steps:
             return None
@@ -291,14 +291,14 @@ class TrialWork:
 class Saving:
     rungs: tuple[int, ...]
     """Number of trials that begin each rung."""
-    whole: float
+    full_work: float
     """Work of all trials if each is trained to its end."""
-    expected: float
+    expected_work: float
     """Expected work of all trials with halving."""
 
     @property
     def share(self) -> float:
-        return self.expected / self.whole
+        return self.expected_work / self.full_work
 
 
 def trial_count(spec: SweepSpec) -> int:
@@ -310,10 +310,10 @@ def rung_counts(spec: SweepSpec) -> tuple[int, ...]:
     """Return the number of trials that begin each rung; every generation of `tpe` is halved separately."""
     count = trial_count(spec)
     groups = generations(count) if spec.search == "tpe" else [count]
-    return tuple(map(sum, zip(*(_counts(group, spec.halving) for group in groups), strict=True)))
+    return tuple(map(sum, zip(*(_trials_at_rungs(group, spec.halving) for group in groups), strict=True)))
 
 
-def _counts(trials: int, halving: Halving | None) -> list[int]:
+def _trials_at_rungs(trials: int, halving: Halving | None) -> list[int]:
     counts = [trials]
     for _ in halving.at if halving else ():
         counts.append(quota(halving.keep if halving else 1.0, counts[-1]))

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from weftune.core.bounds import show
+from weftune.core.bounds import format_value
 from weftune.errors import Mistake, SpecError, UserError
 from weftune.jobs.spec.build import build_job
 from weftune.jobs.spec.keys import SAME_FOR_ALL, SECTIONS, unknown_key
@@ -19,11 +19,11 @@ from weftune.jobs.spec.layer import (
     Layer,
     Loc,
     Places,
-    in_file_order,
-    merged,
+    expand_shorthands,
+    merge_layers,
     place_of,
     plain_values,
-    written_out,
+    sort_mistakes,
 )
 from weftune.jobs.spec.schema import EXPECTED, bound_at, build, number_faults
 from weftune.jobs.spec.spec import JobSpec, in_steps
@@ -39,13 +39,13 @@ from weftune.jobs.sweeps.spec import (
     ValueRange,
     leaves_of,
     location_of,
-    nested,
+    nest_values,
 )
 
-NARROWEST = 1e-9
+MIN_RANGE = 1e-9
 """Minimum width of a range relative to its values, far above the precision of floats."""
 RANGE_KEYS = ("min", "max", "log")
-BEST = {"eval_loss": "min", "eval_mean_token_accuracy": "max"}
+BEST_MODES = {"eval_loss": "min", "eval_mean_token_accuracy": "max"}
 """Maps each metric to whether its minimum or its maximum is best."""
 
 
@@ -53,20 +53,24 @@ def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
     """Return the sweep that a job's keys describe, or None, and the faults in it."""
     value = job["sweep"]
     if not isinstance(value, Mapping):
-        return None, [Fault(("sweep",), f"must be {EXPECTED[('sweep',)]}, got {show(value)}")]
+        return None, [Fault(("sweep",), f"must be {EXPECTED[('sweep',)]}, got {format_value(value)}")]
     faults: dict[Loc, str] = {}
     for fault in number_faults({"sweep": {key: below for key, below in value.items() if key != "over"}}):
         faults.setdefault(fault.loc, fault.sentence)
     # The values that `over` may have depend on the job's other keys, which the record does not know.
     made = build(SweepSpec, {**value, **({"over": {}} if "over" in value else {})}, "sweep", ("sweep",))
     over, found = _read_over(value["over"]) if "over" in value else ({}, [])
-    more = [*(made if isinstance(made, list) else []), *found, *_disagreements(value, job, over, bool(found))]
+    more = [
+        *(made if isinstance(made, list) else []),
+        *found,
+        *_contradictions(value, job, over, bool(found)),
+    ]
     for fault in more:
         faults.setdefault(fault.loc, fault.sentence)
     if faults:
         return None, [Fault(loc, sentence) for loc, sentence in faults.items()]
     assert isinstance(made, SweepSpec)
-    mode: Any = value.get("mode", BEST[made.metric])
+    mode: Any = value.get("mode", BEST_MODES[made.metric])
     spec = replace(made, over=over, mode=mode)
     last = rung_counts(spec)[-1]
     if spec.keep > last:
@@ -77,24 +81,26 @@ def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
     return spec, []
 
 
-def _disagreements(
-    value: Mapping[str, Any], job: Mapping[str, Any], over: Mapping[str, Choices], broken: bool
+def _contradictions(
+    value: Mapping[str, Any], job: Mapping[str, Any], over: Mapping[str, Choices], over_is_invalid: bool
 ) -> Iterator[Fault]:
-    """Yield faults of keys that contradict each other; `broken` means that a part of `over` is invalid."""
-    yield from _search_faults(value, over, broken or not over)
+    """Yield faults of keys that contradict each other; `over_is_invalid` if a part of `over` is."""
+    yield from _search_faults(value, over, over_is_invalid or not over)
     if job.get("eval") is None:
         at = next((key for key in ("halving", "metric") if value.get(key) is not None), None)
         yield Fault(
             ("sweep", at) if at else ("sweep",),
             "needs eval in the job: {fraction: 0.1} or {path: ...}, to know which trial is best",
         )
-    best, mode = BEST.get(str(value.get("metric", "eval_loss"))), value.get("mode")
+    best, mode = BEST_MODES.get(str(value.get("metric", "eval_loss"))), value.get("mode")
     if best and mode in ("min", "max") and mode != best:
         yield Fault(("sweep", "mode"), f"must be {best} for {value.get('metric', 'eval_loss')}, or left out")
     yield from _halving_faults(value.get("halving"), job.get("steps"))
 
 
-def _search_faults(value: Mapping[str, Any], over: Mapping[str, Choices], broken: bool) -> Iterator[Fault]:
+def _search_faults(
+    value: Mapping[str, Any], over: Mapping[str, Choices], over_is_invalid: bool
+) -> Iterator[Fault]:
     search, trials = value.get("search", "grid"), value.get("trials")
     count = combinations(over)
     if search == "grid":
@@ -106,13 +112,15 @@ def _search_faults(value: Mapping[str, Any], over: Mapping[str, Choices], broken
             )
         if trials is not None:
             all_of_them = (
-                f"all of its {count:,.0f} combinations" if not broken and not ranges else "all combinations"
+                f"all of its {count:,.0f} combinations"
+                if not over_is_invalid and not ranges
+                else "all combinations"
             )
             yield Fault(
                 ("sweep", "trials"),
                 f"a grid trains {all_of_them}: leave trials out, or write search: random",
             )
-        elif count > MAX_TRIALS and not ranges and not broken:
+        elif count > MAX_TRIALS and not ranges and not over_is_invalid:
             yield Fault(
                 ("sweep", "over"),
                 f"is a grid of {count:,.0f} trials, and a sweep has at most {MAX_TRIALS:,}; write search: "
@@ -123,7 +131,7 @@ def _search_faults(value: Mapping[str, Any], over: Mapping[str, Choices], broken
         return
     if trials is None:
         yield Fault(("sweep",), f"needs trials: how many to try, for search: {search}")
-    elif isinstance(trials, int) and not broken and trials > count:
+    elif isinstance(trials, int) and not over_is_invalid and trials > count:
         yield Fault(
             ("sweep", "trials"),
             f"must be at most {count:,.0f}, the number of combinations, got {trials}; for all write "
@@ -155,13 +163,13 @@ def _halving_faults(halving: Any, steps: Any) -> Iterator[Fault]:
             )
 
 
-def _read_over(written: Any) -> tuple[dict[str, Choices], list[Fault]]:
+def _read_over(written_over: Any) -> tuple[dict[str, Choices], list[Fault]]:
     loc: Loc = ("sweep", "over")
-    if not isinstance(written, Mapping) or not written:
-        return {}, [Fault(loc, f"must be {EXPECTED[loc]}, got {show(written)}")]
+    if not isinstance(written_over, Mapping) or not written_over:
+        return {}, [Fault(loc, f"must be {EXPECTED[loc]}, got {format_value(written_over)}")]
     over: dict[str, Choices] = {}
     faults: list[Fault] = []
-    for key, value in written.items():
+    for key, value in written_over.items():
         found = [Fault((*loc, key), sentence)] if (sentence := _key_fault(str(key))) else []
         found = found or list(_choice_faults(str(key), value, (*loc, key)))
         faults += found
@@ -188,26 +196,28 @@ def _choice_faults(key: str, value: Any, loc: Loc) -> Iterator[Fault]:
         yield from _range_faults(key, value, loc)
     elif not isinstance(value, list | tuple):
         yield Fault(
-            loc, f"must be a list of values, or a range {{min: ..., max: ...}}, got {show(value)}; one value "
-            "for all trials is written in the job itself"
+            loc, f"must be a list of values, or a range {{min: ..., max: ...}}, got {format_value(value)}; "
+            "one value for all trials is written in the job itself"
         )  # fmt: skip
     elif not value:
         yield Fault(loc, "must hold at least one value, got an empty list")
     else:
         for index, item in enumerate(value):
-            earlier = next(at for at, other in enumerate(value) if _same(item, other))
+            earlier = next(at for at, other in enumerate(value) if _is_same_value(item, other))
             if earlier < index:
-                yield Fault((*loc, index), f"{show(item)} is already there as {key}[{earlier}]; remove one")
+                yield Fault(
+                    (*loc, index), f"{format_value(item)} is already there as {key}[{earlier}]; remove one"
+                )
 
 
-def _same(one: Any, other: Any) -> bool:
+def _is_same_value(first: Any, second: Any) -> bool:
     """Return whether two values are equal and both or neither are booleans: in Python, true equals 1."""
-    return isinstance(one, bool) == isinstance(other, bool) and one == other
+    return isinstance(first, bool) == isinstance(second, bool) and first == second
 
 
 def _range_faults(key: str, value: Mapping[str, Any], loc: Loc) -> Iterator[Fault]:
     if not {"min", "max"} & value.keys():
-        yield Fault(loc, _no_range(key, value))
+        yield Fault(loc, _not_a_range_message(key, value))
         return
     foreign = [name for name in value if name not in RANGE_KEYS]
     for name in foreign:
@@ -228,15 +238,17 @@ def _range_faults(key: str, value: Mapping[str, Any], loc: Loc) -> Iterator[Faul
     if len(ends) < 2:
         yield Fault(loc, "needs min and max")
     if not isinstance(value.get("log", False), bool):
-        yield Fault((*loc, "log"), f"must be true or false, got {show(value['log'])}")
+        yield Fault((*loc, "log"), f"must be true or false, got {format_value(value['log'])}")
     if wrong or len(ends) < 2:
         return
     low, high = value["min"], value["max"]
     if low >= high:
-        yield Fault((*loc, "max"), f"must be above min, which is {show(low)}, got {show(high)}")
+        yield Fault(
+            (*loc, "max"), f"must be above min, which is {format_value(low)}, got {format_value(high)}"
+        )
     elif value.get("log") is True and low <= 0:
-        yield Fault((*loc, "min"), f"must be above 0 where log is true, got {show(low)}")
-    elif not isinstance(low, int) and high - low < NARROWEST * high:
+        yield Fault((*loc, "min"), f"must be above 0 where log is true, got {format_value(low)}")
+    elif not isinstance(low, int) and high - low < MIN_RANGE * high:
         yield Fault(loc, "is too narrow to draw from; write a list of values")
     elif bound.share and high > 1 and not (isinstance(low, int) and isinstance(high, int)):
         yield Fault(loc, "must go over shares of the run (below 1) or over whole numbers of steps, not both")
@@ -248,7 +260,7 @@ def _range_key(name: str) -> str:
     return known if foreign else f"is not a key of a range; its keys are {', '.join(RANGE_KEYS)}"
 
 
-def _no_range(key: str, value: Mapping[str, Any]) -> str:
+def _not_a_range_message(key: str, value: Mapping[str, Any]) -> str:
     """Return the message for a mapping that is not a range, such as a wrapped list or nested keys."""
     if any(isinstance(value.get(name), list | tuple) for name in ("values", "choices", "grid")):
         return f"write the list itself, {key}: [...]"
@@ -264,7 +276,7 @@ def _overlaps(over: Mapping[str, Choices]) -> Iterator[Fault]:
     keys = list(over)
     for index, key in enumerate(keys):
         for earlier in keys[:index]:
-            if shared := _shared(ways[earlier], ways[key]):
+            if shared := _shared_location(ways[earlier], ways[key]):
                 name = ".".join(map(str, shared))
                 yield Fault(
                     ("sweep", "over", key), f"{name} is set by the key {earlier} too; write it in one"
@@ -272,9 +284,9 @@ def _overlaps(over: Mapping[str, Choices]) -> Iterator[Fault]:
                 break
 
 
-def _shared(one: Sequence[Loc], other: Sequence[Loc]) -> Loc | None:
-    for a in one:
-        for b in other:
+def _shared_location(first: Sequence[Loc], second: Sequence[Loc]) -> Loc | None:
+    for a in first:
+        for b in second:
             if a[: len(b)] == b[: len(a)]:
                 return max(a, b, key=len)
     return None
@@ -284,7 +296,7 @@ def trial_job(sweep: Sweep, trial: Trial) -> JobSpec:
     """Return the job of a trial, including trials of later generations, which are in no file."""
     job, found = build_job(JobSpec, trial_layer(sweep, trial), sweep.folder)
     if job is None:
-        raise SpecError(in_file_order(found))
+        raise SpecError(sort_mistakes(found))
     return job
 
 
@@ -294,7 +306,7 @@ def trial_layer(sweep: Sweep, trial: Trial) -> Layer:
     places = {loc: place for loc, place in job.places.items() if not loc}
     for key, value in trial.values.items():
         places |= _places(sweep, key, value)
-    laid = merged(job, written_out(nested(trial.values), places))
+    laid = merge_layers(job, expand_shorthands(nest_values(trial.values), places))
     return Layer({**laid.values, "name": trial.name}, laid.places)
 
 
@@ -315,7 +327,9 @@ def _places(sweep: Sweep, key: str, value: Any) -> Places:
     return {(*loc, *at[depth:]): place for at, place in sweep.keys.places.items() if at[:depth] == written}
 
 
-def expand(keys: Layer, folder: Path) -> tuple[Sweep | None, list[tuple[JobSpec, Places]], list[Mistake]]:
+def expand_sweep(
+    keys: Layer, folder: Path
+) -> tuple[Sweep | None, list[tuple[JobSpec, Places]], list[Mistake]]:
     """Return a job's sweep, and the jobs of its trials with the places of their keys; or else the
     mistakes."""
     spec, faults = read_sweep(keys.values)
@@ -358,7 +372,7 @@ def trial_clashes(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tup
                     if str(names[owner]).lower() == trial.name.lower()
                     else f"a trial of jobs[{owner}]"
                 )
-                yield index, f"its trial {show(trial.name)} has the name of {whose}; choose another"
+                yield index, f"its trial {format_value(trial.name)} has the name of {whose}; choose another"
                 break
 
 

@@ -18,7 +18,7 @@ from weftune.adapters.folder import CONFIG
 from weftune.core.files import FORMAT, refuse_unknown_format, replace_json
 from weftune.errors import OutputError
 from weftune.jobs.store.status import CHECKSUM, checksum_of, resume_line, typed_record
-from weftune.jobs.sweeps.halving import Decision, quota, worth
+from weftune.jobs.sweeps.halving import Decision, quota, sort_value
 from weftune.jobs.sweeps.spec import Judge, Metric, Mode, Search
 
 SWEEP_FILE = "sweep.json"
@@ -181,31 +181,31 @@ class RungRow:
     step: int
     generation: int
     last: bool
-    began: int
+    started_count: int
     """Number of trials that begin this rung."""
-    evaluated: int
+    evaluated_count: int
     """Number of these trials that have reached its step or have ended before it."""
-    kept: int | None = None
+    kept_count: int | None = None
     """Number of trials that continue. None until that is decided."""
-    lost: int = 0
+    lost_count: int = 0
     """Number of trials that failed or left before this step."""
     worst_kept: float | None = None
     best_dropped: float | None = None
 
 
-def ranked(record: SweepRecord) -> list[TrialRecord]:
+def rank_trials(record: SweepRecord) -> list[TrialRecord]:
     """Sort the trials: finished ones by score, then unfinished and then dropped ones, those with the most
     steps first, then failed ones; ties are in the order of the file."""
-    return sorted(record.trials, key=lambda trial: _place(record, trial))
+    return sorted(record.trials, key=lambda trial: _rank_key(record, trial))
 
 
-def _place(record: SweepRecord, trial: TrialRecord) -> tuple[int, int, float]:
+def _rank_key(record: SweepRecord, trial: TrialRecord) -> tuple[int, int, float]:
     group = _GROUPS.get(trial.state, 1)
     if group == 0 and trial.name in record.best:
         return group, -1, record.best.index(trial.name)
     # Finished trials with a warning follow the others; among the rest, those that came further go first.
     far = bool(trial.warning) if group == 0 else -len(trial.at_rungs) if group == 1 else -(trial.left_at or 0)
-    return group, far, worth(trial.score, record.mode)
+    return group, far, sort_value(trial.score, record.mode)
 
 
 def base_sentence(record: SweepRecord) -> str:
@@ -217,7 +217,7 @@ def base_sentence(record: SweepRecord) -> str:
 
 def leaders(record: SweepRecord, count: int) -> list[TrialRecord]:
     """Return the best trials that are still in the sweep and have a score."""
-    still = [trial for trial in ranked(record) if trial.state not in ("left", "failed")]
+    still = [trial for trial in rank_trials(record) if trial.state not in ("left", "failed")]
     return [trial for trial in still if trial.score is not None][:count]
 
 
@@ -241,18 +241,18 @@ def trained_share(record: SweepRecord) -> float | None:
 # -- values ---------------------------------------------------------------------------------------------
 
 
-def flattened(prefix: str, mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def flatten(prefix: str, mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the dotted key, which begins with `prefix`, and the value of every leaf."""
     for key, value in mapping.items():
         if isinstance(value, Mapping) and value:
-            yield from flattened(f"{prefix}{key}.", value)
+            yield from flatten(f"{prefix}{key}.", value)
         else:
             yield f"{prefix}{key}", value
 
 
 def flat_values(trial: TrialRecord) -> dict[str, Any]:
     """Return a mapping from dotted keys to values; `adapter: {rank: 8}` becomes `adapter.rank: 8`."""
-    return dict(flattened("", trial.values))
+    return dict(flatten("", trial.values))
 
 
 def swept_keys(record: SweepRecord) -> tuple[str, ...]:
@@ -310,7 +310,9 @@ def _generation_rows(record: SweepRecord, generation: int) -> Iterator[RungRow]:
         if (decision := decided.get(rung)) is None:
             last = rung == len(record.rungs) - 1
             here = sum(one.state in _ENDED or (not last and len(one.at_rungs) > rung) for one in began)
-            yield RungRow(step=step, generation=generation, last=last, began=len(began), evaluated=here)
+            yield RungRow(
+                step=step, generation=generation, last=last, started_count=len(began), evaluated_count=here
+            )
             return
         kept, dropped = decision.kept, decision.left
         worst, best = trials.get(kept[-1]) if kept else None, trials.get(dropped[0]) if dropped else None
@@ -318,10 +320,10 @@ def _generation_rows(record: SweepRecord, generation: int) -> Iterator[RungRow]:
             step=decision.step,
             generation=generation,
             last=False,
-            began=decision.began,
-            evaluated=decision.began,
-            kept=len(kept),
-            lost=max(0, decision.began - len(kept) - len(dropped)),
+            started_count=decision.began,
+            evaluated_count=decision.began,
+            kept_count=len(kept),
+            lost_count=max(0, decision.began - len(kept) - len(dropped)),
             worst_kept=rung_value(worst, rung) if worst is not None else None,
             best_dropped=rung_value(best, rung) if best is not None else None,
         )
@@ -353,6 +355,7 @@ def expected_steps_left(record: SweepRecord, steps: Mapping[str, int]) -> int:
 
 def rung_sentence(row: RungRow) -> str:
     """Format one rung for the terminal."""
-    if row.kept is not None:
-        return f"step {row.step}: {row.kept} of {row.began} went on"
-    return f"step {row.step}: {row.evaluated} of {row.began} {'ended' if row.last else 'evaluated'}"
+    if row.kept_count is not None:
+        return f"step {row.step}: {row.kept_count} of {row.started_count} went on"
+    verb = "ended" if row.last else "evaluated"
+    return f"step {row.step}: {row.evaluated_count} of {row.started_count} {verb}"

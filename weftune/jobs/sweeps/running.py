@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from weftune.adapters.folder import CONFIG
-from weftune.core.files import json_text, kept_lines, sync_folder
+from weftune.core.files import filtered_lines, json_text, sync_folder
 from weftune.errors import OutputError, SpecError
 from weftune.jobs.spec.spec import JobSpec
 from weftune.jobs.store.job_file import CHECKPOINTS
@@ -37,11 +37,11 @@ from weftune.jobs.sweeps.search import TrialSearch
 from weftune.jobs.sweeps.spec import Judge, Sweep, Trial
 
 
-def put_best(folder: Path, winners: Sequence[Path], alone: bool) -> None:
+def link_winners(folder: Path, winners: Sequence[Path], single: bool) -> None:
     """Put the winners' folders into `best`, all of them or none, as hard links if the file system supports
     them.
 
-    With `alone` there is one winner, and `best` itself becomes its adapter folder. Otherwise each winner has
+    With `single` there is one winner, and `best` itself becomes its adapter folder. Otherwise each winner has
     a folder with its name in `best`.
     """
     partial, old = folder / f".{BEST}.partial", folder / f".{BEST}.old"
@@ -49,11 +49,11 @@ def put_best(folder: Path, winners: Sequence[Path], alone: bool) -> None:
         shutil.rmtree(path, ignore_errors=True)
     if not winners:
         return
-    assert len(winners) == 1 or not alone, "one folder cannot be that of several"
+    assert len(winners) == 1 or not single, "one folder cannot be that of several"
     for winner in winners:
         shutil.copytree(
             winner,
-            partial if alone else partial / winner.name,
+            partial if single else partial / winner.name,
             copy_function=_link_or_copy,
             ignore=shutil.ignore_patterns(".*", CHECKPOINTS),
         )
@@ -71,7 +71,7 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-Tell = Callable[[str], None]
+ShowNote = Callable[[str], None]
 ENDS = {State.SUCCEEDED: TrialEnd.FINISHED, State.FAILED: TrialEnd.FAILED, State.CANCELLED: TrialEnd.LEFT}
 
 
@@ -79,13 +79,13 @@ ENDS = {State.SUCCEEDED: TrialEnd.FINISHED, State.FAILED: TrialEnd.FAILED, State
 class TrialOrders:
     """Instructions to the loop about trials between two windows."""
 
-    limits: Mapping[str, int] = field(default_factory=dict)
+    step_limits: Mapping[str, int] = field(default_factory=dict)
     """Maps each trial to the step up to which it may train."""
     promoted: Sequence[str] = ()
     """Trials that waited at a rung and now continue."""
-    rest: Mapping[str, str] = field(default_factory=dict)
+    rest_reasons: Mapping[str, str] = field(default_factory=dict)
     """Maps each attached trial that must wait at a rung to the reason."""
-    leave: Mapping[str, str] = field(default_factory=dict)
+    leave_reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 class RunningSweep:
@@ -97,7 +97,7 @@ class RunningSweep:
         sweep: Sweep,
         store: Store,
         jobs: Mapping[str, JobSpec],
-        tell: Tell,
+        show_note: ShowNote,
         search: TrialSearch | None = None,
     ) -> None:
         self.sweep, self.store, self.jobs = sweep, store, jobs
@@ -110,7 +110,7 @@ class RunningSweep:
         self._judge: Judge | None = None if halving is None else halving.judge
         """Weights that the rungs evaluate. None without halving, or if the record is from an old version that
         evaluated the last weights, which this run then does too."""
-        self._tell = tell
+        self._show_note = show_note
         self.show: Callable[[SweepRecord], None] = lambda _: None
         """Function that is called with the record whenever it is written."""
         self._search = search
@@ -131,17 +131,17 @@ class RunningSweep:
 
     # -- before the jobs are made ready ------------------------------------------------------------------
 
-    def recall(self, again: Collection[str] = ()) -> list[Trial]:
+    def restore(self, retried_trials: Collection[str] = ()) -> list[Trial]:
         """Continue from the record, if there is one. Return the trials of later generations, which are not
         jobs yet. Trials that left in a run killed before it recorded their state are cancelled, except those
-        in `again`, which continue at the user's request."""
-        record = self._read()
+        in `retried_trials`, which continue at the user's request."""
+        record = self._read_record()
         generations = [self.sweep.trials]
         if record is not None:
             if record.judge is None:
                 # The record is from an old version, whose rungs could evaluate the last weights only.
-                if self.judges_mean and record.at and not record.best:
-                    self._tell(
+                if self.evaluates_mean and record.at and not record.best:
+                    self._show_note(
                         f"{self.sweep.name} began with a Weftune whose rungs judge the last weights of "
                         "trials, and continues so (halving.judge: last)."
                     )
@@ -153,17 +153,17 @@ class RunningSweep:
                     tuple(Trial(one.name, one.values) for one in record.trials if one.generation == number)
                 )
         for generation in generations:
-            self._begin(generation)
+            self._begin_generation(generation)
         if record is not None:
-            self._take(record)
+            self._apply_record(record)
         for name, reason in self._unfinished_leaves():
             self.store.add_job(name)
             self.store.move_job(name, State.CANCELLED, reason)
         if record is not None and self.store.rebuilt:
-            self._tell_ends(record, again)
+            self._copy_ends(record, retried_trials)
         self._drop_checkpoints()
         self.read_metrics()
-        self._hear_ends((), again)
+        self._record_ends((), retried_trials)
         return [trial for generation in generations[1:] for trial in generation]
 
     def _drop_checkpoints(self) -> None:
@@ -174,11 +174,11 @@ class RunningSweep:
             if status.state is State.CANCELLED and status.reason.startswith(LEFT):
                 shutil.rmtree(self.store.output / name / CHECKPOINTS, ignore_errors=True)
 
-    def _read(self) -> SweepRecord | None:
+    def _read_record(self) -> SweepRecord | None:
         try:
             return read_record(self.folder)
         except DamagedSweep as damaged:
-            self._tell(
+            self._show_note(
                 f"{self.folder.name}/sweep.json was damaged ({damaged.complaint}) and has been rebuilt from "
                 "the metrics."
             )
@@ -201,12 +201,12 @@ class RunningSweep:
                 f"{', '.join(changed)} changed; put them back, or choose another --output"
             )
 
-    def _begin(self, generation: Sequence[Trial]) -> None:
+    def _begin_generation(self, generation: Sequence[Trial]) -> None:
         assert not any(trial.name in self.trials for trial in generation), "a trial was proposed twice"
         self.trials |= {trial.name: trial for trial in generation}
         self.rungs.begin([trial.name for trial in generation])
 
-    def _take(self, record: SweepRecord) -> None:
+    def _apply_record(self, record: SweepRecord) -> None:
         for trial in record.trials:
             if trial.steps:
                 self.rungs.enter(trial.name, trial.steps)
@@ -215,14 +215,14 @@ class RunningSweep:
             if trial.state in ("left", "failed", "finished"):
                 self._scores[trial.name] = trial.score, trial.score_step
         for decision in record.decisions:
-            self.rungs.adopt(decision)
+            self.rungs.apply_decision(decision)
         self.best, self._written = record.best, record
 
-    def _tell_ends(self, record: SweepRecord, again: Collection[str]) -> None:
+    def _copy_ends(self, record: SweepRecord, retried_trials: Collection[str]) -> None:
         """Copy the ends of trials from the record to the status, which may have been rebuilt without them."""
         states = {"left": State.CANCELLED, "failed": State.FAILED}
         for trial in record.trials:
-            if trial.state not in states or trial.name not in self.store or trial.name in again:
+            if trial.state not in states or trial.name not in self.store or trial.name in retried_trials:
                 continue
             if not self.store.job(trial.name).state.ended:
                 self.store.move_job(trial.name, states[trial.state], trial.reason)
@@ -234,7 +234,7 @@ class RunningSweep:
                 if name not in self.store or not self.store.job(name).state.ended:
                     yield name, decision.reason(name, self.rungs.rungs(name)[decision.rung])
 
-    def refuse_again(self, option: str, names: Collection[str], changes: Collection[str]) -> None:
+    def refuse_retries(self, option: str, names: Collection[str], changes: Collection[str]) -> None:
         """Refuse to restart or retry a trial if the sweep has already made decisions without it."""
         for name in (name for name in names if name in self.trials):
             steps = [
@@ -262,13 +262,13 @@ class RunningSweep:
         for name in self.trials:
             if name in self.store and self.store.job(name).steps:
                 self.rungs.enter(name, self.store.job(name).steps)
-        lines = kept_lines(self.store.records / METRICS, lambda line: line.get("job") in self.trials)
+        lines = filtered_lines(self.store.records / METRICS, lambda line: line.get("job") in self.trials)
         for line in map(json.loads, lines.splitlines()):
             job, step = line["job"], line["step"]
             if RUNG_LOSS in line:
-                self.judge(job, step, line[RUNG_LOSS], line.get("rung_token_accuracy"))
+                self.record_rung_evaluation(job, step, line[RUNG_LOSS], line.get("rung_token_accuracy"))
             elif "eval_loss" in line:
-                self.evaluate(job, step, line["eval_loss"], line.get("eval_token_accuracy"))
+                self.record_evaluation(job, step, line["eval_loss"], line.get("eval_token_accuracy"))
             elif line.get("loss") is not None:
                 self._trend(job).add(step, line["loss"])
 
@@ -278,18 +278,18 @@ class RunningSweep:
         self._entered.add(name)
 
     @property
-    def judges_mean(self) -> bool:
+    def evaluates_mean(self) -> bool:
         """Whether the rungs evaluate the mean of a trial's last weights."""
         return self._judge == "mean"
 
     # -- inside a window ---------------------------------------------------------------------------------
 
-    def step(self, name: str, step: int, loss: float) -> str | None:
+    def record_step(self, name: str, step: int, loss: float) -> str | None:
         """Record a step's loss; return the reason if the trial leaves now, else None. The last trial never
         leaves, whatever its loss, so that a sweep ends with an adapter."""
         trend = self._trend(name)
         trend.add(step, loss)
-        reason = trend.fault()
+        reason = trend.leave_reason()
         if reason is None or not self._has_others(name):
             return None
         self._leaving.add(name)
@@ -297,17 +297,21 @@ class RunningSweep:
 
     def _has_others(self, name: str) -> bool:
         """Whether another trial has finished or may still finish."""
-        lost = {one for one, ended in self.rungs.ended.items() if ended.how is not TrialEnd.FINISHED}
+        lost = {one for one, ended in self.rungs.ended.items() if ended.kind is not TrialEnd.FINISHED}
         return bool(self.trials.keys() - lost - self._leaving - {name})
 
-    def evaluate(self, name: str, step: int, loss: float | None, token_accuracy: float | None) -> None:
+    def record_evaluation(
+        self, name: str, step: int, loss: float | None, token_accuracy: float | None
+    ) -> None:
         """Record an evaluation of the weights that a trial is training."""
         value = loss if self.sweep.spec.metric == "eval_loss" else token_accuracy
         self._values.setdefault(name, {})[step] = value
-        if not self.judges_mean:
-            self.judge(name, step, loss, token_accuracy)
+        if not self.evaluates_mean:
+            self.record_rung_evaluation(name, step, loss, token_accuracy)
 
-    def judge(self, name: str, step: int, loss: float | None, token_accuracy: float | None) -> None:
+    def record_rung_evaluation(
+        self, name: str, step: int, loss: float | None, token_accuracy: float | None
+    ) -> None:
         """Record an evaluation of the weights that the rungs compare."""
         value = loss if self.sweep.spec.metric == "eval_loss" else token_accuracy
         # At a rung a trial has a warning only if it has collapsed: then it is the worst by any metric.
@@ -321,11 +325,11 @@ class RunningSweep:
 
     # -- between windows ---------------------------------------------------------------------------------
 
-    def orders(self, attached: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
+    def trial_orders(self, attached: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
         """Record ended trials and the rungs that can be decided; return the resulting orders."""
         if self._finished:
             return TrialOrders()
-        self._hear_ends(delivering)
+        self._record_ends(delivering)
         if self.rungs.is_over() and self._exhausted:
             self.finish()
         self._decide(attached)
@@ -333,7 +337,7 @@ class RunningSweep:
         promoted = [name for name in living if name in self.resting and not self.rungs.is_held(name)]
         self.resting -= set(promoted)
         rest = {
-            name: self.rungs.waits(name)
+            name: self.rungs.wait_reason(name)
             for name in living
             if name in attached and attached[name] >= self.rungs.limit(name) and self.rungs.is_held(name)
         }
@@ -347,16 +351,16 @@ class RunningSweep:
     def _decide(self, attached: Mapping[str, int]) -> None:
         """Decide the rungs and record the decisions. A decision that cannot be recorded has no effect, and is
         tried again later."""
-        decided = deepcopy(self.rungs) if self.rungs.pending() else self.rungs
-        while pending := decided.pending():
+        decided = deepcopy(self.rungs) if self.rungs.pending_decisions() else self.rungs
+        while pending := decided.pending_decisions():
             for decision in pending:
-                decided.adopt(decision)
+                decided.apply_decision(decision)
         if self._write(decided, attached):
             self.rungs = decided
 
-    def _hear_ends(self, delivering: Collection[str], but: Collection[str] = ()) -> None:
+    def _record_ends(self, delivering: Collection[str], excluded: Collection[str] = ()) -> None:
         for name in self.trials:
-            if name not in self.store or name in self.rungs.ended or name in but:
+            if name not in self.store or name in self.rungs.ended or name in excluded:
                 continue
             status = self.store.job(name)
             state = State.SUCCEEDED if name in delivering else status.state
@@ -372,7 +376,7 @@ class RunningSweep:
             self._exhausted = True
             return ()
         before = deepcopy(self.rungs)
-        self._begin(found)
+        self._begin_generation(found)
         if self._write(self.rungs, {}):
             return found
         self.rungs = before
@@ -380,7 +384,7 @@ class RunningSweep:
             del self.trials[trial.name]
         return ()
 
-    def refuse(self, trial: str, reason: str) -> None:
+    def record_refusal(self, trial: str, reason: str) -> None:
         """Record a proposed trial that cannot be trained as failed."""
         self._reasons[trial] = reason
         self.rungs.end(trial, TrialEnd.FAILED, 0)
@@ -394,7 +398,7 @@ class RunningSweep:
         try:
             write_record(self.folder, record)
         except OutputError as error:
-            self._tell(f"warning: {error}; training continues, and it is tried again.")
+            self._show_note(f"warning: {error}; training continues, and it is tried again.")
             return False
         self._written = record
         self.show(record)
@@ -442,13 +446,13 @@ class RunningSweep:
             score=score,
             score_step=score_step,
             warning=self.store.job(name).warning if name in self.store else "",
-            left_at=ended.step if ended is not None and ended.how is not TrialEnd.FINISHED else None,
+            left_at=ended.step if ended is not None and ended.kind is not TrialEnd.FINISHED else None,
             generation=generation,
         )
 
     def _state(self, rungs: Rungs, name: str, attached: Mapping[str, int]) -> TrialState:
         if name in rungs.ended:
-            return rungs.ended[name].how.value
+            return rungs.ended[name].kind.value
         if rungs.is_held(name) and (name in self.resting or attached.get(name, -1) >= rungs.limit(name)):
             return "resting"
         return "running" if name in attached else "waiting"
@@ -460,7 +464,7 @@ class RunningSweep:
             if name in decision.left:
                 return decision.reason(name, rungs.rungs(name)[decision.rung])
         if self._state(rungs, name, attached) == "resting":
-            return rungs.waits(name)
+            return rungs.wait_reason(name)
         return self.store.job(name).reason if name in self.store else ""
 
     def _samples(self, rungs: Rungs) -> SampleCount:
@@ -481,7 +485,7 @@ class RunningSweep:
             return self._scores[name]
         at_rungs = rungs.values.get(name, {})
         ended = rungs.ended.get(name)
-        if ended is not None and ended.how is TrialEnd.LEFT and at_rungs.get(ended.step) is not None:
+        if ended is not None and ended.kind is TrialEnd.LEFT and at_rungs.get(ended.step) is not None:
             return at_rungs[ended.step], ended.step
         # After a kill the lines of the metrics may end before a rung that is decided.
         values = {**at_rungs, **self._values.get(name, {})}
@@ -489,7 +493,7 @@ class RunningSweep:
             return None, None
         best = self.store.job(name).best_step if name in self.store else None
         keeps_best = name in self.jobs and self.jobs[name].keep == "best"
-        is_finished = ended is not None and ended.how is TrialEnd.FINISHED
+        is_finished = ended is not None and ended.kind is TrialEnd.FINISHED
         step = best if is_finished and keeps_best and best in values else max(values)
         return values[step], step
 
@@ -502,7 +506,7 @@ class RunningSweep:
 
     def finish(self) -> None:
         """Record the state of the sweep; if every trial has ended, put the winners' adapters into `best`."""
-        self._hear_ends(())
+        self._record_ends(())
         self._decide({})
         trained = [name for name in self.trials if name not in self._reasons]
         has_ended = all(name in self.store and self.store.job(name).state.ended for name in trained)
@@ -519,22 +523,22 @@ class RunningSweep:
         ranking = self.rungs.ranking({name: self.score(name) for name in self.trials}, doubtful)
         winners = tuple(ranking[: self.sweep.spec.keep])
         if winners and winners[0] in doubtful:
-            self._tell(
+            self._show_note(
                 f"warning: no trial of the sweep {self.sweep.name} improved on the base; {BEST} holds the "
                 "lowest validation loss."
             )
         try:
-            if not self._holds(winners):
+            if not self._has_winners(winners):
                 paths = [self.store.output / name for name in winners]
-                put_best(self.folder, paths, alone=self.sweep.spec.keep == 1)
+                link_winners(self.folder, paths, single=self.sweep.spec.keep == 1)
             self.best, self._finished = winners, True
         except OSError as error:
-            self._tell(
+            self._show_note(
                 f"warning: cannot write {self.folder / BEST}: {error.strerror}; try it again with "
                 f"{self.store.resume_line()}"
             )
 
-    def _holds(self, winners: tuple[str, ...]) -> bool:
+    def _has_winners(self, winners: tuple[str, ...]) -> bool:
         """Whether `best` contains these winners, both in the record and in the folder."""
         folder = self.folder / BEST
         if self.sweep.spec.keep == 1:

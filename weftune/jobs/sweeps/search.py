@@ -58,49 +58,49 @@ def _count(choices: Choices) -> float:
     return choices.max - choices.min + 1 if is_whole(choices) else math.inf
 
 
-def draws(
-    over: Mapping[str, Choices], count: int, seed: int, known: Iterable[Mapping[str, Any]] = ()
+def draw_combinations(
+    over: Mapping[str, Choices], count: int, seed: int, excluded: Iterable[Mapping[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """Return `count` random combinations, distinct from one another and from those in `known`.
+    """Return `count` random combinations, distinct from one another and from those in `excluded`.
 
     Only `Random.random` is used, whose sequence Python guarantees. Numbers from a range have three digits, so
     that names contain all digits and rounding differences between machines do not matter.
     """
     uniform = Random(seed).random
-    seen = {identity(values) for values in known}
+    seen = {combination_key(values) for values in excluded}
     drawn: list[dict[str, Any]] = []
     repeats = 0
     while len(drawn) < count:
         digits = 3 + repeats // PATIENCE
-        values = {key: _drawn(choices, uniform(), digits) for key, choices in over.items()}
-        if identity(values) in seen:
+        values = {key: _draw_value(choices, uniform(), digits) for key, choices in over.items()}
+        if combination_key(values) in seen:
             repeats += 1
             continue
         repeats = 0
-        seen.add(identity(values))
+        seen.add(combination_key(values))
         drawn.append(values)
     return drawn
 
 
-def identity(values: Mapping[str, Any]) -> str:
+def combination_key(values: Mapping[str, Any]) -> str:
     """Return a text that is the same for equal combinations, whatever the order of their keys."""
     return json.dumps(values, sort_keys=True, default=repr)
 
 
-def _drawn(choices: Choices, uniform: float, digits: int) -> Any:
+def _draw_value(choices: Choices, uniform: float, digits: int) -> Any:
     """Return the value of `choices` at the quantile `uniform`, from 0 (included) to 1 (excluded)."""
     if not isinstance(choices, ValueRange):
         return choices[int(uniform * len(choices))]
     low, high = choices.min, choices.max
     if is_whole(choices):
         count = int(high) - int(low) + 1
-        value = _between_logs(low, low + count, uniform) if choices.log else low + int(uniform * count)
+        value = _interpolate_log(low, low + count, uniform) if choices.log else low + int(uniform * count)
         return min(max(int(value), int(low)), int(high))
-    value = _between_logs(low, high, uniform) if choices.log else low + uniform * (high - low)
-    return tidy(choices, value, digits)
+    value = _interpolate_log(low, high, uniform) if choices.log else low + uniform * (high - low)
+    return round_value(choices, value, digits)
 
 
-def _between_logs(low: float, high: float, uniform: float) -> float:
+def _interpolate_log(low: float, high: float, uniform: float) -> float:
     return math.exp(math.log(low) + uniform * (math.log(high) - math.log(low)))
 
 
@@ -108,7 +108,7 @@ def is_whole(choices: ValueRange) -> bool:
     return isinstance(choices.min, int) and isinstance(choices.max, int)
 
 
-def tidy(choices: ValueRange, value: float, digits: int = 3) -> float:
+def round_value(choices: ValueRange, value: float, digits: int = 3) -> float:
     """Round a value of a range to `digits` digits of the range's width or, on a logarithmic range, of the
     value itself if that is smaller."""
     first = _power_of_ten(choices.max - choices.min)
@@ -149,14 +149,14 @@ LEAST_OF_SWEEP = 16
 def trial_names(
     sweep: str,
     over: Mapping[str, Choices],
-    drawn: Sequence[Mapping[str, Any]],
-    taken: Iterable[str] = (),
+    combinations_drawn: Sequence[Mapping[str, Any]],
+    used_names: Iterable[str] = (),
 ) -> list[str]:
-    """Return a unique name for each combination in `drawn`, none of them in `taken`."""
+    """Return a unique name for each combination in `combinations_drawn`, none of them in `used_names`."""
     locations = _named_locations(over)
-    used = {sweep.lower(), *(name.lower() for name in taken)}
+    used = {sweep.lower(), *(name.lower() for name in used_names)}
     names = []
-    for values in drawn:
+    for values in combinations_drawn:
         name = _unique(_name(sweep, locations, values), used)
         used.add(name.lower())
         names.append(name)
@@ -171,11 +171,11 @@ def _named_locations(over: Mapping[str, Choices]) -> list[Loc]:
         if isinstance(choices, ValueRange):
             locations.append(location_of(key))
         elif len(choices) > 1:
-            locations += _telling(key, choices)
+            locations += _distinguishing_locations(key, choices)
     return locations or [loc for key, choices in over.items() for loc in leaves_of(key, choices)[:1]]
 
 
-def _telling(key: str, choices: Sequence[Any]) -> list[Loc]:
+def _distinguishing_locations(key: str, choices: Sequence[Any]) -> list[Loc]:
     locations: list[Loc] = []
     apart = 1
     for loc in leaves_of(key, tuple(choices)):
@@ -191,18 +191,18 @@ def _telling(key: str, choices: Sequence[Any]) -> list[Loc]:
 
 def _name(sweep: str, locations: Sequence[Loc], values: Mapping[str, Any]) -> str:
     held = {loc: value for key, value in values.items() for loc, value in leaves(location_of(key), value)}
-    tail = "-".join(part for loc in locations if loc in held and (part := _part(loc, held[loc])))
+    tail = "-".join(part for loc in locations if loc in held and (part := _name_part(loc, held[loc])))
     head = sweep[: max(LEAST_OF_SWEEP, MAX_NAME_LETTERS - 1 - len(tail))]
     return f"{head}-{tail}"[:MAX_NAME_LETTERS].rstrip("-.") if tail else head
 
 
-def _part(loc: Loc, value: Any) -> str:
+def _name_part(loc: Loc, value: Any) -> str:
     key, text = str(loc[-1]), value_text(value)
     if key in BY_VALUE:
         return text
     if isinstance(value, bool):
-        return _plain(key if value else f"no-{key}")
-    short = SHORT.get(key, _plain(key)) if len(loc) < 3 else _plain(key)
+        return _name_text(key if value else f"no-{key}")
+    short = SHORT.get(key, _name_text(key)) if len(loc) < 3 else _name_text(key)
     is_number = isinstance(value, int | float)
     return f"{short}{text}" if is_number else f"{short}-{text}"
 
@@ -221,7 +221,7 @@ def value_text(value: Any) -> str:
         return "_".join(value_text(item).removesuffix("_proj") for item in value)
     if isinstance(value, Mapping):
         return "_".join(value_text(item) for item in value.values())
-    return _plain(str(value).rstrip("/").rpartition("/")[2])
+    return _name_text(str(value).rstrip("/").rpartition("/")[2])
 
 
 def number_text(value: float) -> str:
@@ -235,7 +235,7 @@ def number_text(value: float) -> str:
     return plain if is_shorter and "e" not in plain else scientific
 
 
-def _plain(text: str) -> str:
+def _name_text(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")
 
 
@@ -255,63 +255,67 @@ class TrialSearch:
     name: str
     spec: SweepSpec
     seed: int
-    taken: tuple[str, ...] = ()
+    used_names: tuple[str, ...] = ()
     """Names of the run's other jobs."""
 
     def first(self) -> tuple[Trial, ...]:
         """Return all trials of a grid or of random draws; for `tpe`, a first generation drawn at random."""
         over, count = self.spec.over, self.spec.trials
         if count is None:
-            return self._named(grid(over))
+            return self._name_trials(grid(over))
         count = next(generations(count)) if self.spec.search == "tpe" else count
-        return self._named(draws(over, count, self.seed))
+        return self._name_trials(draw_combinations(over, count, self.seed))
 
-    def next(self, ended: Ends) -> tuple[Trial, ...]:
-        """Return the generation that follows the trials in `ended`, which are all so far; empty if there is
-        none. The sampler is given all ended trials again, and its seed is their number."""
+    def next(self, ended_trials: Ends) -> tuple[Trial, ...]:
+        """Return the generation that follows the trials in `ended_trials`, which are all so far; empty if
+        there is none. The sampler is given all ended trials again, and its seed is their number."""
         # Sorted by name: the order in which trials ended depends on the clock and must not matter.
-        known = sorted(ended, key=lambda one: one[0].name)
+        known = sorted(ended_trials, key=lambda one: one[0].name)
         if self.spec.search != "tpe" or self.spec.trials is None:
             return ()
         count = min(next(generations(self.spec.trials)), self.spec.trials - len(known))
         if count <= 0:
             return ()
         seed = int(Random(f"{self.seed} after {len(known)}").random() * 2**32)
-        with _quiet():
-            proposed = self._proposed(_study(self.spec, known, seed), known, count, seed)
-        return self._named(proposed, [trial.name for trial, _ in known])
+        with _silence_optuna():
+            proposed = self._propose(_study(self.spec, known, seed), known, count, seed)
+        return self._name_trials(proposed, [trial.name for trial, _ in known])
 
-    def _named(self, drawn: Sequence[Mapping[str, Any]], known: Iterable[str] = ()) -> tuple[Trial, ...]:
-        names = trial_names(self.name, self.spec.over, drawn, (*self.taken, *known))
-        return tuple(map(Trial, names, drawn))
+    def _name_trials(
+        self, combinations_drawn: Sequence[Mapping[str, Any]], known: Iterable[str] = ()
+    ) -> tuple[Trial, ...]:
+        names = trial_names(self.name, self.spec.over, combinations_drawn, (*self.used_names, *known))
+        return tuple(map(Trial, names, combinations_drawn))
 
-    def _proposed(self, study: optuna.Study, known: Ends, count: int, seed: int) -> list[Mapping[str, Any]]:
-        """Return `count` combinations that are distinct from one another and from those in `known`."""
+    def _propose(
+        self, study: optuna.Study, ended_trials: Ends, count: int, seed: int
+    ) -> list[Mapping[str, Any]]:
+        """Return `count` combinations that are distinct from one another and from those in `ended_trials`."""
         over = self.spec.over
         distributions = {key: _distribution(choices) for key, choices in over.items()}
-        before = [trial.values for trial, _ in known]
-        seen = {identity(values) for values in before}
+        before = [trial.values for trial, _ in ended_trials]
+        seen = {combination_key(values) for values in before}
         proposed: list[Mapping[str, Any]] = []
         repeats = 0
         while len(proposed) < count and repeats < MAX_REPEATS:
             params = study.ask(distributions).params
             values = {key: _value(choices, params[key]) for key, choices in over.items()}
-            if identity(values) in seen:
+            if combination_key(values) in seen:
                 repeats += 1
                 continue
-            seen.add(identity(values))
+            seen.add(combination_key(values))
             proposed.append(values)
-        return proposed + draws(over, count - len(proposed), seed, [*before, *proposed])
+        return proposed + draw_combinations(over, count - len(proposed), seed, [*before, *proposed])
 
 
-def later_search(sweep: Sweep, taken: Iterable[str]) -> TrialSearch | None:
+def later_search(sweep: Sweep, used_names: Iterable[str]) -> TrialSearch | None:
     """Return the search for later generations of a sweep; None if all trials are already known."""
     if sweep.spec.search != "tpe":
         return None
-    return TrialSearch(sweep.name, sweep.spec, int(sweep.keys.values.get("seed", 0)), tuple(taken))
+    return TrialSearch(sweep.name, sweep.spec, int(sweep.keys.values.get("seed", 0)), tuple(used_names))
 
 
-def _study(spec: SweepSpec, known: Ends, seed: int) -> optuna.Study:
+def _study(spec: SweepSpec, ended_trials: Ends, seed: int) -> optuna.Study:
     try:
         import optuna
     except ImportError:
@@ -323,7 +327,7 @@ def _study(spec: SweepSpec, known: Ends, seed: int) -> optuna.Study:
     sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True, n_startup_trials=1)
     study = optuna.create_study(direction=direction, sampler=sampler)
     complete, pruned = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
-    for trial, value in known:
+    for trial, value in ended_trials:
         is_known = value is not None and math.isfinite(value)
         study.add_trial(
             optuna.trial.create_trial(
@@ -355,11 +359,11 @@ def _param(choices: Choices, value: Any) -> Any:
 def _value(choices: Choices, param: Any) -> Any:
     if not isinstance(choices, ValueRange):
         return choices[param]
-    return param if is_whole(choices) else tidy(choices, param)
+    return param if is_whole(choices) else round_value(choices, param)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_optuna() -> Iterator[None]:
     """Silence Optuna, which logs every study and warns about experimental features."""
     try:
         import optuna

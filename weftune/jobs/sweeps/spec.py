@@ -93,7 +93,7 @@ def location_of(key: str) -> Loc:
     return tuple(key.split(".", 2))
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nest_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a trial's values as keys of a job: `{"adapter.rank": 8}` becomes `{"adapter": {"rank": 8}}`."""
     whole: dict[str, Any] = {}
     for key, value in values.items():
@@ -102,7 +102,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
         for part in above:
             inner = inner.setdefault(str(part), {})
         held = inner.get(str(last))
-        inner[str(last)] = _joined(held, value) if isinstance(held, dict) else _copied(value)
+        inner[str(last)] = _merge_values(held, value) if isinstance(held, dict) else _copy_value(value)
     return whole
 
 
@@ -122,15 +122,17 @@ def leaves_of(key: str, choices: Choices) -> list[Loc]:
     return list(dict.fromkeys(loc for value in choices for loc, _ in leaves(location_of(key), value)))
 
 
-def _joined(one: dict[str, Any], other: Any) -> Any:
+def _merge_values(one: dict[str, Any], other: Any) -> Any:
     if not isinstance(other, Mapping):
         return other
     whole = dict(one)
     for name, value in other.items():
         held = whole.get(name)
-        whole[name] = _joined(held, value) if isinstance(held, dict) else _copied(value)
+        whole[name] = _merge_values(held, value) if isinstance(held, dict) else _copy_value(value)
     return whole
 
 
-def _copied(value: Any) -> Any:
-    return {name: _copied(below) for name, below in value.items()} if isinstance(value, Mapping) else value
+def _copy_value(value: Any) -> Any:
+    return (
+        {name: _copy_value(below) for name, below in value.items()} if isinstance(value, Mapping) else value
+    )

@@ -150,7 +150,7 @@ def synthetic_site(trial: PlanTrial, device: torch.device) -> TrialSite:
     return TrialSite(
         x_TK=normal(trial.rows, trial.features),
         dy_TN=normal(trial.rows, outputs),
-        weight_NK=CodedMatrix.of(weight_NK) if trial.coded else weight_NK,
+        weight_NK=CodedMatrix.quantise(weight_NK) if trial.coded else weight_NK,
         residual_TN=normal(trial.rows, outputs) if trial.residual else None,
         group=group,
         rows=rows,

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weftune.core.weights import FrozenWeight, Weight, is_coded, matrix_of
+from weftune.core.weights import FrozenWeight, Weight, is_coded, weight_matrix
 from weftune.ops.fallback import rehearse
 from weftune.ops.lora.choice import Choices, PlanTrial
 from weftune.ops.lora.computed import add_pair_gradients, write_pairs
@@ -125,7 +125,7 @@ def _rehearse(
 
 def multiplied(weight: Weight) -> Right:
     """Return the operand of products: the weight itself if it is stored in fp8, else its matrix."""
-    return weight if is_coded(weight) else matrix_of(weight)
+    return weight if is_coded(weight) else weight_matrix(weight)
 
 
 def _lying(right: Right) -> Tensor:

@@ -17,7 +17,7 @@ from weftune.plan.program.prices import Link, PricedCluster
 GIB = 1 << 30
 PCIE = Link(25e9, 10e-6)
 """PCIe 4.0 with sixteen lanes, at the bandwidth that copies reach in practice."""
-USABLE = {True: 0.92, False: 0.85}
+USABLE_SHARE = {True: 0.92, False: 0.85}
 """Usable share of the memory of a GPU (True) and of a CPU (False); other processes take the rest."""
 
 
@@ -27,14 +27,14 @@ class Device:
 
     name: str
     memory_bytes: int
-    peak: float
+    peak_flops: float
     """FLOP/s of dense bf16 products with fp32 accumulation (fp32 products on a CPU)."""
     bandwidth: float
     """Bandwidth of the device's memory, in bytes per second."""
     nvlink: float = 0.0
     """Bandwidth to another device in one direction, in bytes per second; 0 without NVLink."""
-    limit: int | None = None
-    """Bytes that a run may use. None selects the share in `USABLE`."""
+    max_bytes: int | None = None
+    """Bytes that a run may use. None selects the share in `USABLE_SHARE`."""
 
     @property
     def is_gpu(self) -> bool:
@@ -43,7 +43,9 @@ class Device:
     @property
     def budget(self) -> int:
         """Bytes that a run may use on this device."""
-        return int(self.memory_bytes * USABLE[self.is_gpu]) if self.limit is None else self.limit
+        return (
+            int(self.memory_bytes * USABLE_SHARE[self.is_gpu]) if self.max_bytes is None else self.max_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,9 @@ class Cluster:
     devices: tuple[Device, ...]
     link: Link
     link_name: str
-    roots: tuple[int, ...]
+    root_sizes: tuple[int, ...]
     """Number of devices under each root complex, in order."""
-    host: Link = PCIE
+    host_link: Link = PCIE
     """Link from host memory to a device, and bandwidth of each root complex."""
 
     @property
@@ -61,41 +63,41 @@ class Cluster:
         kinds = list(dict.fromkeys(device.name for device in self.devices))
         counts = [sum(device.name == kind for device in self.devices) for kind in kinds]
         text = " + ".join(f"{count}x{kind}" for count, kind in zip(counts, kinds, strict=True))
-        if len(self.roots) > 1 and len(kinds) == 1:
-            text = f"{'+'.join(map(str, self.roots))}x{kinds[0]}"
+        if len(self.root_sizes) > 1 and len(kinds) == 1:
+            text = f"{'+'.join(map(str, self.root_sizes))}x{kinds[0]}"
         return text if len(self.devices) == 1 else f"{text}:{self.link_name}"
 
-    def priced(self) -> PricedCluster:
+    def simulator_cluster(self) -> PricedCluster:
         """Return the cluster as input of the simulator."""
         return PricedCluster(
             devices=len(self.devices),
             link=self.link,
-            host=self.host,
-            homes=tuple(root for root, size in enumerate(self.roots) for _ in range(size)),
-            roots=(self.host.bandwidth,) * len(self.roots),
-            queued=True,
+            host_link=self.host_link,
+            device_roots=tuple(root for root, size in enumerate(self.root_sizes) for _ in range(size)),
+            root_bandwidths=(self.host_link.bandwidth,) * len(self.root_sizes),
+            queues_loads=True,
         )
 
 
-def _sheet(name: str, gib: float, teraflops: float, gigabytes: float, nvlink: float = 0.0) -> Device:
+def _data_sheet(name: str, gib: float, teraflops: float, gigabytes: float, nvlink: float = 0.0) -> Device:
     return Device(name, int(gib * GIB), teraflops * 1e12, gigabytes * 1e9, nvlink * 1e9)
 
 
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        _sheet("A100-40G", 39.4, 312, 1555, 300),
-        _sheet("A100-80G", 79.2, 312, 2039, 300),
-        _sheet("H100", 79.2, 989, 3350, 450),
-        _sheet("H200", 139.8, 989, 4800, 450),
-        _sheet("B200", 178.0, 2250, 8000, 900),
-        _sheet("L40S", 44.5, 362, 864),
-        _sheet("L4", 22.5, 121, 300),
-        _sheet("A10", 22.5, 125, 600),
-        _sheet("A6000", 47.5, 155, 768, 56),
-        _sheet("RTX4090", 23.5, 165, 1008),
-        _sheet("RTX3090", 23.5, 71, 936, 28),
-        _sheet("T4", 14.6, 65, 320),
+        _data_sheet("A100-40G", 39.4, 312, 1555, 300),
+        _data_sheet("A100-80G", 79.2, 312, 2039, 300),
+        _data_sheet("H100", 79.2, 989, 3350, 450),
+        _data_sheet("H200", 139.8, 989, 4800, 450),
+        _data_sheet("B200", 178.0, 2250, 8000, 900),
+        _data_sheet("L40S", 44.5, 362, 864),
+        _data_sheet("L4", 22.5, 121, 300),
+        _data_sheet("A10", 22.5, 125, 600),
+        _data_sheet("A6000", 47.5, 155, 768, 56),
+        _data_sheet("RTX4090", 23.5, 165, 1008),
+        _data_sheet("RTX3090", 23.5, 71, 936, 28),
+        _data_sheet("T4", 14.6, 65, 320),
     )
 }
 """Maps each name to a device. Memory is the size that the driver reports, which is less than nominal."""
@@ -103,7 +105,7 @@ DEVICES: Mapping[str, Device] = {
 CORE_PEAK = 160e9
 """FLOP/s of one CPU core in fp32: two fused multiply-adds of sixteen lanes at 2.5 GHz."""
 CPU_BANDWIDTH = 40e9
-FORM = (
+FORMAT_HELP = (
     "write such as 4xA100-80G, 4xA100-80G:pcie, 2+2xRTX3090 for two root complexes, "
     "a file such as cluster.yaml, or auto"
 )
@@ -117,13 +119,15 @@ def parse_cluster(text: str) -> Cluster:
     """Parse `4xA100-80G`, `4xA100-80G:pcie`, `H200`, or `2+2xRTX3090` for two root complexes."""
     found = re.fullmatch(r"(?:(\d+(?:\+\d+)*)\s*[xX×]\s*)?([^:]+?)(?::(\w+))?", text.strip())
     if found is None:
-        raise PlanError(f"--cluster {text}: {FORM}")
+        raise PlanError(f"--cluster {text}: {FORMAT_HELP}")
     count, name, link = found.groups()
     roots = [_count(one, "--cluster") for one in (count or "1").split("+")]
-    return make_cluster([_named(name)] * _count(str(sum(roots)), "--cluster"), link, roots)
+    return make_cluster([_device_named(name)] * _count(str(sum(roots)), "--cluster"), link, roots)
 
 
-def make_cluster(devices: Sequence[Device], link: str | Link | None, roots: Sequence[int] = ()) -> Cluster:
+def make_cluster(
+    devices: Sequence[Device], link: str | Link | None, root_sizes: Sequence[int] = ()
+) -> Cluster:
     """Return a cluster of these devices. The default link is nvlink if every device has it, else pcie. By
     default, all devices are under one root complex."""
     nvlink = min((device.nvlink for device in devices), default=0.0)
@@ -136,28 +140,28 @@ def make_cluster(devices: Sequence[Device], link: str | Link | None, roots: Sequ
         raise PlanError(f"--cluster: {without} has no nvlink; write pcie")
     if isinstance(link, str) and link not in ("nvlink", "pcie"):
         raise PlanError(f"--cluster: there is no link {link}; write nvlink or pcie")
-    if roots and sum(roots) != len(devices):
-        raise PlanError(f"--cluster: roots hold {sum(roots)} devices, but there are {len(devices)}")
+    if root_sizes and sum(root_sizes) != len(devices):
+        raise PlanError(f"--cluster: roots hold {sum(root_sizes)} devices, but there are {len(devices)}")
     known = {"nvlink": Link(nvlink or 1.0, 5e-6), "pcie": PCIE}
     return Cluster(
         devices=tuple(devices),
         link=known[link] if isinstance(link, str) else link,
         link_name=link if isinstance(link, str) else f"{link.bandwidth / 1e9:g} GB/s",
-        roots=tuple(roots) or (len(devices),),
+        root_sizes=tuple(root_sizes) or (len(devices),),
     )
 
 
-def limited(cluster: Cluster, limit: int) -> Cluster:
-    """Return the cluster with at most `limit` bytes of each device available to a run."""
-    return replace(cluster, devices=tuple(replace(device, limit=limit) for device in cluster.devices))
+def limit_memory(cluster: Cluster, max_bytes: int) -> Cluster:
+    """Return the cluster with at most `max_bytes` bytes of each device available to a run."""
+    return replace(cluster, devices=tuple(replace(device, max_bytes=max_bytes) for device in cluster.devices))
 
 
-def cluster_from(values: Any, source: str) -> Cluster:
+def cluster_from_values(values: Any, source: str) -> Cluster:
     """Return the cluster described by the contents of a cluster file; errors name the file as `source`."""
     if not isinstance(values, Mapping) or not isinstance(values.get("devices"), list):
         raise PlanError(Mistake(source, "must be a mapping with devices: a list such as [4xA100-80G]"))
     _refuse_unknown(values, KEYS, source)
-    devices = [device for one in values["devices"] for device in _devices(one, source)]
+    devices = [device for one in values["devices"] for device in _read_devices(one, source)]
     link, roots = values.get("link"), values.get("roots") or []
     if isinstance(link, Mapping):
         link = _link(link, f"{source}: link")
@@ -170,7 +174,7 @@ def cluster_from(values: Any, source: str) -> Cluster:
         return cluster
     if not isinstance(values["host"], Mapping):
         raise PlanError(Mistake(source, f"host must be a mapping with {LINK_KEYS[0]}"))
-    return replace(cluster, host=_link(values["host"], f"{source}: host"))
+    return replace(cluster, host_link=_link(values["host"], f"{source}: host"))
 
 
 def _link(values: Mapping[str, Any], source: str) -> Link:
@@ -179,27 +183,27 @@ def _link(values: Mapping[str, Any], source: str) -> Link:
     return Link(rate * 1e9, _number(values, "latency_us", source, 10.0) / 1e6)
 
 
-def this_machine() -> Cluster:
+def detect_cluster() -> Cluster:
     """Return the GPUs of this machine that nvidia-smi lists, or its CPU if there are none."""
-    found = _smi()
+    found = _query_smi()
     if found:
         return make_cluster([_smi_device(line) for line in found.splitlines() if line.strip()], None)
-    return this_cpu()
+    return detect_cpu()
 
 
-def this_cpu() -> Cluster:
+def detect_cpu() -> Cluster:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return make_cluster([Device("CPU", memory, cores * CORE_PEAK, CPU_BANDWIDTH)], None)
 
 
-def gpu_here() -> str | None:
+def first_gpu_name() -> str | None:
     """Return the name of this machine's first GPU as nvidia-smi reports it. None without a GPU."""
-    first = _smi().partition("\n")[0]
+    first = _query_smi().partition("\n")[0]
     return first.rpartition(",")[0].strip() or None
 
 
-def _smi() -> str:
+def _query_smi() -> str:
     """Return one line per GPU, with name and memory in MiB, or an empty string without GPUs."""
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -223,15 +227,17 @@ def _smi_device(line: str) -> Device:
             f"({', '.join(DEVICES)}); describe it in a cluster file"
         )
     # Prefer the longest matching name (L40S over L4), then the closest memory size.
-    kind = max(fitting, key=lambda device: (len(device.name.partition("-")[0]), -_apart(device, size)))
+    kind = max(
+        fitting, key=lambda device: (len(device.name.partition("-")[0]), -_memory_difference(device, size))
+    )
     return replace(kind, memory_bytes=size)
 
 
-def _apart(device: Device, size: int) -> int:
+def _memory_difference(device: Device, size: int) -> int:
     return abs(device.memory_bytes - size)
 
 
-def _named(name: str) -> Device:
+def _device_named(name: str) -> Device:
     by_plain = {key.lower(): device for key, device in DEVICES.items()}
     plain = name.strip().lower()
     if plain in by_plain:
@@ -241,28 +247,28 @@ def _named(name: str) -> Device:
     near = difflib.get_close_matches(plain, family or by_plain, n=1, cutoff=0.0 if family else 0.4)
     hint = f"did you mean {by_plain[near[0]].name}? " if near else ""
     raise PlanError(
-        f"--cluster: there is no device {name.strip()}; {hint}Known: {', '.join(DEVICES)}; {FORM}"
+        f"--cluster: there is no device {name.strip()}; {hint}Known: {', '.join(DEVICES)}; {FORMAT_HELP}"
     )
 
 
-def _devices(one: Any, source: str) -> list[Device]:
-    if isinstance(one, str):
-        return list(parse_cluster(one).devices)
-    if not isinstance(one, Mapping) or "name" not in one:
+def _read_devices(entry: Any, source: str) -> list[Device]:
+    if isinstance(entry, str):
+        return list(parse_cluster(entry).devices)
+    if not isinstance(entry, Mapping) or "name" not in entry:
         raise PlanError(
             Mistake(source, f"a device is a name such as 4xH100, or a mapping with {DEVICE_KEYS}")
         )
-    _refuse_unknown(one, DEVICE_KEYS, f"{source}: devices")
-    name = str(one["name"])
+    _refuse_unknown(entry, DEVICE_KEYS, f"{source}: devices")
+    name = str(entry["name"])
     sheet = DEVICES.get(name, Device(name, 0, 0.0, 0.0))
     device = Device(
         name,
-        int(_number(one, "memory_gib", f"{source}: {name}", sheet.memory_bytes / GIB) * GIB),
-        _number(one, "peak_tflops", f"{source}: {name}", sheet.peak / 1e12) * 1e12,
-        _number(one, "bandwidth_gbs", f"{source}: {name}", sheet.bandwidth / 1e9) * 1e9,
-        float(one.get("nvlink_gbs", sheet.nvlink / 1e9)) * 1e9,
+        int(_number(entry, "memory_gib", f"{source}: {name}", sheet.memory_bytes / GIB) * GIB),
+        _number(entry, "peak_tflops", f"{source}: {name}", sheet.peak_flops / 1e12) * 1e12,
+        _number(entry, "bandwidth_gbs", f"{source}: {name}", sheet.bandwidth / 1e9) * 1e9,
+        float(entry.get("nvlink_gbs", sheet.nvlink / 1e9)) * 1e9,
     )
-    return [device] * _count(str(one.get("count", 1)), f"{source}: {name}")
+    return [device] * _count(str(entry.get("count", 1)), f"{source}: {name}")
 
 
 def _count(text: str, source: str) -> int:
@@ -278,8 +284,8 @@ def _number(values: Mapping[str, Any], key: str, source: str, default: float = 0
     return float(value)
 
 
-def _refuse_unknown(values: Mapping[Any, Any], known: Sequence[str], source: str) -> None:
+def _refuse_unknown(values: Mapping[Any, Any], known_keys: Sequence[str], source: str) -> None:
     for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+        if key not in known_keys:
+            near = difflib.get_close_matches(str(key), known_keys, n=1, cutoff=0.0)
             raise PlanError(Mistake(source, f"there is no key {key}; did you mean {near[0]}?"))

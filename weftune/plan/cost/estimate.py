@@ -14,10 +14,10 @@ from weftune.core.shapes import JobShape, LayerRange, ModelShape, SiteShape, lay
 from weftune.plan.cost.cluster import Device
 from weftune.plan.cost.time import Line
 
-GPU_PART, CPU_PART = 0.6, 0.45
+GPU_EFFICIENCY, CPU_EFFICIENCY = 0.6, 0.45
 """Share of the peak FLOP/s that the base's matrix products reach, from one measured step on an H200 and one
 on a CPU with two cores; on any other device it is a guess."""
-ADAPTER_PART = 0.1
+ADAPTER_EFFICIENCY = 0.1
 """Share of the peak FLOP/s that adapters reach: their products are narrow and read all inputs again."""
 GPU_LAUNCH, CPU_LAUNCH = 60e-6, 30e-6
 """Fixed seconds of one pass over one layer, whatever the number of rows."""
@@ -37,7 +37,7 @@ class Speed:
     flops: float
     adapter_flops: float
     bandwidth: float
-    launch: float
+    launch_seconds: float
     source: str
     """Origin of these numbers, for display."""
     attention_flops: float = 0.0
@@ -72,28 +72,28 @@ class BaseLayer:
     weight_bytes: int
     kept_bytes: int
     """Bytes per token kept from forward to backward."""
-    handed_bytes: int
+    output_bytes: int
     """Bytes per token of the output for the next layer, and of the gradient for the previous one."""
     sites: tuple[SiteShape, ...]
     matrix_bytes: int = 0
     """Bytes of the weights after dequantisation, which every pass repeats; 0 if they need none."""
 
 
-def sheet_speed(device: Device) -> Speed:
-    part = GPU_PART if device.is_gpu else CPU_PART
+def data_sheet_speed(device: Device) -> Speed:
+    part = GPU_EFFICIENCY if device.is_gpu else CPU_EFFICIENCY
     return Speed(
-        flops=part * device.peak,
-        adapter_flops=ADAPTER_PART * device.peak,
+        flops=part * device.peak_flops,
+        adapter_flops=ADAPTER_EFFICIENCY * device.peak_flops,
         bandwidth=device.bandwidth,
-        launch=GPU_LAUNCH if device.is_gpu else CPU_LAUNCH,
+        launch_seconds=GPU_LAUNCH if device.is_gpu else CPU_LAUNCH,
         source=f"estimated from the data sheet at {part:.0%} of its peak, not measured",
     )
 
 
-def base_layers(shape: ModelShape, kept: int, apart: bool) -> tuple[BaseLayer, ...]:
-    """Return embedding, layers and head. Each layer keeps `kept` bytes per token for its backward.
+def base_layers(shape: ModelShape, kept_bytes: int, ends_apart: bool) -> tuple[BaseLayer, ...]:
+    """Return embedding, layers and head. Each layer keeps `kept_bytes` bytes per token for its backward.
 
-    `apart` means that embedding and head are on different devices, so that tied weights are stored twice.
+    With `ends_apart`, embedding and head are on different devices, so tied weights are stored twice.
     """
     by_layer: dict[int, list[SiteShape]] = {number: [] for number in range(shape.layers)}
     outside: list[SiteShape] = []
@@ -101,13 +101,13 @@ def base_layers(shape: ModelShape, kept: int, apart: bool) -> tuple[BaseLayer, .
         number = layer_of(site.name)
         (outside if number is None else by_layer[number]).append(site)
     matrix = shape.vocabulary * shape.hidden
-    inside = sum(site.weights for sites in by_layer.values() for site in sites)
+    inside = sum(site.weight_count for sites in by_layer.values() for site in sites)
     tied = shape.parameters < inside + 2 * matrix
     # The shape does not list norms, biases and positions separately; they are small and counted here.
     first = shape.parameters - inside - (0 if tied else matrix)
     handed = shape.hidden * shape.bytes_per_value
-    layers = [_layer(shape, tuple(sites), kept, handed) for sites in by_layer.values()]
-    head = 0 if tied and not apart else matrix
+    layers = [_layer(shape, tuple(sites), kept_bytes, handed) for sites in by_layer.values()]
+    head = 0 if tied and not ends_apart else matrix
     return (
         BaseLayer("embedding", 0, 0, first * shape.bytes_per_value, 0, handed, tuple(outside)),
         *layers,
@@ -132,7 +132,7 @@ def layer_flops(shape: ModelShape) -> int:
 
 
 def _inner_layers(shape: ModelShape) -> tuple[BaseLayer, ...]:
-    return base_layers(shape, 0, apart=False)[1:-1]
+    return base_layers(shape, 0, ends_apart=False)[1:-1]
 
 
 def _moved_bytes(layer: BaseLayer) -> int:
@@ -140,19 +140,19 @@ def _moved_bytes(layer: BaseLayer) -> int:
     return layer.weight_bytes + 2 * layer.matrix_bytes
 
 
-def _layer(shape: ModelShape, sites: tuple[SiteShape, ...], kept: int, handed: int) -> BaseLayer:
+def _layer(shape: ModelShape, sites: tuple[SiteShape, ...], kept_bytes: int, output_bytes: int) -> BaseLayer:
     flops = 2 * sum(site.active_weights for site in sites)
-    flops = round(flops / CODED_SPEED) if shape.multiplied_as_stored else flops
-    held = round(sum(site.weights for site in sites) * shape.weight_bytes_per_value)
+    flops = round(flops / CODED_SPEED) if shape.multiplies_stored_format else flops
+    held = round(sum(site.weight_count for site in sites) * shape.weight_bytes_per_value)
     # Attention makes two products as wide as all heads, half of each masked; that width is close to the
     # hidden size.
-    matrices = sum(site.weights for site in sites) * shape.bytes_per_value if shape.matrix_bytes else 0
-    return BaseLayer("layer", flops, 2 * shape.hidden, held, kept, handed, sites, matrices)
+    matrices = sum(site.weight_count for site in sites) * shape.bytes_per_value if shape.matrix_bytes else 0
+    return BaseLayer("layer", flops, 2 * shape.hidden, held, kept_bytes, output_bytes, sites, matrices)
 
 
 def adapter_flops(layer: BaseLayer, job: JobOutline) -> int:
     """Return the FLOPs per token that the job's adapter adds to a forward of this layer."""
-    return sum(2 * job.ranks.get(site.name, 0) * site.widths for site in layer.sites)
+    return sum(2 * job.ranks.get(site.name, 0) * site.values_per_token for site in layer.sites)
 
 
 def adapter_parameters(layer: BaseLayer, job: JobOutline) -> int:
@@ -219,17 +219,17 @@ def stage_cost(layers: Sequence[LayerCost], start: int, stop: int) -> StageCost:
     )
 
 
-def stage_shape(shape: ModelShape, held: LayerRange) -> ModelShape:
+def stage_shape(shape: ModelShape, layer_range: LayerRange) -> ModelShape:
     """Return the model shape of one stage of the base. Every stage includes the sites outside the layers."""
-    sites = tuple(site for site in shape.sites if _held(site.name, held))
-    inside = sum(site.weights for site in sites)
-    ends = shape.hidden * shape.vocabulary * (held.first + held.last)
-    return replace(shape, layers=held.stop - held.start, parameters=inside + ends, sites=sites)
+    sites = tuple(site for site in shape.sites if _is_in_stage(site.name, layer_range))
+    inside = sum(site.weight_count for site in sites)
+    ends = shape.hidden * shape.vocabulary * (layer_range.is_first + layer_range.last)
+    return replace(shape, layers=layer_range.stop - layer_range.start, parameters=inside + ends, sites=sites)
 
 
-def _held(site: str, held: LayerRange) -> bool:
+def _is_in_stage(site: str, layer_range: LayerRange) -> bool:
     layer = layer_of(site)
-    return layer is None or held.start <= layer < held.stop
+    return layer is None or layer_range.start <= layer < layer_range.stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,17 +237,17 @@ class RowCounts:
     """The counts of a microbatch that determine its time."""
 
     tokens: int
-    squares: int
+    squared_lengths: int
     """Sum of squared sample lengths."""
-    by_job: Mapping[str, int]
+    tokens_by_job: Mapping[str, int]
     """Maps each job to its number of tokens."""
 
 
-def base_line(layers: Sequence[BaseLayer], speed: Speed) -> Line:
+def base_pass_time(layers: Sequence[BaseLayer], speed: Speed) -> Line:
     """Return the time of one pass, forward or backward, over these layers without attention and adapters."""
     worked = [layer for layer in layers if layer.flops]
     moved = sum(map(_moved_bytes, worked))
-    fixed = len(worked) * speed.launch + moved / speed.bandwidth
+    fixed = len(worked) * speed.launch_seconds + moved / speed.bandwidth
     return Line(fixed, sum(layer.flops for layer in worked) / speed.flops)
 
 
@@ -270,11 +270,11 @@ def layer_costs(
     """
     costs = []
     for layer in layers:
-        line = base_line([layer], speed)(rows.tokens)
-        square = square_seconds([layer], speed) * rows.squares
+        line = base_pass_time([layer], speed)(rows.tokens)
+        square = square_seconds([layer], speed) * rows.squared_lengths
         flops = [adapter_flops(layer, job) for job in jobs]
         added = sum(
-            one / speed.adapter_flops * rows.by_job.get(job.name, 0)
+            one / speed.adapter_flops * rows.tokens_by_job.get(job.name, 0)
             for one, job in zip(flops, jobs, strict=True)
         )
         parameters = sum(adapter_parameters(layer, job) for job in jobs)
@@ -284,8 +284,8 @@ def layer_costs(
                 forward=line + square + added,
                 backward=line + ATTENTION_BACKWARD * square + ADAPTER_BACKWARD * added,
                 weight_bytes=layer.weight_bytes,
-                activation_bytes=layer.handed_bytes * rows.tokens,
-                gradient_bytes=layer.handed_bytes * rows.tokens,
+                activation_bytes=layer.output_bytes * rows.tokens,
+                gradient_bytes=layer.output_bytes * rows.tokens,
                 state_bytes=parameters * state_bytes,
                 kept_bytes=layer.kept_bytes * rows.tokens,
             )

@@ -13,14 +13,14 @@ from typing import Any
 
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
-from weftune.plan.cost.memory_fit import Peak, fit_memory, safer, window_need
+from weftune.plan.cost.memory_fit import Peak, fit_memory, larger_factors, window_need
 from weftune.plan.cost.refit import Times, refit
 from weftune.plan.cost.time import CostModel, JobShapes, PassTime, StateTime
 from weftune.plan.program.program import Program
 
 _FIT = {"state": float, "activations": float, "slack": float, "head": float, "error": int}
 
-EVALUATION_PART = 1 / 3
+EVALUATION_SHARE = 1 / 3
 """Time of an evaluated row relative to a trained one, whose backward takes twice as long as its forward."""
 RECENT = 20
 """Number of the latest windows from which the seconds per row are computed."""
@@ -53,7 +53,7 @@ class Outcome:
     steps: Sequence[StateTime]
     saves: Sequence[StateTime]
 
-    def between(self) -> float:
+    def overhead_per_action(self) -> float:
         """Return the seconds per action that were spent outside passes, optimizer steps and saves."""
         states = (*self.steps, *self.saves)
         taken = sum(one.seconds for one in self.passes) + sum(one.seconds for one in states)
@@ -62,7 +62,7 @@ class Outcome:
 
     def row_seconds(self) -> float | None:
         """Return the seconds per trained row. None if the window had no passes."""
-        rows = sum(one.tokens * (1.0 if one.training else EVALUATION_PART) for one in self.passes)
+        rows = sum(one.tokens * (1.0 if one.training else EVALUATION_SHARE) for one in self.passes)
         return self.seconds / rows if rows else None
 
 
@@ -72,7 +72,7 @@ SHORTAGE_PARTS = 16
 
 @dataclass(slots=True)
 class Learned:
-    known: CostModel
+    initial_cost: CostModel
     """Time model known before the run."""
     memory: MemoryModel
     """Memory model that plans use; at the start, the model known before the run."""
@@ -84,21 +84,21 @@ class Learned:
     cost: CostModel = field(init=False)
     """Time model. Like the memory model `fitted`, it is refitted after every window."""
     fitted: MemoryModel = field(init=False)
-    start: MemoryFit = field(init=False)
+    initial_fit: MemoryFit = field(init=False)
     row_seconds: float | None = None
-    """Seconds per row, used to plan the length of windows. None until `adopt` first sets it."""
+    """Seconds per row, used to plan the length of windows. None until `adopt_fitted_models` first sets it."""
     times: Times = field(default_factory=Times)
     row_times: list[float] = field(default_factory=list)
     """Seconds per row in each of the last windows."""
     peaks: list[Peak] = field(default_factory=list)
     least_error: int = 0
     """Bytes by which predictions are assumed to be too low at least, after a shortage of memory."""
-    _before: object = None
+    _last_content: object = None
 
     def __post_init__(self) -> None:
-        self.cost, self.fitted, self.start = self.known, self.memory, self.memory.fit
+        self.cost, self.fitted, self.initial_fit = self.initial_cost, self.memory, self.memory.fit
 
-    def recorded(self) -> dict[str, Any]:
+    def state_record(self) -> dict[str, Any]:
         """Return the state that a resumed run needs to make the same plans."""
         return {
             "version": self.version,
@@ -107,7 +107,7 @@ class Learned:
             "row_seconds": self.row_seconds,
         }
 
-    def resume(self, record: Mapping[str, Any]) -> None:
+    def restore(self, record: Mapping[str, Any]) -> None:
         """Restore the state that `recorded` returned. Raise ValueError if it is invalid."""
         try:
             # Runs started before the head was counted separately have not recorded it.
@@ -126,8 +126,8 @@ class Learned:
         self, program: Program, shapes: JobShapes, price: Callable[[Program], float | None] | None = None
     ) -> Promise:
         """Predict time and memory of a window. `price` predicts the time in place of the time model."""
-        content = _content(program)
-        changed, self._before = content != self._before, content
+        content = _window_content(program)
+        changed, self._last_content = content != self._last_content, content
         need = window_need(self.fitted, list(shapes.values()), program)
         seconds = price(program) if price else self.cost.program_seconds(program, shapes)
         if seconds is not None and not self.windows:
@@ -146,27 +146,27 @@ class Learned:
         times = self.times
         if times.passes:
             # The first window includes setup that later windows do not repeat.
-            times.between.append(outcome.between())
+            times.overheads.append(outcome.overhead_per_action())
         times.passes += outcome.passes
         times.steps += outcome.steps
         times.saves += outcome.saves
         times.forget()
-        self.cost = refit(self.known, times)
-        if outcome.own_peak or not self.peaks or outcome.peak_bytes > self.peaks[-1].measured:
+        self.cost = refit(self.initial_cost, times)
+        if outcome.own_peak or not self.peaks or outcome.peak_bytes > self.peaks[-1].measured_bytes:
             need = window_need(self.memory, list(shapes.values()), program)
             self.peaks.append(Peak(need, outcome.peak_bytes))
-        self.fitted = replace(self.memory, fit=fit_memory(self.peaks, self.start))
+        self.fitted = replace(self.memory, fit=fit_memory(self.peaks, self.initial_fit))
         if (seconds := outcome.row_seconds()) is not None:
             self.row_times = [*self.row_times, seconds][-RECENT:]
         self.windows += 1
 
-    def why_not(self, jobs: Sequence[JobShape]) -> str | None:
+    def misfit_reason(self, jobs: Sequence[JobShape]) -> str | None:
         """Return why these jobs do not fit together, or None if they do.
 
         Whether a single job can run alone is decided by the model known before the run, so that measurement
         noise never ends a job.
         """
-        alone = replace(self.memory, fit=self.start)
+        alone = replace(self.memory, fit=self.initial_fit)
         return (alone if len(jobs) == 1 else self.memory).why_not(jobs)
 
     def recompute_more(self, jobs: Sequence[JobShape], max_tokens: int) -> bool:
@@ -181,7 +181,7 @@ class Learned:
                 return True
         return False
 
-    def adopt(self) -> bool:
+    def adopt_fitted_models(self) -> bool:
         """Use the fitted models for plans, after the first window and whenever the number of windows has
         doubled. Return whether the models for plans were replaced."""
         if self.windows & (self.windows - 1):
@@ -189,22 +189,24 @@ class Learned:
         # The slack is not adopted: memory that the process accumulates besides the jobs must not reject a job
         # that would run.
         error = max(self.fitted.fit.error, self.least_error)
-        fit = replace(self.fitted.fit, slack=self.start.slack, error=error)
+        fit = replace(self.fitted.fit, slack=self.initial_fit.slack, error=error)
         # Replays of captured passes use memory that no counter shows, so factors of fused layers never
         # decrease.
-        self.memory = replace(self.memory, fit=safer(fit, self.start) if self.memory.fused else fit)
+        self.memory = replace(
+            self.memory, fit=larger_factors(fit, self.initial_fit) if self.memory.fused else fit
+        )
         if self.row_times:
             self.row_seconds = median(self.row_times)
         self.version += 1
         return True
 
 
-def _content(program: Program) -> object:
+def _window_content(program: Program) -> object:
     """Return the jobs of a window and the sample lengths in each of its passes."""
     return [
         [
             (segment.job, sorted(placed.length for placed in segment.samples))
             for segment in microbatch.segments
         ]
-        for _, microbatch in program.compute()
+        for _, microbatch in program.forward_passes()
     ]

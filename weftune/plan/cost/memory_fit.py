@@ -14,7 +14,7 @@ import numpy as np
 
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import UNFITTED, MemoryFit, MemoryModel, Need
-from weftune.plan.cost.nnls import non_negative
+from weftune.plan.cost.nnls import solve_nnls
 from weftune.plan.program.program import Backward, Evaluate, Forward, Program
 
 NOISE = 0.01
@@ -23,7 +23,7 @@ DOUBT = (0.1, 0.5, 1.0)
 """Prior relative standard deviations of the factors for state, activations and slack."""
 FLOOR = 0.1
 """Smallest fitted factor, relative to the known one: no part is free, even if measurements suggest it."""
-REMEMBERED = 100
+MAX_PEAKS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,16 @@ class Peak:
     """The predicted need of a window before correction, and its measured peak."""
 
     need: Need
-    measured: int
+    measured_bytes: int
 
 
 def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program) -> Need:
     """Return the memory need of a window, computed from its largest microbatch or, in a pipeline, from all
     microbatches in flight at a time. Both may be smaller than the capacity allows."""
     if memory.layout.pipelined:
-        return memory.holding(jobs, held_rows(memory, program), program.recompute, scored_rows(program))
+        return memory.holding(jobs, rows_in_flight(memory, program), program.recompute, scored_rows(program))
     tokens = 0.0
-    for action, microbatch in program.compute():
+    for action, microbatch in program.forward_passes():
         # An evaluation keeps nothing for a backward: it holds the activations of about one layer.
         share = 1 / memory.pass_layers if isinstance(action, Evaluate) else 1.0
         tokens = max(tokens, share * microbatch.rows)
@@ -58,7 +58,7 @@ def scored_rows(program: Program) -> int:
     )
 
 
-def held_rows(memory: MemoryModel, program: Program) -> list[float]:
+def rows_in_flight(memory: MemoryModel, program: Program) -> list[float]:
     """Return, for each worker of a replica, the largest number of rows that await their backward at once."""
     most = [0.0] * len(program.devices)
     for device, actions in enumerate(program.devices):
@@ -73,32 +73,34 @@ def held_rows(memory: MemoryModel, program: Program) -> list[float]:
                 case Evaluate(microbatch):
                     passing = program.microbatches[microbatch].rows / memory.pass_layers
                     most[device] = max(most[device], held + passing)
-    return [max(most[device] for device in program.group(worker)) for worker in range(program.width)]
+    return [
+        max(most[device] for device in program.group(worker)) for worker in range(program.devices_per_replica)
+    ]
 
 
-def fit_memory(peaks: Sequence[Peak], known: MemoryFit = UNFITTED) -> MemoryFit:
+def fit_memory(peaks: Sequence[Peak], initial_fit: MemoryFit = UNFITTED) -> MemoryFit:
     if not peaks:
-        return known
-    peaks = peaks[-REMEMBERED:]
+        return initial_fit
+    peaks = peaks[-MAX_PEAKS:]
     parts = np.array([(one.need.state, one.need.activations, one.need.slack) for one in peaks], dtype=float)
-    measured = np.array([one.measured for one in peaks], dtype=float)
-    rest = measured - [one.need.resident + known.head * one.need.head for one in peaks]
+    measured = np.array([one.measured_bytes for one in peaks], dtype=float)
+    rest = measured - [one.need.resident + initial_fit.head * one.need.head for one in peaks]
     noise, doubt = NOISE * measured, np.array(DOUBT)
     matrix = np.vstack([parts / noise[:, None] * doubt, np.eye(len(doubt))])
-    start = np.array([known.state, known.activations, known.slack])
+    start = np.array([initial_fit.state, initial_fit.activations, initial_fit.slack])
     floor = FLOOR * start
     above = np.concatenate([(rest - parts @ floor) / noise, (start - floor) / doubt])
-    found = floor + doubt * non_negative(matrix, above)
+    found = floor + doubt * solve_nnls(matrix, above)
     missed = rest - parts @ found
     return MemoryFit(
         state=float(found[0]),
         activations=float(found[1]),
         slack=float(found[2]),
-        head=known.head,
-        error=max(known.error, int(missed.max())),
+        head=initial_fit.head,
+        error=max(initial_fit.error, int(missed.max())),
     )
 
 
-def safer(first: MemoryFit, second: MemoryFit) -> MemoryFit:
+def larger_factors(first: MemoryFit, second: MemoryFit) -> MemoryFit:
     """Return a fit with the larger of both values for each factor."""
     return MemoryFit(**{name: max(getattr(first, name), value) for name, value in asdict(second).items()})

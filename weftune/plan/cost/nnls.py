@@ -1,4 +1,4 @@
-"""Non-negative least squares by scipy's solver, or by `by_active_set` if scipy is not installed."""
+"""Non-negative least squares by scipy's solver, or by `solve_by_active_set` if scipy is not installed."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 SWEEPS = 10
 """Maximum iterations per column, each of which becomes active once or twice unless rounding intervenes."""
-ENOUGH = 1e-12
+TOLERANCE = 1e-12
 
 
-def non_negative(matrix: Array, target: Array) -> Array:
+def solve_nnls(matrix: Array, target: Array) -> Array:
     """Return the x ≥ 0 that minimises |matrix · x − target|."""
     try:
         from scipy.optimize import nnls
     except ImportError:
-        return by_active_set(matrix, target)
+        return solve_by_active_set(matrix, target)
     found: Array = nnls(matrix, target)[0]
     return found
 
 
-def by_active_set(matrix: Array, target: Array) -> Array:
+def solve_by_active_set(matrix: Array, target: Array) -> Array:
     """Solve by Lawson and Hanson's active-set method: add the column with the steepest descent to the active
     set, and remove columns whose value would become negative.
 
@@ -33,23 +33,23 @@ def by_active_set(matrix: Array, target: Array) -> Array:
     found, inside = np.zeros(len(sizes)), np.zeros(len(sizes), dtype=bool)
     for _ in range(SWEEPS * len(sizes)):
         gain = np.where(inside, 0.0, columns.T @ (target - columns @ found))
-        if gain.max() <= ENOUGH * np.linalg.norm(target):
+        if gain.max() <= TOLERANCE * np.linalg.norm(target):
             break
         inside[gain.argmax()] = True
-        found = _solve_inside(columns, target, found, inside)
+        found = _solve_active(columns, target, found, inside)
     return found / np.where(sizes > 0, sizes, 1.0)
 
 
-def _solve_inside(columns: Array, target: Array, found: Array, inside: NDArray[np.bool_]) -> Array:
+def _solve_active(columns: Array, target: Array, solution: Array, active: NDArray[np.bool_]) -> Array:
     """Return the solution over the active columns. Deactivate columns that would become negative."""
     while True:
-        best = np.zeros(len(found))
-        best[inside] = np.linalg.lstsq(columns[:, inside], target, rcond=None)[0]
-        below = np.flatnonzero(inside & (best <= 0))
+        best = np.zeros(len(solution))
+        best[active] = np.linalg.lstsq(columns[:, active], target, rcond=None)[0]
+        below = np.flatnonzero(active & (best <= 0))
         if not len(below):
             return best
         # Move as far as no value is negative; the column that reaches 0 there leaves.
-        shares = found[below] / np.maximum(found[below] - best[below], np.finfo(float).tiny)
-        found = found + shares.min() * (best - found)
-        inside[below[shares.argmin()]] = False
-        found = np.where(inside, np.maximum(found, 0.0), 0.0)
+        shares = solution[below] / np.maximum(solution[below] - best[below], np.finfo(float).tiny)
+        solution = solution + shares.min() * (best - solution)
+        active[below[shares.argmin()]] = False
+        solution = np.where(active, np.maximum(solution, 0.0), 0.0)

@@ -31,7 +31,7 @@ class KindTerms:
     head: Terms
     adapter: Terms
 
-    def whole(self, layers: int) -> Terms:
+    def base_terms(self, layers: int) -> Terms:
         return self.embedding.plus(self.layer.times(layers)).plus(self.head).plus(self.adapter)
 
     def times(self, factor: float) -> KindTerms:
@@ -40,49 +40,49 @@ class KindTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class Directions:
+class DirectionTerms:
     forward: KindTerms
     backward: KindTerms
     evaluation: KindTerms
 
-    def whole(self, layers: int, source: str, step: Rate | None = None) -> CostModel:
+    def base_cost(self, layers: int, source: str, step: Rate | None = None) -> CostModel:
         return CostModel(
-            forward=self.forward.whole(layers),
-            backward=self.backward.whole(layers),
-            evaluation=self.evaluation.whole(layers),
+            forward=self.forward.base_terms(layers),
+            backward=self.backward.base_terms(layers),
+            evaluation=self.evaluation.base_terms(layers),
             step=step or Rate(),
             source=source,
         )
 
-    def times(self, factor: float) -> Directions:
+    def times(self, factor: float) -> DirectionTerms:
         """Return the terms multiplied by `factor`."""
-        return Directions(*(one.times(factor) for one in (self.forward, self.backward, self.evaluation)))
+        return DirectionTerms(*(one.times(factor) for one in (self.forward, self.backward, self.evaluation)))
 
 
-def counted(shape: ModelShape) -> Directions:
+def counted_terms(shape: ModelShape) -> DirectionTerms:
     """Return the terms, counted in operations of the base because the seconds per operation are unknown."""
-    layer = next(one for one in base_layers(shape, 0, apart=False) if one.kind == "layer")
+    layer = next(one for one in base_layers(shape, 0, ends_apart=False) if one.kind == "layer")
     head = 2.0 * shape.vocabulary * shape.hidden
-    return Directions(
-        forward=_kinds(layer.flops, layer.square_flops, HEAD_PASSES * head, 2 * ADAPTER_COST),
-        backward=_kinds(
+    return DirectionTerms(
+        forward=_direction_terms(layer.flops, layer.square_flops, HEAD_PASSES * head, 2 * ADAPTER_COST),
+        backward=_direction_terms(
             layer.flops,
             ATTENTION_BACKWARD * layer.square_flops,
             # The gradient is only scaled, row by row.
             2.0 * shape.hidden,
             2 * ADAPTER_COST * ADAPTER_BACKWARD,
         ),
-        evaluation=_kinds(layer.flops, layer.square_flops, head, 2 * ADAPTER_COST),
+        evaluation=_direction_terms(layer.flops, layer.square_flops, head, 2 * ADAPTER_COST),
     )
 
 
 def arithmetic(shape: ModelShape) -> CostModel:
     """Return a time model with the right proportions only; the first measured passes determine its scale."""
-    model = counted(shape).whole(shape.layers, "counted, without a profile of the device")
+    model = counted_terms(shape).base_cost(shape.layers, "counted, without a profile of the device")
     return replace(model, measured=False)
 
 
-def _kinds(token: float, square: float, supervised: float, adapter: float) -> KindTerms:
+def _direction_terms(token: float, square: float, supervised: float, adapter: float) -> KindTerms:
     return KindTerms(
         embedding=Terms(fixed=FIXED_ROWS * token, token=0.01 * token),
         layer=Terms(

@@ -77,7 +77,7 @@ class Profile:
         return max(0, self.first_worker_bytes - self.worker_bytes) if self.worker_bytes else 0
 
 
-def key_of(shape: ModelShape, device: str, threads: int) -> ProfileKey:
+def profile_key(shape: ModelShape, device: str, threads: int) -> ProfileKey:
     return ProfileKey(
         device=device,
         threads=threads,
@@ -90,7 +90,7 @@ def key_of(shape: ModelShape, device: str, threads: int) -> ProfileKey:
 def digest(shape: ModelShape) -> str:
     """Return a digest that is equal for bases of equal sizes, whatever the names of their sites."""
     widths = sorted(
-        (site.in_features, site.out_features, *((site.experts, site.active) if site.experts else ()))
+        (site.in_features, site.out_features, *((site.experts, site.active_matrices) if site.experts else ()))
         for site in shape.sites
     )
     stored = () if shape.site_bytes_per_value is None else (shape.site_bytes_per_value,)
@@ -105,7 +105,7 @@ def cpu_threads(neighbours: int = 1) -> int:
     return int(wanted) if wanted.isdecimal() and int(wanted) else max(1, cores // neighbours)
 
 
-def file_of(folder: Path, key: ProfileKey) -> Path:
+def profile_path(folder: Path, key: ProfileKey) -> Path:
     words = (key.device, key.threads or "", "torch", key.torch, 8 * key.bytes_per_value, key.base)
     return folder / f"{re.sub(r'[^a-z0-9.]+', '-', ' '.join(map(str, words)).lower())}.json"
 
@@ -125,24 +125,26 @@ def profile_folder() -> Path:
 
 def find_profile(key: ProfileKey) -> Profile | None:
     """Return the profile with this key in the user's cache, or None."""
-    return read_profile(file_of(profile_folder(), key), key)
+    return read_profile(profile_path(profile_folder(), key), key)
 
 
-def profile_here(shape: ModelShape, gpu: str | None = None, neighbours: int = 1) -> Profile | None:
+def find_local_profile(shape: ModelShape, gpu: str | None = None, neighbours: int = 1) -> Profile | None:
     """Return the cached profile of this GPU, or of one of `neighbours` processes on this CPU, or None."""
-    return find_profile(key_of(shape, gpu, 0) if gpu else key_of(shape, "cpu", cpu_threads(neighbours)))
+    return find_profile(
+        profile_key(shape, gpu, 0) if gpu else profile_key(shape, "cpu", cpu_threads(neighbours))
+    )
 
 
 def to_json(profile: Profile) -> str:
     return json.dumps({"version": VERSION, **asdict(profile)}, indent=1)
 
 
-def check_place(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Raise OSError if no profile can be written to `path`."""
     if path.is_dir():
         raise IsADirectoryError(EISDIR, "Is a directory", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = _draft(path)
+    draft = _draft_path(path)
     draft.touch()
     draft.unlink()
 
@@ -150,12 +152,12 @@ def check_place(path: Path) -> None:
 def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile atomically, so that no reader sees a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = _draft(path)
+    draft = _draft_path(path)
     draft.write_text(to_json(profile), encoding="utf-8")
     draft.replace(path)
 
 
-def _draft(path: Path) -> Path:
+def _draft_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
@@ -165,35 +167,35 @@ def _from_json(value: Mapping[str, Any]) -> Profile:
     return Profile(
         key=ProfileKey(**value["key"]),
         model=str(value["model"]),
-        passes=tuple(_pass(one) for one in value["passes"]),
+        passes=tuple(_read_pass(one) for one in value["passes"]),
         steps=tuple(
-            StateTime(int(one["jobs"]), int(one["parameters"]), _seconds(one["seconds"]))
+            StateTime(int(one["jobs"]), int(one["parameters"]), _read_seconds(one["seconds"]))
             for one in value["steps"]
         ),
-        seconds=_seconds(value["seconds"]),
+        seconds=_read_seconds(value["seconds"]),
         process_bytes=int(value.get("process_bytes", 0)),
         first_worker_bytes=int(value.get("first_worker_bytes", 0)),
         worker_bytes=int(value.get("worker_bytes", 0)),
-        first_seconds=_seconds(value.get("first_seconds", 0.0)),
+        first_seconds=_read_seconds(value.get("first_seconds", 0.0)),
     )
 
 
-def _pass(value: Mapping[str, Any]) -> LayeredPass:
+def _read_pass(value: Mapping[str, Any]) -> LayeredPass:
     time = value["time"]
     work = PassWork(**{name: int(count) for name, count in time["work"].items()})
     return LayeredPass(
         layers=int(value["layers"]),
         time=PassTime(
             work=work,
-            forward=_seconds(time["forward"]),
-            backward=_seconds(time["backward"]),
+            forward=_read_seconds(time["forward"]),
+            backward=_read_seconds(time["backward"]),
             training=bool(time["training"]),
         ),
         peak_bytes=int(value["peak_bytes"]),
     )
 
 
-def _seconds(value: Any) -> float:
+def _read_seconds(value: Any) -> float:
     seconds = float(value)
     if not 0.0 <= seconds < float("inf"):
         raise ValueError(f"{value} are no seconds")

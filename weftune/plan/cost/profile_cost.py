@@ -13,11 +13,11 @@ import numpy as np
 from weftune.core.shapes import ModelShape
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
 from weftune.plan.cost.memory_fit import FLOOR
-from weftune.plan.cost.nnls import non_negative
-from weftune.plan.cost.prior import Directions, KindTerms, counted
+from weftune.plan.cost.nnls import solve_nnls
+from weftune.plan.cost.prior import DirectionTerms, KindTerms, counted_terms
 from weftune.plan.cost.profile import LayeredPass, Profile
 from weftune.plan.cost.refit import fit_rate, fit_values
-from weftune.plan.cost.time import TERMS, CostModel, PassTime, Rate, Terms, counts
+from weftune.plan.cost.time import TERMS, CostModel, PassTime, Rate, Terms, term_counts
 
 OUTSIDE = ("fixed", "token", "supervised", "adapter")
 INSIDE = ("fixed", "token", "square", "sample", "segment")
@@ -27,11 +27,11 @@ DOUBT = 1.0
 """Prior relative standard deviation of a term around the value that `prior.py` computes."""
 
 
-def directions(profile: Profile, shape: ModelShape) -> Directions:
-    start = counted(shape)
+def directions(profile: Profile, shape: ModelShape) -> DirectionTerms:
+    start = counted_terms(shape)
     training = [one for one in profile.passes if one.time.training]
     evaluations = [one for one in profile.passes if not one.time.training]
-    return Directions(
+    return DirectionTerms(
         forward=fit_kinds(start.forward, training, lambda time: time.forward),
         backward=fit_kinds(start.backward, training, lambda time: time.backward),
         evaluation=fit_kinds(start.evaluation, evaluations, lambda time: time.forward),
@@ -39,20 +39,20 @@ def directions(profile: Profile, shape: ModelShape) -> Directions:
 
 
 def fit_kinds(
-    known: KindTerms, passes: Sequence[LayeredPass], seconds: Callable[[PassTime], float]
+    initial_terms: KindTerms, passes: Sequence[LayeredPass], seconds: Callable[[PassTime], float]
 ) -> KindTerms:
     if not passes:
         # The base's context is too short for any pass that a profile measures.
-        return known
-    units = np.array([counts(one.time.work) for one in passes], dtype=float)
+        return initial_terms
+    units = np.array([term_counts(one.time.work) for one in passes], dtype=float)
     layers = np.array([one.layers for one in passes], dtype=float)
     outside = units[:, [TERMS.index(name) for name in OUTSIDE]]
     inside = units[:, [TERMS.index(name) for name in INSIDE]] * layers[:, None]
     matrix = np.hstack([outside, inside])
     taken = np.maximum([seconds(one.time) for one in passes], 1e-9)
-    free = known.embedding.plus(known.head).plus(known.adapter)
+    free = initial_terms.embedding.plus(initial_terms.head).plus(initial_terms.adapter)
     start = np.array(
-        [getattr(free, name) for name in OUTSIDE] + [getattr(known.layer, name) for name in INSIDE]
+        [getattr(free, name) for name in OUTSIDE] + [getattr(initial_terms.layer, name) for name in INSIDE]
     )
     start *= np.median(taken / (matrix @ start))
     found = fit_values(start, matrix, taken, np.ones(len(taken)), DOUBT)
@@ -67,7 +67,7 @@ def fit_kinds(
 
 def cost_of(profile: Profile, shape: ModelShape) -> CostModel:
     """Return the time model of the whole base, before a run has measured anything."""
-    return directions(profile, shape).whole(shape.layers, source_of(profile), step_rate(profile))
+    return directions(profile, shape).base_cost(shape.layers, source_of(profile), step_rate(profile))
 
 
 def step_rate(profile: Profile) -> Rate:
@@ -87,18 +87,20 @@ def memory_of(profile: Profile, memory: MemoryModel) -> MemoryFit:
         return memory.fit
     per_layer = memory.bytes_per_token() / memory.shape.layers
     most_slack = memory.need((), 0).slack
-    held = np.array([_held(one, per_layer, memory, most_slack) for one in passes], dtype=float)
+    held = np.array([_predicted_bytes(one, per_layer, memory, most_slack) for one in passes], dtype=float)
     peaks = np.array([one.peak_bytes for one in passes], dtype=float)
     # If an allocator reserved memory ahead, no peak changes, and tokens would appear to take nothing.
     floor = FLOOR * np.array([memory.fit.activations, memory.fit.head, memory.fit.slack])
-    found = floor + non_negative(held / peaks[:, None], (peaks - held @ floor) / peaks)
+    found = floor + solve_nnls(held / peaks[:, None], (peaks - held @ floor) / peaks)
     missed = peaks - held @ found
     activations, head, slack = (float(factor) for factor in found)
     error = int(max(0.0, missed.max()))
     return MemoryFit(activations=activations, head=head, slack=slack, error=error)
 
 
-def _held(one: LayeredPass, per_layer: float, memory: MemoryModel, slack: int) -> tuple[float, int, int]:
+def _predicted_bytes(
+    measured_pass: LayeredPass, per_layer: float, memory: MemoryModel, slack: int
+) -> tuple[float, int, int]:
     """Return the bytes of activations, logits and slack that the memory model predicts for a pass."""
-    work = one.time.work
-    return one.layers * work.tokens * per_layer, memory.head_bytes(work.supervised), slack
+    work = measured_pass.time.work
+    return measured_pass.layers * work.tokens * per_layer, memory.head_bytes(work.supervised), slack

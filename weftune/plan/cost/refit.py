@@ -12,10 +12,19 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from weftune.plan.cost.nnls import Array, non_negative
-from weftune.plan.cost.time import CostModel, PassTime, PassWork, Rate, StateTime, Terms, counts, terms_of
+from weftune.plan.cost.nnls import Array, solve_nnls
+from weftune.plan.cost.time import (
+    CostModel,
+    PassTime,
+    PassWork,
+    Rate,
+    StateTime,
+    Terms,
+    term_counts,
+    terms_of,
+)
 
-REMEMBERED = 400
+MAX_MEASUREMENTS = 400
 """Number of the latest passes that the model is fitted to, and likewise of optimizer steps and of saves."""
 HALF_LIFE = 60
 """Number of later passes after which a measurement has half its weight, since a machine's speed changes."""
@@ -41,92 +50,98 @@ class Times:
     passes: list[PassTime] = field(default_factory=list)
     steps: list[StateTime] = field(default_factory=list)
     saves: list[StateTime] = field(default_factory=list)
-    between: list[float] = field(default_factory=list)
+    overheads: list[float] = field(default_factory=list)
     """Seconds per action of each window that were spent outside passes, optimizer steps and saves."""
 
     def forget(self) -> None:
-        """Drop all but the latest `REMEMBERED` measurements of each kind."""
-        for kept in (self.passes, self.steps, self.saves, self.between):
-            del kept[:-REMEMBERED]
+        """Drop all but the latest `MAX_MEASUREMENTS` measurements of each kind."""
+        for kept in (self.passes, self.steps, self.saves, self.overheads):
+            del kept[:-MAX_MEASUREMENTS]
 
 
-def refit(known: CostModel, times: Times) -> CostModel:
-    """Return `known` fitted to the measurements, or unchanged if there are none."""
+def refit(initial_cost: CostModel, times: Times) -> CostModel:
+    """Return `initial_cost` fitted to the measurements, or unchanged if there are none."""
     passes = [one for one in times.passes if one.settled]
     training = [one for one in passes if one.training]
     evaluations = [one for one in passes if not one.training]
     if not passes:
-        return known
-    caution = CAUTION if known.measured else 0.0
-    level = _level(known, training or evaluations, caution)
-    start = known.times(level)
+        return initial_cost
+    caution = CAUTION if initial_cost.measured else 0.0
+    level = _speed_ratio(initial_cost, training or evaluations, caution)
+    start = initial_cost.times(level)
     return replace(
         start,
         forward=fit_terms(start.forward, [(p.work, p.forward) for p in training]),
         backward=fit_terms(start.backward, [(p.work, p.backward) for p in training]),
         evaluation=fit_terms(start.evaluation, [(p.work, p.forward) for p in evaluations]),
-        step=fit_rate(known.step, times.steps),
-        save=fit_rate(known.save, times.saves),
-        between=float(np.median(times.between[-20:])) if times.between else known.between,
-        source=known.source if known.source.endswith(REFITTED) else known.source + REFITTED,
+        step=fit_rate(initial_cost.step, times.steps),
+        save=fit_rate(initial_cost.save, times.saves),
+        overhead_per_action=float(np.median(times.overheads[-20:]))
+        if times.overheads
+        else initial_cost.overhead_per_action,
+        source=initial_cost.source
+        if initial_cost.source.endswith(REFITTED)
+        else initial_cost.source + REFITTED,
         measured=True,
     )
 
 
-def _level(known: CostModel, passes: Sequence[PassTime], caution: float) -> float:
+def _speed_ratio(initial_cost: CostModel, passes: Sequence[PassTime], caution: float) -> float:
     """Return the ratio of measured to predicted time, drawn towards 1 if there are few passes."""
-    expected = [known.pass_seconds(p.work) if p.training else known.evaluation(p.work) for p in passes]
+    expected = [
+        initial_cost.pass_seconds(p.work) if p.training else initial_cost.evaluation(p.work) for p in passes
+    ]
     logs = np.log([max(p.seconds, 1e-9) / at for p, at in zip(passes, expected, strict=True)])
-    weights = _recent(len(passes))
+    weights = _age_weights(len(passes))
     order = np.argsort(logs)
     middle = int(np.searchsorted(weights[order].cumsum(), weights.sum() / 2))
     trust = len(passes) / (len(passes) + caution)
     return float(np.exp(trust * logs[order][middle]))
 
 
-def fit_terms(known: Terms, measured: Sequence[tuple[PassWork, float]]) -> Terms:
-    if not measured:
-        return known
-    units = np.array([counts(work) for work, _ in measured], dtype=float)
-    seconds = np.maximum([one for _, one in measured], 1e-9)
-    return terms_of(fit_values(np.array(known.values()), units, seconds, _recent(len(seconds))))
+def fit_terms(initial_terms: Terms, measurements: Sequence[tuple[PassWork, float]]) -> Terms:
+    if not measurements:
+        return initial_terms
+    units = np.array([term_counts(work) for work, _ in measurements], dtype=float)
+    seconds = np.maximum([one for _, one in measurements], 1e-9)
+    return terms_of(fit_values(np.array(initial_terms.values()), units, seconds, _age_weights(len(seconds))))
 
 
-def fit_rate(known: Rate, measured: Sequence[StateTime]) -> Rate:
-    if not measured:
-        return known
-    units = np.array([(one.jobs, one.parameters) for one in measured], dtype=float)
-    seconds = np.maximum([one.seconds for one in measured], 1e-9)
-    start, doubt = np.array([known.job, known.parameter]), DOUBT
+def fit_rate(initial_rate: Rate, measurements: Sequence[StateTime]) -> Rate:
+    if not measurements:
+        return initial_rate
+    units = np.array([(one.jobs, one.parameters) for one in measurements], dtype=float)
+    seconds = np.maximum([one.seconds for one in measurements], 1e-9)
+    start, doubt = np.array([initial_rate.job, initial_rate.parameter]), DOUBT
     if not start.any():
         # Nothing was known: attributing half to jobs and half to parameters is only a starting point.
         start, doubt = np.median(seconds[:, None] / np.maximum(units, 1.0), axis=0) / 2, GUESSED
-    job, parameter = fit_values(start, units, seconds, _recent(len(seconds)), doubt)
+    job, parameter = fit_values(start, units, seconds, _age_weights(len(seconds)), doubt)
     return Rate(job=job, parameter=parameter)
 
 
 def fit_values(
-    known: Array, units: Array, seconds: Array, weights: Array, doubt: float = DOUBT
+    initial_values: Array, units: Array, seconds: Array, weights: Array, doubt: float = DOUBT
 ) -> list[float]:
-    """Return x ≥ 0 close to `known` such that `units` @ x approximates `seconds`.
+    """Return x ≥ 0 close to `initial_values` such that `units` @ x approximates `seconds`.
 
     Errors are relative, and outliers count less. `weights` holds the weight of each measurement.
     """
     typical = np.maximum(np.median(units, axis=0), 1.0)
-    doubts = np.maximum(doubt * known, FAINT * np.median(seconds) / typical)
+    doubts = np.maximum(doubt * initial_values, FAINT * np.median(seconds) / typical)
     rows, wanted = units / seconds[:, None] / NOISE, np.full(len(seconds), 1.0 / NOISE)
-    trust, found = np.sqrt(weights), known
+    trust, found = np.sqrt(weights), initial_values
     for _ in range(3):
         # Solve in units of the doubts, so that terms of very different sizes have equal weight.
-        matrix = np.vstack([trust[:, None] * rows * doubts, np.eye(len(known))])
-        found = doubts * non_negative(matrix, np.concatenate([trust * wanted, known / doubts]))
+        matrix = np.vstack([trust[:, None] * rows * doubts, np.eye(len(initial_values))])
+        found = doubts * solve_nnls(matrix, np.concatenate([trust * wanted, initial_values / doubts]))
         errors = np.abs(rows @ found - wanted)
         bound = OUTLIER * max(float(np.median(errors)), 0.2)
         trust = np.sqrt(weights * np.minimum(1.0, bound / np.maximum(errors, 1e-12)))
     return [float(value) for value in found]
 
 
-def _recent(count: int) -> Array:
+def _age_weights(count: int) -> Array:
     """Return the weight of each of `count` measurements, the newest last: it decays with age."""
     ages = np.arange(count - 1, -1, -1)
     return np.asarray(0.5 ** (ages / HALF_LIFE))

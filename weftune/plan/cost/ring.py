@@ -24,9 +24,9 @@ _STATE = 4
 """Values per parameter that are copied to the device: gradient, master and two moments."""
 
 
-def stage_parts(jobs: Iterable[JobShape], layers: int, of: int) -> list[int]:
-    """Return each job's number of parameters in a stage with `layers` of the base's `of` equal layers."""
-    return [-(-job.trainable // of) * layers for job in jobs]
+def stage_parts(jobs: Iterable[JobShape], layers: int, base_layers: int) -> list[int]:
+    """Return each job's parameters in a stage with `layers` of the base's `base_layers` equal layers."""
+    return [-(-job.trainable // base_layers) * layers for job in jobs]
 
 
 def ring_bytes(parts: Iterable[int], bytes_per_value: int) -> int:

@@ -55,12 +55,12 @@ def token_bytes(
     part: ModelShape, layers: int, fused: bool, recompute: Recompute, jobs: Iterable[JobShape]
 ) -> int:
     """Return the activation bytes per token in the layers of `part`. The whole base has `layers` layers."""
-    widths = sum(site.widths for site in part.sites)
+    widths = sum(site.values_per_token for site in part.sites)
     factor, extra = ACTIVATION_FACTOR, 0.0
     if fused and not part.mixes:
         factor, extra = OUTPUTS_FACTOR if recompute.outputs else FUSED_FACTOR, part.extra_values
         # Jobs that scale outputs mostly scale the same ones, which are kept once for all jobs.
-        extra += max((job.scaled for job in jobs), default=0) / layers
+        extra += max((job.scaled_outputs for job in jobs), default=0) / layers
     again, one = min(recompute.layers, part.layers), widths / part.layers
     values = (part.layers - again) * (factor * one + extra)
     if recompute.tile_rows:
@@ -87,8 +87,8 @@ def _tiled_values(part: ModelShape, recompute: Recompute, again: int, kept: floa
 
 def tile_bytes(part: ModelShape, recompute: Recompute, jobs: Iterable[JobShape]) -> int:
     """Return the activation bytes of one tile of rows in one layer, from its forward to its backward."""
-    one = TILE_FACTOR * sum(site.widths for site in part.sites) / part.layers + part.extra_values
-    one += max((job.scaled for job in jobs), default=0) / part.layers
+    one = TILE_FACTOR * sum(site.values_per_token for site in part.sites) / part.layers + part.extra_values
+    one += max((job.scaled_outputs for job in jobs), default=0) / part.layers
     return int(recompute.tile_rows * one * part.bytes_per_value)
 
 
@@ -137,7 +137,7 @@ class StreamedMemory:
         return layer_bytes(self.shape)
 
     @cached_property
-    def ends_bytes(self) -> int:
+    def embedding_head_bytes(self) -> int:
         """Bytes of embedding, final norm and head."""
         return max(0, self.shape.base_bytes - self.shape.layers * self.layer_bytes)
 
@@ -156,7 +156,7 @@ class StreamedMemory:
         return self.layer_parameters * max(4, self.shape.bytes_per_value)
 
     @cached_property
-    def present_bytes(self) -> int:
+    def loaded_layer_bytes(self) -> int:
         """Bytes of one layer on the device, with those of its adapters that are streamed with it."""
         return self.layer_bytes + (self.copy_bytes + self.gradient_bytes if self.travels else 0)
 
@@ -191,7 +191,7 @@ class StreamedMemory:
         return math.ceil(self.max_tokens * each / self.shape.layers)
 
     @cached_property
-    def moving_bytes(self) -> int:
+    def transfer_bytes(self) -> int:
         """Bytes of activations in transfer or buffered for captured passes, and of the inputs whose number
         does not depend on the number of stages."""
         if self.workers > 1:
@@ -207,19 +207,21 @@ class StreamedMemory:
         has them, and norms and biases, which may be on any worker. `stages` counts those of all workers."""
         held = layers * self.layer_bytes + matrix_bytes(self.shape, self.fused)
         if self.workers == 1:
-            return held + self.ends_bytes
+            return held + self.embedding_head_bytes
         matrix = self.shape.hidden * self.shape.vocabulary * self.shape.bytes_per_value
-        tied = self.ends_bytes < 2 * matrix
-        beside = max(0, self.ends_bytes - (matrix if tied else 2 * matrix))
+        tied = self.embedding_head_bytes < 2 * matrix
+        beside = max(0, self.embedding_head_bytes - (matrix if tied else 2 * matrix))
         first, last = worker == 0, (stages - 1) % self.workers == worker
         return held + beside + matrix * (1 if first and last and tied else first + last)
 
-    def ring_bytes(self, largest: int) -> int:
-        """Return the bytes of the buffers for optimizer steps of streamed adapters; `largest` counts layers
-        of the largest stage."""
+    def ring_bytes(self, largest_stage: int) -> int:
+        """Return the bytes of the buffers for optimizer steps of streamed adapters. `largest_stage` is the
+        number of layers of the largest stage."""
         if not self.travels:
             return 0
-        return ring_bytes(stage_parts(self.jobs, largest, self.shape.layers), self.shape.bytes_per_value)
+        return ring_bytes(
+            stage_parts(self.jobs, largest_stage, self.shape.layers), self.shape.bytes_per_value
+        )
 
     def parts(
         self, sizes: Sequence[int], resident: Sequence[bool], slots: int, worker: int, stages: int
@@ -237,7 +239,7 @@ class StreamedMemory:
         return (
             self.weight_bytes(present, worker, stages),
             state,
-            self.moving_bytes + len(sizes) * self.stage_input_bytes + largest * self.kept_bytes,
+            self.transfer_bytes + len(sizes) * self.stage_input_bytes + largest * self.kept_bytes,
         )
 
     def host_bytes(self, streamed_layers: int, stages: int, staging: int | None) -> int:

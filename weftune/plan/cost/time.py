@@ -65,7 +65,7 @@ class Terms:
     segment: float = 0.0
 
     def __call__(self, work: PassWork) -> float:
-        return sum(each * count for each, count in zip(self.values(), counts(work), strict=True))
+        return sum(each * count for each, count in zip(self.values(), term_counts(work), strict=True))
 
     def values(self) -> tuple[float, ...]:
         return (
@@ -80,14 +80,14 @@ class Terms:
 
 
 TERMS = ("fixed", "token", "square", "sample", "supervised", "adapter", "segment")
-"""Names of the terms, in the order of `Terms.values` and of `counts`."""
+"""Names of the terms, in the order of `Terms.values` and of `term_counts`."""
 
 
 def terms_of(values: Iterable[float]) -> Terms:
     return Terms(**dict(zip(TERMS, values, strict=True)))
 
 
-def counts(work: PassWork) -> tuple[int, ...]:
+def term_counts(work: PassWork) -> tuple[int, ...]:
     """Return the number of units of each term in a pass."""
     return 1, work.tokens, work.squares, work.samples, work.supervised, work.adapted, work.segments
 
@@ -145,7 +145,7 @@ class CostModel:
     evaluation: Terms
     step: Rate = Rate()
     save: Rate = Rate()
-    between: float = 0.0
+    overhead_per_action: float = 0.0
     """Host seconds per action, outside measured passes, optimizer steps and saves."""
     source: str
     """Origin of the terms, for display."""
@@ -160,25 +160,33 @@ class CostModel:
         """Return the predicted seconds of a program. None if only proportions of the terms are known."""
         if not self.measured:
             return None
-        total, met = 0.0, met_by(shapes)
+        total, met = 0.0, active_parameters_by_job(shapes)
         for action in program.actions:
             match action:
                 case Forward(number, stage=0):
-                    total += self.pass_seconds(work_of(program.microbatches[number], met)) + self.between
+                    total += (
+                        self.pass_seconds(work_of(program.microbatches[number], met))
+                        + self.overhead_per_action
+                    )
                 case Evaluate(number, stage=0):
-                    total += self.evaluation(work_of(program.microbatches[number], met)) + self.between
+                    total += (
+                        self.evaluation(work_of(program.microbatches[number], met)) + self.overhead_per_action
+                    )
                 case Step(job):
-                    total += self.step(1, shapes[job].trainable) + self.between
+                    total += self.step(1, shapes[job].trainable) + self.overhead_per_action
                 case Save(job):
-                    total += self.save(1, shapes[job].trainable) + self.between
+                    total += self.save(1, shapes[job].trainable) + self.overhead_per_action
         return total
 
-    def alone_seconds(self, batches: Iterable[GlobalBatch], capacity: int, shapes: JobShapes) -> float | None:
+    def solo_seconds(self, batches: Iterable[GlobalBatch], capacity: int, shapes: JobShapes) -> float | None:
         """Return the seconds of all passes if every microbatch held samples of one job only."""
         if not self.measured:
             return None
         # Terms are linear, so they are applied once to the summed counts instead of to thousands of passes.
-        whole = [sum(column) for column in zip(*_alone(batches, capacity, met_by(shapes)), strict=True)]
+        whole = [
+            sum(column)
+            for column in zip(*_solo_work(batches, capacity, active_parameters_by_job(shapes)), strict=True)
+        ]
         each = zip(self.forward.plus(self.backward).values(), whole, strict=False)
         return sum(term * count for term, count in each)
 
@@ -192,13 +200,13 @@ class CostModel:
         )
 
 
-def met_by(shapes: JobShapes) -> dict[str, int]:
+def active_parameters_by_job(shapes: JobShapes) -> dict[str, int]:
     """Return, for each job, the number of adapter parameters that a row is multiplied by."""
-    return {name: shape.met for name, shape in shapes.items()}
+    return {name: shape.active_parameters for name, shape in shapes.items()}
 
 
-def _alone(
-    batches: Iterable[GlobalBatch], capacity: int, met: Mapping[str, int]
+def _solo_work(
+    batches: Iterable[GlobalBatch], capacity: int, active_parameters: Mapping[str, int]
 ) -> Iterator[tuple[int, int, int, int, int, int, int]]:
     """Yield the counted units of every pass if no two batches share a pass."""
     for batch in batches:
@@ -209,16 +217,16 @@ def _alone(
             tokens = sum(own)
             supervised = sum([batch.samples[index].supervised for index in chosen])
             squares = sum([length * length for length in own])
-            yield 1, tokens, squares, len(own), supervised, tokens * met[batch.job], 1
+            yield 1, tokens, squares, len(own), supervised, tokens * active_parameters[batch.job], 1
 
 
-def work_of(microbatch: MicrobatchPlan, met: Mapping[str, int]) -> PassWork:
+def work_of(microbatch: MicrobatchPlan, active_parameters: Mapping[str, int]) -> PassWork:
     samples = [placed for segment in microbatch.segments for placed in segment.samples]
     return PassWork(
         tokens=microbatch.rows,
         squares=sum(placed.length**2 for placed in samples),
         samples=len(samples),
         supervised=sum(placed.supervised for placed in samples),
-        adapted=sum(segment.tokens * met[segment.job] for segment in microbatch.segments),
+        adapted=sum(segment.tokens * active_parameters[segment.job] for segment in microbatch.segments),
         segments=len(microbatch.segments),
     )

@@ -23,30 +23,30 @@ Buckets = tuple[tuple[int, ...], ...]
 def balance(latencies: Sequence[float], count: int) -> Buckets:
     """Place every latency in one of `count` buckets, none of them empty."""
     assert 1 <= count <= len(latencies), "every bucket needs a latency"
-    buckets = level(longest_first(latencies, count), latencies)
+    buckets = improve_by_moves(assign_longest_first(latencies, count), latencies)
     return _Search(latencies, buckets).best if len(latencies) <= EXACT else buckets
 
 
 def variance(buckets: Buckets, latencies: Sequence[float]) -> float:
-    return float(np.var(sums(buckets, latencies)))
+    return float(np.var(bucket_sums(buckets, latencies)))
 
 
-def sums(buckets: Buckets, latencies: Sequence[float]) -> list[float]:
+def bucket_sums(buckets: Buckets, latencies: Sequence[float]) -> list[float]:
     return [sum(latencies[index] for index in bucket) for bucket in buckets]
 
 
-def longest_first(latencies: Sequence[float], count: int) -> Buckets:
+def assign_longest_first(latencies: Sequence[float], count: int) -> Buckets:
     """Assign the latencies, longest first, each to the bucket with the smallest sum."""
     buckets: list[list[int]] = [[] for _ in range(count)]
     filled = [0.0] * count
-    for index in _descending(latencies):
+    for index in _longest_order(latencies):
         chosen = min(range(count), key=lambda number: (filled[number], len(buckets[number])))
         buckets[chosen].append(index)
         filled[chosen] += latencies[index]
     return tuple(map(tuple, buckets))
 
 
-def level(buckets: Buckets, latencies: Sequence[float]) -> Buckets:
+def improve_by_moves(buckets: Buckets, latencies: Sequence[float]) -> Buckets:
     """Apply the move or swap that reduces the sum of squares most, until none does."""
     each = np.array(latencies, dtype=float)
     home = np.empty(len(each), dtype=int)
@@ -58,35 +58,35 @@ def level(buckets: Buckets, latencies: Sequence[float]) -> Buckets:
     return tuple(tuple(np.flatnonzero(home == number).tolist()) for number in range(len(buckets)))
 
 
-def _best_change(each: NDArray[np.float64], home: NDArray[np.int_], count: int) -> dict[int, int]:
+def _best_change(latencies: NDArray[np.float64], bucket_of: NDArray[np.int_], count: int) -> dict[int, int]:
     """Return the best move or swap, which maps each moved latency to its new bucket. Empty if none helps."""
-    held = np.bincount(home, weights=each, minlength=count)
+    held = np.bincount(bucket_of, weights=latencies, minlength=count)
     # Moving d from a bucket of sum A to one of sum B changes the squares by 2d(B − A + d).
-    moves = 2 * each[:, None] * (held[None, :] - held[home][:, None] + each[:, None])
-    moves[np.bincount(home, minlength=count)[home] == 1] = np.inf
-    apart = each[:, None] - each[None, :]
-    swaps = 2 * apart * (held[home][None, :] - held[home][:, None] + apart)
+    moves = 2 * latencies[:, None] * (held[None, :] - held[bucket_of][:, None] + latencies[:, None])
+    moves[np.bincount(bucket_of, minlength=count)[bucket_of] == 1] = np.inf
+    apart = latencies[:, None] - latencies[None, :]
+    swaps = 2 * apart * (held[bucket_of][None, :] - held[bucket_of][:, None] + apart)
     if min(moves.min(), swaps.min()) >= -SMALLEST_GAIN * float(held @ held):
         return {}
     if moves.min() <= swaps.min():
         index, number = divmod(int(moves.argmin()), count)
         return {index: number}
-    one, other = divmod(int(swaps.argmin()), len(each))
-    return {one: int(home[other]), other: int(home[one])}
+    one, other = divmod(int(swaps.argmin()), len(latencies))
+    return {one: int(bucket_of[other]), other: int(bucket_of[one])}
 
 
 class _Search:
     """An exhaustive search over distributions, which skips those that cannot beat the best so far."""
 
-    def __init__(self, latencies: Sequence[float], known: Buckets) -> None:
+    def __init__(self, latencies: Sequence[float], initial: Buckets) -> None:
         self.latencies = latencies
-        self.order = _descending(latencies)
-        self.count = len(known)
-        self.best = known
-        self.squares = sum(total * total for total in sums(known, latencies)) * (1 - SMALLEST_GAIN)
-        self._place(0, [], [], 0.0)
+        self.order = _longest_order(latencies)
+        self.count = len(initial)
+        self.best = initial
+        self.squares = sum(total * total for total in bucket_sums(initial, latencies)) * (1 - SMALLEST_GAIN)
+        self._assign(0, [], [], 0.0)
 
-    def _place(self, position: int, buckets: list[list[int]], held: list[float], squares: float) -> None:
+    def _assign(self, position: int, buckets: list[list[int]], sums: list[float], squares: float) -> None:
         if squares >= self.squares or len(self.order) - position < self.count - len(buckets):
             return
         if position == len(self.order):
@@ -95,15 +95,15 @@ class _Search:
         index = self.order[position]
         latency = self.latencies[index]
         for number, bucket in enumerate(buckets):
-            before = held[number]
+            before = sums[number]
             bucket.append(index)
-            held[number] += latency
-            self._place(position + 1, buckets, held, squares + latency * (2 * before + latency))
+            sums[number] += latency
+            self._assign(position + 1, buckets, sums, squares + latency * (2 * before + latency))
             bucket.pop()
-            held[number] = before
+            sums[number] = before
         if len(buckets) < self.count:
-            self._place(position + 1, [*buckets, [index]], [*held, latency], squares + latency * latency)
+            self._assign(position + 1, [*buckets, [index]], [*sums, latency], squares + latency * latency)
 
 
-def _descending(latencies: Sequence[float]) -> list[int]:
+def _longest_order(latencies: Sequence[float]) -> list[int]:
     return sorted(range(len(latencies)), key=lambda index: -latencies[index])

@@ -17,16 +17,16 @@ EXACT_GPUS = 8
 class Topology:
     """GPUs numbered from 0, one root complex after another."""
 
-    roots: tuple[int, ...]
+    root_sizes: tuple[int, ...]
     """Number of GPUs under each root complex."""
 
     @property
     def gpus(self) -> int:
-        return sum(self.roots)
+        return sum(self.root_sizes)
 
     @property
     def root_of(self) -> tuple[int, ...]:
-        return tuple(root for root, size in enumerate(self.roots) for _ in range(size))
+        return tuple(root for root, size in enumerate(self.root_sizes) for _ in range(size))
 
 
 def sequential_order(topology: Topology) -> tuple[int, ...]:
@@ -41,21 +41,23 @@ def contention(order: Sequence[int], topology: Topology, stages: int) -> float:
     """
     root_of = topology.root_of
     roots = [root_of[gpu] for gpu in order]
-    return _contention(roots, topology, _nearness(topology.gpus, stages))
+    return _contention(roots, topology, _proximity(topology.gpus, stages))
 
 
 def cross_order(topology: Topology, stages: int) -> tuple[int, ...]:
     """Return the order of least contention. With more than EXACT_GPUS GPUs it is only a local optimum."""
-    nearness = _nearness(topology.gpus, stages)
+    nearness = _proximity(topology.gpus, stages)
     if topology.gpus > EXACT_GPUS:
-        return _order(_swapped(topology, nearness), topology)
-    roots = min(_root_orders(topology.roots, ()), key=lambda roots: _contention(roots, topology, nearness))
+        return _order(_improve_by_swaps(topology, nearness), topology)
+    roots = min(
+        _root_orders(topology.root_sizes, ()), key=lambda roots: _contention(roots, topology, nearness)
+    )
     return _order(roots, topology)
 
 
 def every_order(topology: Topology) -> Iterator[tuple[int, ...]]:
     """Yield all orders, except those that only exchange GPUs under one root or roots of one size."""
-    for roots in _root_orders(topology.roots, ()):
+    for roots in _root_orders(topology.root_sizes, ()):
         yield _order(roots, topology)
 
 
@@ -75,13 +77,13 @@ def _root_orders(sizes: tuple[int, ...], roots: tuple[int, ...]) -> Iterator[tup
 
 
 def _order(roots: Sequence[int], topology: Topology) -> tuple[int, ...]:
-    under: list[list[int]] = [[] for _ in topology.roots]
+    under: list[list[int]] = [[] for _ in topology.root_sizes]
     for gpu, root in enumerate(topology.root_of):
         under[root].append(gpu)
     return tuple(under[root].pop(0) for root in roots)
 
 
-def _nearness(gpus: int, stages: int) -> list[list[float]]:
+def _proximity(gpus: int, stages: int) -> list[list[float]]:
     """Return, for every two positions, the sum of 1/distance over the pairs of stages at these positions."""
     near = [[0.0] * gpus for _ in range(gpus)]
     for early, late in combinations(range(stages), 2):
@@ -91,24 +93,24 @@ def _nearness(gpus: int, stages: int) -> list[list[float]]:
     return near
 
 
-def _contention(roots: Sequence[int], topology: Topology, nearness: list[list[float]]) -> float:
+def _contention(roots: Sequence[int], topology: Topology, proximity: list[list[float]]) -> float:
     return sum(
-        topology.roots[roots[early]] * nearness[early][late]
+        topology.root_sizes[roots[early]] * proximity[early][late]
         for early, late in combinations(range(len(roots)), 2)
         if roots[early] == roots[late]
     )
 
 
-def _swapped(topology: Topology, nearness: list[list[float]]) -> list[int]:
+def _improve_by_swaps(topology: Topology, proximity: list[list[float]]) -> list[int]:
     """Start from a round robin over the roots, then apply swaps that reduce contention until none does."""
-    left = list(topology.roots)
+    left = list(topology.root_sizes)
     roots: list[int] = []
     while any(left):
         for root, free in enumerate(left):
             if free:
                 roots.append(root)
                 left[root] -= 1
-    least = _contention(roots, topology, nearness)
+    least = _contention(roots, topology, proximity)
     improved = True
     while improved:
         improved = False
@@ -116,7 +118,7 @@ def _swapped(topology: Topology, nearness: list[list[float]]) -> list[int]:
             if roots[early] == roots[late]:
                 continue
             roots[early], roots[late] = roots[late], roots[early]
-            now = _contention(roots, topology, nearness)
+            now = _contention(roots, topology, proximity)
             if now < least * (1 - 1e-12):
                 least, improved = now, True
             else:

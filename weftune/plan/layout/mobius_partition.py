@@ -40,7 +40,7 @@ class StreamedPartition:
     bound: float
 
     @property
-    def proved(self) -> bool:
+    def is_optimal(self) -> bool:
         return self.bound >= self.seconds
 
 
@@ -67,7 +67,7 @@ class _Problem:
         return -min(free_bytes(self.stages(draft), draft.resident, self.host))
 
 
-def stream(
+def search_partition(
     layers: Sequence[LayerCost],
     host: Host,
     microbatches: int,
@@ -77,7 +77,7 @@ def stream(
     """Return the fastest partition found, never slower than `largest_stages` and `smallest_stages`. The local
     search descends from `starts` partitions."""
     problem = _Problem(layers, host, microbatches)
-    best = _locally_best(problem, starts)
+    best = _search_locally(problem, starts)
     return _branch_and_bound(problem, best, prefixes)
 
 
@@ -91,7 +91,7 @@ def smallest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
     problem = _Problem(layers, host, 1)
     draft = _streamed(tuple(range(len(layers) + 1)))
     if problem.excess(draft) > 0:
-        raise PlanError(_why_not(problem))
+        raise PlanError(_misfit_reason(problem))
     return draft
 
 
@@ -108,7 +108,7 @@ def _largest(problem: _Problem) -> StreamPartition:
             stage = problem.stage(cuts[-1], layer + 1)
             if stage.weight_bytes + stage.kept_bytes > limit:
                 if layer == cuts[-1]:
-                    raise PlanError(_why_not(problem))
+                    raise PlanError(_misfit_reason(problem))
                 cuts.append(layer)
         draft = _streamed((*cuts, len(problem.layers)))
         excess = problem.excess(draft)
@@ -117,7 +117,7 @@ def _largest(problem: _Problem) -> StreamPartition:
         limit -= excess
 
 
-def _why_not(problem: _Problem) -> str:
+def _misfit_reason(problem: _Problem) -> str:
     smallest = _streamed(tuple(range(len(problem.layers) + 1)))
     rooms = free_bytes(problem.stages(smallest), smallest.resident, problem.host)
     tight = min(range(len(rooms)), key=rooms.__getitem__)
@@ -131,7 +131,7 @@ def _why_not(problem: _Problem) -> str:
     )
 
 
-def _locally_best(problem: _Problem, starts: int) -> StreamPartition | None:
+def _search_locally(problem: _Problem, starts: int) -> StreamPartition | None:
     """Return the best result of a few descents. None if none of them fits."""
     ranked = sorted(_starts(problem), key=problem.seconds)
     descents = [_descend(problem, draft) for draft in ranked[:starts]]
@@ -145,18 +145,18 @@ def _starts(problem: _Problem) -> Iterator[StreamPartition]:
     for stages in range(1, count + 1):
         cuts = tuple(round(count * number / stages) for number in range(stages + 1))
         yield _streamed(cuts)
-        yield _filled(problem, cuts)
+        yield _fill_resident(problem, cuts)
     try:
         yield _largest(problem)
     except PlanError:
         return
 
 
-def _filled(problem: _Problem, cuts: tuple[int, ...]) -> StreamPartition:
+def _fill_resident(problem: _Problem, cuts: tuple[int, ...]) -> StreamPartition:
     """Make as many stages resident as fit, from the first on."""
     draft = _streamed(cuts)
     for number in range(len(draft.resident)):
-        longer = _toggled(draft, number)
+        longer = _toggle_resident(draft, number)
         if problem.excess(longer) <= 0:
             draft = longer
     return draft
@@ -186,11 +186,11 @@ def _changes(draft: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
             if cuts[number - 1] < cut < cuts[number + 1]:
                 yield StreamPartition((*cuts[:number], cut, *cuts[number + 1 :]), resident)
     for number in range(len(resident)):
-        yield _toggled(draft, number)
+        yield _toggle_resident(draft, number)
     for number in range(len(resident)):
         for other in range(number + 1, min(number + gpus + 1, len(resident))):
             if resident[number] != resident[other]:
-                yield _toggled(_toggled(draft, number), other)
+                yield _toggle_resident(_toggle_resident(draft, number), other)
     for number in range(1, len(cuts) - 1):
         yield StreamPartition(
             (*cuts[:number], *cuts[number + 1 :]), (*resident[: number - 1], *resident[number:])
@@ -202,7 +202,7 @@ def _changes(draft: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
             yield StreamPartition((*cuts[: number + 1], middle, *cuts[number + 1 :]), both)
 
 
-def _toggled(draft: StreamPartition, number: int) -> StreamPartition:
+def _toggle_resident(draft: StreamPartition, number: int) -> StreamPartition:
     resident = draft.resident
     return StreamPartition(draft.cuts, (*resident[:number], not resident[number], *resident[number + 1 :]))
 
@@ -211,7 +211,7 @@ def _branch_and_bound(problem: _Problem, best: StreamPartition | None, prefixes:
     bounds = Bounds(problem.layers, problem.host, problem.microbatches)
     count = len(problem.layers)
     seconds = problem.seconds(best) if best else math.inf
-    levels: list[list[Prefix]] = [[bounds.nothing()], *([] for _ in range(count))]
+    levels: list[list[Prefix]] = [[bounds.empty_prefix()], *([] for _ in range(count))]
     dropped = math.inf
     for level in range(count):
         # Two children for every layer that the next stage may end at, here and on later levels.
@@ -232,7 +232,7 @@ def _branch_and_bound(problem: _Problem, best: StreamPartition | None, prefixes:
                 if exact < seconds * CLOSE:
                     best, seconds = draft, exact
     if best is None:
-        raise PlanError(_why_not(problem))
+        raise PlanError(_misfit_reason(problem))
     return StreamedPartition(best, seconds, min(dropped, seconds))
 
 
@@ -257,8 +257,8 @@ class PartialPlacement:
 
     stage: StageCost
     resident: bool
-    first: float
-    last: float
+    first_start: float
+    last_start: float
     """Start times of the forward of the first and the last microbatch."""
     first_tail: float
     last_tail: float
@@ -269,11 +269,11 @@ class PartialPlacement:
 class Prefix:
     cuts: tuple[int, ...]
     resident: tuple[bool, ...]
-    recent: tuple[PartialPlacement | None, ...]
+    latest_stages: tuple[PartialPlacement | None, ...]
     """Latest stage on each GPU."""
-    fixed: tuple[int, ...]
+    fixed_bytes: tuple[int, ...]
     """Bytes that each GPU holds all the time."""
-    passing: tuple[int, ...]
+    passing_bytes: tuple[int, ...]
     """Peak bytes that each GPU needs in addition while one of its stages computes."""
     seconds: float
     """Lower bound on the seconds of any partition that begins with this prefix."""
@@ -301,7 +301,7 @@ class Bounds:
             self.rests.append(LayerCost("rest", forward, backward, layer.weight_bytes + after.weight_bytes))
         self.rests.reverse()
 
-    def nothing(self) -> Prefix:
+    def empty_prefix(self) -> Prefix:
         zeros, recent = (0,) * self.host.gpus, (None,) * self.host.gpus
         return Prefix((0,), (), recent, zeros, zeros, self._least_seconds(self.rests[0], recent, zeros, None))
 
@@ -310,14 +310,16 @@ class Bounds:
         number = len(prefix.resident)
         gpu = number % self.host.gpus
         held = self.host.stage_bytes + stage.state_bytes + (stage.weight_bytes if resident else 0)
-        fixed = _replaced(prefix.fixed, gpu, prefix.fixed[gpu] + held)
-        passing = _replaced(prefix.passing, gpu, max(prefix.passing[gpu], passing_bytes(stage, resident)))
+        fixed = _replace_at(prefix.fixed_bytes, gpu, prefix.fixed_bytes[gpu] + held)
+        passing = _replace_at(
+            prefix.passing_bytes, gpu, max(prefix.passing_bytes[gpu], passing_bytes(stage, resident))
+        )
         room = self.host.memory_bytes - fixed[gpu]
         if passing[gpu] > room:
             return None
-        before = prefix.recent[(number - 1) % self.host.gpus]
-        placement = self._placement(stage, resident, before, prefix.recent[gpu], room)
-        recent = _replaced(prefix.recent, gpu, placement)
+        before = prefix.latest_stages[(number - 1) % self.host.gpus]
+        placement = self._placement(stage, resident, before, prefix.latest_stages[gpu], room)
+        recent = _replace_at(prefix.latest_stages, gpu, placement)
         seconds = self._least_seconds(self.rests[stage.stop], recent, fixed, placement)
         cuts, bits = (*prefix.cuts, stage.stop), (*prefix.resident, resident)
         return Prefix(cuts, bits, recent, fixed, passing, seconds)
@@ -326,30 +328,34 @@ class Bounds:
         self,
         stage: StageCost,
         resident: bool,
-        before: PartialPlacement | None,
-        above: PartialPlacement | None,
-        room: int,
+        previous_stage: PartialPlacement | None,
+        previous_on_gpu: PartialPlacement | None,
+        free_bytes: int,
     ) -> PartialPlacement:
-        """Place a stage. `before` is the previous stage, `above` the previous stage on the same GPU."""
+        """Place a stage. `previous_on_gpu` is the previous stage on the same GPU."""
         bandwidth, more = self.host.bandwidth, self.microbatches - 1
         first = last = 0.0
         last_tail = stage.backward
         first_tail = 0.0
-        if before:
+        if previous_stage:
             alone = self.host.gpus == 1
-            arrival = before.stage.forward + (0 if alone else before.stage.activation_bytes / bandwidth)
-            first, last = before.first + arrival, before.last + arrival
+            arrival = previous_stage.stage.forward + (
+                0 if alone else previous_stage.stage.activation_bytes / bandwidth
+            )
+            first, last = previous_stage.first_start + arrival, previous_stage.last_start + arrival
             hop = stage.backward + (0 if alone else stage.gradient_bytes / bandwidth)
-            last_tail, first_tail = hop + before.last_tail, hop + before.first_tail
-        if above:
+            last_tail, first_tail = hop + previous_stage.last_tail, hop + previous_stage.first_tail
+        if previous_on_gpu:
             weights = 0 if resident else stage.weight_bytes
-            late = max(0, weights - room + passing_bytes(above.stage, above.resident))
-            freed = above.last + above.stage.forward
-            first = max(first, freed + late / bandwidth, above.first + weights / bandwidth)
-            again = 0 if above.resident else above.stage.weight_bytes
-            late = max(0, again - room + passing_bytes(stage, resident))
-            last_tail = max(last_tail, stage.backward + late / bandwidth + above.first_tail)
-            first_tail = max(first_tail, again / bandwidth + above.first_tail)
+            late = max(
+                0, weights - free_bytes + passing_bytes(previous_on_gpu.stage, previous_on_gpu.resident)
+            )
+            freed = previous_on_gpu.last_start + previous_on_gpu.stage.forward
+            first = max(first, freed + late / bandwidth, previous_on_gpu.first_start + weights / bandwidth)
+            again = 0 if previous_on_gpu.resident else previous_on_gpu.stage.weight_bytes
+            late = max(0, again - free_bytes + passing_bytes(stage, resident))
+            last_tail = max(last_tail, stage.backward + late / bandwidth + previous_on_gpu.first_tail)
+            first_tail = max(first_tail, again / bandwidth + previous_on_gpu.first_tail)
         last = max(last, first + more * stage.forward)
         first_tail = max(first_tail, more * stage.backward + last_tail)
         return PartialPlacement(stage, resident, first, last, first_tail, last_tail)
@@ -364,8 +370,8 @@ class Bounds:
         """Return the largest bound (compute, uploads or one microbatch), summed over both directions."""
         gpus, work = self.host.gpus, self.microbatches
         placed = [one for one in recent if one]
-        freed = sum(one.last + one.stage.forward for one in placed)
-        begun = sum(one.first for one in placed)
+        freed = sum(one.last_start + one.stage.forward for one in placed)
+        begun = sum(one.first_start for one in placed)
         tails = sum(one.first_tail for one in placed)
         # A GPU's resident stages and the one it need not load again lie in its memory together.
         rooms = gpus * self.host.memory_bytes - sum(fixed)
@@ -373,12 +379,12 @@ class Bounds:
         forward = max(freed + work * rest.forward, begun + moved) / gpus
         backward = (tails + max(work * rest.backward, moved)) / gpus
         if newest:
-            forward = max(forward, newest.last + newest.stage.forward + rest.forward)
+            forward = max(forward, newest.last_start + newest.stage.forward + rest.forward)
             backward = max(backward, rest.backward + newest.first_tail)
         else:
             forward, backward = max(forward, rest.forward), max(backward, rest.backward)
         return forward + backward
 
 
-def _replaced(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
+def _replace_at(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
     return (*values[:index], value, *values[index + 1 :])

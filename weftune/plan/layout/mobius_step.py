@@ -136,11 +136,11 @@ def _visits(
 ) -> MobiusVisits:
     count, gpus = len(stages), host.gpus
 
-    def visit(number: int, seconds: float, hop: int, above: int) -> MobiusVisit:
-        """Return one visit. `above` is the stage that ran before it on that GPU, if there is one."""
-        weights = 0 if resident[number] or not 0 <= above < count else stages[number].weight_bytes
-        late = max(0, weights - rooms[above]) if weights else 0
-        return MobiusVisit(seconds, hop if gpus > 1 else 0, weights, late)
+    def visit(number: int, seconds: float, hop_bytes: int, previous_on_gpu: int) -> MobiusVisit:
+        """Return one visit. `previous_on_gpu` is the stage that ran before it on that GPU, if any."""
+        weights = 0 if resident[number] or not 0 <= previous_on_gpu < count else stages[number].weight_bytes
+        late = max(0, weights - rooms[previous_on_gpu]) if weights else 0
+        return MobiusVisit(seconds, hop_bytes if gpus > 1 else 0, weights, late)
 
     forward = [
         visit(j, stages[j].forward, stages[j - 1].activation_bytes if j else 0, j - gpus)

@@ -35,12 +35,12 @@ class OffloadedRound:
     one job the second group is empty, and no pass hides the optimizer step."""
 
     passes: tuple[float, float]
-    moved: tuple[float, float]
+    transfer_seconds: tuple[float, float]
     """Seconds of transfers over the link, in both directions at the same time."""
 
     @property
     def seconds(self) -> float:
-        (first, second), (first_moved, second_moved) = self.passes, self.moved
+        (first, second), (first_moved, second_moved) = self.passes, self.transfer_seconds
         # No pass hides the Steps of a window's last group.
         bare = second_moved / TRAVEL_ROUNDS
         return max(first, second_moved) + max(second, first_moved) + bare
@@ -85,8 +85,8 @@ def is_worth(
 ) -> bool:
     """Return whether a step of all these jobs with the optimizer offloaded (`memory`) takes about as long as
     in smaller groups without (`resident`). Microbatches have up to `tokens` tokens; each job fits alone."""
-    together = sum(offloaded_round(memory, turn, device, tokens).seconds for turn in turns(jobs, memory))
-    waiting = sum(resident_seconds(resident, turn, device, tokens) for turn in turns(jobs, resident))
+    together = sum(offloaded_round(memory, turn, device, tokens).seconds for turn in job_groups(jobs, memory))
+    waiting = sum(resident_seconds(resident, turn, device, tokens) for turn in job_groups(jobs, resident))
     return together <= (1 + SLOWER) * waiting
 
 
@@ -106,7 +106,7 @@ def is_faster(
     return offloaded_round(memory, jobs, device, tokens).seconds <= (1 - FASTER) * before
 
 
-def turns(jobs: Sequence[JobShape], memory: MemoryModel) -> Iterator[Sequence[JobShape]]:
+def job_groups(jobs: Sequence[JobShape], memory: MemoryModel) -> Iterator[Sequence[JobShape]]:
     """Yield groups of jobs, each with as many as fit together. Each job must fit alone."""
     rest = in_order(jobs)
     while rest:

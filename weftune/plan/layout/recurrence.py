@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from weftune.plan.program.layout import Layout, OnWorker
 from weftune.plan.program.program import Load
-from weftune.plan.window.rounds import moves
+from weftune.plan.window.rounds import slot_moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def slotted_seconds(
     last = len(stages) - 1
     now = link = leaving = began = asked = 0.0
 
-    def come(stage: int, slot: int, copies: int = 0, inputs: float = 0.0) -> None:
+    def load_stage(stage: int, slot: int, copies: int = 0, inputs: float = 0.0) -> None:
         """Load the stage over the link with `copies` bytes of copies, and its inputs of `inputs` seconds."""
         nonlocal link
         begins = max(link, freed[slot], home[stage])
@@ -82,7 +82,7 @@ def slotted_seconds(
         if one.input_bytes and stage != last:
             off = leaving = max(leaving, now) + one.input_bytes / bandwidth
         if slot is not None and held[slot] != stage:
-            come(stage, slot)
+            load_stage(stage, slot)
         link += one.step_bytes / bandwidth
         # Loads use the link until the state for the Step is requested.
         stepped = max(link, asked + one.step_bytes / bandwidth)
@@ -97,7 +97,7 @@ def slotted_seconds(
         one, slot = stages[stage], slot_of.get(stage)
         inputs = one.input_bytes / bandwidth
         if slot is not None and held[slot] != stage:
-            come(stage, slot, one.copy_bytes, inputs)
+            load_stage(stage, slot, one.copy_bytes, inputs)
         else:
             link += inputs
         began = now = max(now, link, began + inputs)
@@ -120,11 +120,11 @@ def round_seconds(
     stages: Sequence[StageRound],
     cut: Layout,
     microbatches: int,
-    hop: float = 0.0,
+    hop_seconds: float = 0.0,
     bandwidth: float = math.inf,
 ) -> float:
     """Return the seconds per round in steady state; see `round_ends` for the arguments."""
-    first, second = round_ends(stages, cut, microbatches, 2, hop, bandwidth)
+    first, second = round_ends(stages, cut, microbatches, 2, hop_seconds, bandwidth)
     return second - first
 
 
@@ -133,12 +133,12 @@ def round_ends(
     cut: Layout,
     microbatches: int,
     rounds: int,
-    hop: float = 0.0,
+    hop_seconds: float = 0.0,
     bandwidth: float = math.inf,
 ) -> list[float]:
-    """Return the time at which each of `rounds` rounds ends; the first begins at 0. `hop` are the seconds to
-    send a microbatch to the next worker, `bandwidth` is that of each worker's link from the host."""
-    run = _Recurrence(stages, cut, microbatches, rounds, hop, bandwidth)
+    """Return the time at which each of `rounds` rounds ends; the first begins at 0. Sending a microbatch to
+    the next worker takes `hop_seconds`; `bandwidth` is that of each worker's link from the host."""
+    run = _Recurrence(stages, cut, microbatches, rounds, hop_seconds, bandwidth)
     ends = []
     for _ in range(rounds):
         last = len(stages) - 1
@@ -147,7 +147,7 @@ def round_ends(
         run.visit(last, (stages[last].forward + stages[last].backward) / microbatches)
         for stage in reversed(range(last)):
             run.visit(stage, stages[stage].backward / microbatches)
-        ends.append(run.rest())
+        ends.append(run.end_round())
     return ends
 
 
@@ -158,10 +158,10 @@ class _Recurrence:
         cut: Layout,
         microbatches: int,
         rounds: int,
-        hop: float,
+        hop_seconds: float,
         bandwidth: float,
     ) -> None:
-        self.stages, self.cut, self.hop, self.bandwidth = stages, cut, hop, bandwidth
+        self.stages, self.cut, self.hop, self.bandwidth = stages, cut, hop_seconds, bandwidth
         self.more = microbatches - 1
         self.first = self.last = 0.0
         """Times at which the first and the last microbatch are ready for their next visit."""
@@ -182,7 +182,7 @@ class _Recurrence:
             self.link[worker] = begins + self.stages[coming].load_bytes / self.bandwidth
             self.there[coming] = self.link[worker]
 
-    def rest(self) -> float:
+    def end_round(self) -> float:
         """Return the time at which the round ends and the microbatches of the next one are ready."""
         self.first = self.last = self.free[0]
         return self.free[0]
@@ -192,5 +192,5 @@ def _loads(cut: OnWorker, rounds: int) -> Iterator[int | None]:
     """Yield, after each visit of a worker, the stage that is loaded next, or None."""
     last = len(cut.stages) - 1
     forward = [stage for stage in cut.own if stage < last]
-    for moved in moves([*forward, *reversed(cut.own)] * rounds, cut):
+    for moved in slot_moves([*forward, *reversed(cut.own)] * rounds, cut):
         yield next((action.stage for action in moved if isinstance(action, Load)), None)

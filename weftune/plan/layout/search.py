@@ -1,9 +1,9 @@
 """Search for the fastest cut of a streamed base: its stages, which of them stay resident, and the slots.
 
-On one device it starts from even stages with residents spread among them, from the partition that `stream`
-finds for Mobius's recurrence, and from Mobius's two plain partitions. Over several workers it starts from
-even stages with as many of each worker's stages resident as fit. The best of these are then improved by small
-changes.
+On one device it starts from even stages with residents spread among them, from the partition that
+`search_partition` finds for Mobius's recurrence, and from Mobius's two plain partitions. Over several workers
+it starts from even stages with as many of each worker's stages resident as fit. The best of these are then
+improved by small changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import chain, islice, pairwise, permutations
 
 from weftune.errors import PlanError
 from weftune.plan.cost.estimate import LayerCost
-from weftune.plan.layout.mobius_partition import largest_stages, smallest_stages, stream
+from weftune.plan.layout.mobius_partition import largest_stages, search_partition, smallest_stages
 from weftune.plan.layout.mobius_step import Host, StreamPartition
 from weftune.plan.layout.need import Draft, StreamCase
 
@@ -40,7 +40,7 @@ CLOSE = 1 - 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class EvaluatedDraft:
     case: StreamCase
     draft: Draft
     excess: int
@@ -52,44 +52,44 @@ class Found:
     def rank(self) -> tuple[int, float]:
         return self.excess, self.seconds
 
-    def better_than(self, other: Found) -> bool:
+    def better_than(self, other: EvaluatedDraft) -> bool:
         """Return whether this draft is better by more than rounding."""
         if self.excess or other.excess:
             return self.excess < other.excess
         return self.seconds < other.seconds * CLOSE
 
 
-def search(cases: Iterable[StreamCase]) -> Found | None:
+def search(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
     """Return the fastest draft of all cases; among equals, that of the first case. None if none fits."""
-    starts = _various([found for case in cases for found in _starts(case)])
+    starts = _select_diverse([found for case in cases for found in _starts(case)])
     if not starts:
         return None
     tries = CHANGES // len(starts)
-    best = _best([_descend(found, tries) for found in starts])
+    best = _best_draft([_descend(found, tries) for found in starts])
     if best.excess:
         return None
     if best.case.workers == 1 and best.case.unhidden(best.draft) > HIDDEN:
-        partitioned = [_judged(best.case, draft) for draft in _partitioned(best.case)]
-        best = _best([best, *(_descend(found, tries) for found in partitioned if not found.excess)])
+        partitioned = [_evaluate_draft(best.case, draft) for draft in _partition_drafts(best.case)]
+        best = _best_draft([best, *(_descend(found, tries) for found in partitioned if not found.excess)])
     return _descend(best, CHANGES)
 
 
-def _best(found: Sequence[Found]) -> Found:
+def _best_draft(evaluated_drafts: Sequence[EvaluatedDraft]) -> EvaluatedDraft:
     """Return the best draft; among equals, the first."""
-    least = min(found, key=lambda one: one.rank)
-    return next(one for one in found if not least.better_than(one))
+    least = min(evaluated_drafts, key=lambda one: one.rank)
+    return next(one for one in evaluated_drafts if not least.better_than(one))
 
 
-def _judged(case: StreamCase, draft: Draft) -> Found:
+def _evaluate_draft(case: StreamCase, draft: Draft) -> EvaluatedDraft:
     excess = case.excess(draft)
-    return Found(case, draft, excess, math.inf if excess else case.fitting_seconds(draft))
+    return EvaluatedDraft(case, draft, excess, math.inf if excess else case.fitting_seconds(draft))
 
 
-def _starts(case: StreamCase) -> list[Found]:
+def _starts(case: StreamCase) -> list[EvaluatedDraft]:
     """Return the drafts to start from. Over several workers, they may include drafts that do not fit yet."""
     if case.workers == 1:
-        return _quick(case)
-    return [_judged(case, draft) for draft in filled_drafts(case)]
+        return _quick_drafts(case)
+    return [_evaluate_draft(case, draft) for draft in filled_drafts(case)]
 
 
 def fits_any(case: StreamCase) -> bool:
@@ -98,33 +98,33 @@ def fits_any(case: StreamCase) -> bool:
     return any(map(case.fits, drafts))
 
 
-def _quick(case: StreamCase) -> list[Found]:
+def _quick_drafts(case: StreamCase) -> list[EvaluatedDraft]:
     """Return the best few of the drafts that are tried without a search. Most are skipped, because their
     compute time alone is too long."""
     drafts = dict.fromkeys((*even_drafts(case), *frugal_drafts(case), *plain_drafts(case)))
     fitting = [draft for draft in drafts if case.fits(draft)]
     least = {sizes: case.arithmetic_seconds(sizes) for sizes in {draft.sizes for draft in fitting}}
-    best: list[Found] = []
+    best: list[EvaluatedDraft] = []
     for draft in sorted(fitting, key=lambda draft: least[draft.sizes]):
         if len(best) == QUICK and least[draft.sizes] >= best[-1].seconds:
             break
-        insort(best, _judged(case, draft), key=lambda one: one.seconds)
+        insort(best, _evaluate_draft(case, draft), key=lambda one: one.seconds)
         del best[QUICK:]
     return best
 
 
-def _various(found: Sequence[Found]) -> list[Found]:
+def _select_diverse(evaluated_drafts: Sequence[EvaluatedDraft]) -> list[EvaluatedDraft]:
     """Return the best few drafts and the best of every kind, in the order of the cases."""
-    ranked = sorted(range(len(found)), key=lambda number: found[number].rank)
+    ranked = sorted(range(len(evaluated_drafts)), key=lambda number: evaluated_drafts[number].rank)
     firsts: dict[object, int] = {}
     for number in ranked:
-        firsts.setdefault(_kind(found[number]), number)
-    return [found[number] for number in sorted({*ranked[:STARTS], *firsts.values()})]
+        firsts.setdefault(_kind(evaluated_drafts[number]), number)
+    return [evaluated_drafts[number] for number in sorted({*ranked[:STARTS], *firsts.values()})]
 
 
-def _kind(found: Found) -> object:
+def _kind(evaluated: EvaluatedDraft) -> object:
     """Return the key of a kind of draft: the case, with the slots of one device or the stages of workers."""
-    case, draft = found.case, found.draft
+    case, draft = evaluated.case, evaluated.draft
     return (case.capacity, case.travels, draft.slots) if case.workers == 1 else len(draft.sizes)
 
 
@@ -178,7 +178,7 @@ def _spread(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[Dr
             draft = Draft(sizes, (*_bits(others, most, phase), *ending), (slots,))
             while most and (excess := case.device_bytes(draft) - case.device.budget) > 0:
                 # No stage takes more than the largest: at least this many cannot stay.
-                most = max(0, most - math.ceil(excess / (max(sizes) * case.memory.present_bytes)))
+                most = max(0, most - math.ceil(excess / (max(sizes) * case.memory.loaded_layer_bytes)))
                 draft = Draft(sizes, (*_bits(others, most, phase), *ending), (slots,))
             yield draft
             most = min(others, most + 1)
@@ -205,13 +205,13 @@ def smallest_drafts(case: StreamCase) -> Iterator[Draft]:
         yield from _drafts(smallest_stages(_costs(case), _host(case)))
 
 
-def _partitioned(case: StreamCase) -> Iterator[Draft]:
+def _partition_drafts(case: StreamCase) -> Iterator[Draft]:
     """Yield the result of Mobius's search, with fewer resident stages to make room for slots."""
     with suppress(PlanError):
         microbatches = math.ceil(case.round_tokens / case.capacity)
-        found = stream(_costs(case), _host(case), microbatches, PREFIXES, starts=1).partition
+        found = search_partition(_costs(case), _host(case), microbatches, PREFIXES, starts=1).partition
         for draft in _drafts(found):
-            yield _thinned(case, draft)
+            yield _thin_residents(case, draft)
 
 
 def _drafts(partition: StreamPartition) -> Iterator[Draft]:
@@ -220,11 +220,11 @@ def _drafts(partition: StreamPartition) -> Iterator[Draft]:
         yield Draft(sizes, partition.resident, (slots,))
 
 
-def _thinned(case: StreamCase, draft: Draft) -> Draft:
+def _thin_residents(case: StreamCase, draft: Draft) -> Draft:
     """Make the middle one of the resident stages streamed, repeatedly, until the draft fits."""
     while case.device_bytes(draft) > case.device.budget and any(draft.resident):
         stay = [number for number, stays in enumerate(draft.resident) if stays]
-        draft = _toggled(draft, stay[len(stay) // 2])
+        draft = _toggle_resident(draft, stay[len(stay) // 2])
     return draft
 
 
@@ -233,7 +233,7 @@ def _costs(case: StreamCase) -> list[LayerCost]:
     once = case.layer_seconds / microbatches
     kept = case.memory.kept_bytes + _layer_ring(case)
     layer = LayerCost(
-        "layer", once, (1.0 + case.device.backward) * once, case.memory.present_bytes, kept_bytes=kept
+        "layer", once, (1.0 + case.device.backward) * once, case.memory.loaded_layer_bytes, kept_bytes=kept
     )
     return [layer] * case.shape.layers
 
@@ -242,7 +242,7 @@ def _host(case: StreamCase) -> Host:
     ring = case.memory.ring_bytes(1) - _layer_ring(case)
     memory, device = case.memory, case.device
     state = 0 if case.travels else memory.state_bytes
-    fixed = device.taken + device.slack + memory.weight_bytes(0, 0, 1) + state + memory.moving_bytes
+    fixed = device.taken + device.slack + memory.weight_bytes(0, 0, 1) + state + memory.transfer_bytes
     room = max(0, device.budget - fixed - ring)
     return Host(1, room, case.bandwidth, memory.stage_input_bytes)
 
@@ -260,10 +260,10 @@ def filled_drafts(case: StreamCase) -> Iterator[Draft]:
     for count in _stage_counts(case):
         for slots in SLOTS:
             if slots <= math.ceil(count / case.workers):
-                yield _filled(case, _even(case.shape.layers, count), slots)
+                yield _fill_worker_slots(case, _even(case.shape.layers, count), slots)
 
 
-def _filled(case: StreamCase, sizes: Sequence[int], slots: int) -> Draft:
+def _fill_worker_slots(case: StreamCase, sizes: Sequence[int], slots: int) -> Draft:
     """Give each worker as many of the slots as fit, then as many residents, spread among its stages."""
     draft = _streamed(sizes, slots, case.workers)
     for worker in range(case.workers):
@@ -287,16 +287,16 @@ def _fits_on(case: StreamCase, draft: Draft, worker: int) -> bool:
 # -- the descent -----------------------------------------------------------------------------------------
 
 
-def _descend(found: Found, tries: int) -> Found:
+def _descend(evaluated: EvaluatedDraft, tries: int) -> EvaluatedDraft:
     """Apply the first change that saves time, or that frees memory at no cost, until there is none."""
-    case, best = found.case, found
+    case, best = evaluated.case, evaluated
     room = case.device_bytes(best.draft)
-    better: Found | None = best
+    better: EvaluatedDraft | None = best
     while better:
         best, better = better, None
         for change in islice(_changes(best), max(0, tries)):
             tries -= 1
-            changed = _judged(case, change)
+            changed = _evaluate_draft(case, change)
             frees = not best.better_than(changed) and case.device_bytes(change) < room
             if changed.better_than(best) or frees:
                 better, room = changed, case.device_bytes(change)
@@ -304,23 +304,23 @@ def _descend(found: Found, tries: int) -> Found:
     return best
 
 
-def _changes(found: Found) -> Iterator[Draft]:
+def _changes(evaluated: EvaluatedDraft) -> Iterator[Draft]:
     """Yield changed drafts, those with small changes first because they are better most often."""
-    draft = found.draft
+    draft = evaluated.draft
     yield from _other_residents(draft)
-    if found.case.workers == 1:
+    if evaluated.case.workers == 1:
         yield from _other_boundaries(draft)
-        yield from _traded_slots(draft)
+        yield from _drafts_trading_slots(draft)
         yield from _other_orders(draft)
     else:
-        yield from _other_sizes(found)
+        yield from _other_sizes(evaluated)
 
 
 def _other_residents(draft: Draft) -> Iterator[Draft]:
     """Yield drafts with one other resident stage on a worker, one more or one fewer, or one slot changed."""
     stages, workers = range(len(draft.resident)), len(draft.slots)
     for number in stages:
-        yield _toggled(draft, number)
+        yield _toggle_resident(draft, number)
     for worker, count in enumerate(draft.slots):
         for slots in (count - 1, count + 1):
             if slots in SLOTS:
@@ -328,7 +328,7 @@ def _other_residents(draft: Draft) -> Iterator[Draft]:
     for number in stages:
         for other in stages[number + workers :: workers]:
             if draft.resident[number] != draft.resident[other]:
-                yield _toggled(_toggled(draft, number), other)
+                yield _toggle_resident(_toggle_resident(draft, number), other)
 
 
 def _other_boundaries(draft: Draft) -> Iterator[Draft]:
@@ -338,62 +338,62 @@ def _other_boundaries(draft: Draft) -> Iterator[Draft]:
         one, other = draft.sizes[number : number + 2]
         stay = draft.resident[number : number + 2]
         if other > 1:
-            yield _spliced(draft, number, 2, (one + 1, other - 1), stay)
+            yield _replace_stages(draft, number, 2, (one + 1, other - 1), stay)
         if one > 1:
-            yield _spliced(draft, number, 2, (one - 1, other + 1), stay)
+            yield _replace_stages(draft, number, 2, (one - 1, other + 1), stay)
     for number in pairs:
         for stays in set(draft.resident[number : number + 2]):
-            yield _spliced(draft, number, 2, (sum(draft.sizes[number : number + 2]),), (stays,))
+            yield _replace_stages(draft, number, 2, (sum(draft.sizes[number : number + 2]),), (stays,))
     for number, (size, stays) in enumerate(zip(draft.sizes, draft.resident, strict=True)):
         for part in range(1, size):
             for both in {(stays, stays), (True, False), (False, True)}:
-                yield _spliced(draft, number, 1, (part, size - part), both)
+                yield _replace_stages(draft, number, 1, (part, size - part), both)
 
 
-def _traded_slots(draft: Draft) -> Iterator[Draft]:
+def _drafts_trading_slots(draft: Draft) -> Iterator[Draft]:
     """Yield drafts that trade a slot for a resident stage, or for two stages merged into one."""
     for number, stays in enumerate(draft.resident):
         slots = draft.slots[0] + (1 if stays else -1)
         if slots in SLOTS:
-            yield _with_slots(_toggled(draft, number), 0, slots)
+            yield _with_slots(_toggle_resident(draft, number), 0, slots)
     if (fewer := draft.slots[0] - 1) in SLOTS:
         for number in range(len(draft.sizes) - 1):
             both = sum(draft.sizes[number : number + 2])
-            yield _with_slots(_spliced(draft, number, 2, (both,), (True,)), 0, fewer)
+            yield _with_slots(_replace_stages(draft, number, 2, (both,), (True,)), 0, fewer)
 
 
 def _other_orders(draft: Draft) -> Iterator[Draft]:
     """Yield drafts with one stage moved to another position."""
     for taken, (size, stays) in enumerate(zip(draft.sizes, draft.resident, strict=True)):
-        rest = _spliced(draft, taken, 1, (), ())
+        rest = _replace_stages(draft, taken, 1, (), ())
         for place in range(len(draft.sizes)):
             if place != taken:
-                yield _spliced(rest, place, 0, (size,), (stays,))
+                yield _replace_stages(rest, place, 0, (size,), (stays,))
 
 
-def _other_sizes(found: Found) -> Iterator[Draft]:
+def _other_sizes(evaluated: EvaluatedDraft) -> Iterator[Draft]:
     """Yield drafts with a boundary moved, removed or added, or a layer passed to a stage further away.
     Residents are then chosen anew, since stages may have moved to other workers."""
-    case, sizes, slots = found.case, found.draft.sizes, max(found.draft.slots)
+    case, sizes, slots = evaluated.case, evaluated.draft.sizes, max(evaluated.draft.slots)
     for number, (one, other) in enumerate(pairwise(sizes)):
         before, after = sizes[:number], sizes[number + 2 :]
         for between in ((one + 1, other - 1), (one - 1, other + 1), (one + other,)):
             if min(between) > 0 and len(sizes) - 2 + len(between) >= case.workers:
-                yield _filled(case, (*before, *between, *after), slots)
+                yield _fill_worker_slots(case, (*before, *between, *after), slots)
     for number, size in enumerate(sizes):
         for part in range(1, size):
-            yield _filled(case, (*sizes[:number], part, size - part, *sizes[number + 1 :]), slots)
+            yield _fill_worker_slots(case, (*sizes[:number], part, size - part, *sizes[number + 1 :]), slots)
     for giver, taker in permutations(range(len(sizes)), 2):
         if sizes[giver] > 1 and abs(giver - taker) > 1:
             changes = {giver: sizes[giver] - 1, taker: sizes[taker] + 1}
-            yield _filled(case, [changes.get(at, size) for at, size in enumerate(sizes)], slots)
+            yield _fill_worker_slots(case, [changes.get(at, size) for at, size in enumerate(sizes)], slots)
 
 
-def _spliced(
-    draft: Draft, number: int, gone: int, sizes: tuple[int, ...], resident: tuple[bool, ...]
+def _replace_stages(
+    draft: Draft, number: int, removed_stages: int, sizes: tuple[int, ...], resident: tuple[bool, ...]
 ) -> Draft:
-    """Return the draft with other stages in place of the `gone` stages from `number` on."""
-    after = number + gone
+    """Return the draft with other stages in place of the `removed_stages` stages from `number` on."""
+    after = number + removed_stages
     return Draft(
         (*draft.sizes[:number], *sizes, *draft.sizes[after:]),
         (*draft.resident[:number], *resident, *draft.resident[after:]),
@@ -401,7 +401,7 @@ def _spliced(
     )
 
 
-def _toggled(draft: Draft, number: int) -> Draft:
+def _toggle_resident(draft: Draft, number: int) -> Draft:
     resident = draft.resident
     return replace(draft, resident=(*resident[:number], not resident[number], *resident[number + 1 :]))
 

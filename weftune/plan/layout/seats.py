@@ -5,7 +5,7 @@ the jobs file. A job that does not fit beside those seated so far gets no seat, 
 may. A job is therefore preempted only when a job of higher priority is admitted, and jobs of equal priority
 never preempt each other.
 
-A waiting job may be overtaken, but not forever: once `MOST_OVERTAKEN` jobs that were behind it have been
+A waiting job may be overtaken, but not forever: once `MAX_OVERTAKES` jobs that were behind it have been
 admitted before it, no job behind it is admitted until it is running itself. The running jobs of the same or a
 higher priority, which keep it out, then end one after another, and no job takes their place.
 """
@@ -22,7 +22,7 @@ Fits = Callable[[Sequence[JobShape]], str | None]
 """Returns None if these jobs fit together, or a sentence that says why they do not. Only their sizes matter.
 Jobs that do not fit do not fit with one more either, nor with a larger job in place of a smaller one."""
 
-MOST_OVERTAKEN = 8
+MAX_OVERTAKES = 8
 """Number of jobs that may overtake a job that is ahead of them in the queue and does not fit."""
 
 
@@ -88,7 +88,7 @@ class _Seating:
 
     def fill(self, rest: Sequence[JobShape]) -> list[JobShape]:
         """Seat jobs up to the first one that does not fit, and return the jobs behind it."""
-        tried = self._possible(rest)
+        tried = self._possible_positions(rest)
         run = [rest[at] for at, _ in tried]
         # After a job that does not fit there is seldom room for many.
         first = 1 if self._as_large else len(run)
@@ -103,7 +103,7 @@ class _Seating:
         self.unseated += [job for job in rest[: end + 1] if job.name not in taken]
         return list(rest[end + 1 :])
 
-    def _possible(self, rest: Sequence[JobShape]) -> list[tuple[int, float]]:
+    def _possible_positions(self, rest: Sequence[JobShape]) -> list[tuple[int, float]]:
         """Return the positions of jobs that may be seated if all before them fit, each with the number of
         jobs that may still overtake when it is checked."""
         left, found = self._left, []
@@ -112,24 +112,24 @@ class _Seating:
             # A running job stays as long as no other has been admitted.
             hopeless = job.name in self._as_large and (self._crowded or waits)
             if hopeless or (waits and left <= 0):
-                left = min(left, self._allowed(job))
+                left = min(left, self._remaining_overtakes(job))
                 continue
             found.append((at, left))
             left -= waits
         return found
 
-    def _allowed(self, job: JobShape) -> float:
+    def _remaining_overtakes(self, job: JobShape) -> float:
         """Return how many more jobs may overtake this job, which has no seat."""
-        return MOST_OVERTAKEN - self._overtaken.get(job.name, 0)
+        return MAX_OVERTAKES - self._overtaken.get(job.name, 0)
 
     def _refuse(self, job: JobShape, behind: Sequence[JobShape]) -> None:
         known = self._as_large
         known |= {other.name for other in behind if other.name not in known and _is_as_large(other, job)}
         known.add(job.name)
-        self._left = min(self._left, self._allowed(job))
+        self._left = min(self._left, self._remaining_overtakes(job))
 
-    def _fit(self, more: Sequence[JobShape]) -> bool:
-        together = [*self.seated, *more]
+    def _fit(self, candidates: Sequence[JobShape]) -> bool:
+        together = [*self.seated, *candidates]
         return all(job.name in self._present for job in together) or self._fits(together) is None
 
 
@@ -137,19 +137,21 @@ def _is_as_large(job: JobShape, other: JobShape) -> bool:
     """Return whether `job` needs at least as much of everything as `other`."""
     if job.longest < other.longest or job.batch_tokens < other.batch_tokens or job.means < other.means:
         return False
-    if job.trainable < other.trainable or len(job.by_layer) != len(other.by_layer):
+    if job.trainable < other.trainable or len(job.parameters_by_layer) != len(other.parameters_by_layer):
         return False
-    if job.by_layer == other.by_layer:
+    if job.parameters_by_layer == other.parameters_by_layer:
         return True
-    outside, others = (one.trainable - sum(one.by_layer) for one in (job, other))
-    return outside >= others and all(a >= b for a, b in zip(job.by_layer, other.by_layer, strict=True))
+    outside, others = (one.trainable - sum(one.parameters_by_layer) for one in (job, other))
+    return outside >= others and all(
+        a >= b for a, b in zip(job.parameters_by_layer, other.parameters_by_layer, strict=True)
+    )
 
 
-def most_that_fit(fits: Callable[[int], bool], count: int, first: int | None = None) -> int:
-    """Return how many of the jobs fit, found by bisection; 0 if not even one does. The `first` guess is all
-    of them by default, and is doubled while it is too low."""
+def most_that_fit(fits: Callable[[int], bool], count: int, first_guess: int | None = None) -> int:
+    """Return how many of the jobs fit, found by bisection; 0 if not even one does. `first_guess` is all of
+    them by default, and is doubled while it is too low."""
     least, too_many = 0, count + 1
-    tried = count if first is None else first
+    tried = count if first_guess is None else first_guess
     while too_many - least > 1:
         least, too_many = (tried, too_many) if fits(tried) else (least, tried)
         tried = min(2 * least, count) if too_many > count else (least + too_many) // 2

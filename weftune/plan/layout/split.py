@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weftune.core.shapes import JobShape, ModelShape
-from weftune.plan.cost.cluster import this_cpu
-from weftune.plan.cost.estimate import Speed, sheet_speed
-from weftune.plan.cost.prior import counted
+from weftune.plan.cost.cluster import detect_cpu
+from weftune.plan.cost.estimate import Speed, data_sheet_speed
+from weftune.plan.cost.prior import counted_terms
 from weftune.plan.cost.time import CostModel, work_of
-from weftune.plan.layout.balanced import level, longest_first
+from weftune.plan.layout.balanced import assign_longest_first, improve_by_moves
 from weftune.plan.pack.instance import pack
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, SegmentPlan
 
@@ -47,7 +47,7 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
 
     Passes shared with other jobs are cheaper, but by how much depends on which jobs share a device.
     """
-    met = {job.shape.name: job.shape.met}
+    met = {job.shape.name: job.shape.active_parameters}
     room = max(capacity, job.shape.longest)
 
     def passes(step: int, samples: Sequence[PlacedSample]) -> list[MicrobatchPlan]:
@@ -63,12 +63,12 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
 
 def sheet_cost(shape: ModelShape, speed: Speed) -> CostModel:
     """Return the counted proportions of the base's terms, scaled to the speed in a device's data sheet."""
-    return counted(shape).whole(shape.layers, speed.source).times(1 / speed.flops)
+    return counted_terms(shape).base_cost(shape.layers, speed.source).times(1 / speed.flops)
 
 
 def cpu_sheet_cost(shape: ModelShape) -> CostModel:
     """Return `sheet_cost` of this machine's CPU."""
-    return sheet_cost(shape, sheet_speed(this_cpu().devices[0]))
+    return sheet_cost(shape, data_sheet_speed(detect_cpu().devices[0]))
 
 
 def share_jobs(
@@ -83,12 +83,12 @@ def share_jobs(
     assert devices >= 1, "there is a device"
     groups: dict[str, list[str]] = {}
     for name in seconds:
-        groups.setdefault(_first_of(name, seconds, sources or {}), []).append(name)
+        groups.setdefault(_chain_start(name, seconds, sources or {}), []).append(name)
     families = list(groups.values())
     each = [sum(seconds[name] for name in family) for family in families]
-    buckets = longest_first(each, devices)
+    buckets = assign_longest_first(each, devices)
     if len(each) > devices:
-        buckets = level(buckets, each)
+        buckets = improve_by_moves(buckets, each)
     held = [{name for index in bucket for name in families[index]} for bucket in buckets]
     return tuple(
         DeviceShare(tuple(name for name in seconds if name in names), sum(each[index] for index in bucket))
@@ -96,7 +96,7 @@ def share_jobs(
     )
 
 
-def _first_of(name: str, seconds: Mapping[str, float], sources: Mapping[str, str]) -> str:
+def _chain_start(name: str, seconds: Mapping[str, float], sources: Mapping[str, str]) -> str:
     """Return the first job of the chain in which each job starts from the adapter of the previous one."""
     while sources.get(name, "") in seconds:
         name = sources[name]

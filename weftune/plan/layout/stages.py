@@ -42,7 +42,7 @@ class StageLimit:
     memory_bytes: int
     in_flight: int = 1
     """Number of microbatches whose activations the stage holds at once."""
-    pace: float = 1.0
+    relative_time: float = 1.0
     """Time for the same work relative to the device that the layers were measured on."""
 
 
@@ -54,33 +54,33 @@ def balance(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> tuple[
     rooms = np.array([limit.memory_bytes for limit in limits], dtype=float)[:, None, None]
     fits = memory <= rooms
     seconds = np.where(fits, _seconds(layers, limits), np.inf)
-    slowest, _ = least_largest(seconds)
+    slowest, _ = minimise_largest(seconds)
     if np.isinf(slowest):
-        _, cuts = least_largest(memory - rooms)
-        raise PlanError(_why_not(layers, limits, cuts))
-    _, cuts = least_largest(np.where(seconds <= slowest, memory, np.inf))
+        _, cuts = minimise_largest(memory - rooms)
+        raise PlanError(_misfit_reason(layers, limits, cuts))
+    _, cuts = minimise_largest(np.where(seconds <= slowest, memory, np.inf))
     return tuple(stage_cost(layers, start, stop) for start, stop in pairwise(cuts))
 
 
-def least_largest(costs: Costs) -> tuple[float, list[int]]:
+def minimise_largest(costs: Costs) -> tuple[float, list[int]]:
     """Return the smallest possible maximum of the stage costs, and the cuts [0, …, layers] that reach it."""
-    return _least(costs, np.maximum, nothing=-np.inf)
+    return _minimise(costs, np.maximum, initial=-np.inf)
 
 
-def least_sum(costs: Costs) -> tuple[float, list[int]]:
+def minimise_sum(costs: Costs) -> tuple[float, list[int]]:
     """Return the smallest possible sum of the stage costs, and the cuts [0, …, layers] that reach it."""
-    return _least(costs, np.add, nothing=0.0)
+    return _minimise(costs, np.add, initial=0.0)
 
 
-def _least(costs: Costs, joined: np.ufunc, nothing: float) -> tuple[float, list[int]]:
-    """Return the least cost and its cuts. `joined` combines the cost of the stages so far, at first
-    `nothing`, with that of the next one."""
+def _minimise(costs: Costs, combine: np.ufunc, initial: float) -> tuple[float, list[int]]:
+    """Return the least cost and its cuts. `combine` combines the cost of the stages so far, at first
+    `initial`, with that of the next one."""
     stages, size, _ = costs.shape
     best = np.full(size, np.inf)
-    best[0] = nothing
+    best[0] = initial
     starts = np.empty((stages, size), dtype=int)
     for stage in range(stages):
-        together = joined(best[:, None], costs[stage])
+        together = combine(best[:, None], costs[stage])
         starts[stage] = together.argmin(axis=0)
         best = together.min(axis=0)
     cuts = [size - 1]
@@ -99,7 +99,7 @@ def layer_sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float])
 
 def _seconds(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
     one = layer_sums(layers, lambda layer: layer.forward + layer.backward)
-    return np.stack([limit.pace * one for limit in limits])
+    return np.stack([limit.relative_time * one for limit in limits])
 
 
 def _memory(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
@@ -108,7 +108,7 @@ def _memory(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
     return np.stack([fixed + limit.in_flight * kept for limit in limits])
 
 
-def _why_not(layers: Sequence[LayerCost], limits: Sequence[StageLimit], cuts: Sequence[int]) -> str:
+def _misfit_reason(layers: Sequence[LayerCost], limits: Sequence[StageLimit], cuts: Sequence[int]) -> str:
     """Return an error sentence about the stage that exceeds its memory most, in the cut that fits best."""
 
     def excess(number: int) -> int:
@@ -136,10 +136,10 @@ class PartCosts:
     layer: float
     head: float
 
-    def of(self, held: LayerRange) -> float:
+    def stage_cost(self, layer_range: LayerRange) -> float:
         """Return the cost of a stage."""
-        ends = held.first * self.embedding + held.last * self.head
-        return (held.stop - held.start) * self.layer + ends
+        ends = layer_range.is_first * self.embedding + layer_range.last * self.head
+        return (layer_range.stop - layer_range.start) * self.layer + ends
 
 
 def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -> tuple[LayerRange, ...]:
@@ -150,12 +150,12 @@ def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -
     if stages > shape.layers:
         raise PlanError(f"--pipeline {stages}: the base has {shape.layers} layers, and each stage needs one")
     known = counted_costs(shape) if costs is None else costs
-    each = [known.of(LayerRange(number, number + 1, shape.layers)) for number in range(shape.layers)]
+    each = [known.stage_cost(LayerRange(number, number + 1, shape.layers)) for number in range(shape.layers)]
     layers = [LayerCost("layer", forward=cost / 2, backward=cost / 2, weight_bytes=0) for cost in each]
     slowest = max(one.seconds for one in balance(layers, [StageLimit(ANY)] * stages))
     taken = layer_sums(layers, lambda layer: layer.forward + layer.backward)
     squares = np.where(taken > slowest * (1 + ROUNDING), np.inf, taken**2)
-    _, cuts = least_sum(np.broadcast_to(squares, (stages, *squares.shape)))
+    _, cuts = minimise_sum(np.broadcast_to(squares, (stages, *squares.shape)))
     return tuple(LayerRange(start, stop, shape.layers) for start, stop in pairwise(cuts))
 
 
@@ -180,7 +180,7 @@ def typical_work(shape: ModelShape, tokens: int) -> PassWork:
     """Return a microbatch of one job with `tokens` tokens. All rows are supervised: a head that turns out
     cheaper leaves one stage idle for a while, whereas a more expensive one would make all the others wait."""
     length = min(LENGTH, shape.context, tokens)
-    per_row = sum(RANK * site.widths for site in shape.sites if not site.experts)
+    per_row = sum(RANK * site.values_per_token for site in shape.sites if not site.experts)
     return PassWork(
         tokens=tokens,
         squares=tokens * length,

@@ -12,13 +12,20 @@ from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import HostTooSmall, Mistake, PlanError
 from weftune.plan.cost.memory import MemoryModel, gib, longest
 from weftune.plan.layout.need import StreamCase, StreamDevice, leaving_room, whole_seconds
-from weftune.plan.layout.search import Found, even_drafts, filled_drafts, fits_any, frugal_drafts, search
+from weftune.plan.layout.search import (
+    EvaluatedDraft,
+    even_drafts,
+    filled_drafts,
+    fits_any,
+    frugal_drafts,
+    search,
+)
 from weftune.plan.layout.seats import in_order, most_that_fit
 from weftune.plan.program.layout import Layout, one_device
 
-SMALLEST = 256
+MIN_CAPACITY = 256
 """Smallest number of tokens per pass that is tried, unless every sample is shorter."""
-WORTH = 0.01
+MIN_GAIN = 0.01
 """Relative gain required to offload inputs or to stream adapters: the prediction assumes that the link always
 reaches its best speed."""
 
@@ -106,28 +113,31 @@ def choose_stream(
     """
     assert jobs, "there is nothing to train"
     round_tokens = max(round_tokens, longest(jobs))
-    if choice := _whole(shape, jobs, device, max_tokens, round_tokens, waiting):
+    if choice := _choose_resident(shape, jobs, device, max_tokens, round_tokens, waiting):
         return choice
     _refuse_jobs(shape, jobs, device, round_tokens)
     tried = capacities(longest(jobs), max_tokens, round_tokens)
     by_state = [
-        [_on_one(shape, jobs, device, round_tokens, capacity, state, waiting) for capacity in tried]
+        [
+            _choose_on_one_device(shape, jobs, device, round_tokens, capacity, state, waiting)
+            for capacity in tried
+        ]
         for state in states
     ]
     # The first draft for which no other is clearly faster is the simplest.
     best = [found for cases in by_state if (found := search(cases))]
     least = min((found.seconds for found in best), default=0.0)
-    chosen = next((found for found in best if (1 - WORTH) * found.seconds <= least), None)
+    chosen = next((found for found in best if (1 - MIN_GAIN) * found.seconds <= least), None)
     if chosen is None and waiting:
         raise PlanError(
             "no way of streaming serves these jobs together and each of the waiting ones by itself"
         )
     if chosen is None:
-        raise _why_not([case for cases in by_state for case in cases])
-    return _chosen(chosen, _why(chosen))
+        raise _misfit_error([case for cases in by_state for case in cases])
+    return _make_choice(chosen, _streaming_reason(chosen))
 
 
-def _on_one(
+def _choose_on_one_device(
     shape: ModelShape,
     jobs: Sequence[JobShape],
     device: StreamDevice,
@@ -140,15 +150,15 @@ def _on_one(
     return leaving_room(case, waiting)
 
 
-def _chosen(found: Found, why: str) -> StreamChoice:
-    case, draft = found.case, found.draft
+def _make_choice(evaluated: EvaluatedDraft, why: str) -> StreamChoice:
+    case, draft = evaluated.case, evaluated.draft
     return StreamChoice(
         cut=draft.cut(case.travels, case.memory.round_rows if case.offloads else 0),
         capacity=case.capacity,
         attached=case.jobs,
         device_bytes=case.device_bytes(draft),
         host_bytes=case.host_bytes(draft),
-        step_seconds=found.seconds,
+        step_seconds=evaluated.seconds,
         unhidden=case.unhidden(draft),
         why=why,
         mapped=case.device.staging is not None,
@@ -165,7 +175,7 @@ def fits_streamed(
 ) -> bool:
     """Return whether `choose_stream` would succeed. Only the smallest microbatches are tried."""
     round_tokens = max(round_tokens, longest(jobs))
-    if _whole(shape, jobs, device, max_tokens, round_tokens, waiting):
+    if _choose_resident(shape, jobs, device, max_tokens, round_tokens, waiting):
         return True
     try:
         _refuse_jobs(shape, jobs, device, round_tokens)
@@ -173,21 +183,21 @@ def fits_streamed(
         return False
     least = capacities(longest(jobs), max_tokens, round_tokens)[-1]
     return any(
-        fits_any(_on_one(shape, jobs, device, round_tokens, least, state, waiting))
+        fits_any(_choose_on_one_device(shape, jobs, device, round_tokens, least, state, waiting))
         for state in reversed(HOST_STATES)
     )
 
 
-def capacities(least: int, max_tokens: int, round_tokens: int) -> list[int]:
+def capacities(min_tokens: int, max_tokens: int, round_tokens: int) -> list[int]:
     """Return the capacities worth trying: halves of `max_tokens` down to the longest sample."""
     halves = (max_tokens >> power for power in range(max_tokens.bit_length()))
-    fit = [one for one in halves if one >= max(least, min(SMALLEST, round_tokens))]
+    fit = [one for one in halves if one >= max(min_tokens, min(MIN_CAPACITY, round_tokens))]
     # A capacity beyond the tokens of a round is useless, whatever memory it takes.
     useful = [one for one in fit if one // 2 < round_tokens]
-    return useful if least in useful else [*useful, least]
+    return useful if min_tokens in useful else [*useful, min_tokens]
 
 
-def _whole(
+def _choose_resident(
     shape: ModelShape,
     jobs: Sequence[JobShape],
     device: StreamDevice,
@@ -195,7 +205,7 @@ def _whole(
     round_tokens: int,
     waiting: Sequence[JobShape],
 ) -> StreamChoice | None:
-    memory = _resident(shape, device)
+    memory = _resident_memory(shape, device)
     if any(memory.least_bytes(together) > device.budget for together in (jobs, *([job] for job in waiting))):
         return None
     recompute = memory.recompute(jobs, max_tokens)
@@ -210,16 +220,16 @@ def _whole(
     return StreamChoice(cut, capacity, tuple(jobs), need, 0, seconds, 0.0, why, whole=True)
 
 
-def _resident(shape: ModelShape, device: StreamDevice) -> MemoryModel:
+def _resident_memory(shape: ModelShape, device: StreamDevice) -> MemoryModel:
     """Return the memory model of a run with the whole base on the device."""
     slack = device.slack if device.whole_slack is None else device.whole_slack
     return MemoryModel(shape, device.budget, device.taken, device.fused, slack=slack)
 
 
-def _why(found: Found) -> str:
-    case, draft, device = found.case, found.draft, found.case.device
+def _streaming_reason(evaluated: EvaluatedDraft) -> str:
+    case, draft, device = evaluated.case, evaluated.draft, evaluated.case.device
     sizes, stays = draft.sizes, sum(draft.resident)
-    whole = _resident(case.shape, device).least_bytes(case.jobs)
+    whole = _resident_memory(case.shape, device).least_bytes(case.jobs)
     adapters = "travel with their stage" if case.travels else "stay on the GPU"
     inputs = ", inputs of stages wait in host memory for the way back" if case.offloads else ""
     slots = min(draft.slots[0], len(sizes) - stays)
@@ -231,15 +241,15 @@ def _why(found: Found) -> str:
             f" for a run and they would take {gib(streamed)}"
         )
     return (
-        f"streamed in {len(sizes)} stages of {_range(sizes, 'layer')}, {stays} of them resident, the others "
-        f"in {_range([slots], 'slot')}, since the base, its adapters and their passes need "
+        f"streamed in {len(sizes)} stages of {_range_text(sizes, 'layer')}, {stays} of them resident, the "
+        f"others in {_range_text([slots], 'slot')}, since the base, its adapters and their passes need "
         f"{gib(whole)} and the GPU has {gib(device.budget)} for a run; adapters {adapters}{inputs}, a "
         f"microbatch has up to {case.capacity:,} tokens, and the GPU waits for the host in "
         f"{case.unhidden(draft):.0%} of a step{files}"
     )
 
 
-def _range(counts: Sequence[int], noun: str) -> str:
+def _range_text(counts: Sequence[int], noun: str) -> str:
     least, largest = min(counts), max(counts)
     plural = f"{largest} {noun}{'' if largest == 1 else 's'}"
     return f"{least} to {largest} {noun}s" if least < largest else plural
@@ -255,12 +265,12 @@ def choose_for_workers(
     device: StreamDevice,
     workers: int,
     max_tokens: int,
-    parted: int,
+    unstreamed_bytes: int,
 ) -> StreamChoice:
     """Return the fastest cut and capacity found for these jobs together; the `later` jobs fit too, one by
     one. `device` is that of every worker, with the host that all of them share. Microbatches have at most
-    `max_tokens` tokens. `parted` is the number of bytes that each device would need if nothing were streamed,
-    for the sentence that explains the choice.
+    `max_tokens` tokens. `unstreamed_bytes` is the number of bytes that each device would need if nothing were
+    streamed, for the sentence that explains the choice.
 
     Raise PlanError if nothing fits.
     """
@@ -277,23 +287,24 @@ def choose_for_workers(
         least = cases[-1]
         tried = (least, *(case([job], job.longest) for job in later))
         too_large = (one for one in tried if _least_bytes(one) > device.budget)
-        raise _why_not_on_workers(next(too_large, leaving_room(least, later)))
-    return _chosen(found, _why_on_workers(found, parted))
+        raise _workers_misfit_error(next(too_large, leaving_room(least, later)))
+    return _make_choice(found, _workers_reason(found, unstreamed_bytes))
 
 
-def _why_on_workers(found: Found, parted: int) -> str:
-    case, cut = found.case, found.draft.cut(travels=False)
-    sizes, stay = found.draft.sizes, sum(found.draft.resident)
+def _workers_reason(evaluated: EvaluatedDraft, unstreamed_bytes: int) -> str:
+    case, cut = evaluated.case, evaluated.draft.cut(travels=False)
+    sizes, stay = evaluated.draft.sizes, sum(evaluated.draft.resident)
     held = "all of them resident"
     if stay < len(sizes):
-        slots = _range([count for count in cut.slots if count], "slot")
+        slots = _range_text([count for count in cut.slots if count], "slot")
         held = f"{stay} of them resident, the others in {slots} of their worker"
     return (
-        f"streamed over {case.workers} workers in {len(sizes)} stages of {_range(sizes, 'layer')}, {held}, "
-        f"since a worker's part of the base, an adapter and the passes of a pipeline would need "
-        f"{gib(parted)} of a device that has {gib(case.device.budget)} for a run; adapters and inputs of "
-        f"stages stay on their worker's device, a microbatch has up to {case.capacity:,} tokens, and "
-        f"Loads take {case.unhidden(found.draft):.0%} of a step"
+        f"streamed over {case.workers} workers in {len(sizes)} stages of {_range_text(sizes, 'layer')}, "
+        f"{held}, since a worker's part of the base, an adapter and the passes of a pipeline would need "
+        f"{gib(unstreamed_bytes)} of a device that has {gib(case.device.budget)} for a run; adapters and "
+        f"inputs of stages stay on their worker's device, a microbatch has up to {case.capacity:,} tokens, "
+        "and "
+        f"Loads take {case.unhidden(evaluated.draft):.0%} of a step"
     )
 
 
@@ -306,7 +317,9 @@ def _refuse_jobs(
     """Raise PlanError if not even one layer fits, or for every job that does not fit even alone."""
     nobody = StreamCase(shape, (), device, round_tokens=1, capacity=1, travels=False)
     if _least_bytes(nobody) > device.budget:
-        beside = f"{gib(nobody.memory.ends_bytes)} of embedding and head, {gib(device.slack)} of slack"
+        beside = (
+            f"{gib(nobody.memory.embedding_head_bytes)} of embedding and head, {gib(device.slack)} of slack"
+        )
         if device.taken:
             beside += f" and {gib(device.taken)} that are taken"
         raise PlanError(
@@ -317,18 +330,21 @@ def _refuse_jobs(
     for job in jobs:
         # The job's part of a round is not known, but it is at least one sample.
         tokens = round_tokens if len(jobs) == 1 else job.longest
-        alone = [_on_one(shape, [job], device, tokens, job.longest, state, ()) for state in HOST_STATES]
-        if lack := _too_large(alone):
+        alone = [
+            _choose_on_one_device(shape, [job], device, tokens, job.longest, state, ())
+            for state in HOST_STATES
+        ]
+        if lack := _device_shortage(alone):
             mistakes.append(Mistake(f"job {job.name}", f"even alone, with the base streamed, it {lack}"))
     if mistakes:
         raise PlanError(mistakes)
 
 
-def _why_not(cases: Sequence[StreamCase]) -> PlanError:
+def _misfit_error(cases: Sequence[StreamCase]) -> PlanError:
     """Return the error if no cut fits in any case: the device or the host is too small."""
     least = min(case.capacity for case in cases)
     smallest = [case for case in cases if case.capacity == least]
-    if lack := _too_large(smallest):
+    if lack := _device_shortage(smallest):
         return PlanError(f"the jobs do not fit together: the run {lack}; train fewer at once")
     needs = [(host, case) for case in smallest if (host := _least_host_bytes(case)) is not None]
     need, case = min(needs, key=lambda pair: pair[0])
@@ -342,7 +358,7 @@ def _why_not(cases: Sequence[StreamCase]) -> PlanError:
     )
 
 
-def _why_not_on_workers(case: StreamCase) -> PlanError:
+def _workers_misfit_error(case: StreamCase) -> PlanError:
     """Return the error if no cut over several workers fits: a device or the host is too small."""
     device, need = case.device, _least_bytes(case)
     if need > device.budget:
@@ -363,7 +379,7 @@ def _why_not_on_workers(case: StreamCase) -> PlanError:
     )
 
 
-def _too_large(cases: Sequence[StreamCase]) -> str | None:
+def _device_shortage(cases: Sequence[StreamCase]) -> str | None:
     """Return how much device memory the smallest case lacks, as the end of a sentence. None if it fits."""
     case = min(cases, key=_least_bytes)
     need = _least_bytes(case)

@@ -8,9 +8,9 @@ from weftune.plan.outlook.streamed import StreamOutlook
 from weftune.plan.program.program import Recompute
 
 
-def explain(found: Prediction, source: str) -> list[str]:
+def explain(prediction: Prediction, source: str) -> list[str]:
     """Return the sentences for a base that is resident on its devices."""
-    choice, program, forecast = found.choice, found.program, found.forecast
+    choice, program, forecast = prediction.choice, prediction.program, prediction.forecast
     smaller = "" if program.capacity >= choice.capacity else f", since {choice.capacity:,} does not fit"
     stages, cut = choice.layout.stages, "One stage: the whole base fits a device."
     if len(stages) > 1:
@@ -20,8 +20,8 @@ def explain(found: Prediction, source: str) -> list[str]:
     sentences = [
         f"Times are {source}.",
         f"Token capacity {program.capacity:,}{smaller}: the first window needs "
-        f"{gib(found.window.promise.peak_bytes)} of the {gib(choice.memory.budget)} that may be taken of the "
-        "fullest device.",
+        f"{gib(prediction.window.promise.peak_bytes)} of the {gib(choice.memory.budget)} that may be taken "
+        "of the fullest device.",
         _recomputed(program.recompute),
         cut,
         f"Jobs that share microbatches: {groups}. {forecast.microbatches} microbatches in {forecast.steps} "
@@ -54,23 +54,23 @@ def _recomputed(recompute: Recompute) -> str:
     return f"{what}: otherwise memory is short."
 
 
-def explain_streams(found: StreamOutlook, source: str) -> list[str]:
+def explain_streams(outlook: StreamOutlook, source: str) -> list[str]:
     """Return the sentences for a streamed base; the choice's own sentence describes the cut."""
-    choice, layout = found.choice, found.choice.layout
-    seconds = found.forecast.seconds
-    others = ", ".join(f"{one.name} {one.seconds / seconds - 1:+.1%}" for one in found.alternatives)
+    choice, layout = outlook.choice, outlook.choice.layout
+    seconds = outlook.forecast.seconds
+    others = ", ".join(f"{one.name} {one.seconds / seconds - 1:+.1%}" for one in outlook.alternatives)
     adapters = "live in host memory and travel with their stage" if layout.travels else "stay on the device"
     inputs = "wait in host memory for the way back" if layout.offloads else "stay there"
-    mapping = f" Stage j is on device j mod {found.workers}." if found.workers > 1 else ""
+    mapping = f" Stage j is on device j mod {outlook.workers}." if outlook.workers > 1 else ""
     return [
         f"Times are {source}.",
         "Streamed, since the base does not fit with a job. `weftune train` finds the same cut for the "
         f"same {len(choice.attached)} of the jobs by the same search; others would take: {others}.{mapping}",
         f"Token capacity {choice.capacity:,}: the fullest device then needs {gib(choice.bytes)} of the "
-        f"{gib(found.case.device.budget)} that may be taken, the host {gib(choice.host_bytes)}.",
+        f"{gib(outlook.case.device.budget)} that may be taken, the host {gib(choice.host_bytes)}.",
         "Every layer is recomputed in the backward, save those of the last stage: of a microbatch a stage "
         "keeps its input only.",
         f"Adapters {adapters}. Inputs of stages {inputs}.",
-        f"Uploads: {gib(found.uploaded_bytes)} of layers per round; devices wait for the host in "
+        f"Uploads: {gib(outlook.uploaded_bytes)} of layers per round; devices wait for the host in "
         f"{choice.unhidden:.1%} of it.",
     ]

@@ -19,7 +19,7 @@ from weftune.plan.window.rounds import JobWindow
 ALONE, PIPED = "one after another", "1F1B per job"
 FEW_ROUNDS = 2
 """Number of global batches per job with which alternatives are predicted."""
-CourseOf = Callable[[str, int, bool], JobWindow]
+JobWindowOf = Callable[[str, int, bool], JobWindow]
 """Returns a job's part of the first window, given its name, its rounds, and whether it evaluates first."""
 
 
@@ -33,7 +33,7 @@ class Forecast:
     """Number of rounds: the largest number of global batches of any job."""
     tokens: int
     microbatches: int
-    busy: float
+    busy_seconds: float
     """Seconds of computation, summed over devices."""
     devices: int
     peaks: tuple[int, ...]
@@ -53,17 +53,17 @@ class Forecast:
     @property
     def bubbles(self) -> float:
         """Share of the devices' time in which they wait."""
-        return 1.0 - self.busy / (self.seconds * self.devices)
+        return 1.0 - self.busy_seconds / (self.seconds * self.devices)
 
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
     mechanism: str
-    instead: str
+    alternative: str
     forecast: Forecast
-    cost: float
+    relative_cost: float
     """Relative increase in a window's time; negative if the window would be shorter."""
-    added: bool = False
+    is_added: bool = False
     """Whether this mechanism is off by default."""
 
 
@@ -82,18 +82,20 @@ class Prediction:
         return self.window.choice
 
 
-def foresee(choice: Choice, jobs: Sequence[JobShape], course: CourseOf, times: StageTimes) -> Prediction:
+def predict_window(
+    choice: Choice, jobs: Sequence[JobShape], job_window: JobWindowOf, times: StageTimes
+) -> Prediction:
     """Predict the first window. `jobs` are the attached jobs; `times` come from a profile or a data sheet."""
     times = replace(times, step=times.step.plus(choice.unhidden_steps))
-    first = first_window(choice, jobs, lambda name, rounds: course(name, rounds, True))
-    evaluating = any(isinstance(action, Evaluate) for action, _ in first.program.compute())
+    first = first_window(choice, jobs, lambda name, rounds: job_window(name, rounds, True))
+    evaluating = any(isinstance(action, Evaluate) for action, _ in first.program.forward_passes())
     window = first
     if evaluating:
-        window = first_window(choice, jobs, lambda name, rounds: course(name, rounds, False))
+        window = first_window(choice, jobs, lambda name, rounds: job_window(name, rounds, False))
     timeline = _timeline(window, times)
     forecast = _forecast(window, timeline)
-    others = _alternatives(choice, jobs, course, times)
-    alternatives = tuple(_scaled(one, forecast) for one in others)
+    others = _alternatives(choice, jobs, job_window, times)
+    alternatives = tuple(_scale_to_window(one, forecast) for one in others)
     return Prediction(first, window.program, timeline, forecast, alternatives)
 
 
@@ -112,7 +114,7 @@ def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:
         steps=max(counts.values()),
         tokens=sum(batch.tokens for batch in program.batches),
         microbatches=len(program.microbatches),
-        busy=sum(timeline.busy()) * seconds,
+        busy_seconds=sum(timeline.busy()) * seconds,
         devices=timeline.devices,
         peaks=(promise.peak_bytes,) * timeline.devices,
         fits=promise.peak_bytes <= window.choice.memory.budget,
@@ -121,7 +123,7 @@ def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:
 
 
 def _alternatives(
-    choice: Choice, jobs: Sequence[JobShape], course: CourseOf, times: StageTimes
+    choice: Choice, jobs: Sequence[JobShape], job_window: JobWindowOf, times: StageTimes
 ) -> list[Forecast]:
     """Return forecasts of each job alone on the same layout: microbatch after microbatch, and in a pipeline
     by 1F1B. A few rounds represent all."""
@@ -130,30 +132,30 @@ def _alternatives(
         alone = first_window(
             choice,
             [job],
-            lambda name, rounds: course(name, min(rounds, FEW_ROUNDS), False),
+            lambda name, rounds: job_window(name, min(rounds, FEW_ROUNDS), False),
             PipelineOrder.alternating,
         )
         parts.append(_forecast(alone, _timeline(alone, times)))
-    piped = replace(in_turn(parts), name=PIPED)
-    alone_way = replace(piped, name=ALONE, seconds=piped.busy)
+    piped = replace(sum_forecasts(parts), name=PIPED)
+    alone_way = replace(piped, name=ALONE, seconds=piped.busy_seconds)
     several = choice.layout.pipelined and choice.layout.workers > 1
     return [alone_way, piped] if several else [alone_way]
 
 
-def _scaled(one: Forecast, whole: Forecast) -> Forecast:
+def _scale_to_window(part: Forecast, whole: Forecast) -> Forecast:
     """Return the forecast scaled to all the tokens of a window."""
-    factor = whole.tokens / one.tokens
+    factor = whole.tokens / part.tokens
     return replace(
-        one,
-        seconds=factor * one.seconds,
-        busy=factor * one.busy,
+        part,
+        seconds=factor * part.seconds,
+        busy_seconds=factor * part.busy_seconds,
         steps=whole.steps,
         tokens=whole.tokens,
-        microbatches=round(factor * one.microbatches),
+        microbatches=round(factor * part.microbatches),
     )
 
 
-def in_turn(parts: Sequence[Forecast]) -> Forecast:
+def sum_forecasts(parts: Sequence[Forecast]) -> Forecast:
     """Return the forecast of runs that follow one another, under the name of the first."""
     return Forecast(
         name=parts[0].name,
@@ -161,7 +163,7 @@ def in_turn(parts: Sequence[Forecast]) -> Forecast:
         steps=max(part.steps for part in parts),
         tokens=sum(part.tokens for part in parts),
         microbatches=sum(part.microbatches for part in parts),
-        busy=sum(part.busy for part in parts),
+        busy_seconds=sum(part.busy_seconds for part in parts),
         devices=parts[0].devices,
         peaks=tuple(map(max, zip(*(part.peaks for part in parts), strict=True))),
         fits=all(part.fits for part in parts),
@@ -199,10 +201,10 @@ def share_outlook(
     jobs: Sequence[JobShape],
     seconds: Mapping[str, float],
     devices: int,
-    alone: Callable[[Sequence[JobShape]], Prediction],
+    predict_share: Callable[[Sequence[JobShape]], Prediction],
 ) -> ShareOutlook:
-    """Return the forecast for shares of about equal `seconds`; `alone` predicts one device's share."""
+    """Return the forecast for shares of about equal `seconds`; `predict_share` predicts one of them."""
     sources = {job.name: job.starts_from for job in jobs}
     shares = [share for share in share_jobs(seconds, devices, sources) if share.jobs]
-    parts = [alone([job for job in jobs if job.name in share.jobs]) for share in shares]
+    parts = [predict_share([job for job in jobs if job.name in share.jobs]) for share in shares]
     return ShareOutlook(tuple(shares), tuple(parts))

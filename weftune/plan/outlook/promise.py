@@ -19,21 +19,21 @@ from weftune.plan.cost.time import JobShapes
 from weftune.plan.layout.choose import Choice
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Program
-from weftune.plan.window.pace import guessed_pace, shortened
+from weftune.plan.window.pace import cut_to_window_seconds, guess_pace
 from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import Pacing, plan_window
 
 
 def promise_numbers(
-    layout: Layout, program: Program, shapes: JobShapes, promise: Promise, taken: int
+    layout: Layout, program: Program, shapes: JobShapes, promise: Promise, process_bytes: int
 ) -> dict[str, Any]:
-    """Return the prediction as JSON. `taken` counts the bytes of processes before anything is loaded."""
+    """Return the prediction as JSON. `process_bytes` are those of processes before anything is loaded."""
     return {
         "layout": {
             "stages": [
                 {"layers": stage.count, "worker": home, "resident": stage.resident}
-                for stage, home in zip(layout.stages, layout.homes, strict=True)
+                for stage, home in zip(layout.stages, layout.stage_workers, strict=True)
             ],
             "slots": list(layout.slots),
             "replicas": layout.replicas,
@@ -49,8 +49,8 @@ def promise_numbers(
         "global_batches": len(program.batches),
         "microbatches": len(program.microbatches),
         "seconds": promise.seconds,
-        "bytes": promise.peak_bytes - taken,
-        "process_bytes": taken,
+        "bytes": promise.peak_bytes - process_bytes,
+        "process_bytes": process_bytes,
         "source": promise.source,
     }
 
@@ -71,15 +71,15 @@ class FirstWindow:
 def first_window(
     choice: Choice,
     attached: Sequence[JobShape],
-    course: Callable[[str, int], JobWindow],
+    job_window: Callable[[str, int], JobWindow],
     order: PipelineOrder | None = None,
 ) -> FirstWindow:
-    """Return the window that a run begins with. `course` returns a job's part of it for a number of rounds;
-    `order` replaces a pipeline's own order, for comparison only."""
+    """Return the window that a run begins with. `job_window` returns a job's part of it for a number of
+    rounds; `order` replaces a pipeline's own order, for comparison only."""
     memory, shapes = choice.memory, {job.name: job for job in attached}
     recompute = memory.recompute(attached, choice.capacity)
     capacity = memory.capacity(attached, choice.capacity, recompute)
-    courses = shortened([course(name, choice.rounds) for name in shapes], choice.first_pace)
+    courses = cut_to_window_seconds([job_window(name, choice.rounds) for name in shapes], choice.first_pace)
     program = plan_window(
         courses,
         choice.layout,
@@ -89,7 +89,7 @@ def first_window(
         _pacing(choice.layout, order),
     )
     known = choice.cost or arithmetic(choice.shape)
-    learned = Learned(known=known, memory=memory, first_seconds=choice.first_seconds)
+    learned = Learned(initial_cost=known, memory=memory, first_seconds=choice.first_seconds)
     return FirstWindow(program, learned.promise(program, shapes, _price(choice, shapes)), shapes, choice)
 
 
@@ -97,7 +97,7 @@ def _pacing(layout: Layout, order: PipelineOrder | None) -> Pacing | None:
     """Return the pace of a pipeline before anything is measured. None for other layouts."""
     if not layout.pipelined:
         return None
-    return Pacing(tuple(guessed_pace(stage.count) for stage in layout.stages), order, SPARE)
+    return Pacing(tuple(guess_pace(stage.count) for stage in layout.stages), order, SPARE)
 
 
 def _price(choice: Choice, shapes: Mapping[str, JobShape]) -> Callable[[Program], float | None] | None:

@@ -11,7 +11,7 @@ from weftune.plan.cost.memory import longest
 from weftune.plan.layout.choose import Choice
 from weftune.plan.layout.need import StreamCase, draft_of
 from weftune.plan.layout.search import largest_drafts, smallest_drafts
-from weftune.plan.outlook.forecast import ALONE, Ablation, Forecast, in_turn
+from weftune.plan.outlook.forecast import ALONE, Ablation, Forecast, sum_forecasts
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import Program
@@ -37,21 +37,21 @@ class StreamOutlook:
         layout, layers = self.choice.layout, 0
         for worker in range(self.workers):
             own = layout.on(worker)
-            sizes = [layout.stages[stage].count for stage in own.streamed]
+            sizes = [layout.stages[stage].count for stage in own.streamed_stages]
             still_there = sum(sizes[: own.slots]) + sum(sizes[len(sizes) - own.slots :])
             layers += 2 * sum(sizes) - still_there
         return layers * self.case.memory.layer_bytes
 
 
 def stream_outlook(choice: Choice) -> StreamOutlook:
-    case = case_of(choice, choice.attached)
+    case = streaming_case(choice, choice.attached)
     forecast = _round(case, choice.layout)
-    alone = [_round(case_of(choice, [job]), choice.layout) for job in choice.attached]
-    plain = [replace(_round(case, cut), name=name) for name, cut in _plain(case, choice.layout)]
-    return StreamOutlook(choice, case, forecast, (replace(in_turn(alone), name=ALONE), *plain))
+    alone = [_round(streaming_case(choice, [job]), choice.layout) for job in choice.attached]
+    plain = [replace(_round(case, cut), name=name) for name, cut in _mobius_layouts(case, choice.layout)]
+    return StreamOutlook(choice, case, forecast, (replace(sum_forecasts(alone), name=ALONE), *plain))
 
 
-def case_of(choice: Choice, together: Sequence[JobShape]) -> StreamCase:
+def streaming_case(choice: Choice, together: Sequence[JobShape]) -> StreamCase:
     """Return the streaming case of the choice for these jobs."""
     assert choice.stream_device is not None, "it is streamed"
     tokens = max(sum(job.batch_tokens for job in together), longest(together))
@@ -78,7 +78,7 @@ def _round(case: StreamCase, layout: Layout) -> Forecast:
         steps=1,
         tokens=case.round_tokens,
         microbatches=math.ceil(case.round_tokens / case.capacity),
-        busy=seconds * (1.0 - unhidden) * layout.workers,
+        busy_seconds=seconds * (1.0 - unhidden) * layout.workers,
         devices=layout.workers,
         peaks=(need - case.device.slack,) * layout.workers,
         fits=need <= case.device.budget,
@@ -86,7 +86,7 @@ def _round(case: StreamCase, layout: Layout) -> Forecast:
     )
 
 
-def _plain(case: StreamCase, layout: Layout) -> Iterator[tuple[str, Layout]]:
+def _mobius_layouts(case: StreamCase, layout: Layout) -> Iterator[tuple[str, Layout]]:
     """Yield the names and layouts of Mobius's two simple cuts on one device, if they fit."""
     if layout.workers > 1:
         return
@@ -97,11 +97,11 @@ def _plain(case: StreamCase, layout: Layout) -> Iterator[tuple[str, Layout]]:
             yield name, best.cut(layout.travels, layout.offloaded_rows)
 
 
-def ablate_streams(found: StreamOutlook) -> tuple[Ablation, ...]:
+def ablate_streams(outlook: StreamOutlook) -> tuple[Ablation, ...]:
     """Return the cost of other cuts, of no prefetch and of no resident stages; all else stays as chosen, and
     layouts that do not fit are omitted."""
-    layout = found.choice.layout
-    others = [("streamed stages", name, cut) for name, cut in _plain(found.case, layout)]
+    layout = outlook.choice.layout
+    others = [("streamed stages", name, cut) for name, cut in _mobius_layouts(outlook.case, layout)]
     if max(layout.slots) > 1:
         ahead = "one slot: a stage is loaded once the previous one is evicted"
         slots = tuple(min(1, count) for count in layout.slots)
@@ -111,9 +111,9 @@ def ablate_streams(found: StreamOutlook) -> tuple[Ablation, ...]:
         slots = tuple(max(1, count) for count in layout.slots)
         streamed = replace(layout, stages=passing, slots=slots)
         others.append(("resident stages", "every stage is streamed", streamed))
-    rows = [(mechanism, instead, _round(found.case, cut)) for mechanism, instead, cut in others]
+    rows = [(mechanism, instead, _round(outlook.case, cut)) for mechanism, instead, cut in others]
     return tuple(
-        Ablation(mechanism, instead, forecast, forecast.seconds / found.forecast.seconds - 1.0)
+        Ablation(mechanism, instead, forecast, forecast.seconds / outlook.forecast.seconds - 1.0)
         for mechanism, instead, forecast in rows
         if forecast.fits and forecast.seconds < math.inf
     )
@@ -128,7 +128,7 @@ def round_timeline(case: StreamCase, layout: Layout, program: Program) -> Timeli
         tuple(by_rows[one.rows] for one in program.microbatches),
         weight_bytes=tuple(size * case.memory.layer_bytes for size in sizes),
     )
-    return simulate(program, prices, PricedCluster(layout.workers, host=Link(case.bandwidth)))
+    return simulate(program, prices, PricedCluster(layout.workers, host_link=Link(case.bandwidth)))
 
 
 def _passes(case: StreamCase, sizes: Sequence[int], rows: int) -> tuple[PassPrice, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-EVALUATED = 0.4
+EVALUATION_COST = 0.4
 """Time of an evaluated token relative to a trained one: a forward without a backward."""
 
 
@@ -18,7 +18,7 @@ class JobTotal:
     """Tokens per step, with evaluated tokens converted into trained tokens that take equally long."""
     state_bytes: int
     """Bytes of the job's adapter, with gradient and optimizer state."""
-    at_least: bool = False
+    is_lower_bound: bool = False
     """Whether `steps` is only a lower bound."""
 
 
@@ -39,13 +39,15 @@ RoundSeconds = Callable[[Collection[str]], float]
 """Function that returns the seconds of a round, which is one global batch of each of the given jobs."""
 
 
-def tokens_of(batches: Collection[Collection[int]], held_out: int, evaluations: int, steps: int) -> float:
+def tokens_per_step(
+    batches: Collection[Collection[int]], held_out: int, evaluations: int, steps: int
+) -> float:
     """Return the tokens per step as `JobTotal` counts them; `batches` are representative of all."""
     trained = sum(map(sum, batches)) / max(1, len(batches))
-    return trained + EVALUATED * held_out * evaluations / max(1, steps)
+    return trained + EVALUATION_COST * held_out * evaluations / max(1, steps)
 
 
-def endings(
+def job_ends(
     totals: Mapping[str, JobTotal], attached: Iterable[str], waiting: Iterable[str], seconds: RoundSeconds
 ) -> dict[str, float]:
     """Return the seconds until the end of each job. A waiting job is admitted when another ends."""
@@ -64,6 +66,6 @@ def endings(
     return ends
 
 
-def at_rate(totals: Mapping[str, JobTotal], tokens_per_second: float) -> RoundSeconds:
+def rounds_at_rate(totals: Mapping[str, JobTotal], tokens_per_second: float) -> RoundSeconds:
     """Return a function that computes the seconds of a round in proportion to its tokens."""
     return lambda names: sum(totals[name].tokens for name in names) / tokens_per_second

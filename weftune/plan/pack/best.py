@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weftune.plan.pack import milp
-from weftune.plan.pack.instance import Bins, Instance, bound_of, instance, pack_padded
-from weftune.plan.pack.swap import emptiest, least_possible, shake, swap
+from weftune.plan.pack.instance import Bins, Instance, lower_bound, make_instance, pack_padded
+from weftune.plan.pack.swap import exchange_samples, least_load, least_possible_load, repack_randomly
 
-How = Literal["greedy", "swap", "shake", "solver"]
+PackingMethod = Literal["greedy", "swap", "shake", "solver"]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits on the effort of a packing."""
 
-    tries: int = 4000
+    max_exchanges: int = 4000
     """Maximum number of exchanges between two bins."""
-    kicks: int = 400
+    max_repackings: int = 400
     """Maximum number of random repackings of a few bins."""
     solver_cells: int = 64 * 8
     """Maximum of samples times bins for the solver, which takes too long on larger instances."""
@@ -41,14 +41,14 @@ class Packing:
     """Microbatches as lists of sample indices, the fullest first, and the quality of the packing."""
 
     bins: tuple[tuple[int, ...], ...]
-    greedy: int
+    greedy_count: int
     """Number of microbatches that the best-fit heuristic alone needs."""
-    bound: int
+    lower_bound: int
     """Lower bound on the number of microbatches, which may not be reachable."""
-    emptiest: int
+    least_rows: int
     """Rows of the least full microbatch, which is the last."""
-    how: How
-    proven: bool
+    method: PackingMethod
+    is_optimal: bool
     """Whether the bound or the solver proves that fewer microbatches are impossible."""
 
     @property
@@ -69,45 +69,45 @@ def pack_best(
 
     Each job's rows in a microbatch are padded to `multiple`. `jobs` is the job of each sample; None: one job.
     """
-    return pack_instance(instance(lengths, capacity, multiple, jobs), leave_room, limits)
+    return pack_instance(make_instance(lengths, capacity, multiple, jobs), leave_room, limits)
 
 
 def pack_instance(case: Instance, leave_room: bool = False, limits: Limits = LIMITS) -> Packing:
-    greedy, fewest = pack_padded(case), bound_of(case)
+    greedy, fewest = pack_padded(case), lower_bound(case)
     bins, proven = greedy, False
-    how: How = "greedy"
+    method: PackingMethod = "greedy"
 
-    def keep(found: Bins, by: How) -> None:
-        nonlocal bins, how
-        fewer, equal = len(found) < len(bins), len(found) == len(bins)
-        if fewer or (equal and emptiest(case, found) < emptiest(case, bins)):
-            bins, how = found, by
+    def keep(candidate: Bins, found_by: PackingMethod) -> None:
+        nonlocal bins, method
+        fewer, equal = len(candidate) < len(bins), len(candidate) == len(bins)
+        if fewer or (equal and least_load(case, candidate) < least_load(case, bins)):
+            bins, method = candidate, found_by
 
-    def solvable(cells: int) -> bool:
+    def can_solve(cells: int) -> bool:
         return 0 < len(case.lengths) * len(bins) <= cells and milp.available()
 
-    def gains_room() -> bool:
+    def can_free_rows() -> bool:
         """Return whether the least full bin may lose a whole sample's rows; less room would be useless."""
-        spare = emptiest(case, bins) - least_possible(case, len(bins))
+        spare = least_load(case, bins) - least_possible_load(case, len(bins))
         return leave_room and spare >= min(case.lengths, default=1)
 
     if len(bins) > fewest:
-        keep(swap(case, bins, fewest, limits.tries), "swap")
+        keep(exchange_samples(case, bins, fewest, limits.max_exchanges), "swap")
     if len(bins) > fewest:
-        keep(shake(case, bins, fewest, limits.kicks, limits.tries), "shake")
-    if len(bins) > fewest and solvable(limits.solver_cells):
-        found, proven = milp.fewest_bins(case, bins, fewest, limits.solver_nodes)
+        keep(repack_randomly(case, bins, fewest, limits.max_repackings, limits.max_exchanges), "shake")
+    if len(bins) > fewest and can_solve(limits.solver_cells):
+        found, proven = milp.minimise_bins(case, bins, fewest, limits.solver_nodes)
         keep(found, "solver")
-    if gains_room():
-        keep(swap(case, bins, fewest, limits.tries), "swap")
-    if gains_room() and solvable(limits.room_cells):
-        keep(milp.emptiest_bin(case, bins, limits.solver_nodes)[0], "solver")
+    if can_free_rows():
+        keep(exchange_samples(case, bins, fewest, limits.max_exchanges), "swap")
+    if can_free_rows() and can_solve(limits.room_cells):
+        keep(milp.minimise_last_bin(case, bins, limits.solver_nodes)[0], "solver")
     ordered = sorted((sorted(chosen) for chosen in bins), key=lambda one: (-case.load(one), one))
     return Packing(
         bins=tuple(tuple(chosen) for chosen in ordered),
-        greedy=len(greedy),
-        bound=fewest,
-        emptiest=emptiest(case, ordered),
-        how=how,
-        proven=proven or len(ordered) == fewest,
+        greedy_count=len(greedy),
+        lower_bound=fewest,
+        least_rows=least_load(case, ordered),
+        method=method,
+        is_optimal=proven or len(ordered) == fewest,
     )

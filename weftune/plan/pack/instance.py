@@ -26,17 +26,17 @@ class Instance:
     """Maximum rows per microbatch, rounded down to a multiple of `multiple`."""
     multiple: int
 
-    def tokens(self, chosen: Iterable[int]) -> int:
-        return sum(map(self.lengths.__getitem__, chosen))
+    def tokens(self, samples: Iterable[int]) -> int:
+        return sum(map(self.lengths.__getitem__, samples))
 
-    def load(self, chosen: Iterable[int]) -> int:
+    def load(self, samples: Iterable[int]) -> int:
         """Return the rows of a microbatch with these samples, including padding."""
         if self.multiple == 1:
-            return self.tokens(chosen)
+            return self.tokens(samples)
         rows: dict[int, int] = {}
-        for index in chosen:
+        for index in samples:
             rows[self.jobs[index]] = rows.get(self.jobs[index], 0) + self.lengths[index]
-        return sum(padded(count, self.multiple) for count in rows.values())
+        return sum(pad_rows(count, self.multiple) for count in rows.values())
 
     @property
     def rows(self) -> int:
@@ -44,7 +44,7 @@ class Instance:
         return self.load(range(len(self.lengths)))
 
 
-def instance(
+def make_instance(
     lengths: Sequence[int], capacity: int, multiple: int = 1, jobs: Sequence[int] | None = None
 ) -> Instance:
     """Return an Instance with a usable capacity. Without `jobs`, all samples belong to one job."""
@@ -55,7 +55,7 @@ def instance(
     return Instance(tuple(lengths), whose, usable, multiple)
 
 
-def padded(tokens: int, multiple: int) -> int:
+def pad_rows(tokens: int, multiple: int) -> int:
     return -(-tokens // multiple) * multiple
 
 
@@ -88,7 +88,7 @@ def pack_padded(case: Instance) -> Bins:
         best, best_key = len(bins), (0, 0)
         for number, load in enumerate(loads):
             held = rows[number].get(job, 0)
-            after = load + padded(held + length, case.multiple) - padded(held, case.multiple)
+            after = load + pad_rows(held + length, case.multiple) - pad_rows(held, case.multiple)
             # Choose the bin that ends up fullest; among equals the one that grows least: it uses up padding.
             if after <= case.capacity and (after, load) > best_key:
                 best, best_key = number, (after, load)
@@ -102,7 +102,7 @@ def pack_padded(case: Instance) -> Bins:
     return bins
 
 
-def bound_of(case: Instance) -> int:
+def lower_bound(case: Instance) -> int:
     """Return a lower bound on the number of microbatches."""
     # Samples of one job share padding, so only a job's sum may be rounded up, not each sample's length.
     by_rows = -(-case.rows // case.capacity) if case.lengths else 0

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from weftune.plan.pack.best import LIMITS, Limits, Packing, pack_instance
-from weftune.plan.pack.instance import Instance, instance, padded
-from weftune.plan.pack.swap import fullest
+from weftune.plan.pack.instance import Instance, make_instance, pad_rows
+from weftune.plan.pack.swap import best_fill
 from weftune.plan.program.program import IllegalProgram
 
 
@@ -37,9 +37,9 @@ class Merged:
     """Microbatches in the order of their forward passes."""
 
     microbatches: tuple[Microbatch, ...]
-    moved: int
+    moved_samples: int
     """Number of samples that were moved into the previous round."""
-    packed: int
+    separate_count: int
     """Number of microbatches if each round is packed separately."""
 
     @property
@@ -58,19 +58,19 @@ class MergeRules:
 def merge(
     rounds: Sequence[Sequence[BatchSample]],
     rules: MergeRules,
-    before: Sequence[Microbatch] = (),
-    shift: bool = True,
+    previous: Sequence[Microbatch] = (),
+    move_samples: bool = True,
 ) -> Merged:
-    """Concatenate the rounds. `before` are the last microbatches of the previous window, which do not change.
+    """Concatenate the rounds. `previous` are the last microbatches of the window before, which do not change.
 
-    With `shift`, samples may move to the end of the previous round, unless the sequence becomes longer: a
-    shorter round may bring a job's next batch too close to its previous one, which needs no-ops.
+    With `move_samples`, samples may move to the end of the previous round, unless the sequence becomes
+    longer: a shorter round may bring a job's next batch too close to its previous one, which needs no-ops.
     """
     alone = [_pack(samples, rules) for samples in rounds]
-    plain = _lay(rounds, alone, rules, before, shift=False)
-    merged = _lay(rounds, alone, rules, before, shift=True) if shift else plain
+    plain = _concatenate(rounds, alone, rules, previous, move_samples=False)
+    merged = _concatenate(rounds, alone, rules, previous, move_samples=True) if move_samples else plain
     best = merged if len(merged.microbatches) <= len(plain.microbatches) else plain
-    verify(rounds, best.microbatches, rules, before)
+    verify(rounds, best.microbatches, rules, previous)
     return best
 
 
@@ -78,7 +78,7 @@ def verify(
     rounds: Sequence[Sequence[BatchSample]],
     microbatches: Sequence[Microbatch],
     rules: MergeRules,
-    before: Sequence[Microbatch] = (),
+    previous: Sequence[Microbatch] = (),
 ) -> None:
     """Raise IllegalProgram unless samples run once, microbatches fit, and the bubble lemma holds."""
     planned = Counter(one for samples in rounds for one in samples)
@@ -86,7 +86,7 @@ def verify(
         raise IllegalProgram("the samples of the rounds are not trained exactly once each")
     ends: dict[tuple[str, int], int] = {}
     newest: dict[str, int] = {}
-    for number, microbatch in enumerate([*before, *microbatches], start=-len(before)):
+    for number, microbatch in enumerate([*previous, *microbatches], start=-len(previous)):
         if _load(microbatch, rules.multiple) > rules.capacity:
             raise IllegalProgram(f"microbatch {number} is over the capacity of {rules.capacity}")
         for one in microbatch:
@@ -95,59 +95,59 @@ def verify(
                     f"microbatch {number} holds batch {one.batch} of {one.job} after a later one"
                 )
             end = ends.get((one.job, one.batch - 1))
-            if end is not None and number < earliest(end, rules.stages):
+            if end is not None and number < earliest_microbatch(end, rules.stages):
                 raise IllegalProgram(f"microbatch {number} holds batch {one.batch} of {one.job} too early")
             newest[one.job] = one.batch
             ends[one.job, one.batch] = number
 
 
-def _lay(
+def _concatenate(
     rounds: Sequence[Sequence[BatchSample]],
-    alone: Sequence[Sequence[Microbatch]],
+    packed_rounds: Sequence[Sequence[Microbatch]],
     rules: MergeRules,
-    before: Sequence[Microbatch],
-    shift: bool,
+    previous: Sequence[Microbatch],
+    move_samples: bool,
 ) -> Merged:
-    """Concatenate the rounds. `alone` are the microbatches of each round, packed separately."""
-    line = _Line(rules, before)
+    """Concatenate the rounds. `packed_rounds` are the microbatches of each round, packed separately."""
+    line = _Sequence(rules, previous)
     moved = 0
-    for samples, packed in zip(rounds, alone, strict=True):
+    for samples, packed in zip(rounds, packed_rounds, strict=True):
         laid = packed
-        if shift and len(line.microbatches) > len(before):
-            chosen = line.fitting(samples)
+        if move_samples and len(line.microbatches) > len(previous):
+            chosen = line.best_fill(samples)
             taken = set(chosen)
             rest = _pack([one for one in samples if one not in taken], rules)
             if len(rest) <= len(packed):
                 line.microbatches[-1] += tuple(chosen)
-                line.note(chosen)
+                line.record_batches(chosen)
                 moved += len(chosen)
                 laid = rest
-        line.lay(laid)
-    return Merged(tuple(line.microbatches[len(before) :]), moved, sum(map(len, alone)))
+        line.append_round(laid)
+    return Merged(tuple(line.microbatches[len(previous) :]), moved, sum(map(len, packed_rounds)))
 
 
-class _Line:
+class _Sequence:
     """The sequence of microbatches so far, and the position of the last microbatch of each batch."""
 
-    def __init__(self, rules: MergeRules, before: Sequence[Microbatch]) -> None:
+    def __init__(self, rules: MergeRules, previous: Sequence[Microbatch]) -> None:
         self.rules = rules
         self.microbatches: list[Microbatch] = []
         self.ends: dict[tuple[str, int], int] = {}
-        for microbatch in before:
+        for microbatch in previous:
             self._append(microbatch)
 
-    def fitting(self, samples: Sequence[BatchSample]) -> list[BatchSample]:
+    def best_fill(self, samples: Sequence[BatchSample]) -> list[BatchSample]:
         """Return the samples that fill the last microbatch best, among those that may run in it."""
         free = [one for one in samples if self._may_run(one, len(self.microbatches) - 1)]
         room = self.rules.capacity - _load(self.microbatches[-1], self.rules.multiple)
         case = _case(free, self.rules)
-        return [free[index] for index in fullest(case, range(len(free)), room)]
+        return [free[index] for index in best_fill(case, range(len(free)), room)]
 
-    def note(self, samples: Sequence[BatchSample]) -> None:
+    def record_batches(self, samples: Sequence[BatchSample]) -> None:
         for one in samples:
             self.ends[one.job, one.batch] = len(self.microbatches) - 1
 
-    def lay(self, microbatches: Sequence[Microbatch]) -> None:
+    def append_round(self, microbatches: Sequence[Microbatch]) -> None:
         """Append a round: at each position the first microbatch that may run, or else a no-op."""
         remaining = list(microbatches)
         while remaining:
@@ -158,14 +158,14 @@ class _Line:
                 remaining.remove(chosen)
             self._append(chosen)
 
-    def _may_run(self, one: BatchSample, number: int) -> bool:
+    def _may_run(self, sample: BatchSample, number: int) -> bool:
         """Return whether a sample may run in microbatch `number`."""
-        end = self.ends.get((one.job, one.batch - 1))
-        return end is None or number >= earliest(end, self.rules.stages)
+        end = self.ends.get((sample.job, sample.batch - 1))
+        return end is None or number >= earliest_microbatch(end, self.rules.stages)
 
     def _append(self, microbatch: Microbatch) -> None:
         self.microbatches.append(microbatch)
-        self.note(microbatch)
+        self.record_batches(microbatch)
 
 
 def _pack(samples: Sequence[BatchSample], rules: MergeRules) -> list[Microbatch]:
@@ -182,14 +182,14 @@ def _packing(case: Instance, limits: Limits) -> Packing:
 def _case(samples: Sequence[BatchSample], rules: MergeRules) -> Instance:
     names = {job: number for number, job in enumerate(dict.fromkeys(one.job for one in samples))}
     jobs = [names[one.job] for one in samples]
-    return instance([one.length for one in samples], rules.capacity, rules.multiple, jobs)
+    return make_instance([one.length for one in samples], rules.capacity, rules.multiple, jobs)
 
 
 def _load(microbatch: Microbatch, multiple: int) -> int:
     rows: Counter[str] = Counter()
     for one in microbatch:
         rows[one.job] += one.length
-    return sum(padded(count, multiple) for count in rows.values())
+    return sum(pad_rows(count, multiple) for count in rows.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,18 +209,18 @@ class Grouping:
     """Jobs of each group, in the order in which the groups' rounds run."""
     microbatches: tuple[int, ...]
     """Minimum number of microbatches in each group's round."""
-    waits: int
+    no_ops: int
     """Number of no-ops needed per round of all groups."""
 
     def why(self, stages: int) -> str:
         """Return a sentence that explains the grouping in the plan."""
         return (
             f"{len(self.groups)} groups take turns on {stages} stages: a round of all is "
-            f"{sum(self.microbatches)} microbatches and {self.waits} no-ops"
+            f"{sum(self.microbatches)} microbatches and {self.no_ops} no-ops"
         )
 
 
-def earliest(last: int, stages: int) -> int:
+def earliest_microbatch(last: int, stages: int) -> int:
     """Return the first microbatch that batch j+1 of a job may use if its batch j ends in microbatch `last`
     (the bubble lemma).
 
@@ -229,7 +229,7 @@ def earliest(last: int, stages: int) -> int:
     return last + stages
 
 
-def waits(microbatches: Sequence[int], stages: int) -> int:
+def no_ops_per_round(microbatches: Sequence[int], stages: int) -> int:
     """Return the number of no-ops per round if groups with these numbers of microbatches alternate.
 
     Between two rounds of a group lie the rounds of all other groups. The bubble lemma requires `stages` − 1
@@ -239,7 +239,7 @@ def waits(microbatches: Sequence[int], stages: int) -> int:
     return max(0, stages - 1 - between)
 
 
-def head_tail(jobs: Sequence[JobLengths], count: int) -> tuple[tuple[JobLengths, ...], ...]:
+def head_tail_groups(jobs: Sequence[JobLengths], count: int) -> tuple[tuple[JobLengths, ...], ...]:
     """Return `count` groups, each of pairs of a job with short samples and a job with long samples."""
     assert 1 <= count <= len(jobs), "every group has a job"
     ordered = sorted(jobs, key=lambda job: (job.mean, job.job))
@@ -254,15 +254,17 @@ def head_tail(jobs: Sequence[JobLengths], count: int) -> tuple[tuple[JobLengths,
     return tuple(tuple(group) for group in groups)
 
 
-def group(jobs: Sequence[JobLengths], capacity: int, stages: int) -> Grouping:
+def group_jobs(jobs: Sequence[JobLengths], capacity: int, stages: int) -> Grouping:
     """Return the head-tail grouping with the fewest microbatches and no-ops per round, then the fewest
     groups.
 
     Fewer groups pack better; more groups need fewer no-ops. With one stage, all jobs form one group.
     """
     assert jobs, "there is a job to group"
-    choices = [_grouping(head_tail(jobs, count), capacity, stages) for count in range(1, len(jobs) + 1)]
-    return min(choices, key=lambda one: (sum(one.microbatches) + one.waits, len(one.groups)))
+    choices = [
+        _grouping(head_tail_groups(jobs, count), capacity, stages) for count in range(1, len(jobs) + 1)
+    ]
+    return min(choices, key=lambda one: (sum(one.microbatches) + one.no_ops, len(one.groups)))
 
 
 def _grouping(groups: Sequence[Sequence[JobLengths]], capacity: int, stages: int) -> Grouping:
@@ -270,5 +272,5 @@ def _grouping(groups: Sequence[Sequence[JobLengths]], capacity: int, stages: int
     return Grouping(
         groups=tuple(tuple(job.job for job in members) for members in groups),
         microbatches=needed,
-        waits=waits(needed, stages),
+        no_ops=no_ops_per_round(needed, stages),
     )

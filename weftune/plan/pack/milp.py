@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from weftune.plan.pack.instance import Bins, Instance, padded
+from weftune.plan.pack.instance import Bins, Instance, pad_rows
 
 Entry = tuple[int, float]
 """Index of a variable (a column of the program) and its coefficient in a constraint."""
@@ -21,22 +21,22 @@ def available() -> bool:
     return True
 
 
-def fewest_bins(case: Instance, bins: Bins, fewest: int, nodes: int) -> tuple[Bins, bool]:
-    """Minimise the number of bins, starting from `bins`, down to `fewest`. Return the bins and whether the
+def minimise_bins(case: Instance, bins: Bins, min_bins: int, max_nodes: int) -> tuple[Bins, bool]:
+    """Minimise the number of bins, starting from `bins`, down to `min_bins`. Return the bins and whether the
     solver proved them optimal.
 
-    The search ends after `nodes` nodes, never by the clock, so the result depends only on the input.
+    The search ends after `max_nodes` nodes, never by the clock, so the result depends only on the input.
     """
     model = _Model(case, len(bins))
-    used = [model.column(cost=1.0, lower=float(number < fewest)) for number in range(len(bins))]
+    used = [model.column(cost=1.0, lower=float(number < min_bins)) for number in range(len(bins))]
     for number, column in enumerate(used):
         model.row(-np.inf, 0.0, [*model.rows_in(number), (column, -float(case.capacity))])
     for number in range(1, len(bins)):
         model.row(0.0, np.inf, [(used[number - 1], 1.0), (used[number], -1.0)])
-    return _solve(model, _in_order(case, bins), dict.fromkeys(used, 1.0), nodes)
+    return _solve(model, _in_order(case, bins), dict.fromkeys(used, 1.0), max_nodes)
 
 
-def emptiest_bin(case: Instance, bins: Bins, nodes: int) -> tuple[Bins, bool]:
+def minimise_last_bin(case: Instance, bins: Bins, max_nodes: int) -> tuple[Bins, bool]:
     """Minimise the rows of the least full bin without changing the number of bins. Return the bins and
     whether the solver proved them optimal.
 
@@ -53,7 +53,7 @@ def emptiest_bin(case: Instance, bins: Bins, nodes: int) -> tuple[Bins, bool]:
     model.row(-np.inf, float(loads[emptiest]), model.rows_in(named))
     for column, rows in model.rows_in(named):
         model.cost[column] = rows
-    return _solve(model, [*_in_order(case, others), bins[emptiest]], {}, nodes)
+    return _solve(model, [*_in_order(case, others), bins[emptiest]], {}, max_nodes)
 
 
 def _by_length(case: Instance) -> list[int]:
@@ -74,7 +74,7 @@ class _Model:
     numbered so. The bin `named`, whose rows are minimised, is open to all samples.
     """
 
-    def __init__(self, case: Instance, count: int, named: int | None = None) -> None:
+    def __init__(self, case: Instance, count: int, minimised_bin: int | None = None) -> None:
         self.case = case
         self.count = count
         self.cost: list[float] = []
@@ -84,7 +84,7 @@ class _Model:
         self.held: list[dict[int, int]] = [{} for _ in range(count)]  # per bin: sample -> column
         self.multiples: list[dict[int, int]] = [{} for _ in range(count)]  # per bin: job -> column
         for position, index in enumerate(_by_length(case)):
-            allowed = [number for number in range(count) if number <= position or number == named]
+            allowed = [number for number in range(count) if number <= position or number == minimised_bin]
             for number in allowed:
                 self.held[number][index] = self.column()
             self.row(1.0, 1.0, [(self.held[number][index], 1.0) for number in allowed])
@@ -115,7 +115,7 @@ class _Model:
             values |= {self.held[number][index]: 1.0 for index in chosen}
             for job, column in self.multiples[number].items():
                 tokens = self.case.tokens(index for index in chosen if self.case.jobs[index] == job)
-                values[column] = float(padded(tokens, self.case.multiple) // self.case.multiple)
+                values[column] = float(pad_rows(tokens, self.case.multiple) // self.case.multiple)
         return values
 
     def bins(self, values: np.ndarray[Any, Any]) -> Bins:
@@ -131,7 +131,9 @@ class _Model:
             self.row(-np.inf, 0.0, [*owned, (column, -float(case.multiple))])
 
 
-def _solve(model: _Model, bins: Bins, also: dict[int, float], nodes: int) -> tuple[Bins, bool]:
+def _solve(
+    model: _Model, bins: Bins, more_start_values: dict[int, float], max_nodes: int
+) -> tuple[Bins, bool]:
     import highspy
 
     solver = highspy.Highs()
@@ -140,13 +142,13 @@ def _solve(model: _Model, bins: Bins, also: dict[int, float], nodes: int) -> tup
         "output_flag": False,
         "threads": 1,
         "random_seed": 0,
-        "mip_max_nodes": nodes,
+        "mip_max_nodes": max_nodes,
         "mip_rel_gap": 0.0,
         "mip_abs_gap": 0.999,
     }.items():
         solver.setOptionValue(option, value)
-    solver.passModel(_lp(model))
-    start = model.start(bins) | also
+    solver.passModel(_linear_program(model))
+    start = model.start(bins) | more_start_values
     columns = np.array(sorted(start), dtype=np.int32)
     solver.setSolution(len(columns), columns, np.array([start[column] for column in columns], dtype=float))
     solver.run()
@@ -158,7 +160,7 @@ def _solve(model: _Model, bins: Bins, also: dict[int, float], nodes: int) -> tup
     return (found, proven) if legal else (bins, False)
 
 
-def _lp(model: _Model) -> Any:
+def _linear_program(model: _Model) -> Any:
     import highspy
 
     lp = highspy.HighsLp()

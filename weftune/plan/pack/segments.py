@@ -6,26 +6,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from weftune.plan.pack.best import Limits, Packing, pack_best
-from weftune.plan.program.program import MicrobatchPlan, PlacedSample, SegmentPlan, kept_together
+from weftune.plan.program.program import MicrobatchPlan, PlacedSample, SegmentPlan, sample_groups
 
-QUICK = Limits(kicks=50, solver_cells=0, room_cells=0)
+QUICK_LIMITS = Limits(max_repackings=50, solver_cells=0, room_cells=0)
 """Limits without the solver, so that planning is quick and gives the same result on every machine."""
 
 
-def rung(tokens: int) -> int:
+def ladder_size(tokens: int) -> int:
     """Round up to a size on the ladder: sixteen sizes per power of two, in steps of at least 128."""
     step = max(128, 1 << max(0, tokens.bit_length() - 5))
     return -(-tokens // step) * step
 
 
-def level(lengths: Sequence[int], capacity: int) -> int:
+def smallest_ladder_size(lengths: Sequence[int], capacity: int) -> int:
     """Return the smallest size on the ladder that needs no more microbatches than `capacity` does."""
     if not lengths:
         return capacity
     fewest = _pack(lengths, capacity).count
-    size = rung(max(-(-sum(lengths) // fewest), *lengths))
+    size = ladder_size(max(-(-sum(lengths) // fewest), *lengths))
     while size < capacity and _pack(lengths, size).count > fewest:
-        size = rung(size + 1)
+        size = ladder_size(size + 1)
     return min(size, capacity)
 
 
@@ -35,18 +35,20 @@ def pack_segments(
     """Return microbatches with the samples of all `segments`. Within each, a job's samples are contiguous;
     the samples of a group share one microbatch.
 
-    With `ladder`, the sizes are chosen for padding to the ladder of `rung`.
+    With `ladder`, the sizes are chosen for padding to the ladder of `ladder_size`.
     """
     segments = list(segments)
     pieces = [
         (number, together)
         for number, segment in enumerate(segments)
-        for together in kept_together(segment.samples)
+        for together in sample_groups(segment.samples)
     ]
     lengths = [sum(placed.length for placed in together) for _, together in pieces]
-    bins = _pack(lengths, level(lengths, capacity) if ladder else capacity).bins
+    bins = _pack(lengths, smallest_ladder_size(lengths, capacity) if ladder else capacity).bins
     made = [_microbatch(segments, [pieces[index] for index in chosen]) for chosen in bins]
-    return [replace(one, rung=min(rung(one.tokens), capacity)) for one in made] if ladder else made
+    return (
+        [replace(one, padded_rows=min(ladder_size(one.tokens), capacity)) for one in made] if ladder else made
+    )
 
 
 def _microbatch(
@@ -64,4 +66,4 @@ def _microbatch(
 
 
 def _pack(lengths: Sequence[int], capacity: int) -> Packing:
-    return pack_best(lengths, capacity, limits=QUICK)
+    return pack_best(lengths, capacity, limits=QUICK_LIMITS)

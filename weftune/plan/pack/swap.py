@@ -12,7 +12,7 @@ import numpy as np
 
 from weftune.plan.pack.instance import Bins, Instance
 
-SHAKEN = 5
+REPACKED_BINS = 5
 """Number of bins repacked together, the best of 3, 4 and 5 if two or three samples fill a bin."""
 KEPT = 0.6
 """Fraction of the samples that a bin is first filled from."""
@@ -20,61 +20,63 @@ LOSS = 0.005
 """Relative loss in the sum of squared loads with which repacked bins are still accepted."""
 
 
-def swap(case: Instance, bins: Bins, fewest: int, tries: int) -> Bins:
+def exchange_samples(case: Instance, bins: Bins, min_bins: int, max_exchanges: int) -> Bins:
     """Exchange samples between bins. Neither the number of bins nor, at equal number, the smallest load
     grows.
 
     The fuller bin of a pair gets the samples of both that fill it best, if it then holds more than either
     did. So the sum of squared tokens grows with every exchange, and the search ends, at the latest after
-    `tries`. It also ends when `fewest` bins remain and the least full bin cannot hold less.
+    `max_exchanges`. It also ends when `min_bins` bins remain and the least full bin cannot hold less.
     """
-    search = _SwapSearch(case, [list(chosen) for chosen in bins], tries)
-    while search.tries > 0 and not search.done(fewest) and search.round():
+    search = _SwapSearch(case, [list(chosen) for chosen in bins], max_exchanges)
+    while search.tries > 0 and not search.is_done(min_bins) and search.try_all_pairs():
         pass
     found = search.bins
-    worse = len(found) == len(bins) and emptiest(case, found) > emptiest(case, bins)
+    worse = len(found) == len(bins) and least_load(case, found) > least_load(case, bins)
     return bins if worse else found
 
 
-def shake(case: Instance, bins: Bins, fewest: int, kicks: int, tries: int) -> Bins:
-    """Return fewer bins if at most `kicks` random repackings of a few bins achieve that, else the given bins.
+def repack_randomly(
+    case: Instance, bins: Bins, min_bins: int, max_repackings: int, max_exchanges: int
+) -> Bins:
+    """Return fewer bins if at most `max_repackings` random repackings achieve that, else the given bins.
 
     The random seed is fixed, so the result depends only on the input.
     """
     random = Random(0)
     current = bins
-    for kick in range(1, kicks + 1):
-        if len(current) <= fewest:
+    for kick in range(1, max_repackings + 1):
+        if len(current) <= min_bins:
             break
-        found = _kicked(case, current, random)
+        found = _repack_some(case, current, random)
         if len(found) < len(current) or kick % 50 == 0:
-            found = swap(case, found, fewest, tries)
+            found = exchange_samples(case, found, min_bins, max_exchanges)
         current = found
     return current if len(current) < len(bins) else bins
 
 
-def emptiest(case: Instance, bins: Bins) -> int:
+def least_load(case: Instance, bins: Bins) -> int:
     """Return the rows of the least full bin, including padding."""
     return min((case.load(chosen) for chosen in bins), default=0)
 
 
-def least_possible(case: Instance, count: int) -> int:
+def least_possible_load(case: Instance, count: int) -> int:
     """Return the rows of the least full of `count` bins if all others are full."""
     return max(0, case.rows - (count - 1) * case.capacity)
 
 
 class _SwapSearch:
-    def __init__(self, case: Instance, bins: Bins, tries: int) -> None:
+    def __init__(self, case: Instance, bins: Bins, max_exchanges: int) -> None:
         self.case = case
         self.bins = bins
-        self.tries = tries
+        self.tries = max_exchanges
 
-    def done(self, fewest: int) -> bool:
-        if len(self.bins) > fewest:
+    def is_done(self, min_bins: int) -> bool:
+        if len(self.bins) > min_bins:
             return False
-        return emptiest(self.case, self.bins) <= least_possible(self.case, len(self.bins))
+        return least_load(self.case, self.bins) <= least_possible_load(self.case, len(self.bins))
 
-    def round(self) -> bool:
+    def try_all_pairs(self) -> bool:
         """Try every pair of bins once, least full first. Return whether any samples were exchanged."""
         tokens = self.case.tokens
         self.bins.sort(key=lambda chosen: (-tokens(chosen), sorted(chosen)))
@@ -88,32 +90,32 @@ class _SwapSearch:
         self.bins = [chosen for chosen in self.bins if chosen]
         return changed
 
-    def _exchange(self, taker: int, giver: int, held: list[int]) -> bool:
-        """Exchange samples if `taker` becomes fuller than both bins were. Update `held`, the tokens per
-        bin."""
-        if not self.bins[giver] or not self.bins[taker]:
+    def _exchange(self, receiver: int, donor: int, bin_tokens: list[int]) -> bool:
+        """Exchange samples if `receiver` becomes fuller than both bins were. Update the tokens per bin in
+        `bin_tokens`."""
+        if not self.bins[donor] or not self.bins[receiver]:
             return False
         self.tries -= 1
-        case, pool = self.case, self.bins[taker] + self.bins[giver]
-        chosen = fullest(case, pool, case.capacity)
+        case, pool = self.case, self.bins[receiver] + self.bins[donor]
+        chosen = best_fill(case, pool, case.capacity)
         taken = case.tokens(chosen)
-        if taken <= max(held[taker], held[giver]):
+        if taken <= max(bin_tokens[receiver], bin_tokens[donor]):
             return False
-        rest = _without(pool, chosen)
+        rest = _remove_samples(pool, chosen)
         # Padding may make the rest too large, although it has fewer tokens than before.
         if case.load(rest) > case.capacity:
             return False
-        self.bins[taker], self.bins[giver] = chosen, rest
-        held[taker], held[giver] = taken, held[taker] + held[giver] - taken
+        self.bins[receiver], self.bins[donor] = chosen, rest
+        bin_tokens[receiver], bin_tokens[donor] = taken, bin_tokens[receiver] + bin_tokens[donor] - taken
         return True
 
 
-def _kicked(case: Instance, bins: Bins, random: Random) -> Bins:
+def _repack_some(case: Instance, bins: Bins, random: Random) -> Bins:
     """Repack the least full bin and a few others, unless that lowers the sum of squares too much."""
     rooms = [case.capacity - case.tokens(chosen) + 1 for chosen in bins]
-    opened = {rooms.index(max(rooms)), *random.choices(range(len(bins)), weights=rooms, k=SHAKEN - 1)}
+    opened = {rooms.index(max(rooms)), *random.choices(range(len(bins)), weights=rooms, k=REPACKED_BINS - 1)}
     before = [bins[number] for number in sorted(opened)]
-    after = _packed_anew(case, [index for chosen in before for index in chosen], random)
+    after = _repack(case, [index for chosen in before for index in chosen], random)
     squares, squares_before = (sum(case.tokens(one) ** 2 for one in some) for some in (after, before))
     small_loss = squares >= squares_before * (1 - LOSS)
     if len(after) > len(before) or (len(after) == len(before) and not small_loss):
@@ -121,55 +123,55 @@ def _kicked(case: Instance, bins: Bins, random: Random) -> Bins:
     return [chosen for number, chosen in enumerate(bins) if number not in opened] + after
 
 
-def _packed_anew(case: Instance, pool: list[int], random: Random) -> Bins:
+def _repack(case: Instance, pool: list[int], random: Random) -> Bins:
     """Repack samples: each bin gets the longest remaining sample, then a random subset, then any that fit."""
     pool = sorted(pool, key=lambda index: (-case.lengths[index], index))
     bins: Bins = []
     while pool:
         chosen = [pool[0]]
         some = [index for index in pool[1:] if random.random() < KEPT]
-        chosen += fullest(case, some, case.capacity - case.load(chosen))
-        chosen += fullest(case, _without(pool, chosen), case.capacity - case.load(chosen))
-        pool = _without(pool, chosen)
+        chosen += best_fill(case, some, case.capacity - case.load(chosen))
+        chosen += best_fill(case, _remove_samples(pool, chosen), case.capacity - case.load(chosen))
+        pool = _remove_samples(pool, chosen)
         bins.append(chosen)
     return bins
 
 
-def _without(pool: list[int], chosen: list[int]) -> list[int]:
-    taken = set(chosen)
+def _remove_samples(pool: list[int], removed: list[int]) -> list[int]:
+    taken = set(removed)
     return [index for index in pool if index not in taken]
 
 
-def fullest(case: Instance, pool: Sequence[int], room: int) -> list[int]:
-    """Return the samples of `pool` that put the most tokens into `room` rows; among equals, longer samples.
+def best_fill(case: Instance, pool: Sequence[int], free_rows: int) -> list[int]:
+    """Return the samples of `pool` that put the most tokens into `free_rows` rows; longer ones among equals.
 
     Longer samples are preferred because short ones are easier to place later.
     """
     if len({case.jobs[index] for index in pool}) <= 1:
-        sums = _Sums(case, pool, room // case.multiple * case.multiple)
-        return sums.chosen(sums.largest(sums.room))
-    return _fullest_of_jobs(case, pool, room)
+        sums = _Sums(case, pool, free_rows // case.multiple * case.multiple)
+        return sums.subset_of(sums.largest(sums.room))
+    return _best_padded_fill(case, pool, free_rows)
 
 
 class _Sums:
     """All token sums up to `room` that subsets of `pool` can have: bit n of `reach[k]` is set if a subset of
     the k shortest samples has n tokens."""
 
-    def __init__(self, case: Instance, pool: Sequence[int], room: int) -> None:
+    def __init__(self, case: Instance, pool: Sequence[int], free_rows: int) -> None:
         self.lengths = case.lengths
-        self.room = room
+        self.room = free_rows
         self.order = sorted(pool, key=lambda index: (case.lengths[index], index))
         self.reach = [1]
-        mask = (1 << (room + 1)) - 1
+        mask = (1 << (free_rows + 1)) - 1
         for index in self.order:
             before = self.reach[-1]
             self.reach.append((before | before << case.lengths[index]) & mask)
 
-    def largest(self, room: int) -> int:
-        """Return the largest reachable sum up to `room`."""
-        return (self.reach[-1] & ((1 << (room + 1)) - 1)).bit_length() - 1
+    def largest(self, free_rows: int) -> int:
+        """Return the largest reachable sum up to `free_rows`."""
+        return (self.reach[-1] & ((1 << (free_rows + 1)) - 1)).bit_length() - 1
 
-    def chosen(self, tokens: int) -> list[int]:
+    def subset_of(self, tokens: int) -> list[int]:
         """Return samples with exactly `tokens` tokens in total."""
         taken = []
         for count in range(len(self.order) - 1, -1, -1):
@@ -181,9 +183,9 @@ class _Sums:
         return taken
 
 
-def _fullest_of_jobs(case: Instance, pool: Sequence[int], room: int) -> list[int]:
-    """Return the samples that fill `room` best if jobs are padded, by dynamic programming."""
-    units = room // case.multiple
+def _best_padded_fill(case: Instance, pool: Sequence[int], free_rows: int) -> list[int]:
+    """Return the samples that fill `free_rows` best if jobs are padded, by dynamic programming."""
+    units = free_rows // case.multiple
     jobs: dict[int, list[int]] = {}
     for index in pool:
         jobs.setdefault(case.jobs[index], []).append(index)
@@ -209,6 +211,6 @@ def _fullest_of_jobs(case: Instance, pool: Sequence[int], room: int) -> list[int
     remaining_units = int(tokens.argmax())
     for of_job, share in zip(reversed(sums), reversed(shares), strict=True):
         count = int(share[remaining_units])
-        taken += of_job.chosen(of_job.largest(count * case.multiple))
+        taken += of_job.subset_of(of_job.largest(count * case.multiple))
         remaining_units -= count
     return taken

@@ -15,6 +15,7 @@ from weftune.plan.program.program import (
     Forward,
     IllegalProgram,
     Load,
+    Payload,
     PlacedSample,
     Program,
     Recv,
@@ -22,13 +23,12 @@ from weftune.plan.program.program import (
     Save,
     Send,
     Step,
-    What,
     batch_samples,
 )
 
 
-def check(program: Program, done: dict[str, int] | None = None) -> None:
-    """Raise IllegalProgram unless every rule of training holds; `done` is each job's last executed step.
+def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
+    """Raise IllegalProgram unless every rule of training holds; `last_steps` maps jobs to their last step.
 
     The rules: every sample of a global batch is trained exactly once, at its own offset, the samples of a
     group in one microbatch; a held-out sample is evaluated once per step; a microbatch stays within the
@@ -48,13 +48,16 @@ def check(program: Program, done: dict[str, int] | None = None) -> None:
     _check_microbatches(program)
     _check_samples(program)
     _check_groups(program)
-    _require(len(program.devices) == program.width * program.replicas, "replicas differ in their devices")
+    _require(
+        len(program.devices) == program.devices_per_replica * program.replicas,
+        "replicas differ in their devices",
+    )
     shares = [
-        batch_samples(one for action, one in program.compute_in(replica) if isinstance(action, Forward))
+        batch_samples(one for action, one in program.replica_passes(replica) if isinstance(action, Forward))
         for replica in range(program.replicas)
     ]
     for number in range(len(program.devices)):
-        _DeviceCheck(program, number, shares[program.replica(number)], done or {}).run()
+        _DeviceCheck(program, number, shares[program.replica(number)], last_steps or {}).run()
     _check_coverage(program)
     _check_held_out(program)
     _check_transport(program)
@@ -79,7 +82,7 @@ def _check_microbatches(program: Program) -> None:
 
 def _check_samples(program: Program) -> None:
     trained: dict[tuple[str, int], list[PlacedSample]] = {}
-    for action, microbatch in program.compute():
+    for action, microbatch in program.forward_passes():
         if isinstance(action, Forward):
             for segment in microbatch.segments:
                 trained.setdefault((segment.job, segment.step), []).extend(segment.samples)
@@ -98,7 +101,7 @@ def _check_samples(program: Program) -> None:
 
 def _check_groups(program: Program) -> None:
     where: dict[tuple[type, str, int, int], int] = {}
-    for action, microbatch in program.compute():
+    for action, microbatch in program.forward_passes():
         for segment in microbatch.segments:
             for placed in segment.samples:
                 if placed.group is not None:
@@ -110,7 +113,7 @@ def _check_groups(program: Program) -> None:
 
 def _check_held_out(program: Program) -> None:
     seen: set[tuple[str, int, PlacedSample]] = set()
-    for action, microbatch in program.compute():
+    for action, microbatch in program.forward_passes():
         if isinstance(action, Evaluate):
             for segment in microbatch.segments:
                 for placed in segment.samples:
@@ -124,17 +127,17 @@ class _DeviceCheck:
     """Checks the actions of one device in order, and tracks the state that they lead to."""
 
     def __init__(
-        self, program: Program, device: int, share: Counter[tuple[str, int]], done: dict[str, int]
+        self, program: Program, device: int, share: Counter[tuple[str, int]], last_steps: dict[str, int]
     ) -> None:
         """`share` maps each (job, step) to the number of samples that the device's replica trains."""
         self.program = program
         self.device = device
-        self.homes = program.homes(program.replica(device))
-        self.mine = {stage for stage, where in enumerate(self.homes) if where == device}
+        self.homes = program.stage_devices(program.replica(device))
+        self.own_stages = {stage for stage, where in enumerate(self.homes) if where == device}
         self.left = {
-            (one.job, one.step): share[one.job, one.step] * len(self.mine) for one in program.batches
+            (one.job, one.step): share[one.job, one.step] * len(self.own_stages) for one in program.batches
         }
-        self.stepped = dict(done)
+        self.stepped = dict(last_steps)
         self.open_rows: dict[tuple[str, int], int] = {}
         self.handed_out: set[tuple[str, int]] = set()
         self.reduced: set[tuple[str, int]] = set()
@@ -151,19 +154,19 @@ class _DeviceCheck:
         for action in self.program.devices[self.device]:
             match action:
                 case Reduce():
-                    self._reduce(action)
+                    self._check_reduce(action)
                 case Step() | Save():
-                    self._of_a_job(action)
+                    self._check_job_action(action)
                 case Load() | Evict():
-                    self._stream(action)
+                    self._check_streaming(action)
                 case Send():
-                    self._send(action)
+                    self._check_send(action)
                 case Recv():
-                    self._receive(action)
+                    self._check_receive(action)
                 case Forward() | Evaluate():
-                    self._pass(action)
+                    self._check_forward(action)
                 case Backward():
-                    self._return(action)
+                    self._check_backward(action)
         _require(not self.in_flight and not self.open_rows, "work is left over at the end of the window")
         _require(not self.arrived, "device {} received what it never used", self.device)
         _require(self.made == self.left.keys(), "device {} does not make every Step", self.device)
@@ -171,11 +174,13 @@ class _DeviceCheck:
             self.loaded == self.found, "device {} ends with other stages than it began with", self.device
         )
 
-    def _pass(self, action: Forward | Evaluate) -> None:
-        number, stage = self._used(action)
+    def _check_forward(self, action: Forward | Evaluate) -> None:
+        number, stage = self._require_loaded(action)
         _require((number, stage) not in self.passed, "{} runs a microbatch a second time", action)
         if stage > 0:
-            came = (number, stage - 1) in self.passed or self._take(number, stage, "activation", stage - 1)
+            came = (number, stage - 1) in self.passed or self._take_message(
+                number, stage, "activation", stage - 1
+            )
             _require(came, "{} comes before its activation", action)
         self.passed.add((number, stage))
         for segment in self.program.microbatches[number].segments:
@@ -189,18 +194,20 @@ class _DeviceCheck:
         if isinstance(action, Forward):
             self.in_flight.add((number, stage))
 
-    def _return(self, action: Backward) -> None:
-        number, stage = self._used(action)
+    def _check_backward(self, action: Backward) -> None:
+        number, stage = self._require_loaded(action)
         _require((number, stage) in self.in_flight, "{} has no Forward before it", action)
         if stage + 1 < len(self.program.stages):
-            came = (number, stage + 1) in self.returned or self._take(number, stage, "gradient", stage + 1)
+            came = (number, stage + 1) in self.returned or self._take_message(
+                number, stage, "gradient", stage + 1
+            )
             _require(came, "{} comes before its gradient", action)
         self.in_flight.remove((number, stage))
         self.returned.add((number, stage))
         for segment in self.program.microbatches[number].segments:
             self.open_rows[segment.job, segment.step] += len(segment.samples)
 
-    def _of_a_job(self, action: Step | Save) -> None:
+    def _check_job_action(self, action: Step | Save) -> None:
         job, step = action.job, action.step
         if isinstance(action, Save):
             now = self.stepped.setdefault(job, step)
@@ -214,14 +221,14 @@ class _DeviceCheck:
         self.made.add((job, step))
         self.stepped[job] = step
 
-    def _reduce(self, action: Reduce) -> None:
+    def _check_reduce(self, action: Reduce) -> None:
         key = action.job, action.step
-        seen = self.handed_out if action.what == "gradient" else self.reduced
+        seen = self.handed_out if action.payload == "gradient" else self.reduced
         _require(key not in seen, "{} comes a second time", action)
         seen.add(key)
         rows = self.open_rows.get(key, 0)
         _require(rows == self.left.get(key), "{} comes before the last Backward of its batch", action)
-        if action.what == "gradient":
+        if action.payload == "gradient":
             _require(rows > 0, "{} hands out nothing", action)
             _require(self.program.replicas > 1, "{} has no replica to hand its gradient to", action)
             return
@@ -231,8 +238,8 @@ class _DeviceCheck:
             before = self.stepped.setdefault(action.job, action.step - 1)
             _require(before == action.step - 1, "{}: {} is at step {}", action, action.job, before)
 
-    def _stream(self, action: Load | Evict) -> None:
-        self._mine(action, action.stage)
+    def _check_streaming(self, action: Load | Evict) -> None:
+        self._require_own_stage(action, action.stage)
         if isinstance(action, Load):
             _require(action.stage not in self.loaded, "{} brings a stage that is already there", action)
             self.loaded.add(action.stage)
@@ -240,8 +247,8 @@ class _DeviceCheck:
             _require(action.stage in self.loaded, "{} gives up a stage that is not there", action)
             self.loaded.remove(action.stage)
 
-    def _send(self, action: Send) -> None:
-        forward = action.what == "activation"
+    def _check_send(self, action: Send) -> None:
+        forward = action.payload == "activation"
         maker = action.stage - 1 if forward else action.stage + 1
         made = self.passed if forward else self.returned
         _require((action.microbatch, maker) in made, "{} comes before what it sends is computed", action)
@@ -250,28 +257,30 @@ class _DeviceCheck:
         _require(action not in self.sent, "{} is sent a second time", action)
         self.sent.add(action)
 
-    def _receive(self, action: Recv) -> None:
-        self._mine(action, action.stage)
-        maker = action.stage - 1 if action.what == "activation" else action.stage + 1
+    def _check_receive(self, action: Recv) -> None:
+        self._require_own_stage(action, action.stage)
+        maker = action.stage - 1 if action.payload == "activation" else action.stage + 1
         _require(
             action.peer == self._home(maker), "{} comes from a device without the stage before it", action
         )
         _require(action not in self.arrived, "{} is received a second time", action)
         self.arrived.add(action)
 
-    def _take(self, number: int, stage: int, what: What, maker: int) -> bool:
-        wanted = Recv(number, stage, what, self.homes[maker])
+    def _take_message(self, number: int, stage: int, payload: Payload, source_stage: int) -> bool:
+        wanted = Recv(number, stage, payload, self.homes[source_stage])
         here = wanted in self.arrived
         self.arrived.discard(wanted)
         return here
 
-    def _used(self, action: Forward | Backward | Evaluate) -> tuple[int, int]:
-        self._mine(action, action.stage)
+    def _require_loaded(self, action: Forward | Backward | Evaluate) -> tuple[int, int]:
+        self._require_own_stage(action, action.stage)
         _require(action.stage in self.loaded, "{} uses a stage that is not loaded", action)
         return action.microbatch, action.stage
 
-    def _mine(self, action: Action, stage: int) -> None:
-        _require(stage in self.mine, "{} is of a stage that does not live on device {}", action, self.device)
+    def _require_own_stage(self, action: Action, stage: int) -> None:
+        _require(
+            stage in self.own_stages, "{} is of a stage that does not live on device {}", action, self.device
+        )
 
     def _home(self, stage: int) -> int | None:
         return self.homes[stage] if 0 <= stage < len(self.homes) else None
@@ -282,9 +291,11 @@ def _check_coverage(program: Program) -> None:
     filled = {index for index, microbatch in enumerate(program.microbatches) if microbatch.segments}
     found: set[int] = set()
     for replica in range(program.replicas):
-        own = {action.microbatch for action, _ in program.compute_in(replica)}
+        own = {action.microbatch for action, _ in program.replica_passes(replica)}
         passed: list[set[int]] = [set() for _ in program.stages]
-        for device in range(replica * program.width, (replica + 1) * program.width):
+        for device in range(
+            replica * program.devices_per_replica, (replica + 1) * program.devices_per_replica
+        ):
             for action in program.devices[device]:
                 if isinstance(action, Forward | Evaluate):
                     passed[action.stage].add(action.microbatch)
@@ -312,7 +323,7 @@ def _check_chunks(program: Program) -> None:
 
 def _check_transport(program: Program) -> None:
     """Check that every device can finish and that no message remains in transit."""
-    walk = _Walk(program)
+    walk = _TransportCheck(program)
     while walk.advance():
         pass
     for device, actions in enumerate(program.devices):
@@ -321,7 +332,7 @@ def _check_transport(program: Program) -> None:
     _require(not any(walk.under_way.values()), "something is sent and never received")
 
 
-class _Walk:
+class _TransportCheck:
     """Progress of every device, the messages in transit between them, and the Reduces and Steps executed."""
 
     def __init__(self, program: Program) -> None:
@@ -335,29 +346,35 @@ class _Walk:
         """Advance every device as far as possible; return whether any advanced."""
         before = list(self.reached)
         for device, actions in enumerate(self.program.devices):
-            while self.reached[device] < len(actions) and self._passes(device, actions[self.reached[device]]):
+            while self.reached[device] < len(actions) and self._record_action(
+                device, actions[self.reached[device]]
+            ):
                 self.reached[device] += 1
         return self.reached != before
 
-    def _passes(self, device: int, action: Action) -> bool:
+    def _record_action(self, device: int, action: Action) -> bool:
         """Record the messages of an action; return False if the action still waits for another device."""
         match action:
             case Send():
                 self.under_way.setdefault((device, action.peer), deque()).append(action)
             case Recv():
-                return self._receives(device, action)
+                return self._receive(device, action)
             case Reduce() | Step():
                 if not self.sent.issuperset(self.messages.needed_by(action, device)):
                     return False
                 self.sent.add(StepMessage(device, action))
         return True
 
-    def _receives(self, device: int, action: Recv) -> bool:
+    def _receive(self, device: int, action: Recv) -> bool:
         coming = self.under_way.get((action.peer, device))
         if not coming:
             return False
         sent = coming.popleft()
-        same = (sent.microbatch, sent.stage, sent.what) == (action.microbatch, action.stage, action.what)
+        same = (sent.microbatch, sent.stage, sent.payload) == (
+            action.microbatch,
+            action.stage,
+            action.payload,
+        )
         differ = "{} meets {}: devices {} and {} differ in their order"
         _require(same, differ, action, sent, action.peer, device)
         return True
@@ -383,7 +400,7 @@ class StepMessages:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._handed_out = [
-            {one for one in actions if isinstance(one, Reduce) and one.what == "gradient"}
+            {one for one in actions if isinstance(one, Reduce) and one.payload == "gradient"}
             for actions in program.devices
         ]
 
@@ -392,23 +409,23 @@ class StepMessages:
         program = self._program
         if not program.pipelined:
             return ()
-        stage = device % program.width
+        stage = device % program.devices_per_replica
         if isinstance(action, Step):
             before = 0 if stage == 0 else device - 1
             return () if device == 0 else (StepMessage(before, action),)
-        if action.what == "gradient":
+        if action.payload == "gradient":
             return ()
         share = Reduce(action.job, action.step, "gradient")
         others = (one for one in program.group(device) if one != device and share in self._handed_out[one])
         gradients = tuple(StepMessage(one, share) for one in others)
-        ends = program.replica(device) > 0 or stage + 1 == program.width
+        ends = program.replica(device) > 0 or stage + 1 == program.devices_per_replica
         return gradients if ends else (*gradients, StepMessage(device + 1, action))
 
     def receivers(self, action: Reduce | Step, device: int) -> tuple[int, ...]:
         """Return the devices that wait for the message that `device` sends with this action."""
         message, program = StepMessage(device, action), self._program
         waiting: Reduce | Step = Reduce(action.job, action.step) if isinstance(action, Reduce) else action
-        firsts = range(0, len(program.devices), program.width) if device == 0 else ()
+        firsts = range(0, len(program.devices), program.devices_per_replica) if device == 0 else ()
         around = (one for one in (device - 1, device + 1) if 0 <= one < len(program.devices))
         near = sorted({*program.group(device), *firsts, *around} - {device})
         return tuple(one for one in near if message in self.needed_by(waiting, one))
@@ -425,8 +442,8 @@ def check_slots(program: Program, part: OnWorker) -> None:
         raise IllegalProgram(
             f"{len(program.stages)} stages are planned, but the layout has {len(part.stages)}"
         )
-    slot_of = {stage: part.slot(stage) for stage in part.streamed}
-    waiting = {slot_of[stage]: stage for stage in part.waiting}
+    slot_of = {stage: part.slot(stage) for stage in part.streamed_stages}
+    waiting = {slot_of[stage]: stage for stage in part.initial_stages}
     held = dict(waiting)
     for action in program.devices[part.worker]:
         match action:

@@ -37,9 +37,9 @@ RUNGS = 16
 """Number of sizes between two powers of two to which microbatches are padded for CUDA graphs."""
 
 
-def padded_rows(tokens: int, captured: bool) -> int:
+def padded_rows(tokens: int, captures_graphs: bool) -> int:
     """Return the maximum rows of `tokens` tokens after padding, except for the smallest microbatches."""
-    return tokens + tokens // RUNGS if captured else tokens
+    return tokens + tokens // RUNGS if captures_graphs else tokens
 
 
 def offloaded_inputs(stages: int) -> int:
@@ -78,7 +78,9 @@ class Layout:
             len(self.stages) * self.replicas == 1 and self.stages[0].resident and not self.travels
         ), "only beside a base that stays on one device"
         for worker, count in enumerate(self.slots):
-            assert count >= 1 or not self.on(worker).streamed, "a streamed stage needs a place to come to"
+            assert count >= 1 or not self.on(worker).streamed_stages, (
+                "a streamed stage needs a place to come to"
+            )
 
     @property
     def workers(self) -> int:
@@ -86,7 +88,7 @@ class Layout:
         return len(self.slots)
 
     @property
-    def homes(self) -> tuple[int, ...]:
+    def stage_workers(self) -> tuple[int, ...]:
         """Worker of each stage, in the first replica."""
         return tuple(stage % self.workers for stage in range(len(self.stages)))
 
@@ -140,25 +142,25 @@ class OnWorker:
         return self.layout.slots[self.worker]
 
     @property
-    def streamed(self) -> tuple[int, ...]:
+    def streamed_stages(self) -> tuple[int, ...]:
         """Stages of this worker that are streamed."""
         return tuple(number for number in self.own if not self.stages[number].resident)
 
     @property
-    def waiting(self) -> tuple[int, ...]:
+    def initial_stages(self) -> tuple[int, ...]:
         """Streamed stages that are in the slots between windows: this worker's first ones."""
-        return self.streamed[: self.slots]
+        return self.streamed_stages[: self.slots]
 
     def slot(self, stage: int) -> int:
         """Return the slot of a stage, always the same, so that its weights keep their address."""
-        return self.streamed.index(stage) % self.slots
+        return self.streamed_stages.index(stage) % self.slots
 
-    def held(self, stage: int) -> LayerRange:
+    def layers_of(self, stage: int) -> LayerRange:
         found = self.stages[stage]
         return LayerRange(found.start, found.stop, self.layout.layers)
 
     @property
-    def offloaded(self) -> tuple[int, ...]:
+    def offloaded_stages(self) -> tuple[int, ...]:
         """Stages of this worker whose inputs are offloaded: not the base's first stage, which has no input,
         and not this worker's last one, whose backward runs first."""
         return tuple(number for number in self.own[:-1] if number > 0) if self.layout.offloads else ()

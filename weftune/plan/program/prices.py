@@ -53,12 +53,12 @@ class PricedCluster:
     devices: int
     link: Link = Link()
     """Link between any two devices."""
-    host: Link = Link()
+    host_link: Link = Link()
     """Link between each device and host memory, used by Load actions."""
-    homes: tuple[int, ...] = ()
+    device_roots: tuple[int, ...] = ()
     """Index of the PCIe root complex of each device. Empty means that all devices share the first one."""
-    roots: tuple[float, ...] = (math.inf,)
+    root_bandwidths: tuple[float, ...] = (math.inf,)
     """Bandwidth of each root complex in bytes per second, shared by its concurrent Loads."""
-    queued: bool = False
+    queues_loads: bool = False
     """Whether concurrent Loads run in first-come order instead of sharing the bandwidth equally. The first
     Load is needed first, so a queue does not delay it for a later one."""

@@ -54,7 +54,7 @@ class PlacedSample:
     """Group number. Adjacent samples with the same number, such as preference pairs, share a microbatch."""
 
 
-def in_groups(samples: Sequence[PlacedSample], size: int) -> tuple[PlacedSample, ...]:
+def group_samples(samples: Sequence[PlacedSample], size: int) -> tuple[PlacedSample, ...]:
     """Number the samples in groups of `size` consecutive ones; a size of 1 leaves them ungrouped."""
     if size == 1:
         return tuple(samples)
@@ -62,7 +62,7 @@ def in_groups(samples: Sequence[PlacedSample], size: int) -> tuple[PlacedSample,
     return tuple(replace(placed, group=number // size) for number, placed in enumerate(samples))
 
 
-def kept_together(samples: Iterable[PlacedSample]) -> list[tuple[PlacedSample, ...]]:
+def sample_groups(samples: Iterable[PlacedSample]) -> list[tuple[PlacedSample, ...]]:
     """Split the samples into runs that must share a microbatch; most runs have one sample."""
     runs: list[list[PlacedSample]] = []
     for placed in samples:
@@ -82,7 +82,7 @@ class GlobalBatch:
     samples: tuple[PlacedSample, ...]
     supervised: int
     """Number of supervised tokens in the whole batch, by which the job's loss is divided."""
-    before: int = 0
+    prefix_rows: int = 0
     """Number of rows that the job's adapter inserts before samples."""
 
     @property
@@ -107,12 +107,12 @@ class SegmentPlan:
 @dataclass(frozen=True, slots=True)
 class MicrobatchPlan:
     segments: tuple[SegmentPlan, ...]
-    rung: int = 0
+    padded_rows: int = 0
     """Rows of the pass including padding, if CUDA graphs are captured for a few sizes; otherwise 0."""
 
     @property
     def rows(self) -> int:
-        return max(self.tokens, self.rung)
+        return max(self.tokens, self.padded_rows)
 
     @property
     def tokens(self) -> int:
@@ -124,7 +124,7 @@ class MicrobatchPlan:
 
     def without(self, jobs: frozenset[str] | set[str]) -> MicrobatchPlan:
         kept = tuple(segment for segment in self.segments if segment.job not in jobs)
-        return MicrobatchPlan(kept, self.rung)
+        return MicrobatchPlan(kept, self.padded_rows)
 
 
 def batch_samples(microbatches: Iterable[MicrobatchPlan]) -> Counter[tuple[str, int]]:
@@ -174,7 +174,7 @@ class Reduce:
 
     job: str
     step: int
-    what: Reduced = "norm"
+    payload: Reduced = "norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class Save:
     step: int
 
 
-What = Literal["activation", "gradient"]
+Payload = Literal["activation", "gradient"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class Send:
 
     microbatch: int
     stage: int
-    what: What
+    payload: Payload
     peer: int
 
 
@@ -206,7 +206,7 @@ class Send:
 class Recv:
     microbatch: int
     stage: int
-    what: What
+    payload: Payload
     peer: int
 
 
@@ -260,16 +260,16 @@ class Program:
         return len(self.devices) > 1
 
     @property
-    def width(self) -> int:
+    def devices_per_replica(self) -> int:
         """Number of devices of one replica."""
         return len(self.devices) // self.replicas
 
     def replica(self, device: int) -> int:
-        return device // self.width
+        return device // self.devices_per_replica
 
-    def homes(self, replica: int) -> tuple[int, ...]:
+    def stage_devices(self, replica: int) -> tuple[int, ...]:
         """Return the device of each stage in a replica."""
-        return tuple(replica * self.width + device for device in self.stages)
+        return tuple(replica * self.devices_per_replica + device for device in self.stages)
 
     def present_at_start(self, device: int) -> set[int]:
         """Return the stages whose weights are on the device at the start of the window."""
@@ -277,12 +277,12 @@ class Program:
         for action in self.devices[device]:
             if isinstance(action, Streaming):
                 loads_first.setdefault(action.stage, isinstance(action, Load))
-        homes = enumerate(self.homes(self.replica(device)))
+        homes = enumerate(self.stage_devices(self.replica(device)))
         return {stage for stage, home in homes if home == device and not loads_first.get(stage, False)}
 
     def group(self, device: int) -> range:
         """Return the devices that hold the same stages, one per replica, in the order of replicas."""
-        return range(device % self.width, len(self.devices), self.width)
+        return range(device % self.devices_per_replica, len(self.devices), self.devices_per_replica)
 
     @property
     def jobs(self) -> frozenset[str]:
@@ -304,18 +304,18 @@ class Program:
         """Return the number of samples of a segment's whole global batch."""
         return len(self.batch(segment.job, segment.step).samples)
 
-    def compute(self) -> Iterator[tuple[Forward | Evaluate, MicrobatchPlan]]:
+    def forward_passes(self) -> Iterator[tuple[Forward | Evaluate, MicrobatchPlan]]:
         """Yield every forward and evaluation pass with its microbatch, once for all stages."""
         for replica in range(self.replicas):
-            yield from self.compute_in(replica)
+            yield from self.replica_passes(replica)
 
-    def compute_in(self, replica: int) -> Iterator[tuple[Forward | Evaluate, MicrobatchPlan]]:
+    def replica_passes(self, replica: int) -> Iterator[tuple[Forward | Evaluate, MicrobatchPlan]]:
         """Yield the forward and evaluation passes of one replica with their microbatches."""
-        for action in self.devices[self.homes(replica)[0]]:
+        for action in self.devices[self.stage_devices(replica)[0]]:
             if isinstance(action, Forward | Evaluate) and action.stage == 0:
                 yield action, self.microbatches[action.microbatch]
 
-    def shared(self) -> int:
+    def shared_count(self) -> int:
         """Return the number of microbatches that contain two jobs or more."""
         return sum(len(set(microbatch.jobs)) > 1 for microbatch in self.microbatches)
 
@@ -324,7 +324,7 @@ class Program:
         dead = frozenset(jobs)
         microbatches = tuple(microbatch.without(dead) for microbatch in self.microbatches)
 
-        def lives(action: Action) -> bool:
+        def is_kept(action: Action) -> bool:
             if isinstance(action, OfJob):
                 return action.job not in dead
             return isinstance(action, Streaming) or bool(microbatches[action.microbatch].segments)
@@ -333,7 +333,7 @@ class Program:
             self,
             microbatches=microbatches,
             batches=tuple(batch for batch in self.batches if batch.job not in dead),
-            devices=tuple(tuple(action for action in actions if lives(action)) for actions in self.devices),
+            devices=tuple(tuple(action for action in actions if is_kept(action)) for actions in self.devices),
         )
 
     def without_saves(self, jobs: frozenset[str]) -> Program:

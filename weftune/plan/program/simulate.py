@@ -94,7 +94,7 @@ class Timeline:
         """Maximum bytes in use at any time, for each device."""
         return tuple(max((level.bytes for level in levels), default=0) for levels in self.memory)
 
-    def of(self, device: int, lane: Lane = Lane.compute) -> Iterator[Event]:
+    def events_of(self, device: int, lane: Lane = Lane.compute) -> Iterator[Event]:
         return (event for event in self.events if event.device == device and event.lane is lane)
 
     def busy(self, span: Span | None = None) -> tuple[float, ...]:
@@ -108,17 +108,17 @@ class Timeline:
     def busy_share(self, device: int, span: Span) -> float:
         if span.seconds <= 0:
             return 1.0
-        inside = (min(one.stop, span.stop) - max(one.start, span.start) for one in self.of(device))
+        inside = (min(one.stop, span.stop) - max(one.start, span.start) for one in self.events_of(device))
         return sum(seconds for seconds in inside if seconds > 0) / span.seconds
 
-    def steady(self) -> Span:
+    def steady_span(self) -> Span:
         """Return the steady state: from when every device has begun until one has no Forward left.
 
         The span is empty if the window is too short.
         """
         begun, feeding = 0.0, self.makespan
         for device in range(self.devices):
-            forwards = [one for one in self.of(device) if isinstance(one.action, Forward | Evaluate)]
+            forwards = [one for one in self.events_of(device) if isinstance(one.action, Forward | Evaluate)]
             if forwards:
                 begun = max(begun, forwards[0].start)
                 feeding = min(feeding, forwards[-1].stop)
@@ -128,18 +128,18 @@ class Timeline:
         """Return the span from the end of a job's Step `first` to the end of its Step `last`."""
         ends = {
             event.action.step: event.stop
-            for event in self.of(device)
+            for event in self.events_of(device)
             if isinstance(event.action, Step) and event.action.job == job
         }
         return Span(ends[first], ends[last])
 
 
-def levels(changes: Iterable[Level], at_start: int) -> tuple[Level, ...]:
+def memory_levels(changes: Iterable[Level], initial_bytes: int) -> tuple[Level, ...]:
     """Return running sums of changes in bytes; at equal times, releases precede allocations."""
     ordered = sorted(changes, key=lambda change: (change.time, change.bytes))
-    sums = at_start + np.cumsum([change.bytes for change in ordered], dtype=np.int64)
+    sums = initial_bytes + np.cumsum([change.bytes for change in ordered], dtype=np.int64)
     return (
-        Level(0.0, at_start),
+        Level(0.0, initial_bytes),
         *(Level(one.time, int(total)) for one, total in zip(ordered, sums, strict=True)),
     )
 
@@ -148,10 +148,13 @@ def simulate(program: Program, prices: Prices, cluster: PricedCluster) -> Timeli
     """Simulate a program that has passed `check`."""
     assert cluster.devices >= len(program.devices), "the cluster has fewer devices than the program"
     run = _Simulation(program, prices, cluster)
-    run.go()
+    run.run()
     stuck = [lanes.compute[0][0] for lanes in run.lanes if lanes.compute]
     assert not stuck, f"the simulation ended before {stuck[0]}: was the program checked?"
-    memory = tuple(levels(lanes.changes, run.at_start(number)) for number, lanes in enumerate(run.lanes))
+    memory = tuple(
+        memory_levels(lanes.memory_changes, run.initial_bytes(number))
+        for number, lanes in enumerate(run.lanes)
+    )
     return Timeline(len(program.devices), tuple(run.events), memory)
 
 
@@ -164,9 +167,9 @@ class _Lanes:
     sends: deque[Send] = field(default_factory=deque)
     loads: deque[tuple[Load, int]] = field(default_factory=deque)
     """Load actions, each with the number of compute actions that must have begun before it."""
-    begun: int = 0
+    begun_count: int = 0
     """Number of compute actions that have begun."""
-    loaded: int = 0
+    loaded_count: int = 0
     """Number of Loads that have ended."""
     computing: bool = False
     sending: bool = False
@@ -177,9 +180,9 @@ class _Lanes:
     """Results computed on this device that have not been sent yet."""
     decisions: set[StepMessage] = field(default_factory=set)
     """Messages about Reduces and Steps that this device has received from other devices."""
-    waiting: deque[int] = field(default_factory=deque)
+    waiting_senders: deque[int] = field(default_factory=deque)
     """Devices whose send lane waits for this device's receive lane."""
-    changes: list[Level] = field(default_factory=list)
+    memory_changes: list[Level] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -191,7 +194,7 @@ class _Flow:
     start: float
     remaining_bytes: float
     rate: float = 0.0
-    since: float = 0.0
+    updated_at: float = 0.0
     version: int = 0
 
 
@@ -199,7 +202,9 @@ class _Simulation:
     def __init__(self, program: Program, prices: Prices, cluster: PricedCluster) -> None:
         self.program, self.prices, self.cluster = program, prices, cluster
         self.lanes = [_lanes(actions) for actions in program.devices]
-        self.homes = [program.homes(program.replica(device)) for device in range(len(program.devices))]
+        self.homes = [
+            program.stage_devices(program.replica(device)) for device in range(len(program.devices))
+        ]
         self.messages = StepMessages(program)
         self.events: list[Event] = []
         self.flows: dict[int, list[_Flow]] = {}
@@ -207,18 +212,18 @@ class _Simulation:
         self._ends: list[tuple[float, int, Callable[[], None]]] = []
         self._number = count()
 
-    def go(self) -> None:
+    def run(self) -> None:
         for device in range(len(self.lanes)):
             self._wake(device)
         while self._ends:
             self.now, _, end = heapq.heappop(self._ends)
             end()
 
-    def at_start(self, device: int) -> int:
+    def initial_bytes(self, device: int) -> int:
         """Return the weight bytes of the stages that are on the device at the start."""
-        return sum(map(self._weight, self.program.present_at_start(device)))
+        return sum(map(self._weight_bytes, self.program.present_at_start(device)))
 
-    def _at(self, time: float, end: Callable[[], None]) -> None:
+    def _schedule(self, time: float, end: Callable[[], None]) -> None:
         heapq.heappush(self._ends, (time, next(self._number), end))
 
     def _wake(self, device: int) -> None:
@@ -226,29 +231,29 @@ class _Simulation:
         self._send(device)
         self._load(device)
 
-    def _note(self, device: int, lane: Lane, action: Action, start: float) -> None:
+    def _record_event(self, device: int, lane: Lane, action: Action, start: float) -> None:
         self.events.append(Event(device, lane, action, start, self.now))
 
-    def _hold(self, device: int, size: int) -> None:
+    def _change_memory(self, device: int, size: int) -> None:
         if size:
-            self.lanes[device].changes.append(Level(self.now, size))
+            self.lanes[device].memory_changes.append(Level(self.now, size))
 
     # -- compute -----------------------------------------------------------------------------------------
 
     def _compute(self, device: int) -> None:
         lanes = self.lanes[device]
-        if lanes.computing or not lanes.compute or not self._ready(lanes, *lanes.compute[0], device):
+        if lanes.computing or not lanes.compute or not self._is_ready(lanes, *lanes.compute[0], device):
             return
         action, _ = lanes.compute.popleft()
         lanes.computing = True
-        lanes.begun += 1
+        lanes.begun_count += 1
         start = self.now
         self._begin(device, action)
-        self._at(start + self._seconds(action), lambda: self._computed(device, action, start))
+        self._schedule(start + self._seconds(action), lambda: self._end_compute(device, action, start))
         self._load(device)
 
-    def _ready(self, lanes: _Lanes, action: Action, loads: int, device: int) -> bool:
-        if lanes.loaded < loads:
+    def _is_ready(self, lanes: _Lanes, action: Action, loads: int, device: int) -> bool:
+        if lanes.loaded_count < loads:
             return False
         if isinstance(action, Reduce | Step):
             return lanes.decisions.issuperset(self.messages.needed_by(action, device))
@@ -265,14 +270,16 @@ class _Simulation:
             return None
         return action.microbatch, action.stage, "gradient" if back else "activation"
 
-    def _tell(self, action: Reduce | Step, device: int) -> None:
-        sends_gradient = isinstance(action, Reduce) and action.what == "gradient"
+    def _send_messages(self, action: Reduce | Step, device: int) -> None:
+        sends_gradient = isinstance(action, Reduce) and action.payload == "gradient"
         sizes = self.prices.adapter_bytes.get(action.job, ()) if sends_gradient else ()
-        seconds = self.cluster.link.seconds(sizes[device % self.program.width] if sizes else 0)
+        seconds = self.cluster.link.seconds(sizes[device % self.program.devices_per_replica] if sizes else 0)
         for receiver in self.messages.receivers(action, device):
-            self._at(self.now + seconds, partial(self._told, StepMessage(device, action), receiver))
+            self._schedule(
+                self.now + seconds, partial(self._receive_message, StepMessage(device, action), receiver)
+            )
 
-    def _told(self, message: StepMessage, device: int) -> None:
+    def _receive_message(self, message: StepMessage, device: int) -> None:
         self.lanes[device].decisions.add(message)
         self._compute(device)
 
@@ -287,36 +294,38 @@ class _Simulation:
         return 0.0
 
     def _begin(self, device: int, action: Action) -> None:
-        if isinstance(action, Forward | Backward | Evaluate) and (result := self._product(action, device)):
-            self._hold(device, self._size(result))
+        if isinstance(action, Forward | Backward | Evaluate) and (result := self._result_of(action, device)):
+            self._change_memory(device, self._message_bytes(result))
         match action:
             case Forward(number, stage) | Evaluate(number, stage):
-                self._hold(device, self.prices.passes[number][stage].kept_bytes)
+                self._change_memory(device, self.prices.passes[number][stage].kept_bytes)
                 if (wanted := self._arrival(action, device)) is not None:
-                    self._hold(device, -self._size(wanted))  # counted in kept_bytes from here on
+                    self._change_memory(
+                        device, -self._message_bytes(wanted)
+                    )  # counted in kept_bytes from here on
             case Backward(number, stage):
-                self._hold(device, self.prices.passes[number][stage].working_bytes)
+                self._change_memory(device, self.prices.passes[number][stage].working_bytes)
             case Evict(stage):
-                self._hold(device, -self._weight(stage))
+                self._change_memory(device, -self._weight_bytes(stage))
             case Step():
-                self._tell(action, device)  # the decision is sent before the step is executed
+                self._send_messages(action, device)  # the decision is sent before the step is executed
 
-    def _computed(self, device: int, action: Action, start: float) -> None:
+    def _end_compute(self, device: int, action: Action, start: float) -> None:
         self.lanes[device].computing = False
-        self._note(device, Lane.compute, action, start)
+        self._record_event(device, Lane.compute, action, start)
         if isinstance(action, Reduce):
-            self._tell(action, device)
+            self._send_messages(action, device)
         if isinstance(action, Backward | Evaluate):
-            self._hold(device, -self.prices.passes[action.microbatch][action.stage].kept_bytes)
+            self._change_memory(device, -self.prices.passes[action.microbatch][action.stage].kept_bytes)
         if isinstance(action, Backward):
-            self._hold(device, -self.prices.passes[action.microbatch][action.stage].working_bytes)
+            self._change_memory(device, -self.prices.passes[action.microbatch][action.stage].working_bytes)
         if isinstance(action, Backward) and (wanted := self._arrival(action, device)) is not None:
-            self._hold(device, -self._size(wanted))
-        if isinstance(action, Forward | Backward | Evaluate) and (result := self._product(action, device)):
+            self._change_memory(device, -self._message_bytes(wanted))
+        if isinstance(action, Forward | Backward | Evaluate) and (result := self._result_of(action, device)):
             self.lanes[device].results.add(result)
         self._wake(device)
 
-    def _product(self, action: Forward | Backward | Evaluate, device: int) -> Arrival | None:
+    def _result_of(self, action: Forward | Backward | Evaluate, device: int) -> Arrival | None:
         """Return the result that this pass sends to another device, or None."""
         back = isinstance(action, Backward)
         taker = action.stage - 1 if back else action.stage + 1
@@ -331,90 +340,92 @@ class _Simulation:
         if lanes.sending or not lanes.sends:
             return
         action = lanes.sends[0]
-        sent: Arrival = (action.microbatch, action.stage, action.what)
+        sent: Arrival = (action.microbatch, action.stage, action.payload)
         if sent not in lanes.results:
             return
         taker = self.lanes[action.peer]
         if taker.receiving:
-            if device not in taker.waiting:
-                taker.waiting.append(device)
+            if device not in taker.waiting_senders:
+                taker.waiting_senders.append(device)
             return
         lanes.sends.popleft()
         lanes.sending = taker.receiving = True
         start = self.now
-        self._hold(action.peer, self._size(sent))
-        seconds = self.cluster.link.seconds(self._size(sent))
-        self._at(start + seconds, lambda: self._delivered(device, action, start))
+        self._change_memory(action.peer, self._message_bytes(sent))
+        seconds = self.cluster.link.seconds(self._message_bytes(sent))
+        self._schedule(start + seconds, lambda: self._end_send(device, action, start))
 
-    def _delivered(self, device: int, action: Send, start: float) -> None:
+    def _end_send(self, device: int, action: Send, start: float) -> None:
         lanes, taker = self.lanes[device], self.lanes[action.peer]
         lanes.sending = taker.receiving = False
-        sent: Arrival = (action.microbatch, action.stage, action.what)
+        sent: Arrival = (action.microbatch, action.stage, action.payload)
         lanes.results.remove(sent)
         taker.arrived.add(sent)
-        self._hold(device, -self._size(sent))
-        self._note(device, Lane.send, action, start)
-        received = Recv(action.microbatch, action.stage, action.what, device)
-        self._note(action.peer, Lane.receive, received, start)
-        waiting = [*taker.waiting]
-        taker.waiting.clear()
+        self._change_memory(device, -self._message_bytes(sent))
+        self._record_event(device, Lane.send, action, start)
+        received = Recv(action.microbatch, action.stage, action.payload, device)
+        self._record_event(action.peer, Lane.receive, received, start)
+        waiting = [*taker.waiting_senders]
+        taker.waiting_senders.clear()
         for sender in (*waiting, device):
             self._send(sender)
         self._compute(action.peer)
 
-    def _size(self, arrival: Arrival) -> int:
+    def _message_bytes(self, arrival: Arrival) -> int:
         number, taker, what = arrival
         passes = self.prices.passes[number]
         return (
             passes[taker - 1].activation_bytes if what == "activation" else passes[taker + 1].gradient_bytes
         )
 
-    def _weight(self, stage: int) -> int:
+    def _weight_bytes(self, stage: int) -> int:
         return self.prices.weight_bytes[stage] if self.prices.weight_bytes else 0
 
     # -- loads -------------------------------------------------------------------------------------------
 
     def _load(self, device: int) -> None:
         lanes = self.lanes[device]
-        if lanes.loading or not lanes.loads or lanes.begun < lanes.loads[0][1]:
+        if lanes.loading or not lanes.loads or lanes.begun_count < lanes.loads[0][1]:
             return
         action, _ = lanes.loads.popleft()
         lanes.loading = True
-        size = self._weight(action.stage)
-        self._hold(device, size)
+        size = self._weight_bytes(action.stage)
+        self._change_memory(device, size)
         flow = _Flow(device, action, self.now, size)
-        self._at(self.now + self.cluster.host.latency, lambda: self._join(flow))
+        self._schedule(self.now + self.cluster.host_link.latency, lambda: self._begin_flow(flow))
 
-    def _join(self, flow: _Flow) -> None:
-        root = self.cluster.homes[flow.device] if self.cluster.homes else 0
+    def _begin_flow(self, flow: _Flow) -> None:
+        root = self.cluster.device_roots[flow.device] if self.cluster.device_roots else 0
         self.flows.setdefault(root, []).append(flow)
-        self._share(root)
+        self._divide_bandwidth(root)
 
-    def _share(self, root: int) -> None:
+    def _divide_bandwidth(self, root: int) -> None:
         """Update the progress of all Loads under a root complex and divide its bandwidth again."""
         flows = self.flows[root]
-        moving = flows[:1] if self.cluster.queued else flows
+        moving = flows[:1] if self.cluster.queues_loads else flows
         for flow in flows:
-            if flow.remaining_bytes and self.now > flow.since:
-                flow.remaining_bytes -= flow.rate * (self.now - flow.since)
-            flow.since = self.now
+            if flow.remaining_bytes and self.now > flow.updated_at:
+                flow.remaining_bytes -= flow.rate * (self.now - flow.updated_at)
+            flow.updated_at = self.now
             flow.version += 1
             flow.rate = 0.0
         for flow in moving:
-            flow.rate = min(self.cluster.host.bandwidth, self.cluster.roots[root] / len(moving))
+            flow.rate = min(
+                self.cluster.host_link.bandwidth, self.cluster.root_bandwidths[root] / len(moving)
+            )
             end = self.now + max(0.0, flow.remaining_bytes) / flow.rate
-            self._at(end, partial(self._loaded, flow, root, flow.version))
+            self._schedule(end, partial(self._end_load, flow, root, flow.version))
 
-    def _loaded(self, flow: _Flow, root: int, version: int) -> None:
+    def _end_load(self, flow: _Flow, root: int, version: int) -> None:
         """End a Load, unless its rate has changed since its end was predicted."""
         if flow.version != version:
             return
         self.flows[root].remove(flow)
-        self._share(root)
+        self._divide_bandwidth(root)
         lanes = self.lanes[flow.device]
         lanes.loading = False
-        lanes.loaded += 1
-        self._note(flow.device, Lane.load, flow.action, flow.start)
+        lanes.loaded_count += 1
+        self._record_event(flow.device, Lane.load, flow.action, flow.start)
         self._wake(flow.device)
 
 

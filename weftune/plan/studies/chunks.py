@@ -25,7 +25,7 @@ from weftune.plan.program.program import (
     SegmentPlan,
 )
 from weftune.plan.studies.placement import Placement
-from weftune.plan.studies.scheme import Groups, price_rows, simulated
+from weftune.plan.studies.scheme import Groups, price_rows, simulate_program
 from weftune.plan.window.orders import Passes, Work, alternating_passes, assemble
 
 FLOOR = 64
@@ -45,7 +45,7 @@ class ChunkPiece:
 class Chunk:
     number: int
     pieces: tuple[ChunkPiece, ...]
-    reads: tuple[int, ...]
+    read_chunks: tuple[int, ...]
     """Numbers of the chunks whose keys and values this one reads: the earlier chunks of its first sample."""
 
     @property
@@ -59,7 +59,7 @@ def chunk_size(lengths: Iterable[int], floor: int = FLOOR) -> int:
     return max(floor, common & -common)
 
 
-def align(lengths: Sequence[int], capacity: int, size: int) -> tuple[Chunk, ...]:
+def cut_into_chunks(lengths: Sequence[int], capacity: int, size: int) -> tuple[Chunk, ...]:
     """Return packs of at most `capacity` tokens cut into chunks of `size`, in a valid order."""
     chunks: list[Chunk] = []
     for samples in pack(lengths, capacity):
@@ -131,7 +131,7 @@ def chunked_forecast(jobs: Sequence[JobOutline], groups: Groups, size: int, plac
                 by_job[one.job] = by_job.get(one.job, 0) + one.placed.length
             counts.append(RowCounts(rows, sum(one.squares for one in chunk), by_job))
     program, prices = chunked_program(units, size, placement), price_rows(counts, jobs, placement)
-    return simulated(f"chunks of {size}", program, prices, jobs, placement).forecast
+    return simulate_program(f"chunks of {size}", program, prices, jobs, placement).forecast
 
 
 def chunk_units(jobs: Sequence[JobOutline], groups: Groups, size: int, capacity: int) -> list[Unit]:
@@ -174,8 +174,8 @@ def _chains(job: str, step: int, lengths: Sequence[int], size: int, capacity: in
     offsets = [0, *accumulate(lengths)]
     room = min(capacity, -(-max(lengths) // size) * size)
     chain: Chain = []
-    for chunk in align(lengths, room, size):
-        if chain and not chunk.reads:
+    for chunk in cut_into_chunks(lengths, room, size):
+        if chain and not chunk.read_chunks:
             yield chain
             chain = []
         slices = []

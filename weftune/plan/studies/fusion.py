@@ -27,7 +27,7 @@ from weftune.plan.cost.estimate import (
     ATTENTION_BACKWARD,
     JobOutline,
     adapter_seconds,
-    base_line,
+    base_pass_time,
     square_seconds,
 )
 from weftune.plan.cost.memory import gib
@@ -40,7 +40,7 @@ from weftune.plan.studies.search import mean_length, round_tokens
 NO_TIME = Line(0.0, 0.0)
 ADAPTER_SHARE = 0.5
 """Share of the device that one adapter's products keep busy: fused adapters overlap to that extent."""
-EVERY = 16
+COUNT_INTERVAL = 16
 """Number of groups or buckets up to which each is tried; above it, only its multiples and the largest."""
 
 
@@ -48,17 +48,19 @@ EVERY = 16
 class AdapterTime:
     """Time of adapters that run fused in one pass over a stage; one adapter is the simplest case."""
 
-    shared: float
+    busy_seconds: float
     """Sum of each adapter's seconds times the share of the device that it keeps busy."""
-    longest: float
+    longest_seconds: float
     """Seconds of the slowest adapter alone."""
 
     @property
     def seconds(self) -> float:
-        return max(self.shared, self.longest)
+        return max(self.busy_seconds, self.longest_seconds)
 
     def __add__(self, other: AdapterTime) -> AdapterTime:
-        return AdapterTime(self.shared + other.shared, max(self.longest, other.longest))
+        return AdapterTime(
+            self.busy_seconds + other.busy_seconds, max(self.longest_seconds, other.longest_seconds)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class PassSeconds:
         return self.base + self.adapters.seconds
 
     @property
-    def alone(self) -> float:
+    def unoverlapped_seconds(self) -> float:
         """Seconds if no other work overlaps its communication."""
         return self.compute + self.communication
 
@@ -216,8 +218,8 @@ class PipelineCost:
         return None
 
 
-def _pass_seconds(one: StagePass, shards: int, load: GroupLoad, adapters: AdapterTime) -> PassSeconds:
-    return PassSeconds(one.seconds(load) / shards, adapters, one.communication(load.tokens))
+def _pass_seconds(stage_pass: StagePass, shards: int, load: GroupLoad, adapters: AdapterTime) -> PassSeconds:
+    return PassSeconds(stage_pass.seconds(load) / shards, adapters, stage_pass.communication(load.tokens))
 
 
 # -- fusion -------------------------------------------------------------------------------------------------
@@ -261,18 +263,18 @@ _Added = Sequence[Sequence[float]]
 def fuse(loads: Sequence[GroupLoad], pipeline: PipelineCost) -> Fusion:
     """Return the grouping of least predicted time; PlanError names every job that does not fit even alone."""
     ordered = sorted(loads, key=lambda load: (load.tokens, load.jobs))
-    misfits = [(load, sentence) for load in ordered if (sentence := why_not(load, pipeline))]
+    misfits = [(load, sentence) for load in ordered if (sentence := misfit_reason(load, pipeline))]
     if misfits:
         raise PlanError(Mistake(", ".join(load.jobs), sentence) for load, sentence in misfits)
     if not ordered:
         return Fusion((), 0.0, {})
     # The loads are not kept: with many jobs there are so many that garbage collection would dominate.
     added = [
-        [pipeline.added_seconds(load) for load in _growing(ordered[start:], pipeline)]
+        [pipeline.added_seconds(load) for load in _growing_groups(ordered[start:], pipeline)]
         for start in range(len(ordered))
     ]
     rows = _rows(ordered, added, pipeline)
-    edges = {count: _edges(rows[:count], len(ordered)) for count in range(1, len(rows) + 1)}
+    edges = {count: _group_boundaries(rows[:count], len(ordered)) for count in range(1, len(rows) + 1)}
     by_count = {
         count: FusionGroups(
             tuple(reduce(add, ordered[start:stop]) for start, stop in pairwise(cut)),
@@ -286,7 +288,7 @@ def fuse(loads: Sequence[GroupLoad], pipeline: PipelineCost) -> Fusion:
     return Fusion(reasons.groups(edges[count]), by_count[count].seconds, by_count)
 
 
-def why_not(load: GroupLoad, pipeline: PipelineCost) -> str | None:
+def misfit_reason(load: GroupLoad, pipeline: PipelineCost) -> str | None:
     """Return a sentence that says why this job cannot run even alone, or None if it can."""
     if load.tokens < 1:
         return "has no tokens to train on"
@@ -294,24 +296,24 @@ def why_not(load: GroupLoad, pipeline: PipelineCost) -> str | None:
     return f"alone, with {load.tokens} tokens per microbatch, it {shortage}" if shortage else None
 
 
-def price(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> float:
+def predict_seconds(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> float:
     """Return the predicted time of any grouping; the first of `groups` fills the pipeline."""
     return pipeline.first_seconds(groups[0]) + sum(pipeline.added_seconds(load) for load in groups[1:])
 
 
-def _growing(ordered: Sequence[GroupLoad], pipeline: PipelineCost) -> Iterator[GroupLoad]:
+def _growing_groups(sorted_loads: Sequence[GroupLoad], pipeline: PipelineCost) -> Iterator[GroupLoad]:
     """Return the groups that start with the first job and fit in memory, from the shortest on."""
-    return takewhile(lambda load: pipeline.shortage(load) is None, accumulate(ordered, add))
+    return takewhile(lambda load: pipeline.shortage(load) is None, accumulate(sorted_loads, add))
 
 
-def _rows(ordered: Sequence[GroupLoad], added: _Added, pipeline: PipelineCost) -> list[_Row]:
+def _rows(sorted_loads: Sequence[GroupLoad], added_seconds: _Added, pipeline: PipelineCost) -> list[_Row]:
     """Return one row per number of groups, with an entry for each number of jobs that they can hold."""
-    first = [pipeline.first_seconds(load) for load in _growing(ordered, pipeline)]
+    first = [pipeline.first_seconds(load) for load in _growing_groups(sorted_loads, pipeline)]
     rows: list[_Row] = [{stop: (seconds, 0) for stop, seconds in enumerate(first, 1)}]
-    for _ in ordered[1:]:
+    for _ in sorted_loads[1:]:
         row: _Row = {}
         for start, (before, _) in rows[-1].items():
-            longer = added[start] if start < len(added) else ()
+            longer = added_seconds[start] if start < len(added_seconds) else ()
             for stop, more in enumerate(longer, start + 1):
                 if stop not in row or before + more < row[stop][0]:
                     row[stop] = (before + more, start)
@@ -319,7 +321,7 @@ def _rows(ordered: Sequence[GroupLoad], added: _Added, pipeline: PipelineCost) -
     return rows
 
 
-def _edges(rows: Sequence[_Row], jobs: int) -> list[int]:
+def _group_boundaries(rows: Sequence[_Row], jobs: int) -> list[int]:
     """Return the start of each group in the best grouping of `jobs` jobs, with one group per row, and the
     end; empty if so many groups cannot hold them."""
     if jobs not in rows[-1]:
@@ -334,16 +336,20 @@ class _Reasons:
     """Computes the cost of a plan in which one group is longer by one job and all else is optimal."""
 
     def __init__(
-        self, ordered: Sequence[GroupLoad], pipeline: PipelineCost, added: _Added, rows: Sequence[_Row]
+        self,
+        sorted_loads: Sequence[GroupLoad],
+        pipeline: PipelineCost,
+        added_seconds: _Added,
+        rows: Sequence[_Row],
     ) -> None:
-        self.ordered, self.pipeline, self.added = ordered, pipeline, added
+        self.ordered, self.pipeline, self.added = sorted_loads, pipeline, added_seconds
         self.before = [
             min((row[jobs][0] for row in rows if jobs in row), default=0.0)
-            for jobs in range(len(ordered) + 1)
+            for jobs in range(len(sorted_loads) + 1)
         ]
-        self.after = [0.0] * (len(ordered) + 1)
-        for start in reversed(range(len(ordered))):
-            tails = enumerate(added[start], start + 1)
+        self.after = [0.0] * (len(sorted_loads) + 1)
+        for start in reversed(range(len(sorted_loads))):
+            tails = enumerate(added_seconds[start], start + 1)
             self.after[start] = min(more + self.after[stop] for stop, more in tails)
 
     def groups(self, edges: Sequence[int]) -> tuple[FusionGroup, ...]:
@@ -352,10 +358,10 @@ class _Reasons:
         found = []
         for start, stop in pairwise(edges):
             load = reduce(add, self.ordered[start:stop])
-            found.append(FusionGroup(load, self._cost(start, stop), self.why_not_next(start, stop, total)))
+            found.append(FusionGroup(load, self._cost(start, stop), self.stop_reason(start, stop, total)))
         return tuple(found)
 
-    def why_not_next(self, start: int, stop: int, total: float) -> str:
+    def stop_reason(self, start: int, stop: int, total: float) -> str:
         """Return why the group of jobs `start` to `stop` is not longer, in a plan of `total` seconds."""
         if stop == len(self.ordered):
             return "no job is left to join"
@@ -401,13 +407,13 @@ class Bucketing:
     """Reason for the number of fusion groups."""
 
 
-def bucket(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucketing:
+def make_buckets(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucketing:
     """Return the best buckets for `groups`, each of which fits in memory alone."""
     assert groups, "no fusion group to put into a bucket"
     latencies = [pipeline.paces(load)[0] for load in groups]
     trials: dict[int, float | None] = {}
     best: Bucketing | None = None
-    for count in _tried(len(groups)):
+    for count in _group_counts(len(groups)):
         spread = [[groups[index] for index in sorted(indices)] for indices in balance(latencies, count)]
         trials[count] = None
         if any(pipeline.shortage(reduce(add, together)) for together in spread):
@@ -421,20 +427,20 @@ def bucket(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucketing:
     return best
 
 
-def arrange(fusion: Fusion, pipeline: PipelineCost) -> Bucketing:
+def arrange_buckets(fusion: Fusion, pipeline: PipelineCost) -> Bucketing:
     """Return the best buckets over all numbers of fusion groups.
 
     Fusion assumes that communication is hidden, but a few large groups leave little to hide it behind. If
     there is any communication, the best groupings for other numbers of groups are tried as well.
     """
     own = len(fusion.groups)
-    tried = {own: bucket([group.load for group in fusion.groups], pipeline)}
+    tried = {own: make_buckets([group.load for group in fusion.groups], pipeline)}
     if not pipeline.communicates:
         return replace(
             tried[own], reason=f"as many groups as fused, {own}: there is no communication to hide"
         )
-    for count in {*_tried(max(fusion.by_count))} & fusion.by_count.keys() - {own}:
-        tried[count] = bucket(fusion.by_count[count].groups, pipeline)
+    for count in {*_group_counts(max(fusion.by_count))} & fusion.by_count.keys() - {own}:
+        tried[count] = make_buckets(fusion.by_count[count].groups, pipeline)
     chosen = min(tried, key=lambda count: (tried[count].seconds, count))
     reason = (
         f"{chosen} groups, not {own} as fused: communication hides behind other groups' compute, and a round "
@@ -451,12 +457,12 @@ def make_bucket(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucket:
     fused = all(len(load.jobs) == 1 for load in groups)
     return Bucket(
         tuple(groups),
-        tuple(_interleaved([forward for forward, _ in times], fused) for times in stages),
-        tuple(_interleaved([backward for _, backward in times], fused) for times in stages),
+        tuple(_interleaved_seconds([forward for forward, _ in times], fused) for times in stages),
+        tuple(_interleaved_seconds([backward for _, backward in times], fused) for times in stages),
     )
 
 
-def _interleaved(passes: Sequence[PassSeconds], fused: bool) -> float:
+def _interleaved_seconds(passes: Sequence[PassSeconds], fused: bool) -> float:
     """Return a stage's seconds for the interleaved passes of several groups: the total of compute or of
     communication, whichever is longer, but at least the time of any group alone.
 
@@ -466,7 +472,9 @@ def _interleaved(passes: Sequence[PassSeconds], fused: bool) -> float:
     adapters = [one.adapters for one in passes]
     together = reduce(add, adapters).seconds if fused else sum(each.seconds for each in adapters)
     compute = sum(one.base for one in passes) + together
-    return max(compute, sum(one.communication for one in passes), *(one.alone for one in passes))
+    return max(
+        compute, sum(one.communication for one in passes), *(one.unoverlapped_seconds for one in passes)
+    )
 
 
 def end_to_end(buckets: Sequence[Bucket], microbatches: int) -> float:
@@ -480,9 +488,13 @@ def end_to_end(buckets: Sequence[Bucket], microbatches: int) -> float:
     return filling + microbatches * busy[slowest] + draining
 
 
-def _tried(largest: int) -> list[int]:
-    counts = range(1, largest + 1)
-    return [count for count in counts if count <= EVERY or count % EVERY == 0 or count == largest]
+def _group_counts(max_count: int) -> list[int]:
+    counts = range(1, max_count + 1)
+    return [
+        count
+        for count in counts
+        if count <= COUNT_INTERVAL or count % COUNT_INTERVAL == 0 or count == max_count
+    ]
 
 
 # -- groups of jobs on a cluster ----------------------------------------------------------------------------
@@ -507,13 +519,15 @@ def fused_groups(jobs: Sequence[JobOutline], placement: Placement) -> dict[str, 
     fusion = fuse(loads, pipeline)
     return {
         "fusion": tuple(one.jobs for one in fusion.groups),
-        "buckets": tuple(load.jobs for one in arrange(fusion, pipeline).buckets for load in one.groups),
+        "buckets": tuple(
+            load.jobs for one in arrange_buckets(fusion, pipeline).buckets for load in one.groups
+        ),
     }
 
 
 def _stage(placement: Placement, number: int) -> Stage:
     case, cut, layers = placement.case, placement.stages[number], placement.layers(number)
-    line, square = base_line(layers, case.speeds[number]), square_seconds(layers, case.speeds[number])
+    line, square = base_pass_time(layers, case.speeds[number]), square_seconds(layers, case.speeds[number])
     again = recomputed_share(layers, case)
     twice = Line((1 + again) * line.fixed, (1 + again) * line.per_token)
     return Stage(

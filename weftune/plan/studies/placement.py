@@ -16,8 +16,8 @@ from weftune.plan.cost.estimate import (
     Speed,
     StageCost,
     base_layers,
+    data_sheet_speed,
     layer_costs,
-    sheet_speed,
     stage_cost,
 )
 from weftune.plan.cost.memory import MemoryModel, gib, longest
@@ -25,7 +25,7 @@ from weftune.plan.layout.choose import MAX_TOKENS
 from weftune.plan.layout.stages import StageLimit, balance
 from weftune.plan.program.program import NOTHING, Recompute
 
-ALIKE = 1e-3
+SAME_TIME_SHARE = 1e-3
 """Relative difference below which times are considered equal, so that the first of the schemes is chosen."""
 PATIENCE = 2
 """Number of consecutive smaller capacities without improvement after which the search stops."""
@@ -83,16 +83,16 @@ def cluster_case(
     shape: ModelShape, cluster: Cluster, speeds: Sequence[Speed] = (), recompute: Recompute = NOTHING
 ) -> ClusterCase:
     """Return a base on a cluster. `speeds` may be measured; the default is those of the data sheets."""
-    speeds = speeds or [sheet_speed(device) for device in cluster.devices]
+    speeds = speeds or [data_sheet_speed(device) for device in cluster.devices]
     first = cluster.devices[0]
     memory = MemoryModel(shape, first.memory_bytes, fused=first.is_gpu)
     whole = memory.bytes_per_token(replace(recompute, layers=0)) // shape.layers
     kept = shape.hidden * shape.bytes_per_value if recompute.layers else whole
-    layers = base_layers(shape, kept, apart=len(cluster.devices) > 1)
+    layers = base_layers(shape, kept, ends_apart=len(cluster.devices) > 1)
     return ClusterCase(shape, cluster, tuple(speeds), layers, recompute, whole if recompute.layers else 0)
 
 
-def recomputing(case: ClusterCase) -> list[ClusterCase]:
+def recompute_cases(case: ClusterCase) -> list[ClusterCase]:
     """Return the case with increasing recomputation in the backward; only fused layers (GPU) support it."""
     if not case.is_gpu:
         return [case]
@@ -112,7 +112,7 @@ class Placement:
     stages: tuple[StageCost, ...]
     need_bytes: tuple[int, ...]
     """Bytes needed on each device, slack included, with as many full microbatches in flight as in 1F1B."""
-    beside_bytes: int
+    other_bytes: int
     """Bytes of `need_bytes` on each device that are not weights, adapters or kept activations."""
 
     @property
@@ -134,11 +134,13 @@ def capacities(case: ClusterCase, jobs: Sequence[JobOutline]) -> list[int]:
     return halves if case.stages > 1 or least in halves else [*halves, least]
 
 
-def lay_out(case: ClusterCase, jobs: Sequence[JobOutline], capacity: int, ends: bool = True) -> Placement:
-    """Return the cut whose slowest stage is fastest; without `ends`, embedding and head are not counted."""
+def cut_stages(
+    case: ClusterCase, jobs: Sequence[JobOutline], capacity: int, count_ends: bool = True
+) -> Placement:
+    """Return the cut whose slowest stage is fastest; embedding and head count if `count_ends` is True."""
     costs = case.costs(jobs, full_rows(jobs, capacity))
     counted = costs
-    if not ends:
+    if not count_ends:
         counted = tuple(
             one if one.kind == "layer" else replace(one, forward=0.0, backward=0.0) for one in costs
         )
@@ -147,7 +149,7 @@ def lay_out(case: ClusterCase, jobs: Sequence[JobOutline], capacity: int, ends: 
         StageLimit(
             memory_bytes=max(0, case.budgets[number] - beside),
             in_flight=case.stages - number,
-            pace=case.speeds[0].flops / case.speeds[number].flops,
+            relative_time=case.speeds[0].flops / case.speeds[number].flops,
         )
         for number in range(case.stages)
     ]
@@ -167,12 +169,12 @@ def full_rows(jobs: Sequence[JobOutline], capacity: int) -> RowCounts:
     return RowCounts(capacity, squares * capacity // max(1, total), by_job)
 
 
-def why_not(case: ClusterCase, jobs: Sequence[JobOutline]) -> str | None:
+def misfit_reason(case: ClusterCase, jobs: Sequence[JobOutline]) -> str | None:
     """Return a sentence that says why these jobs do not fit together, or None if they do."""
-    case = recomputing(case)[-1]
+    case = recompute_cases(case)[-1]
     least = capacities(case, jobs)[-1]
     try:
-        lay_out(case, jobs, least)
+        cut_stages(case, jobs, least)
     except PlanError as error:
         others = len(jobs) - 1
         beside = f"with {others} other job{'s' if others > 1 else ''} running and " if others else ""
@@ -195,7 +197,7 @@ def placements(case: ClusterCase, jobs: Sequence[JobOutline]) -> list[Placement]
     pipeline recomputes only what it must.
     """
     found: list[Placement] = []
-    for choice in recomputing(case):
+    for choice in recompute_cases(case):
         fitting = _fitting(choice, jobs)
         if case.stages > 1:
             found = list(fitting)
@@ -212,21 +214,21 @@ def placements(case: ClusterCase, jobs: Sequence[JobOutline]) -> list[Placement]
 def _fitting(case: ClusterCase, jobs: Sequence[JobOutline]) -> Iterator[Placement]:
     for capacity in capacities(case, jobs):
         try:
-            yield lay_out(case, jobs, capacity)
+            yield cut_stages(case, jobs, capacity)
         except PlanError:
             continue
 
 
-def descend(tried: Iterable[Placement], seconds: Callable[[Placement], float]) -> None:
+def best_placement(candidates: Iterable[Placement], seconds: Callable[[Placement], float]) -> None:
     """Evaluate the placements until two consecutive capacities of a pipeline did not improve the time.
 
     With every halving, waits become shorter and passes more expensive. The trend is uneven, because the
     number of microbatches is rounded.
     """
     least, worse = float("inf"), 0
-    for placement in tried:
+    for placement in candidates:
         now = seconds(placement)
-        worse = worse + 1 if now > least * (1 + ALIKE) else 0
+        worse = worse + 1 if now > least * (1 + SAME_TIME_SHARE) else 0
         if len(placement.stages) > 1 and worse == PATIENCE:
             break
         least = min(least, now)

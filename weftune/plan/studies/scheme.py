@@ -13,7 +13,7 @@ from weftune.plan.cost.estimate import (
     JobOutline,
     RowCounts,
     adapter_seconds,
-    base_line,
+    base_pass_time,
     square_seconds,
 )
 from weftune.plan.cost.streamed_memory import ON_THE_WAY
@@ -45,9 +45,9 @@ from weftune.plan.window.orders import (
 )
 
 Groups = tuple[tuple[str, ...], ...]
-GREEDY = Limits(tries=0, kicks=0, solver_cells=0, room_cells=0)
+GREEDY = Limits(max_exchanges=0, max_repackings=0, solver_cells=0, room_cells=0)
 """Limits of packing that allow only the greedy best-fit heuristic."""
-SEARCHED = Limits(tries=1000, kicks=50, solver_cells=0, room_cells=0)
+SEARCHED = Limits(max_exchanges=1000, max_repackings=50, solver_cells=0, room_cells=0)
 """Limits of packing that exclude the solver, since a forecast packs the same window many times."""
 
 
@@ -67,11 +67,11 @@ class Scheme:
     """Groups of jobs that share microbatches. The groups alternate."""
     order: SchemeOrder = SchemeOrder.alternating
     limits: Limits = SEARCHED
-    shift: bool = True
+    moves_samples: bool = True
     """Whether samples may be moved into microbatches of the preceding round that are not full."""
 
 
-def alone(jobs: Sequence[JobOutline]) -> Groups:
+def separate_groups(jobs: Sequence[JobOutline]) -> Groups:
     return tuple((job.name,) for job in jobs)
 
 
@@ -86,7 +86,7 @@ class PricedWork:
     prices: Prices
 
 
-def lay(scheme: Scheme, jobs: Sequence[JobOutline], placement: Placement) -> PricedWork:
+def pack_scheme(scheme: Scheme, jobs: Sequence[JobOutline], placement: Placement) -> PricedWork:
     """Lay out the jobs' next global batches as microbatches, with the cost of each on every stage."""
     by_name = {job.name: job for job in jobs}
     rounds = []
@@ -100,7 +100,7 @@ def lay(scheme: Scheme, jobs: Sequence[JobOutline], placement: Placement) -> Pri
             ]
             rounds += [samples] if samples else []
     rules = MergeRules(placement.capacity, len(placement.stages), limits=scheme.limits)
-    work = _work(merge(rounds, rules, shift=scheme.shift), jobs, placement.capacity)
+    work = _work(merge(rounds, rules, move_samples=scheme.moves_samples), jobs, placement.capacity)
     return PricedWork(work, price_rows([_rows(one) for one in work.microbatches], jobs, placement))
 
 
@@ -129,14 +129,14 @@ def make_batch(job: str, step: int, lengths: Sequence[int]) -> GlobalBatch:
     return GlobalBatch(job, step, tuple(samples), supervised=offset)
 
 
-def slowest_first(laid: PricedWork, groups: Groups) -> Groups:
+def slowest_first(priced: PricedWork, groups: Groups) -> Groups:
     """Return the groups sorted by time on stage 0, the slowest first, as the pipeline template expects."""
     home = {job: number for number, group in enumerate(groups) for job in group}
     seconds: list[list[float]] = [[] for _ in groups]
-    for number in laid.work.filled:
-        first = laid.prices.passes[number][0]
+    for number in priced.work.filled_microbatches:
+        first = priced.prices.passes[number][0]
         # Samples moved into a microbatch from the next round come after its own samples.
-        job = laid.work.microbatches[number].segments[0].job
+        job = priced.work.microbatches[number].segments[0].job
         seconds[home[job]].append(first.forward + first.backward)
     paces = [sum(each) / len(each) if each else 0.0 for each in seconds]
     return tuple(groups[number] for number in sorted(range(len(groups)), key=lambda one: -paces[one]))
@@ -147,24 +147,24 @@ class StageRates:
     """Costs of a stage on its device: sums over its layers, computed once for all microbatches."""
 
     line: Line
-    square: float
+    seconds_per_square: float
     adapters: Mapping[str, float]
     """Maps each job to the seconds per token that its adapters add to a forward."""
     kept_bytes: int
-    handed_bytes: int
-    again: float
+    output_bytes: int
+    recomputed_share: float
     """Share of a forward that the backward recomputes."""
 
     def price(self, rows: RowCounts) -> PassPrice:
-        line, square = self.line(rows.tokens), self.square * rows.squares
-        added = sum(self.adapters[job] * tokens for job, tokens in rows.by_job.items())
+        line, square = self.line(rows.tokens), self.seconds_per_square * rows.squared_lengths
+        added = sum(self.adapters[job] * tokens for job, tokens in rows.tokens_by_job.items())
         forward = line + square + added
         backward = line + ATTENTION_BACKWARD * square + ADAPTER_BACKWARD * added
         return PassPrice(
             forward=forward,
-            backward=backward + self.again * forward,
-            activation_bytes=self.handed_bytes * rows.tokens,
-            gradient_bytes=self.handed_bytes * rows.tokens,
+            backward=backward + self.recomputed_share * forward,
+            activation_bytes=self.output_bytes * rows.tokens,
+            gradient_bytes=self.output_bytes * rows.tokens,
             kept_bytes=self.kept_bytes * rows.tokens,
         )
 
@@ -176,11 +176,11 @@ def price_rows(rows: Sequence[RowCounts], jobs: Sequence[JobOutline], placement:
         layers = placement.layers(number)
         rates.append(
             StageRates(
-                base_line(layers, speed),
+                base_pass_time(layers, speed),
                 square_seconds(layers, speed),
                 {job.name: adapter_seconds(layers, job, speed) for job in jobs},
                 sum(layer.kept_bytes for layer in layers),
-                layers[0].handed_bytes,
+                layers[0].output_bytes,
                 recomputed_share(layers, placement.case),
             )
         )
@@ -207,27 +207,27 @@ def _rows(microbatch: MicrobatchPlan) -> RowCounts:
 # -- order --------------------------------------------------------------------------------------------------
 
 
-def passes_in(order: SchemeOrder, laid: PricedWork, placement: Placement) -> Passes:
-    work, stages = laid.work, len(placement.stages)
+def order_passes(order: SchemeOrder, priced: PricedWork, placement: Placement) -> Passes:
+    work, stages = priced.work, len(placement.stages)
     match order:
         case SchemeOrder.gpipe:
             return gpipe_passes(work, stages)
         case SchemeOrder.alternating:
             return alternating_passes(work, stages)
         case SchemeOrder.multi_job:
-            return multi_job_passes(work, stages, laid.prices)
+            return multi_job_passes(work, stages, priced.prices)
         case SchemeOrder.template:
             # Microbatches in flight may keep all bytes that weights, adapters and transport do not need.
             rooms = (
                 max(
                     stage.kept_bytes,
                     budget
-                    - (stage.resident_bytes(0) + placement.beside_bytes)
+                    - (stage.resident_bytes(0) + placement.other_bytes)
                     - ON_THE_WAY * stage.activation_bytes,
                 )
                 for stage, budget in zip(placement.stages, placement.budgets, strict=True)
             )
-            return eager_passes(work, laid.prices, tuple(rooms))
+            return eager_passes(work, priced.prices, tuple(rooms))
 
 
 def least_seconds(passes: Passes, prices: Prices, link: Link) -> float:
@@ -298,21 +298,21 @@ class ForecastRun:
 
 def run_scheme(scheme: Scheme, jobs: Sequence[JobOutline], placement: Placement) -> ForecastRun:
     """Pack and order the jobs' batches according to `scheme`, and simulate the resulting Program."""
-    laid = lay(scheme, jobs, placement)
-    return run_passes(scheme.name, passes_in(scheme.order, laid, placement), laid, jobs, placement)
+    laid = pack_scheme(scheme, jobs, placement)
+    return run_passes(scheme.name, order_passes(scheme.order, laid, placement), laid, jobs, placement)
 
 
 def run_passes(
-    name: str, passes: Passes, laid: PricedWork, jobs: Sequence[JobOutline], placement: Placement
+    name: str, passes: Passes, priced: PricedWork, jobs: Sequence[JobOutline], placement: Placement
 ) -> ForecastRun:
     """Simulate passes that are already ordered."""
-    return simulated(name, assemble(laid.work, passes), laid.prices, jobs, placement)
+    return simulate_program(name, assemble(priced.work, passes), priced.prices, jobs, placement)
 
 
-def simulated(
+def simulate_program(
     name: str, program: Program, prices: Prices, jobs: Sequence[JobOutline], placement: Placement
 ) -> ForecastRun:
-    timeline = simulate(program, prices, placement.case.cluster.priced())
+    timeline = simulate(program, prices, placement.case.cluster.simulator_cluster())
     # The timeline does not include adapter state.
     states = (stage.state_bytes for stage in placement.stages)
     peaks = tuple(peak + state for peak, state in zip(timeline.peaks, states, strict=True))
@@ -323,10 +323,10 @@ def simulated(
         steps=max(len(job.batches) for job in jobs),
         tokens=sum(map(sum, (batch for job in jobs for batch in job.batches))),
         microbatches=sum(bool(one.segments) for one in program.microbatches),
-        busy=sum(timeline.busy()) * timeline.makespan,
+        busy_seconds=sum(timeline.busy()) * timeline.makespan,
         devices=timeline.devices,
         peaks=peaks,
-        fits=all(peak + placement.beside_bytes <= budget for peak, budget in rooms),
+        fits=all(peak + placement.other_bytes <= budget for peak, budget in rooms),
         capacity=placement.capacity,
     )
     return ForecastRun(forecast, program, timeline)

@@ -9,8 +9,15 @@ from weftune.errors import Mistake, PlanError
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.cost.memory import gib
 from weftune.plan.outlook.forecast import Forecast
-from weftune.plan.pack.merge import JobLengths, group
-from weftune.plan.studies.placement import ALIKE, ClusterCase, Placement, descend, placements, why_not
+from weftune.plan.pack.merge import JobLengths, group_jobs
+from weftune.plan.studies.placement import (
+    SAME_TIME_SHARE,
+    ClusterCase,
+    Placement,
+    best_placement,
+    misfit_reason,
+    placements,
+)
 from weftune.plan.studies.scheme import (
     GREEDY,
     SEARCHED,
@@ -19,11 +26,11 @@ from weftune.plan.studies.scheme import (
     PricedWork,
     Scheme,
     SchemeOrder,
-    alone,
-    lay,
     least_seconds,
-    passes_in,
+    order_passes,
+    pack_scheme,
     run_passes,
+    separate_groups,
     slowest_first,
 )
 from weftune.plan.window.orders import Passes
@@ -41,7 +48,7 @@ class Outlook:
     """Mechanism that proposed the groups."""
     scheme: Scheme
     run: ForecastRun
-    tried: tuple[Outlook, ...] = ()
+    simulated_schemes: tuple[Outlook, ...] = ()
     """Schemes that were simulated at the chosen capacity."""
 
     @property
@@ -57,7 +64,7 @@ class Outlook:
 def outlook(case: ClusterCase, jobs: Sequence[JobOutline]) -> Outlook:
     """Return the best plan found for these jobs together; raise PlanError if they do not fit."""
     _refuse(case, jobs)
-    if together := why_not(case, jobs):
+    if together := misfit_reason(case, jobs):
         raise PlanError(f"the jobs do not fit together: the run {together}")
     best: Outlook | None = None
 
@@ -66,19 +73,19 @@ def outlook(case: ClusterCase, jobs: Sequence[JobOutline]) -> Outlook:
         nonlocal best
         search = Search(placement, jobs)
         proposals = search.proposals()
-        least = min(one.least for one in proposals)
+        least = min(one.least_seconds for one in proposals)
         if best is not None and least >= best.forecast.seconds:
             return least
         tried = search.simulate(proposals)
-        found = replace(fastest(tried), tried=tuple(tried))
+        found = replace(fastest(tried), simulated_schemes=tuple(tried))
         # Among equals the first is kept, which has the largest capacity and recomputes least.
         if best is None or found.forecast.seconds < best.forecast.seconds:
             best = found
         return found.forecast.seconds
 
-    descend(placements(case, jobs), seconds)
+    best_placement(placements(case, jobs), seconds)
     assert best is not None, "the first placement is planned for"
-    return replace(Search(best.placement, jobs).polished(best), tried=best.tried)
+    return replace(Search(best.placement, jobs).improve(best), simulated_schemes=best.simulated_schemes)
 
 
 def _refuse(case: ClusterCase, jobs: Sequence[JobOutline]) -> None:
@@ -92,7 +99,7 @@ def _refuse(case: ClusterCase, jobs: Sequence[JobOutline]) -> None:
             f"--cluster {case.cluster.name}: {gib(max(case.budgets))} may be taken of a device, but "
             f"{gib(case.memory.slack_bytes)} are needed before anything of the base is loaded"
         )
-    too_large = [(job.name, sentence) for job in jobs if (sentence := why_not(case, [job]))]
+    too_large = [(job.name, sentence) for job in jobs if (sentence := misfit_reason(case, [job]))]
     if too_large:
         raise PlanError(Mistake(f"job {name}", f"even alone it {sentence}") for name, sentence in too_large)
 
@@ -101,9 +108,9 @@ def candidates(jobs: Sequence[JobOutline], placement: Placement) -> dict[str, Gr
     """Return the groups of jobs that each mechanism proposes, by the mechanism's name."""
     lengths = [JobLengths(job.name, mean_length(job), round_tokens(job)) for job in jobs]
     return {
-        "head-tail grouping": group(lengths, placement.capacity, len(placement.stages)).groups,
+        "head-tail grouping": group_jobs(lengths, placement.capacity, len(placement.stages)).groups,
         "one group": (tuple(job.name for job in jobs),),
-        "single jobs": alone(jobs),
+        "single jobs": separate_groups(jobs),
     }
 
 
@@ -116,11 +123,11 @@ def mean_length(job: JobOutline) -> float:
     return sum(map(sum, job.batches)) / max(1, sum(map(len, job.batches)))
 
 
-def fastest(tried: Sequence[Outlook]) -> Outlook:
-    """Return the first scheme within `ALIKE` of the fastest. Schemes that fit in memory are preferred."""
-    fitting = [one for one in tried if one.forecast.fits] or tried
+def fastest(outlooks: Sequence[Outlook]) -> Outlook:
+    """Return the first scheme within `SAME_TIME_SHARE` of the fastest; those that fit in memory go first."""
+    fitting = [one for one in outlooks if one.forecast.fits] or outlooks
     least = min(one.forecast.seconds for one in fitting)
-    return next(one for one in fitting if one.forecast.seconds <= least * (1 + ALIKE))
+    return next(one for one in fitting if one.forecast.seconds <= least * (1 + SAME_TIME_SHARE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +138,13 @@ class Proposal:
     jobs: tuple[JobOutline, ...]
     mechanism: str
     scheme: Scheme
-    laid: PricedWork
+    priced: PricedWork
     passes: Passes
-    least: float
+    least_seconds: float
     """Lower bound on the simulated seconds."""
 
     def simulate(self) -> Outlook:
-        run = run_passes(self.scheme.name, self.passes, self.laid, self.jobs, self.placement)
+        run = run_passes(self.scheme.name, self.passes, self.priced, self.jobs, self.placement)
         return Outlook(self.placement, self.jobs, self.mechanism, self.scheme, run)
 
 
@@ -154,26 +161,26 @@ class Search:
         found: list[Proposal] = []
         for mechanism, groups in candidates(self.jobs, self.placement).items():
             for order in self.orders:
-                scheme = self.sorted_for(Scheme("weftune", groups, order))
+                scheme = self.sort_groups(Scheme("weftune", groups, order))
                 if all(one.scheme != scheme for one in found):
                     found.append(self.propose(mechanism, scheme))
         return found
 
-    def sorted_for(self, scheme: Scheme) -> Scheme:
+    def sort_groups(self, scheme: Scheme) -> Scheme:
         """Return the scheme with its groups in order: the template takes the slowest group first."""
         if scheme.order is not SchemeOrder.template:
             return scheme
-        return replace(scheme, groups=slowest_first(self._lay(scheme), scheme.groups))
+        return replace(scheme, groups=slowest_first(self._pack_scheme(scheme), scheme.groups))
 
-    def _lay(self, scheme: Scheme) -> PricedWork:
+    def _pack_scheme(self, scheme: Scheme) -> PricedWork:
         same = replace(scheme, order=SchemeOrder.alternating)
         if same not in self.laid:
-            self.laid[same] = lay(same, self.jobs, self.placement)
+            self.laid[same] = pack_scheme(same, self.jobs, self.placement)
         return self.laid[same]
 
     def propose(self, mechanism: str, scheme: Scheme) -> Proposal:
-        laid = self._lay(scheme)
-        passes = passes_in(scheme.order, laid, self.placement)
+        laid = self._pack_scheme(scheme)
+        passes = order_passes(scheme.order, laid, self.placement)
         least = least_seconds(passes, laid.prices, self.placement.case.cluster.link)
         return Proposal(self.placement, self.jobs, mechanism, scheme, laid, passes, least)
 
@@ -181,31 +188,31 @@ class Search:
         """Simulate the most promising proposals until no other can be faster; keep the given order."""
         found: dict[int, Outlook] = {}
         least = float("inf")
-        for number in sorted(range(len(proposals)), key=lambda one: proposals[one].least):
-            if proposals[number].least > least * (1 + ALIKE):
+        for number in sorted(range(len(proposals)), key=lambda one: proposals[one].least_seconds):
+            if proposals[number].least_seconds > least * (1 + SAME_TIME_SHARE):
                 break
             found[number] = proposals[number].simulate()
             if found[number].forecast.fits:
                 least = min(least, found[number].forecast.seconds)
         return [found[number] for number in sorted(found)]
 
-    def polished(self, best: Outlook) -> Outlook:
+    def improve(self, best: Outlook) -> Outlook:
         """Return the best scheme found by changing merging, packing, order or sharing, one at a time."""
         while True:
             seconds = best.forecast.seconds
             proposals = (self.propose(best.mechanism, scheme) for scheme in self._neighbours(best.scheme))
-            better = [one for one in proposals if one.least * (1 + ALIKE) < seconds]
+            better = [one for one in proposals if one.least_seconds * (1 + SAME_TIME_SHARE) < seconds]
             found = [one for one in self.simulate(better) if one.forecast.fits]
             after = fastest([best, *found])
-            if after.forecast.seconds * (1 + ALIKE) >= seconds:
+            if after.forecast.seconds * (1 + SAME_TIME_SHARE) >= seconds:
                 return best
             best = after
 
     def _neighbours(self, scheme: Scheme) -> list[Scheme]:
         schemes = [
-            replace(scheme, shift=not scheme.shift),
+            replace(scheme, moves_samples=not scheme.moves_samples),
             replace(scheme, limits=SEARCHED if scheme.limits == GREEDY else GREEDY),
-            replace(scheme, groups=alone(self.jobs), shift=False),
+            replace(scheme, groups=separate_groups(self.jobs), moves_samples=False),
             *(replace(scheme, order=order) for order in self.orders),
         ]
-        return [one for one in map(self.sorted_for, schemes) if one != scheme]
+        return [one for one in map(self.sort_groups, schemes) if one != scheme]

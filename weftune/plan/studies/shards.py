@@ -19,8 +19,8 @@ from weftune.plan.cost.cluster import Cluster
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.outlook.forecast import Forecast
 from weftune.plan.program.prices import PassPrice
-from weftune.plan.studies.placement import ClusterCase, Placement, cluster_case, lay_out
-from weftune.plan.studies.scheme import PricedWork, Scheme, lay, passes_in, run_passes
+from weftune.plan.studies.placement import ClusterCase, Placement, cluster_case, cut_stages
+from weftune.plan.studies.scheme import PricedWork, Scheme, order_passes, pack_scheme, run_passes
 
 COLLECTIVES = 2
 """Collectives per layer and pass: after attention and after the feed-forward part."""
@@ -39,7 +39,7 @@ def sharded_placement(
         replace(
             device,
             memory_bytes=count * device.memory_bytes,
-            peak=count * device.peak,
+            peak_flops=count * device.peak_flops,
             bandwidth=count * device.bandwidth,
         )
         for device in devices
@@ -55,39 +55,39 @@ def sharded_placement(
         for speed in speeds
     ]
     together = Cluster(tuple(wide), cluster.link, cluster.link_name, (len(firsts),))
-    return lay_out(cluster_case(case.shape, together, faster, case.recompute), jobs, capacity)
+    return cut_stages(cluster_case(case.shape, together, faster, case.recompute), jobs, capacity)
 
 
 def sharded_forecast(
-    shards: Placement, count: int, scheme: Scheme, jobs: Sequence[JobOutline], hidden: bool
+    shards: Placement, count: int, scheme: Scheme, jobs: Sequence[JobOutline], interleave: bool
 ) -> Forecast:
-    """Predict a run with `count` devices per stage. `hidden` interleaves the groups' passes in pairs, each at
-    half the capacity."""
+    """Predict a run with `count` devices per stage. With `interleave`, the groups' passes alternate in
+    pairs, each at half the capacity."""
     placement = shards
-    if hidden:
+    if interleave:
         half = max(shards.capacity // 2, max(job.shape.longest for job in jobs))
         placement = replace(shards, capacity=half)
-    laid = _with_collectives(lay(scheme, jobs, placement), shards, count, hidden)
-    passes = passes_in(scheme.order, laid, placement)
+    laid = _with_collectives(pack_scheme(scheme, jobs, placement), shards, count, interleave)
+    passes = order_passes(scheme.order, laid, placement)
     forecast = run_passes(scheme.name, passes, laid, jobs, placement).forecast
     # Each stage stands for `count` devices, all equally busy.
-    return replace(forecast, busy=forecast.busy * count, devices=forecast.devices * count)
+    return replace(forecast, busy_seconds=forecast.busy_seconds * count, devices=forecast.devices * count)
 
 
-def _with_collectives(laid: PricedWork, shards: Placement, count: int, hidden: bool) -> PricedWork:
+def _with_collectives(priced: PricedWork, shards: Placement, count: int, interleave: bool) -> PricedWork:
     """Return the work priced with its collectives; those of a recomputed forward are repeated."""
-    filled, stages = laid.work.filled, range(len(shards.stages))
+    filled, stages = priced.work.filled_microbatches, range(len(shards.stages))
     again = 2 if shards.case.recompute.layers else 1
     layers = [sum(layer.kind == "layer" for layer in shards.layers(stage)) for stage in stages]
     saved = [1.0] * len(stages)
-    if hidden:
-        tokens = sum(laid.work.microbatches[number].tokens for number in filled) / len(filled)
-        size = int(tokens) * shards.case.layers[0].handed_bytes
+    if interleave:
+        tokens = sum(priced.work.microbatches[number].tokens for number in filled) / len(filled)
+        size = int(tokens) * shards.case.layers[0].output_bytes
         for stage in stages:
-            typical = sum(laid.prices.passes[number][stage].forward for number in filled) / len(filled)
-            saved[stage] = _saved(layers[stage], typical, _all_reduce(size, shards, count))
+            typical = sum(priced.prices.passes[number][stage].forward for number in filled) / len(filled)
+            saved[stage] = _interleaved_ratio(layers[stage], typical, _all_reduce(size, shards, count))
 
-    def dearer(price: PassPrice, stage: int) -> PassPrice:
+    def add_collectives(price: PassPrice, stage: int) -> PassPrice:
         collectives = layers[stage] * COLLECTIVES * _all_reduce(price.activation_bytes, shards, count)
         return replace(
             price,
@@ -96,9 +96,10 @@ def _with_collectives(laid: PricedWork, shards: Placement, count: int, hidden: b
         )
 
     passes = tuple(
-        tuple(dearer(price, stage) for stage, price in enumerate(one)) for one in laid.prices.passes
+        tuple(add_collectives(price, stage) for stage, price in enumerate(one))
+        for one in priced.prices.passes
     )
-    return replace(laid, prices=replace(laid.prices, passes=passes))
+    return replace(priced, prices=replace(priced.prices, passes=passes))
 
 
 def _all_reduce(size: int, shards: Placement, count: int) -> float:
@@ -106,7 +107,7 @@ def _all_reduce(size: int, shards: Placement, count: int) -> float:
     return 2 * (count - 1) * shards.case.cluster.link.seconds(size // count)
 
 
-def _saved(layers: int, forward: float, collective: float) -> float:
+def _interleaved_ratio(layers: int, forward: float, collective: float) -> float:
     """Return the time of two interleaved passes relative to running them one after another. A pass has two
     halves per layer, each with products, an adapter in parallel, and a collective."""
     if not layers:
@@ -121,7 +122,7 @@ def _saved(layers: int, forward: float, collective: float) -> float:
         graph.append(Operator(sent, OperatorKind.communication, collective, (base, adapter)))
         before = (sent,)
     found = overlap([tuple(graph)] * 2)
-    return found.best.seconds / found.one_by_one.seconds
+    return found.best.seconds / found.sequential.seconds
 
 
 # -- launch order of operators ------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    one_by_one: Launch
+    sequential: Launch
     """Launch order with each graph completed before the next."""
     by_depth: Launch
     """Launch order of algorithm 1: the shallowest subgraph first, and the longest among equals."""
@@ -195,7 +196,7 @@ class Overlap:
 
     @property
     def best(self) -> Launch:
-        return min(self.one_by_one, self.by_depth, self.by_start, key=lambda launch: launch.seconds)
+        return min(self.sequential, self.by_depth, self.by_start, key=lambda launch: launch.seconds)
 
 
 class _OverlapLanes:
@@ -232,20 +233,20 @@ _Rule = Callable[[Subgraph, _OverlapLanes], tuple[float, ...]]
 
 def overlap(graphs: Sequence[Graph]) -> Overlap:
     cut = [subgraphs(graph, number) for number, graph in enumerate(graphs)]
-    return Overlap(_launch(cut, _one_by_one), _launch(cut, _by_depth), _launch(cut, _by_start))
+    return Overlap(_launch(cut, _sequential), _launch(cut, _by_depth), _launch(cut, _by_start))
 
 
-def _one_by_one(one: Subgraph, lanes: _OverlapLanes) -> tuple[float, ...]:
-    return (one.graph, one.number)
+def _sequential(subgraph: Subgraph, lanes: _OverlapLanes) -> tuple[float, ...]:
+    return (subgraph.graph, subgraph.number)
 
 
-def _by_depth(one: Subgraph, lanes: _OverlapLanes) -> tuple[float, ...]:
-    return (one.depth, -one.seconds, one.graph, one.number)
+def _by_depth(subgraph: Subgraph, lanes: _OverlapLanes) -> tuple[float, ...]:
+    return (subgraph.depth, -subgraph.seconds, subgraph.graph, subgraph.number)
 
 
-def _by_start(one: Subgraph, lanes: _OverlapLanes) -> tuple[float, ...]:
-    start = lanes.start(one.operators[0], one.graph)
-    return (start, one.graph != lanes.last, one.depth, one.graph, one.number)
+def _by_start(subgraph: Subgraph, lanes: _OverlapLanes) -> tuple[float, ...]:
+    start = lanes.start(subgraph.operators[0], subgraph.graph)
+    return (start, subgraph.graph != lanes.last, subgraph.depth, subgraph.graph, subgraph.number)
 
 
 def subgraphs(graph: Graph, number: int = 0) -> tuple[Subgraph, ...]:
@@ -291,10 +292,10 @@ def _launch(graphs: Sequence[Sequence[Subgraph]], rule: _Rule) -> Launch:
     return Launch(tuple(order), tuple(lanes.compute), tuple(lanes.communication))
 
 
-def _parts(before: OperatorKind, after: OperatorKind) -> bool:
+def _is_cut(first: OperatorKind, second: OperatorKind) -> bool:
     """Return whether an operator belongs to another subgraph than the one whose result it needs."""
-    return before is OperatorKind.communication or (
-        before is not after and after is not OperatorKind.communication
+    return first is OperatorKind.communication or (
+        first is not second and second is not OperatorKind.communication
     )
 
 
@@ -304,7 +305,7 @@ def _depths(graph: Graph) -> dict[str, int]:
     depth: dict[str, int] = {}
     for operator in graph:
         assert all(need in depth for need in operator.needs), f"{operator.name} comes before what it needs"
-        steps = (depth[need] + _parts(kinds[need], operator.kind) for need in operator.needs)
+        steps = (depth[need] + _is_cut(kinds[need], operator.kind) for need in operator.needs)
         depth[operator.name] = max(steps, default=0)
         kinds[operator.name] = operator.kind
     return depth

@@ -19,17 +19,17 @@ from weftune.plan.program.program import Action, Backward, Forward, MicrobatchPl
 class DispatchRules:
     """Limits on microbatches in flight per stage, and whether forwards or backwards go first."""
 
-    flights: tuple[int, ...]
+    max_in_flight: tuple[int, ...]
     """Maximum number of microbatches in flight on each stage."""
     forward_first: tuple[bool, ...]
-    room: tuple[int, ...] = ()
+    max_bytes: tuple[int, ...] = ()
     """Maximum bytes of microbatches in flight on each stage. Empty means no limit."""
-    lag: float = 0.0
+    exchange_seconds: float = 0.0
     """Seconds from a batch's last Backward until it is closed, in which replicas exchange gradients."""
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
+class PassBegan:
     """An event: a device has begun a pass."""
 
     device: int
@@ -37,7 +37,7 @@ class Began:
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class BatchClosed:
     """An event: a batch has ended on a stage in all replicas, and their gradients are exchanged."""
 
     stage: int
@@ -51,8 +51,8 @@ class _Device:
     ready_forward: deque[int] = field(default_factory=deque)
     ready_backward: deque[int] = field(default_factory=deque)
     in_flight: int = 0
-    kept: int = 0
-    busy: bool = False
+    kept_bytes: int = 0
+    is_busy: bool = False
     actions: list[Action] = field(default_factory=list)
 
 
@@ -67,23 +67,23 @@ class Dispatch:
         rules: DispatchRules,
     ) -> None:
         self.microbatches, self.prices, self.rules = microbatches, prices, rules
-        self.last = len(rules.flights) - 1
+        self.last = len(rules.max_in_flight) - 1
         samples = batch_samples(microbatches)
-        self._remaining = [samples.copy() for _ in rules.flights]
+        self._remaining = [samples.copy() for _ in rules.max_in_flight]
         """Number of samples of each batch that still need their backward, in all replicas; for each stage."""
-        self._open = [set(samples) for _ in rules.flights]
+        self._open = [set(samples) for _ in rules.max_in_flight]
         """Batches that are not closed yet, for each stage."""
-        self.devices = [_Device(stage) for _ in launches for stage in range(len(rules.flights))]
+        self.devices = [_Device(stage) for _ in launches for stage in range(len(rules.max_in_flight))]
         self.jobs = [frozenset(one.jobs) for one in microbatches]
         self.before = [
             frozenset((segment.job, segment.step - 1) for segment in one.segments) for one in microbatches
         ]
         """Batches whose Steps must precede each microbatch."""
-        for first, numbers in zip(self.devices[:: len(rules.flights)], launches, strict=True):
+        for first, numbers in zip(self.devices[:: len(rules.max_in_flight)], launches, strict=True):
             first.ready_forward.extend(numbers)
         self.delayed: set[int] = set()
         """Stages on which a microbatch had to wait for memory."""
-        self.log: list[Began | Closed] = []
+        self.log: list[PassBegan | BatchClosed] = []
         """Events on all devices, in the order in which they happened."""
         everyone = set(range(len(self.devices)))
         self._near = [
@@ -91,7 +91,7 @@ class Dispatch:
             for device in everyone
         ]
         """Devices that may become able to run a pass when a device has ended one."""
-        self._ends: list[tuple[float, int, int, Forward | Backward | Closed]] = []
+        self._ends: list[tuple[float, int, int, Forward | Backward | BatchClosed]] = []
         self._number = count()
 
     def run(self) -> list[list[Action]]:
@@ -104,7 +104,7 @@ class Dispatch:
             touched: set[int] = set()
             while self._ends and self._ends[0][0] == now:
                 _, _, device, end = heapq.heappop(self._ends)
-                if isinstance(end, Closed):
+                if isinstance(end, BatchClosed):
                     self._close(end)
                 else:
                     self._end(device, end, now)
@@ -117,50 +117,54 @@ class Dispatch:
     def _start(self, devices: Iterable[int], now: float) -> None:
         for device in devices:
             one = self.devices[device]
-            if not one.busy and (action := self._choose(one)) is not None:
-                one.busy = True
+            if not one.is_busy and (action := self._choose(one)) is not None:
+                one.is_busy = True
                 one.actions.append(action)
-                self.log.append(Began(device, action))
+                self.log.append(PassBegan(device, action))
                 price = self.prices.passes[action.microbatch][one.stage]
                 forward = isinstance(action, Forward)
                 one.in_flight += forward
-                one.kept += price.kept_bytes if forward else 0
+                one.kept_bytes += price.kept_bytes if forward else 0
                 seconds = price.forward if forward else price.backward
                 heapq.heappush(self._ends, (now + seconds, next(self._number), device, action))
 
-    def _choose(self, one: _Device) -> Forward | Backward | None:
-        if one.ready_backward and not self.rules.forward_first[one.stage]:
-            return Backward(one.ready_backward.popleft(), one.stage)
-        number = self._launchable(one)
+    def _choose(self, device_state: _Device) -> Forward | Backward | None:
+        if device_state.ready_backward and not self.rules.forward_first[device_state.stage]:
+            return Backward(device_state.ready_backward.popleft(), device_state.stage)
+        number = self._next_microbatch(device_state)
         if number is not None:
-            one.ready_forward.remove(number)
-            return Forward(number, one.stage)
-        return Backward(one.ready_backward.popleft(), one.stage) if one.ready_backward else None
+            device_state.ready_forward.remove(number)
+            return Forward(number, device_state.stage)
+        return (
+            Backward(device_state.ready_backward.popleft(), device_state.stage)
+            if device_state.ready_backward
+            else None
+        )
 
-    def _launchable(self, one: _Device) -> int | None:
+    def _next_microbatch(self, device_state: _Device) -> int | None:
         """Return the first ready microbatch that may start on this device now, or None."""
-        if one.in_flight >= self.rules.flights[one.stage]:
+        if device_state.in_flight >= self.rules.max_in_flight[device_state.stage]:
             return None
         blocked: set[str] = set()
-        for number in one.ready_forward:
-            closed = self._open[one.stage].isdisjoint(self.before[number])
+        for number in device_state.ready_forward:
+            closed = self._open[device_state.stage].isdisjoint(self.before[number])
             if closed and blocked.isdisjoint(self.jobs[number]):
-                return number if self._fits(one, number) else None
+                return number if self._fits(device_state, number) else None
             blocked |= self.jobs[number]
         return None
 
-    def _fits(self, one: _Device, number: int) -> bool:
-        if not self.rules.room:
+    def _fits(self, device_state: _Device, number: int) -> bool:
+        if not self.rules.max_bytes:
             return True
-        kept = self.prices.passes[number][one.stage].kept_bytes
-        fits = one.kept + kept <= self.rules.room[one.stage]
+        kept = self.prices.passes[number][device_state.stage].kept_bytes
+        fits = device_state.kept_bytes + kept <= self.rules.max_bytes[device_state.stage]
         if not fits:
-            self.delayed.add(one.stage)
+            self.delayed.add(device_state.stage)
         return fits
 
     def _end(self, device: int, action: Forward | Backward, now: float) -> None:
         one = self.devices[device]
-        one.busy = False
+        one.is_busy = False
         if isinstance(action, Forward):
             if one.stage < self.last:
                 self.devices[device + 1].ready_forward.append(action.microbatch)
@@ -168,19 +172,21 @@ class Dispatch:
                 one.ready_backward.append(action.microbatch)
             return
         one.in_flight -= 1
-        one.kept -= self.prices.passes[action.microbatch][one.stage].kept_bytes
+        one.kept_bytes -= self.prices.passes[action.microbatch][one.stage].kept_bytes
         for segment in self.microbatches[action.microbatch].segments:
             key = segment.job, segment.step
             self._remaining[one.stage][key] -= len(segment.samples)
             if not self._remaining[one.stage][key]:
-                closed = Closed(one.stage, *key)
-                if self.rules.lag:
-                    heapq.heappush(self._ends, (now + self.rules.lag, next(self._number), device, closed))
+                closed = BatchClosed(one.stage, *key)
+                if self.rules.exchange_seconds:
+                    heapq.heappush(
+                        self._ends, (now + self.rules.exchange_seconds, next(self._number), device, closed)
+                    )
                 else:
                     self._close(closed)
         if one.stage > 0:
             self.devices[device - 1].ready_backward.append(action.microbatch)
 
-    def _close(self, closed: Closed) -> None:
+    def _close(self, closed: BatchClosed) -> None:
         self._open[closed.stage].remove((closed.job, closed.step))
         self.log.append(closed)

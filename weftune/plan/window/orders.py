@@ -48,7 +48,7 @@ class Work:
     """Indices of each replica's microbatches in their preferred order; empty with one replica."""
 
     @property
-    def filled(self) -> list[int]:
+    def filled_microbatches(self) -> list[int]:
         """Indices of the microbatches that have rows; the others are no-ops."""
         return [number for number, one in enumerate(self.microbatches) if one.segments]
 
@@ -83,7 +83,7 @@ def alternating_passes(work: Work, stages: int) -> Passes:
     this drains the pipeline after every batch, unless its batches are far enough apart (the bubble lemma in
     `merge`).
     """
-    return [_alternate(work, stage, stages - stage) for stage in range(stages)]
+    return [_alternating_order(work, stage, stages - stage) for stage in range(stages)]
 
 
 def multi_job_passes(work: Work, stages: int, prices: Prices, spare: int = 0) -> Passes:
@@ -94,13 +94,13 @@ def multi_job_passes(work: Work, stages: int, prices: Prices, spare: int = 0) ->
     on all stages but the last: `stages` − 1 more hide transfers that take no longer than a pass.
     """
     rules = multi_job_rules(stages, spare)
-    return Dispatch(work.microbatches, [work.filled], prices, rules).run()
+    return Dispatch(work.microbatches, [work.filled_microbatches], prices, rules).run()
 
 
 def multi_job_rules(stages: int, spare: int = 0) -> DispatchRules:
     last = stages - 1
     return DispatchRules(
-        flights=tuple(stages - stage + (spare if stage < last else 0) for stage in range(stages)),
+        max_in_flight=tuple(stages - stage + (spare if stage < last else 0) for stage in range(stages)),
         forward_first=tuple(stage == 0 and stages > 1 for stage in range(stages)),
     )
 
@@ -109,7 +109,7 @@ def rounds(work: Work) -> list[list[int]]:
     """Split the microbatches into rounds: consecutive ones in which no job has two batches."""
     found: list[list[int]] = []
     steps: dict[str, int] = {}
-    for number in work.filled:
+    for number in work.filled_microbatches:
         segments = work.microbatches[number].segments
         if not found or any(steps.get(segment.job, segment.step) != segment.step for segment in segments):
             found.append([])
@@ -120,18 +120,21 @@ def rounds(work: Work) -> list[list[int]]:
 
 
 def assemble(
-    work: Work, lists: Sequence[Iterable[Action]], homes: Sequence[int] = (), chunk: int = 0
+    work: Work, device_passes: Sequence[Iterable[Action]], stage_devices: Sequence[int] = (), chunk: int = 0
 ) -> Program:
     """Return a checked Program from the passes of every device, with Steps, Sends and Recvs inserted.
 
-    `homes` is the device of every stage; without it stage s is on device s. `chunk` is as in Program.
+    `stage_devices` is the device of every stage; without it stage s is on device s. `chunk` is as in Program.
     """
-    stages = tuple(homes) or tuple(range(len(lists)))
+    stages = tuple(stage_devices) or tuple(range(len(device_passes)))
     program = Program(
         capacity=work.capacity,
         microbatches=work.microbatches,
         batches=work.batches,
-        devices=tuple(tuple(placed(work, actions, device, stages)) for device, actions in enumerate(lists)),
+        devices=tuple(
+            tuple(device_actions(work, actions, device, stages))
+            for device, actions in enumerate(device_passes)
+        ),
         stages=stages,
         chunk=chunk,
     )
@@ -139,18 +142,20 @@ def assemble(
     return program
 
 
-def placed(work: Work, passes: Iterable[Action], device: int, homes: Sequence[int]) -> list[Action]:
+def device_actions(
+    work: Work, passes: Iterable[Action], device: int, stage_devices: Sequence[int]
+) -> list[Action]:
     """Return one device's actions: its passes with the Steps, Reduces, Sends and Recvs that belong to them.
 
-    `homes` is the device of every stage.
+    `stage_devices` is the device of every stage.
     """
-    return list(transported(_with_steps(work, passes, device, Counter(homes)), homes))
+    return list(insert_transfers(_with_steps(work, passes, device, Counter(stage_devices)), stage_devices))
 
 
-def _alternate(work: Work, stage: int, max_in_flight: int) -> list[Action]:
+def _alternating_order(work: Work, stage: int, max_in_flight: int) -> list[Action]:
     """Return the 1F1B order of one stage."""
     remaining = batch_samples(work.microbatches)
-    waiting = work.filled[::-1]
+    waiting = work.filled_microbatches[::-1]
     flying: list[int] = []
     actions: list[Action] = []
     back = 0
@@ -202,7 +207,7 @@ def _with_steps(work: Work, actions: Iterable[Action], device: int, homes: Count
     yield from pending.values()
 
 
-def transported(actions: Iterable[Action], homes: Sequence[int]) -> Iterable[Action]:
+def insert_transfers(actions: Iterable[Action], homes: Sequence[int]) -> Iterable[Action]:
     """Yield the actions with a Recv before each input from another device and a Send after each output."""
     for action in actions:
         match action:
@@ -240,35 +245,35 @@ class PipelineTemplate:
     program: Program
     order: tuple[int, ...]
     """Indices of the queues in the order in which they run."""
-    broken: tuple[str, ...]
+    violations: tuple[str, ...]
     """Sentences about premises of the template that do not hold. If empty, the last stage never waits."""
 
 
-def template(work: Work, queues: Sequence[Queue], room: Sequence[int] = ()) -> PipelineTemplate:
+def template_order(work: Work, queues: Sequence[Queue], max_bytes: Sequence[int] = ()) -> PipelineTemplate:
     """Return MuxTune's order for `queues`, which together hold all microbatches of `work`.
 
-    `room` is the maximum bytes of microbatches in flight on each stage; empty means no limit.
+    `max_bytes` is the maximum bytes of microbatches in flight on each stage; empty means no limit.
     """
     assert queues, "there is a bucket to run"
     order = sorted(range(len(queues)), key=lambda index: -queues[index].latency)
     sorted_queues = [queues[index] for index in order]
     launches = [number for queue in sorted_queues for number in queue.microbatches]
-    assert sorted(launches) == work.filled, "the queues do not hold every microbatch once"
-    dispatch = _dispatch(work, launches, queue_prices(work, queues), room)
+    assert sorted(launches) == work.filled_microbatches, "the queues do not hold every microbatch once"
+    dispatch = _dispatch(work, launches, queue_prices(work, queues), max_bytes)
     program = assemble(work, dispatch.run())
     scarce = [f"stage {stage} has no memory for an earlier launch" for stage in sorted(dispatch.delayed)]
-    return PipelineTemplate(program, tuple(order), (*_broken(work, sorted_queues), *scarce))
+    return PipelineTemplate(program, tuple(order), (*_violations(work, sorted_queues), *scarce))
 
 
-def eager_passes(work: Work, prices: Prices, room: Sequence[int]) -> Passes:
+def eager_passes(work: Work, prices: Prices, max_bytes: Sequence[int]) -> Passes:
     """Return MuxTune's order for unequal microbatches, already sorted by bucket, the slowest first."""
-    return _dispatch(work, work.filled, prices, room).run()
+    return _dispatch(work, work.filled_microbatches, prices, max_bytes).run()
 
 
-def _dispatch(work: Work, launches: Sequence[int], prices: Prices, room: Sequence[int]) -> Dispatch:
+def _dispatch(work: Work, launches: Sequence[int], prices: Prices, max_bytes: Sequence[int]) -> Dispatch:
     stages = len(prices.passes[0])
     rules = DispatchRules(
-        flights=(len(launches),) * stages, forward_first=(False,) * stages, room=tuple(room)
+        max_in_flight=(len(launches),) * stages, forward_first=(False,) * stages, max_bytes=tuple(max_bytes)
     )
     return Dispatch(work.microbatches, [launches], prices, rules)
 
@@ -279,7 +284,7 @@ def queue_prices(work: Work, queues: Sequence[Queue]) -> Prices:
     return Prices(tuple(by_number.get(number, idle) for number in range(len(work.microbatches))))
 
 
-def _broken(work: Work, queues: Sequence[Queue]) -> list[str]:
+def _violations(work: Work, queues: Sequence[Queue]) -> list[str]:
     """Return the premises on time that `queues`, in the order in which they run, violate, as sentences."""
     broken: list[str] = []
     for number, queue in enumerate(queues, 1):

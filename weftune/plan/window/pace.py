@@ -17,9 +17,9 @@ from random import Random
 
 from weftune.core.shapes import ModelShape
 from weftune.errors import PlanError
-from weftune.plan.cost.cluster import this_machine
-from weftune.plan.cost.estimate import Speed, sheet_speed
-from weftune.plan.cost.learned import EVALUATION_PART
+from weftune.plan.cost.cluster import detect_cluster
+from weftune.plan.cost.estimate import Speed, data_sheet_speed
+from weftune.plan.cost.learned import EVALUATION_SHARE
 from weftune.plan.cost.time import CostModel, Line, PassWork
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import Backward, Compute, MicrobatchPlan, Program
@@ -42,13 +42,13 @@ class StagePace:
 
     forward: Line
     backward: Line
-    step: float = 0.0
+    step_seconds: float = 0.0
     """Duration of one job's optimizer step, in seconds."""
     spread: tuple[float, ...] = ()
     """Ratios of measured to predicted pass times, in the order of the passes."""
 
 
-def guessed_pace(layers: int) -> StagePace:
+def guess_pace(layers: int) -> StagePace:
     """Return a pace in proportion to the number of layers, for use before any measurement."""
     return StagePace(Line(0.0, float(layers)), Line(0.0, BACKWARD_GUESS * layers))
 
@@ -62,14 +62,12 @@ class LoadPace:
     """Bytes per second of each device's link."""
 
 
-def timeline_foreseen(
-    program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None
-) -> Timeline:
+def predict_timeline(program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None) -> Timeline:
     """Return the simulated timeline of a window at these paces. Links between devices take no time."""
-    return timeline_priced(program, pace_prices(program.microbatches, paces), loads)
+    return simulate_timeline(program, pace_prices(program.microbatches, paces), loads)
 
 
-def timeline_priced(
+def simulate_timeline(
     program: Program, prices: Prices, loads: LoadPace | None = None, link: Link | None = None
 ) -> Timeline:
     """Return the simulated timeline of a window. Without `link`, transfers between devices take no time."""
@@ -88,21 +86,23 @@ def pace_prices(microbatches: Sequence[MicrobatchPlan], paces: Sequence[StagePac
             )
             for one in microbatches
         ),
-        step=sum(pace.step for pace in paces) / len(paces),
+        step=sum(pace.step_seconds for pace in paces) / len(paces),
     )
 
 
-def timelines_varied(
+def vary_timelines(
     program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None, draws: int = DRAWS
 ) -> list[Timeline]:
     """Return timelines with randomly varied pass times. The seed is fixed, so the result is reproducible."""
     prices, drawn = pace_prices(program.microbatches, paces), Random(0)
-    return [timeline_priced(program, _varied(program, prices, paces, drawn), loads) for _ in range(draws)]
+    return [
+        simulate_timeline(program, _vary_prices(program, prices, paces, drawn), loads) for _ in range(draws)
+    ]
 
 
-def _varied(program: Program, prices: Prices, paces: Sequence[StagePace], drawn: Random) -> Prices:
+def _vary_prices(program: Program, prices: Prices, paces: Sequence[StagePace], random: Random) -> Prices:
     passes = [list(row) for row in prices.passes]
-    moment = drawn.random()
+    moment = random.random()
     for actions in program.devices:
         factors = [_factors(pace.spread, moment) for pace in paces]
         for action in actions:
@@ -135,7 +135,7 @@ class WindowPace:
     """Minimum duration of a round in seconds, for example to load all stages."""
 
 
-def shortened(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobWindow]:
+def cut_to_window_seconds(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobWindow]:
     """Cut the windows to as many rounds as fit in WINDOW_SECONDS, at least one."""
     rounds = rounds_within(windows, pace)
     return [replace(window, batches=window.batches[:rounds]) for window in windows]
@@ -153,7 +153,7 @@ def _round_seconds(windows: Sequence[JobWindow], turn: int, pace: WindowPace) ->
     rows = sum(batch.tokens for _, batch in moving)
     evaluating = [window for window, batch in moving if window.evaluates_at(batch.step)]
     evaluated = sum(placed.length for window in evaluating for placed in window.evaluation)
-    return max(pace.round_seconds, pace.row_seconds * (rows + EVALUATION_PART * evaluated))
+    return max(pace.round_seconds, pace.row_seconds * (rows + EVALUATION_SHARE * evaluated))
 
 
 def first_pace(cost: CostModel, shape: ModelShape, on_gpu: bool, max_tokens: int) -> WindowPace:
@@ -164,14 +164,14 @@ def first_pace(cost: CostModel, shape: ModelShape, on_gpu: bool, max_tokens: int
             tokens=max_tokens, squares=max_tokens**2, samples=1, supervised=max_tokens, adapted=0, segments=1
         )
         return WindowPace(cost.pass_seconds(full) / max_tokens)
-    speed = speed_by_sheet(on_gpu)
+    speed = data_sheet_device_speed(on_gpu)
     return WindowPace(ROW_FLOPS * shape.active_parameters / speed.flops if speed else 0.0)
 
 
-def speed_by_sheet(on_gpu: bool) -> Speed | None:
+def data_sheet_device_speed(on_gpu: bool) -> Speed | None:
     """Return the speed of this machine's devices from their data sheet. None if no data sheet is known."""
     try:
-        sheet = this_machine().devices[0]
+        sheet = detect_cluster().devices[0]
     except PlanError:
         return None
-    return sheet_speed(sheet) if sheet.is_gpu == on_gpu else None
+    return data_sheet_speed(sheet) if sheet.is_gpu == on_gpu else None

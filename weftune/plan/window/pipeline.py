@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
 
-from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group, merge
-from weftune.plan.pack.segments import QUICK, pack_segments
+from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group_jobs, merge
+from weftune.plan.pack.segments import QUICK_LIMITS, pack_segments
 from weftune.plan.program.check import check
 from weftune.plan.program.prices import PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import (
@@ -28,24 +28,24 @@ from weftune.plan.program.program import (
     Save,
     SegmentPlan,
     Step,
-    kept_together,
+    sample_groups,
 )
 from weftune.plan.program.simulate import simulate
 from weftune.plan.window.orders import (
     Queue,
     Work,
     gpipe,
+    insert_transfers,
     multi_job,
     one_forward_one_backward,
-    template,
-    transported,
+    template_order,
 )
 from weftune.plan.window.pace import StagePace, pace_prices
-from weftune.plan.window.replicas import Rounds, deal, deal_evaluation, replicated
+from weftune.plan.window.replicas import Rounds, deal_evaluation, deal_samples, order_replicas
 from weftune.plan.window.rounds import JobWindow
 
 Groups = tuple[tuple[str, ...], ...]
-MOST_SPLITS = 4
+MAX_SPLITS = 4
 """Maximum factor by which a round is cut into more microbatches than it needs, if that fills the pipeline."""
 
 
@@ -70,7 +70,7 @@ class PipelineRules:
     order: PipelineOrder | None = None
     """Order of the pipeline. None selects the one that the simulator finds fastest."""
     recompute: Recompute = NOTHING
-    spare: int = 0
+    spare_microbatches: int = 0
     """Additional microbatches in flight, compared with 1F1B, on all stages but the last. They hide slow links
     and varying pass times."""
     replicas: int = 1
@@ -82,7 +82,7 @@ class PipelineRules:
         return len(self.paces)
 
     @property
-    def distance(self) -> int:
+    def batch_distance(self) -> int:
         """Minimum distance, in microbatches, from the last of a batch to the first of the job's next batch.
         The exchange of gradients between replicas counts as one more stage."""
         return self.stages + (self.replicas > 1)
@@ -91,12 +91,12 @@ class PipelineRules:
 def plan_pipeline(windows: Sequence[JobWindow], rules: PipelineRules) -> Program:
     """Return a checked program that trains the jobs' batches up to the first evaluation."""
     step = {window.job: window.step for window in windows}
-    beginners = [window for window in windows if window.begins]
+    beginners = [window for window in windows if window.is_start]
     evaluating = [window for window in beginners if window.evaluates_at(window.step)]
     # A job that evaluates at its start needs the result before its first batch; no job trains meanwhile.
     batches = [] if evaluating else _batches(windows)
     if batches:
-        program = _trained(batches, windows, rules)
+        program = _plan_training(batches, windows, rules)
     else:
         lists = ((),) * (rules.stages * rules.replicas)
         program = Program(rules.capacity, (), (), lists, tuple(range(rules.stages)), replicas=rules.replicas)
@@ -126,28 +126,31 @@ def _batches(windows: Sequence[JobWindow]) -> list[GlobalBatch]:
 # -- training -------------------------------------------------------------------------------------------
 
 
-def _trained(batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules) -> Program:
+def _plan_training(
+    batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules
+) -> Program:
     """Return the program that is fastest in the simulator, among several sizes of microbatches and several
     orders."""
-    longest = max(_tokens(together) for batch in batches for together in kept_together(batch.samples))
+    longest = max(_tokens(together) for batch in batches for together in sample_groups(batch.samples))
     # Among equals the first is chosen: with spare microbatches it waits less for links and slow passes.
     orders = [PipelineOrder.multi_job, PipelineOrder.alternating] if rules.order is None else [rules.order]
     best: Program | None = None
     best_seconds = math.inf
-    for splits in range(1, MOST_SPLITS + 1):
+    for splits in range(1, MAX_SPLITS + 1):
         room = max(longest, -(-rules.capacity // splits))
         groups = _groups(batches, [window.job for window in windows], room, rules)
-        work = _dealt(batches, groups, room, rules)
+        work = _deal_microbatches(batches, groups, room, rules)
         prices = pace_prices(work.microbatches, rules.paces)
         if rules.replicas > 1:
             found = [
-                replicated(work, rules.stages, prices, rules.spare, patient) for patient in (True, False)
+                order_replicas(work, rules.stages, prices, rules.spare_microbatches, patient)
+                for patient in (True, False)
             ]
             seconds = [_seconds(one, prices) for one in found]
             # The patient order hides links that the prices omit, unless waiting itself costs time.
             fastest = 0 if seconds[0] <= PATIENCE * seconds[1] else 1
         else:
-            found = [_ordered(order, work, prices, groups, rules) for order in orders]
+            found = [_order_passes(order, work, prices, groups, rules) for order in orders]
             seconds = [_seconds(one, prices) for one in found]
             fastest = seconds.index(min(seconds))
         if seconds[fastest] >= best_seconds:
@@ -177,19 +180,21 @@ def _groups(
         for job in jobs
         if job in firsts
     ]
-    return group(lengths, capacity, rules.distance).groups
+    return group_jobs(lengths, capacity, rules.batch_distance).groups
 
 
-def _dealt(batches: Sequence[GlobalBatch], groups: Groups, room: int, rules: PipelineRules) -> Work:
-    """Return microbatches of at most `room` tokens, shared by the jobs of a group. Those of each replica are
-    ordered so that a job's batches are far enough apart."""
+def _deal_microbatches(
+    batches: Sequence[GlobalBatch], groups: Groups, max_tokens: int, rules: PipelineRules
+) -> Work:
+    """Return microbatches of at most `max_tokens` tokens, shared by the jobs of a group. Those of each
+    replica are ordered so that a job's batches are far enough apart."""
     # A bucket of the template runs in one piece, so no sample may go into another group's round. With
     # replicas, two microbatches could each hold a sample that waits for the other's round.
     shift = rules.order is not PipelineOrder.template and rules.replicas == 1
-    merging = MergeRules(room, rules.distance, limits=QUICK)
+    merging = MergeRules(max_tokens, rules.batch_distance, limits=QUICK_LIMITS)
     laid = [
-        merge(rounds, merging, shift=shift).microbatches
-        for rounds in deal(_rounds(batches, groups), rules.replicas)
+        merge(rounds, merging, move_samples=shift).microbatches
+        for rounds in deal_samples(_rounds(batches, groups), rules.replicas)
     ]
     starts = accumulate((len(one) for one in laid), initial=0)
     numbers = tuple(
@@ -212,7 +217,7 @@ def _rounds(batches: Sequence[GlobalBatch], groups: Groups) -> Rounds:
             samples = [
                 BatchSample(batch.job, batch.step, number, _tokens(together))
                 for batch in turns
-                for number, together in enumerate(kept_together(batch.samples))
+                for number, together in enumerate(sample_groups(batch.samples))
             ]
             rounds += [samples] if samples else []
     return rounds
@@ -223,11 +228,11 @@ def _tokens(samples: Iterable[PlacedSample]) -> int:
 
 
 def _microbatches(
-    laid: Sequence[Sequence[BatchSample]], batches: Sequence[GlobalBatch]
+    packed: Sequence[Sequence[BatchSample]], batches: Sequence[GlobalBatch]
 ) -> tuple[MicrobatchPlan, ...]:
-    placed = {(batch.job, batch.step): kept_together(batch.samples) for batch in batches}
+    placed = {(batch.job, batch.step): sample_groups(batch.samples) for batch in batches}
     microbatches = []
-    for held in laid:
+    for held in packed:
         segments: dict[tuple[str, int], list[int]] = {}
         for one in held:
             segments.setdefault((one.job, one.batch), []).append(one.sample)
@@ -242,7 +247,7 @@ def _microbatches(
     return tuple(microbatches)
 
 
-def _ordered(
+def _order_passes(
     order: PipelineOrder, work: Work, prices: Prices, groups: Groups, rules: PipelineRules
 ) -> Program:
     stages = rules.stages
@@ -252,16 +257,16 @@ def _ordered(
         case PipelineOrder.alternating:
             return one_forward_one_backward(work, stages)
         case PipelineOrder.multi_job:
-            return multi_job(work, stages, prices, rules.spare)
+            return multi_job(work, stages, prices, rules.spare_microbatches)
         case PipelineOrder.template:
-            return template(work, _queues(work, prices, groups, stages)).program
+            return template_order(work, _queues(work, prices, groups, stages)).program
 
 
 def _queues(work: Work, prices: Prices, groups: Groups, stages: int) -> list[Queue]:
     """Return one bucket per group. The template requires that its microbatches all have the same cost."""
     home = {job: number for number, members in enumerate(groups) for job in members}
     held: dict[int, list[int]] = {}
-    for number in work.filled:
+    for number in work.filled_microbatches:
         held.setdefault(home[work.microbatches[number].jobs[0]], []).append(number)
 
     def mean(numbers: Sequence[int], stage: int) -> PassPrice:
@@ -280,7 +285,7 @@ def _queues(work: Work, prices: Prices, groups: Groups, stages: int) -> list[Que
 
 def _with_evaluation(program: Program, held_out: Sequence[SegmentPlan], rules: PipelineRules) -> Program:
     """Add an evaluation after all training: forwards through all stages, divided among the replicas."""
-    packed = pack_segments(held_out, _evaluation_room(held_out, rules))
+    packed = pack_segments(held_out, _evaluation_capacity(held_out, rules))
     before = len(program.microbatches)
     shares = deal_evaluation(packed, rules.replicas)
     passes = [[before + index for index in own] for own in shares]
@@ -290,7 +295,9 @@ def _with_evaluation(program: Program, held_out: Sequence[SegmentPlan], rules: P
         devices=tuple(
             (
                 *actions,
-                *transported((Evaluate(one, stage) for one in passes[replica]), program.homes(replica)),
+                *insert_transfers(
+                    (Evaluate(one, stage) for one in passes[replica]), program.stage_devices(replica)
+                ),
             )
             for device, actions in enumerate(program.devices)
             for replica, stage in [divmod(device, rules.stages)]
@@ -298,11 +305,11 @@ def _with_evaluation(program: Program, held_out: Sequence[SegmentPlan], rules: P
     )
 
 
-def _evaluation_room(held_out: Sequence[SegmentPlan], rules: PipelineRules) -> int:
+def _evaluation_capacity(held_out: Sequence[SegmentPlan], rules: PipelineRules) -> int:
     """Return a microbatch capacity that leaves every replica a part of the evaluation."""
     if rules.replicas == 1 or not held_out:
         return rules.capacity
-    longest = max(_tokens(together) for segment in held_out for together in kept_together(segment.samples))
+    longest = max(_tokens(together) for segment in held_out for together in sample_groups(segment.samples))
     even = -(-sum(segment.tokens for segment in held_out) // rules.replicas)
     return min(rules.capacity, max(longest, even))
 
@@ -321,5 +328,8 @@ def _with_saves(program: Program, windows: Sequence[JobWindow], beginners: Seque
                 found.append(Save(action.job, action.step))
         return tuple(found)
 
-    saving, others = program.devices[: program.width], program.devices[program.width :]
+    saving, others = (
+        program.devices[: program.devices_per_replica],
+        program.devices[program.devices_per_replica :],
+    )
     return replace(program, devices=(*(saved(actions) for actions in saving), *others))

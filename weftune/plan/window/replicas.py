@@ -23,25 +23,25 @@ from weftune.plan.program.program import (
     Step,
     batch_samples,
 )
-from weftune.plan.window.dispatch import Began, Closed, Dispatch
-from weftune.plan.window.orders import Work, multi_job_rules, transported
+from weftune.plan.window.dispatch import BatchClosed, Dispatch, PassBegan
+from weftune.plan.window.orders import Work, insert_transfers, multi_job_rules
 
 Rounds = list[list[BatchSample]]
 
 
-def deal(rounds: Sequence[Sequence[BatchSample]], replicas: int) -> list[Rounds]:
+def deal_samples(rounds: Sequence[Sequence[BatchSample]], replicas: int) -> list[Rounds]:
     """Divide each round's samples among the replicas; a round evens out earlier imbalance."""
     tokens = [0] * replicas
     dealt: list[Rounds] = [[] for _ in range(replicas)]
     for samples in rounds:
-        home = _deal([one.length for one in samples], tokens)
+        home = _assign_to_replicas([one.length for one in samples], tokens)
         for replica, own in enumerate(dealt):
             part = [one for one, where in zip(samples, home, strict=True) if where == replica]
             own += [part] if part else []
     return dealt
 
 
-def _deal(sizes: Sequence[int], totals: list[int]) -> list[int]:
+def _assign_to_replicas(sizes: Sequence[int], totals: list[int]) -> list[int]:
     """Return the replica of each item, and add its size to the replica's total: the largest items go first,
     each to the replica with the smallest total."""
     home = [0] * len(sizes)
@@ -52,28 +52,32 @@ def _deal(sizes: Sequence[int], totals: list[int]) -> list[int]:
 
 
 def deal_evaluation(microbatches: Sequence[MicrobatchPlan], replicas: int) -> list[list[int]]:
-    """Return the indices of the evaluation microbatches of each replica, divided as in `deal`."""
-    home = _deal([one.rows for one in microbatches], [0] * replicas)
+    """Return the indices of the evaluation microbatches of each replica, divided as in `deal_samples`."""
+    home = _assign_to_replicas([one.rows for one in microbatches], [0] * replicas)
     return [[index for index, where in enumerate(home) if where == one] for one in range(replicas)]
 
 
-def replicated(work: Work, stages: int, prices: Prices, spare: int = 0, patient: bool = False) -> Program:
+def order_replicas(
+    work: Work, stages: int, prices: Prices, spare: int = 0, reduce_late: bool = False
+) -> Program:
     """Return the multi-job order for all replicas together, with the Reduces and Steps that they need.
 
-    With `patient`, one more pass runs before replicas sum their gradients, which hides slow links.
+    With `reduce_late`, one more pass runs before replicas sum their gradients, which hides slow links.
     """
-    forwards = [one.forward for number in work.filled for one in prices.passes[number]]
-    lag = sum(forwards) / len(forwards) if patient else 0.0
-    rules = replace(multi_job_rules(stages, spare), lag=lag)
+    forwards = [one.forward for number in work.filled_microbatches for one in prices.passes[number]]
+    lag = sum(forwards) / len(forwards) if reduce_late else 0.0
+    rules = replace(multi_job_rules(stages, spare), exchange_seconds=lag)
     dispatch = Dispatch(work.microbatches, work.by_replica, prices, rules)
     dispatch.run()
-    lists = _Meeting(work, stages).lists_of(dispatch.log)
+    lists = _StepInserter(work, stages).insert_steps(dispatch.log)
     program = Program(
         capacity=work.capacity,
         microbatches=work.microbatches,
         batches=work.batches,
         devices=tuple(
-            tuple(transported(actions, range(device - device % stages, device - device % stages + stages)))
+            tuple(
+                insert_transfers(actions, range(device - device % stages, device - device % stages + stages))
+            )
             for device, actions in enumerate(lists)
         ),
         stages=tuple(range(stages)),
@@ -83,7 +87,7 @@ def replicated(work: Work, stages: int, prices: Prices, spare: int = 0, patient:
     return program
 
 
-class _Meeting:
+class _StepInserter:
     """Inserts Reduces and Steps among the passes, event by event.
 
     No deadlock is possible: whatever an action waits for happened earlier in the log.
@@ -99,14 +103,14 @@ class _Meeting:
         self.pending: list[dict[str, Step]] = [{} for _ in self.lists]
         """For each device, its pending Steps by job. They are placed as late as possible."""
 
-    def lists_of(self, log: Iterable[Began | Closed]) -> list[list[Action]]:
+    def insert_steps(self, log: Iterable[PassBegan | BatchClosed]) -> list[list[Action]]:
         for moment in log:
             match moment:
-                case Began(device, Forward() as action):
+                case PassBegan(device, Forward() as action):
                     self._forward(device, action)
-                case Began(device, Backward() as action):
+                case PassBegan(device, Backward() as action):
                     self._backward(device, action)
-                case Closed(stage, job, step):
+                case BatchClosed(stage, job, step):
                     self._close(stage, job, step)
         for device, pending in enumerate(self.pending):
             self.lists[device] += pending.values()

@@ -26,7 +26,7 @@ from weftune.plan.program.program import (
     SegmentPlan,
     Step,
 )
-from weftune.plan.window.orders import transported
+from weftune.plan.window.orders import insert_transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class JobWindow:
     evaluation: tuple[PlacedSample, ...]
     evaluate_at: frozenset[int]
     save_at: frozenset[int]
-    begins: bool = False
+    is_start: bool = False
     """Whether the job starts in this window: it evaluates and saves before its first batch."""
 
     def evaluates_at(self, step: int) -> bool:
@@ -49,7 +49,7 @@ class JobWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedMicrobatch:
     """A microbatch of a round, and the Steps of the jobs whose last rows it holds."""
 
     microbatch: int
@@ -60,8 +60,8 @@ class Trained:
 class Round:
     """One global batch of every job that still has one, then evaluations and saves."""
 
-    trained: tuple[Trained, ...]
-    evaluated: tuple[int, ...]
+    trained: tuple[TrainedMicrobatch, ...]
+    evaluation_microbatches: tuple[int, ...]
     """Indices of the microbatches with held-out samples."""
     saves: tuple[Save, ...]
 
@@ -81,7 +81,7 @@ class _LaidRounds:
         self.microbatches: list[MicrobatchPlan] = []
         self.rounds: list[Round] = []
         step = {window.job: window.step for window in windows}
-        self._add([], [window for window in windows if window.begins], step)
+        self._add([], [window for window in windows if window.is_start], step)
         for turn in range(max((len(window.batches) for window in windows), default=0)):
             moving = [window for window in windows if turn < len(window.batches)]
             step |= {window.job: window.batches[turn].step for window in moving}
@@ -101,24 +101,26 @@ class _LaidRounds:
         saves = tuple(Save(one.job, step[one.job]) for one in windows if step[one.job] in one.save_at)
         self.rounds.append(Round(trained, evaluated, saves))
 
-    def _train(self, batches: Sequence[GlobalBatch]) -> tuple[Trained, ...]:
+    def _train(self, batches: Sequence[GlobalBatch]) -> tuple[TrainedMicrobatch, ...]:
         if len(self.groups) < 2:
             return self._train_group(batches)
         parts = [[batch for batch in batches if batch.job in group] for group in self.groups]
-        found: list[Trained] = []
+        found: list[TrainedMicrobatch] = []
         for group in (self._train_group(part) for part in parts if part):
             found += [replace(one, steps=()) for one in group]
             found[-1] = replace(group[-1], steps=tuple(step for one in group for step in one.steps))
         return tuple(found)
 
-    def _train_group(self, batches: Sequence[GlobalBatch]) -> tuple[Trained, ...]:
+    def _train_group(self, batches: Sequence[GlobalBatch]) -> tuple[TrainedMicrobatch, ...]:
         segments = [SegmentPlan(batch.job, batch.step, batch.samples) for batch in batches]
         packed = pack_segments(segments, self.capacity, self.ladder)
         last = {job: index for index, microbatch in enumerate(packed) for job in microbatch.jobs}
         steps: list[list[Step]] = [[] for _ in packed]
         for batch in batches:
             steps[last[batch.job]].append(Step(batch.job, batch.step))
-        return tuple(Trained(self._number(one), tuple(own)) for one, own in zip(packed, steps, strict=True))
+        return tuple(
+            TrainedMicrobatch(self._number(one), tuple(own)) for one, own in zip(packed, steps, strict=True)
+        )
 
     def _number(self, microbatch: MicrobatchPlan) -> int:
         self.microbatches.append(microbatch)
@@ -153,16 +155,16 @@ def plan_rounds(
     stages that it needs first.
     """
     done = {window.job: window.step for window in windows}
-    windows = _until_an_evaluation(windows) if layout.workers > 1 else windows
+    windows = _cut_after_evaluation(windows) if layout.workers > 1 else windows
     laid = _LaidRounds(windows, capacity, ladder, layout.job_groups)
     room = _evaluation_rows(laid, layout, capacity)
-    runs = [_together(one.evaluated, laid, room) for one in laid.rounds]
+    runs = [_split_runs(one.evaluation_microbatches, laid, room) for one in laid.rounds]
     program = Program(
         capacity,
         tuple(laid.microbatches),
         tuple(batch for window in windows for batch in window.batches),
-        devices=tuple(_listed(laid, runs, layout.on(worker)) for worker in range(layout.workers)),
-        stages=layout.homes,
+        devices=tuple(_list_actions(laid, runs, layout.on(worker)) for worker in range(layout.workers)),
+        stages=layout.stage_workers,
         recompute=recompute,
     )
     check(program, done)
@@ -171,10 +173,10 @@ def plan_rounds(
     return program
 
 
-def _until_an_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
+def _cut_after_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
     """Cut the windows after the first evaluation. If a job evaluates before its first batch, no job trains in
     this window."""
-    if waiting := [window for window in windows if window.begins and window.evaluates_at(window.step)]:
+    if waiting := [window for window in windows if window.is_start and window.evaluates_at(window.step)]:
         return [replace(window, batches=()) for window in waiting]
     rounds = [
         turn
@@ -187,10 +189,13 @@ def _until_an_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
     return [replace(window, batches=window.batches[: min(rounds)]) for window in windows]
 
 
-def _evaluation_rows(laid: _LaidRounds, layout: Layout, capacity: int) -> int:
+def _evaluation_rows(laid_rounds: _LaidRounds, layout: Layout, capacity: int) -> int:
     """Return the maximum rows of an evaluation that are in flight at once: the rows whose inputs training
     holds, less one microbatch."""
-    rounds = (sum(laid.microbatches[one.microbatch].rows for one in each.trained) for each in laid.rounds)
+    rounds = (
+        sum(laid_rounds.microbatches[one.microbatch].rows for one in each.trained)
+        for each in laid_rounds.rounds
+    )
     largest = max(rounds, default=0)
     if layout.offloads:
         part = layout.on(0)
@@ -198,13 +203,13 @@ def _evaluation_rows(laid: _LaidRounds, layout: Layout, capacity: int) -> int:
     return len(layout.stages) // layout.workers * max(capacity, largest)
 
 
-def _together(numbers: Sequence[int], laid: _LaidRounds, room: int) -> list[list[int]]:
-    """Split microbatches into runs of at most `room` rows. Every run loads all stages once."""
+def _split_runs(numbers: Sequence[int], laid_rounds: _LaidRounds, max_rows: int) -> list[list[int]]:
+    """Split microbatches into runs of at most `max_rows` rows. Every run loads all stages once."""
     runs: list[list[int]] = []
-    taken = room
+    taken = max_rows
     for number in numbers:
-        rows = laid.microbatches[number].rows
-        if taken + rows > room:
+        rows = laid_rounds.microbatches[number].rows
+        if taken + rows > max_rows:
             runs.append([])
             taken = 0
         runs[-1].append(number)
@@ -212,30 +217,34 @@ def _together(numbers: Sequence[int], laid: _LaidRounds, room: int) -> list[list
     return runs
 
 
-def _listed(laid: _LaidRounds, runs: Sequence[Sequence[Sequence[int]]], part: OnWorker) -> tuple[Action, ...]:
+def _list_actions(
+    laid_rounds: _LaidRounds, runs: Sequence[Sequence[Sequence[int]]], part: OnWorker
+) -> tuple[Action, ...]:
     """Return one worker's actions; `runs` are the evaluation microbatches of each round."""
-    visits = [list(_visits(one, run, part)) for one, run in zip(laid.rounds, runs, strict=True)]
-    moved = moves([stage for each in visits for stage, _ in each], part)
+    visits = [list(_visits(one, run, part)) for one, run in zip(laid_rounds.rounds, runs, strict=True)]
+    moved = slot_moves([stage for each in visits for stage, _ in each], part)
     actions: list[Action] = []
-    for one, each in zip(laid.rounds, visits, strict=True):
+    for one, each in zip(laid_rounds.rounds, visits, strict=True):
         for _, passes in each:
             actions += [*passes, *next(moved)]
         actions += one.saves
-    ordered = actions if part.worker == 0 else _steps_late(actions, laid)
-    return tuple(transported(ordered, part.layout.homes))
+    ordered = actions if part.worker == 0 else _delay_steps(actions, laid_rounds)
+    return tuple(insert_transfers(ordered, part.layout.stage_workers))
 
 
-def _visits(one: Round, runs: Sequence[Sequence[int]], part: OnWorker) -> Iterator[tuple[int, list[Action]]]:
+def _visits(
+    round_plan: Round, runs: Sequence[Sequence[int]], part: OnWorker
+) -> Iterator[tuple[int, list[Action]]]:
     """Yield (stage, actions) for each visit of a stage: forwards through the worker's stages, then backwards
     with Steps in reverse order, where the base's last stage runs each backward right after its forward; then
     evaluations."""
-    last, numbers = len(part.stages) - 1, [trained.microbatch for trained in one.trained]
+    last, numbers = len(part.stages) - 1, [trained.microbatch for trained in round_plan.trained]
     if numbers:
         for stage in (stage for stage in part.own if stage < last):
             yield stage, [Forward(number, stage) for number in numbers]
         for stage in reversed(part.own):
             actions: list[Action] = []
-            for trained in one.trained:
+            for trained in round_plan.trained:
                 actions += [Forward(trained.microbatch, stage)] if stage == last else []
                 actions += [Backward(trained.microbatch, stage)]
                 if stage == part.own[0]:
@@ -248,11 +257,11 @@ def _visits(one: Round, runs: Sequence[Sequence[int]], part: OnWorker) -> Iterat
             yield stage, [Evaluate(number, stage) for number in run]
 
 
-def moves(stages: Sequence[int], part: OnWorker) -> Iterator[tuple[Action, ...]]:
+def slot_moves(stages: Sequence[int], part: OnWorker) -> Iterator[tuple[Action, ...]]:
     """Return the Evict and Load after each visit of a stage: the next stage for its slot is loaded at
     once."""
-    streamed = set(part.streamed)
-    needed = {part.slot(stage): stage for stage in part.waiting}
+    streamed = set(part.streamed_stages)
+    needed = {part.slot(stage): stage for stage in part.initial_stages}
     found: list[tuple[Action, ...]] = []
     for stage in reversed(stages):
         found.append(())
@@ -264,7 +273,7 @@ def moves(stages: Sequence[int], part: OnWorker) -> Iterator[tuple[Action, ...]]
     return reversed(found)
 
 
-def _steps_late(actions: Iterable[Action], laid: _LaidRounds) -> Iterator[Action]:
+def _delay_steps(actions: Iterable[Action], laid_rounds: _LaidRounds) -> Iterator[Action]:
     """Yield the actions with each Step as late as possible, since it needs the first worker's decision."""
     pending: dict[str, Step] = {}
     for action in actions:
@@ -273,7 +282,7 @@ def _steps_late(actions: Iterable[Action], laid: _LaidRounds) -> Iterator[Action
                 pending[job] = action
                 continue
             case Forward(number) | Evaluate(number):
-                needed: Iterable[str] = laid.microbatches[number].jobs
+                needed: Iterable[str] = laid_rounds.microbatches[number].jobs
             case Save(job):
                 needed = (job,)
             case _:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weftune.plan.pack.segments import rung
+from weftune.plan.pack.segments import ladder_size
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import NOTHING, Forward, Program, Recompute
 from weftune.plan.window.pace import StagePace
@@ -21,7 +21,7 @@ class Pacing:
     """Pace of each stage."""
     order: PipelineOrder | None = None
     """Order of the pipeline. None selects the one that the simulator finds fastest."""
-    spare: int = 0
+    spare_microbatches: int = 0
     """Number of additional microbatches in flight, compared with 1F1B, on all stages but the last."""
 
 
@@ -44,19 +44,24 @@ def plan_window(
     assert layout.pipelined, "only the stages of a pipeline have paces of their own"
     assert len(pacing.paces) == len(layout.stages), "a pace for every stage"
     rules = PipelineRules(
-        capacity, pacing.paces, pacing.order, recompute, spare=pacing.spare, replicas=layout.replicas
+        capacity,
+        pacing.paces,
+        pacing.order,
+        recompute,
+        spare_microbatches=pacing.spare_microbatches,
+        replicas=layout.replicas,
     )
     program = plan_pipeline(windows, rules)
-    return _on_ladder(program, capacity) if ladder else program
+    return _pad_to_ladder(program, capacity) if ladder else program
 
 
-def _on_ladder(program: Program, capacity: int) -> Program:
+def _pad_to_ladder(program: Program, capacity: int) -> Program:
     """Return the program with each training microbatch padded to a size on the ladder."""
-    trained = {action.microbatch for action, _ in program.compute() if isinstance(action, Forward)}
+    trained = {action.microbatch for action, _ in program.forward_passes() if isinstance(action, Forward)}
     return replace(
         program,
         microbatches=tuple(
-            replace(plan, rung=min(rung(plan.tokens), capacity)) if number in trained else plan
+            replace(plan, padded_rows=min(ladder_size(plan.tokens), capacity)) if number in trained else plan
             for number, plan in enumerate(program.microbatches)
         ),
     )

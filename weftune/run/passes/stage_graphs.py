@@ -251,7 +251,7 @@ class CapturedVisits:
 
     def begin_window(self, program: Program) -> None:
         self._plain.begin_window(program)
-        trained = (plan.rows for action, plan in program.compute() if isinstance(action, Forward))
+        trained = (plan.rows for action, plan in program.forward_passes() if isinstance(action, Forward))
         self.graphs.reserve(max(trained, default=0))
 
     def begin_round(self) -> None:

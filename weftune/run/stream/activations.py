@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weftune.base.host.pinned import host_vectors
 from weftune.base.host.streamed import StreamedBase
-from weftune.plan.program.program import What
+from weftune.plan.program.program import Payload
 from weftune.run.measure.timers import Waited
 from weftune.run.passes.host_copies import HostCopies
 from weftune.run.passes.rows import StageVisit
@@ -29,7 +29,7 @@ class KeptActivations:
         self._own = frozenset(own)
         self._here: dict[StageVisit, Tensor] = {}
         self._gradients: dict[StageVisit, Tensor] = {}
-        self._outgoing: dict[tuple[StageVisit, What], Tensor] = {}
+        self._outgoing: dict[tuple[StageVisit, Payload], Tensor] = {}
 
     def reserve(self, rows: int) -> None:
         """Allocate memory for rounds of `rows` rows; nothing is in flight."""
@@ -65,7 +65,7 @@ class KeptActivations:
     def take_gradient(self, by: StageVisit) -> Tensor:
         return self._gradients.pop(by)
 
-    def take_outgoing(self, to: StageVisit, what: What) -> Tensor | None:
+    def take_outgoing(self, to: StageVisit, what: Payload) -> Tensor | None:
         """Return the tensor to send, or None if it was never computed."""
         return self._outgoing.pop((to, what), None)
 
@@ -87,7 +87,7 @@ class OffloadedActivations:
     def __init__(self, base: StreamedBase, waited: Waited) -> None:
         whole, part = base.whole, base.part
         self._kept = KeptActivations(part.own)
-        self._offloaded = part.offloaded
+        self._offloaded = part.offloaded_stages
         self.width, self._dtype, self._device = whole.shape.hidden, whole.dtype, whole.device
         self._copies = HostCopies(self._device, waited)
         self._away: set[StageVisit] = set()
@@ -154,7 +154,7 @@ class OffloadedActivations:
     def take_gradient(self, by: StageVisit) -> Tensor:
         return self._kept.take_gradient(by)
 
-    def take_outgoing(self, to: StageVisit, what: What) -> Tensor | None:
+    def take_outgoing(self, to: StageVisit, what: Payload) -> Tensor | None:
         return self._kept.take_outgoing(to, what)
 
     def forget(self) -> None:

@@ -120,7 +120,7 @@ class StreamedWeights:
 
     def begin_window(self) -> None:
         """Load the stages that a window begins with, whatever state an unfinished window has left."""
-        waiting = set(self.base.part.waiting)
+        waiting = set(self.base.part.initial_stages)
         for stage in sorted(self.loaded_stages - waiting):
             self.evict(stage)
         if self._queue is not None:

@@ -151,7 +151,7 @@ class Agreed:
     # -- what a batch came to ----------------------------------------------------------------------------
 
     def reduce(self, action: Reduce) -> None:
-        if action.what == "gradient":
+        if action.payload == "gradient":
             self._send_share(action.job, action.step)
         else:
             self._accumulate_sums(action.job, action.step)
@@ -174,7 +174,7 @@ class Agreed:
         if job not in self._roster.dead:
             batch, training = self._batches[job, step][1], self._roster.trainings[job]
             training.gradient.copy_(total_N[:-SUMS_PER_MESSAGE])
-            training.open = OpenBatch(total_N[-2], total_N[-1], batch.tokens - batch.before)
+            training.open = OpenBatch(total_N[-2], total_N[-1], batch.tokens - batch.prefix_rows)
 
     def _accumulate_sums(self, job: str, step: int) -> None:
         """Add this worker's sums to those of the stages after, and send them towards the first worker."""
@@ -185,7 +185,7 @@ class Agreed:
             return
         batch_index, _ = self._batches[job, step]
         sums = self._own_sums(job)
-        if self._worker + 1 < program.width:
+        if self._worker + 1 < program.devices_per_replica:
             sums += self._receive_later_sums(batch_index)
         self._timer.start()
         if self._worker == 0:

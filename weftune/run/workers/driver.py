@@ -180,7 +180,9 @@ class Driver:
         unless that would take long: then nothing more is computed, and unfinished global batches are
         dropped."""
         self._ends_early, request = False, StopRequest(stop)
-        evaluations = [(action, plan) for action, plan in program.compute() if isinstance(action, Evaluate)]
+        evaluations = [
+            (action, plan) for action, plan in program.forward_passes() if isinstance(action, Evaluate)
+        ]
         held_out = {action.microbatch for action, _ in evaluations}
         self._awaited_evaluations = {
             (segment.job, segment.step) for _, plan in evaluations for segment in plan.segments
@@ -192,7 +194,10 @@ class Driver:
         }
         self._window_reports.clear()
         shares = [
-            {action.microbatch: microbatches[action.microbatch] for action, _ in program.compute_in(replica)}
+            {
+                action.microbatch: microbatches[action.microbatch]
+                for action, _ in program.replica_passes(replica)
+            }
             for replica in range(self.replicas)
         ]
         for worker in self.control.workers:
@@ -244,7 +249,7 @@ class Driver:
             microbatch_seconds(self.reports, kinds) for kinds in (Forward | Evaluate, Backward)
         )
         met = {job: training.layout.met for job, training in self.attached.items()}
-        for action, plan in program.compute():
+        for action, plan in program.forward_passes():
             number = action.microbatch
             time = PassTime(
                 work=work_of(plan, met),

@@ -12,7 +12,7 @@ import numpy as np
 from weftune.plan.cost.time import Line
 from weftune.plan.program.program import Backward, Evaluate, Forward, Program, Step
 from weftune.plan.program.simulate import Timeline
-from weftune.plan.window.pace import LoadPace, StagePace, timeline_foreseen, timelines_varied
+from weftune.plan.window.pace import LoadPace, StagePace, predict_timeline, vary_timelines
 from weftune.run.workers.agreed import TimedAction, WorkerReport
 
 MAX_MEASUREMENTS = 200
@@ -66,7 +66,7 @@ class Paces:
     def learn(self, program: Program, reports: Sequence[WorkerReport]) -> None:
         """Learn from the reports of all workers; a Step belongs to all stages of its worker."""
         for worker, report in enumerate(reports):
-            homes = program.homes(program.replica(worker))
+            homes = program.stage_devices(program.replica(worker))
             here = [stage for stage, home in zip(self._stages, homes, strict=True) if home == worker]
             for one in report.times:
                 self._learn(one, program, here)
@@ -97,11 +97,11 @@ class Paces:
 
     def timeline(self, program: Program) -> Timeline:
         """Return the simulated timeline of a window in which every pass takes its predicted time."""
-        return timeline_foreseen(program, self.stages(), self.loads)
+        return predict_timeline(program, self.stages(), self.loads)
 
     def varied_timelines(self, program: Program) -> list[Timeline]:
         """Return a few timelines of the same window whose passes vary as measured ones did."""
-        return timelines_varied(program, self.stages(), self.loads)
+        return vary_timelines(program, self.stages(), self.loads)
 
 
 def fit_line(passes: Sequence[MeasuredPass]) -> Line:

@@ -70,21 +70,21 @@ class Transport:
         rows = [microbatch.rows for microbatch in program.microbatches]
         for inbox, what in ((self._activation_in, "activation"), (self._gradient_in, "gradient")):
             if inbox is not None:
-                expected = [one for one in actions if isinstance(one, Recv) and one.what == what]
+                expected = [one for one in actions if isinstance(one, Recv) and one.payload == what]
                 inbox.expect((rows[one.microbatch], self._width) for one in expected)
         if self._sums_in is not None:
-            sums = [one for one in actions if isinstance(one, Reduce) and one.what == "norm"]
+            sums = [one for one in actions if isinstance(one, Reduce) and one.payload == "norm"]
             self._sums_in.expect((SUMS_VALUES,) for _ in sums)
         if self._decision_in is not None:
             self._decision_in.expect((DECISION_VALUES,) for one in actions if isinstance(one, Step))
 
     def receive(self, action: Recv) -> Tensor:
-        inbox = self._activation_in if action.what == "activation" else self._gradient_in
+        inbox = self._activation_in if action.payload == "activation" else self._gradient_in
         assert inbox is not None, f"{action}: there is no neighbour on that side"
         return inbox.receive()
 
     def send(self, action: Send, tensor_TD: Tensor) -> None:
-        outbox = self._activation_out if action.what == "activation" else self._gradient_out
+        outbox = self._activation_out if action.payload == "activation" else self._gradient_out
         assert outbox is not None, f"{action}: there is no neighbour on that side"
         outbox.send(tensor_TD)
 
@@ -143,7 +143,9 @@ class _Replica:
 
     def expect(self, program: Program, sizes: Mapping[str, int]) -> None:
         expected = [
-            one for one in program.devices[self.worker] if isinstance(one, Reduce) and one.what == "gradient"
+            one
+            for one in program.devices[self.worker]
+            if isinstance(one, Reduce) and one.payload == "gradient"
         ]
         self._expected.extend((one.job, one.step) for one in expected)
         self._inbox.expect((sizes[one.job] + SUMS_PER_MESSAGE,) for one in expected)

@@ -43,7 +43,7 @@ from weftune.run.workers.transport import Transport
 def load_part(spec: BaseSpec, device: torch.device, part: OnWorker) -> Base | StreamedBase:
     """Load a worker's part: in a pipeline one resident stage, otherwise stages that take turns."""
     if part.layout.pipelined:
-        return load_stage(spec, device, part.held(part.worker))
+        return load_stage(spec, device, part.layers_of(part.worker))
     return load_streamed(spec, device, part.layout, worker=part.worker)
 
 
