@@ -92,7 +92,7 @@ def written_meanwhile(connections, folder):
         if not new:
             real(driver)
         for key in new:
-            wait([driver._pending[key].own])
+            wait([driver._pending[key].own_slice])
             while not driver._pending[key].slices:
                 driver._handle_answer(*driver.control.wait())
 

@@ -220,7 +220,7 @@ class PlainKind:
             for name, shape in shapes.items()
         ]
         for site in filter(spec.adapts, sites):
-            active = site.active if site.experts else None
+            active = site.active_matrices if site.experts else None
             for name, shape in spec.shapes_at(site).items():
                 found.append(ParameterShape(site.name, name, shape, self.rate(spec, name), active))
         return VectorLayout(tuple(found))
