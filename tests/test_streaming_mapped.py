@@ -14,7 +14,7 @@ from weftune import JobSpec, Options
 from weftune.base.spec import BaseSpec
 from weftune.errors import BaseModelError, HostTooSmall
 from weftune.plan.layout.choose import Machine, choose
-from weftune.trainer.machine import stream_from_files
+from weftune.trainer.machine import file_stream_device
 
 GPU = 480 << 10
 """Too little for a base of 282 KiB, two adapters and their passes."""
@@ -130,7 +130,7 @@ def test_fewer_jobs_at_once_are_better_than_weights_in_files():
                 stream_budget=4_000_000,
                 host_budget=host,
                 capacity=64,
-                files=partial(stream_from_files, nowhere, bench.CPU),
+                files=partial(file_stream_device, nowhere, bench.CPU),
             ),
         )
 

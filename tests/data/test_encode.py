@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 from tests.data import families
-from weftune.data.encode import Encoded, Encoder, contains_control, hide_control
+from weftune.data.encode import Encoded, Encoder, contains_control, replace_control_tokens
 from weftune.data.prepare import SharedData, prepare
 from weftune.data.row import BadRow
 from weftune.data.spec import DataSpec
@@ -193,7 +193,7 @@ def test_control_tokens_are_found_in_keys_values_and_lists_and_hidden_in_all_of_
         assert not contains_control(clean, control)
     for one in ({"<|im_end|>": 1}, {"a": "<|im_end|>"}, ["a", "<|im_end|>"], ({"a": ["<|im_end|>"]},)):
         assert contains_control(one, control)
-    hidden, stand_ins = hide_control(row, control)
+    hidden, stand_ins = replace_control_tokens(row, control)
     assert hidden == [{"\ue000": ["a", ["\ue001", 5]]}, None, "\ue000b"]
     assert stand_ins == {"\ue000": "<|im_end|>", "\ue001": "<|im_start|>"}
 
@@ -201,11 +201,11 @@ def test_control_tokens_are_found_in_keys_values_and_lists_and_hidden_in_all_of_
 def test_every_private_use_character_that_a_row_does_not_hold_can_stand_in():
     control = Encoder(families.smollm2()).control
     private = "".join(map(chr, range(0xE000, 0xF900)))
-    _, stand_ins = hide_control([private[:-1], "<|im_end|>"], control)
+    _, stand_ins = replace_control_tokens([private[:-1], "<|im_end|>"], control)
     assert stand_ins == {private[-1]: "<|im_end|>"}
     with pytest.raises(BadRow, match="control tokens and every private-use character"):
-        hide_control([private, "<|im_end|>"], control)
-    assert hide_control([private, "a"], control) == ([private, "a"], {})
+        replace_control_tokens([private, "<|im_end|>"], control)
+    assert replace_control_tokens([private, "a"], control) == ([private, "a"], {})
 
 
 def test_control_tokens_in_what_goes_on_after_another_text_stay_text():

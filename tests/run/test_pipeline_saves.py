@@ -84,7 +84,7 @@ def test_a_slice_that_another_worker_wrote_first_is_not_lost(tmp_path):
 
 def written_meanwhile(connections, folder):
     """The first worker's slices are the last, under way when it first looks, and written right after that."""
-    looked, real = set(), Driver._advance_saves
+    looked, real = set(), Driver._commit_checkpoints
 
     def advance(driver):
         new = driver._pending.keys() - looked
@@ -97,7 +97,7 @@ def written_meanwhile(connections, folder):
                 driver._handle_answer(*driver.control.wait())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Driver, "_advance_saves", advance)
+        patch.setattr(Driver, "_commit_checkpoints", advance)
         return windows(connections, folder, lambda event: time.sleep(0.1))
 
 

@@ -190,7 +190,7 @@ def attend_behind(
         # Prefix keys get queries of zeros, so that every sample has as many queries as keys, as all kernels
         # require; the results of these queries are dropped.
         q, k, v = (_spread(x, run.pack, run.rows_T) for x in (q, k, v))
-        k, v = (_with_keys(x, own, run.keys_T) for x, own in zip((k, v), next(before), strict=True))
+        k, v = (_insert_prefix_rows(x, own, run.keys_T) for x, own in zip((k, v), next(before), strict=True))
         seen.append(attend_packed(q, k, v, run.pack, rule)[run.rows_T])
     return torch.cat(seen)
 
@@ -214,7 +214,7 @@ def _attend_gathered(
     q_THD, k_TGD, v_TGD, q_ZHD, k_ZGD, v_ZGD = _LaidAgain.apply(prefixes, q_THD, k_TGD, v_TGD)
     plain_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
     for (keys_PN, values_PN), at in zip(prefixes.read(layer), prefixes.keys_at, strict=True):
-        k_ZGD, v_ZGD = _with_keys(k_ZGD, keys_PN, at), _with_keys(v_ZGD, values_PN, at)
+        k_ZGD, v_ZGD = _insert_prefix_rows(k_ZGD, keys_PN, at), _insert_prefix_rows(v_ZGD, values_PN, at)
     seen_ZHD = attend_packed(q_ZHD, k_ZGD, v_ZGD, prefixes.pack, rule)
     seen_THD: Tensor = _Replaced.apply(prefixes, plain_THD, seen_ZHD)
     return seen_THD
@@ -261,7 +261,7 @@ def _gathered(x_TGD: Tensor, prefixes: GatheredPrefixes) -> Tensor:
     return torch.where(prefixes.is_row_Z[:, None, None], taken_ZGD, 0.0)
 
 
-def _with_keys(x_ZGD: Tensor, before_PN: Tensor, at: Tensor) -> Tensor:
+def _insert_prefix_rows(x_ZGD: Tensor, before_PN: Tensor, at: Tensor) -> Tensor:
     before_PGD = before_PN.view(-1, *x_ZGD.shape[1:]).to(x_ZGD.dtype)
     return x_ZGD.index_copy(0, at, before_PGD.repeat(len(at) // len(before_PGD), 1, 1))
 

@@ -96,7 +96,7 @@ def _rope(config: Config) -> Mapping[str, Any]:
 
 
 def _full_rope(config: Config) -> Mapping[str, Any]:
-    """Return the rope of the layers that attend to the whole sample."""
+    """Return the RoPE parameters of the full-attention layers."""
     return _rope(config).get(FULL) or _rope(config)
 
 

@@ -254,11 +254,11 @@ def frozen_product(x_TK: Tensor, weight: Weight, bias_N: Tensor | None) -> Tenso
     if not is_coded(weight):
         return frozen_product_by(linear, x_TK, weight, bias_N)
     if bias_N is None:
-        return coded_product(x_TK, weight, x_TK.dtype)
-    return (coded_product(x_TK, weight, accumulation_dtype(x_TK.dtype)) + bias_N).to(x_TK.dtype)
+        return quantised_product(x_TK, weight, x_TK.dtype)
+    return (quantised_product(x_TK, weight, accumulation_dtype(x_TK.dtype)) + bias_N).to(x_TK.dtype)
 
 
-def coded_product(x_TK: Tensor, weight: CodedWeight, dtype: torch.dtype) -> Tensor:
+def quantised_product(x_TK: Tensor, weight: CodedWeight, dtype: torch.dtype) -> Tensor:
     """Return xWᵀ rounded to the dtype. Forward and backward multiply codes; the weight gets no gradient."""
     product: Tensor
     if x_TK.ndim == 2:

@@ -221,7 +221,7 @@ def _tokenise_chunks(
 
 
 def _split_rows(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Yield chunks of limited rows and, roughly, characters, so that little memory is needed."""
+    """Yield chunks with a limited number of rows and, approximately, of characters, to bound memory use."""
     chunk: list[Row] = []
     size = 0
     for row in rows:

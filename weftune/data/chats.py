@@ -171,7 +171,7 @@ class PrintCheck:
             shape = (bool(chat.tools), *map(_message_shape, chat.messages[:stop]))
             messages = chat.messages[start:stop]
             if shape not in self._printed_shapes or not all(
-                _is_printed(message, text) for message in messages
+                _is_rendered(message, text) for message in messages
             ):
                 self._test_parts(chat, start, stop)
                 if len(self._printed_shapes) < MAX_SHAPES:
@@ -214,7 +214,7 @@ def _split_thinking(message: Message) -> tuple[str, str]:
     return (thinking.replace("<think>", "").strip(), spoken.strip()) if mark else ("", content.strip())
 
 
-def _is_printed(message: Message, text: str) -> bool:
+def _is_rendered(message: Message, text: str) -> bool:
     spoken = _split_thinking(message)[1]
     return spoken in text or json.dumps(spoken, ensure_ascii=False)[1:-1] in text
 

@@ -181,7 +181,7 @@ def _to_encoded(tokens: list[int], offsets: list[tuple[int, int]]) -> Encoded:
     return Encoded(np.array(tokens, dtype=np.int32), spans[:, 0], spans[:, 1])
 
 
-def hide_control(value: Any, control: re.Pattern[str]) -> tuple[Any, dict[str, str]]:
+def replace_control_tokens(value: Any, control: re.Pattern[str]) -> tuple[Any, dict[str, str]]:
     """Replace control tokens by private-use characters. Return the value and each character's token."""
     used = set(json.dumps(value, ensure_ascii=False, default=str))
     free = (chr(code) for code in PRIVATE if chr(code) not in used)

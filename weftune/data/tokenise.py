@@ -10,7 +10,7 @@ import numpy as np
 
 from weftune.data.cache import Tally
 from weftune.data.chats import Rendered
-from weftune.data.encode import Encoded, Encoder, contains_control, hide_control
+from weftune.data.encode import Encoded, Encoder, contains_control, replace_control_tokens
 from weftune.data.formats import Chat, Content, Sample, Text
 from weftune.data.row import BadRow, CommonBadRow
 from weftune.data.spec import DataSpec
@@ -157,7 +157,7 @@ class Tokeniser:
         if not contains_control([chat.messages, chat.tools], control):
             return chat
         try:
-            (messages, tools), stand_ins = hide_control([chat.messages, chat.tools], control)
+            (messages, tools), stand_ins = replace_control_tokens([chat.messages, chat.tools], control)
         except BadRow as problem:
             return problem
         return replace(chat, messages=tuple(messages), tools=tools, stand_ins=stand_ins)
@@ -216,7 +216,7 @@ def prompt_tokens(tokenizer: Any, prompt: str, system: str | None = None) -> lis
 def _chat_prompt(tokenizer: Any, encoder: Encoder, source: str, prompt: str, system: str | None) -> list[int]:
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
-    hidden, stand_ins = hide_control(messages, encoder.control)
+    hidden, stand_ins = replace_control_tokens(messages, encoder.control)
     try:
         template = Template(source, tokenizer.special_tokens_map)
         text = template.render(hidden, None, prompt=True, now=True)

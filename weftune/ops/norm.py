@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from weftune.ops import triton as kernels
 from weftune.ops.fallback import attempt
-from weftune.ops.triton import kernels_available, with_whole_rows
+from weftune.ops.triton import kernels_available, with_contiguous_rows
 
 OP = "RMSNorm"
 TILE = 4096
@@ -68,8 +68,8 @@ class _RmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD: Tensor, onto_TD: Tensor | None, weight_D: Tensor, eps: float, offset: float
     ) -> Tensor:
-        x_TD = with_whole_rows(x_TD)
-        onto_TD = None if onto_TD is None else with_whole_rows(onto_TD)
+        x_TD = with_contiguous_rows(x_TD)
+        onto_TD = None if onto_TD is None else with_contiguous_rows(onto_TD)
         n_TD, rstd_T = _forward(x_TD, weight_D, eps, offset, onto_TD)
         ctx.offset = offset
         ctx.save_for_backward(x_TD, weight_D, rstd_T)
@@ -86,7 +86,7 @@ class _RmsNorm(torch.autograd.Function):
 class _SkipRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_TD: Tensor, weight_D: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-        h_TD = with_whole_rows(h_TD)
+        h_TD = with_contiguous_rows(h_TD)
         n_TD, rstd_T = _forward(h_TD, weight_D, eps, offset)
         ctx.offset = offset
         ctx.set_materialize_grads(False)
@@ -167,8 +167,8 @@ def _launch_backward(
     dn_TD: Tensor, dskip_TD: Tensor | None, x_TD: Tensor, weight_D: Tensor, rstd_T: Tensor, offset: float
 ) -> Tensor:
     rows, width = x_TD.shape
-    dn_TD = with_whole_rows(dn_TD)
-    dskip_TD = None if dskip_TD is None else with_whole_rows(dskip_TD)
+    dn_TD = with_contiguous_rows(dn_TD)
+    dskip_TD = None if dskip_TD is None else with_contiguous_rows(dskip_TD)
     dx_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
     tile_rows, block, warps = _tile(width)
     with torch.cuda.device_of(x_TD):

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from weftune.ops import triton as kernels
 from weftune.ops.fallback import attempt
 from weftune.ops.norm import rms_norm_reference
-from weftune.ops.triton import kernels_available, with_whole_rows
+from weftune.ops.triton import kernels_available, with_contiguous_rows
 
 OP = "rotary embedding"
 TILE = 1024
@@ -91,7 +91,7 @@ class _RotarySplit(torch.autograd.Function):
         groups: int,
         norms: HeadNorms | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        qkv_TN, cos_TE, sin_TE = map(with_whole_rows, (qkv_TN, cos_TE, sin_TE))
+        qkv_TN, cos_TE, sin_TE = map(with_contiguous_rows, (qkv_TN, cos_TE, sin_TE))
         ctx.heads, ctx.groups, ctx.norms = heads, groups, norms
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos_TE, sin_TE, None if norms is None else qkv_TN)
@@ -103,7 +103,7 @@ class _RotarySplit(torch.autograd.Function):
         cos_TE, sin_TE, qkv_TN = ctx.saved_tensors
         if all(part is None for part in parts):
             return None, None, None, None, None, None
-        whole = [None if part is None else with_whole_rows(part) for part in parts]
+        whole = [None if part is None else with_contiguous_rows(part) for part in parts]
         dqkv_TN = _backward(whole, cos_TE, sin_TE, qkv_TN, ctx.heads, ctx.groups, ctx.norms)
         return dqkv_TN, None, None, None, None, None
 

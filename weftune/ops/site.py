@@ -20,10 +20,10 @@ from torch import Tensor
 from weftune.core.weights import (
     Weight,
     accumulation_dtype,
-    coded_product,
     frozen_product,
     frozen_product_by,
     is_coded,
+    quantised_product,
 )
 from weftune.ops.lora.products import in_float32
 
@@ -111,7 +111,7 @@ class RowChange(Protocol):
 
 
 Change = tuple[slice | GatheredRows, slice, Callable[[Tensor], Tensor]]
-"""(rows, columns, function that is applied to them)."""
+"""Tuple of rows, columns, and the function that is applied to that part of the output."""
 
 
 def zero_where_changed(residual_TN: Tensor, changes: Sequence[Change]) -> Tensor:
@@ -203,7 +203,7 @@ def _zero(x_TM: Tensor, rows: slice | GatheredRows) -> None:
 def summed_product(x_TK: Tensor, weight: Weight) -> Tensor:
     """Return xWᵀ unrounded: in float32 for 16-bit operands, so that terms added later are not lost."""
     if is_coded(weight):
-        return coded_product(x_TK, weight, accumulation_dtype(x_TK.dtype))
+        return quantised_product(x_TK, weight, accumulation_dtype(x_TK.dtype))
     if x_TK.dtype in HALVES:
         return frozen_product_by(lambda x_TK, weight_NK, _: in_float32(x_TK, weight_NK.T), x_TK, weight, None)
     return frozen_product(x_TK, weight, None)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from weftune.ops import triton as kernels
 from weftune.ops.fallback import attempt
-from weftune.ops.triton import kernels_available, with_whole_rows
+from weftune.ops.triton import kernels_available, with_contiguous_rows
 
 OP = "the gated activation"
 BLOCK = 1024
@@ -52,7 +52,7 @@ def gated_reference(gate_up_TF: Tensor, gelu: bool) -> Tensor:
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up_TF: Tensor, gelu: bool) -> Tensor:
-        gate_up_TF = with_whole_rows(gate_up_TF)
+        gate_up_TF = with_contiguous_rows(gate_up_TF)
         ctx.gelu = gelu
         ctx.save_for_backward(gate_up_TF)
         return _forward(gate_up_TF, gelu)
@@ -61,7 +61,7 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dact_TI: Tensor) -> tuple[Tensor, None]:
         (gate_up_TF,) = ctx.saved_tensors
-        return _backward(with_whole_rows(dact_TI), gate_up_TF, ctx.gelu), None
+        return _backward(with_contiguous_rows(dact_TI), gate_up_TF, ctx.gelu), None
 
 
 def _forward(gate_up_TF: Tensor, gelu: bool) -> Tensor:

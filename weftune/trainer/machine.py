@@ -62,7 +62,7 @@ def describe_machine(
         worker_profile=profile if workers.workers == 1 else find_profile(worker_key),
         gpu=data_sheet_gpu if steady else partial(measure_gpu, spec, device),
     )
-    files = partial(stream_from_files, spec, device, measure_speed=not steady)
+    files = partial(file_stream_device, spec, device, measure_speed=not steady)
     return replace(machine, files=files, stream_budget=None if is_loaded else machine.stream_budget)
 
 
@@ -130,7 +130,7 @@ def measure_gpu(
     return gpu_device(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
 
 
-def stream_from_files(
+def file_stream_device(
     spec: BaseSpec,
     device: torch.device,
     stream: StreamDevice,

@@ -306,7 +306,7 @@ def test_parameters_are_summed_by_the_layer_that_a_site_is_named_after() -> None
 
 
 def test_only_the_first_worker_holds_what_its_process_has_alone() -> None:
-    first, other = in_two(first_only=2000).worker_needs([job()], 10)
+    first, other = in_two(first_only_bytes=2000).worker_needs([job()], 10)
     plain_first, plain_other = in_two().worker_needs([job()], 10)
     assert first.resident == plain_first.resident
     assert other.resident == plain_other.resident - 2000

@@ -90,9 +90,9 @@ def test_without_a_gpu_a_worker_streams_where_its_part_is_a_byte_too_large():
 def test_only_one_of_several_workers_without_gpus_holds_the_rows_and_the_tokenizer():
     known = replace(profile(), first_worker_bytes=100, worker_bytes=23)
     fields = {"on_gpu": False, "budget": GIB, "workers": 2, "worker_profile": known}
-    assert Machine(**fields).first_only == 77
+    assert Machine(**fields).first_only_bytes == 77
     for other in ({"on_gpu": True}, {"workers": 1}, {"worker_profile": None}):
-        assert Machine(**fields | other).first_only == 0
+        assert Machine(**fields | other).first_only_bytes == 0
 
 
 def test_replicas_of_one_worker_hold_all_of_the_base():

@@ -25,9 +25,9 @@ from weftune.plan.layout.stages import (
     StageLimit,
     balance,
     choose_stages,
-    counted_costs,
     cut_layers,
     measured_costs,
+    multiplication_costs,
     typical_work,
 )
 
@@ -146,9 +146,9 @@ def test_stages_that_need_not_be_slow_share_the_layers(head, layers):
 
 
 def test_without_costs_stages_are_alike_in_arithmetic():
-    assert cut_layers(SHAPE, 4) == cut_layers(SHAPE, 4, counted_costs(SHAPE))
+    assert cut_layers(SHAPE, 4) == cut_layers(SHAPE, 4, multiplication_costs(SHAPE))
     per_layer = sum(site.in_features * site.out_features for site in SHAPE.sites) / SHAPE.layers
-    costs = counted_costs(SHAPE)
+    costs = multiplication_costs(SHAPE)
     assert costs.head / costs.layer == pytest.approx(SHAPE.vocabulary * SHAPE.hidden / per_layer)
 
 

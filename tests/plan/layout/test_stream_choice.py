@@ -32,7 +32,14 @@ from weftune.core.shapes import JobShape, ModelShape, SiteShape
 from weftune.errors import HostTooSmall, PlanError
 from weftune.plan.cost.memory import FUSED_SLACK_BYTES, MemoryFit, MemoryModel
 from weftune.plan.cost.ring import PIECE, PIECES, TRAVEL_ROUNDS
-from weftune.plan.layout.need import Draft, StreamCase, StreamDevice, draft_of, hungriest, whole_seconds
+from weftune.plan.layout.need import (
+    Draft,
+    StreamCase,
+    StreamDevice,
+    draft_of,
+    hungriest,
+    resident_round_seconds,
+)
 from weftune.plan.layout.search import plain_drafts
 from weftune.plan.layout.stream_choice import HOST_STATES, HostState, capacities, choose_stream
 from weftune.plan.program.program import Recompute
@@ -201,7 +208,7 @@ def test_passes_over_a_base_that_stays_do_not_wait_until_they_are_asked_for():
     """Four layers, of which one is recomputed, and the head; they are captured, so that nobody asks."""
     device = gpu(NEVER, backward=1.5, asking=9.0)
     layer, head = 2 * 4 * HIDDEN**2 * 100 / 1e9, 2 * HIDDEN * VOCABULARY * 100 / 1e9
-    seconds = whole_seconds(base(4), [job()], device, 100, 50, Recompute(layers=1))
+    seconds = resident_round_seconds(base(4), [job()], device, 100, 50, Recompute(layers=1))
     assert seconds == pytest.approx((2.5 * 4 + 1) * layer + 2 * head)
 
 

@@ -121,7 +121,7 @@ def read_adapter(folder: Path) -> tuple[LoraSpec, dict[str, tuple[Tensor, Tensor
 
 
 def read_tokens(folder: Path, spec: LoraSpec) -> tuple[str, Tensor]:
-    """Return the path of the embedding and the trained rows of it in an adapter folder with this spec."""
+    """Return the module path of the embedding, and its trained rows, from an adapter folder."""
     tensors = read_tensors(folder)
     named = {
         path: value for name, value in tensors.items() if (path := embedding_of_tokens(name)) is not None

@@ -110,7 +110,7 @@ class Fp8(Int8):
 @dataclass(frozen=True, slots=True)
 class Nf4:
     nested: bool = True
-    """Whether the maxima are also quantised. It is False for files that were stored without this."""
+    """Whether the absmax scales are quantised too (double quantisation). False for files without it."""
 
     @property
     def name(self) -> Quantize:

@@ -23,7 +23,7 @@ from weftune.ops.lora.table import AddressTable
 COLUMNS, ROWS = 128, 32
 """Size of the block that a program scales at a time."""
 Columns = tuple[tuple[int, int], ...]
-"""(first column, end) of every site of a group."""
+"""Half-open column range of each site of a group."""
 
 
 @dataclass(frozen=True, slots=True)

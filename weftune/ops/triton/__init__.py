@@ -44,7 +44,7 @@ def _installed() -> bool:
     return find_spec("triton") is not None
 
 
-def with_whole_rows(x: Tensor) -> Tensor:
+def with_contiguous_rows(x: Tensor) -> Tensor:
     """Return x with its last dimension contiguous; kernels take the strides of the others into account."""
     return x if x.stride(-1) == 1 else x.contiguous()
 

@@ -20,10 +20,10 @@ from weftune.ops.triton.slots import (
     bands_of,
     column_block,
     column_factor,
-    in_eights,
     is_large,
     kept,
     matrix,
+    padded_rank_mask,
     row_factor,
     site_key,
 )
@@ -31,10 +31,10 @@ from weftune.ops.triton.slots import (
 
 @triton.jit
 def rows_of(s, row_M, stop, part, ranks, P: tl.constexpr, R: tl.constexpr):
-    """Load s of one part; zero beyond its ranks."""
+    """Load the rows of s = xAᵀ for one part. Columns beyond the part's rank are zero."""
     r_R = tl.arange(0, R)
     at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
-    travels_MR = (row_M < stop)[:, None] & (in_eights(r_R, ranks) & (ranks > 0))[None, :]
+    travels_MR = (row_M < stop)[:, None] & (padded_rank_mask(r_R, ranks) & (ranks > 0))[None, :]
     return tl.load(s + at_MR, mask=travels_MR, other=0.0)
 
 

@@ -18,10 +18,10 @@ from weftune.ops.triton.slots import (
     column_block,
     column_factor,
     drops_in_any,
-    in_eights,
     kept,
     largest_rank,
     matrix,
+    padded_rank_mask,
     row_factor,
     site_key,
 )
@@ -105,7 +105,7 @@ def down_of_tile(
             tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M[:, None])
         else:
             share_M = ((first + i) * splits + split).to(tl.int64) * T + row_M
-            stored_MR = inside_M[:, None] & in_eights(r_R, tl.load(rank + entry))[None, :]
+            stored_MR = inside_M[:, None] & padded_rank_mask(r_R, tl.load(rank + entry))[None, :]
             tl.store(partial + share_M[:, None] * R + r_R[None, :], sums[i], mask=stored_MR)
 
 
@@ -246,7 +246,7 @@ def sum_rows(
         if slot >= 0:
             entry = p * S + slot
             ranks = tl.load(rank + entry)
-            stored_MR = inside_M1 & (in_eights(r_R, ranks) & (ranks > 0))[None, :]
+            stored_MR = inside_M1 & (padded_rank_mask(r_R, ranks) & (ranks > 0))[None, :]
             first: tl.constexpr = SHARES[p]
             end: tl.constexpr = SHARES[p + 1]
             for share in tl.static_range(first, end):
@@ -319,7 +319,7 @@ def up(
             entry = part * S + slot
             ranks = tl.load(rank + entry)
             s_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
-            travels_MR = (row_M < stop)[:, None] & in_eights(r_R, ranks)[None, :]
+            travels_MR = (row_M < stop)[:, None] & padded_rank_mask(r_R, ranks)[None, :]
             s_MR = tl.load(s + s_at_MR, mask=travels_MR, other=0.0)
             b = matrix(address, entry, 1, s.dtype.element_ty, ALIGNMENT)
             b_at_RC = r_R[:, None] * (high - origin) + (n_C - origin)[None, :]

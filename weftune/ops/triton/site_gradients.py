@@ -19,10 +19,10 @@ from weftune.ops.triton.slots import (
     column_block,
     column_factor,
     drops_in_any,
-    in_eights,
     kept,
     largest_rank,
     matrix,
+    padded_rank_mask,
     row_factor,
     site_key,
 )
@@ -62,7 +62,7 @@ def ds_db_of_piece(
     alone = tl.load(pieces + piece * 4 + 3)
     entry = part * S + slot
     r_R = tl.arange(0, OWN)
-    stored_1R = in_eights(r_R, ranks)[None, :]
+    stored_1R = padded_rank_mask(r_R, ranks)[None, :]
     n_C = low + tl.arange(0, C)
     owned_RC = (r_R < ranks)[:, None] & (n_C < high)[None, :]
     b = matrix(address, entry, 1, s.dtype.element_ty, ALIGNMENT)
@@ -193,7 +193,7 @@ def ds_of_tile(
         ds_MR = tl.dot(dy_MC, tl.trans(b_RC), ds_MR, input_precision=PRECISION)
     if SPLIT:
         share_M = (part * splits + split).to(tl.int64) * T + row_M
-        stored_MR = inside_M[:, None] & in_eights(r_R, ranks)[None, :]
+        stored_MR = inside_M[:, None] & padded_rank_mask(r_R, ranks)[None, :]
         tl.store(partial + share_M[:, None] * R + r_R[None, :], ds_MR, mask=stored_MR)
     else:
         ds_MR = tl.where(owned_R[None, :], ds_MR * tl.load(factor + entry * 2 + evaluating), 0.0)
@@ -452,7 +452,7 @@ def dx_of_part(
     entry = part * S + slot
     ranks = tl.load(rank + entry)
     ds_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
-    ds_MR = tl.load(ds + ds_at_MR, mask=inside_M[:, None] & in_eights(r_R, ranks)[None, :], other=0.0)
+    ds_MR = tl.load(ds + ds_at_MR, mask=inside_M[:, None] & padded_rank_mask(r_R, ranks)[None, :], other=0.0)
     a = matrix(address, entry, 0, ds.dtype.element_ty, ALIGNMENT)
     owned_RC = (r_R < ranks)[:, None] & inside_C[None, :]
     a_RC = tl.load(a + r_R[:, None] * K + k_C[None, :], mask=owned_RC, other=0.0)

@@ -63,7 +63,7 @@ def matrix(address, entry, WHICH: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: t
 
 
 @triton.jit
-def in_eights(r_R, rank):
+def padded_rank_mask(r_R, rank):
     """Return the mask of a job's ranks, rounded up to a multiple of 8: no more is transferred, still 16 bytes
     at a time.
 

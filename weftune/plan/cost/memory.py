@@ -102,7 +102,7 @@ class MemoryModel:
     slack: int | None = None
     """Bytes for logits of one chunk, temporaries and the allocator's rounding. None selects the default."""
     spare: int = SPARE
-    first_only: int = 0
+    first_only_bytes: int = 0
     """Bytes of `taken` that only the first worker holds: the tokenizer and the data."""
     host_budget: int = 0
     """Bytes of host memory that the run may use for an offloaded optimizer and for tensors of layers."""
@@ -148,7 +148,9 @@ class MemoryModel:
             layout.offloads,
             layout.workers,
         )
-        return [self._turning(layout.on(worker), memory, scored) for worker in range(layout.workers)]
+        return [
+            self._streamed_worker_need(layout.on(worker), memory, scored) for worker in range(layout.workers)
+        ]
 
     def holding(
         self, jobs: Sequence[JobShape], rows: Sequence[float], recompute: Recompute, supervised: float
@@ -217,9 +219,9 @@ class MemoryModel:
 
     def _process(self, worker: int) -> int:
         """Return the bytes that a worker's process holds before anything of the run is loaded."""
-        return self.taken if worker == 0 else self.taken - self.first_only
+        return self.taken if worker == 0 else self.taken - self.first_only_bytes
 
-    def _turning(self, on: OnWorker, memory: StreamedMemory, supervised: float) -> Need:
+    def _streamed_worker_need(self, on: OnWorker, memory: StreamedMemory, supervised: float) -> Need:
         """Return the need of a worker whose stages share the device in turn. The choice of stages counts in
         the same way, so that the jobs it was made for are admitted."""
         own = [on.stages[stage] for stage in on.own]
@@ -381,7 +383,7 @@ class MemoryModel:
         return [*choices, replace(choices[-1], tile_rows=SMALL_TILE_ROWS)]
 
     def _room(self, jobs: Sequence[JobShape], recompute: Recompute) -> int:
-        """Return the tokens of the largest microbatch that fits."""
+        """Return the number of tokens in the largest microbatch that fits in memory."""
         # The head is given a full chunk, however few rows are supervised.
         head = int(self.fit.head * self.head_bytes(math.inf))
         free = self.budget - self.peak_bytes(jobs, 0, recompute) - self.fit.error - head

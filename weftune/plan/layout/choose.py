@@ -91,7 +91,7 @@ class Machine:
         return self.capacity or MAX_TOKENS[self.on_gpu]
 
     @property
-    def first_only(self) -> int:
+    def first_only_bytes(self) -> int:
         """Bytes of `taken` that only the first of several workers holds."""
         if self.on_gpu or self.worker_profile is None or self.workers == 1:
             return 0
@@ -364,7 +364,7 @@ def _as_streamed(shape: ModelShape, machine: Machine, device: StreamDevice, choi
         MemoryFit(head=fit.head),
         choice.cut,
         device.slack,
-        first_only=machine.first_only,
+        first_only_bytes=machine.first_only_bytes,
     )
     # An emulated device has the requested size in addition to what is counted with it in host memory.
     head = int(memory.fit.head * memory.head_bytes(math.inf))
@@ -414,7 +414,7 @@ def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) ->
         machine.on_gpu,
         _fit(shape, machine),
         layout,
-        first_only=machine.first_only,
+        first_only_bytes=machine.first_only_bytes,
     )
     together = fitting(jobs, memory)
     return Choice(

@@ -302,7 +302,7 @@ class StreamCase:
         )
 
 
-def whole_seconds(
+def resident_round_seconds(
     shape: ModelShape,
     jobs: Sequence[JobShape],
     device: StreamDevice,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryModel, longest
 from weftune.plan.cost.ring import TRAVEL_ROUNDS, optimizer_bytes
-from weftune.plan.layout.need import StreamDevice, whole_seconds
+from weftune.plan.layout.need import StreamDevice, resident_round_seconds
 from weftune.plan.layout.seats import in_order, most_that_fit
 from weftune.plan.window.rounds import even_groups
 
@@ -62,7 +62,9 @@ def offloaded_round(
     groups = even_groups({job.name: job.batch_tokens for job in jobs}, memory.layout.job_groups)
     for number, names in enumerate(groups):
         group = [job for job in jobs if job.name in names]
-        passes[number] = whole_seconds(memory.shape, group, device, _tokens(group), capacity, recompute)
+        passes[number] = resident_round_seconds(
+            memory.shape, group, device, _tokens(group), capacity, recompute
+        )
         moved[number] = each * sum(job.trainable for job in group)
     return OffloadedRound((passes[0], passes[1]), (moved[0], moved[1]))
 
@@ -73,7 +75,7 @@ def resident_seconds(
     """Return the seconds of a round's passes, in microbatches as large as memory and `max_tokens` allow."""
     recompute = memory.recompute(jobs, max_tokens)
     capacity = memory.capacity(jobs, max_tokens, recompute)
-    return whole_seconds(memory.shape, jobs, device, _tokens(jobs), capacity, recompute)
+    return resident_round_seconds(memory.shape, jobs, device, _tokens(jobs), capacity, recompute)
 
 
 def _tokens(jobs: Sequence[JobShape]) -> int:

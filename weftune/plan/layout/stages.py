@@ -109,7 +109,7 @@ def _memory(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
 
 
 def _misfit_reason(layers: Sequence[LayerCost], limits: Sequence[StageLimit], cuts: Sequence[int]) -> str:
-    """Return an error sentence about the stage that exceeds its memory most, in the cut that fits best."""
+    """Return an error message that names the stage that exceeds its memory most, in the best partition."""
 
     def excess(number: int) -> int:
         stage = stage_cost(layers, cuts[number], cuts[number + 1])
@@ -149,7 +149,7 @@ def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -
         raise PlanError(f"--pipeline {stages}: a pipeline has at least 2 stages")
     if stages > shape.layers:
         raise PlanError(f"--pipeline {stages}: the base has {shape.layers} layers, and each stage needs one")
-    known = counted_costs(shape) if costs is None else costs
+    known = multiplication_costs(shape) if costs is None else costs
     each = [known.stage_cost(LayerRange(number, number + 1, shape.layers)) for number in range(shape.layers)]
     layers = [LayerCost("layer", forward=cost / 2, backward=cost / 2, weight_bytes=0) for cost in each]
     slowest = max(one.seconds for one in balance(layers, [StageLimit(ANY)] * stages))
@@ -159,7 +159,7 @@ def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -
     return tuple(LayerRange(start, stop, shape.layers) for start, stop in pairwise(cuts))
 
 
-def counted_costs(shape: ModelShape) -> PartCosts:
+def multiplication_costs(shape: ModelShape) -> PartCosts:
     """Return costs in multiplications per token: one per weight and direction, two in the head's forward."""
     inside = sum(site.active_weights for site in shape.sites)
     return PartCosts(0.0, 2 * inside / shape.layers, 2 * shape.hidden * shape.vocabulary)

@@ -11,7 +11,7 @@ from itertools import product
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import HostTooSmall, Mistake, PlanError
 from weftune.plan.cost.memory import MemoryModel, gib, longest
-from weftune.plan.layout.need import StreamCase, StreamDevice, leaving_room, whole_seconds
+from weftune.plan.layout.need import StreamCase, StreamDevice, leaving_room, resident_round_seconds
 from weftune.plan.layout.search import (
     EvaluatedDraft,
     even_drafts,
@@ -211,7 +211,7 @@ def _choose_resident(
     recompute = memory.recompute(jobs, max_tokens)
     capacity = memory.capacity(jobs, max_tokens, recompute)
     need = memory.peak_bytes(jobs, capacity, recompute)
-    seconds = whole_seconds(shape, jobs, device, round_tokens, capacity, recompute)
+    seconds = resident_round_seconds(shape, jobs, device, round_tokens, capacity, recompute)
     why = (
         f"nothing is streamed, since the base, the adapters and their passes need {gib(need)} and the GPU "
         f"has {gib(device.budget)} for a run"

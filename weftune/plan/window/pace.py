@@ -63,7 +63,8 @@ class LoadPace:
 
 
 def predict_timeline(program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None) -> Timeline:
-    """Return the simulated timeline of a window at these paces. Links between devices take no time."""
+    """Return the simulated timeline of a window at these paces. Transfers between devices are assumed to take
+    no time."""
     return simulate_timeline(program, pace_prices(program.microbatches, paces), loads)
 
 

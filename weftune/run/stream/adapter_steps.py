@@ -319,7 +319,8 @@ class HostSteps:
         return [vector for state in states for vector in state.vectors[:count]]
 
     def _copied_out(self, states: Sequence[AdamState]) -> list[Tensor]:
-        """Return the vectors that are copied back. The gradient is no longer needed."""
+        """Return the optimizer state vectors to copy back to the host. Gradients are not copied: they are no
+        longer needed."""
         moved = [vector for state in states for vector in state.vectors[:3]]
         return moved if self._device_weights is None else [*moved, *(state.weights for state in states)]
 

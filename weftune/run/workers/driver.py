@@ -308,14 +308,14 @@ class Driver:
         """Return checkpoints that could not be written and have not been reported yet."""
         while (received := self.control.next_answer()) is not None:
             self._handle_answer(*received)
-        self._advance_saves()
+        self._commit_checkpoints()
         found, self._unsaved = self._unsaved, []
         return found
 
     def finish_saves(self, job: str) -> None:
         """Wait for the job's checkpoints, except those whose evaluation is to come in this window."""
         while True:
-            self._advance_saves()
+            self._commit_checkpoints()
             keys = [key for key in self._pending if key[0] == job and key not in self._awaited_evaluations]
             if not keys:
                 return
@@ -336,7 +336,7 @@ class Driver:
         else:
             self._pending[key].slices[worker] = answer
 
-    def _advance_saves(self) -> None:
+    def _commit_checkpoints(self) -> None:
         """Rename complete checkpoints into place, except those whose evaluation is still to come."""
         for key, pending in list(self._pending.items()):
             if key[0] in self._own.dead:

@@ -34,7 +34,7 @@ class WorkerPosition:
     worker: int
     workers: int
     local_worker: int = 0
-    """Number of the worker among those of this machine."""
+    """Index of the worker on this machine."""
     local_workers: int = 1
     replicas: int = 1
     """Number of copies of the pipeline. Workers are ordered by replica, then by stage."""
