@@ -79,7 +79,7 @@ def plain_results(case: SiteCase, dtype: torch.dtype) -> dict[str, Tensor]:
     device = case.weight_NK.device
     token_index_T = torch.arange(len(case.x[0]), dtype=torch.int32, device=device)
     anchor = torch.zeros((), device=device, dtype=dtype, requires_grad=True)
-    x_TK = case.x[0].to(dtype).requires_grad_()
+    x_TK = case.x[0].detach().to(dtype, copy=True).requires_grad_()
     y_TN = x_TK @ case.weight_NK.to(dtype).T
     y_TN = add_lora(x_TK, y_TN, Blocks(jobs, token_index_T, anchor), Route.reference)
     y_TN.backward(case.dy[0].to(dtype))

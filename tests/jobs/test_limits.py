@@ -136,7 +136,40 @@ def test_every_number_of_a_job_is_tried() -> None:
 
     wanted = {".".join(map(str, loc)).replace("*", "q_proj") for loc in BOUNDS}
     in_lists = {"data.path.q_proj.weight", "betas.q_proj", "sweep.halving.at.q_proj"}
-    assert wanted - in_lists <= NUMBERS.keys()
+    assert wanted - in_lists <= NUMBERS.keys() | {f"base.rope_scaling.{key}" for key in ROPE_NUMBERS}
+
+
+ROPE_NUMBERS = {
+    "factor": ("linear", [0.5, 0, -1, 1e7]),
+    "rope_theta": ("linear", [0, -1]),
+    "original_max_position_embeddings": ("yarn", [0, -1, 1.5]),
+    "attention_factor": ("yarn", [0, -1]),
+    "beta_fast": ("yarn", [0, -1]),
+    "beta_slow": ("yarn", [0, -1]),
+    "mscale": ("yarn", [0, -1]),
+    "mscale_all_dim": ("yarn", [0, -1]),
+    "low_freq_factor": ("llama3", [0, -1]),
+    "high_freq_factor": ("llama3", [0, -1]),
+}
+"""Every number of a rope scaling, with a type that has it, and what it must not be."""
+
+
+@pytest.mark.parametrize("key", ROPE_NUMBERS)
+def test_a_number_that_no_rope_scaling_can_have_is_refused_with_its_place(key: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    rope_type, values = ROPE_NUMBERS[key]
+    given = {"rope_type": rope_type, "factor": 2}
+    if rope_type == "llama3":
+        given |= {"low_freq_factor": 1, "high_freq_factor": 4}
+    for value in [*NEVER, *values]:
+        text = ", ".join(f"{name}: {own}" for name, own in {**given, key: value}.items())
+        (tmp_path / "jobs.yaml").write_text(
+            f"base: {{model: demo, rope_scaling: {{{text}}}}}\njobs:\n- {{name: a, data: rows.jsonl}}\n"
+        )
+        with pytest.raises(SpecError) as caught:
+            read_run(tmp_path / "jobs.yaml")
+        mistake = next(one for one in caught.value.mistakes if one.location.endswith(f"rope_scaling.{key}"))
+        assert "must be" in mistake.sentence or "cannot be read" in mistake.sentence, (value, mistake)
 
 
 @pytest.mark.parametrize("value", [*NEVER, "-1", "1"])
