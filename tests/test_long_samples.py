@@ -64,7 +64,15 @@ def family_jobs():
     ]
 
 
-@pytest.mark.parametrize("mode", slow_but(MODES, ["kept", "attention kept", "offloaded", "inputs offloaded"]))
+@pytest.mark.parametrize("mode", MODES)
+def test_whatever_is_kept_and_wherever_jobs_learn_the_same(mode, train_with):
+    untiled = train_with(NOTHING, bench.base("llama"), family_jobs(), "untiled")
+    tiled = train_with(MODES[mode], bench.base("llama"), family_jobs(), "tiled")
+    for name in ("a", "b"):
+        equal(tiled, untiled, name)
+
+
+@pytest.mark.parametrize("mode", slow_but(MODES, ["offloaded"]))
 def test_every_kind_learns_in_tiles_what_it_learns_untiled(mode, train_with):
     jobs = [job(kind, "llama") for kind in KINDS]
     untiled = train_with(NOTHING, bench.base("llama"), jobs, "untiled")
