@@ -17,6 +17,7 @@ from weftune.base.decoders import (
     DecoderFacts,
     MixtureFacts,
     extra_values,
+    query_width,
     text_values,
     within,
 )
@@ -159,6 +160,7 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
         context=longest,
         unscaled_context=unscaled,
         extra_values=extra_values(family, sites),
+        query_width=query_width(family, sites),
     )
 
 

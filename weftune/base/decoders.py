@@ -152,6 +152,16 @@ def extra_values(family: str, sites: Sequence[SiteShape]) -> int:
     return heads + (inputs + branches) * outputs(facts.o)
 
 
+def query_width(family: str, sites: Sequence[SiteShape]) -> int:
+    """Return the number of values per token of all query heads, which is the width of attention's output. 0
+    if the family's layers are not fused."""
+    mixture = MIXTURES.get(family)
+    facts = DECODERS.get(family) if mixture is None else mixture.attention
+    if facts is None:
+        return 0
+    return next((site.in_features for site in sites if site.name.endswith(f".{facts.o}")), 0)
+
+
 # -- mixtures of experts: a router sends every token to a few experts --------------------------------------
 
 EXPERTS, ROUTER = "mlp.experts", "mlp.gate"

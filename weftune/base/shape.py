@@ -7,10 +7,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, extra_values
+from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, extra_values, query_width
 from weftune.base.rope import context, unscaled_context
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.core.weights import Weight, WeightHolder, is_coded, stored_bytes
@@ -88,13 +88,8 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
             for module in modules.values()
         ),
         extra_values=extra_values(config.model_type, sites),
-        query_width=query_width(config),
+        query_width=query_width(config.model_type, sites),
     )
-
-
-def query_width(config: PretrainedConfig) -> int:
-    heads = int(config.num_attention_heads)
-    return heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def values(model: PreTrainedModel) -> int:
