@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from tests.adapters.aboard import attach, banks_with, empty_banks, logits, together, weights_of
+from tests.adapters.attached_banks import attach, banks_with, empty_banks, logits, together, weights_of
 from tests.base.packs import packed, random_samples
 from tests.bench import base as tiny_base
 from tests.families import FAMILIES, tiny
@@ -286,7 +286,7 @@ def test_a_job_that_cannot_come_aboard_takes_no_slot(llama, monkeypatch: pytest.
             attach(banks, llama, "x", spec, weights)
     for name in ("y", "z"):
         attach(banks, llama, name, spec, random_weights(llama, spec, 0))
-    assert sorted(aboard.slot for aboard in banks.attached.values()) == [0, 1, 2, 3]
+    assert sorted(job.slot for job in banks.attached.values()) == [0, 1, 2, 3]
 
 
 def raising(error):

@@ -13,7 +13,7 @@ import torch
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 
-from tests.adapters.aboard import weights_of
+from tests.adapters.attached_banks import weights_of
 from tests.base.packs import base_of
 from tests.families import FAMILIES, tiny
 from tests.oracle import lora_config, write_start

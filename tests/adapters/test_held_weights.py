@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.adapters.aboard import attach, empty_banks, together
+from tests.adapters.attached_banks import attach, empty_banks, together
 from tests.adapters.test_kinds import drawn, gradients
 from tests.adapters.toys import GateSpec, toys  # noqa: F401 (a fixture)
 from tests.base.packs import base_of, random_samples
@@ -168,5 +168,5 @@ def test_memory_counts_the_bytes_of_the_base_and_those_of_adapters_apart():
     assert [2 * (held - matrices) for held, matrices in zip(*layers, strict=True)] == [
         2 * scales - values for _ in layers[0]
     ]
-    of_bytes, of_matrices = (MemoryModel(one.shape, budget=1 << 30) for one in (base, plain))
+    of_bytes, of_matrices = (MemoryModel(one.shape, budget_bytes=1 << 30) for one in (base, plain))
     assert of_bytes.bytes_per_parameter == of_matrices.bytes_per_parameter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.adapters.aboard import attach, empty_banks, together
+from tests.adapters.attached_banks import attach, empty_banks, together
 from tests.adapters.toys import GateSpec, TiedSpec, plain_model, toys  # noqa: F401 (a fixture)
 from tests.base.packs import random_samples
 from tests.bench import base as tiny_base
@@ -45,7 +45,7 @@ def gradients(base, banks, microbatch, route):
     with banks.bound(microbatch, route, training=True):
         logits_TV = base.head().logits(base.hidden(microbatch))
         logits_TV.pow(2).mean(dim=1).sum().backward()
-    return logits_TV.detach(), {job: aboard.gradient.clone() for job, aboard in banks.attached.items()}
+    return logits_TV.detach(), {job: attached.gradient.clone() for job, attached in banks.attached.items()}
 
 
 def alone(family, adapter, weights, tokens_L):

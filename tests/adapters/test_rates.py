@@ -9,7 +9,7 @@ import torch
 
 from tests import bench
 from tests.adapters.toys import GateSpec, plain_model, toys  # noqa: F401 (a fixture)
-from tests.run import aboard
+from tests.run import executors
 from weftune.adapters.kind import JobAdapter
 from weftune.run.events import Stepped
 from weftune.run.training.state import new_training
@@ -22,15 +22,18 @@ EXACT = 1e-8
 @pytest.mark.usefixtures("toys")
 def test_a_kind_with_two_learning_rates_trains_beside_lora_as_torchs_adamw_with_two_groups():
     base, rows = bench.base("llama"), bench.samples(12, seed=1)
-    job, other = aboard.ready(base, "gate", steps=STEPS), aboard.ready(base, "lora", steps=STEPS, seed=2)
+    job, other = (
+        executors.prepare(base, "gate", steps=STEPS),
+        executors.prepare(base, "lora", steps=STEPS, seed=2),
+    )
     adapter = JobAdapter("gate", SPEC, 0)
     training = new_training(adapter, job.recipe, base.shape.sites, base.dtype, base.device)
     training.master.mul_(0.2).add_(0.8)
     training.state.weights.copy_(training.master)
     start = training.master.clone()
-    executor = aboard.executor(base, [other])
+    executor = executors.executor_with(base, [other])
     executor.attach(training)
-    events = aboard.events(executor, aboard.program([job, other], STEPS), [job, other])
+    events = executors.run_program(executor, executors.plan_program([job, other], STEPS), [job, other])
     losses = [event.outcome.loss for event in events if isinstance(event, Stepped) and event.job == "gate"]
     wanted, final = plain_run(training.layout, adapter, job.recipe, start, bench.batches(rows, 3, 1, STEPS))
     assert losses == pytest.approx(wanted, rel=EXACT)

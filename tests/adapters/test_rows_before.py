@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests import bench
-from tests.adapters.aboard import attach
+from tests.adapters.attached_banks import attach
 from tests.adapters.toys import PromptSpec, plain_model, toys  # noqa: F401 (a fixture)
 from tests.families import tiny
-from tests.run.aboard import ready
+from tests.run.executors import prepare
 from weftune.adapters.banks import Banks
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
@@ -27,7 +27,7 @@ SPECS = {"prompt": PromptSpec(3), "lora": LORA, "other": PromptSpec(2)}
 def samples(base, lengths, seed):
     rng = np.random.default_rng(seed)
     made = [(rng.integers(4, 97, length).tolist(), [True] * length) for length in lengths]
-    return ready(base, "any", data=bench.rows(made)).data.train
+    return prepare(base, "any", data=bench.rows(made)).data.train
 
 
 def banks_of(base):

@@ -7,12 +7,13 @@ import torch
 from peft import get_peft_model
 from peft.tuners.lora import LoraLayer
 
-from tests.families import FAMILIES, tiny
+from tests.families import EVERY, FAMILIES, tiny
 from tests.oracle import lora_config
 from weftune.adapters.dora.spec import DoraSpec
 from weftune.adapters.ia3.spec import Ia3Spec
 from weftune.adapters.lora.spec import LoraSpec, site_of_weight, weight_names
-from weftune.base.shape import linears
+from weftune.adapters.target import embedding_path, embedding_width
+from weftune.base.shape import linears, model_sites
 from weftune.core.shapes import SiteShape
 
 
@@ -110,3 +111,14 @@ def test_outputs_that_are_kept_are_those_of_sites_beside_one_that_scales_its_own
     assert Ia3Spec().scaled_outputs(sites) == 2 * (64 + 16 + 16)
     assert DoraSpec().scaled_outputs(sites) == 2 * (64 + 16 + 16 + 32 + 32)
     assert DoraSpec(layers=1, targets=("down_proj",)).scaled_outputs(sites) == 32
+
+
+@pytest.mark.parametrize("family", [*(family for family in EVERY if family != "opt"), "qwen3_5"])
+def test_path_and_width_of_the_embedding_follow_from_the_sites(family):
+    """The first linear of Qwen3.5 is an output projection, whose input is not as wide as the embedding."""
+    model = tiny(family)
+    sites = list(model_sites(model))
+    embedding = model.get_submodule(embedding_path(sites))
+    assert embedding is model.get_input_embeddings()
+    assert embedding_width(sites) == embedding.embedding_dim
+    assert embedding_width([site for site in sites if ".0." not in site.name]) == 0

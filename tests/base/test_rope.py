@@ -97,7 +97,7 @@ def test_positions_that_cannot_be_scaled_are_refused(family: str, reason: str) -
         scaled({**PLAIN, "model_type": family}, "yarn", 2.0)
 
 
-STREAMED = Layout((StageLayers(0, 1, resident=False), StageLayers(1, 2, resident=False)), (2,))
+STREAMED = Layout((StageLayers(0, 1, is_resident=False), StageLayers(1, 2, is_resident=False)), (2,))
 WAYS: dict[str, Callable[[BaseSpec], PreTrainedModel]] = {
     "plain": lambda spec: load_plain(spec, CPU),
     "resident": lambda spec: load_base(spec, CPU).model,

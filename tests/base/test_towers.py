@@ -146,7 +146,7 @@ def test_in_stages_streamed_or_mapped_it_gives_the_bits_of_the_whole_tower(spec:
     h_TD = last.hidden(MICROBATCH, given_TD=first.hidden(MICROBATCH))
     assert torch.equal(h_TD, whole.hidden(MICROBATCH))
     assert first.whole_sites == whole.shape.sites
-    layout = Layout(tuple(StageLayers(n, n + 1, n == 1) for n in range(layers)), slots=(1,))
+    layout = Layout(tuple(StageLayers(n, n + 1, n == 1) for n in range(layers)), slot_counts=(1,))
     for mapped in (False, True):
         streamed, given_TD = load_streamed(spec, CPU, layout, mapped), None
         for number, stage in enumerate(streamed.stages):

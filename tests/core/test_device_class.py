@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weftune.core import device_class
-from weftune.core.device_class import CLASSES, INTERPRETER, OLDER, class_of, class_with, pretend
+from weftune.core.device_class import CLASSES, INTERPRETER, OLDER, class_for_capability, class_of, pretend
 from weftune.errors import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 7)
@@ -57,19 +57,19 @@ def test_classes_are_ordered_and_only_hopper_is_tested():
     ],
 )
 def test_an_unknown_capability_belongs_to_the_nearest_lower_class_and_is_untested(capability, architecture):
-    found = class_with(capability)
+    found = class_for_capability(capability)
     assert found.architecture == architecture
     assert found.tested == (capability == (9, 0))
     assert found.has_kernels
 
 
 def test_a_capability_that_is_lower_than_9_0_in_its_minor_number_only_is_not_tested():
-    assert not class_with((9, 4)).tested
+    assert not class_for_capability((9, 4)).tested
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
 def test_a_gpu_that_triton_does_not_support_has_no_kernels(capability):
-    assert class_with(capability) == OLDER
+    assert class_for_capability(capability) == OLDER
     assert not OLDER.has_kernels
 
 
@@ -95,8 +95,8 @@ def test_a_gpu_that_pretends_keeps_its_multiprocessors_and_gets_no_more_shared_m
 
 def test_without_a_gpu_a_cuda_device_pretends_with_the_numbers_of_the_table(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pretend(class_with((8, 6))):
-        assert class_of(CUDA) == class_with((8, 6))
+    with pretend(class_for_capability((8, 6))):
+        assert class_of(CUDA) == class_for_capability((8, 6))
 
 
 def test_a_variable_makes_every_device_pretend(card, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.base.packs import base_of
 from tests.cases import slow_but
 from tests.families import tiny
 from tests.oracle import lora_config, write_start
@@ -15,9 +16,10 @@ from weftune.adapters.lora.files import read_adapter
 from weftune.core.limited import slow_pattern_error, suffix_expression
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import AdapterError, SpecError
+from weftune.generate.adapters import attach_folder
 from weftune.jobs.spec.checks import check_targets
 from weftune.jobs.spec.spec import JobSpec
-from weftune.trainer.generate import with_adapter
+from weftune.run.passes.adapted import AdaptedBase
 
 ENDLESS = [
     "(.*.*)*x",
@@ -95,4 +97,4 @@ def test_an_endless_pattern_does_not_reach_peft(keys: dict, stranger: Path) -> N
     file = stranger / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
     with pytest.raises(AdapterError, match="processor time"):
-        with_adapter(tiny("llama", torch.float32), "a", stranger)
+        attach_folder(AdaptedBase(base_of(tiny("llama", torch.float32))), "a", stranger)

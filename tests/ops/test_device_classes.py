@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weftune.base.quant.formats import supports_fp8
-from weftune.core.device_class import CLASSES, OLDER, DeviceClass, class_with, pretend
+from weftune.core.device_class import CLASSES, OLDER, DeviceClass, class_for_capability, pretend
 from weftune.ops.experts import ExpertSite
 from weftune.ops.lora.experts import best_plan
 from weftune.ops.lora.rows import Rows
@@ -79,7 +79,7 @@ def test_every_class_from_ampere_on_has_kernels(one):
 
 
 def test_on_hopper_the_launches_are_those_that_were_measured_on_the_h200():
-    found = tiling_of(class_with((9, 0)), widths=(4096, 1024, 1024))
+    found = tiling_of(class_for_capability((9, 0)), widths=(4096, 1024, 1024))
     kernels = found.down, found.up, found.ds_db, found.db, found.da
     shown = [(one.columns, one.warps, one.stages, one.together) for one in kernels]
     assert shown == [(128, 4, 4, 3), (128, 4, 1, 1), (256, 4, 2, 1), (128, 4, 2, 1), (128, 8, 3, 3)]
@@ -110,7 +110,7 @@ def test_a_sample_of_what_small_gpus_select_compiles_and_fits_them(tmp_path):
     rows = compiled(
         tmp_path, "--quick", "--sample", "4", "--processes", "1", "--class", "8.6", "--class", "12.0"
     )
-    check(rows, (class_with((8, 6)), class_with((12, 0))))
+    check(rows, (class_for_capability((8, 6)), class_for_capability((12, 0))))
 
 
 @pytest.mark.slow

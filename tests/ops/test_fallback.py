@@ -198,13 +198,13 @@ def test_lora_whose_kernel_fails_in_either_pass_raises_and_writes_nothing(kernel
     monkeypatch.setattr(fallback, "REHEARSING", (device.type,))
     case = Case([Job(20, rank=4, dropout=0.1)], features=32, widths=(32,), device=device.type)
     made = values(case)
-    aboard, group, rows = attached(case, made)
+    by_slot, group, rows = attached(case, made)
     anchor = torch.zeros((), device=device, requires_grad=True)
     module, name = kernel.split(".")
     monkeypatch.setattr(getattr(kernels, module), name, Failing())
     with pytest.warns(KernelWarning, match=f"The kernel {kernel} does not run"), pytest.raises(KernelsFailed):
         lora_linear(made.x, made.weight, None, None, anchor, group, rows, True)
-    (entry,) = aboard[0]
+    (entry,) = by_slot[0]
     assert not entry.da_RK.any()
     assert not entry.db_RN.any()
 
@@ -213,10 +213,10 @@ def test_a_rehearsal_adds_nothing_to_the_gradients(device, monkeypatch):
     monkeypatch.setattr(fallback, "REHEARSING", (device.type,))
     case = Case([Job(20, rank=4)], features=32, widths=(32,), device=device.type)
     made = values(case)
-    aboard, group, rows = attached(case, made)
+    by_slot, group, rows = attached(case, made)
     anchor = torch.zeros((), device=device, requires_grad=True)
     lora_linear(made.x, made.weight, None, None, anchor, group, rows, True)
-    (entry,) = aboard[0]
+    (entry,) = by_slot[0]
     assert not entry.da_RK.any()
     assert not entry.db_RN.any()
     assert len(fallback._rehearsed) == 1

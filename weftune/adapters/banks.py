@@ -54,6 +54,8 @@ class AttachedJob:
     """Groups of sites to which the job's adapter is attached."""
     serial: int
     """Serial number of the attachment, which is new if a job is attached again, with different memory."""
+    version: int
+    """Optimizer step that computed the current weights; 0 for an adapter that is not trained."""
     tiled: bool
     """Whether the tiled kernels compute the job's whole adapter."""
     gathers: bool
@@ -176,6 +178,7 @@ class Banks:
             totals=totals,
             groups=(*linears, *at_experts),
             serial=self._attachments,
+            version=0,
             tiled=not (inserted or prefix_sites or at_experts) and tiled_parts is not None,
             gathers=not inserted and not at_experts and kind.gathers(spec),
             tiled_linears=tiled_parts is not None,
@@ -213,7 +216,8 @@ class Banks:
         return None if shared else found
 
     def _linear_groups(self, kind: PlainKind, spec: Any) -> list[SiteGroup]:
-        """Return the groups to which an adapter attaches, and create missing banks of the kind."""
+        """Return the groups of linears to which an adapter attaches. Banks of its kind that these groups lack
+        are created."""
         adapted = {id(group) for site, group in self._groups.items() if kind.adapts(spec, site)}
         groups = [group for group in self._all_groups if id(group) in adapted]
         for group in groups:
@@ -295,6 +299,15 @@ class Banks:
             return False
         found = self._segments(microbatch)
         return all(attached.tiled or (gathers and attached.gathers) for _, attached in found)
+
+    def capturable_decode(self, microbatch: Microbatch) -> bool:
+        """Whether a captured decode step can run the microbatch: every adapter must be in the form of the
+        tiled kernels, or change nothing behind its sample's first row. Trained embeddings are looked up on
+        the host."""
+        found = [attached for _, attached in self._segments(microbatch)]
+        return not has_failed(OP) and all(
+            attached.tokens is None and (attached.tiled_linears or not attached.groups) for attached in found
+        )
 
     def gathered(self, microbatch: Microbatch) -> list[tuple[Segment, AttachedJob]]:
         """Return the jobs whose rows a captured pass selects by index, each with one segment of its rows."""
@@ -420,7 +433,8 @@ class Banks:
         if bound is None:
             return h
         for segment, attached in self._segments(bound.microbatch):
-            if attached.rows_before is not None:
+            # Rows that continue a sample, as in decoding, have no virtual tokens before them.
+            if attached.rows_before is not None and segment.prefix_rows:
                 total = bound.totals[attached.adapter.job][SHARED, ROWS]
                 rows_ID = accumulated(attached.rows_before, total, bound.anchor)
                 h = insert_rows_before(h, rows_ID, bound.microbatch, segment)

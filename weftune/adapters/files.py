@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weftune.adapters.folder import CONFIG, WEIGHTS, missing_weights_message
 from weftune.adapters.target import ALL_LINEAR, TargetSpec, layer_numbers
-from weftune.core.shapes import SiteShape, in_wrapper, layer_of
+from weftune.core.shapes import SiteShape, layer_of, name_in_wrapper
 from weftune.core.tensor_file import write_tensors
 from weftune.errors import AdapterError, MissingPackage
 
@@ -74,7 +74,7 @@ def target_modules(spec: TargetSpec, targeted: Sequence[str], sites: Sequence[Si
     regular expression is also replaced if the base has experts, because PEFT would match it against experts
     and routers, or if only some layers are adapted, because PEFT selects layers only for lists. In a
     multimodal wrapper every module is named: a shorter name could also match modules of its vision tower."""
-    if any(in_wrapper(name) for name in targeted):
+    if any(name_in_wrapper(name) for name in targeted):
         return sorted(targeted)
     if not isinstance(spec.targets, str):
         return list(spec.targets)

@@ -75,7 +75,7 @@ class Frozen:
     """The base's weights and biases at a group of sites, stacked."""
 
     weight: Weight
-    """[N, K]."""
+    """Stacked weights of all sites of the group, [N, K]."""
     bias_N: Tensor | None
 
     def product(self, x_TK: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -133,10 +134,8 @@ class TargetSpec:
 
     def shapes_in_embedding(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         """Return the shapes of parameters that replace rows of the embedding, by its path and their name."""
-        path, first = embedding_path(sites), _first_layer(sites)
-        if not self.trained_tokens or path is None or first is None:
-            return {}
-        return {path: {TOKENS: (len(self.trained_tokens), first.in_features)}}
+        path = embedding_path(sites) if self.trained_tokens else None
+        return {} if path is None else {path: {TOKENS: (len(self.trained_tokens), embedding_width(sites))}}
 
     def counts(self, sites: Sequence[SiteShape]) -> Iterator[tuple[str, int]]:
         """Yield (site, number of trained values). The name is empty for values that belong to no site."""
@@ -195,7 +194,7 @@ def layer_numbers(layers: Layers) -> frozenset[int]:
 
 def embedding_path(sites: Sequence[SiteShape]) -> str | None:
     """Return the path of the embedding in a base with these sites. None if layer 0 is not among them."""
-    first = _first_layer(sites)
+    first = next(_first_layer(sites), None)
     if first is None:
         return None
     beside, _, _ = first.name.partition(".0.")
@@ -203,6 +202,12 @@ def embedding_path(sites: Sequence[SiteShape]) -> str | None:
     return f"{parent}.{EMBEDDINGS.get(layers, 'embed_tokens')}"
 
 
-def _first_layer(sites: Sequence[SiteShape]) -> SiteShape | None:
-    """Return the first site of layer 0, whose input is as wide as the embedding."""
-    return next((site for site in sites if layer_of(site.name) == 0), None)
+def embedding_width(sites: Sequence[SiteShape]) -> int:
+    """Return the width of the embedding in a base with these sites: the input width of most linears of
+    layer 0. 0 if layer 0 is not among them."""
+    widths = Counter(site.in_features for site in _first_layer(sites))
+    return max(widths, key=lambda width: widths[width], default=0)
+
+
+def _first_layer(sites: Sequence[SiteShape]) -> Iterator[SiteShape]:
+    return (site for site in sites if layer_of(site.name) == 0)

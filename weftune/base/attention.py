@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,21 @@ class Pack:
     apart: bool = False
     """Whether samples are so long that separate kernels for each of them are faster than one for all."""
     prefixes: Prefixes | GatheredPrefixes | None = None
+    cache: KeyValueCache | None = None
+    """Keys and values of earlier rows of the samples, to which the rows of the pack also attend. None in
+    training, where every sample is complete."""
+
+
+class KeyValueCache(Protocol):
+    """Keys, values and recurrent states of earlier passes over the samples of a pack."""
+
+    @property
+    def states(self) -> Sequence[dict[int, tuple[Tensor, Tensor]]]:
+        """For each sample, a dict from a layer number to the layer's recurrent state; empty before the
+        sample's first pass."""
+
+    def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:
+        """Add the keys and values to the cache, and compute the attention of the rows, [T, H, D]."""
 
 
 ReadKeys = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
@@ -173,11 +188,14 @@ def attend(
 def attend_behind(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule, layer: int | None
 ) -> Tensor:
-    """Compute the attention of packed samples, including adapters' prefix keys and values."""
+    """Compute the attention of packed samples, including cached keys and adapters' prefix keys."""
     prefixes = pack.prefixes
-    if prefixes is None:
+    if prefixes is None and pack.cache is None:
         return attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
-    assert layer is not None, "keys before samples need the number of the layer"
+    assert layer is not None, "cached keys and keys before samples need the number of the layer"
+    if pack.cache is not None:
+        return pack.cache.attend(q_THD, k_TGD, v_TGD, rule, layer)
+    assert prefixes is not None
     if isinstance(prefixes, GatheredPrefixes):
         return _attend_gathered(q_THD, k_TGD, v_TGD, replace(pack, prefixes=None), prefixes, rule, layer)
     before, seen = iter(prefixes.read(layer)), list[Tensor]()
@@ -295,37 +313,39 @@ def attend_by_sample(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, pack: Pack,
 
 
 def attend_within(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) -> Tensor:
-    length = q_1HLD.shape[2]
+    """Compute the attention of one sample. If there are fewer queries than keys, they are the last rows."""
+    rows, length = q_1HLD.shape[2], k_1GLD.shape[2]
     windowed = rule.window is not None and rule.window < length
+    is_masked = windowed or 1 < rows < length
     return scaled_dot_product_attention(
         q_1HLD,
         k_1GLD,
         v_1GLD,
-        attn_mask=visible(length, rule.window, q_1HLD.device) if windowed else None,
-        is_causal=not windowed,
+        attn_mask=visible(rows, length, rule.window, q_1HLD.device) if is_masked else None,
+        is_causal=rows == length and not is_masked,
         scale=rule.scale,
         enable_gqa=q_1HLD.shape[1] != k_1GLD.shape[1],
     )
 
 
 def attend_within_capped(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) -> Tensor:
-    """Compute the attention without a fused kernel, with the scores capped: cap · tanh(score / cap)."""
+    """Compute the attention as `attend_within` does, with the scores capped: cap · tanh(score / cap)."""
     assert rule.softcap is not None
     groups, width = k_1GLD.shape[1], q_1HLD.shape[-1]
     scale = width**-0.5 if rule.scale is None else rule.scale
     q_1GRLD = q_1HLD.unflatten(1, (groups, -1))
     scores_1GRLL = q_1GRLD @ k_1GLD.unsqueeze(2).mT * scale
     scores_1GRLL = rule.softcap * torch.tanh(scores_1GRLL / rule.softcap)
-    hidden_LL = ~visible(q_1HLD.shape[2], rule.window, q_1HLD.device)
+    hidden_LL = ~visible(q_1HLD.shape[2], k_1GLD.shape[2], rule.window, q_1HLD.device)
     precise = torch.promote_types(scores_1GRLL.dtype, torch.float32)
     weights_1GRLL = scores_1GRLL.masked_fill(hidden_LL, -torch.inf).softmax(dim=-1, dtype=precise)
     return (weights_1GRLL.to(v_1GLD.dtype) @ v_1GLD.unsqueeze(2)).flatten(1, 2)
 
 
-def visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a mask [L, L]: whether row i of a sample (first index) attends to row j."""
+def visible(rows: int, length: int, window: int | None, device: torch.device) -> Tensor:
+    """Return a mask [rows, L]: whether each of the last `rows` rows of a sample attends to row j."""
     row_L = torch.arange(length, device=device)
-    distance_LL = row_L[:, None] - row_L
+    distance_LL = row_L[length - rows :, None] - row_L
     return (distance_LL >= 0) & (distance_LL < (length if window is None else window))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weftune.core.shapes import EXPERT_PARAMETERS, TEXT_TOWER, SiteShape, in_wrapper
+from weftune.core.shapes import EXPERT_PARAMETERS, TEXT_TOWER, SiteShape, name_in_wrapper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +267,6 @@ def within(name: str) -> str:
 
 def older_name(name: str) -> str:
     """Return the name of a wrapper's weight in files written before transformers 4.52."""
-    if in_wrapper(name):
+    if name_in_wrapper(name):
         return f"language_model.model.{name.removeprefix(f'{TEXT_TOWER}.')}"
     return f"language_model.{name}"

@@ -57,9 +57,12 @@ class PackedDeltaNet:
         assert named.get("attention_mask") is None, "packed rows have no mask"
         assert named.get("cache_params") is None, "packed rows have no past"
         linears = module.in_proj_qkv, module.in_proj_b, module.in_proj_a
-        arguments = *(linear(hidden_states)[0] for linear in linears), weftune_pack.lengths
+        qkv_TN, b_TH, a_TH = (linear(hidden_states)[0] for linear in linears)
+        arguments = qkv_TN, b_TH, a_TH, weftune_pack.lengths
         # The recurrence keeps many times the size of its inputs, so its backward recomputes it instead.
-        if torch.is_grad_enabled():
+        if weftune_pack.cache is not None:
+            mixed_THV = self._continued(*arguments, weftune_pack.cache.states)
+        elif torch.is_grad_enabled():
             mixed_THV = checkpoint(self._mixed, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
             mixed_THV = self._mixed(*arguments)
@@ -68,33 +71,76 @@ class PackedDeltaNet:
         return module.out_proj(normed_RV.view(1, len(mixed_THV), -1))
 
     def _mixed(self, qkv_TN: Tensor, b_TH: Tensor, a_TH: Tensor, lengths: Sequence[int]) -> Tensor:
-        decay_TH = -self._module.A_log.float().exp() * softplus(a_TH.float() + self._module.dt_bias)
-        samples = list(zip(*(x.split(lengths) for x in (qkv_TN, b_TH.sigmoid(), decay_TH)), strict=True))
+        samples = self._samples(qkv_TN, b_TH, a_TH, lengths)
         found: dict[int, Tensor] = {}
         for together in equally_long(lengths):
-            batch = (pad_sequence([samples[i][n] for i in together], batch_first=True) for n in range(3))
-            mixed_SLHV = self._mixed_batch(*batch)
+            qkv_SLN, beta_SLH, decay_SLH = (
+                pad_sequence([samples[i][n] for i in together], batch_first=True) for n in range(3)
+            )
+            mixed_SLHV, _ = self._mixed_batch(qkv_SLN, beta_SLH, decay_SLH)
             found |= {i: mixed_SLHV[at, : lengths[i]] for at, i in enumerate(together)}
         return torch.cat([found[i] for i in range(len(lengths))])
 
-    def _mixed_batch(self, qkv_SLN: Tensor, beta_SLH: Tensor, decay_SLH: Tensor) -> Tensor:
+    def _samples(
+        self, qkv_TN: Tensor, b_TH: Tensor, a_TH: Tensor, lengths: Sequence[int]
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return the inputs of the convolution, the step sizes and the decays of each sample."""
+        decay_TH = -self._module.A_log.float().exp() * softplus(a_TH.float() + self._module.dt_bias)
+        return list(zip(*(x.split(lengths) for x in (qkv_TN, b_TH.sigmoid(), decay_TH)), strict=True))
+
+    def _continued(
+        self,
+        qkv_TN: Tensor,
+        b_TH: Tensor,
+        a_TH: Tensor,
+        lengths: Sequence[int],
+        states: Sequence[dict[int, tuple[Tensor, Tensor]]],
+    ) -> Tensor:
+        """Continue every sample from its state of the earlier pass, and replace that state: the last inputs
+        of the convolution, and the matrix of the recurrence."""
+        module, found = self._module, []
+        samples = self._samples(qkv_TN, b_TH, a_TH, lengths)
+        for (qkv_LN, beta_LH, decay_LH), state in zip(samples, states, strict=True):
+            before_KN, matrix = state.get(module.layer_idx, (None, None))
+            if before_KN is None:
+                before_KN = qkv_LN.new_zeros(module.conv_kernel_size - 1, qkv_LN.shape[1])
+            inputs_LN = torch.cat([before_KN, qkv_LN])
+            mixed_1LHV, matrix = self._mixed_batch(
+                inputs_LN[None], beta_LH[None], decay_LH[None], len(before_KN), matrix
+            )
+            state[module.layer_idx] = inputs_LN[len(qkv_LN) :], matrix
+            found.append(mixed_1LHV[0])
+        return torch.cat(found)
+
+    def _mixed_batch(
+        self,
+        qkv_SLN: Tensor,
+        beta_SLH: Tensor,
+        decay_SLH: Tensor,
+        earlier: int = 0,
+        matrix: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs of the recurrence and its last state. The first `earlier` inputs of the
+        convolution are of an earlier pass, whose recurrence ended with the state `matrix`."""
         module = self._module
         weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
-        qkv_SLN = self._convolve(qkv_SLN.mT, weight, bias, activation=module.activation).mT
+        qkv_SLN = self._convolve(qkv_SLN.mT, weight, bias, activation=module.activation).mT[:, earlier:]
         q, k, v = qkv_SLN.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
         q, k = (x.unflatten(-1, (-1, module.head_k_dim)) for x in (q, k))
         repeats = module.num_v_heads // module.num_k_heads
         with refused_sums_made_otherwise():
-            mixed_SLHV, _ = self._recur(
+            mixed_SLHV, last = self._recur(
                 q.repeat_interleave(repeats, dim=2),
                 k.repeat_interleave(repeats, dim=2),
                 v.unflatten(-1, (-1, module.head_v_dim)),
                 g=decay_SLH,
                 beta=beta_SLH,
                 use_qk_l2norm_in_kernel=True,
+                initial_state=matrix,
+                output_final_state=True,
             )
         assert isinstance(mixed_SLHV, Tensor)
-        return mixed_SLHV
+        return mixed_SLHV, last
 
 
 class SumsByProducts(TorchFunctionMode):

@@ -53,7 +53,7 @@ class Base:
     @property
     def last(self) -> bool:
         """Whether this is the last stage, which has the head."""
-        return self.held is None or self.held.last
+        return self.held is None or self.held.is_last
 
     @property
     def tied(self) -> bool:

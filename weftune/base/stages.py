@@ -73,7 +73,7 @@ class NoPositions(nn.Module):
 
 def load_stage(spec: BaseSpec, device: torch.device, layer_range: LayerRange) -> Base:
     """Load one stage: only the tensors of the layers `layer_range` are read from the base's files."""
-    if layer_range.is_first and layer_range.last:
+    if layer_range.is_first and layer_range.is_last:
         return load_base(spec, device)
     model, files = outline_model(spec, device)
     whole = model_shape(model, matrix_dtype(model))
@@ -141,7 +141,7 @@ def keep_stages(model: PreTrainedModel, *held: LayerRange) -> None:
         if ends.positions is not None:
             setattr(decoder, ends.positions, NoPositions())
         _replace_children(decoder, ends.before)
-    if not held[-1].last:
+    if not held[-1].is_last:
         _replace_children(decoder, ends.after)
         model.set_output_embeddings(cast(nn.Module, Elsewhere()))
 

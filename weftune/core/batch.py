@@ -6,6 +6,7 @@ Shapes: T rows (tokens of all samples), S samples.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ class Segment:
     """Job whose adapter the rows pass through, by default their own. None selects the base alone."""
     prefix_rows: int = 0
     """Number of rows, not tokens of the data, that the adapter inserts before samples."""
+    kl_of: Literal["", "batch", "held_out"] = ""
+    """Samples whose KL term the rows estimate, if they are mismatched ones: those of the job's next global
+    batch, or the held-out ones. Empty for other rows."""
 
     @property
     def adapter_job(self) -> str | None:
@@ -57,6 +61,14 @@ class Microbatch:
     """Index of the row in its job's global batch, regardless of packing; the counter for dropout."""
     sample_lengths: tuple[int, ...]
     segments: tuple[Segment, ...]
+    answer_tokens: tuple[int, ...] = ()
+    """Number of answer tokens of each sample, whether or not a row predicts them; 0 for samples that are no
+    part of a preference pair. Empty without pairs."""
+    desirable: tuple[bool, ...] = ()
+    """Label of each sample; True for samples without one. Empty without labels."""
+    references_S: Tensor | None = None
+    """Sum of the reference policy's log-probabilities over the supervised rows of each sample; 0 for samples
+    of jobs without a reference policy. None if no job of the microbatch has one."""
 
     @property
     def rows(self) -> int:
@@ -87,6 +99,7 @@ class Microbatch:
             positions_T=to_device(self.positions_T, device),
             targets_T=to_device(self.targets_T, device),
             token_index_T=to_device(self.token_index_T, device),
+            references_S=None if self.references_S is None else to_device(self.references_S, device),
         )
 
 

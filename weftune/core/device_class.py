@@ -108,7 +108,7 @@ def pretend(device_class: DeviceClass) -> Iterator[None]:
         _pretended = before
 
 
-def class_with(capability: tuple[int, int]) -> DeviceClass:
+def class_for_capability(capability: tuple[int, int]) -> DeviceClass:
     """Return the class of a capability: the nearest lower one if the capability is not known."""
     below = [one for one in CLASSES if one.capability <= capability]
     found = below[-1] if below else OLDER
@@ -123,7 +123,7 @@ def _as_class(device: torch.device, pretended: DeviceClass | None) -> DeviceClas
         return pretended
     card = torch.cuda.get_device_properties(device)
     shared: int = card.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    found = pretended or class_with(torch.cuda.get_device_capability(device))
+    found = pretended or class_for_capability(torch.cuda.get_device_capability(device))
     if pretended is not None:
         shared = min(shared, pretended.shared_memory)
     return replace(found, shared_memory=shared, multiprocessors=card.multi_processor_count)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -35,9 +35,11 @@ class StopRequest:
 
 
 @contextmanager
-def handle_interrupts(on_first_signal: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether a stop was requested. Outside the main thread, which alone can
-    receive signals, it always returns False."""
+def handle_interrupts(
+    on_first_signal: Callable[[], None], numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM)
+) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether one of the signals has requested a stop. Outside the main thread,
+    which alone can receive signals, it always returns False."""
     requested, reported = threading.Event(), threading.Event()
 
     def handle(_: int, __: FrameType | None) -> None:
@@ -55,7 +57,7 @@ def handle_interrupts(on_first_signal: Callable[[], None]) -> Iterator[Callable[
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield stop
     finally:

@@ -62,7 +62,7 @@ def layer_of(site: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def in_wrapper(name: str) -> bool:
+def name_in_wrapper(name: str) -> bool:
     """Return whether the name belongs to the text tower of a multimodal model."""
     return name.startswith(f"{TEXT_TOWER}.")
 
@@ -99,7 +99,7 @@ class ModelShape:
         return self.query_width or self.hidden
 
     @property
-    def mixes(self) -> bool:
+    def routes_to_experts(self) -> bool:
         """Whether the base is a mixture of experts, whose layers run as in transformers on every device."""
         return any(site.experts for site in self.sites)
 
@@ -152,7 +152,7 @@ class LayerRange:
         return self.start == 0
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         return self.stop == self.base_layers
 
 
@@ -162,11 +162,12 @@ class JobShape:
 
     name: str
     priority: int
-    order: int
-    """Position in the jobs file; among jobs of equal priority, the earlier one goes first."""
-    trainable: int
+    file_position: int
+    """Position of the job in the jobs file. Among jobs of equal priority, the earlier one is admitted
+    first."""
+    trainable_parameters: int
     """Number of adapter parameters."""
-    longest: int
+    max_sample_tokens: int
     """Number of tokens in the longest sample."""
     batch_tokens: int = 0
     """Upper bound on the tokens in the largest global batch."""
@@ -174,38 +175,41 @@ class JobShape:
     """Number of adapter parameters in each layer of the base. Empty means equally many in every layer."""
     inactive_parameters: int = 0
     """Number of adapter parameters that a token does not use: those of experts it is not routed to."""
-    starts_from: str = ""
+    source_job: str = ""
     """Name of the job of the same run whose trained adapter this job starts from."""
     scaled_outputs: int = 0
     """Number of base outputs per token, over all layers, that kernels keep for every token of a microbatch
     while the job is attached, because its adapter scales outputs."""
-    means: int = 0
+    mean_vectors: int = 0
     """Number of additional vectors as large as the master weights: 1 for a trial whose rungs evaluate the
     mean of its weights."""
+    answer_positions: int = 0
+    """Number of tokens whose keys and values the job's answers to held-out prompts need at a time; 0 if it
+    generates none."""
 
     @property
     def active_parameters(self) -> int:
         """Number of adapter parameters that a token is multiplied by."""
-        return self.trainable - self.inactive_parameters
+        return self.trainable_parameters - self.inactive_parameters
 
-    def averaged_in(self, layer_range: LayerRange) -> int:
+    def averaged_values_in_layers(self, layer_range: LayerRange) -> int:
         """Return the number of values of the job's weight mean in a stage."""
-        return self.means * self.trainable_in(layer_range)
+        return self.mean_vectors * self.parameters_in_layers(layer_range)
 
-    def trainable_in(self, layer_range: LayerRange) -> int:
+    def parameters_in_layers(self, layer_range: LayerRange) -> int:
         """Return the adapter parameters in a stage; those outside the layers count in every stage."""
         if not self.parameters_by_layer:
             return math.ceil(
-                self.trainable * (layer_range.stop - layer_range.start) / layer_range.base_layers
+                self.trainable_parameters * (layer_range.stop - layer_range.start) / layer_range.base_layers
             )
         return (
-            self.trainable
+            self.trainable_parameters
             - sum(self.parameters_by_layer)
             + sum(self.parameters_by_layer[layer_range.start : layer_range.stop])
         )
 
 
-def layer_sums(parameters: Iterable[tuple[str, int]], layers: int) -> tuple[int, ...]:
+def sum_parameters_by_layer(parameters: Iterable[tuple[str, int]], layers: int) -> tuple[int, ...]:
     """Return the number of parameters in each layer; sites outside the layers are ignored."""
     sums = [0] * layers
     for site, count in parameters:

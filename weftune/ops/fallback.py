@@ -13,7 +13,7 @@ import subprocess
 import traceback
 import warnings
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -54,20 +54,25 @@ def has_failed(op: str) -> bool:
 
 
 def attempt(
-    op: str, device: torch.device, by_kernels: Callable[[], Result], by_torch: Callable[[], Result]
+    op: str,
+    device: torch.device,
+    by_kernels: Callable[..., Result],
+    by_torch: Callable[..., Result],
+    *arguments: Any,
 ) -> Result:
-    """Return the result of `by_kernels`, or of `by_torch` if a kernel fails now or has failed before.
+    """Return the result of `by_kernels`, or of `by_torch` if a kernel fails now or has failed before. Both
+    are called with `arguments`.
 
     `by_kernels` must have written nothing but new tensors when its kernel is launched.
     """
     if op not in _failed:
         try:
-            return by_kernels()
+            return by_kernels(*arguments)
         except Exception as error:
             if not is_kernel_failure(error):
                 raise
             _note(op, device, error)
-    return by_torch()
+    return by_torch(*arguments)
 
 
 def rehearse(op: str, key: Hashable, device: torch.device, run: Callable[[], object]) -> None:

@@ -8,8 +8,6 @@ Shapes: T rows, M columns that are summed over, L rows of the frozen operand.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -28,9 +26,8 @@ MULTIPLE = 16
 def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute `core.weights.quantise_rows`, with one Triton kernel where Triton is available."""
     if x_TM.is_cuda and kernels_available(x_TM):
-        given = x_TM, scale_M
-        by_torch = partial(weights.quantise_rows, *given)
-        return attempt("rounding to fp8", x_TM.device, partial(launch_row_codes, *given), by_torch)
+        by_torch = weights.quantise_rows
+        return attempt("rounding to fp8", x_TM.device, launch_row_codes, by_torch, x_TM, scale_M)
     return weights.quantise_rows(x_TM, scale_M)
 
 

@@ -21,7 +21,8 @@ from weftune.ops.dropout import STRIDE, mixed, odd, signed
 
 LOWER, UPPER = -1.5, 1.5
 OPEN, SHUT = 1e4, -1e4
-"""Values of α for which the gate is 1 or 0 for any noise, and remains so after any optimizer step."""
+"""Values of α for which the gate is 1 (OPEN) or 0 (SHUT) for any noise, and remains so after any optimizer
+step."""
 BITS = 23
 """Bits of a uniform number: with 23 bits, (n + ½) / 2²³ is exact in float32."""
 
@@ -45,7 +46,7 @@ class DrawnGates:
     group_key: int
     l0_weight: float
     bears: Tensor
-    """Scalar: 1 if the gradient of the penalty is added in this pass, else 0."""
+    """Scalar tensor: 1 if the gradient of the penalty is added in this pass, else 0."""
 
 
 def uniform(key: int, rows: int, columns: int, like: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ whose head rows a job trains.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -108,8 +107,7 @@ class _OwnTargetLogprobs(torch.autograd.Function):
 def _by_attempt(
     h: Tensor, targets: Tensor, head: Head, wants_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given = h, targets, head, wants_gradient
-    return attempt("log-probability", h.device, partial(_by_kernel, *given), partial(_by_torch, *given))
+    return attempt("log-probability", h.device, _by_kernel, _by_torch, h, targets, head, wants_gradient)
 
 
 def _by_torch(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:

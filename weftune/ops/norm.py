@@ -7,7 +7,6 @@ Shapes: T rows, D width.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -106,14 +105,14 @@ def _forward(
     x_TD: Tensor, weight_D: Tensor, eps: float, offset: float, onto_TD: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     given = x_TD, weight_D, eps, offset, onto_TD
-    return attempt(OP, x_TD.device, partial(_launch_forward, *given), partial(_plain_forward, *given))
+    return attempt(OP, x_TD.device, _launch_forward, _plain_forward, *given)
 
 
 def _backward(
     dn_TD: Tensor, dskip_TD: Tensor | None, x_TD: Tensor, weight_D: Tensor, rstd_T: Tensor, offset: float
 ) -> Tensor:
     given = dn_TD, dskip_TD, x_TD, weight_D, rstd_T, offset
-    return attempt(OP, x_TD.device, partial(_launch_backward, *given), partial(_plain_backward, *given))
+    return attempt(OP, x_TD.device, _launch_backward, _plain_backward, *given)
 
 
 def _plain_forward(

@@ -10,7 +10,6 @@ N = (H + 2G)·D, E rotary width (the first E columns of a head are rotated, the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -112,9 +111,7 @@ def _forward(
     qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     given = qkv_TN, cos_TE, sin_TE, heads, groups, norms
-    return attempt(
-        OP, qkv_TN.device, partial(_launch_forward, *given), partial(rotary_split_reference, *given)
-    )
+    return attempt(OP, qkv_TN.device, _launch_forward, rotary_split_reference, *given)
 
 
 def _backward(
@@ -127,7 +124,7 @@ def _backward(
     norms: HeadNorms | None,
 ) -> Tensor:
     given = parts, cos_TE, sin_TE, qkv_TN, heads, groups, norms
-    return attempt(OP, cos_TE.device, partial(_launch_backward, *given), partial(_plain_backward, *given))
+    return attempt(OP, cos_TE.device, _launch_backward, _plain_backward, *given)
 
 
 def _plain_backward(

@@ -6,7 +6,6 @@ Shapes: T rows, I width of the activation, F = 2I.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -65,13 +64,11 @@ class _Gated(torch.autograd.Function):
 
 
 def _forward(gate_up_TF: Tensor, gelu: bool) -> Tensor:
-    given = gate_up_TF, gelu
-    return attempt(OP, gate_up_TF.device, partial(_launch_forward, *given), partial(gated_reference, *given))
+    return attempt(OP, gate_up_TF.device, _launch_forward, gated_reference, gate_up_TF, gelu)
 
 
 def _backward(dact_TI: Tensor, gate_up_TF: Tensor, gelu: bool) -> Tensor:
-    given = dact_TI, gate_up_TF, gelu
-    return attempt(OP, dact_TI.device, partial(_launch_backward, *given), partial(_plain_backward, *given))
+    return attempt(OP, dact_TI.device, _launch_backward, _plain_backward, dact_TI, gate_up_TF, gelu)
 
 
 def _plain_backward(dact_TI: Tensor, gate_up_TF: Tensor, gelu: bool) -> Tensor:

@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tests import bench, oracle
-from tests.families import tiny
+from tests.families import MIXTURES, tiny
 from weftune import JobSpec
 
 STEPS = 6
 GATES = {"l0_weight": 1e-4, "mask_lr_ratio": 400.0, "relaxed": 0.5}
 NARROW = {"gpt2": ["c_attn", "mlp.c_proj"], "phi3": ["qkv_proj", "down_proj"]}
+NARROW |= {family: ["k_proj", "v_proj"] for family in MIXTURES}
 WITH_PEFT = ("lora", "dora", "dora-dropped", "vera", "ia3", "prompt", "prefix", "layers", "plus")
 NOT_NEUTRAL = ("prompt", "prefix")
 """Kinds whose new adapters change what the base computes."""

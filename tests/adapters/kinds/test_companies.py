@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests import bench, oracle
-from tests.run import aboard
+from tests.run import executors
 from weftune.adapters.ia3.apply import Ia3
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.kinds import KINDS
@@ -109,7 +109,7 @@ def base_of(family: str) -> Base:
 
 def ready(base: Base, samples: int, seed: int, **keys: Any) -> PreparedJob:
     data = bench.rows(bench.samples(samples, seed, shortest=3, longest=LONGEST))
-    return aboard.ready(base, data=data, seed=seed, steps=STEPS, **keys)
+    return executors.prepare(base, data=data, seed=seed, steps=STEPS, **keys)
 
 
 def at_start(base: Base, job: PreparedJob) -> Training:
@@ -124,7 +124,7 @@ def train(base: Base, jobs: Sequence[PreparedJob], capacity: int) -> dict[str, o
     for one in trainings:
         executor.attach(one)
     starts = {one.job: one.master.clone() for one in trainings}
-    events = list(aboard.events(executor, program(jobs, capacity), jobs))
+    events = list(executors.run_program(executor, program(jobs, capacity), jobs))
     executor.restore_base()
     losses = {
         one.job: [
@@ -141,7 +141,7 @@ def train(base: Base, jobs: Sequence[PreparedJob], capacity: int) -> dict[str, o
 
 
 def program(jobs: Sequence[PreparedJob], capacity: int) -> Program:
-    return aboard.program(jobs, STEPS, capacity, begins=True)
+    return executors.plan_program(jobs, STEPS, capacity, begins=True)
 
 
 def named(layout: VectorLayout, flat: Tensor) -> dict[str, Tensor]:

@@ -13,15 +13,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from tests import bench, oracle
-from tests.adapters.aboard import attach
-from tests.adapters.aboard import together as in_one_microbatch
+from tests.adapters.attached_banks import attach
+from tests.adapters.attached_banks import together as in_one_microbatch
 from tests.adapters.kinds.cases import targets
 from tests.base.packs import cut_base, random_samples
 from tests.cases import slow_but
 from tests.families import tiny
 from tests.launches import Launch, deep_folder
 from tests.outputs import Crash, assert_same_results, status
-from tests.run.aboard import ready
+from tests.run.executors import prepare
 from tests.run.models import LAYERS, deep
 from tests.run.test_streamed import windows
 from tests.run.workers.test_agreed import CAPACITY, whole_base
@@ -38,7 +38,7 @@ from weftune.core.weights import Head, HeadRows
 from weftune.errors import AdapterError, BaseModelError, SpecError
 from weftune.jobs.spec.checks import check_starts, check_targets, warnings
 from weftune.ops.logprobs import target_logprobs
-from weftune.plan.program.layout import Layout, StageLayers, one_device
+from weftune.plan.program.layout import Layout, StageLayers, one_device_layout
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.events import Stepped
@@ -235,7 +235,10 @@ def test_crashed_and_resumed_it_is_the_same(together, tmp_path):
 def ready_aboard(executor, family):
     data = bench.rows(samples())
     own = {"rank": 3, "trainable_token_indices": TOKENS}
-    jobs = [ready(executor.base, "tokens", adapter=own, data=data), ready(executor.base, "plain", data=data)]
+    jobs = [
+        prepare(executor.base, "tokens", adapter=own, data=data),
+        prepare(executor.base, "plain", data=data),
+    ]
     for one in jobs:
         adapter = JobAdapter(one.name, one.spec.adapter, one.spec.seed)
         base, home = executor.base, getattr(executor, "home", executor.base.device)
@@ -246,12 +249,14 @@ def ready_aboard(executor, family):
 
 @pytest.mark.parametrize(("family", "travels"), [("llama", False), ("llama", True), ("gemma3", False)])
 def test_streamed_it_learns_the_same(family, travels):
-    cut = Layout(tuple(StageLayers(n, n + 1, resident=n == 1) for n in range(LAYERS)), (2,), travels=travels)
+    cut = Layout(
+        tuple(StageLayers(n, n + 1, is_resident=n == 1) for n in range(LAYERS)), (2,), adapters_travel=travels
+    )
     model = stream_model(deep(family, torch.float64), BaseSpec(model="tiny"), bench.CPU, cut)
     found = []
     for executor, layout in (
         (streamed_executor(model), cut),
-        (resident_executor(whole_base(family, torch.float64)), one_device()),
+        (resident_executor(whole_base(family, torch.float64)), one_device_layout()),
     ):
         jobs = ready_aboard(executor, family)
         _, masters = windows(executor, jobs, lambda courses, at=layout: plan_window(courses, at, CAPACITY))
@@ -261,7 +266,7 @@ def test_streamed_it_learns_the_same(family, travels):
 
 
 def test_where_the_head_is_tied_and_elsewhere_it_is_refused_with_the_way_out():
-    cut = Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), (2,), travels=True)
+    cut = Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), (2,), adapters_travel=True)
     model = stream_model(deep("gemma3", torch.float64), BaseSpec(model="tiny"), bench.CPU, cut)
     with pytest.raises(
         AdapterError, match="shares with its head, which cannot be trained where adapters are"

@@ -13,9 +13,9 @@ from tests import bench, oracle
 from tests.adapters.kinds.cases import by_peft, case, job, samples, write_start
 from tests.cases import slow_but
 from tests.families import tiny
-from tests.run.aboard import ready
+from tests.run.executors import prepare
 from tests.run.models import LAYERS, deep
-from tests.run.test_streamed import take_aboard, windows
+from tests.run.test_streamed import attach_jobs, windows
 from tests.run.workers.test_agreed import CAPACITY, whole_base
 from weftune import JobSpec
 from weftune.adapters.kind import JobAdapter
@@ -27,8 +27,8 @@ from weftune.core.batch import IGNORED
 from weftune.errors import AdapterError, SpecError
 from weftune.jobs.spec.checks import check_starts, check_targets, warnings
 from weftune.plan.cost.memory import MemoryModel
-from weftune.plan.program.layout import Layout, StageLayers, one_device
-from weftune.plan.program.program import MicrobatchPlan, SegmentPlan
+from weftune.plan.program.layout import Layout, StageLayers, one_device_layout
+from weftune.plan.program.program import Forward, MicrobatchPlan, SegmentPlan
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.training.state import new_training
@@ -51,19 +51,19 @@ def base():
 
 def virtual(base, kind="prompt", **keys):
     adapter = case(kind, "llama").adapter
-    return ready(base, kind, adapter=adapter, data=bench.rows(samples(kind)), **keys)
+    return prepare(base, kind, adapter=adapter, data=bench.rows(samples(kind)), **keys)
 
 
 def test_samples_are_longer_by_the_rows_and_only_their_own_tokens_are_supervised(base):
-    made, plain = virtual(base), ready(base, "plain", data=bench.rows(samples("prompt")))
+    made, plain = virtual(base), prepare(base, "plain", data=bench.rows(samples("prompt")))
     assert (made.data.train.lengths - plain.data.train.lengths == PROMPTED).all()
     batch = made.job_window(0, 1, True).batches[0]
     plan = MicrobatchPlan((SegmentPlan("prompt", 1, batch.samples),))
-    laid = collate_plan(plan, False, {"prompt": made})
+    laid = collate_plan(plan, Forward, {"prompt": made})
     assert laid.sample_lengths == tuple(one.length for one in batch.samples)
-    assert int((laid.targets_T != IGNORED).sum()) == batch.supervised
+    assert int((laid.targets_T != IGNORED).sum()) == batch.supervised_tokens
     chosen = [samples("prompt")[one.sample] for one in batch.samples]
-    assert batch.supervised == sum(sum(mask) for _, mask in chosen)
+    assert batch.supervised_tokens == sum(sum(mask) for _, mask in chosen)
     tokens, begin = laid.tokens_T.tolist(), 0
     for (own, _), length in zip(chosen, laid.sample_lengths, strict=True):
         assert tokens[begin + PROMPTED : begin + length] == own
@@ -73,11 +73,11 @@ def test_samples_are_longer_by_the_rows_and_only_their_own_tokens_are_supervised
 
 def test_behind_keys_samples_have_later_positions_and_nothing_else_is_other(base):
     data = bench.rows(samples("prefix"))
-    jobs = {"prefix": virtual(base, "prefix"), "plain": ready(base, "plain", data=data)}
+    jobs = {"prefix": virtual(base, "prefix"), "plain": prepare(base, "plain", data=data)}
     laid = []
     for name, made in jobs.items():
         batch = made.job_window(0, 1, True).batches[0]
-        laid.append(collate_plan(MicrobatchPlan((SegmentPlan(name, 1, batch.samples),)), False, jobs))
+        laid.append(collate_plan(MicrobatchPlan((SegmentPlan(name, 1, batch.samples),)), Forward, jobs))
     behind, plain = laid
     assert torch.equal(behind.positions_T, plain.positions_T + PREFIXED)
     assert torch.equal(behind.token_index_T, plain.token_index_T)
@@ -91,10 +91,10 @@ def test_the_plan_knows_its_parameters_and_rows_as_the_run_has_them(kind, base):
     (outline_model,) = outline_jobs([spec], bench.tokenizer(), base.shape)
     made = virtual(base, kind, seed=spec.seed)
     assert outline_model.shape == made.shape
-    assert outline_model.shape.trainable == TRAINABLE[kind]
+    assert outline_model.shape.trainable_parameters == TRAINABLE[kind]
     assert sum(outline_model.shape.parameters_by_layer) == (TRAINABLE[kind] if kind == "prefix" else 0)
     longest = max(len(tokens) for tokens, _ in samples(kind))
-    assert outline_model.shape.longest == longest + (PROMPTED if kind == "prompt" else 0)
+    assert outline_model.shape.max_sample_tokens == longest + (PROMPTED if kind == "prompt" else 0)
     assert outline_model.job.batches[0] == tuple(
         one.length for one in made.job_window(0, 1, True).batches[0].samples
     )
@@ -105,7 +105,7 @@ def test_the_plan_knows_its_parameters_and_rows_as_the_run_has_them(kind, base):
 @pytest.mark.parametrize(("kind", "count"), [("prompt", PROMPTED), ("prefix", PREFIXED)])
 def test_a_sample_is_cut_where_the_context_ends_behind_the_virtual_tokens(kind, count, base):
     long = bench.rows(bench.samples(3, shortest=70, longest=90))
-    made = ready(base, "long", adapter=case(kind, "llama").adapter, data=long)
+    made = prepare(base, "long", adapter=case(kind, "llama").adapter, data=long)
     assert {len(made.data.train.tokens(n)) for n in range(3)} == {base.shape.context - count}
     (told,) = warnings([replace(made.spec, data=replace(made.spec.data, max_length=99))], base.shape)[1:]
     assert f"over the {base.shape.context - count} that virtual tokens leave" in told
@@ -164,7 +164,7 @@ TEXT = "w5 w11 w90"
 def started(base, **keys):
     """The virtual tokens of a job that has not made a step."""
     spec = {"kind": "prompt", "num_virtual_tokens": 7, **keys}
-    made = ready(base, "prompt", adapter=spec, data=bench.rows(samples("prompt")))
+    made = prepare(base, "prompt", adapter=spec, data=bench.rows(samples("prompt")))
     adapter = JobAdapter("prompt", made.spec.adapter, made.spec.seed, start_tokens=made.start_tokens)
     training = new_training(
         adapter, made.recipe, base.shape.sites, base.dtype, base.device, frozen=base.weight_reader()
@@ -214,7 +214,7 @@ def test_a_text_is_the_start_of_a_job_in_a_run_and_on_resumption(base, tmp_path)
 def test_a_text_without_tokens_is_refused(base):
     adapter = {"kind": "prompt", "init": "text", "init_text": " "}
     with pytest.raises(AdapterError, match=r"adapter.init_text: the tokenizer makes no tokens of it"):
-        ready(base, "a", adapter=adapter)
+        prepare(base, "a", adapter=adapter)
 
 
 @pytest.mark.parametrize(
@@ -273,16 +273,16 @@ def test_in_other_families_they_learn_what_peft_teaches_them(family, tmp_path):
 
 @pytest.mark.parametrize("travels", [False, True])
 def test_they_learn_the_same_where_stages_take_turns_and_adapters_travel(travels):
-    stages = tuple(StageLayers(n, n + 1, resident=n == 1) for n in range(LAYERS))
-    cut = Layout(stages, (2,), travels=travels)
+    stages = tuple(StageLayers(n, n + 1, is_resident=n == 1) for n in range(LAYERS))
+    cut = Layout(stages, (2,), adapters_travel=travels)
     streamed = streamed_executor(
         stream_model(deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, cut)
     )
     resident = resident_executor(whole_base("llama", torch.float64))
     found = []
-    for executor, layout in ((streamed, cut), (resident, one_device())):
-        jobs = [*(virtual(executor.base, kind) for kind in KINDS), ready(executor.base, "lora")]
-        take_aboard(executor, jobs)
+    for executor, layout in ((streamed, cut), (resident, one_device_layout())):
+        jobs = [*(virtual(executor.base, kind) for kind in KINDS), prepare(executor.base, "lora")]
+        attach_jobs(executor, jobs)
         _, masters = windows(executor, jobs, lambda courses, at=layout: plan_window(courses, at, CAPACITY))
         found.append(masters)
     for name, master in found[1].items():

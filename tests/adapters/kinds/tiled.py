@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tests.adapters.aboard import together
+from tests.adapters.attached_banks import together
 from tests.base.packs import random_samples
 from weftune.adapters.banks import Banks
 from weftune.adapters.dora.spec import MAGNITUDE, DoraSpec

@@ -53,7 +53,7 @@ def test_files_in_shards_and_tied_heads(family, tmp_path):
 def test_a_stage_may_come_while_another_is_between_its_forward_and_its_backward(tmp_path):
     spec = BaseSpec(model=str(model_folder(tmp_path, "llama", torch.float64)), dtype="float64")
     cut = a_layer_each("llama")
-    base = load_streamed(spec, CPU, replace(cut, slots=(2,)), mapped=True)
+    base = load_streamed(spec, CPU, replace(cut, slot_counts=(2,)), mapped=True)
     base.sources[0].copy_to(base.slot(0))
     weight = base.whole.model.base_model.layers[0].self_attn.q_proj.weight
     x = torch.ones(3, weight.shape[1], dtype=weight.dtype, requires_grad=True)

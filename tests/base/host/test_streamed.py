@@ -18,7 +18,7 @@ from weftune.plan.program.layout import Layout, StageLayers
 
 def a_layer_each(family, resident=()):
     layers = config(family).num_hidden_layers
-    return Layout(tuple(StageLayers(n, n + 1, n in resident) for n in range(layers)), slots=(1,))
+    return Layout(tuple(StageLayers(n, n + 1, n in resident) for n in range(layers)), slot_counts=(1,))
 
 
 def through(base, microbatch):

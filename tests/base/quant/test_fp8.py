@@ -17,7 +17,7 @@ from weftune.base.quant.formats import Fp8, refuse_without_fp8, supports_fp8
 from weftune.base.quant.linear import QuantLinear, unrounded
 from weftune.base.quant.stored import stored_bytes
 from weftune.base.spec import BaseSpec
-from weftune.core.device_class import class_with, pretend
+from weftune.core.device_class import class_for_capability, pretend
 from weftune.core.weights import multiply_codes, multiply_unrounded
 from weftune.errors import BaseModelError
 from weftune.plan.cost.memory import MemoryModel
@@ -66,7 +66,10 @@ def test_no_matrix_is_counted_for_a_product_but_the_codes_of_its_rows_are(tmp_pa
         assert shape.multiplies_stored_format
         assert (shape.matrix_bytes, shape.code_bytes) == (0, 2 * 48)
         plain = inspect(BaseSpec(model=spec.model), CPU)
-        more = [MemoryModel(one, budget=1 << 30).need([], 100).activations for one in (shape, plain)]
+        more = [
+            MemoryModel(one, budget_bytes=1 << 30).predict_need([], 100).activation_bytes
+            for one in (shape, plain)
+        ]
         assert more[0] - more[1] == 100 * shape.code_bytes
 
 
@@ -106,7 +109,7 @@ def test_an_older_gpu_is_called_by_its_name_and_a_newer_one_is_not_refused(monke
     spec, cuda = BaseSpec(model="x", quantize="fp8"), torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     for capability, served in (((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
-        with pretend(class_with(capability)):
+        with pretend(class_for_capability(capability)):
             assert supports_fp8(cuda) is served
             if served:
                 refuse_without_fp8(spec, cuda)

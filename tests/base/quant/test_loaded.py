@@ -267,7 +267,7 @@ def test_stages_have_the_bits_of_the_whole_wherever_they_are(family, quantize, t
         found |= tensors(stage, quant_paths(stage.model))
     assert found.keys() == wanted.keys()
     assert all(same_bytes(found[name], value) for name, value in wanted.items())
-    cut = Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), slots=(2,))
+    cut = Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), slot_counts=(2,))
     streamed = load_streamed(spec, CPU, cut)
     assert streamed.whole.dtype is torch.bfloat16
     for stage, source in streamed.sources.items():
@@ -279,7 +279,7 @@ def test_stages_have_the_bits_of_the_whole_wherever_they_are(family, quantize, t
 
 def test_streamed_stages_carry_the_quantised_bytes(tmp_path):
     folder = plain_folder(tmp_path, deep("llama", torch.bfloat16))
-    cut = Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), slots=(1,))
+    cut = Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), slot_counts=(1,))
     sizes = {}
     for quantize in (None, "int8", "nf4"):
         streamed = load_streamed(spec_of(folder, quantize, "bfloat16"), CPU, cut)
@@ -316,8 +316,10 @@ def test_the_memory_model_counts_the_bytes_and_the_largest_matrix_of_a_product(q
         module(x).sum().backward()
     held = sum(value.nbytes for value in base.model.parameters())
     for fused, matrices in ((False, 1), (True, 2)):
-        need = MemoryModel(base.shape, budget=1 << 30, taken=1000, fused=fused).need([], 0)
-        assert need.resident == pytest.approx(1000 + held + matrices * most[0], abs=1)
+        need = MemoryModel(
+            base.shape, budget_bytes=1 << 30, process_bytes=1000, uses_fused_ops=fused
+        ).predict_need([], 0)
+        assert need.resident_bytes == pytest.approx(1000 + held + matrices * most[0], abs=1)
     assert most[0] == 48 * 32 * 4
 
 

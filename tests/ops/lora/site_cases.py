@@ -245,7 +245,7 @@ def run(
     """The tiled route; `plan`, `one_read` and `columns` (of a fused product) go below the autograd node."""
     made = values(case)
     weight = frozen_weight(case, made)
-    aboard, group, rows = attached(case, made)
+    by_slot, group, rows = attached(case, made)
     anchor = torch.zeros((), device=case.device, requires_grad=True)
     found: dict[str, Tensor] = {}
     for _ in range(times):
@@ -269,7 +269,7 @@ def run(
             found = {"y": y, "dx": dx}  # type: ignore[dict-item]
             if made.residual is not None:
                 found["dresidual"] = made.dy
-    for slot, parts in aboard.items():
+    for slot, parts in by_slot.items():
         for part, entry in enumerate(parts):
             if entry is not None:
                 found[f"da part{part} slot{slot}"] = entry.da_RK.clone()
@@ -291,12 +291,12 @@ def attached(case: Case, made: Values) -> tuple[dict[int, list[LowRank | None]],
         rank=rank,
         drops=any(job.dropout > 0 for job in present),
     )
-    aboard = {slot: entries(case, made, slot) for slot, job in enumerate(case.jobs) if job is not None}
-    for slot, found in aboard.items():
+    by_slot = {slot: entries(case, made, slot) for slot, job in enumerate(case.jobs) if job is not None}
+    for slot, found in by_slot.items():
         group.write(slot, found)
     rows = Rows.empty(case.rows, slots, device, piece=case.piece)
     rows.fill(case.seats, case.token_index.numpy())
-    return aboard, group, rows
+    return by_slot, group, rows
 
 
 @torch.no_grad()
@@ -307,9 +307,9 @@ def kept_of_a_young_adapter(case: Case, plan: ProductPlan) -> dict[str, float]:
     """
     made = values(case)
     made.b = {place: b / 4000 for place, b in made.b.items()}
-    aboard, group, rows = attached(case, made)
+    by_slot, group, rows = attached(case, made)
     call = SiteCall(group, rows, True, choose_tiling(rows, group, case.features, case.dtype), plan)
-    (entry,) = aboard[0]
+    (entry,) = by_slot[0]
     assert entry is not None
 
     weight = frozen_weight(case, made)

@@ -49,11 +49,11 @@ def made(
     """As `attached`, with a scale of outputs for all slots but the second: the first divided by the lengths
     of rows, the third with its bias."""
     found = values(case)
-    aboard, group, rows = attached(case, found)
+    by_slot, group, rows = attached(case, found)
     device = torch.device(case.device)
     table = scale_table(len(case.widths), rows.key_S.shape[0], device)
     scales: dict[tuple[int, int], SiteScale] = {}
-    for slot in aboard:
+    for slot in by_slot:
         if slot == 1:
             continue
         for site, width in enumerate(case.widths):
@@ -62,10 +62,10 @@ def made(
             scales[slot, site] = SiteScale(value, torch.zeros_like(value), inverse, scales_bias=slot == 2)
         put_scales(table, slot, [scales[slot, site] for site in range(len(case.widths))])
     table.send()
-    return aboard, replace(group, g_out=table, lengths=True), rows, scales, found
+    return by_slot, replace(group, g_out=table, lengths=True), rows, scales, found
 
 
-def plain(case: Case, aboard: dict[int, list[LowRank | None]], found: Values) -> dict[str, Tensor]:
+def plain(case: Case, by_slot: dict[int, list[LowRank | None]], found: Values) -> dict[str, Tensor]:
     """The same in float64 by autograd."""
     x = found.x.double().requires_grad_()
     residual = torch.zeros(()) if found.residual is None else found.residual.double()
@@ -74,7 +74,7 @@ def plain(case: Case, aboard: dict[int, list[LowRank | None]], found: Values) ->
     leaves: dict[str, Tensor] = {"dx": x}
     rows = []
     y = (x @ weight.T + bias).clone()
-    for slot, entries in aboard.items():
+    for slot, entries in by_slot.items():
         own = case.rows_of(slot)
         rows.append(own)
         for site, (low, high) in enumerate(case.columns):
@@ -109,7 +109,7 @@ def test_scaled_outputs_and_their_gradients_equal_plain_autograd(name: str, plan
     case = CASES[name]
     if not case.residual and plan is ProductPlan.fused_beside and name != "parts":
         case = replace(case, residual=True)
-    aboard, group, rows, scales, found = made(case)
+    by_slot, group, rows, scales, found = made(case)
     x, anchor = found.x.clone().requires_grad_(), torch.zeros((), requires_grad=True, device=found.x.device)
     forced = Forced(plan)
     y = lora_linear(
@@ -119,12 +119,12 @@ def test_scaled_outputs_and_their_gradients_equal_plain_autograd(name: str, plan
     y.backward(found.dy.clone())
     assert x.grad is not None
     got = {"y": y.detach(), "dx": x.grad}
-    for slot, entries in aboard.items():
+    for slot, entries in by_slot.items():
         for site, entry in enumerate(entries):
             if entry is not None:
                 got |= {f"da {slot} {site}": entry.da_RK, f"db {slot} {site}": entry.db_RN}
     got |= {f"dg {slot} {site}": one.total_M for (slot, site), one in scales.items()}
-    want = plain(case, aboard, found)
+    want = plain(case, by_slot, found)
     assert got.keys() == want.keys()
     for one, value in want.items():
         bound = 5e-6 * value.abs().max().clamp(min=1.0)

@@ -252,7 +252,7 @@ def test_no_more_of_a_wide_product_than_a_span_is_in_memory(plan):
     large = BIG | dict(features=8192, widths=(8192,), piece=1024)
     case = Case([Job(16384, rank=16)], **large, gap=0, padding=0)
     made = values(case)
-    aboard, group, rows = attached(case, made)
+    by_slot, group, rows = attached(case, made)
     call = SiteCall(group, rows, True, choose_tiling(rows, group, case.features, case.dtype), plan)
 
     def most(asked):
@@ -269,7 +269,7 @@ def test_no_more_of_a_wide_product_than_a_span_is_in_memory(plan):
     room = products.SPAN_BYTES + (128 << 20)
     assert of_y < y.nbytes + room
     assert of_dx < dx.nbytes + room
-    del aboard
+    del by_slot
 
 
 @pytest.mark.parametrize("plan", ProductPlan)
@@ -344,9 +344,9 @@ def test_a_captured_graph_follows_the_jobs_that_come_and_go(plan):
     with torch.cuda.graph(graph):
         y, dx = step()
     fresh = values(after)
-    aboard = {slot: entries(after, fresh, slot) for slot in (1, 2, 3)}
+    by_slot = {slot: entries(after, fresh, slot) for slot in (1, 2, 3)}
     group.write(0, [None] * len(group.columns))
-    for slot, found in aboard.items():
+    for slot, found in by_slot.items():
         group.write(slot, found)
     rows.fill(after.seats, after.token_index.numpy())
     with torch.no_grad():
@@ -355,7 +355,7 @@ def test_a_captured_graph_follows_the_jobs_that_come_and_go(plan):
         made.weight.copy_(fresh.weight)
     graph.replay()
     got = {"y": y.detach(), "dx": dx}
-    for slot, parts in aboard.items():
+    for slot, parts in by_slot.items():
         for part, entry in enumerate(parts):
             got[f"da part{part} slot{slot}"] = entry.da_RK
             got[f"db part{part} slot{slot}"] = entry.db_RN

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weftune.core import device_class
-from weftune.core.device_class import class_with, pretend
+from weftune.core.device_class import class_for_capability, pretend
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group, SlotTable, bands_for
 from weftune.ops.lora.tiling import (
@@ -42,7 +42,7 @@ def group_of(rank=8, widths=(4096,), drops=False, first=0):
 
 def tiled(rows=64, features=4096, dtype=HALF, programs=132, shared=ROOMY, piece=1024, **group):
     """The tiling of a GPU with so many multiprocessors and so much shared memory."""
-    with pretend(replace(class_with((9, 0)), shared_memory=shared, multiprocessors=programs)):
+    with pretend(replace(class_for_capability((9, 0)), shared_memory=shared, multiprocessors=programs)):
         return choose_tiling(Rows.empty(rows, 2, CPU, piece=piece), group_of(**group), features, dtype)
 
 

@@ -34,7 +34,7 @@ from weftune.adapters.lora.files import (
     write_adapter,
     write_portable,
 )
-from weftune.adapters.lora.spec import A, B, LoraSpec
+from weftune.adapters.lora.spec import A, B, LoraSpec, read_spec
 from weftune.adapters.plain import PlainKind
 from weftune.adapters.target import TOKENS
 from weftune.adapters.token_rows import fill_tokens
@@ -144,3 +144,6 @@ class Lora(PlainKind):
 
     def merge(self, folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
         merge(folder, modules, sites)
+
+    def spec_of(self, folder: Path) -> LoraSpec:
+        return read_spec(folder)

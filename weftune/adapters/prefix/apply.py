@@ -6,7 +6,7 @@ key heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from weftune.errors import AdapterError
 from weftune.ops.draw import fill_normal
 
 STORED = "prompt_embeddings"
-"""Name of the only tensor in adapter files: keys of the first layer, its values, keys of the second layer,
-and so on, concatenated."""
+"""Name of the only tensor in adapter files. It concatenates the keys of the first layer, its values, the keys
+of the second layer, and so on."""
 
 
 class PrefixTuning(PlainKind):
@@ -44,6 +44,9 @@ class PrefixTuning(PlainKind):
             num_virtual_tokens=spec.num_virtual_tokens,
             num_transformer_submodules=1,
         )
+
+    def read_spec(self, config: Mapping[str, Any]) -> PrefixSpec:
+        return PrefixSpec(num_virtual_tokens=int(config["num_virtual_tokens"]))
 
     def save(
         self, folder: Path, spec: PrefixSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str

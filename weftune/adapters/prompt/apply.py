@@ -6,7 +6,7 @@ distribution, or copied from the base's embeddings of random tokens or of a text
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,9 @@ class Prompt(PlainKind):
             token_dim=width,
             num_transformer_submodules=1,
         )
+
+    def read_spec(self, config: Mapping[str, Any]) -> PromptSpec:
+        return PromptSpec(num_virtual_tokens=int(config["num_virtual_tokens"]))
 
 
 def _repeat_tokens(tokens: Sequence[int], count: int) -> Tensor:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from weftune.adapters.target import ROWS, TargetSpec
+from weftune.adapters.target import ROWS, TargetSpec, embedding_width
 from weftune.core.bounds import SIZE
-from weftune.core.shapes import SiteShape, layer_of
+from weftune.core.shapes import SiteShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,6 @@ class PromptSpec(TargetSpec):
         return self.num_virtual_tokens
 
     def shapes_outside(self, sites: Sequence[SiteShape]) -> dict[str, tuple[int, ...]]:
-        """Return the shape of the virtual tokens, as wide as the input of layer 0, if this stage has it."""
-        width = next((site.in_features for site in sites if layer_of(site.name) == 0), None)
-        return {} if width is None else {ROWS: (self.num_virtual_tokens, width)}
+        """Return the shape of the virtual tokens, as wide as the embedding, if this stage has layer 0."""
+        width = embedding_width(sites)
+        return {} if width == 0 else {ROWS: (self.num_virtual_tokens, width)}

@@ -46,7 +46,7 @@ from weftune.base.stages import (
 )
 from weftune.base.weights import create_buffers, file_reader
 from weftune.core.shapes import LayerRange, ModelShape
-from weftune.plan.program.layout import Layout, OnWorker
+from weftune.plan.program.layout import Layout, WorkerLayout
 
 ALIGNMENT = 16
 """Alignment in bytes: the width of a kernel's loads. Matrices that share their input remain contiguous."""
@@ -78,7 +78,7 @@ class WeightPiece:
 class StreamedBase:
     whole: Base
     """The whole base. The parameters of streamed layers are views of their slots."""
-    part: OnWorker
+    part: WorkerLayout
     sources: Mapping[int, StageSource]
     """Maps each streamed stage to the source of its bytes. Resident stages are absent."""
     arena: Tensor
@@ -87,17 +87,17 @@ class StreamedBase:
     @cached_property
     def stages(self) -> tuple[Base, ...]:
         """The stages, each as a separate Base over the same modules."""
-        return tuple(stage_view(self.whole, self.part.layers_of(n)) for n in range(len(self.part.stages)))
+        return tuple(stage_view(self.whole, self.part.stage_range(n)) for n in range(len(self.part.stages)))
 
     def slot(self, stage: int) -> Tensor:
         """Return the slot of a streamed stage on the device."""
-        return self.arena[self.part.slot(stage), : self.sources[stage].size]
+        return self.arena[self.part.slot_of_stage(stage), : self.sources[stage].size]
 
     def refuse_copies(self) -> None:
         """Assert that the parameters of streamed layers still are views of their slots, not copies."""
         arena = self.arena.untyped_storage().data_ptr()
         for stage in self.part.streamed_stages:
-            for piece in _pieces(self.whole.model, self.part.layers_of(stage)):
+            for piece in _pieces(self.whole.model, self.part.stage_range(stage)):
                 parameter = self.whole.model.get_parameter(piece.name)
                 assert parameter.untyped_storage().data_ptr() == arena, f"{piece.name} has left its slot"
 
@@ -109,13 +109,13 @@ def load_streamed(
     device, or host memory if streamed. With `mapped`, streamed tensors stay in the files."""
     model, files = outline_model(spec, device)
     with wrap_load_errors(spec):
-        whole = _drop_other_stages(model, layout.on(worker))
+        whole = _drop_other_stages(model, layout.for_worker(worker))
         weights = map_weights(model, files, spec.model) if mapped else None
         fill = None if files is None else file_reader(model, files, device)
         if fill is None:
             # The names in the files differ from the model's; transformers can map them.
             return stream_model(load_plain(spec, torch.device("cpu")), spec, device, layout, worker)
-        return streamed_base(model, whole, spec, device, layout.on(worker), fill, weights)
+        return streamed_base(model, whole, spec, device, layout.for_worker(worker), fill, weights)
 
 
 def weights_in_files(spec: BaseSpec, device: torch.device) -> dict[MappedFile, set[str]]:
@@ -135,19 +135,19 @@ def stream_model(
 ) -> StreamedBase:
     """Build a streamed base from a worker's stages of a model in memory, which is consumed."""
     refuse_unknown_family(model.config, spec.model)
-    whole = _drop_other_stages(model, layout.on(worker))
+    whole = _drop_other_stages(model, layout.for_worker(worker))
     values = dict(model.named_parameters())
 
     def fill(name: str, out: Tensor) -> None:
         out.copy_(values.pop(name))
 
-    return streamed_base(model, whole, spec, device, layout.on(worker), fill)
+    return streamed_base(model, whole, spec, device, layout.for_worker(worker), fill)
 
 
-def _drop_other_stages(model: PreTrainedModel, part: OnWorker) -> ModelShape:
+def _drop_other_stages(model: PreTrainedModel, part: WorkerLayout) -> ModelShape:
     """Remove the stages of other workers from a model, and return the shape of the whole model."""
     whole = model_shape(model, matrix_dtype(model))
-    keep_stages(model, *(part.layers_of(stage) for stage in part.own))
+    keep_stages(model, *(part.stage_range(stage) for stage in part.own_stages))
     return whole
 
 
@@ -156,7 +156,7 @@ def streamed_base(
     whole: ModelShape,
     spec: BaseSpec,
     device: torch.device,
-    part: OnWorker,
+    part: WorkerLayout,
     fill: Fill,
     mapped: MappedWeights | None = None,
 ) -> StreamedBase:
@@ -165,17 +165,17 @@ def streamed_base(
     layers = part.layout.layers
     assert whole.layers == layers, f"the base has {whole.layers} layers, not {layers}"
     refuse_modules(model, spec.model)
-    own = [part.layers_of(stage) for stage in part.own]
+    own = [part.stage_range(stage) for stage in part.own_stages]
     shape = local_shape(model, whole, sum(one.stop - one.start for one in own))
     held = LayerRange(own[0].start, own[-1].stop, layers)
     _use_expandable_segments(device)
-    pieces = {stage: _pieces(model, part.layers_of(stage)) for stage in part.streamed_stages}
+    pieces = {stage: _pieces(model, part.stage_range(stage)) for stage in part.streamed_stages}
     sizes = {stage: found[-1].stop for stage, found in pieces.items()}
     width = -(-max(sizes.values(), default=0) // ALIGNMENT) * ALIGNMENT
-    arena = torch.zeros(part.slots if sizes else 0, width, dtype=torch.uint8, device=device)
+    arena = torch.zeros(part.slot_count if sizes else 0, width, dtype=torch.uint8, device=device)
     for stage, found in pieces.items():
         for piece in found:
-            _set_parameter(model, piece.name, piece.view(arena[part.slot(stage)]))
+            _set_parameter(model, piece.name, piece.view(arena[part.slot_of_stage(stage)]))
     sources = _in_memory(pieces, device, fill) if mapped is None else _in_files(pieces, device, mapped)
     _load_resident(model, device, {piece.name for found in pieces.values() for piece in found}, fill)
     model.eval().requires_grad_(False)

@@ -32,7 +32,7 @@ class ComputedPair:
     e_N: Tensor
     dd_R: Tensor
     de_N: Tensor
-    """Accumulator of the gradient of e, as `dd_R` is of d."""
+    """Accumulator of the gradient of e."""
     a_RK: Tensor
     """Constant matrix of A, with at least as many columns as the site has inputs."""
     b_RN: Tensor

@@ -101,6 +101,7 @@ def sort_choices(
     assigned = Rows(
         tile=TILE,
         piece=TILE,
+        max_runs=len(tiles_G3),
         buffer=tiles_G3,
         tiles_G3=tiles_G3,
         pieces_Q4=pieces_U4,

@@ -41,6 +41,8 @@ class Rows:
 
     tile: int
     piece: int
+    max_runs: int
+    """Maximum number of runs of rows that belong to one slot, or to none."""
     buffer: Tensor
     tiles_G3: Tensor
     """(start, stop, slot) of runs of at most `tile` rows that cover all rows; slot −1 means no adapter."""
@@ -57,11 +59,21 @@ class Rows:
     token_index_T: Tensor
 
     @staticmethod
-    def empty(rows: int, slots: int, device: torch.device, tile: int = 64, piece: int = 1024) -> Rows:
-        """Return an assignment for microbatches of up to `rows` rows. At first, all rows are padding."""
-        shapes = _row_shapes(rows, slots, tile, piece)
+    def empty(
+        rows: int,
+        slots: int,
+        device: torch.device,
+        tile: int = 64,
+        piece: int = 1024,
+        max_runs: int | None = None,
+    ) -> Rows:
+        """Return an assignment for microbatches of up to `rows` rows. At first, all rows are padding. Every
+        kernel has programs for `max_runs` runs of rows, by default for a run of every slot and one between
+        any two."""
+        max_runs = 2 * slots + 1 if max_runs is None else max_runs
+        shapes = _row_shapes(rows, slots, tile, piece, max_runs)
         buffer = torch.empty(words(shapes), dtype=torch.int32, device=device)
-        record = Rows(tile, piece, buffer, *views(buffer, shapes))
+        record = Rows(tile, piece, max_runs, buffer, *views(buffer, shapes))
         record.fill((), np.zeros(0, dtype=np.int32))
         return record
 
@@ -74,12 +86,13 @@ class Rows:
         """Replace the assignment by that of another, maybe smaller microbatch in one asynchronous copy."""
         rows, slots = len(self.token_index_T), len(self.key_S)
         assert len({seat.slot for seat in seats}) == len(seats), "a slot holds one segment of a microbatch"
-        shapes = _row_shapes(rows, slots, self.tile, self.piece)
+        shapes = _row_shapes(rows, slots, self.tile, self.piece, self.max_runs)
         host = torch.zeros(len(self.buffer), dtype=torch.int32, pin_memory=self.buffer.is_cuda)
         tiles_G3, pieces_Q4, sums_M3, runs_U3, edges_V, key_S, token_index_T = (
             view.numpy() for view in views(host, shapes)
         )
         runs = _runs(seats, rows)
+        assert len(runs) <= self.max_runs, "more runs of rows than there are programs for"
         tiles = [(*part, run.slot) for run in runs for part in _split(run, self.tile)]
         pieces, sums = _pieces(runs, self.piece)
         _put(tiles_G3, tiles, (0, 0, -1))
@@ -94,11 +107,10 @@ class Rows:
         self.buffer.copy_(host, non_blocking=True)
 
 
-def _row_shapes(rows: int, slots: int, tile: int, piece: int) -> list[tuple[int, ...]]:
-    runs = 2 * slots + 1
+def _row_shapes(rows: int, slots: int, tile: int, piece: int, max_runs: int) -> list[tuple[int, ...]]:
     return [
-        (rows // tile + runs, 3),
-        (rows // piece + runs, 4),
+        (rows // tile + max_runs, 3),
+        (rows // piece + max_runs, 4),
         (max(1, rows // piece), 3),
         (-(-rows // BLOCK) + slots, 3),
         (-(-rows // BLOCK) + 1,),

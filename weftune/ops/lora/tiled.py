@@ -42,9 +42,11 @@ from weftune.ops.lora.tiled_kernels import (
     room_for_db,
     row_lengths,
 )
-from weftune.ops.lora.tiling import SiteCall, candidate_plans, choose_tiling
+from weftune.ops.lora.tiling import ProductPlan, SiteCall, candidate_plans, choose_tiling
 
 OP = "LoRA"
+FEW_ROWS = 256
+"""Maximum rows of a pass without a backward for which the frozen product is left to torch."""
 
 
 def trial_at(
@@ -81,7 +83,11 @@ def lora_linear(
     right = multiplied(weight)
     weight_NK = _lying(right)
     plans = candidate_plans(weight_NK, group, x_TK.device)
-    plan = choices.plan(x_TK, weight_NK, residual_TN, group, rows, plans) if choices else plans[0]
+    if not training and len(x_TK) <= FEW_ROWS:
+        # A decode step reads the weight once, and torch divides that among all multiprocessors.
+        plan = ProductPlan.wide
+    else:
+        plan = choices.plan(x_TK, weight_NK, residual_TN, group, rows, plans) if choices else plans[0]
     tiling = choose_tiling(rows, group, x_TK.shape[1], x_TK.dtype)
     call = SiteCall(group, rows, training, tiling, plan, graph_only)
     _rehearse(x_TK, right, bias_N, residual_TN, call)

@@ -1,4 +1,4 @@
-"""Adapters aboard a tiny base, and what the base computes with them."""
+"""Adapters attached to a tiny base, and the logits that the base then computes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def together(jobs: Sequence[str], samples: Sequence[Tensor]) -> Microbatch:
 
 
 def logits(base: Base, banks: Banks, microbatch: Microbatch, route: Route = Route.segmented) -> list[Tensor]:
-    """Per sample, from the packed pass with whoever is aboard."""
+    """Return the logits of each sample from a packed pass with the attached adapters."""
     with torch.no_grad(), banks.bound(microbatch, route, training=False):
         logits_TV = base.head().logits(base.hidden(microbatch))
     return list(logits_TV.split(microbatch.sample_lengths))

@@ -1,0 +1,88 @@
+"""Records of evaluations: scores of adapters on the same rows, their ranking, and answered prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import Any
+
+METRICS = {"loss": "lower", "perplexity": "lower", "token_accuracy": "higher", "exact_match": "higher"}
+"""Maps each metric to whether lower or higher values are better. Higher values of the user's own metric are
+better."""
+
+REWARDS = ("rewards/margins", "rewards/accuracies")
+"""Metrics of preference pairs, with the bare base as reference policy. Higher values are better."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterScores:
+    """Scores of one adapter, or of the bare base."""
+
+    adapter: str
+    rows: int
+    """Number of rows of the data that were used."""
+    tokens: int
+    """Number of supervised tokens, over which loss and token accuracy are means."""
+    scores: Mapping[str, float | None]
+    """Maps each metric to its value. None if the data does not allow it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredRow:
+    """A row with a prompt, and the answers of all adapters to it."""
+
+    location: str
+    values: Mapping[str, Any]
+    """Maps each column of the row to its value."""
+    prompt: str | tuple[dict[str, Any], ...]
+    """A plain text, or the messages of a chat."""
+    tools: list[Any] | None
+    expected: str | None
+    answers: dict[str, str] = field(default_factory=dict)
+    """Maps each adapter to its answer."""
+
+    def is_match(self, adapter: str) -> bool:
+        """Return whether the adapter's answer is the expected one, apart from whitespace at both ends."""
+        return self.expected is not None and self.answers[adapter].strip() == self.expected.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    data: str
+    base: str
+    """Name of the base model."""
+    results: tuple[AdapterScores, ...]
+    answers: tuple[AnsweredRow, ...]
+    """Rows with a prompt, in the order of the file. Empty if no answers were generated."""
+    notes: tuple[str, ...] = ()
+    """Sentences about rows that were skipped or truncated."""
+
+    def ranked(self, metric: str) -> list[AdapterScores]:
+        """Return the results, the best first. Among equal values, the lower loss is better. Results without a
+        value are last."""
+        return sorted(
+            self.results, key=lambda one: (_badness(metric, one.scores), _badness("loss", one.scores))
+        )
+
+    def best(self, metric: str) -> str | None:
+        """Return the adapter with the best value. None if fewer than two results have one."""
+        first = self.ranked(metric)[:2]
+        is_comparable = len(first) == 2 and isfinite(_badness(metric, first[1].scores))
+        return first[0].adapter if is_comparable else None
+
+    def record(self) -> dict[str, Any]:
+        """Return the content of the JSON file."""
+        results = [
+            {"adapter": one.adapter, "data": self.data, "rows": one.rows, "tokens": one.tokens, **one.scores}
+            for one in self.results
+        ]
+        return {"results": results}
+
+
+def _badness(metric: str, scores: Mapping[str, float | None]) -> float:
+    """Return a number that is lower for better values of the metric, and infinite without a value."""
+    value = scores[metric]
+    if value is None or not isfinite(value):
+        return inf
+    return value if METRICS.get(metric) == "lower" else -value
