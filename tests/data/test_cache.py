@@ -61,7 +61,7 @@ def test_a_flipped_byte_anywhere_is_found(tmp_path):
     folder = tmp_path / "a"
     write(folder)
     files = sorted(folder.iterdir())
-    assert len(files) == 6
+    assert len(files) == 7
     chance = random.Random(0)
     for _ in range(100):
         file = chance.choice(files)
@@ -110,7 +110,7 @@ def open_files(folder: Path) -> list[str]:
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="open files are only listed on Linux")
 def test_a_writer_leaves_no_file_open_whether_it_fails_or_commits(tmp_path):
     with contextlib.suppress(KeyboardInterrupt), StoreWriter(tmp_path / "a") as writer:
-        assert len(open_files(tmp_path)) == 5
+        assert len(open_files(tmp_path)) == 6
         raise KeyboardInterrupt
     assert open_files(tmp_path) == []
     with StoreWriter(tmp_path / "a") as writer:
@@ -132,7 +132,7 @@ def test_everything_is_on_the_disk_before_the_store_has_its_name(tmp_path, monke
     def named(old: Path, new: Path) -> None:
         sizes = {file.name: file.stat().st_size for file in Path(old).iterdir()}
         assert sizes.items() <= settled.items()
-        assert len(sizes) == 6
+        assert len(sizes) == 7
         assert str(old) in settled
         assert str(tmp_path) not in settled
         rename(old, new)

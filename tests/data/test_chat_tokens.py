@@ -97,10 +97,12 @@ def test_a_prompt_is_generated_from_the_tokens_of_its_template(name, system):
     messages = [*([{"role": "system", "content": system}] if system else []), CHAT[0]]
     if name == "mistral" and system:
         with pytest.raises(DataError, match=r"cannot be put to the model: .* Only user and assistant"):
-            prompt_tokens(tokenizer, CHAT[0]["content"], system)
+            prompt_tokens(tokenizer, messages)
         return
     expected = theirs(tokenizer, messages, add_generation_prompt=True)
-    assert prompt_tokens(tokenizer, CHAT[0]["content"], system) == expected
+    assert prompt_tokens(tokenizer, messages) == expected
+    if system is None:
+        assert prompt_tokens(tokenizer, CHAT[0]["content"]) == expected
 
 
 PIECES = [
@@ -202,8 +204,8 @@ def test_control_tokens_in_a_prompt_stay_text_as_they_do_in_training():
 
 def test_a_prompt_that_nothing_can_be_made_of_is_a_sentence():
     bare = families.gpt2()
-    with pytest.raises(DataError, match="no chat template, so it takes no system message"):
-        prompt_tokens(bare, "Hello", "fine")
+    with pytest.raises(DataError, match="no chat template, so it takes a text and no messages"):
+        prompt_tokens(bare, [{"role": "user", "content": "Hello"}])
     with pytest.raises(DataError, match="The prompt is empty"):
         prompt_tokens(bare, "")
     bare.chat_template = "{{ '' }}"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,3 +45,13 @@ def test_the_samples_of_a_job_must_stand_together(samples):
 def test_a_microbatch_holds_one_step_of_a_job(samples):
     with pytest.raises(AssertionError, match="one step"):
         collate([Part("a", 1, samples, 0, 0), Part("a", 2, samples, 1, 0)])
+
+
+def test_each_sample_brings_its_reference_score_and_samples_without_one_a_zero(samples):
+    scored = samples.with_references(np.array([-1.0, -2.0, -3.0]))
+    assert samples.references is None
+    batch = collate([Part("a", 1, scored, 2, 0), Part("a", 1, scored, 0, 3), Part("b", 1, samples, 1, 0)])
+    assert batch.references_S.tolist() == [-3.0, -1.0, 0.0]
+    assert batch.references_S.dtype == torch.float64
+    assert collate([Part("b", 1, samples, 1, 0)]).references_S is None
+    assert scored.with_prefix(2).references.tolist() == [-1.0, -2.0, -3.0]

@@ -69,7 +69,7 @@ def test_the_format_is_seen_from_the_columns(row, expected):
 @pytest.mark.parametrize("label", [True, None])
 def test_preference_and_kto_rows_are_refused_with_a_sentence(label, smollm2, tmp_path):
     row = {"prompt": "a", "completion": "b", "label": label} if label else {"chosen": "a", "rejected": "b"}
-    with pytest.raises(DataError, match="the only objective so far is sft"):
+    with pytest.raises(DataError, match="these rows are"):
         prepare(DataSpec(rows=[row]), None, smollm2, tmp_path)
 
 

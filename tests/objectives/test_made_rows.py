@@ -12,13 +12,13 @@ from torch import Tensor
 from tests import bench
 from tests.adapters.toys import plain_model
 from tests.base.packs import packed
-from tests.run import aboard
+from tests.run import executors
 from weftune.adapters.kind import JobAdapter
 from weftune.core.batch import IGNORED, Microbatch, Segment
 from weftune.objectives.objective import BatchFacts, HeldOutSums, Needs, SampleScores
 from weftune.ops.lora.routes import Route
-from weftune.plan.program.layout import one_device
-from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample
+from weftune.plan.program.layout import one_device_layout
+from weftune.plan.program.program import Forward, GlobalBatch, MicrobatchPlan, PlacedSample
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
 from weftune.run.events import Stepped
@@ -42,8 +42,8 @@ class OwnWords:
     def evaluated(self, scores: SampleScores) -> HeldOutSums:
         raise NotImplementedError
 
-    def mean(self, references: object) -> Tensor:
-        raise NotImplementedError
+    def metrics(self, scores: SampleScores) -> None:
+        return None
 
 
 def greedy(logits_of, prompt):
@@ -88,7 +88,7 @@ def laid_out(plan: MicrobatchPlan, rows, job, others):
     """The rows of `job` behind those of everybody else."""
     mine = [segment for segment in plan.segments if segment.job == job]
     theirs = plan.without({job})
-    parts = [collate_plan(theirs, False, others)] if theirs.segments else []
+    parts = [collate_plan(theirs, Forward, others)] if theirs.segments else []
     for segment in mine:
         tokens = [torch.tensor(rows[placed.sample]) for placed in segment.samples]
         made = packed(tokens)
@@ -113,9 +113,9 @@ def laid_out(plan: MicrobatchPlan, rows, job, others):
 
 def test_each_batch_is_made_by_the_adapter_as_it_stands_and_trained_beside_other_jobs():
     base = bench.base("llama")
-    other = aboard.ready(base, "other", steps=STEPS)
-    maker = aboard.ready(base, "maker", steps=STEPS, seed=4)
-    executor = aboard.executor(base, [other, maker], Route.segmented)
+    other = executors.prepare(base, "other", steps=STEPS)
+    maker = executors.prepare(base, "maker", steps=STEPS, seed=4)
+    executor = executors.executor_with(base, [other, maker], Route.segmented)
     executor.scorer.objectives["maker"] = OwnWords()
     executor.attached["maker"].master.add_(0.05)
     executor.banks.attached["maker"].weights.copy_(executor.attached["maker"].master)
@@ -124,7 +124,7 @@ def test_each_batch_is_made_by_the_adapter_as_it_stands_and_trained_beside_other
     for step in range(STEPS):
         texts.append(rows := spoken(executor, "maker"))
         courses = [other.job_window(step, 1, False), course("maker", step, rows)]
-        program = plan_window(courses, one_device(), 40)
+        program = plan_window(courses, one_device_layout(), 40)
         fetch = lambda plan, _, rows=rows: laid_out(plan, rows, "maker", {"other": other})  # noqa: E731
         events = list(executor.run(program, fetch, lambda: False))
         losses += [e.outcome.loss for e in events if isinstance(e, Stepped) and e.job == "maker"]

@@ -1,5 +1,5 @@
-"""Objectives over pairs, over references, over a mean of the global batch and over a scalar head: gradients
-are those of plain autograd over the whole global batch."""
+"""Objectives over pairs, over reference scores and over a scalar head: gradients are those of plain autograd
+over the whole global batch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from tests.adapters.aboard import attach, empty_banks
+from tests.adapters.attached_banks import attach, empty_banks
 from tests.adapters.toys import plain_model
 from tests.bench import base as tiny_base
 from tests.families import tiny
-from tests.objectives.toys import AboveTheMean, Preference, Value, global_batch, microbatch, plain_sums
+from tests.objectives.toys import Preference, Value, global_batch, microbatch, plain_sums
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import get_kind
@@ -24,7 +24,7 @@ SPEC = LoraSpec(rank=2, alpha=4.0)
 EXACT = 1e-9
 
 
-class Aboard:
+class ScoredJobs:
     """A tiny base with three LoRA jobs aboard, and what scores them."""
 
     def __init__(self) -> None:
@@ -43,15 +43,15 @@ class Aboard:
         with self.banks.bound(laid.microbatch, Route.segmented, training=False):
             return self.base.hidden(laid.microbatch)
 
-    def refer(self, laid, held_out=False) -> None:
-        self.scorer.refer(self.hidden(laid), laid, held_out)
-
     def train(self, laid, supervised, samples) -> list[float]:
         with self.banks.bound(laid.microbatch, Route.segmented, training=True):
             h_TD = self.base.hidden(laid.microbatch)
         leaf_TD = h_TD.detach().requires_grad_()
         scores = self.scorer.score(
-            leaf_TD, laid, lambda segment: supervised[segment.job], lambda segment: samples[segment.job]
+            leaf_TD,
+            laid,
+            lambda segment: supervised[segment.job],
+            lambda segment: (1,) * samples[segment.job],
         )
         with self.banks.bound(laid.microbatch, Route.segmented, training=True):
             h_TD.backward(scores.gradient_TD())
@@ -74,125 +74,97 @@ def supervised(samples) -> int:
     return sum(int((sample.targets_L != IGNORED).sum()) for sample in samples)
 
 
-def test_pairs_are_scored_by_the_base_and_by_another_adapter_and_trained_among_other_jobs():
-    aboard = Aboard()
-    aboard.scorer.objectives["job"] = Preference()
+def test_pairs_are_trained_against_their_reference_scores_among_other_jobs():
+    scored = ScoredJobs()
+    scored.scorer.objectives["job"] = Preference()
     pairs, plain = global_batch((7, 5, 6, 9), 1), global_batch((8, 6), 2)
-    for adapter in (None, "other"):
-        aboard.refer(microbatch([("job", pairs[:3])], adapter))
-        aboard.refer(microbatch([("job", pairs[3:])], adapter))
-    counts = {"job": supervised(pairs), "sft": supervised(plain)}, {"job": 4, "sft": 2}
-    losses = aboard.train(microbatch([("job", pairs[2:]), ("sft", plain[:1])]), *counts)
-    losses += aboard.train(microbatch([("sft", plain[1:]), ("job", pairs[:2])]), *counts)
-
-    model, flat = aboard.plain("job")
     with torch.no_grad():
-        bare, other = plain_sums(tiny("llama"), pairs), plain_sums(aboard.plain("other")[0], pairs)
-    margin = plain_sums(model, pairs) - 0.75 * bare - 0.25 * other
+        bare, none = plain_sums(tiny("llama"), pairs), torch.zeros(1, dtype=torch.float64)
+    counts = {"job": supervised(pairs), "sft": supervised(plain)}, {"job": 4, "sft": 2}
+    given = torch.cat([bare[2:], none]), torch.cat([none, bare[:2]])
+    losses = scored.train(
+        microbatch([("job", pairs[2:]), ("sft", plain[:1])], references_S=given[0]), *counts
+    )
+    losses += scored.train(
+        microbatch([("sft", plain[1:]), ("job", pairs[:2])], references_S=given[1]), *counts
+    )
+
+    model, flat = scored.plain("job")
+    margin = plain_sums(model, pairs) - bare
     want = -logsigmoid(0.3 * (margin[0::2] - margin[1::2])).mean()
     want.backward()
     assert losses[0] + losses[3] == pytest.approx(want.item(), rel=EXACT)
-    close(aboard.gradient("job"), flat.grad)
+    close(scored.gradient("job"), flat.grad)
 
-    model, flat = aboard.plain("sft")
+    model, flat = scored.plain("sft")
     want = -plain_sums(model, plain).sum() / supervised(plain)
     want.backward()
     assert losses[1] + losses[2] == pytest.approx(want.item(), rel=EXACT)
-    close(aboard.gradient("sft"), flat.grad)
-    assert not aboard.gradient("other").any()
-
-
-def test_a_mean_over_the_global_batch_is_that_of_all_its_microbatches():
-    aboard = Aboard()
-    aboard.scorer.objectives["job"] = objective = AboveTheMean()
-    samples = global_batch((7, 5, 9), 3)
-    for adapter in objective.needs.references:
-        for part in (samples[:2], samples[2:]):
-            aboard.refer(microbatch([("job", part)], adapter))
-    counts = {"job": supervised(samples)}, {"job": 3}
-    for part in (samples[1:], samples[:1]):
-        aboard.train(microbatch([("job", part)]), *counts)
-
-    model, flat = aboard.plain("job")
-    with torch.no_grad():
-        bare = plain_sums(tiny("llama"), samples)
-    sums = plain_sums(model, samples)
-    mean = (sums - bare).mean().detach()
-    (sums - bare - mean).sigmoid().mean().backward()
-    close(aboard.gradient("job"), flat.grad)
+    close(scored.gradient("sft"), flat.grad)
+    assert not scored.gradient("other").any()
 
 
 def test_a_scalar_head_learns_with_its_adapter():
-    aboard = Aboard()
-    aboard.scorer.objectives["job"] = Value()
+    scored = ScoredJobs()
+    scored.scorer.objectives["job"] = Value()
     w_D = torch.randn(32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     total_D = torch.zeros_like(w_D)
-    aboard.scorer.scalar_heads["job"] = ScalarHead(w_D, total_D, torch.zeros((), requires_grad=True))
+    scored.scorer.scalar_heads["job"] = ScalarHead(w_D, total_D, torch.zeros((), requires_grad=True))
     samples, others = global_batch((7, 5, 9), 4), global_batch((6,), 5)
     counts = {"job": supervised(samples), "sft": supervised(others)}, {"job": 3, "sft": 1}
-    aboard.train(microbatch([("sft", others), ("job", samples[:2])]), *counts)
-    aboard.train(microbatch([("job", samples[2:])]), *counts)
+    scored.train(microbatch([("sft", others), ("job", samples[:2])]), *counts)
+    scored.train(microbatch([("job", samples[2:])]), *counts)
 
-    model, flat = aboard.plain("job")
+    model, flat = scored.plain("job")
     w = w_D.clone().requires_grad_()
     decoder = model.base_model
     values = [decoder(input_ids=sample.tokens_L[None]).last_hidden_state[0, -1] @ w for sample in samples]
     lengths = torch.tensor([supervised([sample]) for sample in samples])
     (torch.stack(values) - lengths).pow(2).mean().backward()
-    close(aboard.gradient("job"), flat.grad)
+    close(scored.gradient("job"), flat.grad)
     close(total_D, w.grad)
 
 
-def test_held_out_pairs_are_evaluated_against_their_own_references_and_counted_as_pairs():
-    aboard = Aboard()
-    aboard.scorer.objectives["job"] = Preference()
+def test_held_out_pairs_are_evaluated_against_their_reference_scores_and_counted_as_pairs():
+    scored = ScoredJobs()
+    scored.scorer.objectives["job"] = Preference()
     pairs, plain = global_batch((7, 5, 6, 9), 6), global_batch((8,), 7)
-    for adapter in (None, "other"):
-        aboard.refer(microbatch([("job", pairs)], adapter), held_out=True)
-        # Samples of the batch that is trained at the same step have the same offsets.
-        aboard.refer(microbatch([("job", global_batch((7, 5, 6, 9), 8))], adapter))
-    laid = microbatch([("job", pairs), ("sft", plain)])
-    found, others = aboard.scorer.evaluate(aboard.hidden(laid), laid)
     with torch.no_grad():
-        sums = (plain_sums(one, pairs) for one in (tiny("llama"), aboard.plain("other")[0]))
-        bare, other = sums
-        margin = plain_sums(aboard.plain("job")[0], pairs) - 0.75 * bare - 0.25 * other
+        bare = plain_sums(tiny("llama"), pairs)
+    given = torch.cat([bare, torch.zeros(1, dtype=torch.float64)])
+    laid = microbatch([("job", pairs), ("sft", plain)], references_S=given)
+    found, others = scored.scorer.evaluate(scored.hidden(laid), laid)
+    with torch.no_grad():
+        margin = plain_sums(scored.plain("job")[0], pairs) - bare
         gap = margin[0::2] - margin[1::2]
-        nll = -plain_sums(aboard.plain("sft")[0], plain).sum()
+        nll = -plain_sums(scored.plain("sft")[0], plain).sum()
     assert found.loss == pytest.approx(-logsigmoid(0.3 * gap).sum().item(), rel=EXACT)
-    assert (found.correct, found.tokens) == (int((gap > 0).sum()), 2)
+    assert (found.metrics, found.count) == ((float((gap > 0).sum()),), 2)
     assert others.loss == pytest.approx(nll.item(), rel=EXACT)
     assert others.tokens == supervised(plain)
 
 
-def test_references_are_kept_until_a_later_step_is_trained():
-    aboard = Aboard()
-    aboard.scorer.objectives["job"] = Preference()
-    pairs = global_batch((5, 6), 1)
-    with pytest.raises(KeyError):
-        aboard.train(microbatch([("job", pairs)]), {"job": 1}, {"job": 2})
-    for adapter in (None, "other"):
-        aboard.refer(microbatch([("job", pairs)], adapter))
-    aboard.train(microbatch([("job", pairs)]), {"job": 1}, {"job": 2})
-    aboard.scorer.forget()
-    with pytest.raises(KeyError):
-        aboard.train(microbatch([("job", pairs)]), {"job": 1}, {"job": 2})
+def test_a_job_without_its_reference_scores_is_not_trained():
+    scored = ScoredJobs()
+    scored.scorer.objectives["job"] = Preference()
+    with pytest.raises(AssertionError, match="no reference scores"):
+        scored.train(microbatch([("job", global_batch((5, 6), 1))]), {"job": 1}, {"job": 2})
 
 
 def test_rows_are_never_trained_through_another_jobs_adapter():
-    aboard = Aboard()
+    scored = ScoredJobs()
     laid = microbatch([("job", global_batch((5,), 1))], "other")
     with pytest.raises(AssertionError, match="through their own adapter"):
-        aboard.train(laid, {"job": 1}, {"job": 1})
+        scored.train(laid, {"job": 1}, {"job": 1})
 
 
 @pytest.mark.parametrize("adapter", [None, OWN_ADAPTER, "other"])
 def test_on_the_tiled_route_too_rows_pass_through_the_adapter_that_is_named(adapter):
     """Rows of two jobs through one adapter are one run of its slot."""
-    aboard = Aboard()
+    scored = ScoredJobs()
     laid = microbatch(
         [("job", global_batch((5, 4), 1)), ("sft", global_batch((6,), 2)), ("x", global_batch((3,), 3))],
         adapter,
     )
     seats = {OWN_ADAPTER: [(0, 9, 0), (9, 15, 2)], None: [], "other": [(0, 18, 1)]}[adapter]
-    assert [(seat.start, seat.stop, seat.slot) for seat in aboard.banks.seats(laid.microbatch)] == seats
+    assert [(seat.start, seat.stop, seat.slot) for seat in scored.banks.seats(laid.microbatch)] == seats

@@ -40,7 +40,9 @@ def global_batch(lengths: Sequence[int], seed: int) -> list[Sample]:
 
 
 def microbatch(
-    parts: Sequence[tuple[str, Sequence[Sample]]], adapter: str | None = OWN_ADAPTER
+    parts: Sequence[tuple[str, Sequence[Sample]]],
+    adapter: str | None = OWN_ADAPTER,
+    references_S: Tensor | None = None,
 ) -> LaidMicrobatch:
     """(job, samples) in one microbatch, all of step 1, through the adapter of their own jobs or another."""
     segments, lengths, row = [], [], 0
@@ -58,48 +60,34 @@ def microbatch(
         token_index_T=torch.cat([s.offset + p for s, p in zip(every, positions, strict=True)]),
         sample_lengths=tuple(lengths),
         segments=tuple(segments),
+        references_S=references_S,
     )
     return lay(made, made.rows, CPU)
 
 
 class Preference:
-    """Of each pair the first sample is to be preferred, more than the base and another job's adapter do."""
+    """The first sample of each pair is preferred, more than the reference policy prefers it."""
 
-    needs = Needs(together=2, references=(None, "other"))
+    needs = Needs(together=2, reference=True)
 
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
-        assert batch.samples is not None
         return self._total(scores) / (batch.samples // 2)
 
     def evaluated(self, scores: SampleScores) -> HeldOutSums:
         wins = self._gaps(scores) > 0
-        return HeldOutSums(self._total(scores), len(wins), wins.sum())
+        return HeldOutSums(self._total(scores), len(wins))
+
+    def metrics(self, scores: SampleScores) -> Tensor:
+        """Return the number of pairs whose first sample is preferred."""
+        return (self._gaps(scores) > 0).sum()[None]
 
     def _total(self, scores: SampleScores) -> Tensor:
         return -logsigmoid(0.3 * self._gaps(scores)).sum()
 
     def _gaps(self, scores: SampleScores) -> Tensor:
-        bare, other = (scores.sums(scores.references[who]) for who in (None, "other"))
-        margin_B = scores.sums() - 0.75 * bare - 0.25 * other
+        assert scores.references_B is not None
+        margin_B = scores.sums() - scores.references_B
         return margin_B[0::2] - margin_B[1::2]
-
-
-class AboveTheMean:
-    """How far each sample has come from the base, against the mean of the whole global batch."""
-
-    needs = Needs(references=(None, OWN_ADAPTER), batch_mean=True)
-
-    def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
-        assert batch.samples is not None
-        assert batch.mean is not None
-        gain_B = scores.sums() - scores.sums(scores.references[None])
-        return (gain_B - batch.mean).sigmoid().sum() / batch.samples
-
-    def evaluated(self, scores: SampleScores) -> HeldOutSums:
-        raise NotImplementedError
-
-    def mean(self, references: Sequence[dict[str | None, Tensor]]) -> Tensor:
-        return torch.stack([one[OWN_ADAPTER].sum() - one[None].sum() for one in references]).mean()
 
 
 class Value:
@@ -108,12 +96,14 @@ class Value:
     needs = Needs(scalar_head=True)
 
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
-        assert batch.samples is not None
         assert scores.values_B is not None
         return (scores.values_B - torch.tensor(scores.counts)).pow(2).sum() / batch.samples
 
     def evaluated(self, scores: SampleScores) -> HeldOutSums:
         raise NotImplementedError
+
+    def metrics(self, scores: SampleScores) -> None:
+        return None
 
 
 # -- the oracle ----------------------------------------------------------------------------------------------

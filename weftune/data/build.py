@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from weftune.data.cache import SampleStore, StoreWriter, Tally, open_store
 from weftune.data.formats import Content, Sample, detect_format, normalise, refuse_untrainable, rename_columns
 from weftune.data.row import BadRow, CommonBadRow, Row, Table, bad_row_from_json, row_hash
-from weftune.data.spec import DataSpec, Format
+from weftune.data.spec import DataSpec, Format, RowKind
 from weftune.data.tokenise import Rules, Tokeniser
 from weftune.data.workers import get_workers, have_workers_answered, worker_count
 from weftune.errors import DataError, Mistake
@@ -53,7 +53,7 @@ def store_key(table: Table, format: Format, rules: Rules) -> str:
 
 def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], None] | None) -> SampleStore:
     """Return the table's store, from the cache if the cache holds it completely."""
-    format = find_format(table, rules.spec)
+    format = find_format(table, rules.spec, rules.row_kind)
     key = store_key(table, format, rules)
     store = open_store(cache / key)
     if store is None:
@@ -71,10 +71,11 @@ def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], Non
     return store
 
 
-def find_format(table: Table, spec: DataSpec) -> Format:
-    """Return the format that the spec names, or the first format whose columns are found in a row."""
+def find_format(table: Table, spec: DataSpec, row_kind: RowKind = "answers") -> Format:
+    """Return the format that the spec names, or the first format whose columns are found in a row. `row_kind`
+    is what the job's objective needs."""
     if spec.format != "auto":
-        refuse_untrainable(spec.format, table.label)
+        refuse_untrainable(spec.format, table.label, row_kind)
         return spec.format
     seen = Row(table.label, {})
     bad = _BadRowReport()
@@ -82,9 +83,9 @@ def find_format(table: Table, spec: DataSpec) -> Format:
         if row.problem is not None:
             bad.add(row.location, BadRow(row.problem))
             continue
-        format = detect_format(rename_columns(row.value, spec.columns))
+        format = detect_format(rename_columns(row.value, spec.columns), row_kind)
         if format is not None:
-            refuse_untrainable(format, table.label)
+            refuse_untrainable(format, table.label, row_kind)
             return format
         seen = seen if seen.value else row
     if seen.value:
@@ -286,4 +287,5 @@ def _to_arrays(samples: list[Sample], hashes: list[int]) -> dict[str, NDArray[An
         "lengths": np.array([len(one.tokens) for one in samples], dtype=np.int32),
         "supervised": np.array([int(one.mask[1:].sum()) for one in samples], dtype=np.int32),
         "rows": np.array(hashes, dtype=np.uint64),
+        "desirable": np.array([one.desirable for one in samples], dtype=bool),
     }

@@ -25,7 +25,14 @@ from numpy.typing import NDArray
 from weftune.core.files import sync_folder
 from weftune.errors import OutputError
 
-ARRAYS = {"tokens": "<i4", "mask": "|b1", "lengths": "<i4", "supervised": "<i4", "rows": "<u8"}
+ARRAYS = {
+    "tokens": "<i4",
+    "mask": "|b1",
+    "lengths": "<i4",
+    "supervised": "<i4",
+    "rows": "<u8",
+    "desirable": "|b1",
+}
 """Maps each file to its dtype. Tokens and mask are concatenated; the others have one value per sample."""
 META = "store.json"
 CHUNK_BYTES = 2**20
@@ -45,6 +52,7 @@ class Tally:
     merged: int = 0
     control: int = 0
     untold: int = 0
+    parted_prompts: int = 0
     reasons: list[str] = field(default_factory=list)
     """Locations and reasons of the first skipped rows."""
     explained: int = 0
@@ -85,6 +93,11 @@ class Tally:
                 f"In {self.merged} {count} one token holds the end of the prompt and the beginning of an "
                 "answer; it is supervised, but at inference the prompt ends with other tokens."
             )
+        if self.parted_prompts:
+            notes.append(
+                f"In {self.parted_prompts} {count} the end of the prompt has other tokens once an answer "
+                "follows; the answers are supervised from where they part."
+            )
         if self.control:
             notes.append(f"{self.control} {count} contain the text of a control token, which stays text.")
         if self.untold:
@@ -102,6 +115,8 @@ class SampleStore:
     tally: Tally
     key: str = ""
     """Hash of everything that determines the samples, used as the name of the folder."""
+    desirable: NDArray[np.bool_] | None = None
+    """Label of each sample that is a labelled answer."""
 
 
 def open_store(folder: Path) -> SampleStore | None:

@@ -56,6 +56,14 @@ def render_everything(chat: Chat, template: Renderer) -> tuple[Rendered, ...]:
     return (Rendered(template.render(chat.messages, chat.tools, prompt=False), None),)
 
 
+def render_answer(chat: Chat, template: Renderer) -> tuple[Rendered, ...]:
+    """Render one side of a preference pair: its prompt alone, as the model reads it at inference, and all of
+    it."""
+    given = template.render(chat.messages[: chat.answer], chat.tools, prompt=True)
+    text = template.render(chat.messages, chat.tools, prompt=False)
+    return Rendered(given, None), Rendered(text, None)
+
+
 def render_turns(chat: Chat, template: Renderer, ends: Collection[str]) -> tuple[Rendered, ...]:
     """Render a chat and find its supervised turns. All turns are in one text, unless the template prints a
     turn differently in the whole chat; then each turn has its own text. `ends` are the end-of-turn tokens.

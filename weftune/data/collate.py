@@ -50,7 +50,33 @@ def collate(parts: Sequence[Part]) -> Microbatch:
         token_index_T=torch.from_numpy(np.repeat([part.offset for part in parts], lengths) + row_T),
         sample_lengths=lengths,
         segments=_job_segments(parts, lengths),
+        references_S=_references(parts),
+        answer_tokens=_answer_tokens(parts),
+        desirable=_labels(parts),
     )
+
+
+def _references(parts: Sequence[Part]) -> torch.Tensor | None:
+    """Return the reference log-probability of each sample, 0 if it has none; None if no sample has one."""
+    if all(part.samples.references is None for part in parts):
+        return None
+    known = [0.0 if (own := part.samples.references) is None else own[part.index] for part in parts]
+    return torch.tensor(known, dtype=torch.float64)
+
+
+def _answer_tokens(parts: Sequence[Part]) -> tuple[int, ...]:
+    """Return the number of answer tokens of each sample: 0 for samples that are no part of a pair, and an
+    empty tuple without pairs."""
+    if all(part.samples.together == 1 for part in parts):
+        return ()
+    return tuple(part.samples.answer_tokens(part.index) if part.samples.together > 1 else 0 for part in parts)
+
+
+def _labels(parts: Sequence[Part]) -> tuple[bool, ...]:
+    """Return the label of each sample, True for samples without one; an empty tuple without labels."""
+    if all(part.samples.desirable is None for part in parts):
+        return ()
+    return tuple((own := part.samples.desirable) is None or bool(own[part.index]) for part in parts)
 
 
 def _prepend_zeros(rows: int, values: NDArray[Any]) -> NDArray[Any]:

@@ -1,13 +1,13 @@
-"""Detection of the format of rows from their columns, and conversion of a row to a chat, a text, or
-tokens."""
+"""Detection of the format of rows from their columns, and conversion of a row to a chat, a text, a preference
+pair, a labelled answer, or tokens."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,15 +15,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weftune.data.row import TOO_DEEP, BadRow, is_deep_json, json_type_name
-from weftune.data.spec import DataSpec, Format
+from weftune.data.spec import DataSpec, Format, RowKind
 from weftune.errors import DataError, Mistake
 
 COLUMNS: dict[Format, tuple[str, ...]] = {
     "tokens": ("input_ids", "labels"),
     "messages": ("messages", "tools"),
     "sharegpt": ("conversations", "tools"),
-    "preference": ("prompt", "chosen", "rejected", "input", "preferred_output", "non_preferred_output"),
-    "kto": ("prompt", "completion", "label"),
+    "preference": (
+        "prompt",
+        "chosen",
+        "rejected",
+        "input",
+        "preferred_output",
+        "non_preferred_output",
+        "tools",
+    ),
+    "kto": ("prompt", "completion", "label", "tools"),
     "prompt_completion": ("prompt", "completion", "tools"),
     "alpaca": ("instruction", "input", "output", "system"),
     "text": ("text",),
@@ -69,6 +77,9 @@ class Chat:
     """Indices of the assistant messages that are supervised; ignored with `train_on: all`."""
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     """Maps each private-use character in the chat to the control token that it replaces."""
+    answer: int | None = None
+    """Index of the first message of the answer if the chat is one side of a preference pair or a labelled
+    answer. All text from there on is supervised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +96,41 @@ class Sample:
 
     tokens: NDArray[np.integer]
     mask: NDArray[np.bool_]
+    desirable: bool = True
+    """Label of a labelled answer."""
 
 
-Content = Chat | Text | Sample
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prompt with the answer that is preferred, and the same prompt with another answer."""
+
+    chosen: Chat | Text
+    rejected: Chat | Text
+
+    @property
+    def sides(self) -> tuple[Chat | Text, ...]:
+        return self.chosen, self.rejected
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """A prompt with an answer that is desirable or undesirable."""
+
+    answer: Chat | Text
+    desirable: bool
+
+    @property
+    def sides(self) -> tuple[Chat | Text, ...]:
+        return (self.answer,)
+
+
+Content = Chat | Text | Sample | Pair | Labelled
+ROW_FORMATS: dict[RowKind, Format] = {"pairs": "preference", "labelled": "kto"}
+"""Maps the kinds of rows that have only one format to it."""
+
+
+def row_kind_of(format: Format | None) -> RowKind:
+    return next((kind for kind, own in ROW_FORMATS.items() if own == format), "answers")
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
@@ -109,31 +152,55 @@ def rename_columns(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapp
     return row
 
 
-def detect_format(row: Mapping[str, Any]) -> Format | None:
-    for format, choices in REQUIRED_COLUMNS.items():
-        if _has_any(row, choices) and (format != "kto" or isinstance(row["label"], bool)):
+def detect_format(row: Mapping[str, Any], row_kind: RowKind = "answers") -> Format | None:
+    """Return the first format whose columns the row has. If the objective needs another kind of rows, a row
+    with its columns is one even if it has other columns, such as `messages`."""
+    needed = ROW_FORMATS.get(row_kind)
+    if needed is not None and has_columns(row, needed):
+        return needed
+    for format in REQUIRED_COLUMNS:
+        if has_columns(row, format) and (format != "kto" or isinstance(row["label"], bool)):
             return format
     return None
 
 
-def _has_any(row: Mapping[str, Any], choices: Sequence[Sequence[str]]) -> bool:
-    """Return whether the row has all columns of one of the choices."""
+def has_columns(row: Mapping[str, Any], format: Format) -> bool:
+    """Return whether the row has all columns that one variant of the format requires."""
+    choices = REQUIRED_COLUMNS[format]
     return any(all(row.get(name) is not None for name in names) for names in choices)
 
 
-def refuse_untrainable(format: Format, label: str) -> None:
-    if format in ("preference", "kto"):
-        named = "preference pairs (chosen and rejected)" if format == "preference" else "KTO rows (label)"
-        sentence = f"these rows are {named}; the only objective so far is sft, which cannot use them"
-        raise DataError(Mistake(label, sentence))
+def refuse_untrainable(format: Format, label: str, row_kind: RowKind) -> None:
+    """Raise DataError if the job's objective, which needs this kind of rows, cannot use rows of this
+    format."""
+    found = row_kind_of(format)
+    if found == row_kind:
+        return
+    names = {"pairs": "preference pairs", "labelled": "labelled answers"}
+    columns = {"pairs": "prompt, chosen and rejected", "labelled": "prompt, completion and label"}
+    rows = names.get(found, f"{format} rows")
+    remedy = {
+        "answers": "objective: sft",
+        "pairs": "objective: dpo, cpo or orpo",
+        "labelled": "objective: kto",
+    }
+    sentence = (
+        f"these rows are {rows} ({columns.get(found)}), which objective sft cannot use; write "
+        f"{remedy[found]} in the job, or name other data"
+    )
+    if row_kind != "answers":
+        sentence = (
+            f"these are {rows}, and the job's objective needs {names[row_kind]}; name rows with "
+            f"{columns[row_kind]}, or write {remedy[found]} in the job"
+        )
+    raise DataError(Mistake(label, sentence))
 
 
 def normalise(value: Mapping[str, Any], format: Format, spec: DataSpec) -> Content:
     """Check a row and convert it to its content. Raise BadRow if it is invalid."""
     row = rename_columns(value, spec.columns)
-    choices = REQUIRED_COLUMNS[format]
-    if not _has_any(row, choices):
-        missing = next(name for name in choices[0] if row.get(name) is None)
+    if not has_columns(row, format):
+        missing = next(name for name in REQUIRED_COLUMNS[format][0] if row.get(name) is None)
         name, found = spec.columns.get(missing, missing), ", ".join(value) or "none"
         raise BadRow(f"the row has no `{name}`, which {format} rows need (its columns: {found[:200]})")
     if format == "text":
@@ -144,6 +211,10 @@ def normalise(value: Mapping[str, Any], format: Format, spec: DataSpec) -> Conte
         return _alpaca_to_chat(row, spec)
     if format == "prompt_completion":
         return _prompt_to_chat(row, spec)
+    if format == "preference":
+        return _to_pair(row, spec)
+    if format == "kto":
+        return _to_labelled(row, spec)
     if format == "messages":
         return _to_chat(clean_messages(row["messages"], "messages"), row, spec)
     assert format == "sharegpt", format
@@ -197,6 +268,73 @@ def _prompt_to_chat(row: Mapping[str, Any], spec: DataSpec) -> Chat | Text:
         raise BadRow("`prompt` and `completion` must both be text or both be lists of messages")
     before = clean_messages(prompt, "prompt")
     return _to_chat(before + clean_messages(completion, "completion"), row, spec, first=len(before))
+
+
+def _to_labelled(row: Mapping[str, Any], spec: DataSpec) -> Labelled:
+    label = row["label"]
+    if not isinstance(label, bool):
+        raise BadRow(f"`label` must be true or false, not {json_type_name(label)}")
+    answer = _prompt_to_chat(row, spec)
+    if isinstance(answer, Chat):
+        answer = replace(answer, answer=len(require_list(row["prompt"], "prompt")))
+    return Labelled(answer, label)
+
+
+def _to_pair(row: Mapping[str, Any], spec: DataSpec) -> Pair:
+    names = ("chosen", "rejected")
+    prompt, tools = row.get("prompt"), row.get("tools")
+    if any(row.get(name) is None for name in names):
+        names = ("preferred_output", "non_preferred_output")
+        given = row.get("input")
+        if not isinstance(given, Mapping) or given.get("messages") is None:
+            raise BadRow(f"`input` must be an object with `messages`, not {json_type_name(given)}")
+        prompt, tools = given["messages"], given.get("tools")
+    answers = [row[name] for name in names]
+    for name, value in zip(names, answers, strict=True):
+        if not isinstance(value, str | list | tuple):
+            raise BadRow(f"`{name}` must be text or a list of messages, not {json_type_name(value)}")
+    if len({isinstance(value, str) for value in answers}) > 1:
+        raise BadRow(f"`{names[0]}` and `{names[1]}` must both be text or both be lists of messages")
+    if isinstance(answers[0], str):
+        return Pair(*_text_pair(prompt, answers, names))
+    chosen, rejected = (clean_messages(value, name) for name, value in zip(names, answers, strict=True))
+    if prompt is None or isinstance(prompt, str):
+        # Some rows repeat the last message of an implicit prompt as a text.
+        count = _common_length(chosen, rejected)
+        before, chosen, rejected = chosen[:count], chosen[count:], rejected[count:]
+        if not before:
+            raise BadRow("the row has no list of messages as `prompt`, and its answers begin differently")
+        if not (chosen and rejected):
+            raise BadRow("one answer continues the other, so the row does not show where its prompt ends")
+    else:
+        before = clean_messages(prompt, "prompt" if names[0] == "chosen" else "input.messages")
+    sides = (
+        _to_chat(before + side, {"tools": tools}, spec, first=len(before)) for side in (chosen, rejected)
+    )
+    return Pair(*(replace(side, answer=len(before)) for side in sides))
+
+
+def _text_pair(prompt: object, answers: Sequence[str], names: Sequence[str]) -> Iterator[Text]:
+    """Yield both sides of a pair of texts. Without a prompt, it is the text with which both begin."""
+    chosen, rejected = (_require_filled(value, name) for name, value in zip(names, answers, strict=True))
+    if prompt is None:
+        count = _common_length(chosen, rejected)
+        if count and chosen[count - 1] == " ":
+            # The space belongs to the answers, as in TRL.
+            count -= 1
+        prompt, chosen, rejected = chosen[:count], chosen[count:], rejected[count:]
+        if not (chosen and rejected):
+            raise BadRow("one answer continues the other, so the row does not show where its prompt ends")
+    elif not isinstance(prompt, str):
+        raise BadRow(f"`prompt`, `{names[0]}` and `{names[1]}` must all be text or all be lists of messages")
+    for answer in (chosen, rejected):
+        yield Text(require_text(prompt, "prompt"), answer)
+
+
+def _common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the number of equal items with which both sequences begin."""
+    items = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in items if one != other), min(len(first), len(second)))
 
 
 def _require_integers(value: object, name: str) -> NDArray[np.int64]:

@@ -3,7 +3,7 @@
 How a row becomes a sample:
 1. `tables` opens a path, a Hub id or rows from Python as a `Table`; `json_rows` and `parquet` read its rows.
 2. `build` finds the format, checks every row and tokenises chunks of rows, in `workers` if there are many.
-3. `formats` checks a row and converts it to its content: a chat, a text, or tokens.
+3. `formats` checks a row and converts it to its content: a chat, a text, a preference pair, or tokens.
 4. `template` renders a chat in a limited process; `chats` finds the characters that are supervised.
 5. `tokenise` turns content into tokens and a mask, through the base's tokenizer (`encode`).
 6. `cache` stores the samples; `samples` selects those of a job and orders them; `collate` makes microbatches.
@@ -28,8 +28,8 @@ from weftune.data.cache import META, SampleStore
 from weftune.data.encode import Encoder
 from weftune.data.formats import check_columns
 from weftune.data.row import Table
-from weftune.data.samples import Samples, Share
-from weftune.data.spec import DataSpec, EvalSpec, Source
+from weftune.data.samples import SampleOrder, Samples, Share
+from weftune.data.spec import DataSpec, EvalSpec, RowKind, Source
 from weftune.data.tables import open_path, open_rows
 from weftune.data.template import Template, template_source
 from weftune.data.tokenise import Rules
@@ -47,10 +47,40 @@ class Prepared:
     evaluates_trained: bool = False
     """Whether every evaluation row is also a training row."""
 
+    def with_prompts(self) -> Prepared:
+        """Return pairs whose chosen samples are supervised from the first token, as ORPO trains them."""
+        held_out = None if self.evaluation is None else self.evaluation.with_prompts()
+        return replace(self, train=self.train.with_prompts(), evaluation=held_out)
+
+    def with_mismatched(self, batch_size: int, seed: int, max_tokens: int) -> Prepared:
+        """Return the samples with mismatched ones, which KTO needs: those of the training samples follow the
+        order of the first epoch, those of the held-out samples the order of the rows."""
+        rows = SampleOrder(len(self.train), batch_size, seed).rows_of_epoch(0)
+        held_out = self.evaluation
+        if held_out is not None:
+            held_out = held_out.with_mismatched(np.arange(len(held_out)), batch_size, max_tokens)
+        train = self.train.with_mismatched(rows, batch_size, max_tokens)
+        return replace(self, train=train, evaluation=held_out)
+
     def with_prefix(self, rows: int, keys: int) -> Prepared:
         """Return the samples, each preceded by `rows` rows or `keys` keys of the adapter."""
         held_out = None if self.evaluation is None else self.evaluation.with_prefix(rows, keys)
         return replace(self, train=self.train.with_prefix(rows, keys), evaluation=held_out)
+
+    @property
+    def parts(self) -> tuple[Samples, ...]:
+        """The training samples and, if there are any, the held-out samples, each with its mismatched
+        ones."""
+        return (*self.train.parts, *(() if self.evaluation is None else self.evaluation.parts))
+
+    def with_references(self, references: NDArray[np.float64]) -> Prepared:
+        """Return the samples with reference log-probabilities: those of the training samples come first."""
+        held_out, border = self.evaluation, sum(map(len, self.train.parts))
+        return replace(
+            self,
+            train=self.train.with_references(references[:border]),
+            evaluation=None if held_out is None else held_out.with_references(references[border:]),
+        )
 
 
 class SharedData:
@@ -61,7 +91,7 @@ class SharedData:
 
     def __init__(self, tokenizer: Any, cache: Path, context: int | None = None) -> None:
         """`tokenizer` is a transformers tokenizer or an `Encoder`."""
-        self._encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
+        self.encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
         self._cache, self._context = cache, context
         self._templates: dict[str | None, tuple[Template | None, Template | None]] = {}
         """Maps `data.chat_template` to the template for plain rows and the one for rows with tools."""
@@ -70,13 +100,18 @@ class SharedData:
         alive, which are identified by their address."""
 
     def prepare(
-        self, data: DataSpec, evaluation: EvalSpec | None, progress: Progress | None = None
+        self,
+        data: DataSpec,
+        evaluation: EvalSpec | None,
+        progress: Progress | None = None,
+        row_kind: RowKind = "answers",
     ) -> Prepared:
-        """Return a job's samples, and cache them on disk for later runs."""
-        key = data_identity(data, evaluation)
+        """Return a job's samples, and cache them on disk for later runs. A preference pair becomes two
+        consecutive samples, the chosen one first."""
+        key = data_identity(data, evaluation, row_kind)
         if key not in self._results:
             try:
-                self._results[key] = data, self._prepare(data, evaluation, progress)
+                self._results[key] = data, self._prepare(data, evaluation, progress, row_kind)
             except DataError as error:
                 self._results[key] = data, error
         found = self._results[key][1]
@@ -84,17 +119,21 @@ class SharedData:
             raise DataError(found.mistakes)
         return found
 
-    def is_prepared(self, data: DataSpec, evaluation: EvalSpec | None) -> bool:
+    def is_prepared(self, data: DataSpec, evaluation: EvalSpec | None, row_kind: RowKind = "answers") -> bool:
         """Return whether all samples of a job are in the cache."""
         _check(data, evaluation)
-        rules = self.rules(data)
+        rules = self.rules(data, row_kind)
         tables = [*_open_training(data), *_open_evaluation(data, evaluation)]
-        folders = (self._cache / store_key(table, find_format(table, data), rules) for table in tables)
+        folders = (
+            self._cache / store_key(table, find_format(table, data, row_kind), rules) for table in tables
+        )
         return all((folder / META).is_file() for folder in folders)
 
-    def _prepare(self, data: DataSpec, evaluation: EvalSpec | None, progress: Progress | None) -> Prepared:
+    def _prepare(
+        self, data: DataSpec, evaluation: EvalSpec | None, progress: Progress | None, row_kind: RowKind
+    ) -> Prepared:
         _check(data, evaluation)
-        rules = self.rules(data)
+        rules = self.rules(data, row_kind)
         training = _open_training(data)
         tables = [*training, *_open_evaluation(data, evaluation)]
         stores = _build_all(tables, rules, self._cache, progress)
@@ -106,24 +145,25 @@ class SharedData:
         trained, held_out = stores[: len(training)], stores[len(training) :]
         weights = [table.weight for table in training]
         if evaluation is not None and evaluation.fraction is not None:
-            return Prepared(*_split(trained, weights, evaluation.fraction), notes)
-        train = _select_all(trained, weights)
+            return Prepared(*_split(trained, weights, evaluation.fraction, row_kind), notes)
+        train = _select_all(trained, weights, row_kind)
         if not held_out:
             return Prepared(train, None, notes)
         rows = np.concatenate([store.rows for store in trained])
         evaluates_trained = all(bool(np.isin(store.rows, rows).all()) for store in held_out)
-        return Prepared(train, _select_all(held_out, [1.0] * len(held_out)), notes, evaluates_trained)
+        evaluated = _select_all(held_out, [1.0] * len(held_out), row_kind)
+        return Prepared(train, evaluated, notes, evaluates_trained)
 
-    def rules(self, data: DataSpec) -> Rules:
+    def rules(self, data: DataSpec, row_kind: RowKind = "answers") -> Rules:
         """Return the rules by which the rows of a job become samples."""
-        encoder, context, chosen = self._encoder, self._context, data.chat_template
+        encoder, context, chosen = self.encoder, self._context, data.chat_template
         if chosen not in self._templates:
             plain, for_tools = (
                 None if source is None else Template(source, encoder.tokenizer.special_tokens_map)
                 for source in (template_source(encoder.tokenizer, chosen, tools=one) for one in (False, True))
             )
             self._templates[chosen] = plain, for_tools
-        return Rules(data, encoder, *self._templates[chosen], data.longest(context), context)
+        return Rules(data, encoder, *self._templates[chosen], data.longest(context), context, row_kind)
 
 
 def prepare(
@@ -134,12 +174,15 @@ def prepare(
     *,
     context: int | None = None,
     progress: Progress | None = None,
+    row_kind: RowKind = "answers",
 ) -> Prepared:
     """Return the samples of one job; `tokenizer` may be an `Encoder`. For several jobs see `SharedData`."""
-    return SharedData(tokenizer, cache, context).prepare(data, evaluation, progress)
+    return SharedData(tokenizer, cache, context).prepare(data, evaluation, progress, row_kind)
 
 
-def check_rows(data: DataSpec, evaluation: EvalSpec | None, max_bytes: int) -> None:
+def check_rows(
+    data: DataSpec, evaluation: EvalSpec | None, max_bytes: int, row_kind: RowKind = "answers"
+) -> None:
     """Check the rows of local files of at most `max_bytes`, as far as possible without a tokenizer."""
     _check(data, evaluation)
     paths = [] if data.rows is not None else [Path(source.path) for source in data.sources]
@@ -151,7 +194,7 @@ def check_rows(data: DataSpec, evaluation: EvalSpec | None, max_bytes: int) -> N
             continue
         try:
             table = open_path(str(path), None, _source_label(Source(path=str(path)), names))
-            format = find_format(table, data)
+            format = find_format(table, data, row_kind)
             if not data.skip_bad_rows:
                 check(table, format, data)
         except DataError as error:
@@ -187,12 +230,17 @@ def _check(data: DataSpec, evaluation: EvalSpec | None) -> None:
         raise DataError(Mistake("eval.fraction", f"must lie between 0 and 1, got {evaluation.fraction}"))
 
 
-def data_identity(data: DataSpec, evaluation: EvalSpec | None) -> Hashable:
+def data_identity(data: DataSpec, evaluation: EvalSpec | None, row_kind: RowKind = "answers") -> Hashable:
     """Return a key. Jobs with equal keys get the same result from `prepare`."""
     plain = [getattr(data, item.name) for item in fields(DataSpec) if item.name not in ("rows", "columns")]
     held_out = None if evaluation is None else (evaluation.path, evaluation.fraction)
     rows = None if data.rows is None else id(data.rows)
-    return (*plain, rows, tuple(sorted(data.columns.items())), held_out)
+    return (*plain, rows, tuple(sorted(data.columns.items())), held_out, row_kind)
+
+
+def open_held_out(data: DataSpec, evaluation: EvalSpec) -> list[Table]:
+    """Return the tables that contain a job's held-out rows: with `fraction`, among its training rows."""
+    return _open_evaluation(data, evaluation) or _open_training(data)
 
 
 def _open_training(data: DataSpec) -> list[Table]:
@@ -242,16 +290,20 @@ def _fingerprint(*identity: object) -> str:
     return hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
 
 
-def _select_all(stores: Sequence[SampleStore], weights: Sequence[float]) -> Samples:
+def _select_all(stores: Sequence[SampleStore], weights: Sequence[float], row_kind: RowKind) -> Samples:
     shares = [
         Share(store, np.arange(len(store.lengths)), weight)
         for store, weight in zip(stores, weights, strict=True)
     ]
-    return Samples(shares, _fingerprint([store.key for store in stores], list(weights)))
+    return _samples(shares, _fingerprint([store.key for store in stores], list(weights)), row_kind)
+
+
+def _samples(shares: Sequence[Share], fingerprint: str, row_kind: RowKind) -> Samples:
+    return Samples(shares, fingerprint, 2 if row_kind == "pairs" else 1, row_kind == "labelled")
 
 
 def _split(
-    stores: Sequence[SampleStore], weights: Sequence[float], fraction: float
+    stores: Sequence[SampleStore], weights: Sequence[float], fraction: float, row_kind: RowKind
 ) -> tuple[Samples, Samples]:
     """Split by the hash of the row: jobs with the same file hold out the same rows, whatever the seed."""
     border = _hash_threshold(np.concatenate([store.rows for store in stores]), fraction)
@@ -262,7 +314,7 @@ def _split(
         for store, weight in zip(stores, weights, strict=True):
             chosen = np.flatnonzero((store.rows <= border) == held_out)
             shares.append(Share(store, chosen, 1.0 if held_out else weight))
-        return Samples(shares, _fingerprint(*identity, name))
+        return _samples(shares, _fingerprint(*identity, name), row_kind)
 
     return select_side(False, "train"), select_side(True, "evaluation")
 

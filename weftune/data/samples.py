@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,18 +27,39 @@ class Share:
 class Samples:
     """The training or evaluation samples of one job, from several stores if the data is a mixture."""
 
-    def __init__(self, shares: Sequence[Share], fingerprint: str) -> None:
+    def __init__(
+        self, shares: Sequence[Share], fingerprint: str, together: int = 1, labelled: bool = False
+    ) -> None:
+        """`labelled` is whether the samples are answers with a label."""
         self.fingerprint = fingerprint
+        self.together = together
+        """Number of consecutive samples that come from one row: 2 for preference pairs, otherwise 1."""
+        self.supervises_prompts = False
+        """Whether the first sample of each pair is supervised from its first token."""
         self.before = 0
         """Number of adapter rows before every sample, which count towards its length and have no tokens."""
         self.first_position = 0
         """First position of every sample; earlier positions belong to the keys and values of an adapter."""
+        self.references: NDArray[np.float64] | None = None
+        """Sum of the reference policy's log-probabilities over the supervised tokens of each sample. None if
+        they are not known, or if the job has no reference policy."""
+        self.desirable: NDArray[np.bool_] | None = None
+        """Label of each sample. None unless the samples are labelled answers."""
+        if labelled:
+            self.desirable = np.concatenate([_labels(share) for share in shares])
+        self.mismatched: Samples | None = None
+        """For each sample, its prompt with the answer of another sample. None if the job does not need
+        them."""
+        self._partners: NDArray[np.int64] | None = None
+        """Sample whose answer replaces that of each sample. None for samples with their own answers."""
         self.lengths = np.concatenate([share.store.lengths[share.chosen] for share in shares])
+        self._stored_lengths = self.lengths
         self.supervised = np.concatenate([share.store.supervised[share.chosen] for share in shares])
         self.weights: NDArray[np.float64] | None = None
         if any(share.weight != 1 for share in shares):
             self.weights = np.concatenate([np.full(len(share.chosen), share.weight) for share in shares])
         self._arrays = [(share.store.tokens, share.store.mask) for share in shares]
+        self._rows = [(share.store.rows, share.chosen) for share in shares]
         # First index of each share's samples, and offset of each sample's tokens in its store.
         self._firsts = list(accumulate((len(share.chosen) for share in shares), initial=0))
         self._begins = [
@@ -48,6 +70,54 @@ class Samples:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def rows(self) -> int:
+        """Number of rows: samples, or pairs."""
+        return len(self) // self.together
+
+    def row_hashes(self) -> NDArray[np.uint64]:
+        """Return the `row_hash` of the row of every sample."""
+        return np.concatenate([rows[chosen] for rows, chosen in self._rows])
+
+    def order(self, batch_size: int, seed: int) -> SampleOrder:
+        """Return the order of training, with `batch_size` rows per global batch."""
+        weights = None if self.weights is None else self.weights[:: self.together]
+        return SampleOrder(self.rows, batch_size, seed, weights, self.together)
+
+    def with_prompts(self) -> Samples:
+        """Return pairs whose chosen samples are supervised from the first token."""
+        assert self.together == 2
+        assert self.before == 0
+        changed = copy.copy(self)
+        changed.supervises_prompts, changed.supervised = True, self.supervised.copy()
+        changed.supervised[0::2] = self.lengths[0::2] - 1
+        return changed
+
+    def with_mismatched(self, rows: NDArray[np.int64], batch_size: int, max_tokens: int) -> Samples:
+        """Return the samples with `mismatched`, as in TRL: of each `batch_size` consecutive rows of `rows`,
+        every prompt has the answer of the row before it, and the first prompt that of the last row. A sample
+        has at most `max_tokens` tokens."""
+        assert self.together == 1
+        assert self.before == 0
+        partners = np.arange(len(self))
+        for start in range(0, len(rows), batch_size):
+            own = rows[start : start + batch_size]
+            partners[own] = np.roll(own, 1)
+        other, paired = copy.copy(self), copy.copy(self)
+        answers = self.supervised + self._begins_supervised()
+        prompts = self.lengths - answers
+        other.lengths = np.minimum(prompts + answers[partners], max_tokens)
+        other.supervised = other.lengths - np.maximum(prompts, 1)
+        other._partners = partners
+        digest = hashlib.blake2b(partners.tobytes(), digest_size=16).hexdigest()
+        other.fingerprint = f"{self.fingerprint}-{digest}-{max_tokens}"
+        paired.mismatched = other
+        return paired
+
+    def answer_tokens(self, i: int) -> int:
+        """Return the number of answer tokens of sample `i`, whether or not a row predicts them."""
+        return int(self._stored(i)[1].sum())
+
     def with_prefix(self, rows: int, keys: int = 0) -> Samples:
         """Return the samples preceded by `rows` rows or `keys` keys of an adapter. The last of these rows
         predicts the first token, which is then supervised like the others."""
@@ -55,17 +125,49 @@ class Samples:
             return self
         moved = copy.copy(self)
         moved.first_position = keys
+        if self.mismatched is not None:
+            moved.mismatched = self.mismatched.with_prefix(rows, keys)
         if rows == 0:
             return moved
-        firsts = [mask[begins] for (_, mask), begins in zip(self._arrays, self._begins, strict=True)]
         moved.before, moved.lengths = rows, self.lengths + rows
-        moved.supervised = self.supervised + np.concatenate(firsts)
+        first = self._begins_supervised()
+        if self.supervises_prompts:
+            first[0::2] = True
+        moved.supervised = self.supervised + first
         return moved
 
+    def _begins_supervised(self) -> NDArray[np.bool_]:
+        """Return, for each sample, whether its first token belongs to the answer."""
+        firsts = [mask[begins] for (_, mask), begins in zip(self._arrays, self._begins, strict=True)]
+        return np.concatenate(firsts)
+
+    @property
+    def parts(self) -> tuple[Samples, ...]:
+        """The samples and, if there are any, the mismatched ones."""
+        return (self,) if self.mismatched is None else (self, self.mismatched)
+
+    def with_references(self, references: NDArray[np.float64]) -> Samples:
+        """Return the samples with their reference log-probabilities: those of the samples come first, then
+        those of the mismatched ones."""
+        assert len(references) == sum(map(len, self.parts))
+        scored, border = copy.copy(self), len(self)
+        scored.references = references[:border]
+        if self.mismatched is not None:
+            scored.mismatched = self.mismatched.with_references(references[border:])
+        return scored
+
     def largest_batch(self, size: int) -> int:
-        """Return the maximum number of tokens that a batch of `size` samples can have."""
-        lengths = np.sort(self.lengths)[::-1]
+        """Return the maximum number of tokens that a batch of `size` rows can have."""
+        lengths = np.sort(self._row_lengths())[::-1]
         return int(size * lengths[0]) if self.weights is not None else int(lengths[:size].sum())
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of tokens that must share a microbatch: those of a sample, or of a pair."""
+        return int(self._row_lengths().max())
+
+    def _row_lengths(self) -> NDArray[np.int64]:
+        return self.lengths.reshape(-1, self.together).sum(axis=1)
 
     def tokens(self, i: int) -> NDArray[np.int32]:
         return self.tokens_and_mask(i)[0]
@@ -76,36 +178,54 @@ class Samples:
 
     def tokens_and_mask(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return the tokens and the mask of sample `i` with a single lookup."""
+        tokens, mask = self._stored(i)
+        if self._partners is not None:
+            other, other_mask = self._stored(int(self._partners[i]))
+            tokens = np.concatenate([tokens[~mask], other[other_mask]])[: self.lengths[i] - self.before]
+            return tokens, np.arange(len(tokens)) >= len(mask) - mask.sum()
+        return tokens, np.ones_like(mask) if self.supervises_prompts and i % 2 == 0 else mask
+
+    def _stored(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         share = bisect_right(self._firsts, i) - 1
         begin = int(self._begins[share][i - self._firsts[share]])
-        rows = slice(begin, begin + int(self.lengths[i]) - self.before)
+        rows = slice(begin, begin + int(self._stored_lengths[i]))
         tokens, mask = self._arrays[share]
         return tokens[rows], mask[rows]
 
 
+def _labels(share: Share) -> NDArray[np.bool_]:
+    assert share.store.desirable is not None
+    return share.store.desirable[share.chosen]
+
+
 class SampleOrder:
-    """A job's global batches, a pure function of its seed and the epoch. Every epoch has a new permutation;
-    its last batch may be smaller.
+    """A job's global batches, a pure function of its seed and the epoch. Every epoch has a new permutation of
+    the rows; its last batch may be smaller. A row is one sample, or the `together` samples of a pair.
 
     A weight of 2 shows a sample twice per epoch. With a weight of 0.5, one half of the samples is shown in
     one epoch and the other half in the next: each epoch continues in a fixed, seeded cycle of those samples.
     """
 
     def __init__(
-        self, samples_count: int, batch_size: int, seed: int, weights: NDArray[np.floating] | None = None
+        self,
+        rows: int,
+        batch_size: int,
+        seed: int,
+        weights: NDArray[np.floating] | None = None,
+        together: int = 1,
     ) -> None:
-        assert samples_count > 0
+        assert rows > 0
         assert batch_size > 0
         assert seed >= 0
-        self._batch_size = batch_size
+        self._batch_size, self._together = batch_size, together
         self._seed = seed
         self._cycles = () if weights is None else _cycles(weights, seed)
-        self._always_shown = np.arange(samples_count)
+        self._always_shown = np.arange(rows)
         if weights is not None:
-            assert len(weights) == samples_count
-            self._always_shown = np.repeat(np.arange(samples_count), np.floor(weights).astype(np.int64))
+            assert len(weights) == rows
+            self._always_shown = np.repeat(np.arange(rows), np.floor(weights).astype(np.int64))
         self._per_epoch = len(self._always_shown) + sum(share for _, share in self._cycles)
         assert self._per_epoch > 0
         self.steps_per_epoch = -(-self._per_epoch // batch_size)
@@ -116,7 +236,10 @@ class SampleOrder:
         assert step >= 1
         epoch, within = divmod(step - 1, self.steps_per_epoch)
         start = within * self._batch_size
-        return self._samples_of_epoch(epoch)[start : start + self._batch_size]
+        rows = self.rows_of_epoch(epoch)[start : start + self._batch_size]
+        if self._together == 1:
+            return rows
+        return (rows[:, None] * self._together + np.arange(self._together)).ravel()
 
     def epoch(self, step: int) -> float:
         """Return the number of epochs completed after step `step`, a fraction within an epoch."""
@@ -124,7 +247,8 @@ class SampleOrder:
         whole, within = divmod(step, self.steps_per_epoch)
         return whole + within * self._batch_size / self._per_epoch
 
-    def _samples_of_epoch(self, epoch: int) -> NDArray[np.int64]:
+    def rows_of_epoch(self, epoch: int) -> NDArray[np.int64]:
+        """Return the rows of an epoch, counted from 0, in order."""
         latest = self._latest  # two threads may request two epochs at once
         if latest is None or latest[0] != epoch:
             drawn = [self._always_shown]

@@ -11,6 +11,8 @@ from weftune.core.bounds import MAX_COUNT, RUN_SHARE, Bound
 Format = Literal[
     "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "kto", "tokens"
 ]
+RowKind = Literal["answers", "pairs", "labelled"]
+"""The rows that an objective trains on: any answers, preference pairs, or answers with a label."""
 DEFAULT_MAX_LENGTH = 2048
 TrainOn = Literal["assistant", "all", "completion"]
 
@@ -59,6 +61,26 @@ class DataSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateSpec:
+    """How many held-out prompts are answered at each evaluation, and how long an answer may be."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    prompts: Annotated[int, Bound(at_least=1, at_most=1000)] = 8
+    """Number of prompts, the first ones among the held-out rows."""
+    max_new_tokens: Annotated[int, Bound(at_least=1, at_most=65536)] = 64
+
+
+EXACT_MATCH = "exact_match"
+"""Name of the metric that is the share of answers equal to the expected ones."""
+RESERVED_NAMES = (
+    *("adapter", "data", "rows", "tokens", "loss", "perplexity", "token_accuracy", "mean_token_accuracy"),
+    EXACT_MATCH,
+)
+"""Names in the results of evaluations that a function of the user cannot have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSpec:
     """Held-out rows: a separate file, or a share of the training file chosen by the hash of each row."""
 
@@ -69,3 +91,13 @@ class EvalSpec:
     every: Annotated[float | None, RUN_SHARE] = None
     """Interval between evaluations: below 1 a fraction of the run, otherwise a number of steps. None
     evaluates only at step 0 and at the end."""
+    generate: GenerateSpec | None = None
+    """Answers to held-out prompts at each evaluation. None generates none."""
+    metric: str | None = None
+    """Metric of the answers by which evaluations are compared: `exact_match`, or a Python function as
+    `FILE.py:FUNCTION`. None compares the validation loss."""
+
+    @property
+    def metric_name(self) -> str | None:
+        """Name of the metric in records, without the prefix `eval_`."""
+        return None if self.metric is None else self.metric.rpartition(":")[2]

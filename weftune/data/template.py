@@ -23,7 +23,14 @@ import jinja2.parser
 import jinja2.sandbox
 
 from weftune.core.limited import SECONDS, LimitExceeded, limit_seconds, run_limited
-from weftune.data.chats import PrintCheck, Rendered, chat_forms, render_everything, render_turns
+from weftune.data.chats import (
+    PrintCheck,
+    Rendered,
+    chat_forms,
+    render_answer,
+    render_everything,
+    render_turns,
+)
 from weftune.data.formats import Chat
 from weftune.data.row import BadRow, CommonBadRow, bad_row_from_json
 from weftune.errors import DataError, Mistake
@@ -276,7 +283,12 @@ def _render_row(
     problems: list[BadRow] = []
     for form in chat_forms(chat):
         try:
-            row = render_everything(form, template) if ends is None else render_turns(form, template, ends)
+            if form.answer is not None:
+                row = render_answer(form, template)
+            elif ends is None:
+                row = render_everything(form, template)
+            else:
+                row = render_turns(form, template, ends)
             check.refuse_dropped(form, row[-1].text)
             return row
         except BadRow as problem:

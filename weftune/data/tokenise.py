@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weftune.data.cache import Tally
-from weftune.data.chats import Rendered
+from weftune.data.chats import Rendered, chat_forms
 from weftune.data.encode import Encoded, Encoder, contains_control, replace_control_tokens
-from weftune.data.formats import Chat, Content, Sample, Text
+from weftune.data.formats import Chat, Content, Labelled, Message, Pair, Sample, Text
 from weftune.data.row import BadRow, CommonBadRow
-from weftune.data.spec import DataSpec
+from weftune.data.spec import DataSpec, RowKind
 from weftune.data.template import Template, template_source
 from weftune.errors import DataError
 
@@ -41,6 +42,7 @@ class Rules:
     max_tokens: int
     context: int | None
     """Maximum number of tokens that the base supports, if known; `max_tokens` never exceeds it."""
+    row_kind: RowKind = "answers"
 
 
 class Tokeniser:
@@ -50,10 +52,12 @@ class Tokeniser:
 
     def outcomes(self, contents: Sequence[Content]) -> Iterator[Outcome]:
         """Yield the outcome of each row, in order."""
-        chats = iter(self._encode_chats([content for content in contents if isinstance(content, Chat)]))
+        chats = iter(self._encode_chats([chat for content in contents for chat in _chats_in(content)]))
         texts = self._encode_texts([content for content in contents if isinstance(content, Text)])
         for content in contents:
-            if isinstance(content, Chat):
+            if isinstance(content, Pair | Labelled):
+                yield self._truncate(self._join_sides(content, self._encode_sides(content, chats)))
+            elif isinstance(content, Chat):
                 yield self._truncate(next(chats))
             elif isinstance(content, Sample):
                 yield self._truncate(self._given_sample(content))
@@ -64,9 +68,12 @@ class Tokeniser:
         if isinstance(samples, BadRow):
             return samples
         max_tokens = self._rules.max_tokens
-        cut = [Sample(sample.tokens[:max_tokens], sample.mask[:max_tokens]) for sample in samples]
+        cut = [
+            replace(sample, tokens=sample.tokens[:max_tokens], mask=sample.mask[:max_tokens])
+            for sample in samples
+        ]
         kept = tuple(sample for sample in cut if sample.mask[1:].any())
-        if not kept:
+        if len(kept) < (len(cut) if self._rules.row_kind == "pairs" else 1):
             return self._no_supervision_error(samples)
         self._tally.truncated += any(len(sample.tokens) > max_tokens for sample in samples)
         return kept
@@ -120,6 +127,46 @@ class Tokeniser:
             self._tally.control += contains_control([content.text, content.completion], encoder.control)
             yield Sample(tokens, np.arange(len(tokens)) >= unsupervised)
 
+    def _encode_sides(self, content: Pair | Labelled, chats: Iterator[Outcome]) -> Sequence[Outcome]:
+        """Return both sides of a pair, or a labelled answer, each as its prompt's tokens and all of its
+        tokens. `chats` yields those that are chats."""
+        parts = [
+            [side.text, side.completion] if isinstance(side, Text) else list(side.messages)
+            for side in content.sides
+        ]
+        self._tally.control += contains_control(parts, self._encoder.control)
+        texts = [side for side in content.sides if isinstance(side, Text)]
+        return self._encode_text_sides(texts) if texts else [next(chats) for _ in content.sides]
+
+    def _encode_text_sides(self, sides: Sequence[Text]) -> Sequence[Outcome]:
+        """Return answers to one prompt, each as the prompt's tokens and all of its tokens. Prompt and answer
+        are tokenised together, as in TRL."""
+        encoder = self._encoder
+        if encoder.eos is None:
+            raise DataError("the base's tokenizer has no end-of-text token, which answers end with")
+        texts = [(side.text, side.completion or "") for side in sides]
+        given, *whole = encoder.texts([texts[0][0], *(prompt + answer for prompt, answer in texts)])
+        lead, end = np.array(encoder.prefix_tokens, np.int32), np.array([encoder.eos], np.int32)
+        prompt = _unmasked(np.concatenate([lead, given]))
+        return [(prompt, _unmasked(np.concatenate([lead, one, end]))) for one in whole]
+
+    def _join_sides(self, content: Pair | Labelled, sides: Sequence[Outcome]) -> Outcome:
+        """Return the samples of a pair or a labelled answer, each given as its prompt and all of it. The
+        answers of a pair begin where the first of them differs from the prompt, as in TRL, so both samples
+        have the same prompt tokens."""
+        found: list[Sequence[Sample]] = []
+        for side in sides:
+            if isinstance(side, BadRow):
+                return side
+            found.append(side)
+        prompt_tokens = min(_common_prefix(*(one.tokens for one in side)) for side in found)
+        self._tally.parted_prompts += prompt_tokens < len(found[0][0].tokens)
+        desirable = content.desirable if isinstance(content, Labelled) else True
+        return tuple(
+            Sample(whole.tokens, np.arange(len(whole.tokens)) >= prompt_tokens, desirable)
+            for _, whole in found
+        )
+
     def _encode_chats(self, chats: Sequence[Chat]) -> list[Outcome]:
         """Return the samples of each chat. All chats are rendered by one call to the limited process, and
         those without control tokens are tokenised in one call."""
@@ -171,6 +218,8 @@ class Tokeniser:
         encoded = [
             encoder.pieces(one.text, chat.stand_ins) if chat.stand_ins else next(simple) for one in row
         ]
+        if chat.answer is not None:
+            return tuple(_unmasked(part.tokens) for part in encoded)
         samples = list(zip(row, encoded, strict=True))
         tally.split += len(row) > 1
         tally.parted += any(one.parted for one in row)
@@ -193,34 +242,67 @@ class Tokeniser:
         return Sample(encoded.tokens, mask)
 
 
-def prompt_tokens(tokenizer: Any, prompt: str, system: str | None = None) -> list[int]:
-    """Return the prompt's tokens, rendered by the tokenizer's chat template up to the answer; without a
-    template, as plain text.
+def _chats_in(content: Content) -> Iterator[Chat]:
+    sides = content.sides if isinstance(content, Pair | Labelled) else (content,)
+    return (side for side in sides if isinstance(side, Chat))
+
+
+def _unmasked(tokens: NDArray[np.int32]) -> Sample:
+    return Sample(tokens, np.ones(len(tokens), dtype=bool))
+
+
+def _common_prefix(first: NDArray[np.integer], second: NDArray[np.integer]) -> int:
+    """Return the number of equal tokens with which both begin."""
+    shorter = min(len(first), len(second))
+    differing = np.flatnonzero(first[:shorter] != second[:shorter])
+    return int(differing[0]) if len(differing) else shorter
+
+
+def prompt_tokens(
+    tokenizer: Any,
+    prompt: str | Sequence[Message],
+    is_plain: bool = False,
+    *,
+    tools: list[Any] | None = None,
+    now: bool = True,
+) -> list[int]:
+    """Return the tokens of a prompt, which the tokenizer's chat template renders up to the answer. A text is
+    the user's message, but plain text if `is_plain` or if the tokenizer has no template. `tokenizer` may be
+    an `Encoder`. The template sees the current date or, without `now`, the date that it sees in training.
 
     With a template these are the tokens of `apply_chat_template`, but control tokens in the prompt stay text.
     """
-    encoder = Encoder(tokenizer)
-    source = template_source(tokenizer, None)
-    if source is None:
-        if system is not None:
-            raise DataError("This base has no chat template, so it takes no system message.")
+    encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
+    source = None if is_plain else template_source(encoder.tokenizer, None, tools=tools is not None)
+    if source is not None:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        ids = _chat_prompt(encoder, source, messages, tools, now)
+    elif isinstance(prompt, str):
         (tokens,) = encoder.texts([prompt])
         ids = [*encoder.prefix_tokens, *tokens.tolist()]
     else:
-        ids = _chat_prompt(tokenizer, encoder, source, prompt, system)
+        raise DataError("This base has no chat template, so it takes a text and no messages.")
     if not ids:
         raise DataError("The prompt is empty: there is nothing that the model could answer.")
     return ids
 
 
-def _chat_prompt(tokenizer: Any, encoder: Encoder, source: str, prompt: str, system: str | None) -> list[int]:
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": prompt})
-    hidden, stand_ins = replace_control_tokens(messages, encoder.control)
+def _chat_prompt(
+    encoder: Encoder, source: str, messages: Sequence[Message], tools: list[Any] | None, now: bool
+) -> list[int]:
+    """Return the tokens of the first form of the chat that the template can print."""
+    problems: list[BadRow] = []
     try:
-        template = Template(source, tokenizer.special_tokens_map)
-        text = template.render(hidden, None, prompt=True, now=True)
+        hidden, stand_ins = replace_control_tokens([list(messages), tools], encoder.control)
     except BadRow as problem:
         raise DataError(f"This prompt cannot be put to the model: {problem}.") from problem
-    ids: list[int] = encoder.pieces(text, stand_ins).tokens.tolist()
-    return ids
+    template = Template(source, encoder.tokenizer.special_tokens_map)
+    for form in chat_forms(Chat(tuple(hidden[0]), hidden[1], ())):
+        try:
+            text = template.render(form.messages, form.tools, prompt=True, now=now)
+        except BadRow as problem:
+            problems.append(problem)
+        else:
+            ids: list[int] = encoder.pieces(text, stand_ins).tokens.tolist()
+            return ids
+    raise DataError(f"This prompt cannot be put to the model: {problems[0]}.") from problems[0]

@@ -3,13 +3,12 @@
 The field `needs` lists what planners and executors must provide. The losses are plain torch, and autograd
 computes their gradients. `weftune.run.passes.scorer` is the only caller.
 
-Shapes: S supervised rows of a segment, in row order; B samples of a segment; D hidden width.
+Shapes: S supervised rows of a segment, in row order; B samples of a segment; D hidden width; M metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,11 +23,12 @@ class Needs:
 
     together: int = 1
     """Number of consecutive samples of a global batch that must share a microbatch (pairs, groups)."""
-    references: tuple[str | None, ...] = ()
-    """Reference models that also score each sample, without gradients, before its batch is trained: None for
-    the base alone, OWN for the job's current adapter, otherwise the name of a job."""
-    batch_mean: bool = False
-    """Whether the loss needs a mean over the reference scores of the whole global batch."""
+    mismatched: bool = False
+    """Whether mismatched samples, each a prompt with the answer to another one, are scored after the step
+    before each global batch, and before each evaluation."""
+    reference: bool = False
+    """Whether each sample is also scored, without gradients and before the job's first step, by the reference
+    policy: the base with the adapter that the job starts from, or the base alone."""
     makes_rows: bool = False
     """Whether the current adapter generates a batch's samples. A window then holds at most one such batch."""
     scalar_head: bool = False
@@ -42,17 +42,34 @@ class SampleScores:
     logprobs_S: Tensor
     counts: tuple[int, ...]
     """Number of supervised rows of each sample."""
-    offsets: tuple[int, ...]
-    """Offset in tokens of each sample in its job's global batch, which identifies the sample."""
-    references: Mapping[str | None, Tensor] = field(default_factory=dict)
-    """Maps each reference adapter to the log-probabilities of the same rows, [S], without gradients."""
+    answers: tuple[int, ...] = ()
+    """Number of answer tokens of each sample, which are its last tokens. The first token of a sample is
+    counted too if it belongs to the answer, although no row predicts it."""
+    references_B: Tensor | None = None
+    """Sum of the reference policy's log-probabilities over the supervised rows of each sample, without
+    gradients. None unless `Needs.reference` is set."""
     values_B: Tensor | None = None
     """Output of the scalar head for each sample."""
+    desirable: tuple[bool, ...] = ()
+    """Label of each sample, if samples are labelled answers."""
+    kl: float = 0.0
+    """Mean, over the mismatched samples of the global batch or of the held-out samples, by which the
+    log-probability of the current policy exceeds that of the reference policy; at least 0. NaN if they were
+    not scored. 0 unless `Needs.mismatched` is set."""
 
-    def sums(self, logprobs_S: Tensor | None = None) -> Tensor:
-        """Return the sum of `logprobs_S`, by default the samples' own, over each sample, [B]."""
-        parts = (self.logprobs_S if logprobs_S is None else logprobs_S).split(self.counts)
-        return torch.stack([part.sum() for part in parts])
+    def sums(self) -> Tensor:
+        """Return the sum of the log-probabilities of each sample, [B]."""
+        return torch.stack([part.sum() for part in self.logprobs_S.split(self.counts)])
+
+    def log_ratios(self) -> Tensor:
+        """Return by how much the log-probability of each sample exceeds that of the reference policy, [B]."""
+        assert self.references_B is not None
+        return self.sums() - self.references_B
+
+    def answer_sums(self) -> Tensor:
+        """Return the sum of the log-probabilities of each sample's answer, [B]."""
+        parts = zip(self.logprobs_S.split(self.counts), self.counts, self.answers, strict=True)
+        return torch.stack([part[max(0, count - answer) :].sum() for part, count, answer in parts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +77,21 @@ class BatchFacts:
     """Properties of the whole global batch that a segment's loss needs."""
 
     supervised: int
-    samples: int | None = None
-    mean: Tensor | None = None
-    """Result of `Objective.mean`. None unless `Needs.batch_mean` is set."""
+    counts: tuple[int, ...] = ()
+    """Number of supervised rows of each sample. Empty for supervised fine-tuning, which does not need it."""
+
+    @property
+    def samples(self) -> int:
+        return len(self.counts)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutSums:
-    """Sums over a segment of held-out samples. The loss and the accuracy are reported divided by `count`."""
+    """Sum of the loss over a segment of held-out samples, which is reported divided by `count`."""
 
     loss: Tensor
     count: int
-    """Number of tokens, samples or pairs over which the loss is summed."""
-    correct: Tensor | None = None
-    """Number of correct predictions. None: the tokens whose prediction is the argmax are counted."""
+    """Number of tokens, samples or pairs over which the loss and the metrics are summed."""
 
 
 class Objective(Protocol):
@@ -85,8 +103,9 @@ class Objective(Protocol):
     def evaluated(self, scores: SampleScores) -> HeldOutSums:
         """Return the sums over the held-out samples of a segment."""
 
-    def mean(self, references: Sequence[Mapping[str | None, Tensor]]) -> Tensor:
-        """Return a mean over the reference scores of a whole global batch, for `Needs.batch_mean`."""
+    def metrics(self, scores: SampleScores) -> Tensor | None:
+        """Return the sums of the metrics that the objective's spec names over a segment, without gradients,
+        [M], or None if there are none."""
 
 
 @dataclass(frozen=True, slots=True)

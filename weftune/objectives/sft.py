@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from torch import Tensor
 
 from weftune.objectives.objective import BatchFacts, HeldOutSums, Needs, SampleScores
@@ -18,8 +16,8 @@ class SupervisedFineTuning:
     def evaluated(self, scores: SampleScores) -> HeldOutSums:
         return HeldOutSums(-scores.logprobs_S.sum(), len(scores.logprobs_S))
 
-    def mean(self, references: Sequence[Mapping[str | None, Tensor]]) -> Tensor:
-        raise AssertionError("supervised fine-tuning needs no mean")
+    def metrics(self, scores: SampleScores) -> Tensor | None:
+        return None
 
 
 SFT = SupervisedFineTuning()

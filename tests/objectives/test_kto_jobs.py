@@ -1,0 +1,154 @@
+"""KTO jobs train beside other jobs to the same losses, metrics and adapters in every way of running."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+
+import pytest
+
+from tests.launches import Launch, Shares, deep_folder, fresh
+from tests.outputs import assert_same_job, assert_same_results, assert_whole, jobs_folder, lines
+from weftune.objectives.spec import OBJECTIVE_METRICS
+
+LABELLED = {"path": "labelled.jsonl"}
+JOBS = [
+    {"name": "plain", "steps": 6, "adapter": {"kind": "vera", "rank": 4}},
+    {"name": "kto", "steps": 7, "data": LABELLED, "adapter": {"rank": 2, "dropout": 0.1}, "batch_size": 5,
+     "objective": {"kind": "kto", "beta": 0.8, "undesirable_weight": 1.3}, "learning_rate": 0.02,
+     "eval": {"fraction": 0.3, "every": 3}, "keep": "best"},
+    {"name": "after", "steps": 5, "data": LABELLED, "objective": "kto", "learning_rate": 0.02,
+     "adapter": {"rank": 4, "init_from": {"job": "first"}}, "eval": {"fraction": 0.3}},
+    {"name": "first", "steps": 3, "adapter": {"rank": 4}},
+    {"name": "virtual", "steps": 4, "data": LABELLED, "objective": {"kind": "kto", "beta": 0.5},
+     "adapter": {"kind": "prefix", "num_virtual_tokens": 3}, "eval": {"fraction": 0.3}},
+    {"name": "apo", "steps": 5, "data": LABELLED, "adapter": {"kind": "ia3"}, "eval": {"fraction": 0.3},
+     "objective": {"kind": "kto", "loss_type": "apo_zero_unpaired"}},
+]  # fmt: skip
+OURS = [job["name"] for job in JOBS if "objective" in job]
+
+
+def write_labelled(path):
+    rng = random.Random(7)
+
+    def text(least, most, words=97):
+        return " ".join(f"w{rng.randrange(6, words)}" for _ in range(rng.randrange(least, most)))
+
+    # With few words in all answers, what is learnt from one answer changes the others, too.
+    rows = [
+        {"prompt": text(1, 8), "completion": f" {text(1, 9, 10)}", "label": rng.random() < 0.7}
+        for _ in range(24)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, forks):
+    """A folder whose `undisturbed` is the output of one process."""
+    folder = deep_folder(tmp_path_factory.mktemp("kto"), JOBS)
+    write_labelled(folder / "labelled.jsonl")
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    assert_whole(folder / "undisturbed")
+    return folder
+
+
+def metrics_of(output, job):
+    names = [*OBJECTIVE_METRICS, *(f"eval_{name}" for name in OBJECTIVE_METRICS)]
+    return {
+        (line["step"], name): line[name] for line in lines(output) if line["job"] == job for name in names
+        if name in line
+    }  # fmt: skip
+
+
+def assert_same(output, place):
+    assert_whole(output)
+    assert_same_results(output, place / "undisturbed")
+    for job in OURS:
+        wanted = metrics_of(place / "undisturbed", job)
+        assert metrics_of(output, job) == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
+def test_a_policy_begins_at_the_loss_of_its_reference_with_and_without_another_adapter(place):
+    for job, weight in (("kto", 1.3), ("after", 1.0)):
+        own = [line for line in lines(place / "undisturbed") if line["job"] == job]
+        stepped = next(line for line in own if "loss" in line)
+        evaluated = next(line for line in own if "eval_loss" in line)
+        for line, prefix in ((stepped, ""), (evaluated, "eval_")):
+            assert line[f"{prefix}kl"] == pytest.approx(0.0, abs=1e-12)
+            assert line[f"{prefix}rewards/chosen"] == pytest.approx(0.0, abs=1e-12)
+            assert 0.5 - 1e-12 <= line[f"{prefix}loss"] <= 0.5 * weight + 1e-12
+    found = metrics_of(place / "undisturbed", "kto")
+    assert max(value for (_, name), value in found.items() if name == "kl") > 0.01
+    assert max(value for (_, name), value in found.items() if name == "eval_kl") > 0.01
+    assert {
+        value for (_, name), value in metrics_of(place / "undisturbed", "apo").items() if "kl" in name
+    } == {0.0}
+
+
+@pytest.mark.parametrize("name", ["kto", "virtual"])
+def test_a_kto_job_alone_equals_the_same_job_among_others(name, place, forks):
+    folder = place / f"only-{name}"
+    folder.mkdir(exist_ok=True)
+    for file in ("model", "a.jsonl", "labelled.jsonl"):
+        (folder / file).symlink_to(place / file)
+    jobs_folder(folder, [job for job in JOBS if job["name"] == name])
+    assert forks.weftune("train", "jobs.yaml", "--output", "out", cwd=folder) == 0
+    assert_same_job(folder / "out", place / "undisturbed", name)
+    wanted = metrics_of(place / "undisturbed", name)
+    assert metrics_of(folder / "out", name) == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
+def test_killed_and_resumed_it_ends_where_the_undisturbed_run_ended(place, forks):
+    output = place / fresh(place, "killed")
+    forks.start("train", "jobs.yaml", "--output", "killed", cwd=place)
+    while (
+        not (output / "metrics.jsonl").exists() or (output / "metrics.jsonl").read_text().count('"loss"') < 8
+    ):
+        assert forks.running()
+        time.sleep(0.005)
+    forks.signal(signal.SIGKILL)
+    assert forks.wait() == -signal.SIGKILL
+    assert forks.weftune("train", "jobs.yaml", "--output", "killed", "--resume", cwd=place) == 0
+    assert_same(output, place)
+
+
+def test_a_pipeline_equals_one_process(place):
+    assert Launch(place, fresh(place, "pipeline"), 2).wait() == 0
+    assert_same(place / "pipeline", place)
+
+
+@pytest.mark.parametrize("command", [("train", "--output", "replicas"), ("plan",)])
+def test_replicas_are_refused_because_of_the_kl_term(command, place, forks):
+    verb, *more = command
+    assert forks.weftune(verb, "jobs.yaml", "--replicas", "2", *more, cwd=place) == 2
+    sentence = "--replicas 2: kto has objective kto, whose KL term needs the whole batch in one replica"
+    assert sentence in " ".join((place / "log").read_text().split())
+
+
+@pytest.mark.slow
+def test_a_streamed_base_equals_a_resident_one(place, forks):
+    words = ("train", "jobs.yaml", "--device", "cpu", "--output", fresh(place, "streamed"))
+    assert forks.weftune(*words, "--gpu-memory", "960KiB", cwd=place) == 0
+    assert_same(place / "streamed", place)
+
+
+@pytest.mark.slow
+def test_shares_equal_one_process(place):
+    assert Shares(place, fresh(place, "shares"), 2).wait() == 0
+    assert_same(place / "shares", place)
+
+
+def test_a_sweep_over_beta_compares_its_trials_by_the_margin_of_rewards(place, forks):
+    folder = place / "sweep"
+    folder.mkdir()
+    for file in ("model", "a.jsonl", "labelled.jsonl"):
+        (folder / file).symlink_to(place / file)
+    over = {"over": {"objective.beta": [0.1, 2.0]}, "metric": "eval_rewards/margins"}
+    jobs_folder(folder, [{**JOBS[1], "sweep": over}])
+    assert forks.weftune("train", "jobs.yaml", "--output", "out", cwd=folder) == 0
+    record = json.loads((folder / "out" / "kto" / "sweep.json").read_text())
+    assert (record["metric"], record["mode"]) == ("eval_rewards/margins", "max")
+    assert len({trial["score"] for trial in record["trials"]}) == 2
+    assert (folder / "out" / "kto" / "best" / "adapter_config.json").exists()

@@ -1,0 +1,70 @@
+"""The parts that objectives over preference pairs share. Samples 2n and 2n + 1 of a segment are the chosen
+and the rejected sample of a pair.
+
+Shapes: B samples of a segment, P pairs of them, M metrics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weftune.objectives.objective import BatchFacts, HeldOutSums, SampleScores
+
+
+@dataclass(frozen=True, slots=True)
+class PairScores:
+    """Log-probabilities of the answers of a segment's pairs."""
+
+    chosen_P: Tensor
+    rejected_P: Tensor
+
+    @property
+    def difference_P(self) -> Tensor:
+        return self.chosen_P - self.rejected_P
+
+
+def answer_scores(scores: SampleScores, average: bool) -> PairScores:
+    """Return the log-probability of each answer: the sum over its tokens or, if `average`, the mean."""
+    logps_B = scores.answer_sums()
+    if average:
+        counts = map(min, zip(scores.counts, scores.answers, strict=True))
+        logps_B = logps_B / logps_B.new_tensor(list(counts))
+    return split_pairs(logps_B)
+
+
+def split_pairs(values_B: Tensor) -> PairScores:
+    return PairScores(values_B[0::2], values_B[1::2])
+
+
+def chosen_loss(scores: SampleScores, batch: BatchFacts) -> Tensor:
+    """Return a segment's part of the mean negative log-probability of the supervised tokens of all chosen
+    samples of the global batch."""
+    return -scores.sums()[0::2].sum() / sum(batch.counts[0::2])
+
+
+def held_out_chosen_loss(scores: SampleScores) -> Tensor:
+    """Return the mean negative log-probability of the supervised tokens of each chosen sample, summed over
+    the segment. TRL reports the same for evaluation batches of one pair."""
+    sums_P = scores.sums()[0::2]
+    return -(sums_P / sums_P.new_tensor(scores.counts[0::2])).sum()
+
+
+def held_out_sums(loss: Tensor, scores: SampleScores) -> HeldOutSums:
+    return HeldOutSums(loss, len(scores.counts) // 2)
+
+
+@torch.no_grad()
+def pair_metrics(rewards: PairScores, logps: PairScores) -> Tensor:
+    """Return the sums of `PAIR_METRICS` over the pairs, [M]."""
+    rows = (
+        rewards.chosen_P,
+        rewards.rejected_P,
+        rewards.difference_P,
+        (rewards.chosen_P > rewards.rejected_P).to(rewards.chosen_P.dtype),
+        logps.chosen_P,
+        logps.rejected_P,
+    )
+    return torch.stack(rows).sum(dim=1)

@@ -1,0 +1,186 @@
+"""The keys of a job's `objective`, with the names and defaults of TRL. This module does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from weftune.core.bounds import Bound
+from weftune.data.spec import RowKind
+
+PAIR_METRICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
+"""Names of the metrics of objectives over preference pairs, each a mean over pairs."""
+KTO_METRICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+    "kl",
+)
+"""Names of the metrics of KTO. Those of chosen and rejected answers are means over the answers with the label
+true or false, and are left out where there are none."""
+OBJECTIVE_METRICS = tuple(dict.fromkeys((*PAIR_METRICS, *KTO_METRICS)))
+"""Names of the metrics of all objectives."""
+MAX_METRICS = 6
+"""Maximum number of numbers from which the metrics of an objective are computed."""
+BETA = Bound(above=0)
+SMOOTHING = Bound(at_least=0, below=0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveSpec:
+    """Base class of the keys of all objectives."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    implementation: ClassVar[str]
+    """`package.module:Class` of the objective. It is imported only for training, because it needs torch."""
+    learning_rate: ClassVar[float] = 1e-6
+    """Learning rate of a job that gives none."""
+    row_kind: ClassVar[RowKind] = "pairs"
+    """Kind of the rows on which the objective trains."""
+    prompts: ClassVar[bool] = False
+    """Whether the prompt tokens of chosen samples are supervised too."""
+    reference: ClassVar[bool] = False
+    """Whether the objective needs the log-probabilities of a reference policy."""
+    metrics: ClassVar[tuple[str, ...]] = PAIR_METRICS
+    """Names of the metrics besides the loss."""
+
+    kind: str
+
+    @property
+    def mismatched(self) -> bool:
+        """Whether the objective needs prompts with answers to other prompts."""
+        return False
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        """Yield every key that contradicts another one, with the error message."""
+        yield from ()
+
+    def named_metrics(self, means: Sequence[float]) -> dict[str, float]:
+        """Return the metrics by name. `means` are means over the rows of what the objective sums up, and may
+        be followed by zeros."""
+        return dict(zip(self.metrics, means, strict=False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftSpec(ObjectiveSpec):
+    """Supervised fine-tuning."""
+
+    learning_rate: ClassVar[float] = 2e-4
+    row_kind: ClassVar[RowKind] = "answers"
+    metrics: ClassVar[tuple[str, ...]] = ()
+
+    kind: Literal["sft"] = "sft"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DpoSpec(ObjectiveSpec):
+    """Direct preference optimisation against a reference policy."""
+
+    implementation: ClassVar[str] = "weftune.objectives.dpo:Dpo"
+    reference: ClassVar[bool] = True
+
+    kind: Literal["dpo"] = "dpo"
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
+    beta: Annotated[float, BETA] = 0.1
+    label_smoothing: Annotated[float, SMOOTHING] = 0.0
+    """Probability that the labels of a pair are swapped. Used with `loss_type: robust` only."""
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        if self.label_smoothing and self.loss_type != "robust":
+            yield "label_smoothing", "is used with loss_type: robust only; write that, or leave it out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpoSpec(ObjectiveSpec):
+    """Contrastive preference optimisation; with `loss_type: simpo` and `cpo_alpha: 0` SimPO."""
+
+    implementation: ClassVar[str] = "weftune.objectives.cpo:Cpo"
+
+    kind: Literal["cpo"] = "cpo"
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"
+    beta: Annotated[float, BETA] = 0.1
+    label_smoothing: Annotated[float, SMOOTHING] = 0.0
+    """Probability that the labels of a pair are swapped. Used with `sigmoid` and `simpo` only."""
+    cpo_alpha: Annotated[float, Bound(at_least=0)] = 1.0
+    """Weight of the mean negative log-probability of the chosen answers' tokens."""
+    simpo_gamma: Annotated[float, Bound(at_least=0)] = 0.5
+    """Target reward margin. Used with `loss_type: simpo` only."""
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        if self.label_smoothing and self.loss_type not in ("sigmoid", "simpo"):
+            yield "label_smoothing", "is used with loss_type: sigmoid or simpo only; leave it out"
+        if self.simpo_gamma != CpoSpec().simpo_gamma and self.loss_type != "simpo":
+            yield "simpo_gamma", "is used with loss_type: simpo only; write that, or leave it out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrpoSpec(ObjectiveSpec):
+    """Odds ratio preference optimisation: supervised fine-tuning on the chosen samples, prompts included, and
+    a penalty on the odds of rejected answers."""
+
+    implementation: ClassVar[str] = "weftune.objectives.orpo:Orpo"
+    prompts: ClassVar[bool] = True
+
+    kind: Literal["orpo"] = "orpo"
+    beta: Annotated[float, BETA] = 0.1
+    """Weight of the odds ratio term, the paper's λ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KtoSpec(ObjectiveSpec):
+    """Kahneman-Tversky optimisation against a reference policy, from single answers with a label."""
+
+    implementation: ClassVar[str] = "weftune.objectives.kto:Kto"
+    row_kind: ClassVar[RowKind] = "labelled"
+    reference: ClassVar[bool] = True
+    metrics: ClassVar[tuple[str, ...]] = KTO_METRICS
+
+    kind: Literal["kto"] = "kto"
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    beta: Annotated[float, BETA] = 0.1
+    desirable_weight: Annotated[float, Bound(at_least=0)] = 1.0
+    """Weight of the losses of answers with the label true."""
+    undesirable_weight: Annotated[float, Bound(at_least=0)] = 1.0
+    """Weight of the losses of answers with the label false."""
+
+    @property
+    def mismatched(self) -> bool:
+        return self.loss_type == "kto"
+
+    def named_metrics(self, means: Sequence[float]) -> dict[str, float]:
+        if not means:
+            return {}
+        share, chosen_reward, rejected_reward, chosen_logp, rejected_logp, kl = means
+        found = {"kl": kl}
+        if share > 0:
+            found |= {"rewards/chosen": chosen_reward / share, "logps/chosen": chosen_logp / share}
+        if share < 1:
+            rest = 1 - share
+            found |= {"rewards/rejected": rejected_reward / rest, "logps/rejected": rejected_logp / rest}
+        if 0 < share < 1:
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return {name: found[name] for name in self.metrics if name in found}
+
+
+SFT_SPEC = SftSpec()
+OBJECTIVES: dict[str, type[ObjectiveSpec]] = {
+    "sft": SftSpec,
+    "dpo": DpoSpec,
+    "cpo": CpoSpec,
+    "orpo": OrpoSpec,
+    "kto": KtoSpec,
+}
+"""Maps the name of each objective to its spec."""
+ANSWER_OBJECTIVES = tuple(name for name, spec in OBJECTIVES.items() if spec.row_kind != "answers")
+"""Names of the objectives that supervise whole answers, in rows of their own kind."""
