@@ -51,14 +51,16 @@ def new(name, sizes=SIZES, outside="nowhere", seed=0, dtype=torch.float32, weigh
 
 def steps_for(stages=4, make=update, dtype=torch.bfloat16):
     """A stage a layer; every other one stays."""
-    held = tuple(StageLayers(n, n + 1, resident=n % 2 == 0) for n in range(stages))
-    transfers = AdapterTransfers(Layout(held, slots=(1,), travels=True).on(0), CPU, dtype)
+    held = tuple(StageLayers(n, n + 1, is_resident=n % 2 == 0) for n in range(stages))
+    transfers = AdapterTransfers(
+        Layout(held, slot_counts=(1,), adapters_travel=True).for_worker(0), CPU, dtype
+    )
     steps = HostSteps(CPU, make, transfers.device_weights)
     steps.transfers = transfers
     return steps
 
 
-def aboard(steps, *together):
+def attach_all(steps, *together):
     for training in together:
         steps.attach(training, steps.transfers.attach(training).parts)
     return [StepRequest(training, supervised=6) for training in together]
@@ -131,7 +133,7 @@ class Short:
 
 
 def promised_bytes(transfers, value):
-    """What the plan counts for the buffers of whoever is aboard."""
+    """What the plan counts for the buffers of whoever is attach_all."""
     together = [one.parts for one in transfers.adapters.values()]
     stages = {stage for by_stage in together for stage in by_stage}
     sizes = [[by_stage[stage].size for by_stage in together if stage in by_stage] for stage in stages]

@@ -18,7 +18,7 @@ MODULES = [
     *PRELOADED,
     "pytest",
     "tests.bench",
-    "tests.run.aboard",
+    "tests.run.executors",
     "tests.launch.mains",
     "transformers.models.opt.modeling_opt",
 ]

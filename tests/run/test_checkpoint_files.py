@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import bench
-from tests.run import aboard
+from tests.run import executors
 from weftune.run.training import checkpoint
 from weftune.run.training.checkpoint import finish, write_slice
 from weftune.run.training.snapshot import snapshot_of
@@ -22,8 +22,8 @@ def base():
 
 @pytest.fixture
 def fresh(base):
-    job = aboard.ready(base, "a", seed=5)
-    return lambda: aboard.training(base, job)
+    job = executors.prepare(base, "a", seed=5)
+    return lambda: executors.job_training(base, job)
 
 
 def at_step(training, step):

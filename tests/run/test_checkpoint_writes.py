@@ -9,7 +9,7 @@ import pytest
 
 from tests import bench
 from tests.faults import Disk
-from tests.run import aboard
+from tests.run import executors
 from tests.run.training.test_checkpoint import advance, same
 from weftune.errors import OutputError
 from weftune.run.training import checkpoint
@@ -18,8 +18,8 @@ from weftune.run.training import checkpoint
 @pytest.fixture(scope="module")
 def fresh():
     base = bench.base()
-    job = aboard.ready(base, "a")
-    return lambda: aboard.training(base, job)
+    job = executors.prepare(base, "a")
+    return lambda: executors.job_training(base, job)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 
 from tests import bench
 from tests.families import tiny
-from tests.run import aboard
+from tests.run import executors
 from weftune.errors import PlanError
 from weftune.plan.program.program import Load
 from weftune.run.events import Evaluated, Failed, OutOfMemory, Passed, SaveDue, Stepped
@@ -23,7 +23,7 @@ def base():
 
 
 def two(base, **keys):
-    return [aboard.ready(base, name, seed=seed, **keys) for name, seed in (("a", 1), ("b", 2))]
+    return [executors.prepare(base, name, seed=seed, **keys) for name, seed in (("a", 1), ("b", 2))]
 
 
 def plain_sums(samples, chosen):
@@ -42,7 +42,7 @@ def plain_sums(samples, chosen):
 
 
 def run(made, jobs, rounds, **keys):
-    return list(aboard.events(made, aboard.program(jobs, rounds, **keys), jobs))
+    return list(executors.run_program(made, executors.plan_program(jobs, rounds, **keys), jobs))
 
 
 def steps_of(events, job):
@@ -54,8 +54,10 @@ def assert_close(first, second):
 
 
 def test_a_step_is_reported_with_the_values_of_a_plain_forward(base):
-    (job,) = jobs = [aboard.ready(base, "a", steps=1)]
-    (stepped,) = (e for e in run(aboard.executor(base, jobs), jobs, 1, capacity=24) if isinstance(e, Stepped))
+    (job,) = jobs = [executors.prepare(base, "a", steps=1)]
+    (stepped,) = (
+        e for e in run(executors.executor_with(base, jobs), jobs, 1, capacity=24) if isinstance(e, Stepped)
+    )
     chosen = job.order.batch(1)
     loss, correct, supervised = plain_sums(job.data.train, chosen)
     assert (stepped.job, stepped.step) == ("a", 1)
@@ -69,7 +71,7 @@ def test_a_step_is_reported_with_the_values_of_a_plain_forward(base):
 @pytest.mark.parametrize("capacity", [24, 200])
 def test_an_evaluation_is_reported_once_with_the_values_of_a_plain_forward(base, capacity):
     jobs = two(base, eval={"fraction": 0.4})
-    events = run(aboard.executor(base, jobs), jobs, 0, capacity=capacity, begins=True)
+    events = run(executors.executor_with(base, jobs), jobs, 0, capacity=capacity, begins=True)
     evaluations = {event.job: event for event in events if isinstance(event, Evaluated)}
     assert len(evaluations) == sum(isinstance(event, Evaluated) for event in events) == 2
     for job in jobs:
@@ -82,10 +84,10 @@ def test_an_evaluation_is_reported_once_with_the_values_of_a_plain_forward(base,
 
 def test_a_killed_job_is_skipped_and_the_program_stands_for_the_others(base):
     jobs = two(base, save_every=1)
-    alone = aboard.executor(bench.base(), jobs[:1])
+    alone = executors.executor_with(bench.base(), jobs[:1])
     run(alone, jobs[:1], 4)
-    made, events = aboard.executor(base, jobs), []
-    for event in aboard.events(made, aboard.program(jobs, 4), jobs):
+    made, events = executors.executor_with(base, jobs), []
+    for event in executors.run_program(made, executors.plan_program(jobs, 4), jobs):
         events.append(event)
         if isinstance(event, Stepped) and (event.job, event.step) == ("b", 2):
             made.kill("b")
@@ -100,7 +102,7 @@ def test_a_killed_job_is_skipped_and_the_program_stands_for_the_others(base):
 
 def test_microbatches_of_dead_jobs_only_are_not_run(base):
     jobs = two(base)
-    made = aboard.executor(base, jobs)
+    made = executors.executor_with(base, jobs)
     made.kill("b")
     events = run(made, jobs, 3, capacity=20)
     assert all(event.microbatch.jobs == ("a",) for event in events if isinstance(event, Passed))
@@ -109,13 +111,13 @@ def test_microbatches_of_dead_jobs_only_are_not_run(base):
 
 def test_a_nan_kills_its_own_job_and_the_other_equals_a_run_without_it(base):
     jobs = two(base)
-    alone = aboard.executor(bench.base(), jobs[:1])
+    alone = executors.executor_with(bench.base(), jobs[:1])
     run(alone, jobs[:1], 4)
-    made = aboard.executor(base, jobs)
+    made = executors.executor_with(base, jobs)
     made.banks.attached["b"].weights.copy_(torch.full_like(made.attached["b"].master, math.nan))
-    planned = aboard.program(jobs, 4)
+    planned = executors.plan_program(jobs, 4)
     assert planned.shared_count() > 0
-    events = list(aboard.events(made, planned, jobs))
+    events = list(executors.run_program(made, planned, jobs))
     (failed,) = (event for event in events if isinstance(event, Failed))
     assert (failed.job, failed.reason) == ("b", "its loss at step 1 is nan")
     assert steps_of(events, "a") == [1, 2, 3, 4]
@@ -124,7 +126,7 @@ def test_a_nan_kills_its_own_job_and_the_other_equals_a_run_without_it(base):
 
 def test_a_nan_in_an_evaluation_fails_its_own_job_only(base):
     jobs = two(base, eval={"fraction": 0.4})
-    made = aboard.executor(base, jobs)
+    made = executors.executor_with(base, jobs)
     made.banks.attached["b"].weights.copy_(torch.full_like(made.attached["b"].master, math.nan))
     events = run(made, jobs, 0, begins=True)
     assert [event.job for event in events if isinstance(event, Evaluated)] == ["a"]
@@ -133,8 +135,8 @@ def test_a_nan_in_an_evaluation_fails_its_own_job_only(base):
 
 def test_out_of_memory_leaves_every_job_at_its_last_step_as_if_the_open_batch_had_not_begun(base):
     jobs = two(base)
-    made, undisturbed = aboard.executor(base, jobs), aboard.executor(bench.base(), jobs)
-    planned = aboard.program(jobs, 4, capacity=30)
+    made, undisturbed = executors.executor_with(base, jobs), executors.executor_with(bench.base(), jobs)
+    planned = executors.plan_program(jobs, 4, capacity=30)
     passes = 0
 
     def strike(_module, _inputs):
@@ -145,7 +147,7 @@ def test_out_of_memory_leaves_every_job_at_its_last_step_as_if_the_open_batch_ha
 
     hook = base.model.base_model.register_forward_pre_hook(strike)
     with pytest.raises(OutOfMemory, match="no room"):
-        list(aboard.events(made, planned, jobs))
+        list(executors.run_program(made, planned, jobs))
     hook.remove()
     for training in made.attached.values():
         assert training.open is None
@@ -153,7 +155,7 @@ def test_out_of_memory_leaves_every_job_at_its_last_step_as_if_the_open_batch_ha
     done = {name: training.progress.step for name, training in made.attached.items()}
     assert sum(done.values()) > 0
     compared = set()
-    for event in aboard.events(undisturbed, planned, jobs):
+    for event in executors.run_program(undisturbed, planned, jobs):
         if isinstance(event, Stepped) and event.step == done[event.job]:
             assert torch.equal(made.attached[event.job].master, undisturbed.attached[event.job].master)
             compared.add(event.job)
@@ -162,7 +164,7 @@ def test_out_of_memory_leaves_every_job_at_its_last_step_as_if_the_open_batch_ha
 
 def test_another_error_is_not_taken_for_a_shortage_of_memory(base):
     jobs = two(base)
-    made = aboard.executor(base, jobs)
+    made = executors.executor_with(base, jobs)
 
     def strike(_module, _inputs):
         raise RuntimeError("size mismatch")
@@ -174,11 +176,11 @@ def test_another_error_is_not_taken_for_a_shortage_of_memory(base):
 
 def test_when_asked_to_stop_it_ends_where_no_job_is_inside_a_step(base):
     jobs = two(base, batch_size=5)
-    made = aboard.executor(base, jobs)
-    planned = aboard.program(jobs, 4, capacity=24)
+    made = executors.executor_with(base, jobs)
+    planned = executors.plan_program(jobs, 4, capacity=24)
     by_name = {job.name: job for job in jobs}
     seen = []
-    for event in made.run(planned, lambda plan, held: collate_plan(plan, held, by_name), lambda: bool(seen)):
+    for event in made.run(planned, lambda plan, kind: collate_plan(plan, kind, by_name), lambda: bool(seen)):
         seen.append(event)
     steps = [(event.job, event.step) for event in seen if isinstance(event, Stepped)]
     assert sum(isinstance(event, Passed) for event in seen) > 2
@@ -188,11 +190,11 @@ def test_when_asked_to_stop_it_ends_where_no_job_is_inside_a_step(base):
 
 def test_once_overdue_nothing_more_is_computed_and_the_open_batch_is_dropped(base):
     jobs = two(base, batch_size=5)
-    made, undisturbed = aboard.executor(base, jobs), aboard.executor(bench.base(), jobs)
-    planned = aboard.program(jobs, 2, capacity=24)
+    made, undisturbed = executors.executor_with(base, jobs), executors.executor_with(bench.base(), jobs)
+    planned = executors.plan_program(jobs, 2, capacity=24)
     by_name, passes = {job.name: job for job in jobs}, []
     base.model.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
-    fetch = lambda plan, held: collate_plan(plan, held, by_name)  # noqa: E731
+    fetch = lambda plan, kind: collate_plan(plan, kind, by_name)  # noqa: E731
     events = list(made.run(planned, fetch, overdue=lambda: len(passes) == 2))
     assert len(passes) == 2
     assert not any(isinstance(event, Stepped) for event in events)
@@ -209,7 +211,7 @@ def test_when_its_saves_are_finished_a_jobs_checkpoint_is_there(base, tmp_path, 
         return real(folder, snapshot)
 
     monkeypatch.setattr(checkpoint, "write", write)
-    made = aboard.executor(base, two(base))
+    made = executors.executor_with(base, two(base))
     made.save("a", tmp_path / "a")
     assert checkpoint.newest_progress(tmp_path / "a") is None
     made.finish_saves("b")
@@ -229,4 +231,8 @@ def test_when_its_saves_are_finished_a_jobs_checkpoint_is_there(base, tmp_path, 
 def test_a_program_with_actions_that_are_not_run_is_refused_with_a_sentence(base, change, sentence):
     jobs = two(base)
     with pytest.raises(PlanError, match=sentence):
-        next(aboard.events(aboard.executor(base, jobs), change(aboard.program(jobs, 1)), jobs))
+        next(
+            executors.run_program(
+                executors.executor_with(base, jobs), change(executors.plan_program(jobs, 1)), jobs
+            )
+        )

@@ -11,9 +11,9 @@ from tests.run.models import deep
 from tests.run.test_streamed import (
     CAPACITY,
     CUTS,
+    attach_jobs,
     evaluated_jobs,
     run,
-    take_aboard,
     travelling,
     windows,
 )
@@ -22,7 +22,7 @@ from weftune.base.host.streamed import load_streamed
 from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec
 from weftune.errors import BaseModelError
-from weftune.plan.program.layout import one_device
+from weftune.plan.program.layout import one_device_layout
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.events import Stepped
@@ -57,10 +57,10 @@ def test_losses_evaluations_and_adapters_have_the_bits_of_the_resident_run(famil
     found = []
     for one, plan in (
         (executor, lambda courses: plan_window(courses, cut, CAPACITY)),
-        (whole, lambda courses: plan_window(courses, one_device(), CAPACITY)),
+        (whole, lambda courses: plan_window(courses, one_device_layout(), CAPACITY)),
     ):
         jobs = evaluated_jobs(one.base)
-        take_aboard(one, jobs)
+        attach_jobs(one, jobs)
         found.append(windows(one, jobs, plan))
     (events, masters), (wanted, wanted_masters) = found
     assert {event.job for event in wanted if isinstance(event, Stepped)} == set(wanted_masters)
@@ -73,7 +73,7 @@ def test_a_file_that_fails_under_way_ends_the_window_with_its_name(tmp_path):
     cut = CUTS["one slot"]
     executor = mapped(saved(tmp_path, "llama"), cut)
     jobs = evaluated_jobs(executor.base)
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     program = plan_window([job.job_window(0, 2, False) for job in jobs], cut, CAPACITY)
     executor.weights.begin_window()
     for path in tmp_path.glob("*.safetensors"):

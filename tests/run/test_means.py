@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 
 from tests import bench
 from tests.interpreter import interpret
-from tests.run import aboard
+from tests.run import executors
 from tests.run.models import LAYERS, deep
 from tests.run.processes import run_workers
 from tests.run.test_streamed import CUTS as STREAMED
-from tests.run.test_streamed import evaluated_jobs, run, streamed, take_aboard, told, travelling
+from tests.run.test_streamed import attach_jobs, evaluated_jobs, run, streamed, told, travelling
 from tests.run.workers.test_agreed import (
     CAPACITY,
     CUTS,
@@ -29,7 +29,8 @@ from weftune.adapters.kind import JobAdapter
 from weftune.base.load import inspect
 from weftune.base.spec import BaseSpec
 from weftune.plan.layout.stages import cut_layers
-from weftune.plan.program.layout import in_stages, one_device
+from weftune.plan.program.layout import one_device_layout, pipeline_layout
+from weftune.plan.program.program import Forward
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
@@ -58,7 +59,9 @@ def executor_of(layout, dtype=torch.float64):
         return streamed("llama", dtype, travelling(held) if "travel" in layout else held)
     offloaded = layout == "optimizer offloaded"
     base = whole_base("llama", dtype)
-    return resident_executor(base, part=one_device(LAYERS, optimizer_offloaded=offloaded).on(0))
+    return resident_executor(
+        base, part=one_device_layout(LAYERS, optimizer_offloaded=offloaded).for_worker(0)
+    )
 
 
 def plan(executor, jobs, rounds, begins=()):
@@ -71,7 +74,7 @@ def plan(executor, jobs, rounds, begins=()):
 def train(executor, jobs, rounds, masters):
     """A window; every job's master after each step is added to `masters`, by job and step."""
     by_name = {job.name: job for job in jobs}
-    fetch = lambda plan, held_out: collate_plan(plan, held_out, by_name)  # noqa: E731
+    fetch = lambda plan, kind: collate_plan(plan, kind, by_name)  # noqa: E731
     for event in executor.run(plan(executor, jobs, rounds), fetch):
         if isinstance(event, Stepped):
             masters[event.job, event.step] = executor.attached[event.job].master.clone()
@@ -95,7 +98,7 @@ def assert_means(executor, jobs, masters, first, last, dtype=torch.float64):
 def test_the_mean_is_that_of_the_masters_of_its_steps_and_is_dropped_behind_the_last_span(layout, dtype):
     executor, masters = executor_of(layout, dtype), {}
     jobs = averaged(evaluated_jobs(executor.base)[:1])
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     (job,) = jobs
     train(executor, jobs, 1, masters)
     assert executor.attached[job.name].progress.averaged == 0
@@ -116,7 +119,7 @@ def test_with_the_kernels_of_a_gpu_too(monkeypatch):
     interpret(monkeypatch)
     executor, masters = executor_of("resident", torch.float32), {}
     jobs = averaged(evaluated_jobs(executor.base)[:2])
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     train(executor, jobs, 3, masters)
     assert_means(executor, jobs, masters, 2, 3, torch.float32)
 
@@ -127,7 +130,7 @@ def test_a_mean_that_is_shown_is_evaluated_as_its_own_adapter_and_training_goes_
     jobs = averaged(evaluated_jobs(executor.base))
     looking = jobs[-1]
     for one in (executor, undisturbed):
-        take_aboard(one, jobs)
+        attach_jobs(one, jobs)
         run(one, plan(one, jobs, 3), jobs)
     addresses = executor.attached[looking.name].state.weights.data_ptr()
     mean = executor.attached[looking.name].mean.clone()
@@ -154,7 +157,7 @@ def test_a_mean_that_is_shown_is_evaluated_as_its_own_adapter_and_training_goes_
 def evaluated(job, weights, step=3):
     """What comes of an evaluation of an adapter with these weights, or with the master of an executor."""
     base = whole_base("llama", torch.float64)
-    executor = aboard.executor(base, [job])
+    executor = executors.executor_with(base, [job])
     master = weights if isinstance(weights, torch.Tensor) else weights.attached[job.name].master
     training = executor.attached[job.name]
     training.master.copy_(master)
@@ -169,13 +172,13 @@ def evaluated(job, weights, step=3):
 def test_saved_inside_a_span_it_goes_on_to_the_same_mean(layout, tmp_path):
     executor, restored = executor_of(layout), executor_of(layout)
     (job,) = averaged(evaluated_jobs(executor.base)[:1])
-    take_aboard(executor, [job])
+    attach_jobs(executor, [job])
     run(executor, plan(executor, [job], 2), [job])
     executor.save(job.name, tmp_path)
     executor.finish_saves(job.name)
     run(executor, plan(executor, [job], 1), [job])
 
-    training = aboard.training(restored.base, job)
+    training = executors.job_training(restored.base, job)
     assert checkpoint.restore(tmp_path, training)
     assert training.progress.averaged == 1
     restored.attach(training)
@@ -190,11 +193,13 @@ def as_worker(connections, cuts):
     base = cut("llama", torch.float64, connections.position, cuts)
     executor, _, transport = on_worker(base, connections, cuts)
     for job in jobs:
-        executor.attach(aboard.training(base, job))
+        executor.attach(executors.job_training(base, job))
     program = pipeline_program(jobs, connections.position, PipelineOrder.alternating, rounds=3)
     by_name = {job.name: job for job in jobs}
     microbatches = {
-        n: collate_plan(plan, False, by_name) for n, plan in enumerate(program.microbatches) if plan.segments
+        n: collate_plan(plan, Forward, by_name)
+        for n, plan in enumerate(program.microbatches)
+        if plan.segments
     }
     # Other workers than the first report no step: the master is noted where a step is made.
     masters, make = {}, executor.adapters.make
@@ -236,7 +241,7 @@ def driven(connections, folder, checkpoints, until):
         return
     control = WorkerControl(connections)
     spec = BaseSpec(model=str(folder / "model"), dtype="float64")
-    layout = in_stages(cut_layers(inspect(spec, bench.CPU), connections.position.workers))
+    layout = pipeline_layout(cut_layers(inspect(spec, bench.CPU), connections.position.workers))
     pipeline = open_pipeline(control, spec, bench.CPU, layout, lambda job: checkpoints)
     base = pipeline.base
     (job, *_) = averaged(make_jobs(whole_base("llama", torch.float64)))
@@ -247,7 +252,7 @@ def driven(connections, folder, checkpoints, until):
     while training.progress.step < until:
         rules = PipelineRules(CAPACITY, (PACE,) * connections.position.workers)
         program = plan_pipeline([job.job_window(training.progress.step, 1, False)], rules)
-        fetch = lambda plan, held_out: collate_plan(plan, held_out, {job.name: job})  # noqa: E731
+        fetch = lambda plan, kind: collate_plan(plan, kind, {job.name: job})  # noqa: E731
         list(pipeline.run(program, fetch, lambda: False))
     pipeline.save_now(job.name, checkpoints)
     pipeline.finish_saves(job.name)

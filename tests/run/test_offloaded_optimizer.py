@@ -11,16 +11,16 @@ import torch
 
 from tests.cases import slow_but
 from tests.interpreter import interpret
-from tests.run import aboard
+from tests.run import executors
 from tests.run.host_steps import Short
 from tests.run.models import LAYERS
 from tests.run.test_stream_steps import MANY_PIECES, Noted, masters_of, one_job
-from tests.run.test_streamed import CAPACITY, evaluated_jobs, resident, run, take_aboard, told, windows
+from tests.run.test_streamed import CAPACITY, attach_jobs, evaluated_jobs, resident, run, told, windows
 from tests.run.workers.test_agreed import make_jobs, whole_base
 from weftune.ops.adamw import update
 from weftune.plan.cost import ring
 from weftune.plan.cost.ring import PIECES
-from weftune.plan.program.layout import Layout, StageLayers, one_device
+from weftune.plan.program.layout import Layout, StageLayers, one_device_layout
 from weftune.plan.program.program import Backward, Step
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
@@ -32,13 +32,13 @@ from weftune.run.training import checkpoint
 from weftune.run.training.state import OpenBatch, new_training
 from weftune.run.training.steps import StepRequest
 
-OFFLOADED = one_device(LAYERS, optimizer_offloaded=True)
-LAYOUTS = (one_device(LAYERS), OFFLOADED)
+OFFLOADED = one_device_layout(LAYERS, optimizer_offloaded=True)
+LAYOUTS = (one_device_layout(LAYERS), OFFLOADED)
 STATE = ("master", "exp_avg", "exp_avg_sq", "weights")
 
 
 def executor_of(layout=OFFLOADED, make=update, dtype=torch.float32, family="llama"):
-    return resident_executor(whole_base(family, dtype), part=layout.on(0), make=make)
+    return resident_executor(whole_base(family, dtype), part=layout.for_worker(0), make=make)
 
 
 def pieces_of(monkeypatch, size):
@@ -63,7 +63,7 @@ def plan(executor, jobs, rounds):
     """The same wherever the optimizer is: with it in host memory, a window of its own would have two
     groups."""
     courses = [job.job_window(executor.attached[job.name].progress.step, rounds, False) for job in jobs]
-    return plan_window(courses, one_device(LAYERS), CAPACITY)
+    return plan_window(courses, one_device_layout(LAYERS), CAPACITY)
 
 
 def to_the_end(executor, jobs, rounds=2):
@@ -73,9 +73,11 @@ def to_the_end(executor, jobs, rounds=2):
 
 def compare(executor, wanted):
     jobs = evaluated_jobs(executor.base)
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     assert isinstance(executor.adapters, OffloadedOptimizer)
-    events, masters = windows(executor, jobs, lambda courses: plan_window(courses, one_device(), CAPACITY))
+    events, masters = windows(
+        executor, jobs, lambda courses: plan_window(courses, one_device_layout(), CAPACITY)
+    )
     assert len(events) > 8
     heard = [(type(event), event.job, event.step) for event in events]
     for at, (kind, job, step) in enumerate(heard):
@@ -109,10 +111,10 @@ def test_with_the_kernel_of_a_gpu_too(monkeypatch):
     interpret(monkeypatch)
     pieces_of(monkeypatch, 512)
     masters, events = [], []
-    for layout in (one_device(LAYERS), OFFLOADED):
+    for layout in (one_device_layout(LAYERS), OFFLOADED):
         executor = executor_of(layout)
         jobs = make_jobs(executor.base)[:2]
-        take_aboard(executor, jobs)
+        attach_jobs(executor, jobs)
         executor.attached["b"].state.weights[3] = math.nan
         events.append(sorted(map(str, told(run(executor, plan(executor, jobs, 2), jobs)))))
         masters.append(masters_of(executor))
@@ -126,7 +128,7 @@ def test_master_weights_and_moments_alone_are_in_host_memory():
     """Where all memory is the host's, by the addresses that passes read."""
     executor = executor_of()
     job = one_job(executor.base)
-    take_aboard(executor, [job])
+    attach_jobs(executor, [job])
     state, here = executor.attached["a"].state, executor.banks.attached["a"]
     assert here.weights.data_ptr() == state.weights.data_ptr()
     assert here.gradient.data_ptr() == state.gradient.data_ptr()
@@ -140,14 +142,14 @@ def test_master_weights_and_moments_alone_are_in_host_memory():
 
 def test_it_is_for_a_base_that_stays_on_one_device():
     for wrong in (
-        {"travels": True},
+        {"adapters_travel": True},
         {"replicas": 2},
         {"stages": (StageLayers(0, 2, True), StageLayers(2, 4, True))},
-        {"stages": (StageLayers(0, 4),), "slots": (1,)},
+        {"stages": (StageLayers(0, 4),), "slot_counts": (1,)},
     ):
         with pytest.raises(AssertionError, match="stays on one device"):
             replace(OFFLOADED, **wrong)
-    assert Layout((StageLayers(0, 4, True),)) == one_device(4) != OFFLOADED
+    assert Layout((StageLayers(0, 4, True),)) == one_device_layout(4) != OFFLOADED
 
 
 # -- beside passes ---------------------------------------------------------------------------------------
@@ -156,9 +158,9 @@ def test_it_is_for_a_base_that_stays_on_one_device():
 def test_a_pass_waits_for_the_steps_of_its_own_jobs_and_starts_those_of_others(monkeypatch):
     make = Noted()
     executor = executor_of(make=make)
-    jobs = [aboard.ready(executor.base, name, seed=seed, batch_size=2) for seed, name in enumerate("ab")]
-    take_aboard(executor, jobs)
-    program = plan_window([job.job_window(0, 1, False) for job in jobs], one_device(), capacity=24)
+    jobs = [executors.prepare(executor.base, name, seed=seed, batch_size=2) for seed, name in enumerate("ab")]
+    attach_jobs(executor, jobs)
+    program = plan_window([job.job_window(0, 1, False) for job in jobs], one_device_layout(), capacity=24)
     kinds = [type(action) for action in program.actions]
     assert kinds.index(Step) < len(kinds) - 1 - kinds[::-1].index(Backward)
     passes = []
@@ -190,7 +192,7 @@ def test_by_its_own_plan_steps_of_a_group_are_asked_for_while_the_other_passes(m
     make, passes = Noted(), []
     executor = executor_of(make=make)
     jobs = make_jobs(executor.base)
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     courses = [job.job_window(0, 3, False) for job in jobs]
     program = plan_window(courses, OFFLOADED, CAPACITY)
     forward = executor.passes.forward
@@ -263,7 +265,7 @@ def test_on_a_gpu_a_pass_waits_for_steps_of_its_own_jobs_once_and_what_comes_wai
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     executor = executor_of(make=noting)
     adapters, jobs = executor.adapters, [one_job(executor.base), *make_jobs(executor.base)[1:2]]
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     adapters.steps.ring.lanes = PieceLanes(up, making, down)
     for training in executor.attached.values():
         training.gradient.fill_(1.0)
@@ -293,10 +295,10 @@ def test_on_a_gpu_a_pass_waits_for_steps_of_its_own_jobs_once_and_what_comes_wai
 
 def test_a_job_whose_loss_is_nan_fails_alone_and_keeps_the_state_of_its_last_step():
     found = []
-    for layout in (one_device(LAYERS), OFFLOADED):
+    for layout in (one_device_layout(LAYERS), OFFLOADED):
         executor = executor_of(layout)
         jobs = make_jobs(executor.base)
-        take_aboard(executor, jobs)
+        attach_jobs(executor, jobs)
         run(executor, plan(executor, jobs, 1), jobs)
         executor.attached["a"].state.weights.fill_(math.nan)
         events = told(run(executor, plan(executor, jobs, 2), jobs))
@@ -311,7 +313,7 @@ def test_a_job_whose_loss_is_nan_fails_alone_and_keeps_the_state_of_its_last_ste
 def test_a_job_whose_weights_are_not_finite_after_its_step_fails_alone():
     executor = executor_of()
     jobs = make_jobs(executor.base)[:2]
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     for training in executor.attached.values():
         training.gradient.fill_(1.0)
         training.open = open_batch()
@@ -328,7 +330,7 @@ def test_a_job_that_goes_while_its_step_is_not_made_takes_all_of_it_along(when):
     executor, other = executor_of(), executor_of()
     jobs = make_jobs(executor.base)
     for each in (executor, other):
-        take_aboard(each, jobs)
+        attach_jobs(each, jobs)
         for job in jobs:
             training = each.attached[job.name]
             generator = torch.Generator().manual_seed(job.spec.seed)
@@ -354,21 +356,23 @@ def open_batch():
 def test_a_larger_job_that_comes_later_makes_the_buffers_grow_up_to_a_piece(monkeypatch):
     pieces_of(monkeypatch, 4096)
     found = []
-    for layout in (one_device(LAYERS), OFFLOADED):
+    for layout in (one_device_layout(LAYERS), OFFLOADED):
         executor = executor_of(layout)
-        small, *others = sorted(make_jobs(executor.base), key=lambda job: job.shape.trainable)
-        take_aboard(executor, [small])
+        small, *others = sorted(make_jobs(executor.base), key=lambda job: job.shape.trainable_parameters)
+        attach_jobs(executor, [small])
         if layout is OFFLOADED:
             assert (
-                executor.adapters.steps.ring.capacity == adapter_steps.round_up(small.shape.trainable) < 4096
+                executor.adapters.steps.ring.capacity
+                == adapter_steps.round_up(small.shape.trainable_parameters)
+                < 4096
             )
         run(executor, plan(executor, [small], 1), [small])
-        take_aboard(executor, others)
+        attach_jobs(executor, others)
         if layout is OFFLOADED:
             assert executor.adapters.steps.ring.capacity == 4096
             states = [buffer.state for buffer in executor.adapters.steps.ring.buffers]
             held = sum(vector.nbytes for state in states for vector in state.vectors)
-            sizes = [job.shape.trainable for job in (small, *others)]
+            sizes = [job.shape.trainable_parameters for job in (small, *others)]
             assert held <= ring.optimizer_ring_bytes(sizes, bytes_per_value=4)
         run(executor, plan(executor, [small, *others], 2), [small, *others])
         found.append(masters_of(executor))
@@ -386,7 +390,7 @@ def test_a_larger_job_that_comes_later_makes_the_buffers_grow_up_to_a_piece(monk
 def test_a_checkpoint_goes_on_wherever_the_optimizer_is(before, after, tmp_path):
     executor = executor_of(before)
     jobs = make_jobs(executor.base)
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     run(executor, plan(executor, jobs, 2), jobs)
     for job in jobs:
         executor.save(job.name, tmp_path / job.name)
@@ -394,7 +398,7 @@ def test_a_checkpoint_goes_on_wherever_the_optimizer_is(before, after, tmp_path)
     to_the_end(executor, jobs)
     resumed = executor_of(after)
     for job in jobs:
-        adapter = aboard.JobAdapter(job.name, job.spec.adapter, job.spec.seed)
+        adapter = executors.JobAdapter(job.name, job.spec.adapter, job.spec.seed)
         base = resumed.base
         training = new_training(adapter, job.recipe, base.shape.sites, base.dtype, resumed.home)
         assert checkpoint.restore(tmp_path / job.name, training)
@@ -417,8 +421,8 @@ def test_a_shortage_in_the_middle_of_a_step_repeats_no_piece_of_it(at, monkeypat
     short, undisturbed = (executor_of(make=make, dtype=torch.float64) for make in makes)
     jobs = make_jobs(short.base)
     for executor in (short, undisturbed):
-        take_aboard(executor, jobs)
-    events = aboard.events(short, plan(short, jobs, 2), jobs)
+        attach_jobs(executor, jobs)
+    events = executors.run_program(short, plan(short, jobs, 2), jobs)
     found = []
     with pytest.raises(OutOfMemory):
         found += events

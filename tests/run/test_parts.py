@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from tests import bench
-from tests.run import aboard
+from tests.run import executors
 from tests.run.models import LAYERS, deep
 from tests.run.processes import run_workers
-from tests.run.test_streamed import evaluated_jobs, resident, take_aboard, windows
+from tests.run.test_streamed import attach_jobs, evaluated_jobs, resident, windows
 from tests.run.workers.test_agreed import CAPACITY, assert_equal, losses_of, views, whole_base
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
-from weftune.plan.program.layout import Layout, StageLayers, one_device
-from weftune.plan.program.program import Evaluate
+from weftune.plan.program.layout import Layout, StageLayers, one_device_layout
 from weftune.plan.window.window import plan_window
 from weftune.run.alone import Alone
 from weftune.run.assemble import resident_executor, streamed_executor
@@ -37,8 +36,8 @@ WAYS = list(product((False, True), (False, True)))
 
 
 def layout(travels, offloads, slots=(2,)):
-    stages = tuple(StageLayers(n, n + 1, resident=n == 1) for n in range(LAYERS))
-    return Layout(stages, slots, travels=travels, offloaded_rows=ROWS if offloads else 0)
+    stages = tuple(StageLayers(n, n + 1, is_resident=n == 1) for n in range(LAYERS))
+    return Layout(stages, slots, adapters_travel=travels, offloaded_rows=ROWS if offloads else 0)
 
 
 def kinds(executor):
@@ -69,26 +68,28 @@ def test_one_worker_whose_stages_take_turns(travels, offloads, wanted):
     )
     assert kinds(executor) == expected_kinds(travels, offloads, Alone)
     jobs = evaluated_jobs(executor.base)
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     events, masters = windows(executor, jobs, lambda courses: plan_window(courses, cut, CAPACITY))
     assert sorted(events, key=str) == sorted(wanted[0], key=str)
     assert all(torch.equal(masters[name], master) for name, master in wanted[1].items())
 
 
 def test_one_worker_whose_base_stays():
-    executor = aboard.executor(whole_base("llama", torch.float32), [])
+    executor = executors.executor_with(whole_base("llama", torch.float32), [])
     assert kinds(executor) == (ResidentWeights, KeptActivations, PlainPasses, ResidentAdapters, Alone)
 
 
 def test_one_worker_whose_base_stays_and_whose_optimizer_is_offloaded(wanted):
     base = whole_base("llama", torch.float32)
-    cut = one_device(LAYERS, optimizer_offloaded=True)
-    executor = resident_executor(base, part=cut.on(0))
+    cut = one_device_layout(LAYERS, optimizer_offloaded=True)
+    executor = resident_executor(base, part=cut.for_worker(0))
     assert kinds(executor) == (ResidentWeights, KeptActivations, PlainPasses, OffloadedOptimizer, Alone)
     jobs = evaluated_jobs(base)
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     # By its own plan jobs pass in two groups, and a microbatch of other rows rounds otherwise.
-    events, masters = windows(executor, jobs, lambda courses: plan_window(courses, one_device(), CAPACITY))
+    events, masters = windows(
+        executor, jobs, lambda courses: plan_window(courses, one_device_layout(), CAPACITY)
+    )
     assert sorted(events, key=str) == sorted(wanted[0], key=str)
     assert all(torch.equal(masters[name], master) for name, master in wanted[1].items())
 
@@ -98,7 +99,7 @@ def as_worker(connections):
     found = []
     for travels, offloads in WAYS:
         cut = layout(travels, offloads, (1, 1))
-        part = cut.on(connections.position.worker)
+        part = cut.for_worker(connections.position.worker)
         streamed = stream_model(
             deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, cut, part.worker
         )
@@ -106,20 +107,18 @@ def as_worker(connections):
         transport = Transport(connections, base.shape.hidden, base.dtype, base.device)
         executor, agreed = worker_executor(streamed, part, transport, connections.position.worker)
         jobs = evaluated_jobs(whole_base("llama", torch.float64))
-        take_aboard(executor, jobs)
+        attach_jobs(executor, jobs)
         by_name = {job.name: job for job in jobs}
         events, evaluations, begins = [], [], True
         for _ in range(4):
             courses = [job.job_window(executor.attached[job.name].progress.step, 2, begins) for job in jobs]
             program, begins = plan_window(courses, cut, CAPACITY), False
-            held_out = {one.microbatch for one, _ in program.forward_passes() if isinstance(one, Evaluate)}
-            laid = {
-                n: collate_plan(plan, n in held_out, by_name) for n, plan in enumerate(program.microbatches)
-            }
+            passes = program.pass_kinds()
+            laid = {n: collate_plan(plan, passes[n], by_name) for n, plan in enumerate(program.microbatches)}
             events += executor.run(program, delivered(program, laid))
             evaluations += agreed.report.evaluations
             transport.flush()
-            assert aboard.is_empty(executor.activations)
+            assert executors.is_empty(executor.activations)
         found.append((kinds(executor), events, views(executor.attached), evaluations))
     return found
 
@@ -127,9 +126,9 @@ def as_worker(connections):
 def test_workers_whose_stages_take_turns():
     base = whole_base("llama", torch.float64)
     jobs = evaluated_jobs(base)
-    made = aboard.executor(base, jobs)
-    events = list(aboard.events(made, aboard.program(jobs, 6, CAPACITY, begins=True), jobs))
-    starts = views({job.name: aboard.training(base, job) for job in jobs})
+    made = executors.executor_with(base, jobs)
+    events = list(executors.run_program(made, executors.plan_program(jobs, 6, CAPACITY, begins=True), jobs))
+    starts = views({job.name: executors.job_training(base, job) for job in jobs})
     first, second = run_workers(2, as_worker, ring=True)
     for (travels, offloads), mine, theirs in zip(WAYS, first, second, strict=True):
         # The first has stages 0 and 2: the one has no input, that of the other is wanted first.

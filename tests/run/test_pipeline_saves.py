@@ -10,7 +10,7 @@ import torch
 
 import weftune.run.workers.worker
 from tests import bench
-from tests.run import aboard
+from tests.run import executors
 from tests.run.models import deep
 from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import CAPACITY, PACE, whole_base
@@ -18,7 +18,7 @@ from weftune.adapters.kind import JobAdapter
 from weftune.base.load import inspect
 from weftune.base.spec import BaseSpec
 from weftune.plan.layout.stages import cut_layers
-from weftune.plan.program.layout import in_stages
+from weftune.plan.program.layout import pipeline_layout
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.run.events import Failed, SaveDue
 from weftune.run.training import checkpoint
@@ -41,10 +41,10 @@ def windows(connections, folder, on_event):
         return None
     control = WorkerControl(connections)
     spec = BaseSpec(model=str(folder / "model"), dtype="float64")
-    layout = in_stages(cut_layers(inspect(spec, bench.CPU), connections.position.workers))
+    layout = pipeline_layout(cut_layers(inspect(spec, bench.CPU), connections.position.workers))
     pipeline = open_pipeline(control, spec, bench.CPU, layout, lambda job: folder / job)
     jobs = [
-        aboard.ready(whole_base("llama", torch.float64), name, seed=seed, steps=STEPS + 1, save_every=1)
+        executors.prepare(whole_base("llama", torch.float64), name, seed=seed, steps=STEPS + 1, save_every=1)
         for seed, name in enumerate("ab", start=1)
     ]
     base = pipeline.base
@@ -56,7 +56,7 @@ def windows(connections, folder, on_event):
     for step in range(STEPS):
         courses = [job.job_window(step, 1, step == 0) for job in jobs]
         program = plan_pipeline(courses, PipelineRules(CAPACITY, (PACE,) * connections.position.workers))
-        fetch = lambda plan, held_out: collate_plan(plan, held_out, by_name)  # noqa: E731
+        fetch = lambda plan, kind: collate_plan(plan, kind, by_name)  # noqa: E731
         for event in pipeline.run(program, fetch, lambda: False):
             assert not isinstance(event, Failed), event
             on_event(event)

@@ -63,7 +63,7 @@ def test_a_peak_is_counted_where_it_is_higher_than_all_before_it() -> None:
     peaks = _Peaks(CPU)
     first = torch.ones(64 << 20, dtype=torch.uint8)
     high = peaks.beyond(0)
-    assert high >= first.nbytes
+    assert high >= first.nbytes - (1 << 20), "all but what the process had freed before"
     assert peaks.beyond(0) < 1 << 20, "nothing was taken since"
     second = torch.ones(64 << 20, dtype=torch.uint8)
     assert peaks.beyond(second.nbytes) >= high - (1 << 20)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import bench
-from tests.run import aboard
+from tests.run import executors
 from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import (
     CUTS,
@@ -102,7 +102,9 @@ def test_a_job_that_the_first_worker_ends_makes_no_more_steps_in_any_replica():
 
 
 def prompted(base):
-    return aboard.ready(base, "p", steps=2, batch_size=4, adapter={"kind": "prompt", "num_virtual_tokens": 3})
+    return executors.prepare(
+        base, "p", steps=2, batch_size=4, adapter={"kind": "prompt", "num_virtual_tokens": 3}
+    )
 
 
 def prompted_worker(connections):
@@ -110,10 +112,10 @@ def prompted_worker(connections):
     base = cut("llama", torch.float64, connections.position, CUT[1])
     executor, _, transport = on_worker(base, connections, CUT[1])
     job = prompted(base)
-    executor.attach(aboard.training(base, job))
+    executor.attach(executors.job_training(base, job))
     program = pipeline_program([job], connections.position, None)
     own = dict(program.replica_passes(connections.position.replica))
-    laid = {action.microbatch: collate_plan(plan, False, {"p": job}) for action, plan in own.items()}
+    laid = {action.microbatch: collate_plan(plan, Forward, {"p": job}) for action, plan in own.items()}
     list(executor.run(program, delivered(program, laid)))
     transport.flush()
     return executor.attached["p"].progress.trained_tokens
@@ -122,8 +124,8 @@ def prompted_worker(connections):
 def test_virtual_tokens_do_not_count_as_trained_tokens_in_any_replica():
     base = whole_base("llama", torch.float64)
     job = prompted(base)
-    alone = aboard.executor(base, [job])
-    list(aboard.events(alone, aboard.program([job], 2), [job]))
+    alone = executors.executor_with(base, [job])
+    list(executors.run_program(alone, executors.plan_program([job], 2), [job]))
     wanted = alone.attached["p"].progress.trained_tokens
     lengths = job.data.train.lengths
     assert wanted == sum(int(lengths[one]) - 3 for step in (1, 2) for one in job.order.batch(step))
@@ -143,7 +145,7 @@ def even_jobs(base):
     """Jobs in groups that go on to the end: the passes of one fill the wait for gradients of another."""
     rows = bench.rows(bench.samples(16, longest=18))
     names = [f"job{number}" for number in range(4)]
-    return [aboard.ready(base, name, steps=ROUNDS, batch_size=4, data=rows, seed=1) for name in names]
+    return [executors.prepare(base, name, steps=ROUNDS, batch_size=4, data=rows, seed=1) for name in names]
 
 
 def timed_window(connections, delay):
@@ -152,11 +154,11 @@ def timed_window(connections, delay):
     executor, agreed, transport = on_worker(base, connections, CUT[1], delay)
     jobs = even_jobs(whole_base("llama", torch.float32))
     for job in jobs:
-        executor.attach(aboard.training(base, job))
+        executor.attach(executors.job_training(base, job))
     program = pipeline_program(jobs, connections.position, None, ROUNDS)
     own = dict(program.replica_passes(connections.position.replica))
     by_name = {job.name: job for job in jobs}
-    laid = {action.microbatch: collate_plan(plan, False, by_name) for action, plan in own.items()}
+    laid = {action.microbatch: collate_plan(plan, Forward, by_name) for action, plan in own.items()}
     pauses = {number: PER_ROW * one.rows for number, one in laid.items()}
     order = iter(one for one in program.devices[connections.position.worker] if isinstance(one, Forward))
     base.model.base_model.register_forward_pre_hook(lambda *_: time.sleep(pauses[next(order).microbatch]))

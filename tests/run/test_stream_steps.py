@@ -10,16 +10,16 @@ import torch
 
 from tests import bench
 from tests.cases import slow_but
-from tests.run import aboard
+from tests.run import executors
 from tests.run.host_steps import Short, buffer_bytes, promised_bytes
 from tests.run.models import LAYERS, deep
 from tests.run.test_streamed import (
     CAPACITY,
     CUTS,
+    attach_jobs,
     evaluated_jobs,
     resident,
     run,
-    take_aboard,
     told,
     travelling,
     windows,
@@ -42,7 +42,9 @@ ALL_CUTS = CUTS | {"in one piece": Layout((StageLayers(0, LAYERS, True),))}
 
 def one_job(base, steps=4):
     """A microbatch a round, with parameters in every stage."""
-    return aboard.ready(base, "a", steps=steps, batch_size=1, adapter={"rank": 4, "targets": "all-linear"})
+    return executors.prepare(
+        base, "a", steps=steps, batch_size=1, adapter={"rank": 4, "targets": "all-linear"}
+    )
 
 
 def executor_of(cut, make=update, dtype=torch.float32):
@@ -149,7 +151,7 @@ def test_no_pass_reads_and_no_copy_takes_weights_whose_step_is_not_made(name, pi
     executor = executor_of(ALL_CUTS[name], poisoned_update)
     poison(executor, monkeypatch)
     jobs = evaluated_jobs(executor.base)
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     cut = executor.part.layout
     events, masters = windows(executor, jobs, lambda courses: plan_window(courses, cut, CAPACITY))
     assert sorted(events, key=str) == sorted(wanted[0], key=str)
@@ -162,7 +164,7 @@ def test_what_is_saved_and_looked_at_between_windows_is_made(monkeypatch):
     executor = executor_of(CUTS["uneven, two stay"])
     poison(executor, monkeypatch)
     jobs = evaluated_jobs(executor.base)
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     run(executor, plan(executor, jobs, 1), jobs)
     assert not executor.adapters.steps.all_pending_pairs()
     for job in jobs:
@@ -185,7 +187,7 @@ def test_a_forward_finds_the_parts_of_its_stage_made_and_behind_it_those_of_the_
     make, passes, behind = Noted(), [], []
     executor = executor_of(CUTS[name], make)
     job = one_job(executor.base)
-    take_aboard(executor, [job])
+    attach_jobs(executor, [job])
     forward = executor._forward
 
     def noted(visit):
@@ -211,8 +213,8 @@ def test_steps_of_all_jobs_are_asked_for_stage_by_stage_those_of_the_first_micro
 ):
     """What is asked for waits for all that was asked for before it."""
     executor = executor_of(CUTS[name])
-    jobs = [aboard.ready(executor.base, name, seed=seed, batch_size=2) for seed, name in enumerate("ab")]
-    take_aboard(executor, jobs)
+    jobs = [executors.prepare(executor.base, name, seed=seed, batch_size=2) for seed, name in enumerate("ab")]
+    attach_jobs(executor, jobs)
     program = plan_window([job.job_window(0, 2, False) for job in jobs], executor.part.layout, capacity=24)
     kinds = [type(action) for action in program.actions]
     second = program.actions[kinds.index(Forward, kinds.index(Step)) :]
@@ -235,8 +237,8 @@ def test_passes_do_not_wait_for_steps_of_jobs_that_they_do_not_hold():
     """Behind the Steps of the first microbatch the second goes back through the first stage."""
     make, passes = Noted(), []
     executor = executor_of(CUTS["two and two"], make)
-    jobs = [aboard.ready(executor.base, name, seed=seed, batch_size=2) for seed, name in enumerate("ab")]
-    take_aboard(executor, jobs)
+    jobs = [executors.prepare(executor.base, name, seed=seed, batch_size=2) for seed, name in enumerate("ab")]
+    attach_jobs(executor, jobs)
     program = plan_window([job.job_window(0, 1, False) for job in jobs], executor.part.layout, capacity=24)
     kinds = [type(action) for action in program.actions]
     assert kinds.index(Step) < len(kinds) - 1 - kinds[::-1].index(Backward)
@@ -251,7 +253,7 @@ def test_passes_do_not_wait_for_steps_of_jobs_that_they_do_not_hold():
 def test_gradients_leave_stage_by_stage_and_at_a_step_only_the_first_ones_are_left(cut, monkeypatch):
     executor = executor_of(cut)
     jobs = make_jobs(executor.base)
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     transfers, left = executor.adapters.transfers, []
     take = transfers.copy_all_gradients_out
 
@@ -278,13 +280,13 @@ def test_a_job_with_a_larger_part_comes_aboard_later_and_the_buffers_grow_as_pro
     found = []
     for later in (False, True):
         executor = executor_of(CUTS["a layer at a time"], dtype=dtype)
-        *_, large, small = sorted(make_jobs(executor.base), key=lambda job: -job.shape.trainable)
-        take_aboard(executor, [small] if later else [small, large])
+        *_, large, small = sorted(make_jobs(executor.base), key=lambda job: -job.shape.trainable_parameters)
+        attach_jobs(executor, [small] if later else [small, large])
         held = buffer_bytes(executor.adapters.steps)
         run(executor, plan(executor, [small], 1), [small])
         if later:
             assert 0 < held <= promised_bytes(executor.adapters.transfers, dtype.itemsize)
-            take_aboard(executor, [large])
+            attach_jobs(executor, [large])
             assert (buffer_bytes(executor.adapters.steps) > held) == (piece > 64)
         assert (
             held
@@ -310,7 +312,7 @@ def test_a_job_that_steps_to_weights_that_are_not_finite_fails_alone(monkeypatch
     executor, alone = executor_of(cut), executor_of(cut)
     after_begin(executor, monkeypatch, spoil)
     for each in (executor, alone):
-        take_aboard(each, make_jobs(each.base))
+        attach_jobs(each, make_jobs(each.base))
     jobs = make_jobs(executor.base)
     events = told(run(executor, plan(executor, jobs, 4), jobs))
     failed = [event for event in events if isinstance(event, Failed)]
@@ -332,7 +334,7 @@ def test_a_job_that_fails_in_its_step_is_not_evaluated_after_it(last):
 
     executor = executor_of(CUTS["a layer at a time"], spoiling)
     (*_, looking) = evaluated_jobs(executor.base)
-    take_aboard(executor, [looking])
+    attach_jobs(executor, [looking])
     program = plan(executor, [looking], 2)
     assert looking.evaluate_at >= {2}
     *before, failed = told(run(executor, program, [looking]))
@@ -346,7 +348,7 @@ def test_a_mistake_in_a_step_ends_the_run_with_it():
 
     executor = executor_of(CUTS["two and two"], broken)
     job = one_job(executor.base)
-    take_aboard(executor, [job])
+    attach_jobs(executor, [job])
     with pytest.raises(ArithmeticError, match="a mistake"):
         run(executor, plan(executor, [job], 2), [job])
 
@@ -364,8 +366,8 @@ def test_a_mistake_in_a_step_ends_the_run_with_it():
 def test_a_job_can_be_killed_and_leave_while_its_step_is_being_made(name, at):
     """What is left is made first: its weights are zeroed when nobody writes them any longer."""
     executor = executor_of(CUTS[name])
-    jobs = [aboard.ready(executor.base, name, seed=seed) for seed, name in enumerate("ab")]
-    take_aboard(executor, jobs)
+    jobs = [executors.prepare(executor.base, name, seed=seed) for seed, name in enumerate("ab")]
+    attach_jobs(executor, jobs)
     killed = False
 
     def kill(stage):
@@ -394,7 +396,7 @@ def test_a_job_that_leaves_while_parts_are_left_takes_all_of_its_step_along(name
     executor, other = (executor_of(CUTS[name]) for _ in range(2))
     jobs = make_jobs(executor.base)
     for each in (executor, other):
-        take_aboard(each, jobs)
+        attach_jobs(each, jobs)
 
     def end(stage):
         if (
@@ -422,7 +424,7 @@ def test_a_job_that_leaves_while_parts_are_left_takes_all_of_its_step_along(name
 def test_after_a_shortage_steps_under_way_are_made_and_reported():
     executor = executor_of(CUTS["one slot"])
     jobs = evaluated_jobs(executor.base)
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     short, failed = True, 0
 
     def fail(stage):
@@ -433,7 +435,7 @@ def test_after_a_shortage_steps_under_way_are_made_and_reported():
 
     events = []
     with before_passes(executor, fail):
-        found = aboard.events(executor, plan(executor, jobs, 2, begins=True), jobs)
+        found = executors.run_program(executor, plan(executor, jobs, 2, begins=True), jobs)
         with pytest.raises(OutOfMemory):
             events += found
         short = False
@@ -458,15 +460,15 @@ def test_a_shortage_in_the_middle_of_a_step_repeats_no_piece_of_it(at, halfway, 
     """Rounds are as they were: what comes of them has the bits of the undisturbed run."""
     monkeypatch.setattr(adapter_steps, "PIECE", 512)
     makes = Short(at, halfway), Noted()
-    executors = [executor_of(CUTS["one slot"], make) for make in makes]
-    jobs = make_jobs(executors[0].base)
-    for executor in executors:
-        take_aboard(executor, jobs)
-    short, undisturbed = executors
+    both = [executor_of(CUTS["one slot"], make) for make in makes]
+    jobs = make_jobs(both[0].base)
+    for executor in both:
+        attach_jobs(executor, jobs)
+    short, undisturbed = both
     with pytest.raises(OutOfMemory):
         run(short, plan(short, jobs, 2), jobs)
     assert not short.adapters.steps.all_pending_pairs()
-    for executor in executors:
+    for executor in both:
         to_the_end(executor, jobs, rounds=1)
     assert makes[0].made == makes[1].made
     for name, master in masters_of(undisturbed).items():

@@ -9,13 +9,13 @@ import torch
 from tests import bench
 from tests.cases import slow_but
 from tests.families import MIXTURES
-from tests.run import aboard
+from tests.run import executors
 from tests.run.models import LAYERS, deep
 from tests.run.workers.test_agreed import PACE, make_jobs, whole_base
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
 from weftune.errors import PlanError
-from weftune.plan.program.layout import Layout, StageLayers, one_device
+from weftune.plan.program.layout import Layout, StageLayers, one_device_layout
 from weftune.plan.program.program import Load
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.plan.window.window import plan_window
@@ -26,20 +26,20 @@ from weftune.trainer.job import collate_plan
 
 CAPACITY = 40
 CUTS = {
-    "a layer at a time": Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), slots=(2,)),
-    "one slot": Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), slots=(1,)),
+    "a layer at a time": Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), slot_counts=(2,)),
+    "one slot": Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), slot_counts=(1,)),
     "uneven, two stay": Layout(
         (StageLayers(0, 1, True), StageLayers(1, 2), StageLayers(2, 3, True), StageLayers(3, 4)),
-        slots=(1,),
+        slot_counts=(1,),
     ),
-    "two and two": Layout((StageLayers(0, 2), StageLayers(2, 4)), slots=(2,)),
-    "three slots": Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), slots=(3,)),
+    "two and two": Layout((StageLayers(0, 2), StageLayers(2, 4)), slot_counts=(2,)),
+    "three slots": Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), slot_counts=(3,)),
     "all stay": Layout((StageLayers(0, 2, True), StageLayers(2, 4, True))),
 }
 
 
 def travelling(cut):
-    return Layout(cut.stages, cut.slots, travels=True)
+    return Layout(cut.stages, cut.slot_counts, adapters_travel=True)
 
 
 def streamed(family, dtype, cut):
@@ -48,21 +48,21 @@ def streamed(family, dtype, cut):
 
 def evaluated_jobs(base):
     jobs = make_jobs(base)
-    looking = aboard.ready(base, "d", seed=3, steps=4, eval={"fraction": 0.3, "every": 2}, save_every=4)
+    looking = executors.prepare(base, "d", seed=3, steps=4, eval={"fraction": 0.3, "every": 2}, save_every=4)
     return [*jobs, looking]
 
 
-def take_aboard(executor, jobs):
+def attach_jobs(executor, jobs):
     base = executor.base
     for job in jobs:
-        adapter = aboard.JobAdapter(job.name, job.spec.adapter, job.spec.seed)
+        adapter = executors.JobAdapter(job.name, job.spec.adapter, job.spec.seed)
         home = getattr(executor, "home", base.device)
         executor.attach(new_training(adapter, job.recipe, base.shape.sites, base.dtype, home))
 
 
 def run(executor, program, jobs):
     by_name = {job.name: job for job in jobs}
-    fetch = lambda plan, held_out: collate_plan(plan, held_out, by_name)  # noqa: E731
+    fetch = lambda plan, kind: collate_plan(plan, kind, by_name)  # noqa: E731
     return list(executor.run(program, fetch, lambda: False))
 
 
@@ -86,14 +86,14 @@ def resident(family, dtype):
     base = whole_base(family, dtype)
     jobs = evaluated_jobs(base)
     executor = resident_executor(base)
-    take_aboard(executor, jobs)
-    return windows(executor, jobs, lambda courses: plan_window(courses, one_device(), CAPACITY))
+    attach_jobs(executor, jobs)
+    return windows(executor, jobs, lambda courses: plan_window(courses, one_device_layout(), CAPACITY))
 
 
 def compare(family, dtype, cut):
     executor = streamed(family, dtype, cut)
     jobs = evaluated_jobs(executor.base)
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     events, masters = windows(executor, jobs, lambda courses: plan_window(courses, cut, CAPACITY))
     wanted, wanted_masters = resident(family, dtype)
     assert len(wanted) > 8
@@ -147,7 +147,7 @@ def test_a_nan_of_one_job_does_not_reach_the_others():
     cut = travelling(CUTS["a layer at a time"])
     executor = streamed("llama", torch.float32, cut)
     jobs = make_jobs(executor.base)
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     executor.attached["b"].state.weights.fill_(float("nan"))
     executor.adapters.transfers.copy_weights_in(["b"])
     courses = [job.job_window(0, 3, False) for job in jobs]
@@ -156,7 +156,7 @@ def test_a_nan_of_one_job_does_not_reach_the_others():
 
     alone = streamed("llama", torch.float32, cut)
     others = [job for job in make_jobs(alone.base) if job.name != "b"]
-    take_aboard(alone, make_jobs(alone.base))
+    attach_jobs(alone, make_jobs(alone.base))
     alone.kill("b")
     run(alone, plan_window(courses, cut, CAPACITY), jobs)
     for job in others:
@@ -169,7 +169,7 @@ def test_after_a_shortage_in_the_middle_of_a_round_the_next_window_finds_everyth
     cut = travelling(CUTS["a layer at a time"])
     executor = streamed("llama", torch.float32, cut)
     jobs = evaluated_jobs(executor.base)
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     courses = [job.job_window(0, 2, True) for job in jobs]
     program = plan_window(courses, cut, CAPACITY)
     passes = 0

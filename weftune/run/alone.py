@@ -9,8 +9,28 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from weftune.plan.cost.time import PassTime, StateTime, work_of
-from weftune.plan.program.program import Action, Evaluate, MicrobatchPlan, Program, Recv, Reduce, Send, Step
-from weftune.run.events import Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, evaluation_event
+from weftune.plan.program.program import (
+    Action,
+    Evaluate,
+    ForwardOnly,
+    MicrobatchPlan,
+    Program,
+    Recv,
+    Reduce,
+    Send,
+    Step,
+)
+from weftune.run.events import (
+    Event,
+    Failed,
+    OutOfMemory,
+    Passed,
+    SaveDue,
+    Scored,
+    Stepped,
+    evaluation_event,
+    score_event,
+)
 from weftune.run.measure.timers import DeviceSpan, Waited
 from weftune.run.parts import NOTHING_TO_DO, AdapterState
 from weftune.run.passes.rows import TimedPass
@@ -33,7 +53,7 @@ class Alone:
         self._timed_before: list[TimedPass] = []
         """Unreported passes before the optimizer steps in `_underway`."""
         self._steps_settled = False
-        """Whether the time of the optimizer steps in `_underway` includes no setup."""
+        """Whether the optimizer steps in `_underway` take their usual time, without setup."""
         self._seen: set[str] = set()
         """Kinds of work (pass, evaluation, step) seen so far. The first of each kind includes setup time."""
 
@@ -72,10 +92,10 @@ class Alone:
     def ran(self, action: Action, span: DeviceSpan, passed: TimedPass | None) -> Iterator[Event]:
         if passed is None:
             return
-        passed.settled &= self._again("evaluation" if isinstance(action, Evaluate) else "pass")
+        passed.settled &= self._again("evaluation" if isinstance(action, ForwardOnly) else "pass")
         self._timed.append(passed)
-        # An evaluation has waited for the device.
-        if not self._runs_behind or isinstance(action, Evaluate):
+        # A pass without a backward has waited for the device.
+        if not self._runs_behind or isinstance(action, ForwardOnly):
             yield from self._report_passes(self._timed)
             self._timed = []
 
@@ -98,26 +118,33 @@ class Alone:
             )
             yield Passed(timed.plan, time)
 
-    # -- evaluation --------------------------------------------------------------------------------------
+    # -- evaluation and scores ---------------------------------------------------------------------------
 
-    def evaluate(self, stage: int, plan: MicrobatchPlan) -> Iterator[Event]:
+    def arrive(self, stage: int) -> Iterator[Event]:
         if self._adapters.needs_outcome_before(stage):
             yield from self.finish_steps()
-        if stage + 1 == len(self._program.stages):
-            self._pending_evaluations.subtract((segment.job, segment.step) for segment in plan.segments)
 
     def evaluated(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
         for more in sums:
             if more.job in self._roster.dead:
                 continue
             key = more.job, more.step
+            self._pending_evaluations[key] -= 1
             total = self._evaluation_sums[key] + more if key in self._evaluation_sums else more
             self._evaluation_sums[key] = total
             if not math.isfinite(total.loss):
                 self._adapters.kill(more.job)
             elif self._pending_evaluations[key]:
                 continue
-            yield evaluation_event(total)
+            yield evaluation_event(total, self._roster.trainings[more.job].recipe.objective)
+
+    def scored(self, scores: Sequence[Scored]) -> Iterator[Event]:
+        for one in scores:
+            if one.job in self._roster.dead:
+                continue
+            if isinstance(event := score_event(one), Failed):
+                self._adapters.kill(one.job)
+            yield event
 
     # -- Steps -------------------------------------------------------------------------------------------
 
@@ -126,7 +153,9 @@ class Alone:
         if self._adapters.needs_previous_outcome:
             yield from self.finish_steps()
         requests = [
-            StepRequest(self._roster.trainings[step.job], self._program.batch(step.job, step.step).supervised)
+            StepRequest(
+                self._roster.trainings[step.job], self._program.batch(step.job, step.step).supervised_tokens
+            )
             for step in steps
             if step.job not in self._roster.dead
         ]

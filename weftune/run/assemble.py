@@ -8,7 +8,7 @@ from weftune.base.host.streamed import StreamedBase, stage_view
 from weftune.base.model import Base
 from weftune.ops.adamw import update
 from weftune.ops.lora.routes import Route
-from weftune.plan.program.layout import OnWorker, one_device
+from weftune.plan.program.layout import WorkerLayout, one_device_layout
 from weftune.run.alone import Alone
 from weftune.run.executor import Executor
 from weftune.run.measure.memory import release
@@ -33,7 +33,7 @@ def resident_executor(
     base: Base,
     route: Route | None = None,
     graphs: bool = True,
-    part: OnWorker | None = None,
+    part: WorkerLayout | None = None,
     worker: int = 0,
     agrees: Agrees | None = None,
     at_once: bool = True,
@@ -42,18 +42,18 @@ def resident_executor(
     """Return an executor for a base that stays on its device, or for this worker's one stage of the base. If
     `graphs`, passes are captured as CUDA graphs where possible; unless `at_once`, only where that saves time.
     `make` applies the updates of adapters whose master weights and moments are in host memory."""
-    part = part or one_device(base.shape.layers).on(0)
+    part = part or one_device_layout(base.shape.layers).for_worker(0)
     adapted = AdaptedBase(base, route)
-    stages = {part.own[0]: base}
+    stages = {part.own_stages[0]: base}
     captures = graphs and adapted.capturable
     timer = ActionTimer(base.device)
-    offloads = part.layout.optimizer_offloaded
+    offloads = part.layout.offloads_optimizer
     adapters = OffloadedOptimizer(adapted, make) if offloads else ResidentAdapters(adapted)
     return Executor(
         adapted,
         part,
         weights=ResidentWeights(),
-        activations=KeptActivations(part.own),
+        activations=KeptActivations(part.own_stages),
         passes=CapturedPasses(adapted, stages, at_once) if captures else PlainPasses(adapted, stages),
         adapters=adapters,
         agreement=(agrees or _alone)(adapters, timer),
@@ -78,9 +78,9 @@ def streamed_executor(
     streamed.refuse_copies()
     # Loading and adapting leave fragmented memory; long-lived tensors must not be placed in the gaps.
     release(base.device)
-    stages = {stage: stage_view(base, part.layers_of(stage)) for stage in part.own}
+    stages = {stage: stage_view(base, part.stage_range(stage)) for stage in part.own_stages}
     weights, timer = StreamedWeights(streamed), ActionTimer(base.device)
-    travels = part.layout.travels
+    travels = part.layout.adapters_travel
     adapters = TravellingAdapters(adapted, weights, make) if travels else ResidentAdapters(adapted)
     if pool is None and graphs and adapted.capturable:
         pool = GraphPool(base.device)
@@ -89,7 +89,9 @@ def streamed_executor(
         adapted,
         part,
         weights=weights,
-        activations=OffloadedActivations(streamed, weights.waited) if offloads else KeptActivations(part.own),
+        activations=OffloadedActivations(streamed, weights.waited)
+        if offloads
+        else KeptActivations(part.own_stages),
         passes=CapturedVisits(adapted, stages, pool) if pool else PlainPasses(adapted, stages),
         adapters=adapters,
         agreement=(agrees or _alone)(adapters, timer),

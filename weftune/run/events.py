@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from weftune.objectives.spec import ObjectiveSpec
 from weftune.plan.cost.time import PassTime, StateTime
 from weftune.plan.program.program import MicrobatchPlan
 from weftune.run.training.state import EvaluationSums, StepOutcome
@@ -21,13 +23,27 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A job was evaluated on its held-out samples after `step`."""
+    """The held-out samples of a job were evaluated after the optimizer step `step`."""
 
     job: str
     step: int
     loss: float
     tokens: int
     token_accuracy: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Maps the name of each metric of the job's objective to its mean over the held-out rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The scores of some samples of a job after the optimizer step `step`. A score is the sum of the
+    log-probabilities of a sample's supervised tokens."""
+
+    job: str
+    step: int
+    samples: tuple[int, ...]
+    """Indices of the samples, as in the Program."""
+    logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +70,33 @@ class Passed:
     time: PassTime
 
 
-Event = Stepped | Evaluated | SaveDue | Failed | Passed | StateTime
-"""An event. `StateTime` is the duration of optimizer steps that were made together."""
+Event = Stepped | Evaluated | Scored | SaveDue | Failed | Passed | StateTime
+"""Any event that an executor reports. `StateTime` is the duration of optimizer steps that were made
+together."""
 
 
 class OutOfMemory(RuntimeError):
     """A pass did not fit into memory. Unfinished global batches have been dropped."""
 
 
-def evaluation_event(sums: EvaluationSums) -> Evaluated | Failed:
-    """Return the event of a finished evaluation. A loss that is not finite makes the job fail."""
+def evaluation_event(sums: EvaluationSums, objective: ObjectiveSpec) -> Evaluated | Failed:
+    """Return the event of a finished evaluation of a job with this objective. A loss that is not finite makes
+    the job fail."""
     if not math.isfinite(sums.loss):
         return Failed(sums.job, f"its evaluation loss at step {sums.step} is {sums.loss}")
-    return Evaluated(sums.job, sums.step, sums.loss / sums.tokens, sums.tokens, sums.correct / sums.tokens)
+    return Evaluated(
+        job=sums.job,
+        step=sums.step,
+        loss=sums.loss / sums.count,
+        tokens=sums.tokens,
+        token_accuracy=sums.correct / sums.tokens,
+        metrics=objective.named_metrics([total / sums.count for total in sums.metrics]),
+    )
+
+
+def score_event(scored: Scored) -> Scored | Failed:
+    """Return the event of scored samples. A score that is not finite makes the job fail."""
+    for sample, logprob in zip(scored.samples, scored.logprobs, strict=True):
+        if not math.isfinite(logprob):
+            return Failed(scored.job, f"the reference log-probability of its sample {sample} is {logprob}")
+    return scored

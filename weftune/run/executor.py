@@ -18,7 +18,9 @@ from torch import Tensor
 
 from weftune.core.interrupt import StopRequest
 from weftune.errors import PlanError
-from weftune.plan.program.layout import OnWorker
+from weftune.objectives.registry import make_objective
+from weftune.objectives.spec import SFT_SPEC
+from weftune.plan.program.layout import WorkerLayout
 from weftune.plan.program.program import (
     Action,
     Backward,
@@ -26,17 +28,20 @@ from weftune.plan.program.program import (
     Evaluate,
     Evict,
     Forward,
+    ForwardOnly,
+    ForwardPass,
     Load,
     MicrobatchPlan,
     Program,
     Recv,
     Reduce,
     Save,
+    Score,
     Send,
     Step,
     Streaming,
 )
-from weftune.run.events import Event
+from weftune.run.events import Event, Scored
 from weftune.run.measure.memory import is_out_of_memory
 from weftune.run.measure.timers import ActionTimer
 from weftune.run.parts import (
@@ -61,7 +66,7 @@ class Executor:
     def __init__(
         self,
         adapted: AdaptedBase,
-        part: OnWorker,
+        part: WorkerLayout,
         *,
         weights: Weights,
         activations: Activations,
@@ -72,12 +77,13 @@ class Executor:
         worker: int = 0,
     ) -> None:
         """`worker` is the index of this worker over all replicas; `part` is its share of the base."""
+        self.adapted = adapted
         self.base, self.banks, self.layers = adapted.base, adapted.banks, adapted.layers
         self.part, self.worker = part, worker
         self.weights, self.activations, self.passes = weights, activations, passes
         self.adapters, self.agreement = adapters, agreement
         self.scorer = Scorer(self.base.head() if self.base.last else None, self.banks.rows_in_head)
-        self._adapted, self._roster, self._timer = adapted, adapters.roster, timer
+        self._roster, self._timer = adapters.roster, timer
         self.attached, self.dead = self._roster.trainings, self._roster.dead
         self.home = adapters.home
         """Device that keeps the training state of attached jobs."""
@@ -92,6 +98,9 @@ class Executor:
         self._in_flight: dict[int, InFlight] = {}
         self._next: tuple[MicrobatchPlan, LaidMicrobatch] | None = None
         """Plan and tensors of the next microbatch, prepared in advance."""
+        self.offer_turn: Callable[[], object] | None = None
+        """Function that is called after every pass of a window, when nothing is bound to the base: a decoder
+        takes its turns there. None if there is no decoder."""
         self.writer = Writer(self.base.device)
         self._none = torch.zeros((), dtype=self.base.dtype, device=self.base.device)
 
@@ -104,8 +113,12 @@ class Executor:
 
     def attach(self, training: Training) -> None:
         self.adapters.attach(training)
+        self._note_version(training.job, training.progress.step)
+        if training.recipe.objective != SFT_SPEC:
+            self.scorer.objectives[training.job] = make_objective(training.recipe.objective)
 
     def detach(self, job: str) -> Training:
+        self.scorer.objectives.pop(job, None)
         return self.adapters.detach(job)
 
     def kill(self, job: str) -> None:
@@ -113,18 +126,32 @@ class Executor:
         self.adapters.kill(job)
 
     def note_evaluation(
-        self, job: str, loss: float, keep_best: bool, min_delta: float, counts: bool = True
+        self,
+        job: str,
+        loss: float,
+        keep_best: bool,
+        min_delta: float,
+        counts: bool = True,
+        score: float | None = None,
     ) -> None:
-        self.attached[job].note_evaluation(loss, keep_best, min_delta, counts)
+        self.attached[job].note_evaluation(loss, keep_best, min_delta, counts, score)
 
     def show_mean(self, job: str) -> None:
         """Make passes read the mean of the job's last weights, which a sweep evaluates. Called between
         windows; the job makes no optimizer step until `show_master`."""
         self.adapters.show(job, self.attached[job].judged)
+        # The mean is no version that any step computed.
+        self._note_version(job, -1 - self.attached[job].progress.step)
 
     def show_master(self, job: str) -> None:
         """Make passes read the job's latest weights again. Called between windows."""
         self.adapters.show(job, self.attached[job].master)
+        self._note_version(job, self.attached[job].progress.step)
+
+    def _note_version(self, job: str, version: int) -> None:
+        """Record which weights of a job the next pass reads."""
+        if (attached := self.banks.attached.get(job)) is not None:
+            attached.version = version
 
     def save(self, job: str, folder: Path) -> None:
         """Take a snapshot of the job, from which a checkpoint is written while training continues."""
@@ -132,11 +159,11 @@ class Executor:
 
     def snapshot(self, job: str) -> Snapshot:
         """Return the job's current state, copied to host memory."""
-        with self._adapted.on_stream():
+        with self.adapted.on_stream():
             return self.writer.snapshots.take(self.attached[job])
 
     def save_now(self, job: str, folder: Path) -> None:
-        """Save a checkpoint between windows. With one process this is the same as `save`."""
+        """Save a checkpoint between windows. With one process, this is equivalent to `save`."""
         self.save(job, folder)
 
     def unsaved(self) -> list[Unsaved]:
@@ -151,7 +178,7 @@ class Executor:
         """Finish all writes, and remove all adapters and fused layers from the base."""
         self.writer.close()
         self.passes.abandon()
-        self._adapted.restore_base()
+        self.adapted.restore_base()
 
     # -- a window ----------------------------------------------------------------------------------------
 
@@ -166,11 +193,12 @@ class Executor:
         batch is unfinished. If that takes too long, or if `overdue` returns True, nothing more is computed
         and unfinished global batches are dropped."""
         self._refuse(program)
-        with self._adapted.on_stream():
+        with self.adapted.on_stream():
             self._timer.begin_window()
             self.weights.begin_window()
             self.activations.reserve(rows_at_once(program, self.worker))
             self.passes.begin_window(program)
+            self.scorer.begin_window()
             self.agreement.begin_window(program)
             self._program, self._fetch = program, fetch
             actions = program.devices[self.worker]
@@ -186,10 +214,12 @@ class Executor:
             if together:
                 steps = [action for action in run if isinstance(action, Step)]
                 yield from self._guarded(self.agreement.step(steps))
+                for step in steps:
+                    self._note_version(step.job, step.step)
                 continue
             for action in run:
                 # Only at the end of a round are the stages where the next plan expects them.
-                if isinstance(action, Forward | Evaluate) and request.is_pending() and not self._is_busy():
+                if isinstance(action, ForwardPass) and request.is_pending() and not self._is_busy():
                     return
                 late = request.is_overdue() or overdue()
                 if late and isinstance(action, Compute) and not self.agreement.shortage:
@@ -199,6 +229,8 @@ class Executor:
                 self._timer.start()
                 yield from self._guarded(self._do(action))
                 yield from self._end(action)
+                if self.offer_turn is not None and isinstance(action, Compute):
+                    self.offer_turn()
 
     def _guarded(self, events: Iterator[Event]) -> Iterator[Event]:
         """Yield the events of an action. If the action runs out of memory, drop all unfinished work."""
@@ -218,12 +250,12 @@ class Executor:
         return bool(self._in_flight) or self._roster.inside_a_step()
 
     def _end(self, action: Action) -> Iterator[Event]:
-        """Report that an action ran, and release a microbatch that has passed all stages of this worker."""
+        """Report that an action ran, and release its microbatch after the last stage of this worker."""
         span, passed = self._timer.stop(), None
         if isinstance(action, Compute) and (flight := self._in_flight.get(action.microbatch)) is not None:
-            timed, number, own = flight.timed, action.microbatch, self.part.own
+            timed, number, own = flight.timed, action.microbatch, self.part.own_stages
             (timed.backward if isinstance(action, Backward) else timed.forward).append(span)
-            if action in (Backward(number, own[0]), Evaluate(number, own[-1])):
+            if action in (Backward(number, own[0]), Evaluate(number, own[-1]), Score(number, own[-1])):
                 passed = self._in_flight.pop(number).timed
         yield from self.agreement.ran(action, span, passed)
 
@@ -257,9 +289,9 @@ class Executor:
                 self._forward(StageVisit(number, stage))
             case Backward(number, stage):
                 self._backward(StageVisit(number, stage))
-            case Evaluate(number, stage):
-                yield from self.agreement.evaluate(stage, self._program.microbatches[number])
-                yield from self._evaluate(StageVisit(number, stage))
+            case Evaluate() | Score():
+                yield from self.agreement.arrive(action.stage)
+                yield from self._pass_only_forward(action)
             case Reduce():
                 self.agreement.reduce(action)
             case Save(job, step):
@@ -269,7 +301,7 @@ class Executor:
 
     def _forward(self, visit: StageVisit) -> None:
         plan = self._program.microbatches[visit.microbatch]
-        flight = self._flight(visit, evaluates=False)
+        flight = self._flight(visit, Forward)
         # Not earlier: the microbatch is laid out while the data of the first Steps is still being copied.
         self._use(visit.stage, plan, returning=False)
         if flight is not None:
@@ -279,17 +311,17 @@ class Executor:
 
     def _pass_forward(self, flight: InFlight, visit: StageVisit) -> None:
         last = visit.stage == self._last_stage
-        h_TD = self.passes.forward(visit, flight, self._given(visit), last or self.part.layout.pipelined)
+        h_TD = self.passes.forward(visit, flight, self._given(visit), last or self.part.layout.is_pipeline)
         if last:
             leaf_TD, program = h_TD.detach().requires_grad_(), self._program
-            flight.scores = self.scorer.score(leaf_TD, flight.laid, program.supervised, program.samples)
+            flight.scores = self.scorer.score(leaf_TD, flight.laid, program.supervised, program.sample_counts)
             return
         self.activations.give(StageVisit(visit.microbatch, visit.stage + 1), h_TD)
         if visit.stage > 0:
             self.activations.passed(visit)
 
     def _backward(self, visit: StageVisit) -> None:
-        number, stage, own = visit.microbatch, visit.stage, self.part.own
+        number, stage, own = visit.microbatch, visit.stage, self.part.own_stages
         self._use(stage, self._program.microbatches[number], returning=True)
         if (flight := self._in_flight.get(number)) is None:
             return
@@ -308,20 +340,35 @@ class Executor:
         if stage == own[0]:
             self._lay_ahead(number)
 
-    def _evaluate(self, visit: StageVisit) -> Iterator[Event]:
+    def _pass_only_forward(self, action: ForwardOnly) -> Iterator[Event]:
+        """Evaluate or score a microbatch at a stage."""
+        visit = StageVisit(action.microbatch, action.stage)
         plan = self._program.microbatches[visit.microbatch]
-        flight = self._flight(visit, evaluates=True)
+        flight = self._flight(visit, type(action))
         self._use(visit.stage, plan, returning=False)
         if flight is not None:
             given_TD = self._given(visit)
             h_TD = self.passes.evaluate(visit, flight, given_TD)
             if given_TD is not None:
                 self.activations.drop(visit)
-            if visit.stage == self._last_stage:
+            if visit.stage < self._last_stage:
+                self.activations.give(StageVisit(visit.microbatch, visit.stage + 1), h_TD, returns=False)
+            elif isinstance(action, Evaluate):
                 yield from self.agreement.evaluated(self.scorer.evaluate(h_TD, flight.laid))
             else:
-                self.activations.give(StageVisit(visit.microbatch, visit.stage + 1), h_TD, returns=False)
+                yield from self.agreement.scored(self._scores(h_TD, flight))
         self.adapters.ask_ahead(visit.stage, plan.jobs)
+
+    def _scores(self, h_TD: Tensor, flight: InFlight) -> list[Scored]:
+        """Return the scores of the reference policies; those of mismatched samples are kept for the losses
+        that follow."""
+        segments, sums = flight.timed.plan.segments, self.scorer.sample_logprobs(h_TD, flight.laid)
+        self.scorer.note_mismatched(sums, flight.laid)
+        return [
+            Scored(one.job, one.step, tuple(placed.sample for placed in one.samples), logprobs)
+            for one, laid, logprobs in zip(segments, flight.laid.microbatch.segments, sums, strict=True)
+            if not laid.kl_of
+        ]
 
     def _use(self, stage: int, plan: MicrobatchPlan, returning: bool) -> None:
         """Make the stage's weights, and the adapters of the microbatch's jobs, readable by the device."""
@@ -338,42 +385,44 @@ class Executor:
         segments, scores = flight.laid.microbatch.segments, flight.scores
         flight.scores = None
         if scores is not None:
-            self._roster.collect(segments, scores.losses, scores.correct)
+            self._roster.collect(segments, scores.losses, scores.correct, scores.metrics)
         else:
-            self._roster.collect(segments, [self._none] * len(segments), [self._none.long()] * len(segments))
+            count = len(segments)
+            self._roster.collect(segments, [self._none] * count, [self._none.long()] * count, [None] * count)
 
     # -- rows --------------------------------------------------------------------------------------------
 
-    def _flight(self, visit: StageVisit, evaluates: bool) -> InFlight | None:
+    def _flight(self, visit: StageVisit, kind: type[ForwardPass]) -> InFlight | None:
         """Return the microbatch, copied to the device at its first stage, or None if all its jobs are
         dead."""
-        if visit.stage == self.part.own[0]:
+        if visit.stage == self.part.own_stages[0]:
             plan = self.agreement.alive(self._program.microbatches[visit.microbatch])
             if plan.segments:
-                if not (evaluates or self._in_flight):
+                training = kind is Forward
+                if training and not self._in_flight:
                     self.passes.begin_round()
-                if not evaluates and self._next is not None and self._next[0] == plan:
+                if training and self._next is not None and self._next[0] == plan:
                     laid = self._next[1]
                 else:
-                    laid = self._lay(plan, evaluates)
-                self._in_flight[visit.microbatch] = InFlight(laid, TimedPass(plan, training=not evaluates))
+                    laid = self._lay(plan, kind)
+                self._in_flight[visit.microbatch] = InFlight(laid, TimedPass(plan, training))
         return self._in_flight.get(visit.microbatch)
 
-    def _lay(self, plan: MicrobatchPlan, evaluates: bool) -> LaidMicrobatch:
+    def _lay(self, plan: MicrobatchPlan, kind: type[ForwardPass]) -> LaidMicrobatch:
         base = self.base
-        return lay(self._fetch(plan, evaluates), plan.rows, base.device, base.shape.context)
+        return lay(self._fetch(plan, kind), plan.rows, base.device, base.shape.context)
 
     def _lay_ahead(self, number: int) -> None:
         """Prepare the next microbatch while the GPU computes: an optimizer step would make the host wait."""
         self._next = None
         if (
-            self._adapted.stream is not None
+            self.adapted.stream is not None
             and number + 1 in self._trained
             and number + 1 not in self._in_flight
         ):
             plan = self.agreement.alive(self._program.microbatches[number + 1])
             if plan.segments:
-                self._next = plan, self._lay(plan, evaluates=False)
+                self._next = plan, self._lay(plan, Forward)
 
     def _refuse(self, program: Program) -> None:
         """Raise PlanError for a Program that cannot be run with this executor's layout."""
@@ -383,9 +432,9 @@ class Executor:
                 f"this plan is for {len(program.devices)} devices, and only plans for "
                 f"{layout.workers * layout.replicas} can be run here"
             )
-        if program.chunk:
+        if program.chunk_rows:
             raise PlanError(
-                f"this plan cuts samples into chunks of {program.chunk} rows, which cannot yet be run"
+                f"this plan cuts samples into chunks of {program.chunk_rows} rows, which cannot yet be run"
             )
         actions = program.devices[self.worker]
         moved = {type(action).__name__ for action in actions if isinstance(action, Streaming)}

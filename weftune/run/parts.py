@@ -10,7 +10,7 @@ from torch import Tensor
 from weftune.core.batch import Microbatch
 from weftune.plan.program.program import (
     Action,
-    Evaluate,
+    ForwardPass,
     MicrobatchPlan,
     Program,
     Recv,
@@ -18,7 +18,7 @@ from weftune.plan.program.program import (
     Send,
     Step,
 )
-from weftune.run.events import Event
+from weftune.run.events import Event, Scored
 from weftune.run.measure.timers import DeviceSpan, Waited
 from weftune.run.passes.graphs import CapturedPasses
 from weftune.run.passes.plain import PlainPasses
@@ -31,8 +31,9 @@ from weftune.run.stream.travelling_adapters import TravellingAdapters
 from weftune.run.stream.weights import ResidentWeights, StreamedWeights
 from weftune.run.training.state import EvaluationSums
 
-Fetch = Callable[[MicrobatchPlan, bool], Microbatch]
-"""A function that returns the tensors of a planned microbatch. The flag is True for held-out samples."""
+Fetch = Callable[[MicrobatchPlan, type[ForwardPass]], Microbatch]
+"""A function that returns the tensors of a planned microbatch for a kind of forward pass: training samples
+for Forward, held-out samples for Evaluate, and both, as the reference policy sees them, for Score."""
 Weights = ResidentWeights | StreamedWeights
 """The base's weights: all resident on the device, or streamed to it stage by stage."""
 Activations = KeptActivations | OffloadedActivations
@@ -72,11 +73,14 @@ class Agreement(Protocol):
     def ran(self, action: Action, span: DeviceSpan, passed: TimedPass | None) -> Iterator[Event]:
         """Report that an action ran. `passed` is the pass that it completed on this worker, or None."""
 
-    def evaluate(self, stage: int, plan: MicrobatchPlan) -> Iterator[Event]:
-        """Handle a microbatch of held-out samples that arrives at a stage."""
+    def arrive(self, stage: int) -> Iterator[Event]:
+        """Handle a microbatch without a backward that arrives at a stage."""
 
     def evaluated(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
         """Handle the sums of a microbatch of held-out samples that has passed the last stage."""
+
+    def scored(self, scores: Sequence[Scored]) -> Iterator[Event]:
+        """Handle the scores of a microbatch that has passed the last stage."""
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]: ...
 
@@ -95,10 +99,6 @@ class Agreement(Protocol):
 
 def delivered(program: Program, microbatches: Mapping[int, Microbatch]) -> Fetch:
     """Return a `Fetch` over received microbatches, which are keyed by their index in the Program."""
-    evaluated = {
-        action.microbatch for actions in program.devices for action in actions if isinstance(action, Evaluate)
-    }
-    by_plan = {
-        (program.microbatches[number], number in evaluated): laid for number, laid in microbatches.items()
-    }
-    return lambda plan, evaluates: by_plan[plan, evaluates]
+    kinds = program.pass_kinds()
+    by_plan = {(program.microbatches[number], kinds[number]): laid for number, laid in microbatches.items()}
+    return lambda plan, kind: by_plan[plan, kind]

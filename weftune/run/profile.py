@@ -196,7 +196,7 @@ class _Bench:
         """Measure a case and record the median of its passes, unless it does not fit into memory."""
         with self._attached(case) as names, suppress(OutOfMemory):
             times, steps = self._times(case, names, self._warmup + self._repeats)
-            memory = MemoryModel(self._base.shape, budget=0)
+            memory = MemoryModel(self._base.shape, budget_bytes=0)
             parameters = sum(self._executor.attached[name].layout.size for name in names)
             known = self._base.shape.base_bytes + parameters * memory.bytes_per_parameter
             settled = [one for one in times[self._warmup :] if one.settled] or times[-1:]
@@ -281,7 +281,7 @@ def _microbatch(plan: MicrobatchPlan, vocabulary: int) -> Microbatch:
     tokens_T = torch.randint(vocabulary, (plan.tokens,))
     targets_T = torch.full((plan.tokens,), IGNORED)
     for one, stop in zip(samples, accumulate(one.length for one in samples), strict=True):
-        targets_T[stop - one.supervised : stop] = torch.randint(vocabulary, (one.supervised,))
+        targets_T[stop - one.supervised_tokens : stop] = torch.randint(vocabulary, (one.supervised_tokens,))
     stops = list(accumulate(segment.tokens for segment in plan.segments))
     return Microbatch(
         tokens_T=tokens_T,

@@ -31,6 +31,7 @@ def test_a_clock_tells_moments_in_the_seconds_of_the_machine() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timed
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_moment_on_a_gpu_is_when_the_device_came_to_it() -> None:
     clock = DeviceClock(torch.device("cuda", 0))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests import bench
-from tests.adapters.aboard import together
+from tests.adapters.attached_banks import together
 from tests.base.packs import random_samples
 from tests.interpreter import interpret
 from tests.run.passes.test_layers import one_layer
@@ -52,7 +52,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_banks, "SLOTS", 8)
 
 
-class Aboard:
+class ScoredJobs:
     """Jobs on a tiny base whose layers are fused, and what passes of it give them."""
 
     def __init__(
@@ -122,7 +122,7 @@ def microbatch_of(jobs: Mapping[str, Sequence[int]]) -> Microbatch:
 
 
 def test_a_pass_that_gathers_computes_what_one_that_knows_the_rows_does() -> None:
-    jobs, other = Aboard(one_layer("llama"), SPECS), microbatch_of(OTHER)
+    jobs, other = ScoredJobs(one_layer("llama"), SPECS), microbatch_of(OTHER)
     feed = jobs.inputs(microbatch_of(FIRST))
     assert jobs.key(microbatch_of(FIRST)) == jobs.key(other)
     feed.fill(lay(microbatch_of(FIRST), other.rows, bench.CPU))
@@ -137,10 +137,10 @@ def test_a_pass_that_gathers_computes_what_one_that_knows_the_rows_does() -> Non
 def test_where_nobody_else_has_adapters_a_bottleneck_gets_all_of_its_gradient(gathered: bool) -> None:
     """The first linears of the base have no input that needs a gradient."""
     base, spec, microbatch = one_layer("llama"), SPECS["relu"], microbatch_of({"relu": (5, 8)})
-    plain = Aboard(base, {"relu": spec}, route=Route.segmented)
+    plain = ScoredJobs(base, {"relu": spec}, route=Route.segmented)
     wanted = plain.plain(microbatch)["d relu"]
     plain.adapted.restore_base()
-    jobs = Aboard(base, {"relu": spec})
+    jobs = ScoredJobs(base, {"relu": spec})
     found = jobs.gathered(jobs.inputs(microbatch), microbatch) if gathered else jobs.plain(microbatch)
     layout = get_kind(spec.kind).layout(spec, base.shape.sites)
     for parameter, value in layout.views(wanted).items():
@@ -151,10 +151,10 @@ def test_where_nobody_else_has_adapters_a_bottleneck_gets_all_of_its_gradient(ga
 
 def test_a_nan_stays_with_its_job() -> None:
     base, microbatch = one_layer("llama"), microbatch_of(FIRST)
-    jobs = Aboard(base, SPECS)
+    jobs = ScoredJobs(base, SPECS)
     healthy = jobs.gathered(jobs.inputs(microbatch), microbatch)
     jobs.adapted.restore_base()
-    jobs = Aboard(base, SPECS, sick=("relu", "long"))
+    jobs = ScoredJobs(base, SPECS, sick=("relu", "long"))
     for name, value in jobs.gathered(jobs.inputs(microbatch), microbatch).items():
         if name.endswith(("relu", "long")):
             assert value.isnan().any(), name
@@ -163,7 +163,7 @@ def test_a_nan_stays_with_its_job() -> None:
 
 
 def test_who_comes_aboard_again_has_another_key_and_who_was_not_there_has_no_part_in_it() -> None:
-    jobs, microbatch = Aboard(one_layer("llama"), SPECS), microbatch_of(FIRST)
+    jobs, microbatch = ScoredJobs(one_layer("llama"), SPECS), microbatch_of(FIRST)
     before = jobs.key(microbatch)
     assert [one.job for one in before.gathered] == ["relu", "gelu", "silu", "short", "long"]
     assert [(one.keys, one.samples) for one in before.gathered[3:]] == [(2, 1), (5, 4)]
@@ -176,7 +176,7 @@ def test_who_comes_aboard_again_has_another_key_and_who_was_not_there_has_no_par
 
 def test_only_kinds_that_change_outputs_alone_are_gathered() -> None:
     specs = {"relu": SPECS["relu"], "long": SPECS["long"], "pissa": PissaSpec(rank=2)}
-    banks = Aboard(one_layer("llama"), specs).adapted.banks
+    banks = ScoredJobs(one_layer("llama"), specs).adapted.banks
     able = microbatch_of({"relu": (3,), "long": (4,)})
     assert banks.capturable(able, gathers=True)
     assert not banks.capturable(able)

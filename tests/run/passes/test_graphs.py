@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tests import bench
-from tests.adapters.aboard import attach, together
+from tests.adapters.attached_banks import attach, together
 from tests.adapters.test_kinds import all_kinds, drawn
 from tests.adapters.toys import toys  # noqa: F401 (a fixture)
 from tests.base.packs import random_samples
-from tests.run import aboard
+from tests.run import executors
 from weftune.ops.lora.routes import Route
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graphs import CapturedPasses
@@ -30,7 +30,7 @@ def test_kinds_without_kernels_are_never_missing_from_passes_that_could_be_captu
     for passes in (plain, *(CapturedPasses(adapted, {0: base}) for _ in range(2))):
         for one in adapted.banks.attached.values():
             one.gradient.zero_()
-        visit, rows = StageVisit(0, 0), aboard.in_flight(laid)
+        visit, rows = StageVisit(0, 0), executors.in_flight(laid)
         h_TD = passes.forward(visit, rows, None, keep=True)
         assert rows.timed.settled
         passes.backward(visit, rows, None, torch.ones_like(h_TD))

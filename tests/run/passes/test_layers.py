@@ -9,14 +9,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests import bench
-from tests.adapters.aboard import together
+from tests.adapters.attached_banks import together
 from tests.base.packs import packed, random_samples
 from tests.base.quant.bases import quantised_base
 from tests.cases import slow_but
 from tests.families import VOCABULARY, config, randomised, tiny
 from tests.interpreter import interpret
 from tests.ops.launches import Failing
-from tests.run import aboard
+from tests.run import executors
 from weftune.adapters import banks
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
@@ -30,7 +30,7 @@ from weftune.base.spec import BaseSpec
 from weftune.core.batch import IGNORED, Microbatch
 from weftune.ops import fallback
 from weftune.ops.lora.routes import Route
-from weftune.plan.program.layout import Layout, StageLayers, one_device
+from weftune.plan.program.layout import Layout, StageLayers, one_device_layout
 from weftune.plan.program.program import NOTHING, Recompute
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import streamed_executor
@@ -86,14 +86,14 @@ def jobs_for(base):
     made = []
     for seed, (name, keys) in enumerate(JOBS.items(), start=1):
         data = bench.rows(bench.samples(6, seed, shortest=LENGTH, longest=LENGTH))
-        made.append(aboard.ready(base, name, seed=seed, steps=STEPS, data=data, **keys))
+        made.append(executors.prepare(base, name, seed=seed, steps=STEPS, data=data, **keys))
     return made
 
 
 def adapted_executor(base, jobs, route, monkeypatch):
     """An executor whose kernels are interpreted if it is to have any."""
     monkeypatch.setenv("TRITON_INTERPRET", str(int(route is Route.tiled)))
-    executor = aboard.executor(base, jobs, route)
+    executor = executors.executor_with(base, jobs, route)
     assert executor.fused == (route is Route.tiled)
     return executor
 
@@ -103,9 +103,9 @@ def trained(base, route, monkeypatch, steps=STEPS, recompute=NOTHING):
     jobs = jobs_for(base)
     executor = adapted_executor(base, jobs, route, monkeypatch)
     courses = [job.job_window(0, steps, False) for job in jobs]
-    program = plan_window(courses, one_device(), CAPACITY, ladder=True, recompute=recompute)
+    program = plan_window(courses, one_device_layout(), CAPACITY, ladder=True, recompute=recompute)
     assert all(plan.rows > plan.tokens for plan in program.microbatches)
-    events = list(aboard.events(executor, program, jobs))
+    events = list(executors.run_program(executor, program, jobs))
     executor.restore_base()
     losses = {(e.job, e.step): e.outcome.loss for e in events if isinstance(e, Stepped)}
     assert len(losses) == steps * len(jobs)
@@ -186,7 +186,8 @@ def test_on_a_quantised_base_too_and_each_matrix_is_computed_once_a_pass_for_all
 
 
 @pytest.mark.parametrize(
-    "recompute", [NOTHING, Recompute(outputs=True, layers=1), Recompute(True, 1, tile_rows=16)]
+    "recompute",
+    [NOTHING, Recompute(recomputes_outputs=True, recomputed_layers=1), Recompute(True, 1, tile_rows=16)],
 )
 def test_virtual_tokens_train_in_fused_layers_as_in_the_plain_ones(recompute, monkeypatch):
     """Rows before samples, and keys and values before them, beside a job that has neither."""
@@ -199,15 +200,15 @@ def test_virtual_tokens_train_in_fused_layers_as_in_the_plain_ones(recompute, mo
     data = bench.rows(bench.samples(4, 1, shortest=4, longest=LENGTH))
     for route in (Route.segmented, Route.tiled):
         jobs = [
-            aboard.ready(base, name, steps=1, batch_size=2, data=data, adapter=adapter)
+            executors.prepare(base, name, steps=1, batch_size=2, data=data, adapter=adapter)
             for name, adapter in adapters.items()
         ]
         executor = adapted_executor(base, jobs, route, monkeypatch)
         courses = [job.job_window(0, 1, False) for job in jobs]
         made = NOTHING if route is Route.segmented else recompute
-        program = plan_window(courses, one_device(), 64, ladder=True, recompute=made)
+        program = plan_window(courses, one_device_layout(), 64, ladder=True, recompute=made)
         assert {len(plan.jobs) for plan in program.microbatches} == {len(jobs)}
-        events = list(aboard.events(executor, program, jobs))
+        events = list(executors.run_program(executor, program, jobs))
         assert sum(isinstance(event, Stepped) for event in events) == len(jobs)
         executor.restore_base()
         found.append({job.name: executor.attached[job.name] for job in jobs})
@@ -220,7 +221,13 @@ def test_virtual_tokens_train_in_fused_layers_as_in_the_plain_ones(recompute, mo
 def test_what_is_made_again_in_the_backward_has_the_bits_it_had(monkeypatch):
     base = one_layer("llama")
     kept = trained(base, Route.tiled, monkeypatch, steps=1)
-    again = trained(base, Route.tiled, monkeypatch, steps=1, recompute=Recompute(outputs=True, layers=1))
+    again = trained(
+        base,
+        Route.tiled,
+        monkeypatch,
+        steps=1,
+        recompute=Recompute(recomputes_outputs=True, recomputed_layers=1),
+    )
     assert again[0] == kept[0]
     for name in JOBS:
         assert torch.equal(again[1][name], kept[1][name]), name
@@ -228,7 +235,11 @@ def test_what_is_made_again_in_the_backward_has_the_bits_it_had(monkeypatch):
 
 @pytest.mark.parametrize(
     ("recompute", "kept"),
-    [(NOTHING, ["gate_up", "act"]), (Recompute(outputs=True), ["gate_up"]), (Recompute(True, 1), [])],
+    [
+        (NOTHING, ["gate_up", "act"]),
+        (Recompute(recomputes_outputs=True), ["gate_up"]),
+        (Recompute(True, 1), []),
+    ],
 )
 def test_the_forward_does_not_keep_what_is_recomputed(recompute, kept, monkeypatch):
     found, gate = {}, fused_layers.ACTIVATIONS["silu"]
@@ -268,10 +279,10 @@ def test_a_nan_leaves_the_bits_of_the_others_as_they_are(monkeypatch):
         if sick:
             executor.banks.attached["dropping"].weights.fill_(math.nan)
         program = plan_window(
-            [job.job_window(0, 1, False) for job in jobs], one_device(), CAPACITY, ladder=True
+            [job.job_window(0, 1, False) for job in jobs], one_device_layout(), CAPACITY, ladder=True
         )
         assert program.shared_count() > 0
-        events = list(aboard.events(executor, program, jobs))
+        events = list(executors.run_program(executor, program, jobs))
         executor.restore_base()
         assert [event.job for event in events if isinstance(event, Failed)] == ["dropping"] * sick
         masters.append(executor.attached["values-only"].master)
@@ -336,7 +347,7 @@ def test_fused_layers_are_as_exact_as_those_of_transformers(family, monkeypatch)
     for got, plain, truth in zip(fused, plains, truths, strict=True):
         rounding = torch.finfo(torch.float32).eps * truth.norm()
         assert (got.double() - truth).norm() <= 2 * (plain.double() - truth).norm() + rounding
-    adapted.layers.recompute = Recompute(outputs=True, layers=1)
+    adapted.layers.recompute = Recompute(recomputes_outputs=True, recomputed_layers=1)
     for again, first in zip(decoded(base.model, x_TD, samples, dh_TD), fused, strict=True):
         assert torch.equal(again, first)
     adapted.restore_base()
@@ -360,7 +371,7 @@ def two_layers(family):
 def test_streamed_they_have_the_bits_of_the_resident_ones(family, travels, monkeypatch):
     """Weights that share their input lie side by side in the arena, biases too: nothing is stacked anew."""
     model, spec = two_layers(family)
-    cut = Layout((StageLayers(0, 1), StageLayers(1, 2)), slots=(1,), travels=travels)
+    cut = Layout((StageLayers(0, 1), StageLayers(1, 2)), slot_counts=(1,), adapters_travel=travels)
     base = stream_model(model, spec, bench.CPU, cut)
     before = [parameter.data_ptr() for parameter in base.whole.model.parameters()]
     jobs = jobs_for(base.whole)
@@ -368,13 +379,13 @@ def test_streamed_they_have_the_bits_of_the_resident_ones(family, travels, monke
     assert executor.fused
     assert [parameter.data_ptr() for parameter in base.whole.model.parameters()] == before
     for job in jobs:
-        executor.attach(aboard.training(base.whole, job))
+        executor.attach(executors.job_training(base.whole, job))
     courses = [job.job_window(0, 1, False) for job in jobs]
-    list(aboard.events(executor, plan_window(courses, cut, CAPACITY), jobs))
+    list(executors.run_program(executor, plan_window(courses, cut, CAPACITY), jobs))
 
     resident = Base.from_model(two_layers(family)[0], spec, bench.CPU)
     wanted = adapted_executor(resident, jobs, Route.tiled, monkeypatch)
-    list(aboard.events(wanted, plan_window(courses, one_device(), CAPACITY), jobs))
+    list(executors.run_program(wanted, plan_window(courses, one_device_layout(), CAPACITY), jobs))
     for job in jobs:
         assert executor.attached[job.name].progress.step == 1
         assert torch.equal(executor.attached[job.name].master, wanted.attached[job.name].master), job.name

@@ -3,7 +3,7 @@
 import pytest
 
 from tests import bench
-from tests.adapters.aboard import attach, together
+from tests.adapters.attached_banks import attach, together
 from tests.adapters.test_kinds import drawn
 from tests.base.packs import random_samples
 from weftune.adapters.lora.spec import LoraSpec

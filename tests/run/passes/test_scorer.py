@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from tests import bench
-from tests.run import aboard
+from tests.run import executors
+from weftune.plan.program.program import Forward
 from weftune.run.passes.rows import lay
 from weftune.run.passes.scorer import Scorer, Scores
 from weftune.trainer.job import collate_plan
@@ -13,10 +14,10 @@ from weftune.trainer.job import collate_plan
 
 def test_losses_of_all_jobs_together_are_those_of_each_alone_and_so_is_the_gradient() -> None:
     base = bench.base(dtype=torch.float64)
-    jobs = {f"job{n}": aboard.ready(base, f"job{n}", seed=n, batch_size=2) for n in range(5)}
-    program = aboard.program(list(jobs.values()), rounds=1, capacity=256)
+    jobs = {f"job{n}": executors.prepare(base, f"job{n}", seed=n, batch_size=2) for n in range(5)}
+    program = executors.plan_program(list(jobs.values()), rounds=1, capacity=256)
     (plan,) = program.microbatches
-    laid = lay(collate_plan(plan, False, jobs), plan.rows + 7, base.device)
+    laid = lay(collate_plan(plan, Forward, jobs), plan.rows + 7, base.device)
     h_TD = torch.randn(plan.rows + 7, base.shape.hidden, dtype=base.dtype)
     scorer = Scorer(base.head())
 
@@ -25,7 +26,7 @@ def test_losses_of_all_jobs_together_are_those_of_each_alone_and_so_is_the_gradi
         if together:
             scores = scorer.score_together(leaf_TD, laid, program.supervised)
         else:
-            scores = scorer.score(leaf_TD, laid, program.supervised, program.samples)
+            scores = scorer.score(leaf_TD, laid, program.supervised, program.sample_counts)
         return scores, scores.gradient_TD(dead={"job3"})
 
     (together, gradient_TD), (alone, wanted_TD) = made(True), made(False)

@@ -9,7 +9,7 @@ from tests import bench
 from tests.adapters.toys import GateSpec, toys  # noqa: F401 (a fixture)
 from tests.families import config, randomised
 from tests.interpreter import interpret
-from tests.run import aboard
+from tests.run import executors
 from weftune.adapters import banks
 from weftune.adapters.banks import Banks
 from weftune.adapters.kind import JobAdapter
@@ -18,6 +18,7 @@ from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import Layout, StageLayers
+from weftune.plan.program.program import Forward
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import streamed_executor
 from weftune.run.events import Stepped
@@ -77,7 +78,7 @@ def a_layer_each(slots=1, **others):
 def ready(base, name, length=LENGTH, **keys):
     """Samples of one length, which fill a microbatch each."""
     rows = bench.rows(bench.samples(8, seed=len(name), shortest=length, longest=length))
-    return aboard.ready(base, name, data=rows, **keys)
+    return executors.prepare(base, name, data=rows, **keys)
 
 
 # -- which visits are captured, and when -----------------------------------------------------------------
@@ -96,13 +97,13 @@ class StagedJobs:
 
     def join(self, name, rank):
         job = ready(self.base.whole, name, adapter={"rank": rank})
-        made = aboard.training(self.base.whole, job)
+        made = executors.job_training(self.base.whole, job)
         self.banks.attach(made.adapter, made.layout, made.state.weights, made.state.gradient)
 
     def laid(self, length=LENGTH, name="a"):
         job = ready(self.base.whole, name, length, batch_size=1)
-        [plan] = aboard.program([job], 1, length).microbatches
-        return lay(collate_plan(plan, False, {name: job}), plan.rows, bench.CPU)
+        [plan] = executors.plan_program([job], 1, length).microbatches
+        return lay(collate_plan(plan, Forward, {name: job}), plan.rows, bench.CPU)
 
     def round(self, *microbatches):
         """Whether each visit is made by a graph."""
@@ -111,7 +112,7 @@ class StagedJobs:
 
     def serve(self, visit, laid):
         """The graph, and whether nothing was set up."""
-        flight = aboard.in_flight(laid)
+        flight = executors.in_flight(laid)
         return self.graphs.serve(*visit, flight), flight.timed.settled
 
 
@@ -262,11 +263,13 @@ def trained(cut, pool):
     executor = streamed_executor(streamed(cut), Route.tiled, pool=pool)
     base = executor.base
     job = ready(base, "a", steps=2, batch_size=2, adapter=ADAPTER)
-    adapter = aboard.JobAdapter(job.name, job.spec.adapter, job.spec.seed)
+    adapter = executors.JobAdapter(job.name, job.spec.adapter, job.spec.seed)
     executor.attach(new_training(adapter, job.recipe, base.shape.sites, base.dtype, executor.home))
     program = plan_window([job.job_window(0, 2, False)], cut, LENGTH)
     assert len(program.microbatches) == 2 * 2
-    events = [event for event in aboard.events(executor, program, [job]) if isinstance(event, Stepped)]
+    events = [
+        event for event in executors.run_program(executor, program, [job]) if isinstance(event, Stepped)
+    ]
     return events, executor.attached["a"].master, executor
 
 
@@ -286,7 +289,7 @@ def interpreter(monkeypatch):
     ("cut", "short_at", "captures"),
     [
         pytest.param(
-            a_layer_each(2, travels=True, offloaded_rows=2 * LENGTH), (), len(ROUND), id="travelling"
+            a_layer_each(2, adapters_travel=True, offloaded_rows=2 * LENGTH), (), len(ROUND), id="travelling"
         ),
         pytest.param(a_layer_each(), {4}, 2, id="short of memory"),
     ],

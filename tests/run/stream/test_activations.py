@@ -11,24 +11,24 @@ from hypothesis import strategies as st
 
 from tests import bench
 from tests.cases import slow_but
-from tests.run.aboard import rows_here
+from tests.run.executors import rows_on_device
 from tests.run.models import LAYERS, deep
 from tests.run.test_streamed import (
     CAPACITY,
     CUTS,
+    attach_jobs,
     compare,
     evaluated_jobs,
     resident,
     run,
     streamed,
-    take_aboard,
     travelling,
     windows,
 )
 from tests.run.workers.test_agreed import make_jobs, whole_base
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
-from weftune.plan.program.layout import one_device
+from weftune.plan.program.layout import one_device_layout
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 from weftune.run.events import OutOfMemory
@@ -64,10 +64,10 @@ def test_what_another_family_hands_on_waits_in_host_memory_too(family):
     compare(family, torch.float64, LAYER_EACH)
 
 
-def aboard(cut, make=make_jobs):
+def executor_and_jobs(cut, make=make_jobs):
     executor = streamed("llama", torch.float32, cut)
     jobs = make(executor.base)
-    take_aboard(executor, jobs)
+    attach_jobs(executor, jobs)
     return executor, jobs
 
 
@@ -76,7 +76,7 @@ def on_the_device(executor):
     seen, read = [], executor.activations.read
 
     def noted(by):
-        seen.append(rows_here(executor.activations))
+        seen.append(rows_on_device(executor.activations))
         return read(by)
 
     executor.activations.read = noted
@@ -87,12 +87,12 @@ def on_the_device(executor):
 def test_only_a_round_and_a_microbatch_of_inputs_are_on_the_device_at_once(cut):
     seen = {}
     for chosen in (cut, offloading(cut)):
-        executor, jobs = aboard(chosen)
+        executor, jobs = executor_and_jobs(chosen)
         rows = on_the_device(executor)
         program = plan_window([job.job_window(0, 2, False) for job in jobs], chosen, CAPACITY)
         run(executor, program, jobs)
-        seen[chosen.offloads] = max(rows)
-        assert rows_here(executor.activations) == 0
+        seen[chosen.offloads_inputs] = max(rows)
+        assert rows_on_device(executor.activations) == 0
     whole = rows_at_once(program)
     largest = max(one.rows for one in program.microbatches)
     assert len(program.microbatches) >= 4
@@ -102,8 +102,8 @@ def test_only_a_round_and_a_microbatch_of_inputs_are_on_the_device_at_once(cut):
 def test_a_job_killed_in_the_middle_of_a_round_leaves_the_others_the_same_bits():
     masters = []
     for chosen in (CUTS["a layer at a time"], LAYER_EACH):
-        cut = replace(chosen, travels=True)
-        executor, jobs = aboard(cut, evaluated_jobs)
+        cut = replace(chosen, adapters_travel=True)
+        executor, jobs = executor_and_jobs(cut, evaluated_jobs)
         passes = 0
 
         def kill(*_, executor=executor):
@@ -120,7 +120,7 @@ def test_a_job_killed_in_the_middle_of_a_round_leaves_the_others_the_same_bits()
         courses = [job.job_window(executor.attached[job.name].progress.step, 2, False) for job in others]
         run(executor, plan_window(courses, cut, CAPACITY), jobs)
         assert passes > 3
-        assert rows_here(executor.activations) == 0
+        assert rows_on_device(executor.activations) == 0
         assert executor.attached["b"].progress.step == 0
         masters.append({job.name: executor.attached[job.name].master.clone() for job in others})
     for name, master in masters[0].items():
@@ -131,12 +131,12 @@ def test_microbatches_whose_jobs_are_all_dead_take_no_room():
     base = whole_base("llama", torch.float32)
     whole = resident_executor(base)
     capacity = 22
-    take_aboard(whole, make_jobs(base))
-    executor, jobs = aboard(LAYER_EACH)
+    attach_jobs(whole, make_jobs(base))
+    executor, jobs = executor_and_jobs(LAYER_EACH)
     courses = [job.job_window(0, 3, False) for job in jobs]
     program = plan_window(courses, LAYER_EACH, capacity)
     assert any(one.jobs == ("b",) for one in program.microbatches)
-    for one, planned in ((whole, plan_window(courses, one_device(), capacity)), (executor, program)):
+    for one, planned in ((whole, plan_window(courses, one_device_layout(), capacity)), (executor, program)):
         one.kill("b")
         run(one, planned, jobs)
     for name in ("a", "c"):
@@ -146,7 +146,7 @@ def test_microbatches_whose_jobs_are_all_dead_take_no_room():
 
 @pytest.mark.parametrize("short_stage", slow_but([1, 2, 3], [2]))
 def test_after_a_shortage_in_the_middle_of_a_round_it_is_made_again_to_the_same_bits(short_stage):
-    executor, jobs = aboard(LAYER_EACH, evaluated_jobs)
+    executor, jobs = executor_and_jobs(LAYER_EACH, evaluated_jobs)
     program = plan_window([job.job_window(0, 2, True) for job in jobs], LAYER_EACH, CAPACITY)
     passes = 0
 
@@ -160,7 +160,7 @@ def test_after_a_shortage_in_the_middle_of_a_round_it_is_made_again_to_the_same_
     with pytest.raises(OutOfMemory):
         run(executor, program, jobs)
     hook.remove()
-    assert rows_here(executor.activations) == 0
+    assert rows_on_device(executor.activations) == 0
     assert {one.progress.step for one in executor.attached.values()} == {0}
     _, masters = windows(executor, jobs, lambda courses: plan_window(courses, LAYER_EACH, CAPACITY))
     _, wanted = resident("llama", torch.float32)
@@ -171,7 +171,7 @@ def test_after_a_shortage_in_the_middle_of_a_round_it_is_made_again_to_the_same_
 def test_room_on_the_host_is_the_plans_and_grows_only_for_a_larger_round():
     small = offloading(CUTS["a layer at a time"], rows=1)
     for cut, grows in ((LAYER_EACH, False), (small, True)):
-        executor, jobs = aboard(cut)
+        executor, jobs = executor_and_jobs(cut)
         program = plan_window([job.job_window(0, 2, False) for job in jobs], cut, CAPACITY)
         assert executor.activations.reserved_rows == cut.offloaded_rows
         run(executor, program, jobs)
@@ -182,10 +182,10 @@ def test_room_on_the_host_is_the_plans_and_grows_only_for_a_larger_round():
 def test_what_comes_back_is_told_among_what_came_from_the_host():
     copied = {}
     for cut in (CUTS["one slot"], offloading(CUTS["one slot"])):
-        executor, jobs = aboard(cut)
+        executor, jobs = executor_and_jobs(cut)
         program = plan_window([job.job_window(0, 1, False) for job in jobs], cut, CAPACITY)
         run(executor, program, jobs)
-        copied[cut.offloads] = executor.weights.waited.copied_bytes
+        copied[cut.offloads_inputs] = executor.weights.waited.copied_bytes
     rows = sum(one.rows for one in program.microbatches)
     assert copied[True] - copied[False] == (LAYERS - 2) * rows * executor.base.shape.hidden * 4
 
@@ -198,7 +198,7 @@ def keeper(stages, rows):
     base = stream_model(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut)
     assert stages <= LAYERS
     chosen = replace(cut, stages=cut.stages[:stages], offloaded_rows=rows)
-    return OffloadedActivations(replace(base, part=chosen.on(0)), Waited())
+    return OffloadedActivations(replace(base, part=chosen.for_worker(0)), Waited())
 
 
 def test_an_input_is_off_the_device_between_its_forward_and_the_stage_behinds_backward():
@@ -212,11 +212,11 @@ def test_an_input_is_off_the_device_between_its_forward_and_the_stage_behinds_ba
     assert gone() is not None
     inputs.passed(at)
     assert gone() is None
-    assert rows_here(inputs) == 0
+    assert rows_on_device(inputs) == 0
     inputs.bring(at)
     assert torch.equal(inputs.read(at), values)
     inputs.drop(at)
-    assert rows_here(inputs) == 0
+    assert rows_on_device(inputs) == 0
 
 
 def test_a_round_larger_than_what_was_reserved_is_a_bug():
@@ -256,5 +256,5 @@ def test_every_visit_reads_what_it_was_given_round_after_round(stages, rows, rou
         )
         for mine, theirs in pairs:
             assert torch.equal(mine, theirs)
-            assert rows_here(offloaded) <= sum(rows) + max(rows)
-        assert rows_here(offloaded) == rows_here(kept) == 0
+            assert rows_on_device(offloaded) <= sum(rows) + max(rows)
+        assert rows_on_device(offloaded) == rows_on_device(kept) == 0

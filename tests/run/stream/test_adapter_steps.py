@@ -16,7 +16,7 @@ from tests.interpreter import interpret
 from tests.run.host_steps import (
     WEIGHTS,
     Short,
-    aboard,
+    attach_all,
     begin,
     buffer_bytes,
     drawn,
@@ -123,7 +123,7 @@ def test_piece_by_piece_a_step_has_the_bits_of_the_whole(cut, outside, dtype, se
         patch.setattr(adapter_steps, "PIECE", piece)
         steps = steps_for(len(sizes), dtype=WEIGHTS[dtype])
         one, other = (new("a", sizes, outside, seed, dtype) for _ in range(2))
-        together = aboard(steps, one)
+        together = attach_all(steps, one)
         for step in range(3):
             gradient = drawn(one, 100 * seed + step, 10.0 ** -(seed % 7))
             hand_in(steps, one, gradient)
@@ -149,7 +149,7 @@ def test_outcomes_and_weights_are_those_of_steps_that_are_waited_for(dtypes, pie
         [new(name, seed=seed, dtype=dtype, weights=weights) for seed, name in enumerate("abc")]
         for _ in range(2)
     )
-    due = aboard(steps, *together)
+    due = attach_all(steps, *together)
     for step in range(3):
         gradients = [drawn(one, 7 * step + seed, 10.0 ** (seed - 2)) for seed, one in enumerate(together)]
         for one, gradient in zip(together, gradients, strict=True):
@@ -183,7 +183,7 @@ def test_a_job_that_can_make_no_step_fails_alone(dtypes, loss, gradient, weights
     )
     steps = steps_for(dtype=narrow)
     bad.master[at] += weights
-    due = aboard(steps, good, bad)
+    due = attach_all(steps, good, bad)
     before = [vector.clone() for vector in vectors(bad)]
     spoilt = drawn(bad, 5)
     spoilt[at] += gradient
@@ -220,7 +220,7 @@ def started(steps, stage, jobs):
 def test_what_the_first_stages_need_is_made_first_and_each_pass_wants_its_own_jobs_parts():
     steps = steps_for()
     together = [new("a", outside="before"), new("b", outside="behind", seed=1), new("c", seed=2)]
-    due = aboard(steps, *together)
+    due = attach_all(steps, *together)
     for one in together:
         hand_in(steps, one, drawn(one, 3))
     begun = begin(steps, due)
@@ -246,7 +246,7 @@ def test_what_the_first_stages_need_is_made_first_and_each_pass_wants_its_own_jo
 def test_a_stage_that_comes_before_its_part_is_made_brings_no_weights_of_that_job():
     steps = steps_for()
     one, other = new("a"), new("b", seed=1)
-    due, _ = aboard(steps, one, other)
+    due, _ = attach_all(steps, one, other)
     hand_in(steps, one, drawn(one, 3))
     begin(steps, [due])
     one.state.weights.fill_(math.nan)
@@ -305,7 +305,7 @@ def test_on_a_gpu_a_pass_waits_for_what_was_asked_for_of_its_jobs_and_stage_and_
 
     steps = steps_for(make=noting)
     together = [new(name, seed=seed) for seed, name in enumerate("ab")]
-    due = aboard(steps, *together)
+    due = attach_all(steps, *together)
     for one in together:
         hand_in(steps, one, drawn(one, 3))
     begin(steps, due)
@@ -347,7 +347,7 @@ def test_pieces_take_turns_in_the_buffers(monkeypatch):
 
     steps = steps_for(make=noting)
     one = new("a")
-    due = aboard(steps, one)
+    due = attach_all(steps, one)
     hand_in(steps, one, drawn(one, 3))
     begin(steps, due)
     steps.start(steps.all_pending_pairs())
@@ -381,7 +381,7 @@ def test_a_job_with_a_larger_part_makes_the_buffers_grow_to_what_is_promised_at_
     ]
     due, held = [], []
     for count, training in enumerate((small, large, middle), start=1):
-        due += aboard(steps, training)
+        due += attach_all(steps, training)
         held.append(buffer_bytes(steps))
         assert 0 < held[-1] <= promised_bytes(steps.transfers, value)
         assert len(steps.ring.buffers) == PIECES
@@ -400,9 +400,9 @@ def test_a_job_with_a_larger_part_makes_the_buffers_grow_to_what_is_promised_at_
 def test_a_job_for_which_the_buffers_are_large_enough_leaves_them_as_they_are(monkeypatch):
     monkeypatch.setattr(adapter_steps, "PIECE", 128)
     steps = steps_for()
-    aboard(steps, new("a"))
+    attach_all(steps, new("a"))
     before = steps.ring.buffers
-    aboard(steps, new("b", seed=1))
+    attach_all(steps, new("b", seed=1))
     assert steps.ring.buffers is before
 
 
@@ -418,7 +418,7 @@ def test_pieces_that_share_a_buffer_begin_at_multiples_in_it():
 
     steps = steps_for(make=noting)
     together = [new(name, seed=seed) for seed, name in enumerate("abc")]
-    due = aboard(steps, *together)
+    due = attach_all(steps, *together)
     for one in together:
         hand_in(steps, one, drawn(one, 3))
     begin(steps, due)
@@ -442,7 +442,7 @@ def test_an_error_within_a_step_that_is_made_good_later_repeats_no_piece(at, hal
         [new(name, seed=seed, dtype=dtype, weights=weights) for seed, name in enumerate("ab")]
         for _ in range(2)
     )
-    due = aboard(steps, *together)
+    due = attach_all(steps, *together)
     for one in together:
         hand_in(steps, one, drawn(one, 3))
     begun = begin(steps, due)

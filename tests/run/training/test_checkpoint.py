@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import bench
-from tests.run import aboard
+from tests.run import executors
 from weftune.run.training import checkpoint
 from weftune.run.training.state import OpenBatch
 from weftune.run.training.steps import StepRequest, begin_steps
@@ -23,8 +23,8 @@ def base():
 
 @pytest.fixture
 def fresh(base):
-    job = aboard.ready(base, "a")
-    return lambda: aboard.training(base, job)
+    job = executors.prepare(base, "a")
+    return lambda: executors.job_training(base, job)
 
 
 def advance(training, steps=1):
@@ -163,7 +163,7 @@ def test_an_evaluation_after_the_save_of_a_step_is_saved_in_its_place(tmp_path, 
 
 
 def test_a_checkpoint_of_another_adapter_is_not_taken(tmp_path, base, fresh):
-    wider = aboard.training(base, aboard.ready(base, "a", adapter={"rank": 5}))
+    wider = executors.job_training(base, executors.prepare(base, "a", adapter={"rank": 5}))
     checkpoint.save(tmp_path, wider)
     untouched = fresh()
     assert not checkpoint.restore(tmp_path, untouched)
@@ -171,8 +171,8 @@ def test_a_checkpoint_of_another_adapter_is_not_taken(tmp_path, base, fresh):
 
 
 def averaging(base, spans):
-    job = aboard.ready(base, "a")
-    return lambda: aboard.training(base, replace(job, recipe=replace(job.recipe, averaged=spans)))
+    job = executors.prepare(base, "a")
+    return lambda: executors.job_training(base, replace(job, recipe=replace(job.recipe, averaged=spans)))
 
 
 def test_a_mean_comes_back_to_the_bit_and_is_there_only_inside_its_span(tmp_path, base):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.base.packs import cut_base
-from tests.run import aboard
+from tests.run import executors
 from tests.run.models import deep
 from tests.run.workers.test_agreed import whole_base
 from weftune.adapters.kind import JobAdapter
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def job():
-    return aboard.ready(whole_base("llama", torch.float64), "a", adapter={"rank": 3})
+    return executors.prepare(whole_base("llama", torch.float64), "a", adapter={"rank": 3})
 
 
 def slice_training(ready, start, stop):

@@ -8,7 +8,7 @@ from transformers import get_scheduler
 
 from tests import bench
 from tests.interpreter import interpret
-from tests.run import aboard
+from tests.run import executors
 from weftune.run.training.state import OpenBatch
 from weftune.run.training.steps import StepRequest, begin_steps
 
@@ -28,7 +28,7 @@ def open_batch(training, gradient, loss=1.5):
 def test_a_step_equals_adamw_and_clipping_on_separate_tensors(base, weight_decay, clip, size):
     adam = {"betas": (0.7, 0.98), "eps": 1e-4}
     keys = {"weight_decay": weight_decay, "clip": clip, "schedule": "cosine", "warmup": 2, **adam}
-    training = aboard.training(base, aboard.ready(base, "a", **keys))
+    training = executors.job_training(base, executors.prepare(base, "a", **keys))
     separate = {key: v.clone().requires_grad_() for key, v in training.layout.views(training.master).items()}
     optimizer = torch.optim.AdamW(separate.values(), lr=1e-2, weight_decay=weight_decay, **adam)
     scheduler = get_scheduler("cosine", optimizer, 2, 8)
@@ -65,7 +65,7 @@ def test_a_step_equals_adamw_and_clipping_on_separate_tensors(base, weight_decay
     ],
 )
 def test_what_is_not_finite_is_named_and_makes_no_step(base, loss, gradient, weights, sentence):
-    training = aboard.training(base, aboard.ready(base, "a"))
+    training = executors.job_training(base, executors.prepare(base, "a"))
     training.master[3] += weights
     open_batch(training, torch.full_like(training.master, gradient), loss)
     (outcome,) = begin_steps([StepRequest(training, supervised=6)]).outcomes()
@@ -88,7 +88,7 @@ def test_steps_that_the_device_decides_are_those_that_the_host_decides(monkeypat
     def opened():
         trainings = []
         for index, (loss, size, weight) in enumerate(cases):
-            training = aboard.training(base, aboard.ready(base, f"job{index}", clip=1.0))
+            training = executors.job_training(base, executors.prepare(base, f"job{index}", clip=1.0))
             training.master[3] += weight
             gradient = torch.randn(training.master.shape, generator=torch.Generator().manual_seed(index))
             open_batch(training, gradient * size / gradient.norm(), loss)
@@ -115,7 +115,7 @@ def test_steps_that_the_device_decides_are_those_that_the_host_decides(monkeypat
 
 
 def test_patience_counts_looks_that_are_not_better_by_min_delta_and_the_best_is_the_lowest(base):
-    training = aboard.training(base, aboard.ready(base, "a"))
+    training = executors.job_training(base, executors.prepare(base, "a"))
     stale = []
     for step, loss in enumerate([3.0, 2.95, 2.5, 2.6, 2.5, 2.0]):
         training.progress.step = step
@@ -131,7 +131,7 @@ def test_patience_counts_looks_that_are_not_better_by_min_delta_and_the_best_is_
 
 
 def test_of_equal_evaluations_the_earlier_one_is_the_best_and_the_later_one_counts_against_patience(base):
-    training = aboard.training(base, aboard.ready(base, "a"))
+    training = executors.job_training(base, executors.prepare(base, "a"))
     best = []
     for step, loss in enumerate([3.0, 2.5, 2.5, 2.5]):
         training.progress.step = step
@@ -144,7 +144,7 @@ def test_of_equal_evaluations_the_earlier_one_is_the_best_and_the_later_one_coun
 
 
 def test_an_evaluation_better_by_exactly_min_delta_counts_against_patience_and_is_the_best_nevertheless(base):
-    training = aboard.training(base, aboard.ready(base, "a"))
+    training = executors.job_training(base, executors.prepare(base, "a"))
     training.note_evaluation(3.0, keep_best=False, min_delta=0.5)
     training.progress.step = 1
     assert training.note_evaluation(2.5, keep_best=False, min_delta=0.5)

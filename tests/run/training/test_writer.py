@@ -11,7 +11,7 @@ import torch
 
 from tests import bench
 from tests.faults import Disk
-from tests.run import aboard
+from tests.run import executors
 from tests.run.training.test_checkpoint import advance, same
 from weftune.run.training import checkpoint
 from weftune.run.training import snapshot as snapshot_module
@@ -24,8 +24,8 @@ SOON = 30.0
 @pytest.fixture(scope="module")
 def fresh():
     base = bench.base()
-    job = aboard.ready(base, "a")
-    return lambda: aboard.training(base, job)
+    job = executors.prepare(base, "a")
+    return lambda: executors.job_training(base, job)
 
 
 @pytest.fixture

@@ -11,14 +11,15 @@ from tests import bench
 from tests.base.packs import cut_base
 from tests.cases import slow_but
 from tests.families import MIXTURES
-from tests.run import aboard
+from tests.run import executors
 from tests.run.models import deep
 from tests.run.processes import run_workers
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.core.shapes import LayerRange
 from weftune.plan.cost.time import Line
-from weftune.plan.program.layout import in_stages
+from weftune.plan.program.layout import pipeline_layout
+from weftune.plan.program.program import Forward
 from weftune.plan.window.pace import StagePace
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 from weftune.run.events import Failed, Stepped
@@ -40,7 +41,7 @@ def make_jobs(base):
     experts = {"a": ["gate_up_proj", "down_proj"], "b": ["model.layers.2.mlp.experts.down_proj"]}
     targets |= {"c": ["q_proj", "v_proj"]} if mixes else {}
     return [
-        aboard.ready(
+        executors.prepare(
             base,
             name,
             seed=seed,
@@ -76,7 +77,7 @@ def cut(family, dtype, place, cuts):
 def on_worker(base, connections, cuts, delay=0.0):
     """What runs this worker's list, its side of the agreement, and what they are connected by."""
     transport = Transport(connections, base.shape.hidden, base.dtype, base.device, delay)
-    part = in_stages(ranges(cuts), connections.position.replicas).on(connections.position.stage)
+    part = pipeline_layout(ranges(cuts), connections.position.replicas).for_worker(connections.position.stage)
     return *worker_executor(base, part, transport, connections.position.worker), transport
 
 
@@ -94,13 +95,15 @@ def as_worker(connections, family, dtype, cuts, order, poison, cancelled=None):
     base = cut(family, dtype, connections.position, cuts)
     executor, _, transport = on_worker(base, connections, cuts)
     for job in jobs:
-        executor.attach(aboard.training(base, job))
+        executor.attach(executors.job_training(base, job))
     if poison is not None:
         executor.banks.attached[poison].weights.fill_(math.nan)
     program = pipeline_program(jobs, connections.position, order)
     by_name = {job.name: job for job in jobs}
     microbatches = {
-        n: collate_plan(plan, False, by_name) for n, plan in enumerate(program.microbatches) if plan.segments
+        n: collate_plan(plan, Forward, by_name)
+        for n, plan in enumerate(program.microbatches)
+        if plan.segments
     }
     events = []
     for event in executor.run(program, delivered(program, microbatches)):
@@ -117,10 +120,10 @@ def alone(family, dtype, names="abc"):
     """The same jobs on one device."""
     base = whole_base(family, dtype)
     jobs = [job for job in make_jobs(base) if job.name in names]
-    made = aboard.executor(base, jobs)
-    events = list(aboard.events(made, aboard.program(jobs, 5, CAPACITY), jobs))
+    made = executors.executor_with(base, jobs)
+    events = list(executors.run_program(made, executors.plan_program(jobs, 5, CAPACITY), jobs))
     weights = views(made.attached)
-    starts = views({job.name: aboard.training(base, job) for job in jobs})
+    starts = views({job.name: executors.job_training(base, job) for job in jobs})
     return losses_of(events), weights, starts
 
 

@@ -13,7 +13,7 @@ import torch
 from tests import bench
 from tests.cases import slow_but
 from tests.families import MIXTURES
-from tests.run import aboard
+from tests.run import executors
 from tests.run.models import LAYERS, deep
 from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import (
@@ -28,7 +28,6 @@ from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import Layout, StageLayers
-from weftune.plan.program.program import Evaluate
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import streamed_executor
 from weftune.run.events import Evaluated, Failed, SaveDue, Stepped
@@ -54,7 +53,7 @@ def even_jobs(base):
     of what a CPU steps at a time. `d` evaluates and saves."""
     targets = {"a": "all-linear", "b": r".*layers\.2\..*", "c": ["q_proj", "v_proj", "fc1", "up_proj"]}
     jobs = [
-        aboard.ready(
+        executors.prepare(
             base,
             name,
             seed=seed,
@@ -67,7 +66,7 @@ def even_jobs(base):
         for seed, name in enumerate("abc")
     ]
     keys = {"eval": {"fraction": 0.3, "every": 2}, "save_every": 4, "clip": 1e9, "adapter": {"rank": 4}}
-    return [*jobs, aboard.ready(base, "d", seed=3, steps=4, **keys)]
+    return [*jobs, executors.prepare(base, "d", seed=3, steps=4, **keys)]
 
 
 def as_worker(connections, family, dtype, cut, make, poison=None, cancelled=None):
@@ -82,7 +81,7 @@ def as_worker(connections, family, dtype, cut, make, poison=None, cancelled=None
     transport = Transport(connections, base.shape.hidden, base.dtype, base.device)
     executor, agreed = worker_executor(streamed, streamed.part, transport, connections.position.worker)
     for job in jobs:
-        executor.attach(aboard.training(base, job))
+        executor.attach(executors.job_training(base, job))
     if poison is not None:
         executor.banks.attached[poison].weights.copy_(
             torch.full_like(executor.attached[poison].master, math.nan)
@@ -96,11 +95,9 @@ def as_worker(connections, family, dtype, cut, make, poison=None, cancelled=None
         ]
         begins = False
         program = plan_window(courses, cut, CAPACITY)
-        held_out = {
-            action.microbatch for action, _ in program.forward_passes() if isinstance(action, Evaluate)
-        }
+        kinds = program.pass_kinds()
         microbatches = {
-            n: collate_plan(plan, n in held_out, by_name) for n, plan in enumerate(program.microbatches)
+            n: collate_plan(plan, kinds[n], by_name) for n, plan in enumerate(program.microbatches)
         }
         for event in executor.run(program, delivered(program, microbatches)):
             events.append(event)
@@ -109,7 +106,7 @@ def as_worker(connections, family, dtype, cut, make, poison=None, cancelled=None
         evaluations += agreed.report.evaluations
         transport.flush()
     assert executor.weights.loaded_stages == set(executor.part.initial_stages)
-    if len(executor.part.streamed_stages) > executor.part.slots:
+    if len(executor.part.streamed_stages) > executor.part.slot_count:
         all_of_it = sum(source.size for source in streamed.sources.values())
         assert executor.weights.waited.copied_bytes > 2 * all_of_it
     steps = {name: training.progress.step for name, training in executor.attached.items()}
@@ -120,9 +117,9 @@ def as_worker(connections, family, dtype, cut, make, poison=None, cancelled=None
 def alone(family, dtype, make, names="abcd"):
     base = whole_base(family, dtype)
     jobs = [job for job in make(base) if job.name in names]
-    made = aboard.executor(base, jobs)
-    events = list(aboard.events(made, aboard.program(jobs, 8, CAPACITY, begins=True), jobs))
-    starts = views({job.name: aboard.training(base, job) for job in jobs})
+    made = executors.executor_with(base, jobs)
+    events = list(executors.run_program(made, executors.plan_program(jobs, 8, CAPACITY, begins=True), jobs))
+    starts = views({job.name: executors.job_training(base, job) for job in jobs})
     return events, views(made.attached), starts
 
 

@@ -34,7 +34,7 @@ HERE = records_in(Outer)
 
 def test_records_are_found_by_the_annotations_that_lead_to_them():
     assert {"Outer": Outer, "Inner": Inner} == HERE
-    assert {"Begin", "OnWorker", "Layout", "Program", "Forward", "LoraSpec", "WorkerReport"} <= set(
+    assert {"Begin", "WorkerLayout", "Layout", "Program", "Forward", "LoraSpec", "WorkerReport"} <= set(
         MESSAGE_RECORDS
     )
 

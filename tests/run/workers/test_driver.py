@@ -19,7 +19,7 @@ import weftune.core.interrupt
 import weftune.run.workers.driver
 import weftune.run.workers.worker
 from tests import bench
-from tests.run import aboard
+from tests.run import executors
 from tests.run.models import deep
 from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import CAPACITY, PACE, whole_base
@@ -29,7 +29,7 @@ from weftune.base.load import inspect
 from weftune.base.spec import BaseSpec
 from weftune.errors import UserError
 from weftune.plan.layout.stages import cut_layers
-from weftune.plan.program.layout import in_stages
+from weftune.plan.program.layout import pipeline_layout
 from weftune.plan.program.program import Backward, Evaluate, Forward, Step
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.run.events import Evaluated, SaveDue, Stepped
@@ -92,12 +92,12 @@ class Pipeline:
     def __init__(self, connections, control, folder):
         self.folder = folder
         spec = BaseSpec(model=str(folder / "model"), dtype="float64")
-        layout = in_stages(cut_layers(inspect(spec, bench.CPU), connections.position.workers))
+        layout = pipeline_layout(cut_layers(inspect(spec, bench.CPU), connections.position.workers))
         self.driver = open_pipeline(control, spec, bench.CPU, layout, lambda job: folder / job)
         self.rules = PipelineRules(CAPACITY, (PACE,) * connections.position.workers)
         keys = {"steps": 9, "save_every": 1, "eval": {"fraction": 0.3, "every": 1}}
         whole = whole_base("llama", torch.float64)
-        jobs = [aboard.ready(whole, name, seed=seed, **keys) for seed, name in enumerate("ab", start=1)]
+        jobs = [executors.prepare(whole, name, seed=seed, **keys) for seed, name in enumerate("ab", start=1)]
         self.jobs = {job.name: job for job in jobs}
 
     def attach(self, name):
@@ -114,7 +114,7 @@ class Pipeline:
             [self.jobs[name].job_window(step, 1, False) for name, step in zip(names, steps, strict=True)],
             self.rules,
         )
-        fetch = lambda plan, held_out: collate_plan(plan, held_out, self.jobs)  # noqa: E731
+        fetch = lambda plan, kind: collate_plan(plan, kind, self.jobs)  # noqa: E731
         made = []
         for event in self.driver.run(program, fetch, stop):
             if isinstance(event, SaveDue):

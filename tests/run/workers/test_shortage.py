@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests import bench
-from tests.run import aboard
+from tests.run import executors
 from tests.run.models import LAYERS, deep
 from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import (
@@ -25,24 +25,25 @@ from tests.run.workers.test_agreed import (
 )
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
-from weftune.plan.program.layout import Layout, StageLayers, in_stages
+from weftune.plan.program.layout import Layout, StageLayers, pipeline_layout
+from weftune.plan.program.program import Forward
 from weftune.plan.window.window import Pacing, plan_window
 from weftune.run.parts import delivered
 from weftune.run.workers.transport import Transport
 from weftune.run.workers.worker import worker_executor
 from weftune.trainer.job import collate_plan
 
-PIPELINE = in_stages(ranges(CUTS[2]))
+PIPELINE = pipeline_layout(ranges(CUTS[2]))
 STREAMED = Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), (1, 1))
-REPLICAS = in_stages(ranges([0, LAYERS]), replicas=2)
+REPLICAS = pipeline_layout(ranges([0, LAYERS]), replicas=2)
 
 
 def opened(connections, layout):
     """This worker's executor, its side of the agreement, and what it is connected by."""
-    if layout.pipelined:
+    if layout.is_pipeline:
         cuts = [0, *(stage.stop for stage in layout.stages)]
         return on_worker(cut("llama", torch.float64, connections.position, cuts), connections, cuts)
-    part = layout.on(connections.position.worker)
+    part = layout.for_worker(connections.position.worker)
     streamed = stream_model(
         deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, layout, part.worker
     )
@@ -55,7 +56,7 @@ def as_worker(connections, layout, short, at):
     executor, agreed, transport = opened(connections, layout)
     jobs = make_jobs(whole_base("llama", torch.float64))
     for job in jobs:
-        executor.attach(aboard.training(executor.base, job))
+        executor.attach(executors.job_training(executor.base, job))
     passes = 0
 
     def strike(*_):
@@ -65,21 +66,21 @@ def as_worker(connections, layout, short, at):
             raise torch.OutOfMemoryError("no more")
 
     executor.base.model.base_model.register_forward_pre_hook(strike)
-    pacing = Pacing((PACE,) * len(layout.stages)) if layout.pipelined else None
+    pacing = Pacing((PACE,) * len(layout.stages)) if layout.is_pipeline else None
     by_name = {job.name: job for job in jobs}
     events, shortages, steps = [], [], []
     for _ in range(6):
         courses = [job.job_window(executor.attached[job.name].progress.step, 2, False) for job in jobs]
         program = plan_window(courses, layout, CAPACITY, pacing=pacing)
         laid = {
-            action.microbatch: collate_plan(plan, False, by_name)
+            action.microbatch: collate_plan(plan, Forward, by_name)
             for action, plan in program.replica_passes(connections.position.replica)
         }
         events += executor.run(program, delivered(program, laid))
         transport.flush()
         shortages.append(agreed.report.shortage)
         steps.append({name: one.progress.step for name, one in executor.attached.items()})
-        assert aboard.is_empty(executor.activations)
+        assert executors.is_empty(executor.activations)
         assert all(one.open is None and not one.gradient.any() for one in executor.attached.values())
     return events, views(executor.attached), shortages, steps
 
@@ -97,7 +98,7 @@ def as_worker(connections, layout, short, at):
 )
 def test_the_window_ends_short_everywhere_and_jobs_end_as_if_nothing_had_been(layout, short, at):
     answers = run_workers(
-        2, as_worker, layout, short, at, replicas=layout.replicas, ring=not layout.pipelined
+        2, as_worker, layout, short, at, replicas=layout.replicas, ring=not layout.is_pipeline
     )
     for worker, (_, _, shortages, _) in enumerate(answers):
         told = [sentence for sentence in shortages if sentence]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests import bench
-from tests.run import aboard
+from tests.run import executors
 from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import CAPACITY, CUTS, PACE, cut, make_jobs, on_worker, whole_base
 from weftune.plan.program.program import Forward, Send
@@ -29,13 +29,13 @@ def timed_window(connections, delay):
     executor, agreed, transport = on_worker(base, connections, CUTS[2], delay)
     jobs = make_jobs(whole_base("llama", torch.float32))
     for job in jobs:
-        executor.attach(aboard.training(base, job))
+        executor.attach(executors.job_training(base, job))
     base.model.base_model.register_forward_pre_hook(lambda *_: time.sleep(COMPUTE))
     rules = PipelineRules(CAPACITY, (PACE, PACE), PipelineOrder.multi_job, spare_microbatches=4)
     program = plan_pipeline([job.job_window(0, 5, False) for job in jobs], rules)
     by_name = {job.name: job for job in jobs}
     filled = [(number, plan) for number, plan in enumerate(program.microbatches) if plan.segments]
-    laid = {number: collate_plan(plan, False, by_name) for number, plan in filled}
+    laid = {number: collate_plan(plan, Forward, by_name) for number, plan in filled}
     list(executor.run(program, delivered(program, laid)))
     transport.flush()
     times = agreed.report.times

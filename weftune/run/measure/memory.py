@@ -23,12 +23,12 @@ CPU_SHORTAGE = ("can't allocate memory", "DefaultCPUAllocator: not enough memory
 
 
 def bytes_before_base(device: torch.device) -> int:
-    """Return the bytes that this process holds before the base is loaded."""
+    """Return the device bytes that this process holds before the base is loaded."""
     return 0 if device.type == "cuda" else resident_bytes(device)
 
 
 def resident_bytes(device: torch.device) -> int:
-    """Return the bytes in use now."""
+    """Return the device bytes that are in use now."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 Moment = float | torch.cuda.Event
-"""A moment of a `DeviceClock`."""
+"""Moment on a device: seconds of the machine's clock, or an event on a GPU."""
 
 
 def recorded_event() -> torch.cuda.Event:
@@ -30,7 +30,7 @@ class DeviceClock:
             self._zero_seconds = time.time()
 
     def mark(self) -> Moment:
-        """Return the moment between the work launched so far and the work launched next."""
+        """Return the current moment on the device: after all work launched so far."""
         return recorded_event() if self._on_gpu else time.time()
 
     def seconds(self, moment: Moment) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -90,8 +89,7 @@ def _by_kernel(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) 
     if write is None or not kernels_available(out_NK):
         form.write(parts, out_NK)
     else:
-        by_torch = partial(form.write, parts, out_NK)
-        attempt(f"a base in {form.name}", out_NK.device, partial(write, parts, out_NK), by_torch)
+        attempt(f"a base in {form.name}", out_NK.device, write, form.write, parts, out_NK)
 
 
 def best_route(device: torch.device, dtype: torch.dtype) -> Route:

@@ -69,7 +69,7 @@ class HostCopies:
         self._await(self._there.pop(key, None))
 
     def finish(self) -> None:
-        """Order all later work after all copies."""
+        """Make all work launched later wait for all copies."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         self._gone.clear()
@@ -132,6 +132,12 @@ class HostStore:
         for key in [key for key in self._waiting if key[0] == layer][:count]:
             self.free_copied()
             self._coming[key] = self._copies.come(key, self._waiting.pop(key))
+
+    def release(self) -> None:
+        """Free the host memory, which no microbatch needs any longer."""
+        assert not self._waiting, "vectors still wait on the host"
+        self._copies.finish()
+        self._rooms.clear()
 
     def forget(self) -> None:
         """Drop the tensors of an unfinished microbatch."""

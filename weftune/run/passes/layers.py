@@ -153,13 +153,13 @@ class FusedLayer:
     @property
     def _is_recomputed(self) -> bool:
         """Whether the whole layer is recomputed from its input."""
-        return self._index < self._layers.recompute.layers
+        return self._index < self._layers.recompute.recomputed_layers
 
     @property
     def _spares(self) -> bool:
         """Whether the outputs of norms and activation functions are recomputed. A layer that is recomputed as
         a whole is excluded: the functions that recompute them would keep its inputs alive."""
-        return self._layers.recompute.outputs and not self._is_recomputed
+        return self._layers.recompute.recomputes_outputs and not self._is_recomputed
 
     def _run(self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, pack: Pack) -> Tensor:
         h_TD, qkv = self.front(h_TD, cos_TE, sin_TE, self._spares)

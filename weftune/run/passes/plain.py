@@ -43,8 +43,10 @@ class PlainPasses:
         return 0
 
     def begin_window(self, program: Program) -> None:
-        if self.adapted.layers is not None:
-            self.adapted.layers.recompute = program.recompute
+        if (layers := self.adapted.layers) is not None:
+            layers.recompute = program.recompute
+            if not program.recompute.offloaded_layers:
+                layers.host.release()
 
     def begin_round(self) -> None:
         """Begin a round of microbatches. No microbatch may be in flight."""

@@ -104,7 +104,7 @@ class _FrontGraph:
 
     rows: slice
     h_TD: Tensor
-    """Leaf tensor."""
+    """Input of the tile, a leaf tensor of autograd."""
     outputs: tuple[GradientEdge, ...]
     """The residual, queries, keys and values. Their values are not kept."""
 
@@ -116,7 +116,7 @@ class _RestGraph:
     rows: slice
     h_TD: Tensor
     seen_THE: Tensor
-    """Both are leaf tensors."""
+    """Output of attention for the rows of the tile. This tensor and `h_TD` are leaf tensors of autograd."""
     output_TD: Tensor
 
 
@@ -250,7 +250,7 @@ class _KeptAttention:
         return cls(edge, saved.pack(seen_THE), saved, gradients), seen_THE
 
     def output(self) -> Tensor:
-        """Return the output again, from where it is kept."""
+        """Return the output of attention, which the device or the host has kept since the forward."""
         return self.saved.unpack(self._output)
 
     def backward(self, dseen_THE: Tensor) -> list[Tensor]:

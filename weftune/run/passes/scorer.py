@@ -5,10 +5,11 @@ Shapes: T rows of a microbatch, D hidden width, S supervised rows among them, B 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ class Scores:
     `gradient_TD`."""
     losses: list[Tensor]
     correct: list[Tensor]
+    metrics: list[Tensor | None]
+    """Metrics of each segment's objective, [M], as parts of the means over the global batch. None for
+    supervised fine-tuning."""
 
     def gradient_TD(self, dead: Collection[str] = ()) -> Tensor:
         """Return the gradient of all losses at the last hidden states, once, and drop the hidden states. The
@@ -73,28 +77,56 @@ class Scorer:
         self.objectives: dict[str, Objective] = {}
         """Maps each job to its objective, except jobs with supervised fine-tuning."""
         self.scalar_heads: dict[str, ScalarHead] = {}
-        self._references: defaultdict[tuple[str, int, bool], _References] = defaultdict(dict)
-        """Maps (job, step, held out) to reference log-probabilities, until a later step is trained."""
+        self._log_ratios: dict[tuple[str, str, int], list[float]] = {}
+        """Maps (job, purpose, step) to the log-probabilities of mismatched samples after this step, less
+        those of the reference policy."""
+
+    def begin_window(self) -> None:
+        """Forget the scores of mismatched samples: they are used in the window in which they were found."""
+        self._log_ratios.clear()
+
+    def note_mismatched(self, scored: Sequence[Sequence[float]], laid: LaidMicrobatch) -> None:
+        """Keep the scores of mismatched samples, given by segment, for the losses that follow."""
+        references_S = laid.microbatch.references_S
+        known = iter([] if references_S is None else references_S.tolist())
+        for segment, logprobs in zip(laid.microbatch.segments, scored, strict=True):
+            ratios = [logprob - next(known, math.nan) for logprob in logprobs]
+            if segment.kl_of:
+                key = segment.job, segment.kl_of, segment.step
+                self._log_ratios.setdefault(key, []).extend(ratios)
+
+    def _kl(self, job: str, purpose: str, step: int) -> float:
+        """Return the KL term of a job's loss; its value does not depend on how samples were packed."""
+        ratios = self._log_ratios.get((job, purpose, step), [math.nan])
+        mean = math.fsum(ratios) / len(ratios)
+        return mean if math.isnan(mean) else max(0.0, mean)
 
     def score(
         self,
         leaf_TD: Tensor,
         laid: LaidMicrobatch,
         supervised: Callable[[Segment], int],
-        samples: Callable[[Segment], int] | None = None,
+        counts: Callable[[Segment], tuple[int, ...]] = lambda segment: (),
     ) -> Scores:
-        """Return training losses. `supervised` and `samples` count tokens and samples of the global batch."""
+        """Return training losses. `supervised` returns the number of supervised tokens of a segment's whole
+        global batch, and `counts` those of each of its samples."""
         segments = laid.microbatch.segments
         if leaf_TD.is_cuda and not any(segment.job in self.objectives for segment in segments):
             return self.score_together(leaf_TD, laid, supervised)
         found = list(self._scored(leaf_TD, laid))
-        losses = []
+        losses: list[Tensor] = []
+        metrics: list[Tensor | None] = []
         for one in found:
-            self._forget_before(one.segment)
-            count = None if samples is None else samples(one.segment)
-            batch = BatchFacts(supervised(one.segment), count, self._mean(one.segment))
-            losses.append(self._objective(one).loss(self._samples(one, leaf_TD), batch))
-        return Scores(laid.microbatch.segments, leaf_TD, losses, [one.correct_S.sum() for one in found])
+            objective, scores = self.objectives.get(one.segment.job), self._samples(one, leaf_TD, "batch")
+            if objective is None:
+                losses.append(SFT.loss(scores, BatchFacts(supervised(one.segment))))
+                metrics.append(None)
+                continue
+            batch = BatchFacts(supervised(one.segment), counts(one.segment))
+            losses.append(objective.loss(scores, batch))
+            sums_M = objective.metrics(scores)
+            metrics.append(None if sums_M is None else sums_M / (batch.samples // objective.needs.together))
+        return Scores(segments, leaf_TD, losses, [one.correct_S.sum() for one in found], metrics)
 
     def score_together(
         self, leaf_TD: Tensor, laid: LaidMicrobatch, supervised: Callable[[Segment], int]
@@ -108,74 +140,71 @@ class Scorer:
         counts = torch.tensor([supervised(segment) for segment in segments], dtype=logprobs_S.dtype)
         losses_J = -run_sums(logprobs_S, lengths) / to_device(counts, leaf_TD.device)
         correct_J = run_counts(correct_S, lengths)
-        return Scores(segments, leaf_TD, list(losses_J.unbind()), list(correct_J.unbind()))
+        none: list[Tensor | None] = [None] * len(segments)
+        return Scores(segments, leaf_TD, list(losses_J.unbind()), list(correct_J.unbind()), none)
 
     @torch.no_grad()
     def evaluate(self, h_TD: Tensor, laid: LaidMicrobatch) -> list[EvaluationSums]:
         """Return loss and accuracy sums over the held-out rows of each segment."""
         found = list(self._scored(h_TD, laid))
-        sums = [self._objective(one).evaluated(self._samples(one, h_TD, held_out=True)) for one in found]
-        correct = [
-            one.correct_S.sum() if own.correct is None else own.correct
-            for one, own in zip(found, sums, strict=True)
-        ]
-        losses, counts = torch.stack([own.loss for own in sums]).tolist(), torch.stack(correct).tolist()
+        scores = [self._samples(one, h_TD, "held_out") for one in found]
+        objectives = [self.objectives.get(one.segment.job, SFT) for one in found]
+        sums = [objective.evaluated(own) for objective, own in zip(objectives, scores, strict=True)]
+        losses = torch.stack([own.loss for own in sums]).tolist()
+        correct = torch.stack([one.correct_S.sum() for one in found]).tolist()
+        metrics = [objective.metrics(own) for objective, own in zip(objectives, scores, strict=True)]
         return [
-            EvaluationSums(one.segment.job, one.segment.step, loss, count, own.count)
-            for one, loss, count, own in zip(found, losses, counts, sums, strict=True)
+            EvaluationSums(
+                job=one.segment.job,
+                step=one.segment.step,
+                loss=losses[number],
+                correct=correct[number],
+                tokens=len(one.correct_S),
+                count=sums[number].count,
+                metrics=() if (sums_M := metrics[number]) is None else tuple(sums_M.tolist()),
+            )
+            for number, one in enumerate(found)
         ]
 
     @torch.no_grad()
-    def refer(self, h_TD: Tensor, laid: LaidMicrobatch, held_out: bool = False) -> None:
-        """Keep log-probabilities of a microbatch's samples under the reference adapter of each segment, for
-        training losses or, if `held_out`, for an evaluation."""
-        for one in self._scored(h_TD, laid):
-            kept = self._references[one.segment.job, one.segment.step, held_out]
-            parts = one.scores.logprobs_S.split(one.scores.counts)
-            for offset, part_S in zip(one.scores.offsets, parts, strict=True):
-                kept.setdefault(offset, {})[one.segment.adapter] = part_S
+    def sample_logprobs(self, h_TD: Tensor, laid: LaidMicrobatch) -> list[tuple[float, ...]]:
+        """Return, for each segment, the sum of the log-probabilities of each sample's supervised tokens."""
+        logprobs_S, _ = self._logprobs(h_TD, laid)
+        spans = list(pairwise([0, *accumulate(laid.microbatch.sample_lengths)]))
+        sums = run_sums(logprobs_S.double(), [laid.supervised_in(*span) for span in spans]).tolist()
+        return [
+            tuple(
+                total
+                for (start, _), total in zip(spans, sums, strict=True)
+                if segment.start <= start < segment.stop
+            )
+            for segment in laid.microbatch.segments
+        ]
 
-    def forget(self) -> None:
-        """Drop all reference log-probabilities, because their batches were abandoned."""
-        self._references.clear()
-
-    def _objective(self, one: _Scored) -> Objective:
-        return self.objectives.get(one.segment.job, SFT)
-
-    def _samples(self, one: _Scored, h_TD: Tensor, held_out: bool = False) -> SampleScores:
+    def _samples(self, one: _Scored, h_TD: Tensor, purpose: Literal["batch", "held_out"]) -> SampleScores:
         """Return the scores of a segment in the form that its objective needs."""
         job = one.segment.job
         if job not in self.objectives:
             return one.scores
         needs, head = self.objectives[job].needs, self.scalar_heads.get(job)
         assert not needs.scalar_head or head is not None, f"{job} has no scalar head"
-        kept = self._references[job, one.segment.step, held_out]
-        references = {
-            adapter: torch.cat([kept[offset][adapter] for offset in one.scores.offsets])
-            for adapter in needs.references
-        }
-        values_B = None if head is None else head.values(h_TD[one.last_rows])
-        return replace(one.scores, references=references, values_B=values_B)
-
-    def _mean(self, segment: Segment) -> Tensor | None:
-        objective = self.objectives.get(segment.job, SFT)
-        if not objective.needs.batch_mean:
-            return None
-        kept = self._references[segment.job, segment.step, False]
-        return objective.mean([kept[offset] for offset in sorted(kept)])
-
-    def _forget_before(self, segment: Segment) -> None:
-        for key in [*self._references]:
-            if key[0] == segment.job and key[1] < segment.step:
-                del self._references[key]
+        assert not needs.reference or one.scores.references_B is not None, f"{job} has no reference scores"
+        scores = one.scores
+        if needs.mismatched:
+            # Those of a batch were scored after the step before it.
+            step = one.segment.step - (purpose == "batch")
+            scores = replace(scores, kl=self._kl(job, purpose, step))
+        return scores if head is None else replace(scores, values_B=head.values(h_TD[one.last_rows]))
 
     def _scored(self, h_TD: Tensor, laid: LaidMicrobatch) -> Iterator[_Scored]:
         """Yield each segment's log-probabilities, and whether each target was the likeliest token."""
         logprobs_S, correct_S = self._logprobs(h_TD, laid)
         parts = logprobs_S.tensor_split(laid.sections), correct_S.tensor_split(laid.sections)
         for segment, own_S, own_correct_S in zip(laid.microbatch.segments, *parts, strict=True):
-            offsets, counts, last_rows = self._samples_of(segment, laid)
-            yield _Scored(segment, SampleScores(own_S, counts, offsets), own_correct_S, last_rows)
+            if segment.job in self.objectives:
+                yield self._with_samples(segment, laid, own_S, own_correct_S)
+            else:
+                yield _Scored(segment, SampleScores(own_S, ()), own_correct_S, [])
 
     def _logprobs(self, h_TD: Tensor, laid: LaidMicrobatch) -> tuple[Tensor, Tensor]:
         assert self._head is not None, "only the last stage has a head"
@@ -192,23 +221,21 @@ class Scorer:
         logprobs, correct = zip(*found, strict=True)
         return torch.cat(logprobs), torch.cat(correct)
 
-    def _samples_of(
-        self, segment: Segment, laid: LaidMicrobatch
-    ) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
-        """Return offset, supervised rows and last row of each sample; empty for supervised fine-tuning."""
-        if segment.job not in self.objectives:
-            return (), (), []
+    def _with_samples(
+        self, segment: Segment, laid: LaidMicrobatch, logprobs_S: Tensor, correct_S: Tensor
+    ) -> _Scored:
+        """Return a segment with the boundaries and reference scores of its samples."""
         stops = list(accumulate(laid.microbatch.sample_lengths))
-        spans = [
-            (start, stop)
-            for start, stop in zip([0, *stops[:-1]], stops, strict=True)
+        spans = {
+            index: (start, stop)
+            for index, (start, stop) in enumerate(pairwise([0, *stops]))
             if segment.start <= start < segment.stop
-        ]
-        offsets = tuple(int(laid.token_index[start]) for start, _ in spans)
-        counts = tuple(laid.supervised_in(start, stop) for start, stop in spans)
+        }
+        counts = tuple(laid.supervised_in(start, stop) for start, stop in spans.values())
+        own, references_S = slice(min(spans), max(spans) + 1), laid.microbatch.references_S
+        references_B = None if references_S is None else references_S[own].to(logprobs_S.dtype)
+        answers, desirable = laid.microbatch.answer_tokens[own], laid.microbatch.desirable[own]
         # A sample may be followed by rows of padding.
-        return offsets, counts, [min(stop, segment.stop) - 1 for _, stop in spans]
-
-
-_References = dict[int, dict[str | None, Tensor]]
-"""Maps a sample's offset, then an adapter, to the log-probabilities of the sample's supervised rows."""
+        last_rows = [min(stop, segment.stop) - 1 for _, stop in spans.values()]
+        scores = SampleScores(logprobs_S, counts, answers, references_B, desirable=desirable)
+        return _Scored(segment, scores, correct_S, last_rows)

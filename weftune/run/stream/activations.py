@@ -86,7 +86,7 @@ class OffloadedActivations:
 
     def __init__(self, base: StreamedBase, waited: Waited) -> None:
         whole, part = base.whole, base.part
-        self._kept = KeptActivations(part.own)
+        self._kept = KeptActivations(part.own_stages)
         self._offloaded = part.offloaded_stages
         self.width, self._dtype, self._device = whole.shape.hidden, whole.dtype, whole.device
         self._copies = HostCopies(self._device, waited)

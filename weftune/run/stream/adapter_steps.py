@@ -225,7 +225,7 @@ class HostSteps:
         assert not any(part.run is run for part in self._pending.values()), "a Step is not all made"
         with self.ring.updating():
             # Not on the stream of the passes: those of the next round may already be queued there.
-            none = torch.ones(1, dtype=torch.bool, device=run.sums_J3.device)
+            none = torch.ones(1, dtype=torch.bool, device=run.sums_JS.device)
             run.read(torch.stack([torch.cat([none, *found]).all() for found in run.finite]))
 
     def wait(self) -> None:

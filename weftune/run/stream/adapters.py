@@ -21,7 +21,7 @@ from weftune.base.host.pinned import host_vectors
 from weftune.core.shapes import layer_of
 from weftune.ops.adamw import AdamState, gradient_norms, square_sums
 from weftune.ops.triton import kernels_available, kernels_available_on
-from weftune.plan.program.layout import OnWorker
+from weftune.plan.program.layout import WorkerLayout
 from weftune.run.stream.adapter_steps import JobStage, StagePart
 from weftune.run.training.state import Training
 
@@ -60,7 +60,7 @@ class TravellingAdapter:
 class AdapterTransfers:
     """All travelling adapters, and the stages that are on the device."""
 
-    def __init__(self, part: OnWorker, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, part: WorkerLayout, device: torch.device, dtype: torch.dtype) -> None:
         self.part = part
         self.device, self.dtype = device, dtype
         self.adapters: dict[str, TravellingAdapter] = {}
@@ -70,7 +70,9 @@ class AdapterTransfers:
         """Maps each job to the sums of squares of the parts of its gradient that have left the device."""
         self._loaded_stages: dict[int, None] = {OUTSIDE_STAGE: None}
         """Stages that are there, or will be after the work launched so far, in the order of their arrival."""
-        self._loaded_stages |= dict.fromkeys(stage for stage in part.own if part.stages[stage].resident)
+        self._loaded_stages |= dict.fromkeys(
+            stage for stage in part.own_stages if part.stages[stage].is_resident
+        )
 
     def attach(self, training: Training) -> TravellingAdapter:
         """Allocate a job's room on the device, filled for the stages that are there."""
@@ -91,8 +93,8 @@ class AdapterTransfers:
         """Return room for each stage's part; stages that take turns in a slot share theirs."""
         shared: dict[tuple[str, int], list[int]] = {}
         for stage in parts:
-            resident = stage == OUTSIDE_STAGE or self.part.stages[stage].resident
-            slot = ("stage", stage) if resident else ("slot", self.part.slot(stage))
+            resident = stage == OUTSIDE_STAGE or self.part.stages[stage].is_resident
+            slot = ("stage", stage) if resident else ("slot", self.part.slot_of_stage(stage))
             shared.setdefault(slot, []).append(stage)
         found = {}
         for stages in shared.values():
@@ -220,7 +222,7 @@ class AdapterTransfers:
             torch.cuda.synchronize(self.device)
 
 
-def _stage_parts(layout: VectorLayout, part: OnWorker) -> Iterator[tuple[int, StagePart]]:
+def _stage_parts(layout: VectorLayout, part: WorkerLayout) -> Iterator[tuple[int, StagePart]]:
     """Iterate over stages and their parts of the flat vector, whose sites are in the order of layers."""
     homes = [stage for stage, held in enumerate(part.stages) for _ in range(held.start, held.stop)]
     found: dict[int, StagePart] = {}

@@ -23,7 +23,7 @@ from weftune.run.training.state import Training
 from weftune.run.training.steps import BatchSums, Outcome, StepRequest, StepsUnderway, outcome_over_workers
 
 STAGE = 0
-"""The only stage: the base stays on one device."""
+"""Index of the only stage of a base that stays on one device."""
 
 
 class OffloadedOptimizer:
@@ -100,7 +100,8 @@ class OffloadedOptimizer:
         return self._resident.sums(training)
 
     def step(self, requests: Sequence[StepRequest]) -> StepsUnderway:
-        """Register Steps: those that a pass needs are made just before it, the others during it."""
+        """Register optimizer steps. Those of jobs in the next pass are made just before that pass, the others
+        during it."""
         return self._begin(requests, gradient_norms([request.training.state for request in requests]))
 
     def make(self, request: StepRequest, sums: BatchSums) -> Outcome:
@@ -122,7 +123,7 @@ class OffloadedOptimizer:
             self._underway = None
 
     def _make_all(self) -> None:
-        """Make all pending Steps; afterwards everything is on the host."""
+        """Make all registered optimizer steps, after which all optimizer state is on the host."""
         with self._adapted.on_stream():
             self.steps.start(self.steps.all_pending_pairs())
         self.steps.wait()

@@ -131,8 +131,8 @@ class TravellingAdapters:
         all jobs, since no pass has read there since, with these jobs first. The next stage is skipped if it
         is not in its place yet."""
         everybody = dict.fromkeys((*jobs, *self.roster.trainings))
-        at = self._part.own.index(stage)
-        for one in self._part.own[at : at + 2]:
+        at = self._part.own_stages.index(stage)
+        for one in self._part.own_stages[at : at + 2]:
             pending = self.steps.pending_pairs(self.transfers.pairs(one, everybody))
             if pending and self.transfers.is_loaded(one):
                 # If the host is not ahead, the device is idle meanwhile.
@@ -177,8 +177,8 @@ class TravellingAdapters:
     def sums(self, training: Training) -> BatchSums:
         self._copy_gradients_out([training.job])
         norm = float(self.transfers.gradient_norms([training.job]))
-        loss, correct = open_batch_sums([training])[0].tolist()
-        return BatchSums(loss=loss, norm=norm, correct=correct)
+        loss, correct, *metrics = open_batch_sums([training])[0].tolist()
+        return BatchSums(loss=loss, norm=norm, correct=correct, metrics=metrics)
 
     def make(self, request: StepRequest, sums: BatchSums) -> Outcome:
         norm_J = torch.tensor([sums.norm], dtype=torch.float64)

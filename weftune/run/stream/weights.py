@@ -68,8 +68,8 @@ class StreamedWeights:
 
     def load(self, stage: int) -> None:
         assert stage not in self.loaded_stages, f"stage {stage} is there already"
-        slot = self.base.part.slot(stage)
-        taken = [other for other in self.loaded_stages if self.base.part.slot(other) == slot]
+        slot = self.base.part.slot_of_stage(stage)
+        taken = [other for other in self.loaded_stages if self.base.part.slot_of_stage(other) == slot]
         assert not taken, f"stage {stage} would overwrite stage {taken[0]}"
         self.loaded_stages.add(stage)
         self.waited.copied_bytes += self.base.sources[stage].size
@@ -83,14 +83,14 @@ class StreamedWeights:
     def evict(self, stage: int) -> None:
         self.loaded_stages.remove(stage)
         if self._queue is not None:
-            self._queue.evict(stage, self.base.part.slot(stage))
+            self._queue.evict(stage, self.base.part.slot_of_stage(stage))
             return
         self.on_evict(stage)
         self.base.slot(stage).fill_(EVICTED_BYTE)
 
     def use(self, stage: int) -> bool:
         """Make the stage readable by the device, and return whether the device may have to wait for it."""
-        if not self.base.part.stages[stage].resident:
+        if not self.base.part.stages[stage].is_resident:
             assert stage in self.loaded_stages, f"stage {stage} is used but was not brought"
             if self._queue is not None:
                 self._queue.use(stage)

@@ -6,12 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from weftune.objectives.spec import SFT_SPEC, ObjectiveSpec
+
 Schedule = Literal["linear", "cosine", "constant"]
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The optimizer settings of one job."""
+    """The optimizer settings and the objective of one job."""
 
     steps: int
     learning_rate: float = 2e-4
@@ -24,6 +26,7 @@ class Recipe:
     seed: int = 0
     averaged: tuple[tuple[int, int], ...] = ()
     """First and last step of each span over which the mean of the master weights is kept."""
+    objective: ObjectiveSpec = SFT_SPEC
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:

@@ -6,7 +6,7 @@ All parameters of an adapter live in one flat vector, so that a step is a handfu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,12 +32,16 @@ class Progress:
     trained_tokens: int = 0
     best_step: int | None = None
     best_loss: float | None = None
+    best_score: float | None = None
+    """Value of the job's own metric at `best_step`. None if evaluations are compared by their loss."""
     stale: int = 0
     """Number of consecutive evaluations without enough improvement over the best."""
     evaluated: int = -1
     """Step of the last evaluation."""
     evaluated_loss: float | None = None
     """Validation loss of the last evaluation that the job itself requested."""
+    evaluated_score: float | None = None
+    """Value of the job's own metric at that evaluation. None if it has none."""
     averaged: int = 0
     """Number of steps whose master weights are in the mean; 0 if there is no mean."""
 
@@ -50,6 +54,8 @@ class OpenBatch:
     correct: Tensor
     tokens: int = 0
     """Number of rows so far, prompt and completion alike."""
+    metrics_M: Tensor | None = None
+    """Metrics of the job's objective so far. None if this worker has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class StepOutcome:
     learning_rate: float
     token_accuracy: float
     tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Maps the name of each metric of the job's objective to its mean over the global batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,10 @@ class EvaluationSums:
     loss: float
     correct: int
     tokens: int
+    """Number of supervised tokens, of which `correct` were predicted."""
+    count: int
+    """Number of tokens, samples or pairs over which the loss and the metrics are summed."""
+    metrics: tuple[float, ...] = ()
 
     def __add__(self, other: EvaluationSums) -> EvaluationSums:
         return EvaluationSums(
@@ -78,6 +90,8 @@ class EvaluationSums:
             self.loss + other.loss,
             self.correct + other.correct,
             self.tokens + other.tokens,
+            self.count + other.count,
+            tuple(map(sum, zip(self.metrics, other.metrics, strict=True))),
         )
 
 
@@ -130,15 +144,20 @@ class Training:
             rates=self.layout.rates,
         )
 
-    def collect(self, segment: Segment, loss: Tensor, correct: Tensor) -> None:
-        """Add a microbatch's loss and correct predictions to the open global batch."""
+    def collect(
+        self, segment: Segment, loss: Tensor, correct: Tensor, metrics_M: Tensor | None = None
+    ) -> None:
+        """Add a microbatch's loss, correct predictions and metrics to the open global batch."""
         tokens, before = segment.tokens, self.open
         if before is None:
             # Most batches are one microbatch: with a thousand jobs every saved launch counts.
-            self.open = OpenBatch(loss.detach(), correct, tokens)
+            self.open = OpenBatch(loss.detach(), correct, tokens, metrics_M)
         else:
             self.open = OpenBatch(
-                before.loss + loss.detach(), before.correct + correct, before.tokens + tokens
+                before.loss + loss.detach(),
+                before.correct + correct,
+                before.tokens + tokens,
+                metrics_M if before.metrics_M is None or metrics_M is None else before.metrics_M + metrics_M,
             )
 
     def update_mean(self) -> None:
@@ -166,21 +185,37 @@ class Training:
         self.gradient.zero_()
         self.open = None
 
-    def note_evaluation(self, loss: float, keep_best: bool, min_delta: float, counts: bool = True) -> bool:
-        """Record an evaluation and return whether it is the best so far. If `keep_best`, the weights of the
-        best evaluation are kept. `counts` is False for an evaluation that only a sweep requested."""
-        best = self.progress.best_loss
-        self.progress.evaluated = self.progress.step
+    def note_evaluation(
+        self,
+        loss: float,
+        keep_best: bool,
+        min_delta: float,
+        counts: bool = True,
+        score: float | None = None,
+    ) -> bool:
+        """Record an evaluation and return whether it is the best so far: the one with the lowest loss or, if
+        the job has its own metric, with the highest `score`; of equal scores, the one with the lowest loss.
+        If `keep_best`, the weights of the best evaluation are kept. `counts` is False for an evaluation that
+        only a sweep requested."""
+        progress = self.progress
+        progress.evaluated = progress.step
         if not counts:
             return False
-        self.progress.evaluated_loss = loss
-        self.progress.stale = 0 if best is None or loss < best - min_delta else self.progress.stale + 1
-        if best is not None and loss >= best:
+        progress.evaluated_loss, progress.evaluated_score = loss, score
+        best = None if progress.best_loss is None else _badness(progress.best_loss, progress.best_score)
+        own = _badness(loss, score)
+        progress.stale = 0 if best is None or own[0] < best[0] - min_delta else progress.stale + 1
+        if best is not None and own >= best:
             return False
-        self.progress.best_loss, self.progress.best_step = loss, self.progress.step
+        progress.best_loss, progress.best_step, progress.best_score = loss, progress.step, score
         if keep_best:
             self.best = self.master.clone()
         return True
+
+
+def _badness(loss: float, score: float | None) -> tuple[float, float]:
+    """Return numbers that are lower for a better evaluation, the more important one first."""
+    return (loss, loss) if score is None else (-score, loss)
 
 
 class Roster:
@@ -196,12 +231,16 @@ class Roster:
         return any(training.open is not None for training in self.trainings.values())
 
     def collect(
-        self, segments: Sequence[Segment], losses: Sequence[Tensor], correct: Sequence[Tensor]
+        self,
+        segments: Sequence[Segment],
+        losses: Sequence[Tensor],
+        correct: Sequence[Tensor],
+        metrics: Sequence[Tensor | None],
     ) -> None:
-        """Add a microbatch's losses and correct predictions to the open batches of living jobs."""
-        for segment, loss, count in zip(segments, losses, correct, strict=True):
+        """Add a microbatch's losses, correct predictions and metrics to the open batches of living jobs."""
+        for segment, loss, count, metrics_M in zip(segments, losses, correct, metrics, strict=True):
             if segment.job not in self.dead:
-                self.trainings[segment.job].collect(segment, loss, count)
+                self.trainings[segment.job].collect(segment, loss, count, metrics_M)
 
     def drop_open_batches(self) -> None:
         """Drop the open global batches, as if none of their microbatches had run."""

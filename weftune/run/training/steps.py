@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from weftune.objectives.spec import MAX_METRICS
 from weftune.ops.adamw import Update, gradient_norms, update
 from weftune.ops.triton import kernels_available, kernels_available_on
 from weftune.run.measure.memory import is_out_of_memory
@@ -37,11 +38,13 @@ Outcome = StepOutcome | str
 
 @dataclass(frozen=True, slots=True)
 class BatchSums:
-    """Loss, gradient norm and number of correct predictions of a job's global batch."""
+    """Loss, gradient norm, number of correct predictions and metrics of a job's global batch."""
 
     loss: float
     norm: float
     correct: float
+    metrics: Sequence[float] = ()
+    """Metrics of the job's objective, padded with zeros."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +55,10 @@ class StepRun:
     updates: tuple[Update, ...]
     """Update of each job, with its whole optimizer state."""
     tokens: tuple[int, ...]
-    sums_J3: Tensor
-    """Loss, correct predictions and gradient norm of each job."""
+    norm_J: Tensor
+    """Gradient norm of each job."""
+    sums_JS: Tensor
+    """Result of `open_batch_sums`."""
     factor_J: Tensor | None
     """Clipping factors on the device, if kernels make the updates. None if `updates` hold the factors."""
     reasons: list[str | None] = field(init=False)
@@ -62,8 +67,9 @@ class StepRun:
     """For each job whose update is made in pieces, whether the new weights of each piece are finite."""
     arrived: tuple[torch.cuda.Event, ...] = ()
     """Events that are done when all gradients are on the host, if gradients are copied to it."""
-    _values_J4: Tensor | None = None
-    """`sums_J3`, and whether the new weights are finite; on the host once `_copied` is done."""
+    _values_JV: Tensor | None = None
+    """Gradient norm, whether the new weights are finite, and `sums_JS`. On the host once `_copied` is
+    done."""
     _copied: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
@@ -76,23 +82,23 @@ class StepRun:
 
     def read(self, finite_J: Tensor) -> None:
         """Start to copy the results to the host. Later work on this stream does not delay them."""
-        self._values_J4 = torch.cat([self.sums_J3, finite_J[:, None].double()], dim=1)
-        if self._values_J4.is_cuda:
-            host_J4 = torch.empty_like(self._values_J4, device="cpu", pin_memory=True)
-            self._values_J4 = host_J4.copy_(self._values_J4, non_blocking=True)
+        self._values_JV = torch.cat([self.norm_J[:, None], finite_J[:, None].double(), self.sums_JS], dim=1)
+        if self._values_JV.is_cuda:
+            host_JV = torch.empty_like(self._values_JV, device="cpu", pin_memory=True)
+            self._values_JV = host_JV.copy_(self._values_JV, non_blocking=True)
             self._copied = torch.cuda.current_stream().record_event()
 
     def outcomes(self) -> list[Outcome]:
         """Return every step's outcome. If an outcome is a string, the job's weights must not be used."""
-        assert self._values_J4 is not None, "the results of these steps are not being read"
+        assert self._values_JV is not None, "the results of these steps are not being read"
         if self._copied is not None:
             self._copied.synchronize()
         found: list[Outcome] = []
         rows = zip(
-            self.requests, self.updates, self.tokens, self.reasons, self._values_J4.tolist(), strict=True
+            self.requests, self.updates, self.tokens, self.reasons, self._values_JV.tolist(), strict=True
         )
-        for request, one, tokens, failure, (loss, correct, norm, finite) in rows:
-            sums = BatchSums(loss=loss, norm=norm, correct=correct)
+        for request, one, tokens, failure, (norm, finite, loss, correct, *metrics) in rows:
+            sums = BatchSums(loss=loss, norm=norm, correct=correct, metrics=metrics)
             reason = (
                 find_step_problem(request.training, sums)
                 or failure
@@ -141,18 +147,19 @@ def close_batches(requests: Sequence[StepRequest], norm_J: Tensor, device: torch
     """Close the open batches and return their optimizer steps, given the gradients' norms and the device."""
     trainings = [request.training for request in requests]
     tokens = tuple(open_batch_tokens(training) for training in trainings)
-    sums_J2 = open_batch_sums(trainings)
-    norm_J = norm_J.to(sums_J2.device)
+    sums_JS = open_batch_sums(trainings)
+    norm_J = norm_J.to(sums_JS.device)
     updates = tuple(training.update() for training in trainings)
-    factor_J = clip_factors(trainings, sums_J2, norm_J)
+    factor_J = clip_factors(trainings, sums_JS, norm_J)
     by_kernels = kernels_available_on(device, trainings[0].master.dtype)
     if not by_kernels:
         known = zip(updates, factor_J.tolist(), strict=True)
         updates = tuple(replace(one, factor=factor) for one, factor in known)
     for training in trainings:
         training.open = None
-    sums_J3 = torch.cat([sums_J2, norm_J[:, None]], dim=1)
-    return StepRun(tuple(requests), updates, tokens, sums_J3, factor_J.float() if by_kernels else None)
+    return StepRun(
+        tuple(requests), updates, tokens, norm_J, sums_JS, factor_J.float() if by_kernels else None
+    )
 
 
 def begin_steps(requests: Sequence[StepRequest]) -> StepRun:
@@ -169,27 +176,32 @@ def begin_steps(requests: Sequence[StepRequest]) -> StepRun:
     return run
 
 
-def clip_factors(trainings: Sequence[Training], sums_J2: Tensor, norm_J: Tensor) -> Tensor:
+def clip_factors(trainings: Sequence[Training], sums_JS: Tensor, norm_J: Tensor) -> Tensor:
     """Return the clipping factor of each gradient, in float64 [J]; below 0 if no step can be made."""
     clips = [training.recipe.clip or math.inf for training in trainings]
     clip_J = torch.tensor(clips, dtype=norm_J.dtype).to(norm_J.device, non_blocking=True)
-    good_J = sums_J2[:, 0].isfinite() & norm_J.isfinite()
+    good_J = sums_JS[:, 0].isfinite() & norm_J.isfinite()
     return torch.where(good_J, (clip_J / (norm_J + NORM_EPSILON)).clamp(max=1.0), -1.0)
 
 
 def batch_sums(training: Training) -> BatchSums:
     """Return the sums of the open batch; waits for the device once."""
     norm_J = gradient_norms([training.state])
-    loss, correct, norm = torch.cat([open_batch_sums([training])[0], norm_J]).tolist()
-    return BatchSums(loss=loss, norm=norm, correct=correct)
+    norm, loss, correct, *metrics = torch.cat([norm_J, open_batch_sums([training])[0]]).tolist()
+    return BatchSums(loss=loss, norm=norm, correct=correct, metrics=metrics)
 
 
 def open_batch_sums(trainings: Sequence[Training]) -> Tensor:
-    """Return loss and correct predictions of all open batches as float64 [J, 2], with few kernel launches."""
+    """Return the sums of all open batches, with few kernel launches: loss, correct predictions, and the
+    metrics padded with zeros to MAX_METRICS, as float64 [J, 2 + MAX_METRICS]."""
     batches = [_open_batch(training) for training in trainings]
     loss_J = torch.stack([batch.loss for batch in batches]).double()
     correct_J = torch.stack([batch.correct for batch in batches]).double()
-    return torch.stack([loss_J, correct_J], dim=1)
+    metrics_JM = loss_J.new_zeros(len(batches), MAX_METRICS)
+    for number, batch in enumerate(batches):
+        if batch.metrics_M is not None:
+            metrics_JM[number, : len(batch.metrics_M)] = batch.metrics_M
+    return torch.cat([loss_J[:, None], correct_J[:, None], metrics_JM], dim=1)
 
 
 def find_step_problem(training: Training, sums: BatchSums) -> str | None:
@@ -228,7 +240,12 @@ def outcome_over_workers(outcome: Outcome, request: StepRequest, sums: BatchSums
     """Return the outcome of a step, with loss and accuracy replaced by those over all workers."""
     if isinstance(outcome, str):
         return outcome
-    return replace(outcome, loss=sums.loss, token_accuracy=sums.correct / request.supervised)
+    return replace(
+        outcome,
+        loss=sums.loss,
+        token_accuracy=sums.correct / request.supervised,
+        metrics=_named_metrics(request, sums),
+    )
 
 
 def _finish_step(request: StepRequest, sums: BatchSums, rate: float, tokens: int) -> StepOutcome:
@@ -243,7 +260,12 @@ def _finish_step(request: StepRequest, sums: BatchSums, rate: float, tokens: int
         learning_rate=rate,
         token_accuracy=sums.correct / request.supervised,
         tokens=tokens,
+        metrics=_named_metrics(request, sums),
     )
+
+
+def _named_metrics(request: StepRequest, sums: BatchSums) -> dict[str, float]:
+    return request.training.recipe.objective.named_metrics(sums.metrics)
 
 
 def open_batch_tokens(training: Training) -> int:
@@ -257,7 +279,7 @@ def _open_batch(training: Training) -> OpenBatch:
 
 
 def batch_totals(training: Training) -> Tensor:
-    """Return loss and correct predictions of the open batch, in the dtype that replicas exchange."""
+    """Return the sums of the open batch, in the dtype that replicas exchange."""
     return open_batch_sums([training])[0].to(training.master.dtype)
 
 

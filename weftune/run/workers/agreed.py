@@ -27,7 +27,7 @@ from weftune.plan.program.program import (
     Send,
     Step,
 )
-from weftune.run.events import Event, Failed, SaveDue, Stepped
+from weftune.run.events import Event, Failed, SaveDue, Scored, Stepped
 from weftune.run.measure.timers import ActionTimer, DeviceSpan, Waited
 from weftune.run.parts import NOTHING_TO_DO, AdapterState
 from weftune.run.passes.rows import TimedPass
@@ -56,6 +56,7 @@ class WorkerReport:
     """The facts that only this worker knows at the end of its list of a window."""
 
     evaluations: list[EvaluationSums] = field(default_factory=list)
+    scores: list[Scored] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Jobs that failed here after the first worker's decision, with the reason."""
     times: list[TimedAction] = field(default_factory=list)
@@ -125,12 +126,17 @@ class Agreed:
         self._ran.append((action, span))
         return iter(())
 
-    def evaluate(self, stage: int, plan: MicrobatchPlan) -> Iterator[Event]:
+    def arrive(self, stage: int) -> Iterator[Event]:
         return iter(())
 
     def evaluated(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
         """Record the sums; the first worker adds all parts at the window's end."""
         self.report.evaluations += sums
+        return iter(())
+
+    def scored(self, scores: Sequence[Scored]) -> Iterator[Event]:
+        """Record the scores; the first worker reports them at the window's end."""
+        self.report.scores += scores
         return iter(())
 
     def finish_steps(self) -> Iterator[Event]:
@@ -174,7 +180,9 @@ class Agreed:
         if job not in self._roster.dead:
             batch, training = self._batches[job, step][1], self._roster.trainings[job]
             training.gradient.copy_(total_N[:-SUMS_PER_MESSAGE])
-            training.open = OpenBatch(total_N[-2], total_N[-1], batch.tokens - batch.prefix_rows)
+            loss, correct, *_ = total_N[-SUMS_PER_MESSAGE:]
+            tokens, metrics_M = batch.tokens - batch.prefix_rows, total_N[2 - SUMS_PER_MESSAGE :]
+            training.open = OpenBatch(loss, correct, tokens, metrics_M)
 
     def _accumulate_sums(self, job: str, step: int) -> None:
         """Add this worker's sums to those of the stages after, and send them towards the first worker."""
@@ -194,13 +202,14 @@ class Agreed:
             self._transport.send_sums(torch.cat([sums.new_tensor([batch_index]), sums]))
 
     def _own_sums(self, job: str) -> Tensor:
-        """Return loss, correct predictions and the squared norm of the gradient."""
+        """Return the squared norm of the gradient, the loss, the correct predictions and the metrics."""
         if job in self._roster.dead:
-            return torch.full((3,), DEAD, dtype=torch.float64)
+            return torch.full((1 + SUMS_PER_MESSAGE,), DEAD, dtype=torch.float64)
         if self.shortage:
-            return torch.tensor([ABANDONED, 0.0, 0.0], dtype=torch.float64)
+            none = [0.0] * (SUMS_PER_MESSAGE - 1)
+            return torch.tensor([0.0, ABANDONED, *none], dtype=torch.float64)
         own = self._adapters.sums(self._roster.trainings[job])
-        return torch.tensor([own.loss, own.correct, own.norm**2], dtype=torch.float64)
+        return torch.tensor([own.norm**2, own.loss, own.correct, *own.metrics], dtype=torch.float64)
 
     def _receive_later_sums(self, batch_index: int) -> Tensor:
         while batch_index not in self._later_sums:
@@ -222,7 +231,7 @@ class Agreed:
     def _decide(self, job: str, step: int) -> Iterator[Event]:
         """Announce the decision, then make the step or mark the job dead. Runs on the first worker."""
         batch_index, batch = self._batches[job, step]
-        loss, correct, squares = self._sums.pop(batch_index).tolist()
+        squares, loss, correct, *metrics = self._sums.pop(batch_index).tolist()
         if job in self._roster.dead:
             self._announce(batch_index, DEAD)
             return
@@ -230,10 +239,11 @@ class Agreed:
             self._announce(batch_index, ABANDONED)
             return
         training = self._roster.trainings[job]
-        sums = BatchSums(loss=loss, norm=math.sqrt(squares) if squares >= 0 else squares, correct=correct)
+        norm = math.sqrt(squares) if squares >= 0 else squares
+        sums = BatchSums(loss=loss, norm=norm, correct=correct, metrics=metrics)
         reason = find_step_problem(training, sums)
         self._announce(batch_index, DEAD if reason else sums.norm)
-        outcome = reason or self._adapters.make(StepRequest(training, batch.supervised), sums)
+        outcome = reason or self._adapters.make(StepRequest(training, batch.supervised_tokens), sums)
         if isinstance(outcome, str):
             self._adapters.kill(job)
             yield Failed(job, outcome)
@@ -253,7 +263,7 @@ class Agreed:
         if math.isnan(norm):
             self._adapters.kill(job)
             return
-        request = StepRequest(self._roster.trainings[job], batch.supervised)
+        request = StepRequest(self._roster.trainings[job], batch.supervised_tokens)
         outcome = self._adapters.make(request, BatchSums(loss=0.0, norm=norm, correct=0.0))
         if isinstance(outcome, str):
             self.report.failures[job] = outcome

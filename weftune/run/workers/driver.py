@@ -28,8 +28,8 @@ from weftune.errors import UserError
 from weftune.ops.adamw import AdamState
 from weftune.plan.cost.time import PassTime, work_of
 from weftune.plan.program.layout import Layout
-from weftune.plan.program.program import Backward, Compute, Evaluate, Forward, Program
-from weftune.run.events import Event, Failed, OutOfMemory, Passed, evaluation_event
+from weftune.plan.program.program import Backward, Compute, Evaluate, Forward, ForwardPass, Program
+from weftune.run.events import Event, Failed, OutOfMemory, Passed, evaluation_event, score_event
 from weftune.run.measure.memory import set_memory_limit
 from weftune.run.parts import Fetch, delivered
 from weftune.run.training import checkpoint
@@ -92,13 +92,15 @@ class Driver:
         position = control.connections.position
         self.stages, self.replicas = position.stages, position.replicas
         self.layout = layout
-        self.paces = Paces([stage.count for stage in layout.stages])
+        self.paces = Paces([stage.layer_count for stage in layout.stages])
         self.reports: list[WorkerReport] = []
         """Reports of the last window, in the order of workers."""
         self.peaks: list[int] = []
         """Peak bytes in use on each of the other workers."""
         self._transport = Transport(control.connections, base.shape.hidden, base.dtype, base.device, delay)
-        self._own, self._agreed = worker_executor(loaded, layout.on(0), self._transport, position.worker)
+        self._own, self._agreed = worker_executor(
+            loaded, layout.for_worker(0), self._transport, position.worker
+        )
         self.attached = self._own.attached
         """Maps each job to its slice of the first stage, which also holds the job's progress."""
         self.home, self.fused = self._own.home, self._own.fused
@@ -158,10 +160,16 @@ class Driver:
         self._own.kill(job)
 
     def note_evaluation(
-        self, job: str, loss: float, keep_best: bool, min_delta: float, counts: bool = True
+        self,
+        job: str,
+        loss: float,
+        keep_best: bool,
+        min_delta: float,
+        counts: bool = True,
+        score: float | None = None,
     ) -> None:
         training = self.attached[job]
-        best = training.note_evaluation(loss, keep_best, min_delta, counts)
+        best = training.note_evaluation(loss, keep_best, min_delta, counts, score)
         if best and keep_best:
             self.control.broadcast(JobCommand("keep best", job))
         if (pending := self._pending.get((job, training.progress.step))) is not None:
@@ -180,15 +188,15 @@ class Driver:
         unless that would take long: then nothing more is computed, and unfinished global batches are
         dropped."""
         self._ends_early, request = False, StopRequest(stop)
-        evaluations = [
-            (action, plan) for action, plan in program.forward_passes() if isinstance(action, Evaluate)
-        ]
-        held_out = {action.microbatch for action, _ in evaluations}
+        kinds = program.pass_kinds()
         self._awaited_evaluations = {
-            (segment.job, segment.step) for _, plan in evaluations for segment in plan.segments
+            (segment.job, segment.step)
+            for number, kind in kinds.items()
+            if kind is Evaluate
+            for segment in program.microbatches[number].segments
         }
         microbatches = {
-            number: fetch(plan, number in held_out)
+            number: fetch(plan, kinds[number])
             for number, plan in enumerate(program.microbatches)
             if plan.segments
         }
@@ -237,6 +245,7 @@ class Driver:
             self.paces.learn(program, self.reports)
             yield from self._pass_events(program)
             yield from self._evaluation_events()
+            yield from self._score_events()
         self._awaited_evaluations.clear()
         self._early_slices.clear()
         if short and not self._ends_early:
@@ -245,9 +254,7 @@ class Driver:
 
     def _pass_events(self, program: Program) -> Iterator[Passed]:
         """Yield every microbatch's pass over the base, with its share of the workers' time."""
-        forward, backward = (
-            microbatch_seconds(self.reports, kinds) for kinds in (Forward | Evaluate, Backward)
-        )
+        forward, backward = (microbatch_seconds(self.reports, kinds) for kinds in (ForwardPass, Backward))
         met = {job: training.layout.met for job, training in self.attached.items()}
         for action, plan in program.forward_passes():
             number = action.microbatch
@@ -278,7 +285,15 @@ class Driver:
                 continue
             if not math.isfinite(one.loss):
                 self.kill(one.job)
-            yield evaluation_event(one)
+            yield evaluation_event(one, self.attached[one.job].recipe.objective)
+
+    def _score_events(self) -> Iterator[Event]:
+        for one in (one for report in self.reports for one in report.scores):
+            if one.job in self._own.dead:
+                continue
+            if isinstance(event := score_event(one), Failed):
+                self.kill(one.job)
+            yield event
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
@@ -372,10 +387,10 @@ def open_pipeline(
     """Load every worker's part of the base, and wait for all. No worker uses more than `max_bytes` of its
     GPU. If `deterministic`, the other workers use torch's deterministic kernels, as the caller does."""
     for worker in control.workers:
-        part = layout.on(worker % layout.workers)
+        part = layout.for_worker(worker % layout.workers)
         control.command(worker, Begin(spec, part, delay, max_bytes, deterministic))
     set_memory_limit(device, max_bytes)
-    loaded = load_part(spec, device, layout.on(0))
+    loaded = load_part(spec, device, layout.for_worker(0))
     for _ in control.workers:
         _, answer = control.wait()
         assert isinstance(answer, Begun), f"{answer} came where a stage was to be loaded"

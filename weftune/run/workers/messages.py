@@ -19,7 +19,8 @@ from weftune.adapters.kind import JobAdapter
 from weftune.adapters.kinds import KINDS
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
-from weftune.plan.program.layout import OnWorker
+from weftune.objectives.spec import OBJECTIVES
+from weftune.plan.program.layout import WorkerLayout
 from weftune.plan.program.program import Program
 from weftune.run.training.checkpoint import Slice
 from weftune.run.training.schedule import Recipe
@@ -36,7 +37,7 @@ class Begin:
     """Load this part of a base. `delay` slows the links down, for tests and benchmarks."""
 
     spec: BaseSpec
-    part: OnWorker
+    part: WorkerLayout
     delay: float = 0.0
     max_bytes: int | None = None
     """Bytes that the worker may use of its GPU. None means all."""
@@ -50,7 +51,7 @@ class Attach:
     recipe: Recipe
     checkpoints: Path
     resumes: bool
-    """Whether the first worker found a checkpoint there."""
+    """Whether the first worker found a checkpoint of the job, from which every worker then reads its part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,12 @@ class WorkerControl:
         return not isinstance(answer, Ended | MessageError)
 
 
-MESSAGE_RECORDS = {**records_in(Command), **records_in(Answer), **records_in(Union[*KINDS.values()])}
+MESSAGE_RECORDS = {
+    **records_in(Command),
+    **records_in(Answer),
+    **records_in(Union[*KINDS.values()]),
+    **records_in(Union[*OBJECTIVES.values()]),
+}
 """Maps names to the records that a message may hold."""
 
 

@@ -10,7 +10,7 @@ from statistics import mean
 import numpy as np
 
 from weftune.plan.cost.time import Line
-from weftune.plan.program.program import Backward, Evaluate, Forward, Program, Step
+from weftune.plan.program.program import Backward, Evaluate, Forward, Program, Score, Step
 from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pace import LoadPace, StagePace, predict_timeline, vary_timelines
 from weftune.run.workers.agreed import TimedAction, WorkerReport
@@ -74,7 +74,7 @@ class Paces:
     def _learn(self, timed_action: TimedAction, program: Program, worker_stages: Sequence[_Stage]) -> None:
         seconds = timed_action.stop - timed_action.start
         match timed_action.action:
-            case Forward(number, stage) | Evaluate(number, stage):
+            case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
                 rows = program.microbatches[number].rows
                 self._stages[stage].forwards.append(MeasuredPass(rows, seconds, timed_action.start))
             case Backward(number, stage):

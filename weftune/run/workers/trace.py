@@ -12,6 +12,7 @@ from typing import Any
 from weftune.plan.program.program import (
     Action,
     Backward,
+    Compute,
     Evaluate,
     Forward,
     OfJob,
@@ -19,8 +20,10 @@ from weftune.plan.program.program import (
     Recv,
     Reduce,
     Save,
+    Score,
     Send,
     Step,
+    Transport,
 )
 from weftune.plan.program.simulate import Event, Lane, Timeline
 from weftune.run.workers.agreed import WorkerReport
@@ -66,7 +69,7 @@ def timeline_of(reports: Sequence[WorkerReport]) -> Timeline:
         Event(worker, Lane.compute, one.action, one.start, one.stop)
         for worker, report in enumerate(reports)
         for one in report.times
-        if isinstance(one.action, Forward | Backward | Evaluate | Step)
+        if isinstance(one.action, Compute | Step)
     ]
     begin = min((one.start for one in passes), default=0.0)
     moved = (replace(one, start=one.start - begin, stop=one.stop - begin) for one in passes)
@@ -75,7 +78,7 @@ def timeline_of(reports: Sequence[WorkerReport]) -> Timeline:
 
 def _event_name(action: Action) -> str:
     match action:
-        case Forward(number) | Backward(number) | Evaluate(number):
+        case Forward(number) | Backward(number) | Evaluate(number) | Score(number):
             return f"{type(action).__name__} {number}"
         case Send(number, _, what) | Recv(number, _, what):
             return f"{type(action).__name__} {what} {number}"
@@ -87,7 +90,7 @@ def _event_name(action: Action) -> str:
 
 
 def _event_arguments(action: Action, program: Program) -> dict[str, Any]:
-    if isinstance(action, Forward | Backward | Evaluate | Send | Recv):
+    if isinstance(action, Compute | Transport):
         plan = program.microbatches[action.microbatch]
         return {"rows": plan.rows, "jobs": {one.job: one.tokens for one in plan.segments}}
     if isinstance(action, OfJob):

@@ -3,7 +3,7 @@ device computes; the sums and decisions by which workers agree on Steps; and the
 exchange. Receives are posted ahead in the order of the Program, which fixes their shapes.
 
 Shapes: T rows of a microbatch, D hidden width, N numbers of a replica's message: a stage's slice of the
-gradient, then loss and correct predictions.
+gradient, then loss, correct predictions and metrics.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from weftune.objectives.spec import MAX_METRICS
 from weftune.plan.program.program import Program, Recv, Reduce, Send, Step
 from weftune.run.training.state import master_dtype
 from weftune.run.workers.groups import Purpose, WorkerConnections
@@ -21,10 +22,11 @@ from weftune.run.workers.mailbox import DirectOutbox, Inbox, Outbox, PeerLane, o
 
 DECISION_VALUES = 2
 """Number of values in a decision: the batch's index in the Program, and the norm of its gradient."""
-SUMS_VALUES = 4
-"""Number of values in the sums of a batch: its index, then loss, correct predictions and the squared norm."""
-SUMS_PER_MESSAGE = 2
-"""Number of values after the gradient in a message between replicas."""
+SUMS_PER_MESSAGE = 2 + MAX_METRICS
+"""Number of values after the gradient in a message between replicas: loss, correct predictions, metrics."""
+SUMS_VALUES = 2 + SUMS_PER_MESSAGE
+"""Number of values in the sums of a batch: its index, the squared norm, then loss, correct predictions and
+metrics."""
 
 StepKey = tuple[str, int]
 """A job and its step."""

@@ -14,7 +14,7 @@ from weftune.base.spec import BaseSpec
 from weftune.base.stages import load_stage
 from weftune.core.deterministic import deterministic_kernels
 from weftune.errors import UserError
-from weftune.plan.program.layout import OnWorker
+from weftune.plan.program.layout import WorkerLayout
 from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.events import SaveDue
 from weftune.run.executor import Executor
@@ -40,10 +40,10 @@ from weftune.run.workers.messages import (
 from weftune.run.workers.transport import Transport
 
 
-def load_part(spec: BaseSpec, device: torch.device, part: OnWorker) -> Base | StreamedBase:
+def load_part(spec: BaseSpec, device: torch.device, part: WorkerLayout) -> Base | StreamedBase:
     """Load a worker's part: in a pipeline one resident stage, otherwise stages that take turns."""
-    if part.layout.pipelined:
-        return load_stage(spec, device, part.layers_of(part.worker))
+    if part.layout.is_pipeline:
+        return load_stage(spec, device, part.stage_range(part.worker))
     return load_streamed(spec, device, part.layout, worker=part.worker)
 
 
@@ -53,7 +53,7 @@ def loaded_base(loaded: Base | StreamedBase) -> Base:
 
 
 def worker_executor(
-    loaded: Base | StreamedBase, part: OnWorker, transport: Transport, worker: int
+    loaded: Base | StreamedBase, part: WorkerLayout, transport: Transport, worker: int
 ) -> tuple[Executor, Agreed]:
     """Return the executor of the worker with this number, and its side of the agreement with the others."""
     agrees = partial(Agreed, transport=transport, worker=worker)

@@ -1,4 +1,4 @@
-"""Jobs made ready and put aboard an executor, without the loop around them."""
+"""Jobs prepared and attached to an executor, without the training loop around them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weftune.adapters.kind import JobAdapter
 from weftune.base.model import Base
 from weftune.core.files import cache_folder
 from weftune.ops.lora.routes import Route
-from weftune.plan.program.layout import one_device
+from weftune.plan.program.layout import one_device_layout
 from weftune.plan.program.program import MicrobatchPlan, Program
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
@@ -23,31 +23,33 @@ from weftune.run.training.state import Training, new_training
 from weftune.trainer.job import PreparedJob, collate_plan, prepare_job
 
 
-def ready(base: Base, name: str, **keys: Any) -> PreparedJob:
+def prepare(base: Base, name: str, **keys: Any) -> PreparedJob:
     settings = {"steps": 8, "batch_size": 3, "learning_rate": 1e-2, "seed": 1, "adapter": {"rank": 4}} | keys
     settings.setdefault("data", bench.rows(bench.samples(12, seed=settings["seed"])))
     return prepare_job(JobSpec(name=name, **settings), 0, bench.tokenizer(), base.shape, cache_folder())
 
 
-def training(base: Base, job: PreparedJob) -> Training:
+def job_training(base: Base, job: PreparedJob) -> Training:
     adapter = JobAdapter(job.name, job.spec.adapter, job.spec.seed)
     return new_training(adapter, job.recipe, base.shape.sites, base.dtype, base.device)
 
 
-def executor(base: Base, jobs: Sequence[PreparedJob], route: Route = Route.segmented) -> Executor:
-    made = resident_executor(base, route)
+def executor_with(base: Base, jobs: Sequence[PreparedJob], route: Route = Route.segmented) -> Executor:
+    executor = resident_executor(base, route)
     for job in jobs:
-        made.attach(training(base, job))
-    return made
+        executor.attach(job_training(base, job))
+    return executor
 
 
-def program(jobs: Sequence[PreparedJob], rounds: int, capacity: int = 64, begins: bool = False) -> Program:
-    return plan_window([job.job_window(0, rounds, begins) for job in jobs], one_device(), capacity)
+def plan_program(
+    jobs: Sequence[PreparedJob], rounds: int, capacity: int = 64, begins: bool = False
+) -> Program:
+    return plan_window([job.job_window(0, rounds, begins) for job in jobs], one_device_layout(), capacity)
 
 
-def events(made: Executor, planned: Program, jobs: Sequence[PreparedJob]) -> Iterator[Event]:
+def run_program(executor: Executor, planned: Program, jobs: Sequence[PreparedJob]) -> Iterator[Event]:
     by_name = {job.name: job for job in jobs}
-    return made.run(planned, lambda plan, held_out: collate_plan(plan, held_out, by_name), lambda: False)
+    return executor.run(planned, lambda plan, kind: collate_plan(plan, kind, by_name), lambda: False)
 
 
 def in_flight(laid: LaidMicrobatch) -> InFlight:
@@ -55,8 +57,8 @@ def in_flight(laid: LaidMicrobatch) -> InFlight:
     return InFlight(laid, TimedPass(MicrobatchPlan(()), training=True))
 
 
-def rows_here(activations: Activations) -> int:
-    """How many rows are on the device, over all stages."""
+def rows_on_device(activations: Activations) -> int:
+    """Return the number of rows on the device, over all stages."""
     kept = getattr(activations, "_kept", activations)
     return sum(len(given_TD) for given_TD in kept._here.values())
 

@@ -1,0 +1,186 @@
+"""Answers in text: a base with finished adapters, chat templates, stop strings, and streamed text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from weftune.adapters.folder import check_adapter_folder
+from weftune.base.load import best_device, load_base, load_tokenizer
+from weftune.base.spec import BaseSpec
+from weftune.data.formats import Message
+from weftune.data.tokenise import prompt_tokens
+from weftune.errors import AdapterError
+from weftune.generate.adapters import attach_folder
+from weftune.generate.decoder import Decoder, FinishReason, Generation
+from weftune.generate.sampling import GREEDY, Sampling
+from weftune.run.passes.adapted import AdaptedBase
+
+BASE = "base"
+"""Name of the bare base among the adapters."""
+
+
+@dataclass(slots=True, eq=False)
+class StreamedAnswer:
+    """The answer of one adapter, or of the base, to one prompt."""
+
+    adapter: str
+    generation: Generation
+    tokenizer: PreTrainedTokenizerBase
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer. They do not belong to it."""
+    text: str = ""
+    """Text so far, without characters whose last bytes are not generated yet."""
+    is_stopped: bool = False
+    """Whether a stop string has ended the answer."""
+    _settled: int = field(default=0)
+    """Number of tokens whose text is final."""
+    _settled_text: str = ""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Reason why the answer has ended. None while it continues."""
+        return "stop" if self.is_stopped else self.generation.finish_reason
+
+    def update(self) -> str:
+        """Read the tokens generated since the last call, and return the new text."""
+        before, tokens = len(self.text), self.generation.tokens
+        # Decoded from the last few tokens on, since the text of a token may depend on the one before it.
+        context = max(0, self._settled - 1)
+        piece = self._decode(tokens[context:])[len(self._decode(tokens[context : self._settled])) :]
+        if not piece.endswith("�") or self.generation.finish_reason is not None:
+            self._settled, self._settled_text = len(tokens), self._settled_text + piece
+        text = self._settled_text
+        for stop in self.stop:
+            if (found := text.find(stop)) >= 0:
+                text, self.is_stopped = text[:found], True
+        if self.finish_reason is None:
+            # A stop string that has begun may be completed by the next token.
+            text = text[: len(text) - max((_overlap(text, stop) for stop in self.stop), default=0)]
+        self.text = text
+        return self.text[before:]
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many characters at the end of the text are the beginning of the stop string."""
+    sizes = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)
+
+
+class Answers:
+    """A base and its adapters, loaded once, that answer any number of prompts together."""
+
+    def __init__(
+        self, base: BaseSpec, adapters: Mapping[str, Path], device: torch.device | None = None
+    ) -> None:
+        assert BASE not in adapters, "that name is the base's own"
+        for folder in adapters.values():
+            check_adapter_folder(folder)
+        self.spec = base
+        self.adapted = AdaptedBase(load_base(base, device or best_device()))
+        own = load_tokenizer(base)
+        self.tokenizers = {BASE: own}
+        for name, folder in adapters.items():
+            attach_folder(self.adapted, name, folder)
+            self.tokenizers[name] = adapter_tokenizer(folder, own)
+        self.stop_ids = stop_ids(self.adapted.base.model, own)
+
+    def title(self, adapter: str) -> str:
+        """Return the name under which the answers of an adapter are shown."""
+        return f"{BASE} ({self.spec.model})" if adapter == BASE else adapter
+
+    def prompt(self, adapter: str, messages: str | Sequence[Message], is_plain: bool = False) -> list[int]:
+        """Return the tokens of a prompt for an adapter: a text, which is the user's message of a chat unless
+        `is_plain`, or the messages of a chat."""
+        return prompt_tokens(self.tokenizers[adapter], messages, is_plain=is_plain)
+
+    def ask(
+        self,
+        prompts: Sequence[tuple[str, Sequence[int]]],
+        sampling: Sampling = GREEDY,
+        stop: Sequence[str] = (),
+        on_text: Callable[[StreamedAnswer, str], None] = lambda answer, text: None,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> list[StreamedAnswer]:
+        """Answer all prompts, given as (adapter, tokens), together. `on_text` gets new text as it comes. If
+        `stop_requested` returns True, the answers end where they are."""
+        sampling = replace(sampling, stop_ids=sampling.stop_ids | self.stop_ids)
+        longest = sum(len(tokens) + sampling.max_tokens + PAGE_SLACK for _, tokens in prompts)
+        decoder = Decoder(self.adapted, cache_budget(self.adapted.base.device), max_positions=longest)
+        answers = {}
+        for adapter, tokens in prompts:
+            generation = decoder.submit(tokens, sampling, None if adapter == BASE else adapter)
+            answers[generation] = StreamedAnswer(adapter, generation, self.tokenizers[adapter], tuple(stop))
+        while not decoder.is_idle and not stop_requested():
+            for generation in decoder.turn():
+                answer = answers[generation]
+                on_text(answer, answer.update())
+                if answer.is_stopped:
+                    decoder.cancel(generation)
+        return list(answers.values())
+
+
+PAGE_SLACK = 64
+"""Positions per sequence for virtual tokens and the unused end of its last page."""
+
+
+def cache_budget(device: torch.device) -> int:
+    """Return the bytes that a decoder's cache may take on a device on which nothing else runs."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * 0.9)
+    import psutil
+
+    return int(psutil.virtual_memory().available * 0.5)
+
+
+def generate_answers(
+    base: BaseSpec,
+    adapters: Mapping[str, Path],
+    prompt: str,
+    *,
+    system: str | None = None,
+    max_tokens: int = 128,
+    device: torch.device | None = None,
+    with_base: bool = True,
+) -> dict[str, str]:
+    """Return the greedy answers of the base (if `with_base`) and of each adapter to one prompt."""
+    answers = Answers(base, adapters, device)
+    names = [BASE, *adapters] if with_base else list(adapters)
+    messages = chat(prompt, system)
+    prompts = [(name, answers.prompt(name, messages)) for name in names]
+    said = answers.ask(prompts, Sampling(max_tokens=max_tokens))
+    return {answer.adapter: answer.text.strip() for answer in said}
+
+
+def chat(prompt: str | Sequence[Message], system: str | None) -> str | Sequence[Message]:
+    """Return a prompt as it is, or after a system message."""
+    if system is None:
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [{"role": "system", "content": system}, *messages]
+
+
+def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens that end an answer: those of the base's generation config, and the tokenizer's."""
+    own = model.generation_config.eos_token_id if model.generation_config is not None else None
+    known = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
+    return frozenset(int(end) for end in known if end is not None)
+
+
+def adapter_tokenizer(folder: Path, base_tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return the tokenizer saved with the adapter; its chat template is the one used in training."""
+    if not (folder / "tokenizer_config.json").is_file():
+        return base_tokenizer
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"The tokenizer in {folder} cannot be read: {error}") from error

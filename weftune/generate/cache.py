@@ -1,0 +1,292 @@
+"""The paged key/value cache of a decoder, and the attention of new rows to the cached ones.
+
+A page holds the keys and values of PAGE_ROWS consecutive rows of one sequence in every layer. Pages are
+numbered; the same page number selects the memory in all layers. Sequences with the same adapter, the same
+version of it and the same first tokens share the pages of those tokens.
+
+Shapes: T rows of a pass, L rows of one sequence, C rows of the whole cache, H query heads, G key and value
+heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weftune.base.attention import Pack, Rule, attend_packed, attend_within, attend_within_capped
+from weftune.core.batch import copy_to, to_device
+from weftune.ops.paged import paged_attention
+
+PAGE_ROWS = 16
+"""Rows of a sequence in one page."""
+
+PageKey = bytes
+"""A digest of an adapter, its version, and all tokens up to the end of a page."""
+RecurrentStates = dict[int, tuple[Tensor, Tensor]]
+"""Maps a layer number to the state of its recurrence for one sequence."""
+
+
+def page_keys(adapter: str | None, weights: Hashable, tokens: Sequence[int]) -> list[PageKey]:
+    """Return the key of every full page of a sequence that begins with these tokens. Two keys are equal only
+    if the adapter, the version of its `weights` and all tokens up to the page's end are equal."""
+    digest = hashlib.blake2b(repr((adapter, weights)).encode(), digest_size=16).digest()
+    keys = []
+    for end in range(PAGE_ROWS, len(tokens) + 1, PAGE_ROWS):
+        own = np.asarray(tokens[end - PAGE_ROWS : end], dtype=np.int64).tobytes()
+        digest = hashlib.blake2b(digest + own, digest_size=16).digest()
+        keys.append(digest)
+    return keys
+
+
+class PagePool:
+    """The page numbers of a cache: which are free, and which hold the beginnings of sequences.
+
+    A page under a key stays readable after its last user has released it, until another sequence needs the
+    memory. The page that has been unused for longest is reused first.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self._free = list(range(pages - 1, -1, -1))
+        self._users = [0] * pages
+        self._page_by_key: dict[PageKey, int] = {}
+        self._key_by_page: dict[int, PageKey] = {}
+        self._unused: OrderedDict[int, None] = OrderedDict()
+        """Pages under a key that no sequence uses, in the order in which they were released."""
+
+    @property
+    def available(self) -> int:
+        """Number of pages that no sequence uses."""
+        return len(self._free) + len(self._unused)
+
+    def acquire(self, keys: Sequence[PageKey], count: int) -> tuple[list[int], int] | None:
+        """Return `count` pages for a new sequence, and how many of them already hold the rows of the first
+        `keys`. None if there are not enough pages."""
+        known: list[int] = []
+        for key in keys:
+            if (page := self._page_by_key.get(key)) is None:
+                break
+            known.append(page)
+        if count - len(known) > self.available - sum(page in self._unused for page in known):
+            return None
+        for page in known:
+            self._unused.pop(page, None)
+            self._users[page] += 1
+        return known + [self._take() for _ in range(count - len(known))], len(known)
+
+    def publish(self, page: int, key: PageKey) -> None:
+        """Let later sequences read a page whose rows have been computed."""
+        if key not in self._page_by_key and page not in self._key_by_page:
+            self._page_by_key[key], self._key_by_page[page] = page, key
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give back the pages of a sequence that has ended."""
+        for page in pages:
+            self._users[page] -= 1
+            if self._users[page]:
+                continue
+            if page in self._key_by_page:
+                self._unused[page] = None
+            else:
+                self._free.append(page)
+
+    def _take(self) -> int:
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._unused.popitem(last=False)
+            del self._page_by_key[self._key_by_page.pop(page)]
+        self._users[page] = 1
+        return page
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValueShape:
+    """The shape of one layer's keys and values for one row: heads and width of a head."""
+
+    keys: tuple[int, int]
+    values: tuple[int, int]
+
+    @property
+    def numbers(self) -> int:
+        """Number of values that one row occupies."""
+        return self.keys[0] * self.keys[1] + self.values[0] * self.values[1]
+
+
+@dataclass(slots=True)
+class CacheProbe:
+    """A cache that keeps nothing but the shapes of a model's keys and values, to size a real one."""
+
+    pack: Pack
+    states: tuple[RecurrentStates, ...]
+    layers: dict[int, KeyValueShape] = field(default_factory=dict)
+
+    def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:
+        (_, *keys), (_, *values) = k_TGD.shape, v_TGD.shape
+        self.layers[layer] = KeyValueShape((keys[0], keys[1]), (values[0], values[1]))
+        return attend_packed(q_THD, k_TGD, v_TGD, self.pack, rule)
+
+    def bytes_per_row(self, itemsize: int) -> int:
+        return itemsize * sum(shape.numbers for shape in self.layers.values())
+
+    def bytes_per_sequence(self) -> int:
+        """Return the bytes of the recurrent states, which do not grow with a sequence."""
+        return sum(tensor.nbytes for state in self.states for pair in state.values() for tensor in pair)
+
+
+class PagedCache:
+    """The memory of all pages: per layer one tensor of keys and one of values, [C, G, D]."""
+
+    def __init__(self, probe: CacheProbe, pages: int, like: Tensor) -> None:
+        self.pool = PagePool(pages)
+        self.spare_page = pages
+        """Page to which the rows of no sequence are written, in passes that are padded."""
+        rows = (pages + 1) * PAGE_ROWS
+        self.layers = {
+            layer: (like.new_empty(rows, *shape.keys), like.new_empty(rows, *shape.values))
+            for layer, shape in probe.layers.items()
+        }
+        self.is_recurrent = any(probe.states)
+        """Whether some layers have a recurrent state, of which no beginning can be shared."""
+
+
+def page_rows(pages: Sequence[int], start: int, stop: int) -> Tensor:
+    """Return the cache rows of the positions `start` to `stop` of a sequence with these pages."""
+    positions = torch.arange(start, stop)
+    return torch.tensor(pages)[positions // PAGE_ROWS] * PAGE_ROWS + positions % PAGE_ROWS
+
+
+@dataclass(slots=True)
+class CachedSequence:
+    """The rows of one sequence in a pass and in the cache."""
+
+    pages: Sequence[int]
+    start: int
+    """Position of the first row of the pass; all earlier positions are in the cache."""
+    stop: int
+    prefix_keys: int = 0
+    """Number of keys and values that the adapter puts before the sequence, written in its first pass."""
+    state: RecurrentStates = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+class CachedRows:
+    """The cache as one pass sees it: where its rows are written, and which rows each sequence attends to."""
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        sequences: Sequence[CachedSequence],
+        pack: Pack,
+        read_prefixes: Callable[[int], Sequence[tuple[Tensor, Tensor]]],
+    ) -> None:
+        """`read_prefixes` returns a layer's prefix keys and values, [P, G · D], of every adapter in the pass
+        that has any, in the order of the sequences."""
+        self._layers, self._pack, self._read_prefixes = cache.layers, replace(pack, cache=None), read_prefixes
+        self.states = tuple(sequence.state for sequence in sequences)
+        device = pack.boundaries.device
+        self._counts = [sequence.rows for sequence in sequences]
+        written = [page_rows(one.pages, one.start, one.stop) for one in sequences]
+        self._written_T = to_device(torch.cat(written), device)
+        is_first = [one.start == one.prefix_keys for one in sequences]
+        self._prefixed = [
+            to_device(page_rows(one.pages, 0, one.prefix_keys), device)
+            for one, first in zip(sequences, is_first, strict=True)
+            if first and one.prefix_keys
+        ]
+        """Cache rows of the prefix keys of every sequence that has some and is in its first pass."""
+        self._is_fresh = all(is_first) and not self._prefixed
+        """Whether the rows of the pass attend to one another only, as in training."""
+        self._read: list[Tensor] = []
+        if not self._is_fresh:
+            self._read = [to_device(page_rows(one.pages, 0, one.stop), device) for one in sequences]
+
+    def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:
+        keys_CGD, values_CGD = self._layers[layer]
+        keys_CGD.index_copy_(0, self._written_T, k_TGD)
+        values_CGD.index_copy_(0, self._written_T, v_TGD)
+        if self._is_fresh:
+            return attend_packed(q_THD, k_TGD, v_TGD, self._pack, rule)
+        if self._prefixed:
+            self._write_prefixes(keys_CGD, values_CGD, layer)
+        attend_one = attend_within if rule.softcap is None else attend_within_capped
+        seen = []
+        for q, rows_L in zip(q_THD.split(self._counts), self._read, strict=True):
+            q_1HLD, k_1GLD, v_1GLD = (
+                x.transpose(0, 1)[None] for x in (q, keys_CGD[rows_L], values_CGD[rows_L])
+            )
+            seen.append(attend_one(q_1HLD, k_1GLD, v_1GLD, rule)[0].transpose(0, 1))
+        return torch.cat(seen)
+
+    def _write_prefixes(self, keys_CGD: Tensor, values_CGD: Tensor, layer: int) -> None:
+        for rows_P, (keys_PN, values_PN) in zip(self._prefixed, self._read_prefixes(layer), strict=True):
+            for target_CGD, before_PN in ((keys_CGD, keys_PN), (values_CGD, values_PN)):
+                target_CGD[rows_P] = before_PN.view(-1, *target_CGD.shape[1:]).to(target_CGD.dtype)
+
+
+class DecodedRows:
+    """The cache as a pass with one new row per sequence sees it. Its tensors can be filled again for another
+    pass, so that a captured graph reads them."""
+
+    states: tuple[RecurrentStates, ...] = ()
+
+    def __init__(self, cache: PagedCache, sequences: int, max_pages: int, device: torch.device) -> None:
+        """Allocate the tensors for a number of sequences with up to `max_pages` pages each."""
+        self._layers = cache.layers
+        self._spare_page = cache.spare_page
+        self.written_B = torch.zeros(sequences, dtype=torch.int64, device=device)
+        """Cache row of each sequence's new row."""
+        self.lengths_B = torch.zeros(sequences, dtype=torch.int32, device=device)
+        """Number of rows of each sequence, including the new one."""
+        self.tables_BP = torch.full(
+            (sequences, max_pages), self._spare_page, dtype=torch.int32, device=device
+        )
+        self._pages: list[Sequence[int]] = []
+        """Pages of the sequences in `tables_BP`."""
+        self.fill(())
+
+    def fill(self, sequences: Sequence[CachedSequence]) -> None:
+        """Describe these sequences. Further rows belong to no sequence, and read and write a spare page."""
+        count, width = self.tables_BP.shape
+        lengths = np.ones(count, dtype=np.int32)
+        written = np.full(count, self._spare_page * PAGE_ROWS)
+        for index, one in enumerate(sequences):
+            page, row = divmod(one.stop - 1, PAGE_ROWS)
+            lengths[index], written[index] = one.stop, one.pages[page] * PAGE_ROWS + row
+        copy_to(self.lengths_B, torch.from_numpy(lengths))
+        copy_to(self.written_B, torch.from_numpy(written))
+        pages = [one.pages for one in sequences]
+        # The pages of a sequence never change, so most steps have those of the step before.
+        if len(pages) == len(self._pages) and all(map(operator.is_, pages, self._pages)):
+            return
+        tables = np.full((count, width), self._spare_page, dtype=np.int32)
+        for index, own in enumerate(pages):
+            tables[index, : len(own)] = own
+        copy_to(self.tables_BP, torch.from_numpy(tables))
+        self._pages = pages
+
+    def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:
+        keys_CGD, values_CGD = self._layers[layer]
+        keys_CGD.index_copy_(0, self.written_B, k_TGD)
+        values_CGD.index_copy_(0, self.written_B, v_TGD)
+        return paged_attention(
+            q_THD,
+            keys_CGD,
+            values_CGD,
+            self.tables_BP,
+            self.lengths_B,
+            PAGE_ROWS,
+            rule.scale,
+            rule.window,
+            rule.softcap,
+        )

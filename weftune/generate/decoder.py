@@ -1,0 +1,387 @@
+"""The decoder: sequences of many adapters, and of the bare base, continued together in shared passes.
+
+A call of `turn` runs one pass: the prompts of sequences that are admitted now, or one more token of every
+running sequence. Sequences of one adapter stand side by side, so that a pass is a microbatch like those of
+training and runs on the same base, the same adapters and the same kernels.
+
+Shapes: T rows of a pass, B sequences, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from weftune.base import attention
+from weftune.core.batch import IGNORED, Microbatch, Segment, to_device
+from weftune.errors import UserError
+from weftune.generate.cache import (
+    PAGE_ROWS,
+    CachedRows,
+    CachedSequence,
+    CacheProbe,
+    DecodedRows,
+    PagedCache,
+    PageKey,
+    RecurrentStates,
+    page_keys,
+)
+from weftune.generate.graphs import DecodeGraphs
+from weftune.generate.sampling import GREEDY, SampledRow, Sampling, sample
+from weftune.ops.logprobs import target_logprobs
+from weftune.plan.program.program import Recompute
+from weftune.run.passes.adapted import AdaptedBase
+
+PROMPT_ROWS = 8192
+"""Maximum rows of prompts in one pass; a longer prompt has a pass of its own."""
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One sequence: its prompt, and what the decoder has generated so far."""
+
+    adapter: str | None
+    """Name of the attached adapter. None selects the base alone."""
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    tokens: list[int] = field(default_factory=list)
+    """Generated tokens, including a token that ends the sequence."""
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probability of each generated token."""
+    prompt_logprobs: list[float] = field(default_factory=list)
+    """Log-probability of each prompt token but the first, if they were requested."""
+    versions: list[int] = field(default_factory=list)
+    """Version of the adapter that generated each token: for a training job, its optimizer step."""
+    finish_reason: FinishReason | None = None
+    inserted_rows: int = 0
+    """Number of virtual tokens that the adapter inserts before the prompt."""
+    prefix_keys: int = 0
+    """Number of keys that the adapter puts before the prompt in every layer."""
+    pages: list[int] = field(default_factory=list)
+    keys: list[PageKey] = field(default_factory=list)
+    """Keys of the prompt's full pages, under which other sequences may read them."""
+    cached_prompt: int = 0
+    """Number of the prompt's positions that an earlier sequence had computed."""
+    cached: int = 0
+    """Number of positions whose keys and values are in the cache."""
+    state: RecurrentStates = field(default_factory=dict)
+
+    @property
+    def positions(self) -> int:
+        """Number of positions up to the latest token, including what the adapter puts before the prompt."""
+        return self.prefix_keys + self.inserted_rows + len(self.prompt) + len(self.tokens)
+
+    @property
+    def max_positions(self) -> int:
+        """Number of positions that the cache needs at most; the last token is never read."""
+        return self.positions - len(self.tokens) + self.sampling.max_tokens - 1
+
+    def rows(self) -> list[int]:
+        """Return the tokens of the positions that are not cached yet; virtual tokens count as token 0."""
+        if self.tokens:
+            return self.tokens[-1:]
+        return ([0] * self.inserted_rows + list(self.prompt))[max(0, self.cached - self.prefix_keys) :]
+
+
+class Decoder:
+    def __init__(
+        self,
+        adapted: AdaptedBase,
+        cache_bytes: int,
+        max_positions: int | None = None,
+        max_prompt_rows: int = PROMPT_ROWS,
+    ) -> None:
+        """`cache_bytes` is the memory that the cache may take. If `max_positions` is given, the cache is no
+        larger than so many positions need. A pass has at most `max_prompt_rows` rows of prompts, unless one
+        prompt is longer."""
+        base = adapted.base
+        self._adapted, self._base, self._max_prompt_rows = adapted, base, max_prompt_rows
+        if base.held is not None or base.stored is not None:
+            raise UserError(
+                "Text is generated on one device that holds the whole base; this run divides or streams it."
+            )
+        self._head = base.head()
+        with adapted.on_stream():
+            probe = self._probe()
+            like = torch.empty(0, dtype=base.dtype, device=base.device)
+            self._page_bytes = max(1, probe.bytes_per_row(like.element_size()) * PAGE_ROWS)
+            self._sequence_bytes = probe.bytes_per_sequence()
+            pages = cache_bytes // self._page_bytes
+            if max_positions is not None:
+                pages = min(pages, -(-max_positions // PAGE_ROWS))
+            self._cache = PagedCache(probe, pages, like)
+        self._graphs = None
+        if base.device.type == "cuda" and adapted.capturable and not self._cache.is_recurrent:
+            self._graphs = DecodeGraphs(adapted, self._cache, self._head)
+        self._waiting: deque[Generation] = deque()
+        self._running: list[Generation] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence is waiting or running."""
+        return not self._waiting and not self._running
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a sequence has not been admitted yet."""
+        return bool(self._waiting)
+
+    def submit(
+        self, prompt: Sequence[int], sampling: Sampling = GREEDY, adapter: str | None = None
+    ) -> Generation:
+        """Queue a prompt. The returned object is filled by later calls of `turn`."""
+        new = Generation(adapter, tuple(prompt), sampling)
+        if not prompt:
+            raise UserError("The prompt is empty: there is nothing that the model could continue.")
+        if adapter is not None:
+            attached = self._adapted.banks.attached[adapter]
+            new.inserted_rows = 0 if attached.rows_before is None else len(attached.rows_before)
+            new.prefix_keys = attached.keys
+        context = self._base.shape.context
+        if new.positions + 1 > context:
+            raise UserError(
+                f"The prompt has {len(prompt):,} tokens, and the base has {context:,} positions, "
+                "of which the answer needs at least one; shorten the prompt."
+            )
+        room = context - new.positions
+        if sampling.max_tokens > room:
+            new.sampling = replace(sampling, max_tokens=room)
+        if self._pages(new) > self._cache.pool.pages:
+            held = self._cache.pool.pages * PAGE_ROWS
+            raise UserError(
+                f"The prompt and its answer need {new.max_positions:,} positions, and the cache has room for "
+                f"{held:,}; lower --max-tokens."
+            )
+        self._waiting.append(new)
+        return new
+
+    def cancel(self, generation: Generation) -> None:
+        """End a sequence before its time."""
+        if generation in self._waiting:
+            self._waiting.remove(generation)
+        elif generation in self._running:
+            self._end(generation)
+
+    def run(self) -> None:
+        """Run until every sequence has ended."""
+        while not self.is_idle:
+            self.turn()
+
+    @torch.no_grad()
+    def turn(self) -> list[Generation]:
+        """Run one pass, and return the sequences that it continued by one token. Empty if there are none."""
+        batch = self._admit() or self._running
+        if not batch:
+            return []
+        with self._adapted.on_stream():
+            logits_BV = self._next_logits(batch)
+            rows = [SampledRow(one.sampling, one.prompt, one.tokens) for one in batch]
+            tokens_B, logprobs_B = sample(logits_BV, rows)
+            tokens, logprobs = tokens_B.tolist(), logprobs_B.tolist()
+        for generation, token, logprob in zip(batch, tokens, logprobs, strict=True):
+            self._extend(generation, token, logprob)
+        continued = list(batch)
+        for generation in continued:
+            if generation.finish_reason is not None:
+                self._end(generation)
+        return continued
+
+    # -- admission ---------------------------------------------------------------------------------------
+
+    def _admit(self) -> list[Generation]:
+        """Start waiting sequences for whose longest possible continuation there are pages, so that none is
+        ever stopped for want of memory. Return them."""
+        admitted: list[Generation] = []
+        rows = 0
+        while self._waiting:
+            new = self._waiting[0]
+            if admitted and rows + new.positions > self._max_prompt_rows:
+                break
+            if self._shares(new):
+                new.keys = page_keys(new.adapter, self._weights_of(new), new.prompt)
+            # The last row of the prompt is always computed, since its logits select the first token.
+            usable = new.keys[: (len(new.prompt) - 1) // PAGE_ROWS]
+            if (found := self._cache.pool.acquire(usable, self._pages(new))) is None:
+                break
+            new.pages, known = found
+            new.cached_prompt = known * PAGE_ROWS
+            new.cached = max(new.cached_prompt, new.prefix_keys)
+            rows += new.positions - new.cached
+            admitted.append(self._waiting.popleft())
+        # Sequences of one adapter are neighbours, as the rows of a job are in a microbatch.
+        admitted.sort(key=lambda one: one.adapter or "")
+        self._running = sorted(self._running + admitted, key=lambda one: one.adapter or "")
+        return admitted
+
+    def _shares(self, new: Generation) -> bool:
+        """Whether the pages of the prompt can be shared with other sequences."""
+        starts_with_tokens = not new.inserted_rows and not new.prefix_keys
+        return starts_with_tokens and not self._cache.is_recurrent and not new.sampling.prompt_logprobs
+
+    def _pages(self, new: Generation) -> int:
+        return -(-new.max_positions // PAGE_ROWS)
+
+    def _weights_of(self, generation: Generation) -> tuple[int, int]:
+        """Return numbers that change with the weights of the sequence's adapter: the serial number of its
+        attachment, and its version."""
+        if generation.adapter is None:
+            return 0, 0
+        attached = self._adapted.banks.attached[generation.adapter]
+        return attached.serial, attached.version
+
+    def _extend(self, generation: Generation, token: int, logprob: float) -> None:
+        if not generation.tokens:
+            for page, key in zip(generation.pages, generation.keys, strict=False):
+                self._cache.pool.publish(page, key)
+        generation.cached = generation.positions
+        generation.tokens.append(token)
+        generation.logprobs.append(logprob)
+        generation.versions.append(self._weights_of(generation)[1])
+        if token in generation.sampling.stop_ids:
+            generation.finish_reason = "stop"
+        elif len(generation.tokens) == generation.sampling.max_tokens:
+            generation.finish_reason = "length"
+
+    def _end(self, generation: Generation) -> None:
+        self._running.remove(generation)
+        self._cache.pool.release(generation.pages)
+        generation.pages, generation.state = [], {}
+
+    # -- passes ------------------------------------------------------------------------------------------
+
+    def _next_logits(self, batch: Sequence[Generation]) -> Tensor:
+        """Run the new rows of the sequences, and return the logits of the last row of each, [B, V]."""
+        microbatch, counts = self._microbatch(batch)
+        sequences = [
+            CachedSequence(one.pages, one.cached, one.cached + count, one.prefix_keys, one.state)
+            for one, count in zip(batch, counts, strict=True)
+        ]
+        decodes = all(one.tokens for one in batch)
+        if decodes and self._graphs is not None:
+            with self._whole_layers():
+                if (logits_BV := self._graphs.logits(microbatch, sequences)) is not None:
+                    return logits_BV
+        microbatch = microbatch.to(self._base.device)
+        h_TD = self._hidden(microbatch, batch, sequences, decodes)
+        self._score_prompts(h_TD, batch, counts)
+        last = to_device(torch.tensor(list(accumulate(counts))) - 1, self._base.device)
+        return self._logits(h_TD[last], batch)
+
+    def _microbatch(self, batch: Sequence[Generation]) -> tuple[Microbatch, list[int]]:
+        """Return the new rows of the sequences as a microbatch, and their number in each sequence."""
+        rows = [generation.rows() for generation in batch]
+        counts = [len(own) for own in rows]
+        segments, start = [], 0
+        for adapter, run in groupby(zip(batch, counts, strict=True), key=lambda one: one[0].adapter):
+            own = list(run)
+            stop = start + sum(count for _, count in own)
+            inserted = sum(one.inserted_rows for one, _ in own if not one.tokens)
+            job = adapter or ""
+            segments.append(Segment(job, 0, start, stop, adapter=adapter, prefix_rows=inserted))
+            start = stop
+        positions = [
+            position
+            for one, count in zip(batch, counts, strict=True)
+            for position in range(one.cached, one.cached + count)
+        ]
+        tokens_T = torch.tensor([token for own in rows for token in own])
+        microbatch = Microbatch(
+            tokens_T=tokens_T,
+            positions_T=torch.tensor(positions),
+            targets_T=torch.full_like(tokens_T, IGNORED),
+            token_index_T=torch.zeros_like(tokens_T),
+            sample_lengths=tuple(counts),
+            segments=tuple(segments),
+        )
+        return microbatch, counts
+
+    def _hidden(
+        self,
+        microbatch: Microbatch,
+        batch: Sequence[Generation],
+        sequences: Sequence[CachedSequence],
+        decodes: bool,
+    ) -> Tensor:
+        """Return the last hidden states. `decodes` says that every sequence has one new row."""
+        banks, device = self._adapted.banks, self._base.device
+        pack = attention.pack(microbatch.sample_lengths, device)
+        cached: CachedRows | DecodedRows
+        if decodes and device.type == "cuda" and not self._cache.is_recurrent:
+            cached = DecodedRows(self._cache, len(batch), max(len(one.pages) for one in batch), device)
+            cached.fill(sequences)
+        else:
+            cached = CachedRows(
+                self._cache, sequences, pack, lambda layer: _repeated(banks.read_keys(layer), batch)
+            )
+        with self._whole_layers(), banks.bound(microbatch, self._adapted.route, training=False):
+            return self._base.hidden(microbatch, replace(pack, cache=cached))
+
+    def _logits(self, h_BD: Tensor, batch: Sequence[Generation]) -> Tensor:
+        """Return the logits of one row per sequence. Adapters with rows of the head of their own are
+        computed separately."""
+        logits_BV = self._head.logits(h_BD)
+        start = 0
+        for adapter, run in groupby(batch, key=lambda one: one.adapter):
+            stop = start + len(list(run))
+            own = self._adapted.banks.rows_in_head(Segment(adapter or "", 0, start, stop, adapter=adapter))
+            if own is not None:
+                logits_BV[start:stop] = self._head.logits(h_BD[start:stop], own)
+            start = stop
+        return logits_BV
+
+    def _score_prompts(self, h_TD: Tensor, batch: Sequence[Generation], counts: Sequence[int]) -> None:
+        """Keep the log-probabilities of prompt tokens for sequences that request them."""
+        stops = list(accumulate(counts))
+        for generation, stop in zip(batch, stops, strict=True):
+            if generation.tokens or not generation.sampling.prompt_logprobs:
+                continue
+            first = stop - len(generation.prompt)
+            targets = to_device(torch.tensor(generation.prompt[1:]), h_TD.device)
+            job = generation.adapter or ""
+            own = self._adapted.banks.rows_in_head(Segment(job, 0, first, stop, adapter=generation.adapter))
+            logprobs, _ = target_logprobs(h_TD[first : stop - 1], targets, self._head, own)
+            generation.prompt_logprobs = logprobs.tolist()
+
+    @contextmanager
+    def _whole_layers(self) -> Iterator[None]:
+        """Run layers over all rows at once, whatever a training window has set."""
+        layers = self._adapted.layers
+        if layers is None:
+            yield
+            return
+        before, layers.recompute = layers.recompute, Recompute()
+        try:
+            yield
+        finally:
+            layers.recompute = before
+
+    @torch.no_grad()
+    def _probe(self) -> CacheProbe:
+        """Run one token through the base to learn the shapes of its keys, values and recurrent states."""
+        token = torch.zeros(1, dtype=torch.int64, device=self._base.device)
+        pack = attention.pack((1,), self._base.device)
+        probe = CacheProbe(pack, states=({},))
+        microbatch = Microbatch(token, token, token, token, (1,), ())
+        with self._whole_layers():
+            self._base.hidden(microbatch, replace(pack, cache=probe))
+        return probe
+
+
+def _repeated(
+    prefixes: Sequence[tuple[Tensor, Tensor]], batch: Sequence[Generation]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the prefix keys and values of each sequence that has some and is in its first pass, from those
+    of each adapter."""
+    by_adapter = dict(
+        zip(dict.fromkeys(one.adapter for one in batch if one.prefix_keys), prefixes, strict=True)
+    )
+    return [by_adapter[one.adapter] for one in batch if one.prefix_keys and not one.tokens]

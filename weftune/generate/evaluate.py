@@ -1,0 +1,411 @@
+"""Evaluation of finished adapters and of their base on the same rows: losses in packed passes in which all of
+them take part, then their greedy answers, generated in one batch.
+
+Shapes: T rows of a pass, D hidden width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from weftune.core.batch import Microbatch
+from weftune.core.evaluation import REWARDS, AdapterScores, AnsweredRow, Evaluation
+from weftune.core.files import cache_folder
+from weftune.data.build import build, find_format
+from weftune.data.collate import Part, collate
+from weftune.data.encode import Encoder
+from weftune.data.formats import (
+    Labelled,
+    Pair,
+    Sample,
+    Text,
+    detect_format,
+    has_columns,
+    normalise,
+    rename_columns,
+    row_kind_of,
+)
+from weftune.data.prepare import SharedData
+from weftune.data.row import BadRow, Row, Table
+from weftune.data.samples import Samples, Share
+from weftune.data.spec import EXACT_MATCH, DataSpec
+from weftune.data.tables import open_path
+from weftune.data.tokenise import prompt_tokens
+from weftune.errors import AdapterError, DataError, Mistake
+from weftune.generate.answers import BASE, Answers, StreamedAnswer
+from weftune.generate.metric import UserMetric
+from weftune.generate.sampling import Sampling
+from weftune.jobs.store.job_file import JOB_FILE, read_job_file, recorded_data
+from weftune.objectives.spec import DpoSpec
+from weftune.run.passes.plain import Plain
+from weftune.run.passes.rows import lay, membership_of
+from weftune.run.passes.scorer import Scorer
+from weftune.run.training.state import EvaluationSums
+
+PASS_ROWS = 4096
+"""Maximum rows of a pass; a longer sample has a pass of its own."""
+ShowProgress = Callable[[str, int, int | None], None]
+"""Function that gets the name of what is counted, how many are done, and the total if it is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRows:
+    """The rows of the data as one adapter reads them."""
+
+    encoder: Encoder
+    """The adapter's tokenizer."""
+    samples: Samples
+    rows: int
+    """Number of rows that were used."""
+    notes: list[str]
+    """Sentences about rows that were skipped or truncated."""
+    virtual_rows: int = 0
+    """Number of rows that the adapter inserts before every sample."""
+    virtual_keys: int = 0
+    """Number of keys that the adapter inserts before every sample in every layer."""
+    is_base: bool = False
+    """Whether the samples pass through the bare base, without the adapter that reads the rows."""
+    rejected: Samples | None = None
+    """The rejected samples of preference pairs, of which `samples` are the chosen ones."""
+
+    def on_base(self) -> EncodedRows:
+        """Return the rows for the bare base."""
+        return replace(self, virtual_rows=0, virtual_keys=0, is_base=True)
+
+
+def evaluate(
+    answers: Answers,
+    adapters: Mapping[str, Path],
+    data: str,
+    *,
+    with_base: bool = True,
+    max_tokens: int = 128,
+    metric: UserMetric | None = None,
+    skip_bad_rows: bool = False,
+    show_progress: ShowProgress = lambda counted, done, total: None,
+) -> Evaluation:
+    """Evaluate the adapters of `answers`, given with their folders, and the bare base if `with_base`.
+
+    Every adapter reads the rows with the settings of its own training, and the base reads them as the first
+    adapter does. Answers have up to `max_tokens` tokens; 0 generates none. Rows that cannot be used are an
+    error unless `skip_bad_rows` or an adapter's training leaves them out.
+    """
+    table = open_path(data, None, Path(data).name)
+    settings = {
+        name: replace(own, skip_bad_rows=own.skip_bad_rows or skip_bad_rows)
+        for name, own in data_settings(table, adapters).items()
+    }
+    encoded = {name: encode_rows(answers, name, table, own, show_progress) for name, own in settings.items()}
+    first = next(iter(adapters))
+    if with_base:
+        encoded = {BASE: encoded[first].on_base(), **encoded}
+    if settings[first].format == "preference":
+        sums, rewards = score_pairs(answers, encoded, adapters, show_progress)
+    else:
+        sums, rewards = sum_losses(answers, encoded, show_progress), {}
+    rows = list(prompted_rows(table, settings[first])) if max_tokens else []
+    skips = settings[first].skip_bad_rows
+    rows, notes = answer_rows(answers, encoded, rows, max_tokens, skips, show_progress)
+    results = (
+        AdapterScores(
+            name,
+            one.rows,
+            sums[name].tokens,
+            scores_of(name, sums[name], rows, metric) | rewards.get(name, {}),
+        )
+        for name, one in encoded.items()
+    )
+    every_note = dict.fromkeys([*(note for one in encoded.values() for note in one.notes), *notes])
+    return Evaluation(data, answers.spec.published_name, tuple(results), tuple(rows), tuple(every_note))
+
+
+# -- rows --------------------------------------------------------------------------------------------------
+
+
+def data_settings(table: Table, adapters: Mapping[str, Path]) -> dict[str, DataSpec]:
+    """Return the data keys with which each adapter reads the table: those of its training, but the columns
+    and the format are those of the first adapter whose columns the table has."""
+    recorded = {name: _recorded_settings(folder) for name, folder in adapters.items()}
+    fitting = (found for own in recorded.values() if (found := _fitted_columns(table, own)) is not None)
+    read = next(fitting, DataSpec())
+    return {name: replace(own, columns=read.columns, format=read.format) for name, own in recorded.items()}
+
+
+def _recorded_settings(folder: Path) -> DataSpec:
+    """Return the data keys of the finished job in a folder, without those that select rows."""
+    found = read_job_file(folder)
+    try:
+        data = DataSpec() if found is None else recorded_data(found.values)
+    except (TypeError, AttributeError) as error:
+        sentence = f"{folder / JOB_FILE} does not say how the adapter was trained to read rows: {error}."
+        raise AdapterError(sentence) from error
+    # The tokenizer that is saved with an adapter has the chat template of its training.
+    own_template = (folder / "tokenizer_config.json").is_file()
+    template = None if own_template else data.chat_template
+    return replace(data, path=(), rows=None, split=None, limit=None, chat_template=template)
+
+
+def _fitted_columns(table: Table, data: DataSpec) -> DataSpec | None:
+    """Return the data keys, with a format that the table's first row has. None if it has no known format."""
+    row = rename_columns(next(table.rows(), Row("", {})).value, data.columns)
+    if data.format != "auto" and has_columns(row, data.format):
+        return data
+    format = detect_format(row)
+    return None if format is None else replace(data, format=format)
+
+
+def encode_rows(
+    answers: Answers, name: str, table: Table, settings: DataSpec, show_progress: ShowProgress
+) -> EncodedRows:
+    """Encode the table as training would for the adapter. Of labelled answers only the desirable ones are
+    kept. Encoded rows are cached on disk."""
+    adapter, context = answers.adapted.banks.attached[name].adapter.spec, answers.adapted.base.shape.context
+    if before := adapter.positions_before:
+        settings = replace(settings, max_length=settings.longest(context - before))
+    encoder = Encoder(answers.tokenizers[name])
+    row_kind = row_kind_of(settings.format)
+    rules = SharedData(encoder, cache_folder() / "tokens", context).rules(settings, row_kind)
+    store = build(
+        table, rules, cache_folder() / "tokens", lambda rows: show_progress("rows read", rows, None)
+    )
+    chosen, rejected = np.arange(len(store.lengths)), None
+    if row_kind == "pairs":
+        chosen, rejected = chosen[0::2], Samples([Share(store, chosen[1::2])], store.key)
+    rows = store.tally.rows - store.tally.skipped
+    if row_kind == "labelled":
+        assert store.desirable is not None
+        chosen = np.flatnonzero(store.desirable)
+        rows = len(chosen)
+        if not rows:
+            raise DataError(Mistake(table.label, "none of its answers has the label true"))
+    return EncodedRows(
+        encoder,
+        Samples([Share(store, chosen)], store.key),
+        rows,
+        store.tally.notes(None, rules.max_tokens),
+        adapter.rows_before,
+        adapter.keys_before,
+        rejected=rejected,
+    )
+
+
+def prompted_rows(table: Table, settings: DataSpec) -> Iterator[AnsweredRow]:
+    """Yield the rows that have a prompt. The expected answer is the completion, or the text of the
+    assistant's message at the end of a chat."""
+    format = find_format(table, settings, row_kind_of(settings.format))
+    for row in table.rows():
+        try:
+            content = normalise(row.value, format, settings)
+        except BadRow:
+            continue  # rows that cannot be used were reported when the table was encoded
+        if isinstance(content, Labelled) and not content.desirable:
+            continue
+        if isinstance(content, Pair | Labelled):
+            content = content.sides[0]
+        if isinstance(content, Sample) or (isinstance(content, Text) and content.completion is None):
+            continue
+        if isinstance(content, Text):
+            yield AnsweredRow(row.location, row.value, content.text, None, content.completion)
+            continue
+        *before, last = content.messages
+        if last["role"] != "assistant":
+            yield AnsweredRow(row.location, row.value, content.messages, content.tools, None)
+        elif before:
+            expected = None if "tool_calls" in last else last.get("content")
+            yield AnsweredRow(row.location, row.value, tuple(before), content.tools, expected)
+
+
+# -- losses ------------------------------------------------------------------------------------------------
+
+
+def score_pairs(
+    answers: Answers,
+    encoded: Mapping[str, EncodedRows],
+    adapters: Mapping[str, Path],
+    show_progress: ShowProgress,
+) -> tuple[dict[str, EvaluationSums], dict[str, dict[str, float | None]]]:
+    """Return the sums over the chosen samples of every adapter, and the metrics of its rewards. Those of the
+    base, which is the reference policy, are None."""
+    references = {one.samples.fingerprint: name for name, one in encoded.items() if one.is_base}
+    scored = dict(encoded)
+    for name, one in encoded.items():
+        if one.samples.fingerprint not in references:
+            references[one.samples.fingerprint] = f"{BASE}\0{name}"
+            scored[f"{BASE}\0{name}"] = one.on_base()
+    rejected = {name: replace(one, samples=one.rejected) for name, one in scored.items() if one.rejected}
+    differences: dict[str, list[float]] = {name: [] for name in scored}
+    chosen: dict[str, list[float]] = {name: [] for name in scored}
+    sums = sum_losses(answers, scored, show_progress, chosen)
+    sum_losses(answers, rejected, show_progress, differences)
+    for name, logps in differences.items():
+        logps[:] = [good - bad for good, bad in zip(chosen[name], logps, strict=True)]
+    rewards: dict[str, dict[str, float | None]] = {}
+    for name, one in encoded.items():
+        beta = _reward_scale(adapters[name]) if name in adapters else 0.0
+        reference = differences[references[one.samples.fingerprint]]
+        margins = [beta * (own - base) for own, base in zip(differences[name], reference, strict=True)]
+        means = sum(margins) / len(margins), sum(margin > 0 for margin in margins) / len(margins)
+        rewards[name] = dict(zip(REWARDS, (None, None) if one.is_base else means, strict=True))
+    return sums, rewards
+
+
+def _reward_scale(folder: Path) -> float:
+    """Return `objective.beta` of a job that was trained with DPO, or else its default."""
+    found = read_job_file(folder)
+    objective = found.values["job"].get("objective") if found is not None else None
+    if not isinstance(objective, Mapping) or objective.get("kind") != "dpo":
+        return DpoSpec().beta
+    return float(objective.get("beta", DpoSpec().beta))
+
+
+@torch.no_grad()
+def sum_losses(
+    answers: Answers,
+    encoded: Mapping[str, EncodedRows],
+    show_progress: ShowProgress,
+    logprobs: dict[str, list[float]] | None = None,
+) -> dict[str, EvaluationSums]:
+    """Return the sums of losses and of correct predictions of every adapter over all its samples. If
+    `logprobs` is given, the log-probability of every sample is appended to the list of its adapter."""
+    adapted = answers.adapted
+    base, banks = adapted.base, adapted.banks
+    scorer = Scorer(base.head(), banks.rows_in_head)
+    total = sum(len(one.samples) for one in encoded.values())
+    sums: dict[str, EvaluationSums] = {}
+    done = 0
+    for microbatch in microbatches(encoded):
+        with adapted.on_stream():
+            laid = lay(microbatch, microbatch.rows, base.device)
+            membership = membership_of(base, banks, laid, adapted.route)
+            h_TD = Plain(base, banks, laid, adapted.route, membership).forward(training=False)
+            found = scorer.evaluate(h_TD, laid)
+            if logprobs is not None:
+                by_segment = scorer.sample_logprobs(h_TD, laid)
+                for segment, own in zip(laid.microbatch.segments, by_segment, strict=True):
+                    logprobs[segment.job] += own
+        for one in found:
+            sums[one.job] = sums[one.job] + one if one.job in sums else one
+        done += len(microbatch.sample_lengths)
+        show_progress("samples scored", done, total)
+    return sums
+
+
+def microbatches(encoded: Mapping[str, EncodedRows], max_rows: int = PASS_ROWS) -> Iterator[Microbatch]:
+    """Yield microbatches of at most `max_rows` rows unless one sample is longer. The n-th samples of all
+    adapters are neighbours, so that adapters share passes."""
+    samples = {
+        name: one.samples.with_prefix(one.virtual_rows, one.virtual_keys) for name, one in encoded.items()
+    }
+    parts: list[Part] = []
+    rows = 0
+    for index in range(max(map(len, samples.values()))):
+        for name, own in samples.items():
+            if index >= len(own):
+                continue
+            length = int(own.lengths[index])
+            if parts and rows + length > max_rows:
+                yield _collated(parts, encoded)
+                parts, rows = [], 0
+            parts.append(Part(name, 1, own, index, 0, own.before, own.first_position))
+            rows += length
+    yield _collated(parts, encoded)
+
+
+def _collated(parts: Sequence[Part], encoded: Mapping[str, EncodedRows]) -> Microbatch:
+    """Concatenate samples, sorted by adapter. Those of the base pass through no adapter."""
+    microbatch = collate(sorted(parts, key=lambda part: part.job))
+    segments = (
+        replace(segment, adapter=None) if encoded[segment.job].is_base else segment
+        for segment in microbatch.segments
+    )
+    return replace(microbatch, segments=tuple(segments))
+
+
+# -- answers -----------------------------------------------------------------------------------------------
+
+
+def answer_rows(
+    answers: Answers,
+    encoded: Mapping[str, EncodedRows],
+    rows: Sequence[AnsweredRow],
+    max_tokens: int,
+    skip_bad_rows: bool,
+    show_progress: ShowProgress,
+) -> tuple[list[AnsweredRow], list[str]]:
+    """Generate the greedy answers of all adapters in one batch. Return the rows that were answered, and
+    sentences about those that were not. Without `skip_bad_rows`, a prompt that a template refuses is an
+    error."""
+    context = answers.adapted.base.shape.context
+    asked: list[tuple[AnsweredRow, str, list[int]]] = []
+    kept: list[AnsweredRow] = []
+    long = 0
+    for row in rows:
+        try:
+            prompts = {name: tokens_of(one.encoder, row) for name, one in encoded.items()}
+        except DataError:
+            if not skip_bad_rows:
+                raise
+            continue  # counted when the rows were encoded
+        lengths = [len(prompts[name]) + one.virtual_rows + one.virtual_keys for name, one in encoded.items()]
+        long += max(lengths) >= context
+        if max(lengths) < context:
+            kept.append(row)
+            asked += [(row, name, tokens) for name, tokens in prompts.items()]
+    done = 0
+
+    def count(answer: StreamedAnswer, text: str) -> None:
+        nonlocal done
+        if answer.finish_reason is not None:
+            done += 1
+            show_progress("answers generated", done, len(asked))
+
+    if asked:
+        prompts_only = [(name, tokens) for _, name, tokens in asked]
+        found = answers.ask(prompts_only, Sampling(max_tokens=max_tokens), on_text=count)
+        for (row, name, _), answer in zip(asked, found, strict=True):
+            row.answers[name] = answer.text
+    if not long:
+        return kept, []
+    count_text = f"{long:,} of {len(rows):,} prompts"
+    return kept, [f"{count_text} are longer than the base's {context:,} positions and have no answer."]
+
+
+def tokens_of(encoder: Encoder, row: AnsweredRow) -> list[int]:
+    """Return the tokens of a row's prompt. Raise DataError, with the location, if the template refuses it."""
+    try:
+        is_plain = isinstance(row.prompt, str)
+        return prompt_tokens(encoder, row.prompt, is_plain, tools=row.tools, now=False)
+    except DataError as error:
+        raise DataError(Mistake(row.location, str(error))) from error
+
+
+def scores_of(
+    adapter: str, sums: EvaluationSums, rows: Sequence[AnsweredRow], metric: UserMetric | None
+) -> dict[str, float | None]:
+    """Return the value of every metric for one adapter. Metrics of answers are None if there are none."""
+    loss = sums.loss / sums.tokens
+    scores: dict[str, float | None] = {
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "token_accuracy": sums.correct / sums.tokens,
+        EXACT_MATCH: mean_score(adapter, rows),
+    }
+    if metric is not None:
+        scores[metric.name] = mean_score(adapter, rows, metric)
+    return scores
+
+
+def mean_score(adapter: str, rows: Sequence[AnsweredRow], metric: UserMetric | None = None) -> float | None:
+    """Return the mean over the rows of the user's metric or, without one, the share of rows with the expected
+    answer. None if there are no such rows."""
+    if metric is None:
+        values = [float(row.is_match(adapter)) for row in rows if row.expected is not None]
+    else:
+        values = [metric.score(row, adapter) for row in rows]
+    return sum(values) / len(values) if values else None

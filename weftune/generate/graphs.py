@@ -1,0 +1,112 @@
+"""Decode steps as CUDA graphs: from token ids to logits with one launch.
+
+A graph is captured for a number of sequences, of adapters and of pages, and for the limits of the adapter
+banks. Which sequences and adapters take part are values of tensors that it reads.
+
+Shapes: B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weftune.base import attention
+from weftune.core.batch import IGNORED, Microbatch, copy_to
+from weftune.core.weights import Head
+from weftune.generate.cache import CachedSequence, DecodedRows, PagedCache
+from weftune.ops.lora.rows import Rows
+from weftune.run.passes.adapted import AdaptedBase
+from weftune.run.passes.graphs import captured
+from weftune.run.passes.rows import bucket
+
+MAX_SEQUENCES = 256
+"""Number of sequences beyond which the device is busy long enough that launches do not matter."""
+LEAST_PAGES = 32
+"""Smallest bucket of the longest sequence, in pages."""
+
+
+class DecodeGraphs:
+    """The captured decode steps of a decoder. The first step of a key runs uncaptured, to compile kernels."""
+
+    def __init__(self, adapted: AdaptedBase, cache: PagedCache, head: Head) -> None:
+        self._adapted, self._cache, self._head = adapted, cache, head
+        self._graphs: dict[tuple[object, ...], DecodeGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def logits(self, microbatch: Microbatch, sequences: Sequence[CachedSequence]) -> Tensor | None:
+        """Return the logits of one new row per sequence, valid until the next call. None if the step cannot
+        be captured."""
+        banks = self._adapted.banks
+        if len(sequences) > MAX_SEQUENCES or not banks.capturable_decode(microbatch):
+            return None
+        count = bucket(len(sequences), 1)
+        pages = bucket(max(len(one.pages) for one in sequences), LEAST_PAGES)
+        runs = bucket(len(microbatch.segments), 1) + 1  # The last run is padding.
+        key = count, pages, runs, banks.limits()
+        if key not in self._graphs:
+            # Older limits do not come back while the same adapters are attached.
+            self._graphs = {known: graph for known, graph in self._graphs.items() if known[3] == key[3]}
+            self._graphs[key] = DecodeGraph(self._adapted, self._cache, self._head, count, pages, runs)
+        return self._graphs[key].logits(microbatch, sequences, self._pool)
+
+
+class DecodeGraph:
+    """One captured decode step and the tensors that it reads."""
+
+    def __init__(
+        self, adapted: AdaptedBase, cache: PagedCache, head: Head, count: int, pages: int, runs: int
+    ) -> None:
+        """Allocate the tensors for `count` sequences with up to `pages` pages each. Their rows form up to
+        `runs` runs: one for each adapter, one for the bare base and one of padding."""
+        device = adapted.base.device
+        self._adapted, self._head = adapted, head
+        self._cached = DecodedRows(cache, count, pages, device)
+        self._rows = Rows.empty(count, adapted.banks.slots, device, max_runs=runs)
+        zeros = torch.zeros(count, dtype=torch.int64, device=device)
+        self._microbatch = Microbatch(
+            tokens_T=zeros.clone(),
+            positions_T=zeros.clone(),
+            targets_T=torch.full_like(zeros, IGNORED),
+            token_index_T=zeros,
+            sample_lengths=(1,) * count,
+            segments=(),
+        )
+        self._pack = replace(attention.pack((1,) * count, device), cache=self._cached)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits_BV: Tensor | None = None
+        self._warm = False
+
+    def logits(self, microbatch: Microbatch, sequences: Sequence[CachedSequence], pool: object) -> Tensor:
+        self._fill(microbatch, sequences)
+        if not self._warm:
+            self._warm = True
+            return self._run()[: len(sequences)]
+        if self._graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with captured(graph, pool, torch.cuda.current_stream(self._adapted.base.device)):
+                self._logits_BV = self._run()
+            self._graph = graph
+        self._graph.replay()
+        assert self._logits_BV is not None
+        return self._logits_BV[: len(sequences)]
+
+    def _fill(self, microbatch: Microbatch, sequences: Sequence[CachedSequence]) -> None:
+        count, own = len(sequences), self._microbatch
+        for target, source in (
+            (own.tokens_T, microbatch.tokens_T),
+            (own.positions_T, microbatch.positions_T),
+        ):
+            copy_to(target[:count], source)
+        self._cached.fill(sequences)
+        self._rows.fill(self._adapted.banks.seats(microbatch), np.zeros(0, dtype=np.int32))
+
+    def _run(self) -> Tensor:
+        adapted = self._adapted
+        with adapted.banks.bound(self._microbatch, adapted.route, False, self._rows):
+            h_BD = adapted.base.hidden(self._microbatch, self._pack)
+        return self._head.logits(h_BD)

@@ -1,0 +1,135 @@
+"""The choice of the next token of every sequence from its logits.
+
+Random numbers are a pure function of a sequence's seed, the index of the new token and the token's id. So the
+tokens of a sequence depend neither on the other sequences of a batch nor on the order of passes.
+
+Shapes: B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weftune.core.batch import to_device
+from weftune.errors import UserError
+from weftune.ops.dropout import STRIDE, mixed, signed, step_key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a sequence is continued. The defaults decode greedily."""
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    """Divisor of the logits. 0 selects the most probable token."""
+    top_k: int = 0
+    """Number of most probable tokens to choose from. 0 means all."""
+    top_p: float = 1.0
+    """The smallest set of most probable tokens with at least this total probability is chosen from."""
+    repetition_penalty: float = 1.0
+    """Divisor of positive, and factor of negative, logits of tokens in the prompt or the completion."""
+    presence_penalty: float = 0.0
+    """Value subtracted from the logits of tokens that the completion contains."""
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end the sequence. They belong to it."""
+    prompt_logprobs: bool = False
+    """Whether the log-probabilities of the prompt's tokens are computed."""
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "max_tokens": self.max_tokens >= 1,
+            "temperature": self.temperature >= 0,
+            "top_k": self.top_k >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "repetition_penalty": self.repetition_penalty > 0,
+        }
+        for name, holds in bounds.items():
+            if not holds:
+                raise UserError(f"{name} cannot be {getattr(self, name)}; see weftune generate --help.")
+
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """One row of logits: the settings and the earlier tokens of its sequence."""
+
+    sampling: Sampling
+    prompt: Sequence[int]
+    completion: Sequence[int]
+
+
+def sample(logits_BV: Tensor, rows: Sequence[SampledRow]) -> tuple[Tensor, Tensor]:
+    """Return the next token of every sequence, and its log-probability in the model's own distribution, which
+    temperature, penalties and truncation do not change."""
+    scores_BV = _penalised(logits_BV, rows)
+    if any(row.sampling.temperature for row in rows):
+        scores_BV = _perturbed(_truncated(scores_BV, rows), rows)
+    tokens_B = scores_BV.argmax(dim=-1)
+    own_B = logits_BV.gather(1, tokens_B[:, None]).squeeze(1)
+    return tokens_B, own_B - logits_BV.logsumexp(dim=-1)
+
+
+def _penalised(logits_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+    used = [index for index, row in enumerate(rows) if row.sampling.has_penalties]
+    if not used:
+        return logits_BV
+    scores_BV = logits_BV.clone()
+    for index in used:
+        row, scores_V = rows[index], scores_BV[index]
+        seen = to_device(torch.tensor(sorted({*row.prompt, *row.completion})), scores_V.device)
+        factor, own_s = row.sampling.repetition_penalty, scores_V[seen]
+        scores_V[seen] = torch.where(own_s > 0, own_s / factor, own_s * factor)
+        if row.completion and row.sampling.presence_penalty:
+            said = to_device(torch.tensor(sorted(set(row.completion))), scores_V.device)
+            scores_V[said] -= row.sampling.presence_penalty
+    return scores_BV
+
+
+def _truncated(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+    """Divide by the temperatures, and set the scores of tokens outside top-k and top-p to -inf. The most
+    probable token always remains. Greedy rows stay as they are."""
+    settings = [row.sampling for row in rows]
+    device, vocabulary = scores_BV.device, scores_BV.shape[1]
+    temperature_B1 = _column([one.temperature or 1.0 for one in settings], device)
+    scores_BV = scores_BV / temperature_B1
+    if all(one.top_k == 0 and one.top_p == 1.0 for one in settings):
+        return scores_BV
+    sorted_BV, order_BV = scores_BV.sort(dim=-1, descending=True, stable=True)
+    top_k_B1 = _column([one.top_k or vocabulary for one in settings], device)
+    sorted_BV = sorted_BV.masked_fill(torch.arange(vocabulary, device=device) >= top_k_B1, -torch.inf)
+    # As in transformers and vLLM, top-p counts the probabilities of what top-k has left.
+    probability_BV = sorted_BV.softmax(dim=-1)
+    before_BV = probability_BV.cumsum(dim=-1) - probability_BV
+    top_p_B1 = _column([one.top_p if one.top_p < 1.0 else 2.0 for one in settings], device)
+    sorted_BV[:, 1:] = sorted_BV[:, 1:].masked_fill(before_BV[:, 1:] >= top_p_B1, -torch.inf)
+    return torch.empty_like(sorted_BV).scatter(1, order_BV, sorted_BV)
+
+
+def _perturbed(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+    """Add Gumbel noise: the argmax of the result is a sample of the softmax of the scores. Rows that decode
+    greedily get none."""
+    keys = [signed(step_key(row.sampling.seed, len(row.completion))) for row in rows]
+    device = scores_BV.device
+    key_B1 = to_device(torch.tensor(keys, dtype=torch.int32), device)[:, None]
+    count_V = torch.arange(1, scores_BV.shape[1] + 1, dtype=torch.int32, device=device)
+    bits_BV = mixed(count_V * signed(STRIDE) ^ key_B1)
+    # Shifted arithmetically, the top 23 bits are a whole number from −2²² up to 2²² − 1. With 24 bits, the
+    # largest would be rounded to 1 in float32, and its noise infinite.
+    uniform_BV = ((bits_BV >> 9).to(scores_BV.dtype) + (2.0**22 + 0.5)) * 2.0**-23
+    is_random_B1 = _column([float(row.sampling.temperature > 0) for row in rows], device) > 0
+    return torch.where(is_random_B1, scores_BV - (-uniform_BV.log()).log(), scores_BV)
+
+
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    return to_device(torch.tensor(values), device)[:, None]
