@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.plan.program.test_check import course
 from weftune.core.shapes import LayerRange
 from weftune.plan.cost.time import Line
-from weftune.plan.program.layout import Layout, StageLayers, in_stages, one_device
+from weftune.plan.program.layout import Layout, StageLayers, one_device_layout, pipeline_layout
 from weftune.plan.program.program import Action, MicrobatchPlan, Program, Recompute
 from weftune.plan.window.pace import StagePace
 from weftune.plan.window.pipeline import PipelineOrder
@@ -68,12 +68,12 @@ def plans() -> Iterator[tuple[str, Plan]]:
 def _on_one_device(seed: int) -> Iterator[tuple[str, Plan]]:
     made = courses(seed)
     recompute = Recompute(seed % 2 == 0, seed % 3)
-    yield f"one device {seed}", lambda: plan_window(made, one_device(), 48)
+    yield f"one device {seed}", lambda: plan_window(made, one_device_layout(), 48)
     yield (
         f"one device {seed} on a ladder",
-        lambda: plan_window(made, one_device(), 256, True, recompute),
+        lambda: plan_window(made, one_device_layout(), 256, True, recompute),
     )
-    yield f"one device {seed}, job1 dead", lambda: plan_window(made, one_device(), 48).without("job1")
+    yield f"one device {seed}, job1 dead", lambda: plan_window(made, one_device_layout(), 48).without("job1")
 
 
 def _streamed(seed: int) -> Iterator[tuple[str, Plan]]:
@@ -81,7 +81,7 @@ def _streamed(seed: int) -> Iterator[tuple[str, Plan]]:
     for slots in (1, 2):
         kept = Layout(cut, (slots,))
         yield f"streamed {seed}, {slots} slots", lambda kept=kept: plan_window(made, kept, 48)
-    away = Layout(cut, (2,), travels=True, offloaded_rows=64)
+    away = Layout(cut, (2,), adapters_travel=True, offloaded_rows=64)
     yield f"streamed {seed}, offloaded", lambda: plan_window(made, away, 48, ladder=True)
     yield f"streamed {seed}, job0 dead", lambda: plan_window(made, away, 48).without("job0")
 
@@ -90,7 +90,7 @@ def _pipelined(seed: int) -> Iterator[tuple[str, Plan]]:
     made, count = courses(seed), 2 + seed % 3
     paces = tuple(PACES[(seed + stage) % 2] for stage in range(count))
     layers = [LayerRange(stage, stage + 1, count) for stage in range(count)]
-    alone, shared = in_stages(layers), in_stages(layers, replicas=2)
+    alone, shared = pipeline_layout(layers), pipeline_layout(layers, replicas=2)
     for order in (None, *PipelineOrder):
         pacing = Pacing(paces, order, spare_microbatches=seed % 2)
         yield (
@@ -111,12 +111,12 @@ def _streamed_by_workers(seed: int) -> Iterator[tuple[str, Plan]]:
 
 def digest(program: Program) -> dict[str, object]:
     """What a program is, short enough to be kept: its sizes, and hashes that say which part has changed."""
-    recomputed = program.recompute.outputs, program.recompute.layers
+    recomputed = program.recompute.recomputes_outputs, program.recompute.recomputed_layers
     return {
         "microbatches": _hash(map(_microbatch, program.microbatches)),
-        "batches": _hash(f"{one.job} {one.step} {one.supervised}" for one in program.batches),
+        "batches": _hash(f"{one.job} {one.step} {one.supervised_tokens}" for one in program.batches),
         "devices": [f"{len(actions)} {_hash(map(_action, actions))}" for actions in program.devices],
-        "rest": str((program.capacity, program.stages, recomputed, program.chunk, program.replicas)),
+        "rest": str((program.capacity, program.stages, recomputed, program.chunk_rows, program.replicas)),
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from weftune.base.architecture import model_shape
 from weftune.plan.cost.time import CostModel, PassTime, PassWork, Rate, StateTime, Terms
-from weftune.plan.program.layout import one_device
+from weftune.plan.program.layout import one_device_layout
 from weftune.plan.program.program import GlobalBatch, PlacedSample, Program
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
@@ -73,6 +73,8 @@ def program(*lengths: int, capacity: int = 64) -> Program:
     for number, length in enumerate(lengths):
         samples.append(PlacedSample(number, length, offset, length // 2))
         offset += length
-    batch = GlobalBatch("a", 1, tuple(samples), supervised=sum(one.supervised for one in samples))
-    course = JobWindow("a", 0, (batch,), tuple(samples[:1]), frozenset({0}), frozenset({1}), is_start=True)
-    return plan_window([course], one_device(), capacity)
+    batch = GlobalBatch(
+        "a", 1, tuple(samples), supervised_tokens=sum(one.supervised_tokens for one in samples)
+    )
+    course = JobWindow("a", 0, (batch,), tuple(samples[:1]), frozenset({0}), frozenset({1}), begins_run=True)
+    return plan_window([course], one_device_layout(), capacity)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from weftune.core.shapes import JobShape, ModelShape, SiteShape
 from weftune.errors import PlanError
-from weftune.plan.layout.need import Draft, StreamCase, StreamDevice
+from weftune.plan.layout.need import LayoutDraft, StreamCase, StreamDevice
 from weftune.plan.layout.stream_choice import HOST_STATES, StreamChoice, capacities, choose_stream
 
 HIDDEN, VOCABULARY = 256, 100
@@ -29,8 +29,10 @@ def job(name: str = "a", trainable: int = 5000, longest: int = 40) -> JobShape:
 
 
 def gpu(budget: int, **fields) -> StreamDevice:
-    given = dict(host_budget=NEVER, bandwidth=1e6, flops=1e9, slack=5000, launch=0.0)
-    return StreamDevice(budget=budget, **{**given, **fields})
+    given = dict(
+        host_budget_bytes=NEVER, bandwidth=1e6, flops=1e9, slack_bytes=5000, device_launch_seconds=0.0
+    )
+    return StreamDevice(budget_bytes=budget, **{**given, **fields})
 
 
 JOBS = st.lists(
@@ -41,12 +43,12 @@ JOBS = st.lists(
 DEVICES = st.builds(
     gpu,
     st.just(0),
-    host_budget=st.sampled_from([1_000_000, 2_000_000, NEVER, NEVER]),
+    host_budget_bytes=st.sampled_from([1_000_000, 2_000_000, NEVER, NEVER]),
     bandwidth=st.sampled_from([1e5, 1e6, 1e7]),
     flops=st.sampled_from([1e8, 1e9, 1e10]),
-    slack=st.sampled_from([0, 5000]),
-    fused=st.booleans(),
-    launch=st.sampled_from([0.0, 1e-3]),
+    slack_bytes=st.sampled_from([0, 5000]),
+    uses_fused_ops=st.booleans(),
+    device_launch_seconds=st.sampled_from([0.0, 1e-3]),
 )
 
 
@@ -58,30 +60,30 @@ TOKENS = st.integers(60, 400)
 def sized(
     device: StreamDevice, share: float, shape: ModelShape, jobs: list[JobShape], tokens: int
 ) -> StreamDevice:
-    state = sum(one.trainable for one in jobs) * 18
+    state = sum(one.trainable_parameters for one in jobs) * 18
     activations = 60 * 8 * HIDDEN * 2
-    full = device.slack + shape.base_bytes + state + activations + 3 * tokens * HIDDEN * 2
-    return replace(device, budget=int(share * full))
+    full = device.slack_bytes + shape.base_bytes + state + activations + 3 * tokens * HIDDEN * 2
+    return replace(device, budget_bytes=int(share * full))
 
 
 def cases(
     shape: ModelShape, jobs: list[JobShape], device: StreamDevice, most: int, tokens: int
 ) -> list[StreamCase]:
-    longest = max(one.longest for one in jobs)
+    longest = max(one.max_sample_tokens for one in jobs)
     return [
-        StreamCase(shape, tuple(jobs), device, tokens, capacity, way.travels, way.offloads)
+        StreamCase(shape, tuple(jobs), device, tokens, capacity, way.adapters_travel, way.offloads_inputs)
         for way in HOST_STATES
         for capacity in capacities(longest, most, tokens)
     ]
 
 
-def every_draft(layers: int) -> Iterator[Draft]:
+def every_draft(layers: int) -> Iterator[LayoutDraft]:
     for chosen in product((False, True), repeat=layers - 1):
         ends = [0, *(cut for cut, here in enumerate(chosen, 1) if here), layers]
         sizes = tuple(stop - start for start, stop in pairwise(ends))
         for resident in product((False, True), repeat=len(sizes)):
             for slots in range(1, 5):
-                yield Draft(sizes, resident, (slots,))
+                yield LayoutDraft(sizes, resident, (slots,))
 
 
 def chosen(

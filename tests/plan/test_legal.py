@@ -31,7 +31,9 @@ def made(jobs: list[list[list[int]]]) -> list[JobOutline]:
         job = outline(f"job{number}", 10)
         lengths = tuple(map(tuple, batches))
         longest = max(map(max, lengths))
-        outline_model.append(replace(job, batches=lengths, shape=replace(job.shape, longest=longest)))
+        outline_model.append(
+            replace(job, batches=lengths, shape=replace(job.shape, max_sample_tokens=longest))
+        )
     return outline_model
 
 

@@ -12,18 +12,18 @@ from weftune.plan.cost.memory import MemoryFit, MemoryModel
 from weftune.plan.cost.memory_fit import Peak, fit_memory, larger_factors, rows_in_flight, window_need
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import StateTime, work_of
-from weftune.plan.program.layout import in_stages
+from weftune.plan.program.layout import pipeline_layout
 from weftune.plan.program.program import Program
 from weftune.plan.window.pace import guess_pace
 from weftune.plan.window.window import Pacing, plan_window
 
-SHAPES = {"a": JobShape("a", 0, 0, trainable=10**6, longest=60)}
+SHAPES = {"a": JobShape("a", 0, 0, trainable_parameters=10**6, max_sample_tokens=60)}
 JOBS = list(SHAPES.values())
 FIT = MemoryFit(state=1.05, activations=0.8, slack=0.4)
 
 
 def memory(**changes) -> MemoryModel:
-    return replace(MemoryModel(SHAPE, budget=4 << 30, taken=100 << 20), **changes)
+    return replace(MemoryModel(SHAPE, budget_bytes=4 << 30, process_bytes=100 << 20), **changes)
 
 
 def learned(**changes) -> Learned:
@@ -37,7 +37,7 @@ def outcome(one: Program, slower: float = 1.0, peak: int | None = None, own_peak
         for number, (_, microbatch) in enumerate(one.forward_passes())
     ]
     steps = [StateTime(1, 10**6, 0.009)]
-    need = window_need(memory(), JOBS, one).total(FIT)
+    need = window_need(memory(), JOBS, one).total_bytes(FIT)
     seconds = sum(p.seconds for p in passes) + 0.009 + 0.1
     return Outcome(
         seconds, need if peak is None else peak, own_peak, passes, steps, [StateTime(1, 10**6, 0.02)]
@@ -65,8 +65,10 @@ def test_the_first_pass_of_a_process_is_part_of_the_first_window_alone() -> None
 
 def test_a_pipelines_window_needs_what_its_workers_hold_at_a_time() -> None:
     half = SHAPE.layers // 2
-    layout = in_stages([LayerRange(0, half, SHAPE.layers), LayerRange(half, SHAPE.layers, SHAPE.layers)])
-    pacing = Pacing(tuple(guess_pace(stage.count) for stage in layout.stages), spare_microbatches=1)
+    layout = pipeline_layout(
+        [LayerRange(0, half, SHAPE.layers), LayerRange(half, SHAPE.layers, SHAPE.layers)]
+    )
+    pacing = Pacing(tuple(guess_pace(stage.layer_count) for stage in layout.stages), spare_microbatches=1)
     model = memory(layout=layout)
     windows = [plan_window([course("a", [[40] * count])], layout, 40, pacing=pacing) for count in (1, 2, 8)]
     held = [rows_in_flight(model, one) for one in windows]
@@ -74,9 +76,9 @@ def test_a_pipelines_window_needs_what_its_workers_hold_at_a_time() -> None:
     assert held[1][0] == 80
     assert held[2][0] == 120, "as many as stages, and a spare one"
     assert held[2][1] <= held[2][0]
-    needs = [window_need(model, JOBS, one).activations for one in windows]
+    needs = [window_need(model, JOBS, one).activation_bytes for one in windows]
     assert needs == sorted(needs)
-    assert needs[2] == model.need(JOBS, 40).activations
+    assert needs[2] == model.predict_need(JOBS, 40).activation_bytes
 
 
 def test_after_some_windows_another_is_promised_as_it_comes() -> None:
@@ -128,16 +130,16 @@ def test_a_resumed_run_plans_by_what_was_recorded() -> None:
 
 def test_whether_a_job_can_run_alone_is_not_judged_by_the_noise_of_a_run() -> None:
     one = program(30, 50)
-    tight = learned(budget=memory().peak_bytes(JOBS, 60))
+    tight = learned(budget_bytes=memory().peak_bytes(JOBS, 60))
     assert tight.misfit_reason(JOBS) is None
     tight.learn(one, SHAPES, outcome(one, peak=8 << 30))
     tight.adopt_fitted_models()
-    assert tight.memory.why_not(JOBS) is not None
+    assert tight.memory.misfit_reason(JOBS) is not None
     assert tight.misfit_reason(JOBS) is None
 
 
 def test_fused_layers_never_count_for_less_than_was_known() -> None:
-    one, plain, fused = program(30, 50), learned(), learned(fused=True)
+    one, plain, fused = program(30, 50), learned(), learned(uses_fused_ops=True)
     for run in (plain, fused):
         run.learn(one, SHAPES, outcome(one, peak=SHAPE.base_bytes + (110 << 20)))
         run.adopt_fitted_models()
@@ -148,7 +150,7 @@ def test_fused_layers_never_count_for_less_than_was_known() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_plans_keep_the_slack_that_was_known_whatever_the_process_gathers(fused: bool) -> None:
     one, known = program(30, 50), MemoryFit(slack=0.7)
-    run = learned(fused=fused, fit=known)
+    run = learned(uses_fused_ops=fused, fit=known)
     for _ in range(2):
         run.learn(one, SHAPES, outcome(one, peak=8 << 30))
         assert run.adopt_fitted_models()
@@ -168,24 +170,26 @@ def test_a_peak_that_is_the_highest_so_far_teaches_only_when_it_rises() -> None:
 def test_the_fit_finds_the_factors_that_made_the_peaks_and_states_how_far_it_is_below_them() -> None:
     model = memory()
     needs = [
-        model.need([JobShape(str(n), 0, n, size, 60) for n in range(jobs)], tokens)
+        model.predict_need([JobShape(str(n), 0, n, size, 60) for n in range(jobs)], tokens)
         for jobs, size, tokens in ((1, 10**6, 100), (8, 10**7, 200), (4, 10**7, 2000), (2, 10**6, 4000))
     ]
-    fit = fit_memory([Peak(need, need.total(FIT)) for need in needs])
+    fit = fit_memory([Peak(need, need.total_bytes(FIT)) for need in needs])
     assert fit.activations == pytest.approx(FIT.activations, rel=0.05)
     for need in needs:
-        assert need.total(fit) == pytest.approx(need.total(FIT), rel=0.02)
-    higher = [Peak(need, need.total(FIT) + (90 << 20) * (number == 0)) for number, need in enumerate(needs)]
+        assert need.total_bytes(fit) == pytest.approx(need.total_bytes(FIT), rel=0.02)
+    higher = [
+        Peak(need, need.total_bytes(FIT) + (90 << 20) * (number == 0)) for number, need in enumerate(needs)
+    ]
     wary = fit_memory(higher)
-    assert all(peak.need.total(wary) + wary.error >= peak.measured_bytes - 1 for peak in higher)
+    assert all(peak.need.total_bytes(wary) + wary.error >= peak.measured_bytes - 1 for peak in higher)
     assert fit_memory([]) == MemoryFit()
 
 
 def test_logits_that_a_profile_has_measured_are_not_learned_again_as_activations() -> None:
     known = MemoryFit(head=0.5)
     model, jobs = memory(fit=known), [JobShape("a", 0, 0, 10**6, 60)]
-    needs = [model.need(jobs, tokens, supervised=3 * tokens // 4) for tokens in (100, 400, 1600)]
-    fit = fit_memory([Peak(need, need.total(known)) for need in needs], known)
+    needs = [model.predict_need(jobs, tokens, supervised=3 * tokens // 4) for tokens in (100, 400, 1600)]
+    fit = fit_memory([Peak(need, need.total_bytes(known)) for need in needs], known)
     assert fit.head == known.head
     assert fit.activations == pytest.approx(1.0, rel=0.01)
     assert fit.slack == pytest.approx(1.0, rel=0.01)
@@ -203,17 +207,17 @@ def test_a_run_that_was_begun_before_the_head_was_counted_alone_goes_on() -> Non
 def test_the_stated_error_is_kept_free_by_whoever_must_fit() -> None:
     sure, wary = memory(), memory(fit=MemoryFit(error=1 << 30))
     assert wary.peak_bytes(JOBS, 100) == sure.peak_bytes(JOBS, 100)
-    assert wary.capacity(JOBS, 10**9) < sure.capacity(JOBS, 10**9)
+    assert wary.choose_capacity(JOBS, 10**9) < sure.choose_capacity(JOBS, 10**9)
     need = sure.peak_bytes(JOBS, 60)
-    assert memory(budget=need).why_not(JOBS) is None
-    assert memory(budget=need, fit=MemoryFit(error=1)).why_not(JOBS) is not None
+    assert memory(budget_bytes=need).misfit_reason(JOBS) is None
+    assert memory(budget_bytes=need, fit=MemoryFit(error=1)).misfit_reason(JOBS) is not None
 
 
 def test_an_evaluation_holds_about_one_layer() -> None:
     looks = program(60)
     only = replace(looks, devices=(looks.actions[:1],))
     whole, look = window_need(memory(), JOBS, looks), window_need(memory(), JOBS, only)
-    assert look.activations == pytest.approx(whole.activations / SHAPE.layers, rel=0.01)
+    assert look.activation_bytes == pytest.approx(whole.activation_bytes / SHAPE.layers, rel=0.01)
 
 
 def test_the_safer_of_two_fits_has_the_larger_of_each_factor() -> None:
@@ -223,16 +227,24 @@ def test_the_safer_of_two_fits_has_the_larger_of_each_factor() -> None:
 def test_after_a_shortage_more_is_recomputed_until_nothing_more_can_be() -> None:
     sites = tuple(SiteShape(f"{layer}.up", 100, 400) for layer in range(10))
     shape = ModelShape(10, 100, 50, 10**6, 2, sites, context=10**6)
-    memory = MemoryModel(shape, 6 << 30, fused=True)
+    memory = MemoryModel(shape, 6 << 30, uses_fused_ops=True)
     long = [JobShape("a", 0, 0, 1000, 100_000)]
     learned = Learned(initial_cost=arithmetic(shape), memory=memory)
-    before, found = memory.recompute(long, 8192), []
+    before, found = memory.choose_recompute(long, 8192), []
     while learned.recompute_more(long, 8192):
-        found.append(learned.memory.recompute(long, 8192))
+        found.append(learned.memory.choose_recompute(long, 8192))
         assert len(found) < 100
     assert found
     assert found[0] != before
-    assert [one.layers for one in found] == sorted(one.layers for one in found)
-    assert found[-1].layers == 10
+    assert [one.recomputed_layers for one in found] == sorted(one.recomputed_layers for one in found)
+    assert found[-1].recomputed_layers == 10
     learned.adopt_fitted_models()
-    assert learned.memory.recompute(long, 8192) == found[-1]
+    assert learned.memory.choose_recompute(long, 8192) == found[-1]
+
+
+def test_a_process_that_holds_most_of_the_memory_does_not_lead_to_recomputation_that_frees_nothing() -> None:
+    small = [JobShape("a", 0, 0, 10, 100)]
+    memory = MemoryModel(SHAPE, 40 << 30, process_bytes=38 << 30)
+    learned = Learned(initial_cost=arithmetic(SHAPE), memory=memory)
+    assert not learned.recompute_more(small, 20)
+    assert memory.misfit_reason(small) is None

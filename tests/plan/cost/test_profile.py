@@ -111,7 +111,7 @@ def test_activations_of_the_base_follow_from_the_peaks_of_few_layers() -> None:
 def test_what_supervised_rows_take_is_told_from_what_layers_do() -> None:
     """Were it counted with the activations, workers without a head would be given room for logits."""
     memory = MemoryModel(SHAPE, 10**12)
-    peaks = {one: 0.8 * memory.head_bytes(one.time.work.supervised) for one in profile().passes}
+    peaks = {one: 0.8 * memory.logit_bytes(one.time.work.supervised) for one in profile().passes}
     passes = tuple(
         replace(one, peak_bytes=one.peak_bytes + int(more)) if one.peak_bytes else one
         for one, more in peaks.items()
@@ -142,7 +142,7 @@ def test_peaks_that_no_token_moves_leave_a_share_of_what_is_known() -> None:
     memory = MemoryModel(SHAPE, 10**12)
     fit = memory_of(flat, memory)
     assert fit.activations == pytest.approx(0.1)
-    assert 0 < replace(memory, fit=fit).capacity([], 10**12) < 10**12
+    assert 0 < replace(memory, fit=fit).choose_capacity([], 10**12) < 10**12
 
 
 def test_without_peaks_the_memory_model_stands_as_it_is() -> None:

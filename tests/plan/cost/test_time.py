@@ -12,7 +12,7 @@ from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSamp
 
 
 def shape(trainable: int, resting: int = 0) -> JobShape:
-    return JobShape("a", 0, 0, trainable, longest=64, inactive_parameters=resting)
+    return JobShape("a", 0, 0, trainable, max_sample_tokens=64, inactive_parameters=resting)
 
 
 def test_a_program_costs_its_passes_looks_steps_and_saves() -> None:
@@ -34,7 +34,7 @@ def test_of_adapters_on_experts_passes_cost_what_a_token_meets_and_steps_cost_al
         for size in (1000, 100)
     ]
     assert all_of_it - passes == pytest.approx(apart[0] - apart[1])
-    batch = GlobalBatch("a", 1, (PlacedSample(0, 30, 0),), supervised=30)
+    batch = GlobalBatch("a", 1, (PlacedSample(0, 30, 0),), supervised_tokens=30)
     assert model.solo_seconds([batch], 64, {"a": most}) == model.solo_seconds([batch], 64, {"a": shape(100)})
 
 
@@ -65,7 +65,7 @@ def test_a_model_without_a_level_has_no_price() -> None:
 
 def test_alone_costs_one_pass_for_each_microbatch_of_one_job() -> None:
     model = replace(TRUTH, forward=Terms(fixed=1.0), backward=Terms())
-    batch = GlobalBatch("a", 1, (PlacedSample(0, 30, 0), PlacedSample(1, 50, 30)), supervised=80)
+    batch = GlobalBatch("a", 1, (PlacedSample(0, 30, 0), PlacedSample(1, 50, 30)), supervised_tokens=80)
     assert model.solo_seconds([batch, batch], 64, {"a": shape(1)}) == pytest.approx(4.0)
 
 

@@ -10,7 +10,7 @@ from tests.plan.program.test_check import course
 from weftune.core.shapes import JobShape, LayerRange
 from weftune.plan.cost.profile_cost import cost_of, directions, step_rate
 from weftune.plan.layout.foresee import StageTimes, taking_turns
-from weftune.plan.program.layout import Layout, StageLayers, in_stages, one_device
+from weftune.plan.program.layout import Layout, StageLayers, one_device_layout, pipeline_layout
 from weftune.plan.window.pace import LoadPace, guess_pace
 from weftune.plan.window.window import Pacing, plan_window
 
@@ -27,7 +27,7 @@ def seconds(program, layout, loads=None):
 
 
 def test_on_one_device_the_simulation_is_the_sum_of_the_cost_model():
-    layout = one_device(SHAPE.layers)
+    layout = one_device_layout(SHAPE.layers)
     program = plan_window(COURSES, layout, 100)
     # A Step takes the mean over jobs there, and its own here.
     assert seconds(program, layout) == pytest.approx(
@@ -36,11 +36,11 @@ def test_on_one_device_the_simulation_is_the_sum_of_the_cost_model():
 
 
 def test_two_stages_take_less_than_one_device_and_more_than_half():
-    layout = in_stages(HALVES)
-    pacing = Pacing(tuple(guess_pace(stage.count) for stage in layout.stages), spare_microbatches=1)
+    layout = pipeline_layout(HALVES)
+    pacing = Pacing(tuple(guess_pace(stage.layer_count) for stage in layout.stages), spare_microbatches=1)
     many = [course(name, [[40, 60]] * 8) for name in "ab"]
     together = seconds(plan_window(many, layout, 100, pacing=pacing), layout)
-    alone = seconds(plan_window(many, one_device(SHAPE.layers), 100), one_device(SHAPE.layers))
+    alone = seconds(plan_window(many, one_device_layout(SHAPE.layers), 100), one_device_layout(SHAPE.layers))
     assert 0.5 < together / alone < 0.95
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.plan.stream_cases import DEVICES, base, gpu, job, sized
 from weftune.errors import PlanError
-from weftune.plan.layout.need import StreamCase, draft_of
+from weftune.plan.layout.need import StreamCase, draft_from_layout
 from weftune.plan.layout.stream_choice import choose_for_jobs, choose_stream, fits_streamed
 
 JOB_SETS = st.lists(
@@ -16,7 +16,9 @@ JOB_SETS = st.lists(
     max_size=5,
 ).map(
     lambda wants: [
-        replace(job(str(at), trainable, longest), priority=priority, order=at, batch_tokens=3 * longest)
+        replace(
+            job(str(at), trainable, longest), priority=priority, file_position=at, batch_tokens=3 * longest
+        )
         for at, (trainable, longest, priority) in enumerate(wants)
     ]
 )
@@ -34,10 +36,10 @@ def chooses(shape, together, device, waiting=()):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), JOB_SETS, DEVICES, SHARES, st.integers(0, 4))
-def test_whether_jobs_fit_streamed_is_told_without_the_search(layers, jobs, device, share, aboard):
+def test_whether_jobs_fit_streamed_is_told_without_the_search(layers, jobs, device, share, attached_jobs):
     shape = base(layers)
     device = sized(device, share, shape, jobs, 200)
-    together, waiting = jobs[: aboard + 1], jobs[aboard + 1 :]
+    together, waiting = jobs[: attached_jobs + 1], jobs[attached_jobs + 1 :]
     tokens = sum(one.batch_tokens for one in together)
     told = fits_streamed(shape, together, device, 256, tokens)
     assert told == chooses(shape, together, device)
@@ -51,17 +53,17 @@ def test_whether_jobs_fit_streamed_is_told_without_the_search(layers, jobs, devi
 def test_those_aboard_are_the_first_jobs_in_order_and_one_more_would_not_fit(layers, jobs, device, share):
     shape = base(layers)
     device = sized(device, share, shape, jobs, 200)
-    ordered = sorted(jobs, key=lambda one: (-one.priority, one.order))
+    ordered = sorted(jobs, key=lambda one: (-one.priority, one.file_position))
     try:
         found = choose_for_jobs(shape, jobs, device, 256)
     except PlanError:
         assert not chooses(shape, ordered[:1], device)
         return
-    count = len(found.attached)
-    assert list(found.attached) == ordered[:count]
+    count = len(found.attached_jobs)
+    assert list(found.attached_jobs) == ordered[:count]
     for waiting in (lambda at: ordered[at:], lambda at: []):
         if chooses(shape, ordered[:count], device, waiting(count)):
-            tokens = sum(one.batch_tokens for one in found.attached)
+            tokens = sum(one.batch_tokens for one in found.attached_jobs)
             choice = choose_stream(shape, ordered[:count], device, 256, tokens, waiting=waiting(count))
             assert found == choice
             assert count == len(jobs) or not chooses(shape, ordered[: count + 1], device, waiting(count + 1))
@@ -71,15 +73,15 @@ def test_those_aboard_are_the_first_jobs_in_order_and_one_more_would_not_fit(lay
 def test_a_cut_that_serves_fewer_jobs_now_and_each_of_the_others_later_is_preferred():
     """Two small jobs and a large one that fits by itself only."""
     shape, device = base(8), gpu(2_200_000)
-    jobs = [replace(job(name, 1000), order=at, batch_tokens=100) for at, name in enumerate("ab")]
-    large = replace(job("c", 100_000, longest=60), order=2, batch_tokens=400)
+    jobs = [replace(job(name, 1000), file_position=at, batch_tokens=100) for at, name in enumerate("ab")]
+    large = replace(job("c", 100_000, longest=60), file_position=2, batch_tokens=400)
 
     def serves(choice):
-        capacity, cut = max(choice.capacity, large.longest), choice.cut
-        alone = StreamCase(shape, (large,), device, 400, capacity, cut.travels, cut.offloads)
-        return alone.fits(draft_of(cut))
+        capacity, cut = max(choice.capacity, large.max_sample_tokens), choice.layout
+        alone = StreamCase(shape, (large,), device, 400, capacity, cut.adapters_travel, cut.offloads_inputs)
+        return alone.fits(draft_from_layout(cut))
 
     found = choose_for_jobs(shape, [*jobs, large], device, 64)
-    assert [one.name for one in found.attached] == ["a", "b"]
+    assert [one.name for one in found.attached_jobs] == ["a", "b"]
     assert serves(found)
     assert not serves(choose_for_jobs(shape, jobs, device, 64))

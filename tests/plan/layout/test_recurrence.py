@@ -22,12 +22,14 @@ STAGES = st.lists(st.builds(StageRound, SECONDS, SECONDS, st.integers(1, 40)), m
 def test_rounds_take_what_the_simulator_says_of_their_program(stages, resident, slots, rounds, microbatches):
     chosen = cut(*[1] * len(stages), resident=resident, slots=slots)
     program = plan_window([course("a", [[9] * microbatches] * rounds)], chosen, 10)
-    price = tuple(PassPrice(one.forward / microbatches, one.backward / microbatches) for one in stages)
+    price = tuple(
+        PassPrice(one.forward_seconds / microbatches, one.backward_seconds / microbatches) for one in stages
+    )
     prices = Prices(
         (price,) * len(program.microbatches), weight_bytes=tuple(one.load_bytes for one in stages)
     )
     cluster = PricedCluster(1, host_link=Link(10.0), root_bandwidths=(10.0,))
-    bits = [stage.resident for stage in chosen.stages]
+    bits = [stage.is_resident for stage in chosen.stages]
     foreseen = rounds * slotted_seconds(stages, bits, slots, 10.0)
     assert simulate(program, prices, cluster).makespan == pytest.approx(foreseen)
 
@@ -58,7 +60,9 @@ def by_what_waits_for_what(stages, resident, slots, bandwidth, rounds=1):
             slot = streamed.index(stage) % slots if stage in streamed else None
             there = ["begin"]
             if slot is not None and inside[slot] != stage:
-                copies, written = (0, "begin") if way == "forth" else (one.copy_bytes, ("new", turn, stage))
+                copies, written = (
+                    (0, "begin") if way == "forth" else (one.adapter_bytes, ("new", turn, stage))
+                )
                 seconds = (one.load_bytes + copies) / bandwidth
                 there = [up := add(("load", turn, way, stage), seconds, up, free[slot], written)]
                 inside[slot] = stage
@@ -68,15 +72,17 @@ def by_what_waits_for_what(stages, resident, slots, bandwidth, rounds=1):
                     up := add(("step", turn, stage), seconds, up, *there, *([asked] if stage == 0 else [])),
                     add(("step asked for", turn, stage), seconds, asked),
                 ]
-                down = add(("new", turn, stage), one.back_bytes / bandwidth, *there, down)
+                down = add(("new", turn, stage), one.state_bytes / bandwidth, *there, down)
             began = add((way, "begins", turn, stage), 0.0, before, *there)
-            before = add((way, turn, stage), one.forward if way == "forth" else one.backward, began)
+            before = add(
+                (way, turn, stage), one.forward_seconds if way == "forth" else one.backward_seconds, began
+            )
             left = before
             if way == "forth":
                 asked = began
             else:
-                down = add(("gone", turn, stage), one.gone_bytes / bandwidth, before, down)
-                left = down if one.gone_bytes else before
+                down = add(("gone", turn, stage), one.gradient_bytes / bandwidth, before, down)
+                left = down if one.gradient_bytes else before
             if slot is not None:
                 free[slot] = left
     ends = {}
@@ -119,25 +125,25 @@ def test_a_step_comes_behind_the_load_of_its_stage_and_before_the_next_one():
 
 
 def test_a_load_in_the_backward_brings_a_copy_of_the_weights_once_they_have_gone_back():
-    stages = [StageRound(1.0, 1.0, load_bytes=2, copy_bytes=4)] * 2
+    stages = [StageRound(1.0, 1.0, load_bytes=2, adapter_bytes=4)] * 2
     # Forth 1, load 2, both ways 2, load 6, back 1: the forward's load has brought no copy.
     assert slotted_seconds(stages, [False, False], 1, 1.0) == 1 + 2 + 2 + 6 + 1
     # What went back of the first Step is there at 20, and after it a load of 6.
-    late = [replace(stages[0], back_bytes=20), stages[1]]
+    late = [replace(stages[0], state_bytes=20), stages[1]]
     assert slotted_seconds(late, [False, False], 1, 1.0) == 20 + 6 + 1
 
 
 def test_what_goes_back_of_a_step_keeps_gradients_and_later_inputs_waiting_and_not_its_own_input():
     stays = [True] * 3
-    gradients = [StageRound(1.0, 1.0, gone_bytes=1, back_bytes=5)] * 3
+    gradients = [StageRound(1.0, 1.0, gradient_bytes=1, state_bytes=5)] * 3
     # It has gone back at 5, 10 and 15, though the backward ends at 6; then the gradients go.
     assert slotted_seconds(gradients, stays, 1, 1.0) == 15 + 3
     inner = StageRound(1.0, 2.0, input_bytes=1)
     # The first stage's is back at 10, and the second's input leaves until 11, with which its forward ends.
-    first = [StageRound(1.0, 2.0, back_bytes=10), inner, StageRound(1.0, 2.0)]
+    first = [StageRound(1.0, 2.0, state_bytes=10), inner, StageRound(1.0, 2.0)]
     assert slotted_seconds(first, stays, 1, 1.0) == 11 + 3 + 2 + 2
     # The second's own goes behind its input.
-    second = [StageRound(1.0, 2.0), replace(inner, back_bytes=5), StageRound(1.0, 2.0)]
+    second = [StageRound(1.0, 2.0), replace(inner, state_bytes=5), StageRound(1.0, 2.0)]
     assert slotted_seconds(second, stays, 1, 1.0) == compute_seconds(second)
 
 
@@ -160,7 +166,7 @@ def test_one_slot_loads_and_computes_in_turn_and_two_hide_what_they_can():
 
 
 def test_a_slot_is_taken_until_gradients_have_left_it():
-    stages = [StageRound(1.0, 1.0, load_bytes=2, gone_bytes=4)] * 2
+    stages = [StageRound(1.0, 1.0, load_bytes=2, gradient_bytes=4)] * 2
     # Forth 1, load 2, both ways 2, gradients 4, load 2, back 1, gradients 4.
     assert slotted_seconds(stages, [False, False], 1, 1.0) == 16.0
     # What stays need not wait for them, but the round does.
@@ -181,7 +187,7 @@ def test_inputs_that_wait_on_the_host_cost_no_more_than_their_way_there_and_back
     ]
     way = sum(stage.input_bytes for stage in waiting) / 10.0
     # A forward waits for its input to leave, which goes behind what goes back of the Steps before.
-    ahead = sum(stage.back_bytes for stage in stages) / 10.0 if way else 0.0
+    ahead = sum(stage.state_bytes for stage in stages) / 10.0 if way else 0.0
     kept, offloaded = (slotted_seconds(each, bits, slots, 10.0) for each in (stages, waiting))
     assert kept <= offloaded <= kept + 2 * way + ahead + 1e-9
 

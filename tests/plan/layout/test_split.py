@@ -70,7 +70,7 @@ def test_moves_and_swaps_better_what_longest_first_leaves():
 def work(steps=10, lengths=(50, 60), evaluations=0, held_out=(), trainable=1000):
     samples = tuple(PlacedSample(n, length, 0, length) for n, length in enumerate(lengths))
     held = tuple(PlacedSample(n, length, 0, length) for n, length in enumerate(held_out))
-    shape = JobShape("a", 0, 0, trainable=trainable, longest=max((*lengths, *held_out)))
+    shape = JobShape("a", 0, 0, trainable_parameters=trainable, max_sample_tokens=max((*lengths, *held_out)))
     batch = GlobalBatch("a", 1, samples, sum(lengths))
     return JobWork(shape=shape, steps=steps, batches=(batch,), evaluations=evaluations, held_out=held)
 
@@ -100,7 +100,7 @@ def test_a_data_sheet_gives_the_counted_terms_their_level():
 def test_a_job_that_does_not_fit_even_alone_is_named_with_its_numbers():
     jobs = [JobShape("small", 0, 0, 1000, 64), JobShape("large", 0, 1, 1 << 30, 512)]
     memory = MemoryModel(SHAPE, SLACK_BYTES + (64 << 20))
-    found = too_large(jobs, memory.why_not)
+    found = too_large(jobs, memory.misfit_reason)
     assert list(found) == ["large"]
     assert "longest sample of 512 tokens, but 0.31 GiB are available" in found["large"]
 

@@ -35,7 +35,7 @@ LIMITS = st.lists(
     st.builds(
         StageLimit,
         st.integers(10, 80),
-        in_flight=st.integers(1, 3),
+        microbatches_in_flight=st.integers(1, 3),
         relative_time=st.sampled_from([1.0, 1.5, 2.0]),
     ),
     min_size=1,
@@ -48,7 +48,10 @@ def slowest(stages: tuple[StageCost, ...], limits: list[StageLimit]) -> float:
 
 
 def fullest(stages: tuple[StageCost, ...], limits: list[StageLimit]) -> int:
-    return max(stage.resident_bytes(limit.in_flight) for stage, limit in zip(stages, limits, strict=True))
+    return max(
+        stage.resident_bytes(limit.microbatches_in_flight)
+        for stage, limit in zip(stages, limits, strict=True)
+    )
 
 
 def every_cut(layers: list[LayerCost], limits: list[StageLimit]) -> list[tuple[StageCost, ...]]:
@@ -58,7 +61,10 @@ def every_cut(layers: list[LayerCost], limits: list[StageLimit]) -> list[tuple[S
         cuts = pairwise((0, *inner, len(layers)))
         stages = tuple(stage_cost(layers, start, stop) for start, stop in cuts)
         bytes_of = zip(stages, limits, strict=True)
-        if all(stage.resident_bytes(limit.in_flight) <= limit.memory_bytes for stage, limit in bytes_of):
+        if all(
+            stage.resident_bytes(limit.microbatches_in_flight) <= limit.memory_bytes
+            for stage, limit in bytes_of
+        ):
             found.append(stages)
     return found
 
@@ -126,7 +132,7 @@ def test_no_other_cut_has_a_faster_slowest_stage_or_others_more_alike(stages, la
     costs = PartCosts(embedding, 1.0, head)
     found = cut_layers(replace(SHAPE, layers=layers), stages, costs)
     assert [one.start for one in found] == [0, *(one.stop for one in found[:-1])]
-    assert found[-1].last
+    assert found[-1].is_last
     every = [
         [costs.stage_cost(LayerRange(start, stop, layers)) for start, stop in pairwise((0, *inner, layers))]
         for inner in combinations(range(1, layers), stages - 1)
@@ -195,23 +201,23 @@ BASE = ModelShape(LAYERS, HIDDEN, VOCABULARY, PARAMETERS, 2, SITES, context=2048
 
 
 def chosen(count, budget, spare, jobs=1, costs=None):
-    return choose_stages(MemoryModel(BASE, budget, spare=spare), count, "GPU", jobs, costs)
+    return choose_stages(MemoryModel(BASE, budget, spare_microbatches=spare), count, "GPU", jobs, costs)
 
 
 def test_a_base_that_fits_one_device_is_not_cut():
     choice = chosen(4, 8 << 30, spare=1)
     assert choice.stages == 1
-    assert choice.why.startswith("--pipeline auto: one process, since the base and its passes need 0.")
-    assert choice.why.endswith("each of 4 GPUs has 8.00 GiB for a run")
+    assert choice.reason.startswith("--pipeline auto: one process, since the base and its passes need 0.")
+    assert choice.reason.endswith("each of 4 GPUs has 8.00 GiB for a run")
 
 
 def test_where_the_base_fits_each_device_they_share_the_jobs():
     choice = chosen(4, 8 << 30, spare=1, jobs=10)
     assert (choice.stages, choice.shares) == (1, 4)
-    assert choice.why.startswith(
+    assert choice.reason.startswith(
         "--pipeline auto: not cut, 4 shares of the 10 jobs, since the base and its passes need 0."
     )
-    assert choice.why.endswith("each of 4 GPUs has 8.00 GiB for a run")
+    assert choice.reason.endswith("each of 4 GPUs has 8.00 GiB for a run")
     assert chosen(4, 8 << 30, spare=1, jobs=3).shares == 3
     assert chosen(1, 8 << 30, spare=1, jobs=3).shares == 1
     cut = chosen(4, 600 << 20, spare=0, jobs=10)
@@ -229,10 +235,12 @@ def test_a_base_that_fits_nowhere_gets_a_sentence():
 
 def test_otherwise_it_is_cut_into_as_few_stages_as_fit():
     whole = chosen(1, 8 << 30, spare=0)
-    assert "the base and its passes need 0.63 GiB" in whole.why
+    assert "the base and its passes need 0.63 GiB" in whole.reason
     choice = chosen(4, 600 << 20, spare=0)
     assert choice.stages == 2
-    assert "2 stages, since the base and its passes need 0.63 GiB, its largest stage 0.58 GiB" in choice.why
+    assert (
+        "2 stages, since the base and its passes need 0.63 GiB, its largest stage 0.58 GiB" in choice.reason
+    )
     assert chosen(4, 580 << 20, spare=0).stages == 3
 
 
@@ -271,6 +279,6 @@ def fits(stages, budget):
 
 
 def test_replicas_divide_the_devices_or_what_the_only_one_has():
-    gpus, cpu = Machine(on_gpu=True, devices=8, budget=100), Machine(on_gpu=False, budget=100)
-    assert gpus.shared_by(2) == replace(gpus, devices=4)
-    assert cpu.shared_by(2) == replace(cpu, budget=50)
+    gpus, cpu = Machine(on_gpu=True, devices=8, budget_bytes=100), Machine(on_gpu=False, budget_bytes=100)
+    assert gpus.for_one_replica(2) == replace(gpus, devices=4)
+    assert cpu.for_one_replica(2) == replace(cpu, budget_bytes=50)

@@ -12,8 +12,8 @@ from tests.plan.program.test_check import course
 from tests.plan.stream_cases import ENDS, JOBS, LAYER, NEVER, TOKENS, base, gpu, job
 from tests.plan.window.test_streamed_workers import cuts
 from weftune.errors import HostTooSmall, PlanError
-from weftune.plan.cost.memory import MemoryModel, longest
-from weftune.plan.layout.need import Draft, StreamCase, draft_of
+from weftune.plan.cost.memory import MemoryModel, max_sample_tokens
+from weftune.plan.layout.need import LayoutDraft, StreamCase, draft_from_layout
 from weftune.plan.layout.stream_choice import capacities, choose_for_workers
 from weftune.plan.window.window import plan_window
 
@@ -22,12 +22,14 @@ PARTED = 1 << 30
 
 
 def case(jobs, device, workers, tokens, capacity, layers=LAYERS):
-    return StreamCase(base(layers), tuple(jobs), device, tokens, capacity, travels=False, workers=workers)
+    return StreamCase(
+        base(layers), tuple(jobs), device, tokens, capacity, adapters_travel=False, workers=workers
+    )
 
 
 def single_layers(layers, workers):
     """Each comes and goes through the one slot of its worker."""
-    return Draft((1,) * layers, (False,) * layers, (1,) * workers)
+    return LayoutDraft((1,) * layers, (False,) * layers, (1,) * workers)
 
 
 def choose(layers, jobs, device, workers, most, tokens, later=()):
@@ -43,24 +45,24 @@ def every_draft(layers, workers):
         if len(sizes) >= workers:
             for resident in product((False, True), repeat=len(sizes)):
                 for slots in (1, 2):
-                    yield Draft(sizes, resident, (slots,) * workers)
+                    yield LayoutDraft(sizes, resident, (slots,) * workers)
 
 
 @settings(max_examples=60, deadline=None)
 @given(JOBS, TOKENS, st.integers(2, 4), st.integers(0, 100), st.sampled_from([1e5, 1e6, 1e7]))
 def test_what_is_chosen_fits_and_its_windows_are_legal(jobs, tokens, workers, room, bandwidth):
     device = gpu(NEVER, bandwidth=bandwidth)
-    tokens = max(tokens, longest(jobs))
+    tokens = max(tokens, max_sample_tokens(jobs))
     frugal = single_layers(LAYERS, workers)
-    least = case(jobs, device, workers, tokens, longest(jobs)).device_bytes(frugal)
-    device = replace(device, budget=least + room * LAYER // 20)
+    least = case(jobs, device, workers, tokens, max_sample_tokens(jobs)).device_bytes(frugal)
+    device = replace(device, budget_bytes=least + room * LAYER // 20)
     found = choose(LAYERS, jobs, device, workers, 512, tokens)
     judged = case(jobs, device, workers, tokens, found.capacity)
-    assert judged.device_bytes(draft_of(found.cut)) == found.device_bytes <= device.budget
-    assert found.step_seconds == pytest.approx(judged.seconds(draft_of(found.cut)))
-    assert 0 <= found.unhidden < 1
-    assert found.cut.layers == LAYERS
-    plan_window([course("a", [[9, 9, 4], [7]])], found.cut, max(found.capacity, 9))
+    assert judged.device_bytes(draft_from_layout(found.layout)) == found.device_bytes <= device.budget_bytes
+    assert found.round_seconds == pytest.approx(judged.round_seconds(draft_from_layout(found.layout)))
+    assert 0 <= found.waiting_share < 1
+    assert found.layout.layers == LAYERS
+    plan_window([course("a", [[9, 9, 4], [7]])], found.layout, max(found.capacity, 9))
 
 
 @settings(max_examples=40, deadline=None)
@@ -71,30 +73,34 @@ def test_no_cut_that_fits_is_much_faster(workers, room, bandwidth, tokens):
     device = gpu(NEVER, bandwidth=bandwidth)
     frugal = single_layers(layers, workers)
     least = case(jobs, device, workers, tokens, 40, layers).device_bytes(frugal)
-    device = replace(device, budget=least + room * LAYER // 20)
+    device = replace(device, budget_bytes=least + room * LAYER // 20)
     found = choose(layers, jobs, device, workers, 512, tokens)
     for capacity in capacities(40, 512, tokens):
         judged = case(jobs, device, workers, tokens, capacity, layers)
         fastest = min(
-            (judged.seconds(one) for one in every_draft(layers, workers) if not judged.excess(one)),
+            (
+                judged.round_seconds(one)
+                for one in every_draft(layers, workers)
+                if not judged.excess_bytes(one)
+            ),
             default=None,
         )
-        assert fastest is None or found.step_seconds <= 1.1 * fastest
+        assert fastest is None or found.round_seconds <= 1.1 * fastest
 
 
 @settings(max_examples=100, deadline=None)
 @given(cuts(), JOB_SETS, CAPACITIES)
 def test_who_is_aboard_is_counted_as_the_choice_counted(chosen, jobs, capacity):
     tokens = sum(one.batch_tokens for one in jobs)
-    device = gpu(NEVER, fused=False)
+    device = gpu(NEVER, uses_fused_ops=False)
     judged = case(jobs, device, chosen.workers, tokens, capacity, chosen.layers)
-    memory = MemoryModel(base(chosen.layers), NEVER, layout=chosen, slack=device.slack)
-    assert memory.peak_bytes(jobs, capacity) == judged.device_bytes(draft_of(chosen))
-    room = memory.capacity(jobs, 10_000)
+    memory = MemoryModel(base(chosen.layers), NEVER, layout=chosen, fixed_slack_bytes=device.slack_bytes)
+    assert memory.peak_bytes(jobs, capacity) == judged.device_bytes(draft_from_layout(chosen))
+    room = memory.choose_capacity(jobs, 10_000)
     assert room == 10_000
-    tight = replace(memory, budget=memory.peak_bytes(jobs, capacity))
-    fits = tight.capacity(jobs, 10_000)
-    assert fits == longest(jobs) or tight.peak_bytes(jobs, fits) <= tight.budget
+    tight = replace(memory, budget_bytes=memory.peak_bytes(jobs, capacity))
+    fits = tight.choose_capacity(jobs, 10_000)
+    assert fits == max_sample_tokens(jobs) or tight.peak_bytes(jobs, fits) <= tight.budget_bytes
 
 
 @settings(max_examples=40, deadline=None)
@@ -102,19 +108,35 @@ def test_who_is_aboard_is_counted_as_the_choice_counted(chosen, jobs, capacity):
 def test_who_comes_later_fits_the_same_cut_alone(jobs, later, workers, room):
     device = gpu(NEVER, bandwidth=1e6)
     frugal = single_layers(LAYERS, workers)
-    large = [replace(one, batch_tokens=one.longest + 50, trainable=4 * one.trainable) for one in later]
-    longest_later = max(one.longest for one in large)
+    large = [
+        replace(
+            one, batch_tokens=one.max_sample_tokens + 50, trainable_parameters=4 * one.trainable_parameters
+        )
+        for one in later
+    ]
+    longest_later = max(one.max_sample_tokens for one in large)
     largest = replace(
-        large[0], batch_tokens=longest_later + 50, trainable=max(one.trainable for one in large)
+        large[0],
+        batch_tokens=longest_later + 50,
+        trainable_parameters=max(one.trainable_parameters for one in large),
     )
     least = max(
-        case(together, device, workers, tokens, longest(together)).device_bytes(frugal)
-        for together, tokens in ((jobs, 100), ([replace(largest, longest=longest_later)], longest_later + 50))
+        case(together, device, workers, tokens, max_sample_tokens(together)).device_bytes(frugal)
+        for together, tokens in (
+            (jobs, 100),
+            ([replace(largest, max_sample_tokens=longest_later)], longest_later + 50),
+        )
     )
-    device = replace(device, budget=least + room * LAYER // 20)
-    cut = choose(LAYERS, jobs, device, workers, 256, 100, large).cut
-    memory = MemoryModel(base(LAYERS), device.budget, fused=True, layout=cut, slack=device.slack)
-    assert all(memory.why_not([one]) is None for one in large)
+    device = replace(device, budget_bytes=least + room * LAYER // 20)
+    cut = choose(LAYERS, jobs, device, workers, 256, 100, large).layout
+    memory = MemoryModel(
+        base(LAYERS),
+        device.budget_bytes,
+        uses_fused_ops=True,
+        layout=cut,
+        fixed_slack_bytes=device.slack_bytes,
+    )
+    assert all(memory.misfit_reason([one]) is None for one in large)
 
 
 def test_each_end_of_the_base_is_counted_on_its_rank():
@@ -124,8 +146,10 @@ def test_each_end_of_the_base_is_counted_on_its_rank():
         (3, True, (ENDS // 2, 0)),
         (4, True, (ENDS // 2, ENDS // 2)),
     ):
-        judged = StreamCase(base(12, tied), (), gpu(NEVER, slack=0), 0, 0, travels=False, workers=2)
-        draft = Draft((12 // stages,) * stages, (False,) * stages, (1, 1))
+        judged = StreamCase(
+            base(12, tied), (), gpu(NEVER, slack_bytes=0), 0, 0, adapters_travel=False, workers=2
+        )
+        draft = LayoutDraft((12 // stages,) * stages, (False,) * stages, (1, 1))
         needs = [judged.worker_bytes(draft, worker) for worker in (0, 1)]
         assert tuple(need - 12 // stages * LAYER for need in needs) == wanted
 
@@ -133,8 +157,8 @@ def test_each_end_of_the_base_is_counted_on_its_rank():
 def test_the_more_ranks_the_shorter_a_round():
     device = gpu(NEVER, bandwidth=1e5)
     least = case([job()], device, 2, 400, 40, 12).device_bytes(single_layers(12, 2))
-    device = replace(device, budget=least + LAYER)
-    seconds = [choose(12, [job()], device, workers, 64, 400).step_seconds for workers in (2, 3, 4)]
+    device = replace(device, budget_bytes=least + LAYER)
+    seconds = [choose(12, [job()], device, workers, 64, 400).round_seconds for workers in (2, 3, 4)]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < seconds[0]
 
@@ -142,7 +166,7 @@ def test_the_more_ranks_the_shorter_a_round():
 def test_it_says_what_it_chose_and_why():
     device = gpu(NEVER, bandwidth=1e6)
     least = case([job()], device, 2, 100, 40).device_bytes(single_layers(6, 2))
-    why = choose(6, [job()], replace(device, budget=least), 2, 100, 100).why
+    why = choose(6, [job()], replace(device, budget_bytes=least), 2, 100, 100).reason
     assert why.startswith(
         "streamed over 2 workers in 6 stages of 1 layer, 0 of them resident, the others in 1 slot"
     )
@@ -160,8 +184,8 @@ def test_what_does_not_fit_is_a_sentence():
     huge = job("c", trainable=10**7)
     with pytest.raises(PlanError, match="job c does not fit: streamed over 2 workers with 40 tokens"):
         choose(6, [job()], gpu(5 * LAYER), 2, 64, 100, [huge])
-    device = gpu(NEVER, host_budget=LAYER)
+    device = gpu(NEVER, host_budget_bytes=LAYER)
     least = case([job()], device, 2, 100, 40).device_bytes(single_layers(6, 2))
     for later in ([], [job("b")]):
         with pytest.raises(HostTooSmall, match="weights that stay in their files are streamed to one device"):
-            choose(6, [job()], replace(device, budget=least), 2, 64, 100, later)
+            choose(6, [job()], replace(device, budget_bytes=least), 2, 64, 100, later)

@@ -20,7 +20,9 @@ SECONDS = st.integers(1, 30).map(lambda tenths: tenths / 10)
 def ends_simulated(stages, chosen, microbatches, bandwidth, rounds):
     """When the first worker makes each round's Step, by the simulator."""
     program = plan_window([course("a", [[10] * microbatches] * rounds)], chosen, 10)
-    passes = tuple(PassPrice(one.forward / microbatches, one.backward / microbatches) for one in stages)
+    passes = tuple(
+        PassPrice(one.forward_seconds / microbatches, one.backward_seconds / microbatches) for one in stages
+    )
     prices = Prices(
         (passes,) * len(program.microbatches), weight_bytes=tuple(one.load_bytes for one in stages)
     )

@@ -5,7 +5,7 @@ from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import data_sheet_speed
 from weftune.plan.cost.prior import counted_terms
 from weftune.plan.cost.time import Rate
-from weftune.plan.layout.choose import Machine, choose, fitting
+from weftune.plan.layout.choose import Machine, choose_layout, fitting_jobs
 from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.outlook.forecast import predict_window, share_outlook
 from weftune.plan.studies.scheme import make_batch
@@ -16,7 +16,7 @@ TIMES = StageTimes(SHAPE.layers, counted_terms(SHAPE).times(1 / SPEED.flops), Ra
 
 
 def shared(jobs, seconds, devices=2, gib=72):
-    machine = Machine(on_gpu=True, budget=gib << 30)
+    machine = Machine(on_gpu=True, budget_bytes=gib << 30)
     shapes, by_name = [job.shape for job in jobs], {job.name: job for job in jobs}
 
     def course(name, rounds, begins):
@@ -25,8 +25,8 @@ def shared(jobs, seconds, devices=2, gib=72):
         return JobWindow(name, 0, made, (), frozenset(), frozenset(), begins)
 
     def alone(some):
-        choice = choose(SHAPE, some, machine)
-        return predict_window(choice, fitting(some, choice.memory), course, TIMES)
+        choice = choose_layout(SHAPE, some, machine)
+        return predict_window(choice, fitting_jobs(some, choice.memory), course, TIMES)
 
     return share_outlook(shapes, seconds, devices, alone)
 

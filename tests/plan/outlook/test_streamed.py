@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.outlooks import SHAPE, outline
-from weftune.plan.layout.choose import Machine, choose
-from weftune.plan.layout.need import StreamDevice, draft_of, gpu_device
+from weftune.plan.layout.choose import Machine, choose_layout
+from weftune.plan.layout.need import StreamDevice, draft_from_layout, gpu_device
 from weftune.plan.outlook.explain import explain_streams
 from weftune.plan.outlook.promise import first_window
 from weftune.plan.outlook.streamed import (
@@ -34,7 +34,9 @@ def alike(count: int, length: int = 512, batch: int = 8, rank: int = 16):
     found = []
     for number in range(count):
         job = outline(f"job{number}", 100, rank=rank)
-        shape = replace(job.shape, order=number, longest=length, batch_tokens=batch * length)
+        shape = replace(
+            job.shape, file_position=number, max_sample_tokens=length, batch_tokens=batch * length
+        )
         found.append(replace(job, batches=((length,) * batch,) * 2, shape=shape))
     return found
 
@@ -42,12 +44,12 @@ def alike(count: int, length: int = 512, batch: int = 8, rank: int = 16):
 def foreseen(device: StreamDevice, jobs, workers: int = 1) -> StreamOutlook:
     machine = Machine(
         on_gpu=True,
-        budget=device.budget,
-        stream_budget=device.budget,
+        budget_bytes=device.budget_bytes,
+        stream_budget_bytes=device.budget_bytes,
         workers=workers,
-        gpu=lambda budget, host, workers: device,
+        measure_gpu=lambda budget, host, workers: device,
     )
-    return stream_outlook(choose(SHAPE, [job.shape for job in jobs], machine))
+    return stream_outlook(choose_layout(SHAPE, [job.shape for job in jobs], machine))
 
 
 def window(found: StreamOutlook, jobs):
@@ -58,7 +60,7 @@ def window(found: StreamOutlook, jobs):
         made = tuple(make_batch(name, step, lengths) for step, lengths in enumerate(batches, 1))
         return JobWindow(name, 0, made, (), frozenset(), frozenset(), True)
 
-    return first_window(found.choice, found.choice.attached, course)
+    return first_window(found.choice, found.choice.attached_jobs, course)
 
 
 JOBS = alike(2, batch=1)
@@ -82,22 +84,22 @@ def found():
 def test_forecast_and_bytes_are_those_of_the_choice(device, jobs, travels, offloads):
     found = foreseen(device, jobs)
     choice, case = found.choice, found.case
-    draft = draft_of(choice.layout)
-    assert (choice.layout.travels, choice.layout.offloads) == (travels, offloads)
-    assert found.forecast.step_seconds == choice.seconds
-    assert found.forecast.bubbles == pytest.approx(choice.unhidden)
-    assert case.device_bytes(draft) == choice.bytes <= device.budget
+    draft = draft_from_layout(choice.layout)
+    assert (choice.layout.adapters_travel, choice.layout.offloads_inputs) == (travels, offloads)
+    assert found.forecast.step_seconds == choice.round_seconds
+    assert found.forecast.bubbles == pytest.approx(choice.waiting_share)
+    assert case.device_bytes(draft) == choice.peak_device_bytes <= device.budget_bytes
     assert case.host_bytes(draft) == choice.host_bytes
-    assert draft.cut(travels, choice.layout.offloaded_rows) == choice.layout
+    assert draft.make_layout(travels, choice.layout.offloaded_rows) == choice.layout
 
 
 def test_the_same_holds_for_several_workers():
     found = foreseen(place(5), alike(2, batch=2), workers=4)
     choice = found.choice
     assert choice.layout.workers == 4
-    assert found.forecast.step_seconds == choice.seconds
-    assert found.forecast.bubbles == pytest.approx(choice.unhidden)
-    assert found.forecast.peaks == (choice.bytes - found.case.device.slack,) * 4
+    assert found.forecast.step_seconds == choice.round_seconds
+    assert found.forecast.bubbles == pytest.approx(choice.waiting_share)
+    assert found.forecast.peaks == (choice.peak_device_bytes - found.case.device.slack_bytes,) * 4
     assert "Stage j is on device j mod 4." in "\n".join(explain_streams(found, "told here"))
 
 
@@ -117,29 +119,29 @@ def test_nothing_that_it_is_compared_with_is_faster():
 
 def test_the_first_window_takes_as_many_rounds_as_it_has_times_the_forecast(found):
     """Where adapters stay, the simulator on the very Program and the recurrence of the choice agree."""
-    assert not found.choice.layout.travels
+    assert not found.choice.layout.adapters_travel
     program = window(found, JOBS).program
     check(program)
     timeline = round_timeline(found.case, found.choice.layout, program)
-    assert timeline.makespan == pytest.approx(len(JOBS[0].batches) * found.choice.seconds, rel=1e-6)
+    assert timeline.makespan == pytest.approx(len(JOBS[0].batches) * found.choice.round_seconds, rel=1e-6)
 
 
 def test_what_is_uploaded_are_the_loads_of_the_window(found):
     loaded = [action.stage for action in window(found, JOBS).program.actions if isinstance(action, Load)]
-    layers = sum(found.choice.layout.stages[stage].count for stage in loaded)
+    layers = sum(found.choice.layout.stages[stage].layer_count for stage in loaded)
     assert found.uploaded_bytes * len(JOBS[0].batches) == layers * found.case.memory.layer_bytes > 0
 
 
 def test_all_that_the_choice_was_made_for_come_aboard_and_no_more_than_fit():
     device, jobs = place(6), [outline(f"job{at}", 300, rank=1024) for at in range(8)]
     jobs = [
-        replace(job, shape=replace(job.shape, order=at, batch_tokens=sum(job.batches[0])))
+        replace(job, shape=replace(job.shape, file_position=at, batch_tokens=sum(job.batches[0])))
         for at, job in enumerate(jobs)
     ]
     choice = foreseen(device, jobs).choice
-    assert 0 < len(choice.attached) < len(jobs)
-    assert choice.memory.why_not(choice.attached) is None
-    assert choice.memory.why_not([job.shape for job in jobs]) is not None
+    assert 0 < len(choice.attached_jobs) < len(jobs)
+    assert choice.memory.misfit_reason(choice.attached_jobs) is None
+    assert choice.memory.misfit_reason([job.shape for job in jobs]) is not None
 
 
 def test_the_explanation_says_that_the_run_finds_the_same(found):

@@ -28,6 +28,7 @@ def test_whoever_waits_comes_aboard_when_another_ends():
 def test_evaluations_count_as_part_of_a_step():
     assert tokens_per_step([[3, 5], [4]], held_out=0, evaluations=0, steps=10) == 6
     assert tokens_per_step([[3, 5], [4]], held_out=100, evaluations=5, steps=10) == pytest.approx(6 + 20)
+    assert tokens_per_step([[3, 5], [4]], 0, 0, steps=10, scored=500) == pytest.approx(6 + 20)
 
 
 @pytest.mark.parametrize(

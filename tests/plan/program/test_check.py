@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.plan.works import work
 from weftune.plan.program.check import check
-from weftune.plan.program.layout import one_device
+from weftune.plan.program.layout import one_device_layout
 from weftune.plan.program.program import (
     Backward,
     Evaluate,
@@ -42,11 +42,11 @@ def placed(lengths):
 
 def course(job, batches, step=0, evaluation=(), evaluate_at=(), save_at=(), begins=False):
     made = tuple(
-        GlobalBatch(job, step + 1 + i, placed(lengths), supervised=sum(lengths))
+        GlobalBatch(job, step + 1 + i, placed(lengths), supervised_tokens=sum(lengths))
         for i, lengths in enumerate(batches)
     )
     return JobWindow(
-        job, step, made, placed(evaluation), frozenset(evaluate_at), frozenset(save_at), is_start=begins
+        job, step, made, placed(evaluation), frozenset(evaluate_at), frozenset(save_at), begins_run=begins
     )
 
 
@@ -58,7 +58,7 @@ def two_jobs():
             ),
             course("b", [[8, 8], [4], [10]], step=4),
         ],
-        one_device(),
+        one_device_layout(),
         capacity=20,
     )
 
@@ -91,7 +91,7 @@ def test_every_window_is_legal_with_and_without_dead_jobs(jobs, room, dead):
         course(str(i), batches, step, held_out, {step, step + 2}, {step + 1}, begins=step == 0)
         for i, (batches, held_out, step) in enumerate(jobs)
     ]
-    program = plan_window(courses, one_device(), 40 + room)
+    program = plan_window(courses, one_device_layout(), 40 + room)
     done = {c.job: c.step for c in courses}
     for job in dead:
         program = program.without(str(job))
@@ -239,7 +239,7 @@ def test_a_microbatch_may_fill_the_capacity_to_the_last_row():
 
 
 def test_a_job_may_not_skip_a_batch_at_the_seam():
-    program = plan_window([course("a", [[3]], step=4)], one_device(), 10)
+    program = plan_window([course("a", [[3]], step=4)], one_device_layout(), 10)
     check(program, {"a": 4})
     with pytest.raises(IllegalProgram, match="a is only at step 3"):
         check(program, {"a": 3})
@@ -374,7 +374,7 @@ def test_arrivals_in_another_order_than_they_were_sent_are_refused():
 
 
 def test_a_streamed_stage_is_used_between_its_load_and_its_evict():
-    program = plan_window([course("a", [[3, 4]])], one_device(), 10)
+    program = plan_window([course("a", [[3, 4]])], one_device_layout(), 10)
     forward, backward, step = program.actions
     streamed = (Load(0), forward, Evict(0), Load(0), backward, Evict(0), step)
     check(replace(program, devices=(streamed,)))
@@ -388,13 +388,13 @@ def test_a_streamed_stage_is_used_between_its_load_and_its_evict():
 
 
 def test_a_stage_that_was_there_before_may_be_evicted_if_it_returns():
-    program = plan_window([course("a", [[3, 4]])], one_device(), 10)
+    program = plan_window([course("a", [[3, 4]])], one_device_layout(), 10)
     forward, backward, step = program.actions
     check(replace(program, devices=((forward, Evict(0), Load(0), backward, step),)))
 
 
 def test_a_load_of_a_stage_that_is_already_there_is_refused():
-    program = plan_window([course("a", [[3, 4]])], one_device(), 10)
+    program = plan_window([course("a", [[3, 4]])], one_device_layout(), 10)
     twice = (Load(0), Load(0), *program.actions, Evict(0))
     with pytest.raises(IllegalProgram, match=r"Load\(stage=0\) brings a stage that is already there"):
         check(replace(program, devices=(twice,)))
@@ -405,7 +405,7 @@ def in_chunks(*actions):
     chunks = tuple(PlacedSample(0, 4, offset) for offset in (0, 4, 8))
     microbatches = tuple(MicrobatchPlan((SegmentPlan("a", 1, (chunk,)),)) for chunk in chunks)
     batches = (GlobalBatch("a", 1, chunks, 12),)
-    return Program(4, microbatches, batches, ((*actions, Step("a", 1)),), chunk=4)
+    return Program(4, microbatches, batches, ((*actions, Step("a", 1)),), chunk_rows=4)
 
 
 FORTH = Forward(0), Forward(1), Forward(2)
@@ -428,7 +428,7 @@ def test_chunks_of_a_sample_go_forth_in_order_and_back_in_the_opposite_one():
 def test_chunks_out_of_order_are_refused(actions, sentence):
     with pytest.raises(IllegalProgram, match=sentence):
         check(in_chunks(*actions))
-    check(replace(in_chunks(*actions), chunk=0))
+    check(replace(in_chunks(*actions), chunk_rows=0))
 
 
 def on_one_device(*actions):
@@ -453,7 +453,7 @@ def test_several_stages_of_one_device_hand_on_to_each_other_without_a_message():
 
 def test_of_several_jobs_evaluated_together_each_must_be_at_its_step():
     courses = [course(job, [], evaluation=[3], evaluate_at={0}, begins=True) for job in ("a", "b")]
-    program = plan_window(courses, one_device(), 10)
+    program = plan_window(courses, one_device_layout(), 10)
     assert [one.jobs for one in program.microbatches] == [("a", "b")]
     check(program, {"a": 0, "b": 0})
     with pytest.raises(IllegalProgram, match=r"Evaluate\(microbatch=0, stage=0\): b is at step 1"):

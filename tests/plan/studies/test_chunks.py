@@ -135,7 +135,7 @@ def test_every_token_is_trained_once_in_a_legal_program(jobs, size, together):
     units = chunk_units(made, groups, size, 512)
     program = chunked_program(units, size, cut_stages(PIPE, made, 512))
     check(program)
-    assert program.chunk == size
+    assert program.chunk_rows == size
     assert sum(one.tokens for one in program.microbatches) == sum(
         sum(batch) for batches in jobs for batch in batches
     )

@@ -114,7 +114,7 @@ def test_what_is_made_again_is_what_memory_asks_for():
     tight, roomy = outlook(ground("RTX4090"), jobs), outlook(ground("A100-80G"), jobs)
     assert roomy.placement.capacity == 8192
     assert roomy.placement.case.recompute == NOTHING
-    assert tight.placement.case.recompute.outputs
+    assert tight.placement.case.recompute.recomputes_outputs
     assert max(tight.placement.need_bytes) <= min(tight.placement.budgets)
 
 
@@ -204,7 +204,7 @@ def test_every_program_is_legal_and_trains_every_sample(cluster, jobs):
         job = outline(f"job{number}", 10)
         lengths = tuple(map(tuple, batches))
         longest = max(map(max, lengths))
-        made.append(replace(job, batches=lengths, shape=replace(job.shape, longest=longest)))
+        made.append(replace(job, batches=lengths, shape=replace(job.shape, max_sample_tokens=longest)))
     found = outlook(ground(cluster), made)
     program = found.run.program
     check(program)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.plan.program.test_check import course
 from tests.plan.window.test_pipeline import rules
 from weftune.plan.program.check import check
-from weftune.plan.program.layout import one_device
+from weftune.plan.program.layout import one_device_layout
 from weftune.plan.program.program import IllegalProgram, MicrobatchPlan, group_samples, sample_groups
 from weftune.plan.window.pipeline import plan_pipeline
 from weftune.plan.window.window import plan_window
@@ -27,7 +27,7 @@ def parted(program):
     for action, microbatch in program.forward_passes():
         for segment in microbatch.segments:
             for placed in segment.samples:
-                key = placed.group, type(action), segment.job, segment.step
+                key = placed.group_number, type(action), segment.job, segment.step
                 where.setdefault(key, set()).add(action.microbatch)
     return [key for key, found in where.items() if len(found) > 1 and key[0] is not None]
 
@@ -40,18 +40,18 @@ def parted(program):
 )
 def test_pairs_share_a_microbatch_and_others_go_where_they_fit(pairs, alone, stages):
     courses = [grouped(course("pairs", [pairs, pairs]), 2), course("alone", [alone, alone])]
-    for program in (plan_window(courses, one_device(), 40), plan_pipeline(courses, rules(stages, 40))):
+    for program in (plan_window(courses, one_device_layout(), 40), plan_pipeline(courses, rules(stages, 40))):
         check(program, {"pairs": 0, "alone": 0})
         assert not parted(program)
 
 
 def test_held_out_pairs_share_a_microbatch_too():
     made = grouped(course("a", [[20, 20]], evaluation=[15, 15, 20, 20, 9, 9], evaluate_at={1}), 2)
-    assert not parted(plan_window([made], one_device(), 40))
+    assert not parted(plan_window([made], one_device_layout(), 40))
 
 
 def test_a_program_that_parts_a_pair_is_refused():
-    program = plan_window([grouped(course("a", [[10, 10, 10, 10]]), 2)], one_device(), 20)
+    program = plan_window([grouped(course("a", [[10, 10, 10, 10]]), 2)], one_device_layout(), 20)
     first, second = program.microbatches
     ((a, b), (c, d)) = (one.segments[0].samples for one in (first, second))
     swapped = [
@@ -65,7 +65,7 @@ def test_a_program_that_parts_a_pair_is_refused():
 def test_a_batch_is_a_whole_number_of_groups():
     samples = course("a", [[3, 4, 5]]).batches[0].samples
     assert group_samples(samples, 1) == samples
-    assert [one.group for one in group_samples(samples, 3)] == [0, 0, 0]
+    assert [one.group_number for one in group_samples(samples, 3)] == [0, 0, 0]
     with pytest.raises(AssertionError, match="no number of groups of 2"):
         group_samples(samples, 2)
 
@@ -73,9 +73,9 @@ def test_a_batch_is_a_whole_number_of_groups():
 def test_samples_without_a_group_are_each_by_themselves():
     samples = course("a", [[3, 4, 5, 6]]).batches[0].samples
     assert sample_groups(samples) == [(one,) for one in samples]
-    b, c, d = (replace(one, group=7) for one in samples[1:])
-    assert sample_groups([samples[0], b, c, replace(d, group=8)]) == [
+    b, c, d = (replace(one, group_number=7) for one in samples[1:])
+    assert sample_groups([samples[0], b, c, replace(d, group_number=8)]) == [
         (samples[0],),
         (b, c),
-        (replace(d, group=8),),
+        (replace(d, group_number=8),),
     ]

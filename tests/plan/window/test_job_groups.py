@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.program.test_check import course
-from weftune.plan.program.layout import one_device
+from weftune.plan.program.layout import one_device_layout
 from weftune.plan.program.program import Backward, Forward, Step
 from weftune.plan.window.rounds import even_groups
 from weftune.plan.window.window import plan_window
 
-OFFLOADED = one_device(4, optimizer_offloaded=True)
+OFFLOADED = one_device_layout(4, optimizer_offloaded=True)
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=3), st.integers(0, 1000), min_size=1, max_size=20))
@@ -49,7 +49,7 @@ def test_microbatches_hold_jobs_of_one_group_and_its_steps_follow_its_last_one()
 
 
 def test_with_the_optimizer_on_the_device_all_jobs_share_microbatches():
-    program = planned(one_device(4))
+    program = planned(one_device_layout(4))
     assert len(program.microbatches) <= len(planned(OFFLOADED).microbatches)
     kinds = [type(action) for action in program.actions if isinstance(action, Backward | Step)]
     assert kinds.index(Step) < len(kinds) - 1 - kinds[::-1].index(Backward)
@@ -57,4 +57,4 @@ def test_with_the_optimizer_on_the_device_all_jobs_share_microbatches():
 
 def test_a_single_job_is_planned_as_ever():
     one = [course("a", [[20, 30, 7], [8, 9]])]
-    assert plan_window(one, OFFLOADED, 64) == plan_window(one, one_device(4), 64)
+    assert plan_window(one, OFFLOADED, 64) == plan_window(one, one_device_layout(4), 64)

@@ -55,7 +55,7 @@ def test_every_window_is_legal_and_trains_whole_rounds_up_to_the_first_evaluatio
     assert looked == {(c.job, c.step + 2) for c in courses if len(c.batches) >= 2}
     for device in range(stages):
         saves = {(a.job, a.step) for a in of(program, device, Save)}
-        begun = {(c.job, 0) for c in courses if c.is_start}
+        begun = {(c.job, 0) for c in courses if c.begins_run}
         assert saves == begun | {(c.job, c.step + 1) for c in courses if c.batches}
 
 
@@ -76,7 +76,7 @@ def test_who_waits_for_another_to_look_saves_where_it_begins_once_in_the_window_
     looking = course("looking", [[5, 5]], 0, [6, 7], {0}, {0}, begins=True)
     waiting = course("waiting", [[5, 5]], 0, save_at={0}, begins=True)
     first = plan_pipeline([looking, waiting], rules())
-    then = plan_pipeline([replace(looking, is_start=False), waiting], rules())
+    then = plan_pipeline([replace(looking, begins_run=False), waiting], rules())
     for device in range(3):
         assert of(first, device, Save) == [Save("looking", 0)]
         assert Save("waiting", 0) in of(then, device, Save)

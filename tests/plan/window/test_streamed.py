@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.plan.program.test_check import course
 from weftune.plan.program.check import check, check_slots
-from weftune.plan.program.layout import Layout, StageLayers, one_device
+from weftune.plan.program.layout import Layout, StageLayers, one_device_layout
 from weftune.plan.program.program import (
     Backward,
     Evaluate,
@@ -78,7 +78,7 @@ def order(program: Program, kind: type, stage: int) -> list[int]:
 @given(job_sets(), cuts(), st.integers(0, 60))
 def test_every_stage_sees_the_microbatches_of_the_resident_window_in_its_order(courses, chosen, room):
     streamed = plan_window(courses, chosen, 40 + room)
-    resident = plan_window(courses, one_device(), 40 + room)
+    resident = plan_window(courses, one_device_layout(), 40 + room)
     assert streamed.microbatches == resident.microbatches
     assert streamed.batches == resident.batches
     for kind in (Forward, Backward, Evaluate):
@@ -94,10 +94,10 @@ def test_every_stage_sees_the_microbatches_of_the_resident_window_in_its_order(c
 def test_every_streamed_window_is_legal_and_so_is_what_a_dead_job_leaves_of_it(courses, chosen, data):
     program = plan_window(courses, chosen, 60)
     check(program, done(courses))
-    check_slots(program, chosen.on(0))
+    check_slots(program, chosen.for_worker(0))
     left = program.without(data.draw(st.sampled_from(courses)).job)
     check(left, done(courses))
-    check_slots(left, chosen.on(0))
+    check_slots(left, chosen.for_worker(0))
     assert loads(left) == loads(program)
 
 
@@ -112,7 +112,9 @@ def test_a_stage_gives_its_slot_to_another_right_behind_its_last_pass(courses, c
             assert before.stage == action.stage
             assert isinstance(after, Load)
             assert after.stage != action.stage
-            assert chosen.on(0).slot(after.stage) == chosen.on(0).slot(action.stage)
+            assert chosen.for_worker(0).slot_of_stage(after.stage) == chosen.for_worker(0).slot_of_stage(
+                action.stage
+            )
             uses = (one for one in actions[here + 2 :] if getattr(one, "stage", None) == after.stage)
             assert not isinstance(next(uses, None), Evict), "what is loaded is used before it goes"
         if isinstance(action, Load):
@@ -125,7 +127,7 @@ def test_with_everything_resident_nothing_moves_and_one_stage_is_the_resident_wi
     program = plan_window(courses, cut(*layers, resident=set(range(len(layers)))), 60)
     assert not any(isinstance(action, Load | Evict) for action in program.actions)
     whole = plan_window(courses, cut(sum(layers), resident={0}), 60)
-    assert whole == plan_window(courses, one_device(), 60)
+    assert whole == plan_window(courses, one_device_layout(), 60)
 
 
 def test_a_round_goes_stage_by_stage_and_turns_round_at_the_last():
@@ -185,13 +187,13 @@ def streamed_window() -> tuple[Program, Layout]:
 def test_the_checker_of_slots_refuses(broken, sentence):
     program, chosen = streamed_window()
     with pytest.raises(IllegalProgram, match=sentence):
-        check_slots(replace(program, devices=(tuple(broken(list(program.actions))),)), chosen.on(0))
+        check_slots(replace(program, devices=(tuple(broken(list(program.actions))),)), chosen.for_worker(0))
 
 
 def test_the_checker_of_slots_refuses_another_number_of_stages():
     program, _ = streamed_window()
     with pytest.raises(IllegalProgram, match="4 stages are planned, but the layout has 2"):
-        check_slots(program, cut(1, 1).on(0))
+        check_slots(program, cut(1, 1).for_worker(0))
 
 
 def test_an_evaluation_larger_than_what_training_keeps_goes_through_the_stages_in_runs():
@@ -222,4 +224,4 @@ def test_with_a_ladder_trained_microbatches_have_the_sizes_of_the_resident_ones(
     chosen, courses = cut(1, 1, slots=1), [course("a", [[150, 140], [300]]), course("b", [[200], [10]])]
     program = plan_window(courses, chosen, 512, ladder=True)
     assert [one.rows for one in program.microbatches] == [512, 384]
-    assert program.microbatches == plan_window(courses, one_device(), 512, ladder=True).microbatches
+    assert program.microbatches == plan_window(courses, one_device_layout(), 512, ladder=True).microbatches

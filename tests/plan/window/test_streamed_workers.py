@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.plan.program.test_check import course
 from tests.plan.window.test_streamed import done, job_sets
 from weftune.plan.program.check import check, check_slots
-from weftune.plan.program.layout import Layout, StageLayers, one_device
+from weftune.plan.program.layout import Layout, StageLayers, one_device_layout
 from weftune.plan.program.prices import PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import (
     Backward,
@@ -45,7 +45,7 @@ def cuts(draw: st.DrawFn) -> Layout:
     workers = draw(st.integers(2, min(4, len(layers))))
     resident = draw(st.sets(st.integers(0, len(layers) - 1)))
     made = cut(*layers, workers=workers, resident=resident)
-    return replace(made, slots=tuple(draw(st.integers(1, 3)) for _ in range(workers)))
+    return replace(made, slot_counts=tuple(draw(st.integers(1, 3)) for _ in range(workers)))
 
 
 def passes(program: Program, kind: type, stage: int) -> list[int]:
@@ -57,7 +57,7 @@ def passes(program: Program, kind: type, stage: int) -> list[int]:
 @given(job_sets(), cuts())
 def test_every_stage_sees_the_microbatches_of_one_device_in_its_order(courses, chosen):
     program = plan_window(courses, chosen, 60)
-    alone = plan_window(courses, one_device(), 60)
+    alone = plan_window(courses, one_device_layout(), 60)
     for stage in range(len(chosen.stages)):
         trained = passes(alone, Forward, 0)
         mine = passes(program, Forward, stage)
@@ -74,7 +74,7 @@ def test_every_window_is_legal_and_so_is_what_a_dead_job_leaves_of_it(courses, c
     for one in (program, left):
         check(one, done(courses))
         for worker in range(chosen.workers):
-            check_slots(one, chosen.on(worker))
+            check_slots(one, chosen.for_worker(worker))
 
 
 @settings(max_examples=60, deadline=None)
@@ -87,10 +87,10 @@ def test_the_simulator_runs_every_window_to_its_end_and_holds_no_more_than_the_s
     rows = ((PassPrice(1.0, 2.0),) * len(sizes),) * len(program.microbatches)
     timeline = simulate(program, Prices(rows, weight_bytes=sizes), PricedCluster(chosen.workers))
     for worker, peak in enumerate(timeline.peaks):
-        own = chosen.on(worker)
+        own = chosen.for_worker(worker)
         streamed = [sizes[stage] for stage in own.streamed_stages]
-        stays = sum(sizes[stage] for stage in own.own) - sum(streamed)
-        assert peak <= stays + own.slots * max(streamed, default=0)
+        stays = sum(sizes[stage] for stage in own.own_stages) - sum(streamed)
+        assert peak <= stays + own.slot_count * max(streamed, default=0)
     assert all(Reduce(batch.job, batch.step) in program.devices[0] for batch in program.batches)
 
 
@@ -103,7 +103,7 @@ def test_a_window_ends_with_the_first_round_in_which_somebody_evaluates(courses,
         if looks:
             assert not any(isinstance(one, Forward | Backward) for one in actions[looks[0] :])
     # Whoever evaluates where it begins does so before anybody trains.
-    if any(one.is_start and one.evaluation and one.step in one.evaluate_at for one in courses):
+    if any(one.begins_run and one.evaluation and one.step in one.evaluation_steps for one in courses):
         assert not program.batches
 
 
@@ -140,5 +140,5 @@ def test_a_stage_that_has_gone_is_refused_on_any_rank():
     broken = tuple(one for one in program.devices[1] if one != Load(3))
     without_load = replace(program, devices=(program.devices[0], broken))
     with pytest.raises(IllegalProgram, match="uses a stage that is not in its slot"):
-        check_slots(without_load, chosen.on(1))
-    check_slots(without_load, chosen.on(0))
+        check_slots(without_load, chosen.for_worker(1))
+    check_slots(without_load, chosen.for_worker(0))

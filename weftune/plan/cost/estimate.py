@@ -76,7 +76,7 @@ class BaseLayer:
     """Bytes per token of the output for the next layer, and of the gradient for the previous one."""
     sites: tuple[SiteShape, ...]
     matrix_bytes: int = 0
-    """Bytes of the weights after dequantisation, which every pass repeats; 0 if they need none."""
+    """Bytes of the dequantised weights, which every pass writes again; 0 if the weights are not quantised."""
 
 
 def data_sheet_speed(device: Device) -> Speed:
@@ -223,7 +223,7 @@ def stage_shape(shape: ModelShape, layer_range: LayerRange) -> ModelShape:
     """Return the model shape of one stage of the base. Every stage includes the sites outside the layers."""
     sites = tuple(site for site in shape.sites if _is_in_stage(site.name, layer_range))
     inside = sum(site.weight_count for site in sites)
-    ends = shape.hidden * shape.vocabulary * (layer_range.is_first + layer_range.last)
+    ends = shape.hidden * shape.vocabulary * (layer_range.is_first + layer_range.is_last)
     return replace(shape, layers=layer_range.stop - layer_range.start, parameters=inside + ends, sites=sites)
 
 
@@ -234,7 +234,7 @@ def _is_in_stage(site: str, layer_range: LayerRange) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """The counts of a microbatch that determine its time."""
+    """Counts of a microbatch's tokens that determine its time."""
 
     tokens: int
     squared_lengths: int

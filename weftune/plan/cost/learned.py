@@ -67,7 +67,8 @@ class Outcome:
 
 
 SHORTAGE_PARTS = 16
-"""A shortage reduces the memory that plans use in steps of this part of the budget."""
+"""Number of steps into which the memory beside the process and the base is divided. After a shortage, plans use
+less memory by as many steps as change the recomputation."""
 
 
 @dataclass(slots=True)
@@ -108,7 +109,7 @@ class Learned:
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Restore the state that `recorded` returned. Raise ValueError if it is invalid."""
+        """Restore the state that `state_record` returned. Raise ValueError if it is invalid."""
         try:
             # Runs started before the head was counted separately have not recorded it.
             memory = {"head": 0.0, **record["memory"]}
@@ -125,7 +126,8 @@ class Learned:
     def promise(
         self, program: Program, shapes: JobShapes, price: Callable[[Program], float | None] | None = None
     ) -> Promise:
-        """Predict time and memory of a window. `price` predicts the time in place of the time model."""
+        """Predict time and memory of a window. The time comes from `price` if it is given, otherwise from the
+        time model."""
         content = _window_content(program)
         changed, self._last_content = content != self._last_content, content
         need = window_need(self.fitted, list(shapes.values()), program)
@@ -134,7 +136,7 @@ class Learned:
             seconds += self.first_seconds
         return Promise(
             seconds=seconds,
-            peak_bytes=need.total(self.fitted.fit),
+            peak_bytes=need.total_bytes(self.fitted.fit),
             error_bytes=self.fitted.fit.error,
             source="each stage's own passes" if price else self.cost.source,
             version=self.version,
@@ -167,16 +169,17 @@ class Learned:
         noise never ends a job.
         """
         alone = replace(self.memory, fit=self.initial_fit)
-        return (alone if len(jobs) == 1 else self.memory).why_not(jobs)
+        return (alone if len(jobs) == 1 else self.memory).misfit_reason(jobs)
 
     def recompute_more(self, jobs: Sequence[JobShape], max_tokens: int) -> bool:
         """Plan with less memory after a shortage, so that more is recomputed in the backward. Return whether
         more can be."""
-        before = self.memory.recompute(jobs, max_tokens)
+        before = self.memory.choose_recompute(jobs, max_tokens)
+        room = self.memory.budget_bytes - self.memory.predict_need(jobs, 0).resident_bytes
         for part in range(1, SHORTAGE_PARTS):
-            self.least_error = max(self.memory.fit.error, part * self.memory.budget // SHORTAGE_PARTS)
+            self.least_error = max(self.memory.fit.error, part * room // SHORTAGE_PARTS)
             memory = replace(self.memory, fit=replace(self.memory.fit, error=self.least_error))
-            if memory.recompute(jobs, max_tokens) != before:
+            if memory.choose_recompute(jobs, max_tokens) != before:
                 self.memory = memory
                 return True
         return False
@@ -193,7 +196,7 @@ class Learned:
         # Replays of captured passes use memory that no counter shows, so factors of fused layers never
         # decrease.
         self.memory = replace(
-            self.memory, fit=larger_factors(fit, self.initial_fit) if self.memory.fused else fit
+            self.memory, fit=larger_factors(fit, self.initial_fit) if self.memory.uses_fused_ops else fit
         )
         if self.row_times:
             self.row_seconds = median(self.row_times)

@@ -13,45 +13,48 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from weftune.core.shapes import JobShape
-from weftune.plan.cost.memory import UNFITTED, MemoryFit, MemoryModel, Need
+from weftune.plan.cost.memory import UNFITTED, MemoryFit, MemoryModel, MemoryNeed
 from weftune.plan.cost.nnls import solve_nnls
-from weftune.plan.program.program import Backward, Evaluate, Forward, Program
+from weftune.plan.program.program import Backward, Evaluate, Forward, ForwardOnly, Program, Score
 
 NOISE = 0.01
 """Relative error of one measured peak."""
 DOUBT = (0.1, 0.5, 1.0)
 """Prior relative standard deviations of the factors for state, activations and slack."""
 FLOOR = 0.1
-"""Smallest fitted factor, relative to the known one: no part is free, even if measurements suggest it."""
+"""Smallest fitted factor, relative to the factor known before the run, so that no part of the memory counts
+as free."""
 MAX_PEAKS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The predicted need of a window before correction, and its measured peak."""
+    """The predicted need of a window, before correction factors are applied, and its measured peak."""
 
-    need: Need
+    need: MemoryNeed
     measured_bytes: int
 
 
-def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program) -> Need:
+def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program) -> MemoryNeed:
     """Return the memory need of a window, computed from its largest microbatch or, in a pipeline, from all
     microbatches in flight at a time. Both may be smaller than the capacity allows."""
-    if memory.layout.pipelined:
-        return memory.holding(jobs, rows_in_flight(memory, program), program.recompute, scored_rows(program))
+    if memory.layout.is_pipeline:
+        return memory.need_for_rows(
+            jobs, rows_in_flight(memory, program), program.recompute, scored_rows(program)
+        )
     tokens = 0.0
     for action, microbatch in program.forward_passes():
-        # An evaluation keeps nothing for a backward: it holds the activations of about one layer.
-        share = 1 / memory.pass_layers if isinstance(action, Evaluate) else 1.0
+        # Such a pass keeps nothing for a backward: it holds the activations of about one layer.
+        share = 1 / memory.pass_layers if isinstance(action, ForwardOnly) else 1.0
         tokens = max(tokens, share * microbatch.rows)
-    return memory.need(jobs, tokens, program.recompute, scored_rows(program))
+    return memory.predict_need(jobs, tokens, program.recompute, scored_rows(program))
 
 
 def scored_rows(program: Program) -> int:
     """Return the largest number of rows of a microbatch that go through the head."""
     return max(
         (
-            sum(placed.supervised for segment in microbatch.segments for placed in segment.samples)
+            sum(placed.supervised_tokens for segment in microbatch.segments for placed in segment.samples)
             for microbatch in program.microbatches
         ),
         default=0,
@@ -70,7 +73,7 @@ def rows_in_flight(memory: MemoryModel, program: Program) -> list[float]:
                     most[device] = max(most[device], held)
                 case Backward(microbatch):
                     held -= program.microbatches[microbatch].rows
-                case Evaluate(microbatch):
+                case Evaluate(microbatch) | Score(microbatch):
                     passing = program.microbatches[microbatch].rows / memory.pass_layers
                     most[device] = max(most[device], held + passing)
     return [
@@ -82,9 +85,12 @@ def fit_memory(peaks: Sequence[Peak], initial_fit: MemoryFit = UNFITTED) -> Memo
     if not peaks:
         return initial_fit
     peaks = peaks[-MAX_PEAKS:]
-    parts = np.array([(one.need.state, one.need.activations, one.need.slack) for one in peaks], dtype=float)
+    parts = np.array(
+        [(one.need.state_bytes, one.need.activation_bytes, one.need.slack_bytes) for one in peaks],
+        dtype=float,
+    )
     measured = np.array([one.measured_bytes for one in peaks], dtype=float)
-    rest = measured - [one.need.resident + initial_fit.head * one.need.head for one in peaks]
+    rest = measured - [one.need.resident_bytes + initial_fit.head * one.need.logit_bytes for one in peaks]
     noise, doubt = NOISE * measured, np.array(DOUBT)
     matrix = np.vstack([parts / noise[:, None] * doubt, np.eye(len(doubt))])
     start = np.array([initial_fit.state, initial_fit.activations, initial_fit.slack])
@@ -102,5 +108,5 @@ def fit_memory(peaks: Sequence[Peak], initial_fit: MemoryFit = UNFITTED) -> Memo
 
 
 def larger_factors(first: MemoryFit, second: MemoryFit) -> MemoryFit:
-    """Return a fit with the larger of both values for each factor."""
+    """Return a fit in which every factor is the larger one of both fits."""
     return MemoryFit(**{name: max(getattr(first, name), value) for name, value in asdict(second).items()})

@@ -19,7 +19,8 @@ SEGMENT_ROWS = 2
 ADAPTER_COST = 4.0
 """Time per operation of an adapter relative to the base: the matrix products of adapters are narrow."""
 HEAD_PASSES = 2.0
-"""Time of the head's forward, in plain forwards: it also computes the gradient of its input."""
+"""Time of the head's forward relative to its matrix product alone: it also computes the gradient of its
+input."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ def memory_of(profile: Profile, memory: MemoryModel) -> MemoryFit:
     if not passes:
         return memory.fit
     per_layer = memory.bytes_per_token() / memory.shape.layers
-    most_slack = memory.need((), 0).slack
+    most_slack = memory.predict_need((), 0).slack_bytes
     held = np.array([_predicted_bytes(one, per_layer, memory, most_slack) for one in passes], dtype=float)
     peaks = np.array([one.peak_bytes for one in passes], dtype=float)
     # If an allocator reserved memory ahead, no peak changes, and tokens would appear to take nothing.
@@ -103,4 +103,4 @@ def _predicted_bytes(
 ) -> tuple[float, int, int]:
     """Return the bytes of activations, logits and slack that the memory model predicts for a pass."""
     work = measured_pass.time.work
-    return measured_pass.layers * work.tokens * per_layer, memory.head_bytes(work.supervised), slack
+    return measured_pass.layers * work.tokens * per_layer, memory.logit_bytes(work.supervised), slack

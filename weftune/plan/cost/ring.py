@@ -17,7 +17,8 @@ PIECE = 1 << 22
 PIECES = 3
 """Number of buffers: while one is updated, another is filled and a third is copied back."""
 TRAVEL_ROUNDS = 8
-"""Rounds per window if state is in host memory: no pass hides the optimizer steps after the last round."""
+"""Rounds per window if optimizer state is in host memory. Windows have several rounds, since no pass hides
+the transfers after the last round."""
 MARGIN = 128
 """Maximum number of parameters by which rounding up to whole blocks enlarges a job's part."""
 _STATE = 4
@@ -26,7 +27,7 @@ _STATE = 4
 
 def stage_parts(jobs: Iterable[JobShape], layers: int, base_layers: int) -> list[int]:
     """Return each job's parameters in a stage with `layers` of the base's `base_layers` equal layers."""
-    return [-(-job.trainable // base_layers) * layers for job in jobs]
+    return [-(-job.trainable_parameters // base_layers) * layers for job in jobs]
 
 
 def ring_bytes(parts: Iterable[int], bytes_per_value: int) -> int:

@@ -38,11 +38,11 @@ TILED_HIDDEN, TILED_ATTENTION = 2.0, 9.2
 during the backward of its attention, in addition to its input: gradients, queries, keys, values and output,
 and the kernels' buffers. Measured on an H200 from 8,192 to 131,072 tokens (docs/benchmarks.md)."""
 TILED_KEPT = 3.0
-"""Values per token, in widths of attention, of gradients and buffers in a layer in tiles that keeps all
-other values."""
+"""Values per token, in widths of attention, that a layer in tiles holds as gradients and buffers if it keeps
+all other values from its forward."""
 TILED_REST = 5.2
-"""Values per token, in widths of attention, of which the backward of attention is finished or has not begun
-while tiles are computed."""
+"""Values per token, in widths of attention, that attention's backward needs, but not at the time at which
+tiles are computed."""
 TILE_FACTOR = 1.06
 """Values per row of a tile during its backward, divided by the widths of the layer's linears."""
 LOG_SUMS = 1 / 64
@@ -57,11 +57,11 @@ def token_bytes(
     """Return the activation bytes per token in the layers of `part`. The whole base has `layers` layers."""
     widths = sum(site.values_per_token for site in part.sites)
     factor, extra = ACTIVATION_FACTOR, 0.0
-    if fused and not part.mixes:
-        factor, extra = OUTPUTS_FACTOR if recompute.outputs else FUSED_FACTOR, part.extra_values
+    if fused and not part.routes_to_experts:
+        factor, extra = OUTPUTS_FACTOR if recompute.recomputes_outputs else FUSED_FACTOR, part.extra_values
         # Jobs that scale outputs mostly scale the same ones, which are kept once for all jobs.
         extra += max((job.scaled_outputs for job in jobs), default=0) / layers
-    again, one = min(recompute.layers, part.layers), widths / part.layers
+    again, one = min(recompute.recomputed_layers, part.layers), widths / part.layers
     values = (part.layers - again) * (factor * one + extra)
     if recompute.tile_rows:
         values = _tiled_values(part, recompute, again, values)
@@ -93,8 +93,8 @@ def tile_bytes(part: ModelShape, recompute: Recompute, jobs: Iterable[JobShape])
 
 
 def rest_bytes(part: ModelShape) -> int:
-    """Return the bytes per token by which tiles are computed with less memory than the backward of attention
-    needs. A tile takes its memory from them."""
+    """Return the bytes per token that attention's backward needs, but not while tiles are computed. Tiles use
+    this memory."""
     return int(TILED_REST * part.attention_width * part.bytes_per_value)
 
 
@@ -107,7 +107,7 @@ def offloaded_token_bytes(part: ModelShape, recompute: Recompute) -> int:
 def state_bytes(jobs: Iterable[JobShape], bytes_per_value: int) -> int:
     """Return the bytes of adapter state: compute copy, master, gradient, two moments, averaged weights."""
     master = max(4, bytes_per_value)
-    return sum(job.trainable * (bytes_per_value + (4 + job.means) * master) for job in jobs)
+    return sum(job.trainable_parameters * (bytes_per_value + (4 + job.mean_vectors) * master) for job in jobs)
 
 
 def matrix_bytes(shape: ModelShape, fused: bool) -> int:
@@ -119,17 +119,18 @@ def matrix_bytes(shape: ModelShape, fused: bool) -> int:
 @dataclass(frozen=True)
 class StreamedMemory:
     """Memory of a streamed base, on one device or over several workers. On one device, adapters may be
-    streamed with their stage (`travels`), and inputs of stages may be offloaded to the host (`offloads`)."""
+    streamed with their stage (`adapters_travel`), and inputs of stages may be offloaded to the host
+    (`offloads_inputs`)."""
 
     shape: ModelShape
     jobs: tuple[JobShape, ...]
-    fused: bool
+    uses_fused_ops: bool
     round_tokens: int
     """Tokens of one round of all jobs. Each stage keeps its input of all these tokens for the backward."""
     max_tokens: int
     """Tokens of a full microbatch."""
-    travels: bool
-    offloads: bool
+    adapters_travel: bool
+    offloads_inputs: bool
     workers: int
 
     @cached_property
@@ -144,7 +145,7 @@ class StreamedMemory:
     @cached_property
     def layer_parameters(self) -> int:
         """Number of adapter parameters per layer."""
-        return math.ceil(sum(job.trainable for job in self.jobs) / self.shape.layers)
+        return math.ceil(sum(job.trainable_parameters for job in self.jobs) / self.shape.layers)
 
     @cached_property
     def copy_bytes(self) -> int:
@@ -158,7 +159,7 @@ class StreamedMemory:
     @cached_property
     def loaded_layer_bytes(self) -> int:
         """Bytes of one layer on the device, with those of its adapters that are streamed with it."""
-        return self.layer_bytes + (self.copy_bytes + self.gradient_bytes if self.travels else 0)
+        return self.layer_bytes + (self.copy_bytes + self.gradient_bytes if self.adapters_travel else 0)
 
     @cached_property
     def state_bytes(self) -> int:
@@ -168,7 +169,7 @@ class StreamedMemory:
     @cached_property
     def round_rows(self) -> int:
         """Largest number of rows of a round, including the padding of microbatches."""
-        return padded_rows(self.round_tokens, self.fused)
+        return padded_rows(self.round_tokens, self.uses_fused_ops)
 
     @cached_property
     def _row_bytes(self) -> int:
@@ -182,30 +183,31 @@ class StreamedMemory:
     @cached_property
     def stage_input_bytes(self) -> int:
         """Device bytes that each additional stage needs for its inputs."""
-        return 0 if self.offloads else self.input_bytes
+        return 0 if self.offloads_inputs else self.input_bytes
 
     @cached_property
     def kept_bytes(self) -> int:
         """Activation bytes per layer of one full microbatch, from the recomputed forward to the backward."""
-        each = token_bytes(self.shape, self.shape.layers, self.fused, NOTHING, self.jobs)
+        each = token_bytes(self.shape, self.shape.layers, self.uses_fused_ops, NOTHING, self.jobs)
         return math.ceil(self.max_tokens * each / self.shape.layers)
 
     @cached_property
     def transfer_bytes(self) -> int:
-        """Bytes of activations in transfer or buffered for captured passes, and of the inputs whose number
-        does not depend on the number of stages."""
+        """Bytes of activations that are in transfer or buffered for captured passes, and of inputs that are
+        held whatever the number of stages."""
         if self.workers > 1:
             # In addition to what its stages keep, the output of one of them may still be in transit.
             return self.input_bytes + ON_THE_WAY * self.max_tokens * self._row_bytes
-        rows = BUFFERED * self.max_tokens if self.fused else 0
-        if self.offloads:
+        rows = BUFFERED * self.max_tokens if self.uses_fused_ops else 0
+        if self.offloads_inputs:
             rows += OFFLOADED_ROUNDS * self.round_rows + OFFLOADED_MICROBATCHES * self.max_tokens
         return rows * self._row_bytes
 
     def weight_bytes(self, layers: int, worker: int, stages: int) -> int:
         """Return the bytes of weights on a worker's device: `layers` layers, embedding and head if the worker
-        has them, and norms and biases, which may be on any worker. `stages` counts those of all workers."""
-        held = layers * self.layer_bytes + matrix_bytes(self.shape, self.fused)
+        has them, and norms and biases, which may be on any worker. `stages` is the number of stages of all
+        workers."""
+        held = layers * self.layer_bytes + matrix_bytes(self.shape, self.uses_fused_ops)
         if self.workers == 1:
             return held + self.embedding_head_bytes
         matrix = self.shape.hidden * self.shape.vocabulary * self.shape.bytes_per_value
@@ -217,7 +219,7 @@ class StreamedMemory:
     def ring_bytes(self, largest_stage: int) -> int:
         """Return the bytes of the buffers for optimizer steps of streamed adapters. `largest_stage` is the
         number of layers of the largest stage."""
-        if not self.travels:
+        if not self.adapters_travel:
             return 0
         return ring_bytes(
             stage_parts(self.jobs, largest_stage, self.shape.layers), self.shape.bytes_per_value
@@ -234,7 +236,7 @@ class StreamedMemory:
         present = own - sum(passing) + min(slots, len(passing)) * max(passing, default=0)
         # If adapters travel, copy and gradient are with the layers present, and Steps use a ring of buffers.
         state = present * (self.copy_bytes + self.gradient_bytes) + self.ring_bytes(largest)
-        if not self.travels:
+        if not self.adapters_travel:
             state = math.ceil(self.state_bytes * own / self.shape.layers)
         return (
             self.weight_bytes(present, worker, stages),
@@ -245,5 +247,5 @@ class StreamedMemory:
     def host_bytes(self, streamed_layers: int, stages: int, staging: int | None) -> int:
         """Return the host bytes of streamed layers (or their staging buffers), adapter state and inputs."""
         layers = streamed_layers * self.layer_bytes if staging is None else staging
-        inputs = offloaded_inputs(stages) * self.input_bytes if self.offloads else 0
-        return layers + (self.state_bytes if self.travels else 0) + inputs
+        inputs = offloaded_inputs(stages) * self.input_bytes if self.offloads_inputs else 0
+        return layers + (self.state_bytes if self.adapters_travel else 0) + inputs

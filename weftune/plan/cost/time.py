@@ -18,6 +18,7 @@ from weftune.plan.program.program import (
     MicrobatchPlan,
     Program,
     Save,
+    Score,
     Step,
 )
 
@@ -118,7 +119,7 @@ class PassTime:
     backward: float
     training: bool
     settled: bool = True
-    """False if kernels were compiled or a CUDA graph was captured, so that later passes are faster."""
+    """Whether the pass took its usual time. False if kernels were compiled or a CUDA graph was captured."""
 
     @property
     def tokens(self) -> int:
@@ -168,18 +169,18 @@ class CostModel:
                         self.pass_seconds(work_of(program.microbatches[number], met))
                         + self.overhead_per_action
                     )
-                case Evaluate(number, stage=0):
+                case Evaluate(number, stage=0) | Score(number, stage=0):
                     total += (
                         self.evaluation(work_of(program.microbatches[number], met)) + self.overhead_per_action
                     )
                 case Step(job):
-                    total += self.step(1, shapes[job].trainable) + self.overhead_per_action
+                    total += self.step(1, shapes[job].trainable_parameters) + self.overhead_per_action
                 case Save(job):
-                    total += self.save(1, shapes[job].trainable) + self.overhead_per_action
+                    total += self.save(1, shapes[job].trainable_parameters) + self.overhead_per_action
         return total
 
     def solo_seconds(self, batches: Iterable[GlobalBatch], capacity: int, shapes: JobShapes) -> float | None:
-        """Return the seconds of all passes if every microbatch held samples of one job only."""
+        """Return the seconds that all passes would take if every microbatch held samples of one job only."""
         if not self.measured:
             return None
         # Terms are linear, so they are applied once to the summed counts instead of to thousands of passes.
@@ -215,7 +216,7 @@ def _solo_work(
         for chosen in [range(len(lengths))] if fits else pack(lengths, capacity):
             own = [lengths[index] for index in chosen]
             tokens = sum(own)
-            supervised = sum([batch.samples[index].supervised for index in chosen])
+            supervised = sum([batch.samples[index].supervised_tokens for index in chosen])
             squares = sum([length * length for length in own])
             yield 1, tokens, squares, len(own), supervised, tokens * active_parameters[batch.job], 1
 
@@ -226,7 +227,7 @@ def work_of(microbatch: MicrobatchPlan, active_parameters: Mapping[str, int]) ->
         tokens=microbatch.rows,
         squares=sum(placed.length**2 for placed in samples),
         samples=len(samples),
-        supervised=sum(placed.supervised for placed in samples),
+        supervised=sum(placed.supervised_tokens for placed in samples),
         adapted=sum(segment.tokens * active_parameters[segment.job] for segment in microbatch.segments),
         segments=len(microbatch.segments),
     )

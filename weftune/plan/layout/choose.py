@@ -1,5 +1,6 @@
 """The choice of how to run: the layout of the base on the devices, the token capacity, and the reasons.
-`weftune train` calls `choose` for the machine that it runs on, `weftune plan` for that or another machine.
+`weftune train` calls `choose_layout` for the machine that it runs on, `weftune plan` for that or another
+machine.
 
 The base is held whole on one device if it fits there, otherwise it is streamed from host memory. Several
 workers hold a stage each, or stream the base together if a stage does not fit on one of them.
@@ -15,14 +16,21 @@ from functools import cache
 from weftune.core.shapes import JobShape, LayerRange, ModelShape
 from weftune.errors import HostTooSmall, PlanError
 from weftune.plan.cost.estimate import layer_bytes
-from weftune.plan.cost.memory import SLACK_BYTES, UNFITTED, MemoryFit, MemoryModel, gib
+from weftune.plan.cost.memory import (
+    SLACK_BYTES,
+    UNFITTED,
+    MemoryFit,
+    MemoryModel,
+    answers_bytes,
+    format_bytes,
+)
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import cost_of, directions, memory_of, source_of, step_rate
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.cost.time import NO_TIME, CostModel, JobShapes, Rate
 from weftune.plan.layout.foresee import StageTimes, taking_turns
-from weftune.plan.layout.need import StreamDevice, emulated_device, in_files
+from weftune.plan.layout.need import StreamDevice, emulated_device, file_device
 from weftune.plan.layout.offloaded import is_faster, is_worth, offloaded_round, offloading, would_gain
 from weftune.plan.layout.seats import in_order, most_that_fit, seat, too_large
 from weftune.plan.layout.stages import (
@@ -34,7 +42,7 @@ from weftune.plan.layout.stages import (
     typical_work,
 )
 from weftune.plan.layout.stream_choice import StreamChoice, choose_for_jobs, choose_for_workers, fits_whole
-from weftune.plan.program.layout import Layout, in_stages, one_device
+from weftune.plan.program.layout import Layout, one_device_layout, pipeline_layout
 from weftune.plan.program.program import Program
 from weftune.plan.window.pace import LoadPace, WindowPace, first_pace
 
@@ -43,12 +51,12 @@ WINDOW_ROUNDS, PIPELINE_ROUNDS = 4, 16
 PROCESS_BYTES = 512 << 20
 """Bytes that a process training on a CPU is assumed to hold before anything is loaded, if not measured."""
 MAX_TOKENS = {False: 1024, True: 8192}
-"""Default of the most tokens per microbatch, on a GPU (True) and on a CPU (False)."""
+"""Default of the maximum tokens per microbatch, on a GPU (True) and on a CPU (False)."""
 AUTO = 0
-"""Number of workers or shares that lets `choose` decide."""
+"""Number of workers or shares that lets `choose_layout` decide."""
 
 
-def _no_link(_budget: int, _host: int, _workers: int) -> StreamDevice:
+def _refuse_unmeasured_device(_budget: int, _host: int, _workers: int) -> StreamDevice:
     raise AssertionError("the speed of this device is not known")
 
 
@@ -59,16 +67,19 @@ class Machine:
     on_gpu: bool
     devices: int = 1
     """Number of devices of each replica. It matters only if `workers` is `AUTO`."""
-    budget: int
+    budget_bytes: int
     """Bytes available to the run on each worker's device if the worker's part of the base stays resident."""
-    taken: int = 0
+    process_bytes: int = 0
     """Device bytes held by the first worker's process before anything is loaded."""
-    stream_budget: int | None = None
+    stream_budget_bytes: int | None = None
     """Device bytes available when the base is streamed. None disables streaming."""
-    limited: bool = False
-    """Whether the user set the device bytes. Only then may the stages that `choose` selects be streamed."""
-    host_budget: int = 0
+    has_user_limit: bool = False
+    """Whether the user limited the device bytes. Only then may the stages that `choose_layout` selects be
+    streamed."""
+    host_budget_bytes: int = 0
     """Bytes of host memory available to the run, all hosts together."""
+    decoder_bytes: int = 0
+    """Device bytes reserved for the keys and values of generated sequences, if jobs need no more."""
     capacity: int | None = None
     """Maximum tokens per microbatch. None uses the default of the device."""
     workers: int = 1
@@ -80,10 +91,12 @@ class Machine:
     """Profile used to cut stages and to predict the times of a single worker."""
     worker_profile: Profile | None = None
     """Profile measured with as many threads as one of several workers has."""
-    gpu: Callable[[int, int, int], StreamDevice] = _no_link
+    measure_gpu: Callable[[int, int, int], StreamDevice] = _refuse_unmeasured_device
     """Returns the GPU, measured or from its data sheet, given device bytes, host bytes and the number of
     workers. Called only if a base has to be streamed."""
-    files: Callable[[StreamDevice, HostTooSmall], StreamDevice] = lambda device, _short: in_files(device)
+    make_file_device: Callable[[StreamDevice, HostTooSmall], StreamDevice] = lambda device, _short: (
+        file_device(device)
+    )
     """Returns the device for a base that is streamed from its files, or raises if that is impossible."""
 
     @property
@@ -92,26 +105,26 @@ class Machine:
 
     @property
     def first_only_bytes(self) -> int:
-        """Bytes of `taken` that only the first of several workers holds."""
+        """Bytes of `process_bytes` that only the first of several workers holds."""
         if self.on_gpu or self.worker_profile is None or self.workers == 1:
             return 0
         return self.worker_profile.first_only_bytes
 
-    def stream_device(self, budget: int) -> StreamDevice:
-        """Return a device with `budget` bytes for a streamed run; without a GPU, an emulated one."""
+    def stream_device(self, budget_bytes: int) -> StreamDevice:
+        """Return a device with `budget_bytes` bytes for a streamed run; without a GPU, an emulated one."""
         if not self.on_gpu:
-            return emulated_device(budget, self.host_budget)
-        return self.gpu(budget, self.host_budget, self.workers)
+            return emulated_device(budget_bytes, self.host_budget_bytes)
+        return self.measure_gpu(budget_bytes, self.host_budget_bytes, self.workers)
 
-    def shared_by(self, replicas: int) -> Machine:
+    def for_one_replica(self, replicas: int) -> Machine:
         """Return the machine of one replica: its part of the devices, or of the memory of the only device."""
         if self.devices >= replicas:
             return replace(self, devices=self.devices // replicas)
-        return replace(self, devices=1, budget=self.budget * self.devices // replicas)
+        return replace(self, devices=1, budget_bytes=self.budget_bytes * self.devices // replicas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class LayoutChoice:
     machine: Machine
     """Machine that each share of the jobs runs on, with the chosen numbers of workers and shares."""
     layout: Layout
@@ -119,35 +132,36 @@ class Choice:
     """Maximum tokens per microbatch, unless a single sample has more."""
     memory: MemoryModel
     """Memory model used for admission and for the token capacity of windows."""
-    attached: tuple[JobShape, ...]
+    attached_jobs: tuple[JobShape, ...]
     """Jobs that the choice was made for: those that can run together."""
-    seconds: float | None = None
+    round_seconds: float | None = None
     """Predicted seconds per round (one global batch of every job). None without a search."""
-    bytes: int
+    peak_device_bytes: int
     """Peak bytes on the fullest device with full microbatches, including the process."""
     host_bytes: int = 0
     """Host bytes of all workers."""
-    unhidden: float = 0.0
+    waiting_share: float = 0.0
     """Share of a round's time in which devices wait for the host."""
-    why: str
+    reason: str
     """Reason, as the rest of a sentence that begins with `The base is`."""
-    note: str = ""
+    user_note: str = ""
     """Sentence that a run reports about the choice. Empty if the base simply stays whole on one device."""
-    mapped: bool = False
+    reads_weight_files: bool = False
     """Whether streamed weights stay in their files and are read from there in every round."""
     stream_device: StreamDevice | None = None
     """Device that the base is streamed to. None unless the base is streamed."""
-    rounds: int
+    window_rounds: int
     """Global batches of each job per window."""
-    cost: CostModel | None = None
+    cost_model: CostModel | None = None
     """Cost model of one worker's passes from its profile. None without a profile or with several workers."""
-    first_seconds: float = 0.0
+    first_pass_seconds: float = 0.0
     """Extra seconds of one worker's first pass. Several workers begin while others still wait for rows."""
-    unhidden_steps: Rate = NO_TIME
-    """Time that devices wait for optimizer steps with state in host memory. Already included in `cost`."""
-    times: StageTimes | None = None
+    step_wait: Rate = NO_TIME
+    """Time that devices wait for optimizer steps with state in host memory. Already included in
+    `cost_model`."""
+    stage_times: StageTimes | None = None
     """Times of each stage's passes. None unless several workers have a profile."""
-    loads: LoadPace | None = None
+    load_pace: LoadPace | None = None
     """Bytes of each stage and bandwidth from the host. None unless several workers stream the base."""
 
     @property
@@ -155,49 +169,64 @@ class Choice:
         return self.memory.shape
 
     @property
-    def streamed(self) -> bool:
+    def is_streamed(self) -> bool:
         return self.stream_device is not None
 
     @property
-    def captured(self) -> bool:
+    def captures_graphs(self) -> bool:
         """Whether passes are captured as CUDA graphs, so that microbatches are padded to a few sizes."""
-        return self.memory.fused
+        return self.memory.uses_fused_ops
 
     @property
     def first_pace(self) -> WindowPace:
         """Predicted pace of a round before the run has measured anything."""
-        if self.seconds is not None:
-            return WindowPace(round_seconds=self.seconds)
-        cost = self.cost or arithmetic(self.shape)
+        if self.round_seconds is not None:
+            return WindowPace(round_seconds=self.round_seconds)
+        cost = self.cost_model or arithmetic(self.shape)
         # Stages are assumed to work one after another.
-        return first_pace(cost, self.shape, on_gpu=self.memory.fused, max_tokens=self.capacity)
+        return first_pace(cost, self.shape, on_gpu=self.memory.uses_fused_ops, max_tokens=self.capacity)
 
-    def seconds_of(self, program: Program, shapes: JobShapes) -> float | None:
+    def predict_seconds(self, program: Program, shapes: JobShapes) -> float | None:
         """Return the seconds of a window predicted from the profile. None without a profile."""
-        if self.times is not None:
-            return self.times.timeline(program, self.layout, shapes, self.loads).makespan
-        return None if self.cost is None else self.cost.program_seconds(program, shapes)
+        if self.stage_times is not None:
+            return self.stage_times.timeline(program, self.layout, shapes, self.load_pace).makespan
+        return None if self.cost_model is None else self.cost_model.program_seconds(program, shapes)
 
 
-def choose(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
-    """Choose how these jobs run on this machine. Raise PlanError if a job does not fit even alone."""
+def choose_layout(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice:
+    """Choose how these jobs run on this machine. Raise PlanError if a job does not fit even alone, or if it
+    generates answers and the base is divided or streamed."""
     assert jobs, "there is nothing to train"
+    decoder_bytes = max(machine.decoder_bytes, answers_bytes(shape, jobs))
+    machine = replace(machine, decoder_bytes=decoder_bytes)
     if machine.workers == AUTO:
-        machine = _with_workers(shape, jobs, machine)
+        machine = _choose_machine_workers(shape, jobs, machine)
     if machine.workers * machine.replicas > 1:
-        return _streamed_by_workers(shape, jobs, machine) or _in_stages(shape, jobs, machine)
-    return _streamed(shape, jobs, machine) or _whole(shape, jobs, machine)
+        _refuse_decoder(machine, "several processes share the base or its batches")
+        return _choose_streamed_by_workers(shape, jobs, machine) or _choose_pipeline(shape, jobs, machine)
+    if (streamed := _choose_streamed(shape, jobs, machine)) is not None:
+        _refuse_decoder(machine, f"the base is {streamed.reason}")
+        return streamed
+    return _choose_resident(shape, jobs, machine)
 
 
-def choose_workers(shape: ModelShape, machine: Machine, jobs: int) -> StageCount:
-    """Choose the number of workers or shares for this number of jobs. `choose` calls this itself; a run calls
-    it before it starts its workers, when the sizes of its jobs are not known yet."""
-    memory = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu)
+def _refuse_decoder(machine: Machine, reason: str) -> None:
+    if machine.decoder_bytes:
+        raise PlanError(
+            "Answers are generated on one device that holds the whole base, and in this run "
+            f"{reason}; leave eval.generate out, and run `weftune eval` on the finished adapters"
+        )
+
+
+def choose_workers(shape: ModelShape, machine: Machine, job_count: int) -> StageCount:
+    """Choose the number of workers or shares for this number of jobs. `choose_layout` calls this itself; a
+    run calls it before it starts its workers, when the sizes of its jobs are not known yet."""
+    memory = MemoryModel(shape, machine.budget_bytes, machine.process_bytes, machine.on_gpu)
     kind = "GPU" if machine.on_gpu else "machine"
-    return choose_stages(memory, machine.devices, kind, jobs, part_costs(shape, machine))
+    return choose_stages(memory, machine.devices, kind, job_count, part_costs(shape, machine))
 
 
-def _with_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Machine:
+def _choose_machine_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Machine:
     """Return the machine with the chosen numbers: shares of the jobs if the base fits on one device, else as
     few stages as fit, else all devices, which stream the base together."""
     streaming = replace(machine, workers=machine.devices, shares=1)
@@ -208,13 +237,13 @@ def _with_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine)
             raise
         return streaming
     if found.stages > 1:
-        stream_budget = machine.stream_budget if machine.limited else None
-        return replace(machine, workers=found.stages, shares=1, stream_budget=stream_budget)
-    if found.shares > 1 and not fits_whole(shape, jobs, machine.budget):
+        stream_budget = machine.stream_budget_bytes if machine.has_user_limit else None
+        return replace(machine, workers=found.stages, shares=1, stream_budget_bytes=stream_budget)
+    if found.shares > 1 and not fits_whole(shape, jobs, machine.budget_bytes, machine.decoder_bytes):
         # A share would refuse the job that does not fit.
         return streaming
-    host_budget = machine.host_budget // found.shares
-    return replace(machine, workers=1, shares=found.shares, host_budget=host_budget)
+    host_budget = machine.host_budget_bytes // found.shares
+    return replace(machine, workers=1, shares=found.shares, host_budget_bytes=host_budget)
 
 
 def part_costs(shape: ModelShape, machine: Machine) -> PartCosts | None:
@@ -227,177 +256,209 @@ def part_costs(shape: ModelShape, machine: Machine) -> PartCosts | None:
 # -- one device -----------------------------------------------------------------------------------------
 
 
-def _whole(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
+def _choose_resident(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice:
     profile = machine.profile
-    host_budget = machine.host_budget if machine.on_gpu else 0
+    host_budget = machine.host_budget_bytes if machine.on_gpu else 0
     memory = MemoryModel(
-        shape, machine.budget, machine.taken, machine.on_gpu, _fit(shape, machine), host_budget=host_budget
+        shape,
+        machine.budget_bytes,
+        machine.process_bytes,
+        machine.on_gpu,
+        _memory_fit(shape, machine),
+        host_budget_bytes=host_budget,
+        decoder_bytes=machine.decoder_bytes,
+    )
+    answers = (
+        f", {format_bytes(memory.decoder_bytes)} of them for generated answers"
+        if memory.decoder_bytes
+        else ""
     )
     cost = None if profile is None else cost_of(profile, shape)
-    together = fitting(jobs, memory)
-    choice = Choice(
+    together = fitting_jobs(jobs, memory)
+    choice = LayoutChoice(
         machine=machine,
-        layout=one_device(shape.layers),
+        layout=one_device_layout(shape.layers),
         capacity=machine.max_tokens,
         memory=memory,
-        attached=together,
-        bytes=full_bytes(memory, together, machine.max_tokens),
-        why=f"whole on one device, which has {gib(machine.budget)} for a run",
-        rounds=WINDOW_ROUNDS,
-        cost=cost,
-        first_seconds=profile.first_seconds if profile else 0.0,
+        attached_jobs=together,
+        peak_device_bytes=peak_device_bytes(memory, together, machine.max_tokens),
+        reason=f"whole on one device, which has {format_bytes(machine.budget_bytes)} for a run{answers}",
+        window_rounds=WINDOW_ROUNDS,
+        cost_model=cost,
+        first_pass_seconds=profile.first_seconds if profile else 0.0,
     )
-    return _optimizer_offloaded(choice, jobs, machine) or choice
+    return _offload_optimizer(choice, jobs, machine) or choice
 
 
-def _optimizer_offloaded(plain: Choice, jobs: Sequence[JobShape], machine: Machine) -> Choice | None:
-    """Return `plain` with master weights and moments in host memory. None unless that admits more jobs at
-    about the same speed, admits a job that does not fit otherwise, or runs all jobs faster."""
+def _offload_optimizer(
+    resident_choice: LayoutChoice, jobs: Sequence[JobShape], machine: Machine
+) -> LayoutChoice | None:
+    """Return `resident_choice` with master weights and moments in host memory. None unless that admits more
+    jobs at about the same speed, admits a job that does not fit otherwise, or runs all jobs faster."""
     if not machine.on_gpu:
         return None
-    memory = offloading(plain.memory, machine.host_budget)
+    memory = offloading(resident_choice.memory, machine.host_budget_bytes)
     # The device is measured only if offloading may help, and once.
-    device = cache(lambda: machine.stream_device(machine.budget))
-    if len(plain.attached) == len(jobs):
-        together, reason = plain.attached, _why_faster(plain, memory, jobs, device)
+    device = cache(lambda: machine.stream_device(machine.budget_bytes))
+    if len(resident_choice.attached_jobs) == len(jobs):
+        together, reason = (
+            resident_choice.attached_jobs,
+            _faster_step_reason(resident_choice, memory, jobs, device),
+        )
     else:
-        together = fitting(jobs, memory)
-        reason = _why_more(plain, memory, jobs, together, device)
+        together = fitting_jobs(jobs, memory)
+        reason = _more_jobs_reason(resident_choice, memory, jobs, together, device)
     if not reason:
         return None
     after = offloaded_round(memory, together, device(), machine.max_tokens)
     host_bytes, share = memory.host_bytes(together), after.unhidden / after.seconds
     why = (
-        f"{plain.why}; master weights and moments of adapters live in host memory, {gib(host_bytes)} of it, "
+        f"{resident_choice.reason}; master weights and moments of adapters live in host memory, "
+        f"{format_bytes(host_bytes)} of it, "
         f"since {reason}, and the GPU waits for Steps in {share:.0%} of a round"
     )
-    steps = Rate(parameter=after.unhidden / sum(job.trainable for job in together))
+    steps = Rate(parameter=after.unhidden / sum(job.trainable_parameters for job in together))
     return replace(
-        plain,
-        layout=replace(plain.layout, optimizer_offloaded=True),
+        resident_choice,
+        layout=replace(resident_choice.layout, offloads_optimizer=True),
         memory=memory,
-        attached=together,
-        bytes=full_bytes(memory, together, machine.max_tokens),
+        attached_jobs=together,
+        peak_device_bytes=peak_device_bytes(memory, together, machine.max_tokens),
         host_bytes=host_bytes,
-        unhidden=share,
-        why=why,
-        note=f"The base is {why}.",
-        rounds=TRAVEL_ROUNDS,
-        cost=plain.cost and replace(plain.cost, step=plain.cost.step.plus(steps)),
-        unhidden_steps=steps,
+        waiting_share=share,
+        reason=why,
+        user_note=f"The base is {why}.",
+        window_rounds=TRAVEL_ROUNDS,
+        cost_model=resident_choice.cost_model
+        and replace(resident_choice.cost_model, step=resident_choice.cost_model.step.plus(steps)),
+        step_wait=steps,
     )
 
 
-def _why_more(
-    plain: Choice,
+def _more_jobs_reason(
+    resident_choice: LayoutChoice,
     memory: MemoryModel,
     jobs: Sequence[JobShape],
-    together: Sequence[JobShape],
+    attached_jobs: Sequence[JobShape],
     device: Callable[[], StreamDevice],
 ) -> str:
     """Return why offloading the optimizer admits more jobs, as the rest of a sentence after `since`. Empty if
     running fewer jobs is as good. `memory` is the memory model with the optimizer offloaded."""
-    too_large = {job.name for job in jobs if plain.memory.why_not([job]) is not None}
-    only_so = any(memory.why_not([job]) is None for job in jobs if job.name in too_large)
-    if not only_so and len(together) <= len(plain.attached):
+    too_large = {job.name for job in jobs if resident_choice.memory.misfit_reason([job]) is not None}
+    only_so = any(memory.misfit_reason([job]) is None for job in jobs if job.name in too_large)
+    if not only_so and len(attached_jobs) <= len(resident_choice.attached_jobs):
         return ""
     if not only_so:
         others = [job for job in jobs if job.name not in too_large]
-        if not is_worth(memory, plain.memory, others, device(), plain.machine.max_tokens):
+        if not is_worth(memory, resident_choice.memory, others, device(), resident_choice.machine.max_tokens):
             return ""
-    return f"{len(together)} of {len(jobs)} jobs are admitted with it and {len(plain.attached)} without"
+    return (
+        f"{len(attached_jobs)} of {len(jobs)} jobs are admitted with it "
+        f"and {len(resident_choice.attached_jobs)} without"
+    )
 
 
-def _why_faster(
-    plain: Choice, memory: MemoryModel, jobs: Sequence[JobShape], device: Callable[[], StreamDevice]
+def _faster_step_reason(
+    resident_choice: LayoutChoice,
+    memory: MemoryModel,
+    jobs: Sequence[JobShape],
+    device: Callable[[], StreamDevice],
 ) -> str:
     """Return why a step of all jobs is shorter with the optimizer offloaded; empty if it is not."""
-    max_tokens = plain.machine.max_tokens
-    if not would_gain(plain.memory, jobs, max_tokens) or memory.why_not(jobs) is not None:
+    max_tokens = resident_choice.machine.max_tokens
+    if not would_gain(resident_choice.memory, jobs, max_tokens) or memory.misfit_reason(jobs) is not None:
         return ""
-    if not is_faster(memory, plain.memory, jobs, device(), max_tokens):
+    if not is_faster(memory, resident_choice.memory, jobs, device(), max_tokens):
         return ""
-    after, before = (one.recompute(jobs, max_tokens) for one in (memory, plain.memory))
+    after, before = (one.choose_recompute(jobs, max_tokens) for one in (memory, resident_choice.memory))
     reason = (
-        f"microbatches have {memory.capacity(jobs, max_tokens, after):,} tokens with it and "
-        f"{plain.memory.capacity(jobs, max_tokens, before):,} without"
+        f"microbatches have {memory.choose_capacity(jobs, max_tokens, after):,} tokens with it and "
+        f"{resident_choice.memory.choose_capacity(jobs, max_tokens, before):,} without"
     )
-    if before.layers:
-        reason += f", and {after.layers} layers are recomputed instead of {before.layers}"
+    if before.recomputed_layers:
+        reason += (
+            f", and {after.recomputed_layers} layers are recomputed instead of {before.recomputed_layers}"
+        )
     return reason
 
 
-def _streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice | None:
+def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice | None:
     """Return the streamed choice. None if the base may not be streamed or need not be: on a GPU if every job
     can train alone without streaming, on an emulated device if the jobs that run together can."""
-    budget = machine.stream_budget
-    if budget is None or (machine.on_gpu and fits_whole(shape, jobs, budget)):
+    budget = machine.stream_budget_bytes
+    if budget is None or (machine.on_gpu and fits_whole(shape, jobs, budget, machine.decoder_bytes)):
         return None
     device = machine.stream_device(budget)
     try:
         found = choose_for_jobs(shape, jobs, device, machine.max_tokens)
     except HostTooSmall as short:
-        device = machine.files(device, short)
+        device = machine.make_file_device(device, short)
         found = choose_for_jobs(shape, jobs, device, machine.max_tokens)
-    if found.whole:
+    if found.is_resident:
         return None
-    choice, profile = _as_streamed(shape, machine, device, found), machine.profile
+    choice, profile = _streamed_choice(shape, machine, device, found), machine.profile
     if profile is None:
         return choice
     # The cost of a whole pass includes what is recomputed and the waits predicted by the search.
     cost = taking_turns(cost_of(profile, shape), directions(profile, shape), choice.layout, shape.layers)
-    return replace(choice, cost=cost.times(1 / (1 - choice.unhidden)), first_seconds=profile.first_seconds)
+    return replace(
+        choice,
+        cost_model=cost.times(1 / (1 - choice.waiting_share)),
+        first_pass_seconds=profile.first_seconds,
+    )
 
 
-def _as_streamed(shape: ModelShape, machine: Machine, device: StreamDevice, choice: StreamChoice) -> Choice:
+def _streamed_choice(
+    shape: ModelShape, machine: Machine, device: StreamDevice, choice: StreamChoice
+) -> LayoutChoice:
     """Return the choice for one worker or several, without the times of a profile."""
-    fit, beside = _fit(shape, machine), 0
+    fit, beside = _memory_fit(shape, machine), 0
     if not machine.on_gpu:
         # An emulated device is part of the host and is measured with the process and what lies in its memory.
-        beside = machine.taken + choice.host_bytes
+        beside = machine.process_bytes + choice.host_bytes
         beside += 0 if fit is UNFITTED else int(fit.slack * SLACK_BYTES)
     memory = MemoryModel(
         shape,
-        device.budget + beside,
+        device.budget_bytes + beside,
         beside,
         machine.on_gpu,
         MemoryFit(head=fit.head),
-        choice.cut,
-        device.slack,
+        choice.layout,
+        device.slack_bytes,
         first_only_bytes=machine.first_only_bytes,
     )
     # An emulated device has the requested size in addition to what is counted with it in host memory.
-    head = int(memory.fit.head * memory.head_bytes(math.inf))
-    rounds = TRAVEL_ROUNDS if choice.cut.travels else WINDOW_ROUNDS
-    return Choice(
+    head = int(memory.fit.head * memory.logit_bytes(math.inf))
+    rounds = TRAVEL_ROUNDS if choice.layout.adapters_travel else WINDOW_ROUNDS
+    return LayoutChoice(
         machine=machine,
-        layout=choice.cut,
+        layout=choice.layout,
         capacity=choice.capacity,
-        memory=replace(memory, budget=memory.budget + head),
-        attached=choice.attached,
-        seconds=choice.step_seconds,
-        bytes=choice.device_bytes,
+        memory=replace(memory, budget_bytes=memory.budget_bytes + head),
+        attached_jobs=choice.attached_jobs,
+        round_seconds=choice.round_seconds,
+        peak_device_bytes=choice.device_bytes,
         host_bytes=choice.host_bytes,
-        unhidden=choice.unhidden,
-        why=choice.why,
-        note=f"The base is {choice.why}.",
-        mapped=choice.mapped,
+        waiting_share=choice.waiting_share,
+        reason=choice.reason,
+        user_note=f"The base is {choice.reason}.",
+        reads_weight_files=choice.reads_weight_files,
         stream_device=device,
-        rounds=rounds if machine.workers == 1 else PIPELINE_ROUNDS,
+        window_rounds=rounds if machine.workers == 1 else PIPELINE_ROUNDS,
     )
 
 
-def _fit(shape: ModelShape, machine: Machine) -> MemoryFit:
+def _memory_fit(shape: ModelShape, machine: Machine) -> MemoryFit:
     """Return the correction factors of the memory model, fitted to the profile."""
     profile = machine.profile if machine.workers * machine.replicas == 1 else machine.worker_profile
-    whole = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu)
+    whole = MemoryModel(shape, machine.budget_bytes, machine.process_bytes, machine.on_gpu)
     return UNFITTED if profile is None else memory_of(profile, whole)
 
 
 # -- several workers -------------------------------------------------------------------------------------
 
 
-def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
+def _choose_pipeline(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice:
     """Return a choice with one stage per worker. A replica of one worker holds the whole base."""
     held: Sequence[LayerRange] = (LayerRange(0, shape.layers, shape.layers),)
     note = ""
@@ -406,39 +467,45 @@ def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) ->
     counts = " + ".join(str(one.stop - one.start) for one in held)
     if machine.workers > 1 and machine.profile is not None:
         note = f"The stages hold {counts} layers, alike by times {source_of(machine.profile)}."
-    layout = in_stages(held, machine.replicas)
+    layout = pipeline_layout(held, machine.replicas)
     memory = MemoryModel(
         shape,
-        machine.budget,
-        machine.taken,
+        machine.budget_bytes,
+        machine.process_bytes,
         machine.on_gpu,
-        _fit(shape, machine),
+        _memory_fit(shape, machine),
         layout,
         first_only_bytes=machine.first_only_bytes,
     )
-    together = fitting(jobs, memory)
-    return Choice(
+    together = fitting_jobs(jobs, memory)
+    return LayoutChoice(
         machine=machine,
         layout=layout,
         capacity=machine.max_tokens,
         memory=memory,
-        attached=together,
-        bytes=full_bytes(memory, together, machine.max_tokens),
-        why=f"cut into {len(held)} stages of {counts} layers" if len(held) > 1 else "whole on each replica",
-        note=note,
-        rounds=PIPELINE_ROUNDS,
-        times=_stage_times(shape, machine),
+        attached_jobs=together,
+        peak_device_bytes=peak_device_bytes(memory, together, machine.max_tokens),
+        reason=f"cut into {len(held)} stages of {counts} layers"
+        if len(held) > 1
+        else "whole on each replica",
+        user_note=note,
+        window_rounds=PIPELINE_ROUNDS,
+        stage_times=_stage_times(shape, machine),
     )
 
 
-def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice | None:
+def _choose_streamed_by_workers(
+    shape: ModelShape, jobs: Sequence[JobShape], machine: Machine
+) -> LayoutChoice | None:
     """Return the streamed choice. None if streaming is disabled, or if any job fits in stages."""
-    budget = machine.stream_budget
+    budget = machine.stream_budget_bytes
     if budget is None or machine.workers == 1:
         return None
     # An emulated device holds nothing besides the worker's part of the base.
-    slack, layout = None if machine.on_gpu else 0, in_stages(cut_layers(shape, machine.workers))
-    resident = MemoryModel(shape, budget, fused=machine.on_gpu, layout=layout, slack=slack)
+    slack, layout = None if machine.on_gpu else 0, pipeline_layout(cut_layers(shape, machine.workers))
+    resident = MemoryModel(
+        shape, budget, uses_fused_ops=machine.on_gpu, layout=layout, fixed_slack_bytes=slack
+    )
     need = max(resident.least_bytes([job]) for job in jobs)
     if need <= budget:
         return None
@@ -461,9 +528,11 @@ def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: M
         raise errors[-1]
     layer = layer_bytes(shape)
     return replace(
-        _as_streamed(shape, machine, device, found[count]),
-        times=_stage_times(shape, machine),
-        loads=LoadPace(tuple(one.count * layer for one in found[count].cut.stages), device.bandwidth),
+        _streamed_choice(shape, machine, device, found[count]),
+        stage_times=_stage_times(shape, machine),
+        load_pace=LoadPace(
+            tuple(one.layer_count * layer for one in found[count].layout.stages), device.bandwidth
+        ),
     )
 
 
@@ -477,15 +546,18 @@ def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
 # -- admission ------------------------------------------------------------------------------------------
 
 
-def fitting(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShape, ...]:
-    """Return the jobs that run from the start, as the scheduler admits them."""
+def fitting_jobs(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShape, ...]:
+    """Return the jobs that run together from the start: those that the scheduler would admit."""
     names = {job.name for job in jobs}
-    first = [job for job in jobs if job.starts_from not in names]
-    never = too_large(first, memory.why_not)
-    return seat([job for job in first if job.name not in never], (), memory.why_not).seated
+    first = [job for job in jobs if job.source_job not in names]
+    never = too_large(first, memory.misfit_reason)
+    return seat([job for job in first if job.name not in never], (), memory.misfit_reason).seated
 
 
-def full_bytes(memory: MemoryModel, together: Sequence[JobShape], max_tokens: int) -> int:
-    """Return the peak bytes with microbatches as large as memory allows."""
-    recompute = memory.recompute(together, max_tokens)
-    return memory.peak_bytes(together, memory.capacity(together, max_tokens, recompute), recompute)
+def peak_device_bytes(memory: MemoryModel, attached_jobs: Sequence[JobShape], max_tokens: int) -> int:
+    """Return the predicted peak bytes on the fullest device with microbatches as large as its memory
+    allows."""
+    recompute = memory.choose_recompute(attached_jobs, max_tokens)
+    return memory.peak_bytes(
+        attached_jobs, memory.choose_capacity(attached_jobs, max_tokens, recompute), recompute
+    )

@@ -19,7 +19,7 @@ from weftune.plan.cost.time import (
 )
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.prices import Link, PassPrice, Prices
-from weftune.plan.program.program import Evaluate, Program
+from weftune.plan.program.program import ForwardOnly, Program
 from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pace import LoadPace, simulate_timeline
 
@@ -27,7 +27,7 @@ from weftune.plan.window.pace import LoadPace, simulate_timeline
 def taking_turns(cost: CostModel, terms: DirectionTerms, layout: Layout, layers: int) -> CostModel:
     """Return the cost model for stages that share a device in turn: each stage adds the fixed cost of a pass,
     and the backward of every stage but the last first recomputes its forward."""
-    others, recomputed = len(layout.stages) - 1, layers - layout.stages[-1].count
+    others, recomputed = len(layout.stages) - 1, layers - layout.stages[-1].layer_count
     visit, back = Terms(fixed=terms.forward.embedding.fixed), Terms(fixed=terms.backward.embedding.fixed)
     again = terms.forward.layer.times(recomputed).plus(terms.forward.adapter.times(recomputed / layers))
     return replace(
@@ -58,13 +58,13 @@ class StageTimes:
     def _prices(self, program: Program, layout: Layout, shapes: JobShapes) -> Prices:
         held = [LayerRange(stage.start, stage.stop, self.layers) for stage in layout.stages]
         actions = chain.from_iterable(program.devices)
-        evaluated = {action.microbatch for action in actions if isinstance(action, Evaluate)}
+        evaluated = {action.microbatch for action in actions if isinstance(action, ForwardOnly)}
         passes, met = [], active_parameters_by_job(shapes)
         for number, microbatch in enumerate(program.microbatches):
             work = work_of(microbatch, met)
             passes.append(tuple(self._price(one, work, number in evaluated, layout) for one in held))
         jobs = {batch.job for batch in program.batches}
-        step = sum(self.step(1, shapes[job].trainable) for job in jobs) / max(1, len(jobs))
+        step = sum(self.step(1, shapes[job].trainable_parameters) for job in jobs) / max(1, len(jobs))
         return Prices(tuple(passes), step=step / layout.workers)
 
     def _price(self, layer_range: LayerRange, work: PassWork, evaluated: bool, layout: Layout) -> PassPrice:
@@ -73,7 +73,7 @@ class StageTimes:
             return PassPrice(self._part_seconds(self.terms.evaluation, layer_range, work), 0.0, handed)
         forward = self._part_seconds(self.terms.forward, layer_range, work)
         backward = self._part_seconds(self.terms.backward, layer_range, work)
-        recomputes = not (layout.pipelined or layer_range.last)
+        recomputes = not (layout.is_pipeline or layer_range.is_last)
         return PassPrice(forward, backward + forward if recomputes else backward, handed, handed)
 
     def _part_seconds(self, terms: KindTerms, layer_range: LayerRange, work: PassWork) -> float:
@@ -81,4 +81,4 @@ class StageTimes:
         layers = count * terms.layer(work) + count / self.layers * terms.adapter(work)
         # The fixed cost of a pass is counted with the embedding.
         begins = terms.embedding(work) if layer_range.is_first else terms.embedding.fixed
-        return begins + layers + (terms.head(work) if layer_range.last else 0.0)
+        return begins + layers + (terms.head(work) if layer_range.is_last else 0.0)

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from weftune.errors import PlanError
 from weftune.plan.cost.estimate import LayerCost, StageCost, stage_cost
-from weftune.plan.cost.memory import gib
+from weftune.plan.cost.memory import format_bytes
 from weftune.plan.layout.mobius_step import Host, StreamPartition, free_bytes, passing_bytes, stages_seconds
 
 T = TypeVar("T")
@@ -125,9 +125,10 @@ def _misfit_reason(problem: _Problem) -> str:
     layer = problem.layers[tight]
     own = layer.weight_bytes + layer.kept_bytes
     return (
-        f"layer {tight} ({layer.kind}) needs {gib(own)} and {gib(need - own)} of adapter state and "
+        f"layer {tight} ({layer.kind}) needs {format_bytes(own)} and {format_bytes(need - own)} of "
+        "adapter state and "
         f"inputs beside it, "
-        f"but a GPU has {gib(problem.host.memory_bytes)}"
+        f"but a GPU has {format_bytes(problem.host.memory_bytes)}"
     )
 
 

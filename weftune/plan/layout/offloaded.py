@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from weftune.core.shapes import JobShape
-from weftune.plan.cost.memory import MemoryModel, longest
+from weftune.plan.cost.memory import MemoryModel, max_sample_tokens
 from weftune.plan.cost.ring import TRAVEL_ROUNDS, optimizer_bytes
 from weftune.plan.layout.need import StreamDevice, resident_round_seconds
 from weftune.plan.layout.seats import in_order, most_that_fit
@@ -26,13 +26,15 @@ FASTER = 0.03
 
 def offloading(memory: MemoryModel, host_budget: int) -> MemoryModel:
     """Return the memory model with master weights and moments of all jobs in host memory."""
-    return replace(memory, layout=replace(memory.layout, optimizer_offloaded=True), host_budget=host_budget)
+    return replace(
+        memory, layout=replace(memory.layout, offloads_optimizer=True), host_budget_bytes=host_budget
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadedRound:
-    """Seconds of a round whose optimizer steps use state in host memory, for two groups of jobs. With only
-    one job the second group is empty, and no pass hides the optimizer step."""
+    """Predicted seconds of a round in which two groups of jobs alternate and optimizer state is in host
+    memory. With one job, the second group is empty, and no pass hides the optimizer step."""
 
     passes: tuple[float, float]
     transfer_seconds: tuple[float, float]
@@ -54,18 +56,18 @@ class OffloadedRound:
 def offloaded_round(
     memory: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, max_tokens: int
 ) -> OffloadedRound:
-    recompute = memory.recompute(jobs, max_tokens)
-    capacity = memory.capacity(jobs, max_tokens, recompute)
-    bandwidth = device.both_ways or device.bandwidth
+    recompute = memory.choose_recompute(jobs, max_tokens)
+    capacity = memory.choose_capacity(jobs, max_tokens, recompute)
+    bandwidth = device.duplex_bandwidth or device.bandwidth
     each = optimizer_bytes(memory.shape.bytes_per_value) / bandwidth
     passes, moved = [0.0, 0.0], [0.0, 0.0]
-    groups = even_groups({job.name: job.batch_tokens for job in jobs}, memory.layout.job_groups)
+    groups = even_groups({job.name: job.batch_tokens for job in jobs}, memory.layout.job_group_count)
     for number, names in enumerate(groups):
         group = [job for job in jobs if job.name in names]
         passes[number] = resident_round_seconds(
             memory.shape, group, device, _tokens(group), capacity, recompute
         )
-        moved[number] = each * sum(job.trainable for job in group)
+        moved[number] = each * sum(job.trainable_parameters for job in group)
     return OffloadedRound((passes[0], passes[1]), (moved[0], moved[1]))
 
 
@@ -73,13 +75,13 @@ def resident_seconds(
     memory: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, max_tokens: int
 ) -> float:
     """Return the seconds of a round's passes, in microbatches as large as memory and `max_tokens` allow."""
-    recompute = memory.recompute(jobs, max_tokens)
-    capacity = memory.capacity(jobs, max_tokens, recompute)
+    recompute = memory.choose_recompute(jobs, max_tokens)
+    capacity = memory.choose_capacity(jobs, max_tokens, recompute)
     return resident_round_seconds(memory.shape, jobs, device, _tokens(jobs), capacity, recompute)
 
 
 def _tokens(jobs: Sequence[JobShape]) -> int:
-    return max(sum(job.batch_tokens for job in jobs), longest(jobs))
+    return max(sum(job.batch_tokens for job in jobs), max_sample_tokens(jobs))
 
 
 def is_worth(
@@ -95,9 +97,9 @@ def is_worth(
 def would_gain(resident: MemoryModel, jobs: Sequence[JobShape], max_tokens: int) -> bool:
     """Return whether passes could be faster with more memory: layers are recomputed, or weights are
     dequantised for small microbatches. All jobs run together."""
-    recompute = resident.recompute(jobs, max_tokens)
-    small = resident.capacity(jobs, max_tokens, recompute) < min(max_tokens, _tokens(jobs))
-    return recompute.layers > 0 or (resident.shape.matrix_bytes > 0 and small)
+    recompute = resident.choose_recompute(jobs, max_tokens)
+    small = resident.choose_capacity(jobs, max_tokens, recompute) < min(max_tokens, _tokens(jobs))
+    return recompute.recomputed_layers > 0 or (resident.shape.matrix_bytes > 0 and small)
 
 
 def is_faster(
@@ -114,7 +116,7 @@ def job_groups(jobs: Sequence[JobShape], memory: MemoryModel) -> Iterator[Sequen
     while rest:
 
         def fits(count: int, rest: Sequence[JobShape] = rest) -> bool:
-            return memory.why_not(rest[:count]) is None
+            return memory.misfit_reason(rest[:count]) is None
 
         count = most_that_fit(fits, len(rest))
         yield rest[:count]

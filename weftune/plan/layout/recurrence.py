@@ -30,7 +30,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from weftune.plan.program.layout import Layout, OnWorker
+from weftune.plan.program.layout import Layout, WorkerLayout
 from weftune.plan.program.program import Load
 from weftune.plan.window.rounds import slot_moves
 
@@ -39,19 +39,19 @@ from weftune.plan.window.rounds import slot_moves
 class StageRound:
     """Times and bytes of one stage in a round."""
 
-    forward: float
+    forward_seconds: float
     """Seconds of the forward of all microbatches."""
-    backward: float
+    backward_seconds: float
     """Seconds of the backward of all microbatches, including what is recomputed of the forward."""
     load_bytes: int = 0
     """Bytes transferred whenever the stage is loaded."""
-    gone_bytes: int = 0
+    gradient_bytes: int = 0
     """Bytes copied to the host after the backward. The slot is occupied until the copy ends."""
-    copy_bytes: int = 0
+    adapter_bytes: int = 0
     """Bytes of adapter weights transferred with the stage when it is loaded for its backward."""
     step_bytes: int = 0
     """Bytes of state transferred to the device for the optimizer step before the forward."""
-    back_bytes: int = 0
+    state_bytes: int = 0
     """Bytes of state copied back to the host after the optimizer step."""
     input_bytes: int = 0
     """Bytes of the stage's input, if it is held on the host between forward and backward; else 0."""
@@ -87,30 +87,30 @@ def slotted_seconds(
         # Loads use the link until the state for the Step is requested.
         stepped = max(link, asked + one.step_bytes / bandwidth)
         asked = now = max(now, stepped)
-        if one.back_bytes:
-            home[stage] = leaving = max(leaving, stepped) + one.back_bytes / bandwidth
+        if one.state_bytes:
+            home[stage] = leaving = max(leaving, stepped) + one.state_bytes / bandwidth
         if stage != last:
-            now = max(now + one.forward, off)
+            now = max(now + one.forward_seconds, off)
             if slot is not None:
                 freed[slot] = now
     for stage in range(last, -1, -1):
         one, slot = stages[stage], slot_of.get(stage)
         inputs = one.input_bytes / bandwidth
         if slot is not None and held[slot] != stage:
-            load_stage(stage, slot, one.copy_bytes, inputs)
+            load_stage(stage, slot, one.adapter_bytes, inputs)
         else:
             link += inputs
         began = now = max(now, link, began + inputs)
-        now += one.backward + (one.forward if stage == last else 0.0)
-        leaving = max(leaving, now) + one.gone_bytes / bandwidth
+        now += one.backward_seconds + (one.forward_seconds if stage == last else 0.0)
+        leaving = max(leaving, now) + one.gradient_bytes / bandwidth
         if slot is not None:
-            freed[slot] = leaving if one.gone_bytes else now
+            freed[slot] = leaving if one.gradient_bytes else now
     return max(now, leaving)
 
 
 def compute_seconds(stages: Sequence[StageRound]) -> float:
     """Return the seconds of a round if nothing had to be transferred."""
-    return sum(stage.forward + stage.backward for stage in stages)
+    return sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
 
 
 # -- several workers -------------------------------------------------------------------------------------
@@ -143,10 +143,10 @@ def round_ends(
     for _ in range(rounds):
         last = len(stages) - 1
         for stage in range(last):
-            run.visit(stage, stages[stage].forward / microbatches)
-        run.visit(last, (stages[last].forward + stages[last].backward) / microbatches)
+            run.visit(stage, stages[stage].forward_seconds / microbatches)
+        run.visit(last, (stages[last].forward_seconds + stages[last].backward_seconds) / microbatches)
         for stage in reversed(range(last)):
-            run.visit(stage, stages[stage].backward / microbatches)
+            run.visit(stage, stages[stage].backward_seconds / microbatches)
         ends.append(run.end_round())
     return ends
 
@@ -168,7 +168,7 @@ class _Recurrence:
         self.free = [0.0] * cut.workers
         self.link = [0.0] * cut.workers
         self.there = [0.0] * len(stages)
-        self.loads = [_loads(cut.on(worker), rounds) for worker in range(cut.workers)]
+        self.loads = [_loads(cut.for_worker(worker), rounds) for worker in range(cut.workers)]
 
     def visit(self, stage: int, seconds: float) -> None:
         """Run a stage's passes, one per microbatch, of `seconds` seconds each."""
@@ -183,14 +183,15 @@ class _Recurrence:
             self.there[coming] = self.link[worker]
 
     def end_round(self) -> float:
-        """Return the time at which the round ends and the microbatches of the next one are ready."""
+        """End the round. Return the time at which it ends and the times at which the next round's
+        microbatches are ready."""
         self.first = self.last = self.free[0]
         return self.free[0]
 
 
-def _loads(cut: OnWorker, rounds: int) -> Iterator[int | None]:
+def _loads(cut: WorkerLayout, rounds: int) -> Iterator[int | None]:
     """Yield, after each visit of a worker, the stage that is loaded next, or None."""
     last = len(cut.stages) - 1
-    forward = [stage for stage in cut.own if stage < last]
-    for moved in slot_moves([*forward, *reversed(cut.own)] * rounds, cut):
+    forward = [stage for stage in cut.own_stages if stage < last]
+    for moved in slot_moves([*forward, *reversed(cut.own_stages)] * rounds, cut):
         yield next((action.stage for action in moved if isinstance(action, Load)), None)

@@ -19,7 +19,7 @@ from weftune.errors import PlanError
 from weftune.plan.cost.estimate import LayerCost
 from weftune.plan.layout.mobius_partition import largest_stages, search_partition, smallest_stages
 from weftune.plan.layout.mobius_step import Host, StreamPartition
-from weftune.plan.layout.need import Draft, StreamCase
+from weftune.plan.layout.need import LayoutDraft, StreamCase
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 """Numbers of layers per stage that are tried."""
@@ -27,7 +27,7 @@ SLOTS = range(1, 5)
 STARTS = 4
 """Number of the best drafts that are improved by small changes, besides the best of every kind."""
 QUICK = 16
-"""Number of drafts kept from those that are tried without a search."""
+"""Maximum number of drafts kept from those that are evaluated without a search."""
 CHANGES = 2000
 """Number of changes that all descents from the starts may try together, and that the last descent may try. A
 time limit would make the plan depend on the clock."""
@@ -42,7 +42,7 @@ CLOSE = 1 - 1e-9
 @dataclass(frozen=True, slots=True)
 class EvaluatedDraft:
     case: StreamCase
-    draft: Draft
+    draft: LayoutDraft
     excess: int
     """Bytes by which the draft exceeds the available memory."""
     seconds: float
@@ -68,7 +68,7 @@ def search(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
     best = _best_draft([_descend(found, tries) for found in starts])
     if best.excess:
         return None
-    if best.case.workers == 1 and best.case.unhidden(best.draft) > HIDDEN:
+    if best.case.workers == 1 and best.case.waiting_share(best.draft) > HIDDEN:
         partitioned = [_evaluate_draft(best.case, draft) for draft in _partition_drafts(best.case)]
         best = _best_draft([best, *(_descend(found, tries) for found in partitioned if not found.excess)])
     return _descend(best, CHANGES)
@@ -80,8 +80,8 @@ def _best_draft(evaluated_drafts: Sequence[EvaluatedDraft]) -> EvaluatedDraft:
     return next(one for one in evaluated_drafts if not least.better_than(one))
 
 
-def _evaluate_draft(case: StreamCase, draft: Draft) -> EvaluatedDraft:
-    excess = case.excess(draft)
+def _evaluate_draft(case: StreamCase, draft: LayoutDraft) -> EvaluatedDraft:
+    excess = case.excess_bytes(draft)
     return EvaluatedDraft(case, draft, excess, math.inf if excess else case.fitting_seconds(draft))
 
 
@@ -103,10 +103,10 @@ def _quick_drafts(case: StreamCase) -> list[EvaluatedDraft]:
     compute time alone is too long."""
     drafts = dict.fromkeys((*even_drafts(case), *frugal_drafts(case), *plain_drafts(case)))
     fitting = [draft for draft in drafts if case.fits(draft)]
-    least = {sizes: case.arithmetic_seconds(sizes) for sizes in {draft.sizes for draft in fitting}}
+    least = {sizes: case.compute_seconds(sizes) for sizes in {draft.layer_counts for draft in fitting}}
     best: list[EvaluatedDraft] = []
-    for draft in sorted(fitting, key=lambda draft: least[draft.sizes]):
-        if len(best) == QUICK and least[draft.sizes] >= best[-1].seconds:
+    for draft in sorted(fitting, key=lambda draft: least[draft.layer_counts]):
+        if len(best) == QUICK and least[draft.layer_counts] >= best[-1].seconds:
             break
         insort(best, _evaluate_draft(case, draft), key=lambda one: one.seconds)
         del best[QUICK:]
@@ -125,13 +125,17 @@ def _select_diverse(evaluated_drafts: Sequence[EvaluatedDraft]) -> list[Evaluate
 def _kind(evaluated: EvaluatedDraft) -> object:
     """Return the key of a kind of draft: the case, with the slots of one device or the stages of workers."""
     case, draft = evaluated.case, evaluated.draft
-    return (case.capacity, case.travels, draft.slots) if case.workers == 1 else len(draft.sizes)
+    return (
+        (case.capacity, case.adapters_travel, draft.slot_counts)
+        if case.workers == 1
+        else len(draft.layer_counts)
+    )
 
 
 # -- starting points ------------------------------------------------------------------------------------
 
 
-def even_drafts(case: StreamCase) -> Iterator[Draft]:
+def even_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
     """Yield even stages and a last one of another size, with as many residents as fit spread among them."""
     count = case.shape.layers
     for last in (one for one in SIZES if one < count):
@@ -142,8 +146,9 @@ def even_drafts(case: StreamCase) -> Iterator[Draft]:
     yield from _spread(case, (count,), 1)
 
 
-def frugal_drafts(case: StreamCase) -> Iterator[Draft]:
-    """Yield even stages that are all streamed through one slot of their device: nothing needs less memory."""
+def frugal_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
+    """Yield drafts with even stages that are all streamed through one slot per device. No draft needs less
+    memory."""
     for count in _stage_counts(case):
         yield _streamed(_even(case.shape.layers, count), 1, case.workers)
 
@@ -159,9 +164,9 @@ def _stage_counts(case: StreamCase) -> list[int]:
     return list(counts)
 
 
-def _streamed(sizes: Sequence[int], slots: int, workers: int) -> Draft:
+def _streamed(sizes: Sequence[int], slots: int, workers: int) -> LayoutDraft:
     """Return a draft whose stages are all streamed, through `slots` slots of each worker."""
-    return Draft(tuple(sizes), (False,) * len(sizes), (slots,) * workers)
+    return LayoutDraft(tuple(sizes), (False,) * len(sizes), (slots,) * workers)
 
 
 def _even(layers: int, stages: int) -> tuple[int, ...]:
@@ -169,17 +174,17 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in pairwise(ends))
 
 
-def _spread(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[Draft]:
+def _spread(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[LayoutDraft]:
     """Yield drafts with a streamed and with a resident last stage, which may then be larger than a slot."""
     for ending in ((), (True,)):
         others = len(sizes) - len(ending)
         most = others
         for phase in sorted({0, others // 2}):
-            draft = Draft(sizes, (*_bits(others, most, phase), *ending), (slots,))
-            while most and (excess := case.device_bytes(draft) - case.device.budget) > 0:
+            draft = LayoutDraft(sizes, (*_bits(others, most, phase), *ending), (slots,))
+            while most and (excess := case.device_bytes(draft) - case.device.budget_bytes) > 0:
                 # No stage takes more than the largest: at least this many cannot stay.
                 most = max(0, most - math.ceil(excess / (max(sizes) * case.memory.loaded_layer_bytes)))
-                draft = Draft(sizes, (*_bits(others, most, phase), *ending), (slots,))
+                draft = LayoutDraft(sizes, (*_bits(others, most, phase), *ending), (slots,))
             yield draft
             most = min(others, most + 1)
 
@@ -189,23 +194,23 @@ def _bits(stages: int, resident: int, phase: int) -> tuple[bool, ...]:
     return tuple((number * resident + phase) % stages < resident for number in range(stages))
 
 
-def plain_drafts(case: StreamCase) -> Iterator[Draft]:
+def plain_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
     """Yield drafts with Mobius's largest and smallest stages."""
     yield from largest_drafts(case)
     yield from smallest_drafts(case)
 
 
-def largest_drafts(case: StreamCase) -> Iterator[Draft]:
+def largest_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
     with suppress(PlanError):
         yield from _drafts(largest_stages(_costs(case), _host(case)))
 
 
-def smallest_drafts(case: StreamCase) -> Iterator[Draft]:
+def smallest_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
     with suppress(PlanError):
         yield from _drafts(smallest_stages(_costs(case), _host(case)))
 
 
-def _partition_drafts(case: StreamCase) -> Iterator[Draft]:
+def _partition_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
     """Yield the result of Mobius's search, with fewer resident stages to make room for slots."""
     with suppress(PlanError):
         microbatches = math.ceil(case.round_tokens / case.capacity)
@@ -214,16 +219,16 @@ def _partition_drafts(case: StreamCase) -> Iterator[Draft]:
             yield _thin_residents(case, draft)
 
 
-def _drafts(partition: StreamPartition) -> Iterator[Draft]:
+def _drafts(partition: StreamPartition) -> Iterator[LayoutDraft]:
     sizes = tuple(stop - start for start, stop in pairwise(partition.cuts))
     for slots in SLOTS:
-        yield Draft(sizes, partition.resident, (slots,))
+        yield LayoutDraft(sizes, partition.resident, (slots,))
 
 
-def _thin_residents(case: StreamCase, draft: Draft) -> Draft:
+def _thin_residents(case: StreamCase, draft: LayoutDraft) -> LayoutDraft:
     """Make the middle one of the resident stages streamed, repeatedly, until the draft fits."""
-    while case.device_bytes(draft) > case.device.budget and any(draft.resident):
-        stay = [number for number, stays in enumerate(draft.resident) if stays]
+    while case.device_bytes(draft) > case.device.budget_bytes and any(draft.resident_stages):
+        stay = [number for number, stays in enumerate(draft.resident_stages) if stays]
         draft = _toggle_resident(draft, stay[len(stay) // 2])
     return draft
 
@@ -233,7 +238,11 @@ def _costs(case: StreamCase) -> list[LayerCost]:
     once = case.layer_seconds / microbatches
     kept = case.memory.kept_bytes + _layer_ring(case)
     layer = LayerCost(
-        "layer", once, (1.0 + case.device.backward) * once, case.memory.loaded_layer_bytes, kept_bytes=kept
+        "layer",
+        once,
+        (1.0 + case.device.backward_ratio) * once,
+        case.memory.loaded_layer_bytes,
+        kept_bytes=kept,
     )
     return [layer] * case.shape.layers
 
@@ -241,10 +250,16 @@ def _costs(case: StreamCase) -> list[LayerCost]:
 def _host(case: StreamCase) -> Host:
     ring = case.memory.ring_bytes(1) - _layer_ring(case)
     memory, device = case.memory, case.device
-    state = 0 if case.travels else memory.state_bytes
-    fixed = device.taken + device.slack + memory.weight_bytes(0, 0, 1) + state + memory.transfer_bytes
-    room = max(0, device.budget - fixed - ring)
-    return Host(1, room, case.bandwidth, memory.stage_input_bytes)
+    state = 0 if case.adapters_travel else memory.state_bytes
+    fixed = (
+        device.process_bytes
+        + device.slack_bytes
+        + memory.weight_bytes(0, 0, 1)
+        + state
+        + memory.transfer_bytes
+    )
+    room = max(0, device.budget_bytes - fixed - ring)
+    return Host(1, room, case.link_bandwidth, memory.stage_input_bytes)
 
 
 def _layer_ring(case: StreamCase) -> int:
@@ -255,7 +270,7 @@ def _layer_ring(case: StreamCase) -> int:
 # -- starting points over several workers ------------------------------------------------------------------
 
 
-def filled_drafts(case: StreamCase) -> Iterator[Draft]:
+def filled_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
     """Yield even stages with as many of each worker's stages resident as fit."""
     for count in _stage_counts(case):
         for slots in SLOTS:
@@ -263,7 +278,7 @@ def filled_drafts(case: StreamCase) -> Iterator[Draft]:
                 yield _fill_worker_slots(case, _even(case.shape.layers, count), slots)
 
 
-def _fill_worker_slots(case: StreamCase, sizes: Sequence[int], slots: int) -> Draft:
+def _fill_worker_slots(case: StreamCase, sizes: Sequence[int], slots: int) -> LayoutDraft:
     """Give each worker as many of the slots as fit, then as many residents, spread among its stages."""
     draft = _streamed(sizes, slots, case.workers)
     for worker in range(case.workers):
@@ -273,15 +288,19 @@ def _fill_worker_slots(case: StreamCase, sizes: Sequence[int], slots: int) -> Dr
         draft = next((one for one in fewer if _fits_on(case, one, worker)), _with_slots(draft, worker, 1))
         for count in range(1, len(own) + 1):
             stay = {stage: place * count % len(own) < count for place, stage in enumerate(own)}
-            more = replace(draft, resident=tuple(stay.get(*one) for one in enumerate(draft.resident)))
+            more = replace(
+                draft, resident_stages=tuple(stay.get(*one) for one in enumerate(draft.resident_stages))
+            )
             if not _fits_on(case, more, worker):
                 break
             draft = more
     return draft
 
 
-def _fits_on(case: StreamCase, draft: Draft, worker: int) -> bool:
-    return all(one.worker_bytes(draft, worker) <= case.device.budget for one in (case, *case.alone))
+def _fits_on(case: StreamCase, draft: LayoutDraft, worker: int) -> bool:
+    return all(
+        one.worker_bytes(draft, worker) <= case.device.budget_bytes for one in (case, *case.later_cases)
+    )
 
 
 # -- the descent -----------------------------------------------------------------------------------------
@@ -304,7 +323,7 @@ def _descend(evaluated: EvaluatedDraft, tries: int) -> EvaluatedDraft:
     return best
 
 
-def _changes(evaluated: EvaluatedDraft) -> Iterator[Draft]:
+def _changes(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
     """Yield changed drafts, those with small changes first because they are better most often."""
     draft = evaluated.draft
     yield from _other_residents(draft)
@@ -316,65 +335,65 @@ def _changes(evaluated: EvaluatedDraft) -> Iterator[Draft]:
         yield from _other_sizes(evaluated)
 
 
-def _other_residents(draft: Draft) -> Iterator[Draft]:
+def _other_residents(draft: LayoutDraft) -> Iterator[LayoutDraft]:
     """Yield drafts with one other resident stage on a worker, one more or one fewer, or one slot changed."""
-    stages, workers = range(len(draft.resident)), len(draft.slots)
+    stages, workers = range(len(draft.resident_stages)), len(draft.slot_counts)
     for number in stages:
         yield _toggle_resident(draft, number)
-    for worker, count in enumerate(draft.slots):
+    for worker, count in enumerate(draft.slot_counts):
         for slots in (count - 1, count + 1):
             if slots in SLOTS:
                 yield _with_slots(draft, worker, slots)
     for number in stages:
         for other in stages[number + workers :: workers]:
-            if draft.resident[number] != draft.resident[other]:
+            if draft.resident_stages[number] != draft.resident_stages[other]:
                 yield _toggle_resident(_toggle_resident(draft, number), other)
 
 
-def _other_boundaries(draft: Draft) -> Iterator[Draft]:
+def _other_boundaries(draft: LayoutDraft) -> Iterator[LayoutDraft]:
     """Yield drafts with one boundary moved, removed or added."""
-    pairs = range(len(draft.sizes) - 1)
+    pairs = range(len(draft.layer_counts) - 1)
     for number in pairs:
-        one, other = draft.sizes[number : number + 2]
-        stay = draft.resident[number : number + 2]
+        one, other = draft.layer_counts[number : number + 2]
+        stay = draft.resident_stages[number : number + 2]
         if other > 1:
             yield _replace_stages(draft, number, 2, (one + 1, other - 1), stay)
         if one > 1:
             yield _replace_stages(draft, number, 2, (one - 1, other + 1), stay)
     for number in pairs:
-        for stays in set(draft.resident[number : number + 2]):
-            yield _replace_stages(draft, number, 2, (sum(draft.sizes[number : number + 2]),), (stays,))
-    for number, (size, stays) in enumerate(zip(draft.sizes, draft.resident, strict=True)):
+        for stays in set(draft.resident_stages[number : number + 2]):
+            yield _replace_stages(draft, number, 2, (sum(draft.layer_counts[number : number + 2]),), (stays,))
+    for number, (size, stays) in enumerate(zip(draft.layer_counts, draft.resident_stages, strict=True)):
         for part in range(1, size):
             for both in {(stays, stays), (True, False), (False, True)}:
                 yield _replace_stages(draft, number, 1, (part, size - part), both)
 
 
-def _drafts_trading_slots(draft: Draft) -> Iterator[Draft]:
+def _drafts_trading_slots(draft: LayoutDraft) -> Iterator[LayoutDraft]:
     """Yield drafts that trade a slot for a resident stage, or for two stages merged into one."""
-    for number, stays in enumerate(draft.resident):
-        slots = draft.slots[0] + (1 if stays else -1)
+    for number, stays in enumerate(draft.resident_stages):
+        slots = draft.slot_counts[0] + (1 if stays else -1)
         if slots in SLOTS:
             yield _with_slots(_toggle_resident(draft, number), 0, slots)
-    if (fewer := draft.slots[0] - 1) in SLOTS:
-        for number in range(len(draft.sizes) - 1):
-            both = sum(draft.sizes[number : number + 2])
+    if (fewer := draft.slot_counts[0] - 1) in SLOTS:
+        for number in range(len(draft.layer_counts) - 1):
+            both = sum(draft.layer_counts[number : number + 2])
             yield _with_slots(_replace_stages(draft, number, 2, (both,), (True,)), 0, fewer)
 
 
-def _other_orders(draft: Draft) -> Iterator[Draft]:
+def _other_orders(draft: LayoutDraft) -> Iterator[LayoutDraft]:
     """Yield drafts with one stage moved to another position."""
-    for taken, (size, stays) in enumerate(zip(draft.sizes, draft.resident, strict=True)):
+    for taken, (size, stays) in enumerate(zip(draft.layer_counts, draft.resident_stages, strict=True)):
         rest = _replace_stages(draft, taken, 1, (), ())
-        for place in range(len(draft.sizes)):
+        for place in range(len(draft.layer_counts)):
             if place != taken:
                 yield _replace_stages(rest, place, 0, (size,), (stays,))
 
 
-def _other_sizes(evaluated: EvaluatedDraft) -> Iterator[Draft]:
+def _other_sizes(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
     """Yield drafts with a boundary moved, removed or added, or a layer passed to a stage further away.
     Residents are then chosen anew, since stages may have moved to other workers."""
-    case, sizes, slots = evaluated.case, evaluated.draft.sizes, max(evaluated.draft.slots)
+    case, sizes, slots = evaluated.case, evaluated.draft.layer_counts, max(evaluated.draft.slot_counts)
     for number, (one, other) in enumerate(pairwise(sizes)):
         before, after = sizes[:number], sizes[number + 2 :]
         for between in ((one + 1, other - 1), (one - 1, other + 1), (one + other,)):
@@ -390,21 +409,21 @@ def _other_sizes(evaluated: EvaluatedDraft) -> Iterator[Draft]:
 
 
 def _replace_stages(
-    draft: Draft, number: int, removed_stages: int, sizes: tuple[int, ...], resident: tuple[bool, ...]
-) -> Draft:
+    draft: LayoutDraft, number: int, removed_stages: int, sizes: tuple[int, ...], resident: tuple[bool, ...]
+) -> LayoutDraft:
     """Return the draft with other stages in place of the `removed_stages` stages from `number` on."""
     after = number + removed_stages
-    return Draft(
-        (*draft.sizes[:number], *sizes, *draft.sizes[after:]),
-        (*draft.resident[:number], *resident, *draft.resident[after:]),
-        draft.slots,
+    return LayoutDraft(
+        (*draft.layer_counts[:number], *sizes, *draft.layer_counts[after:]),
+        (*draft.resident_stages[:number], *resident, *draft.resident_stages[after:]),
+        draft.slot_counts,
     )
 
 
-def _toggle_resident(draft: Draft, number: int) -> Draft:
-    resident = draft.resident
-    return replace(draft, resident=(*resident[:number], not resident[number], *resident[number + 1 :]))
+def _toggle_resident(draft: LayoutDraft, number: int) -> LayoutDraft:
+    resident = draft.resident_stages
+    return replace(draft, resident_stages=(*resident[:number], not resident[number], *resident[number + 1 :]))
 
 
-def _with_slots(draft: Draft, worker: int, count: int) -> Draft:
-    return replace(draft, slots=(*draft.slots[:worker], count, *draft.slots[worker + 1 :]))
+def _with_slots(draft: LayoutDraft, worker: int, count: int) -> LayoutDraft:
+    return replace(draft, slot_counts=(*draft.slot_counts[:worker], count, *draft.slot_counts[worker + 1 :]))

@@ -37,7 +37,9 @@ class Seats:
 def in_order(jobs: Sequence[JobShape], attached: Sequence[JobShape] = ()) -> list[JobShape]:
     """Return the jobs in the order in which they are considered for a seat."""
     present = {job.name for job in attached}
-    return sorted([*jobs, *attached], key=lambda job: (-job.priority, job.name not in present, job.order))
+    return sorted(
+        [*jobs, *attached], key=lambda job: (-job.priority, job.name not in present, job.file_position)
+    )
 
 
 def seat(
@@ -59,7 +61,7 @@ def too_large(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
     """Map each job that cannot even run alone to why. Jobs no larger than one that can are skipped."""
     runnable: list[JobShape] = []
     found: dict[str, str] = {}
-    for job in sorted(jobs, key=lambda job: -job.longest):
+    for job in sorted(jobs, key=lambda job: -job.max_sample_tokens):
         if any(_is_as_large(other, job) for other in runnable):
             continue
         if (reason := fits([job])) is None:
@@ -135,13 +137,19 @@ class _Seating:
 
 def _is_as_large(job: JobShape, other: JobShape) -> bool:
     """Return whether `job` needs at least as much of everything as `other`."""
-    if job.longest < other.longest or job.batch_tokens < other.batch_tokens or job.means < other.means:
+    if (
+        job.max_sample_tokens < other.max_sample_tokens
+        or job.batch_tokens < other.batch_tokens
+        or job.mean_vectors < other.mean_vectors
+    ):
         return False
-    if job.trainable < other.trainable or len(job.parameters_by_layer) != len(other.parameters_by_layer):
+    if job.trainable_parameters < other.trainable_parameters or len(job.parameters_by_layer) != len(
+        other.parameters_by_layer
+    ):
         return False
     if job.parameters_by_layer == other.parameters_by_layer:
         return True
-    outside, others = (one.trainable - sum(one.parameters_by_layer) for one in (job, other))
+    outside, others = (one.trainable_parameters - sum(one.parameters_by_layer) for one in (job, other))
     return outside >= others and all(
         a >= b for a, b in zip(job.parameters_by_layer, other.parameters_by_layer, strict=True)
     )

@@ -48,7 +48,7 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
     Passes shared with other jobs are cheaper, but by how much depends on which jobs share a device.
     """
     met = {job.shape.name: job.shape.active_parameters}
-    room = max(capacity, job.shape.longest)
+    room = max(capacity, job.shape.max_sample_tokens)
 
     def passes(step: int, samples: Sequence[PlacedSample]) -> list[MicrobatchPlan]:
         chosen = pack([placed.length for placed in samples], room)
@@ -58,7 +58,7 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
     trained = [one for batch in job.batches for one in passes(batch.step, batch.samples)]
     step = sum(cost.pass_seconds(work_of(one, met)) for one in trained) / max(1, len(job.batches))
     evaluation = sum(cost.evaluation(work_of(one, met)) for one in passes(0, job.held_out))
-    return job.steps * (step + cost.step(1, job.shape.trainable)) + job.evaluations * evaluation
+    return job.steps * (step + cost.step(1, job.shape.trainable_parameters)) + job.evaluations * evaluation
 
 
 def sheet_cost(shape: ModelShape, speed: Speed) -> CostModel:

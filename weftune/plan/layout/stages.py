@@ -18,18 +18,19 @@ from numpy.typing import NDArray
 from weftune.core.shapes import JobShape, LayerRange, ModelShape
 from weftune.errors import PlanError
 from weftune.plan.cost.estimate import LayerCost, StageCost, stage_cost
-from weftune.plan.cost.memory import MemoryModel, gib
+from weftune.plan.cost.memory import MemoryModel, format_bytes
 from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import directions
 from weftune.plan.cost.time import PassWork
-from weftune.plan.program.layout import in_stages, one_device
+from weftune.plan.program.layout import one_device_layout, pipeline_layout
 
 ANY = 1 << 62
 ROUNDING = 1e-9
 RANK, LENGTH = 16, 256
 """Adapter rank and sample length that stages are balanced for, before any job is known."""
-LEAST = JobShape("", 0, 0, trainable=0, longest=1024)
-"""Smallest job that must fit beside the base, with samples of 1024 tokens, for a layout to be accepted."""
+LEAST = JobShape("", 0, 0, trainable_parameters=0, max_sample_tokens=1024)
+"""Smallest job that must fit beside the base, with samples of 1024 tokens, for a number of stages to be
+accepted."""
 
 Costs = NDArray[np.float64]
 """Cost of each possible stage, [stage, first layer, layer after the last]; infinite if it is not allowed."""
@@ -40,7 +41,7 @@ class StageLimit:
     """Limits of the device of one stage."""
 
     memory_bytes: int
-    in_flight: int = 1
+    microbatches_in_flight: int = 1
     """Number of microbatches whose activations the stage holds at once."""
     relative_time: float = 1.0
     """Time for the same work relative to the device that the layers were measured on."""
@@ -105,7 +106,7 @@ def _seconds(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs
 def _memory(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
     fixed = layer_sums(layers, lambda layer: layer.weight_bytes + layer.state_bytes)
     kept = layer_sums(layers, lambda layer: layer.kept_bytes)
-    return np.stack([fixed + limit.in_flight * kept for limit in limits])
+    return np.stack([fixed + limit.microbatches_in_flight * kept for limit in limits])
 
 
 def _misfit_reason(layers: Sequence[LayerCost], limits: Sequence[StageLimit], cuts: Sequence[int]) -> str:
@@ -113,15 +114,16 @@ def _misfit_reason(layers: Sequence[LayerCost], limits: Sequence[StageLimit], cu
 
     def excess(number: int) -> int:
         stage = stage_cost(layers, cuts[number], cuts[number + 1])
-        return stage.resident_bytes(limits[number].in_flight) - limits[number].memory_bytes
+        return stage.resident_bytes(limits[number].microbatches_in_flight) - limits[number].memory_bytes
 
     worst = max(range(len(limits)), key=excess)
     limit = limits[worst]
     need = excess(worst) + limit.memory_bytes
     return (
         f"no cut of {len(layers)} layers into {len(limits)} stages fits: in the closest, stage {worst} needs "
-        f"{gib(need)} with {limit.in_flight} microbatches in flight, but its device has "
-        f"{gib(limit.memory_bytes)}"
+        f"{format_bytes(need)} with {limit.microbatches_in_flight} microbatches in flight, but its "
+        "device has "
+        f"{format_bytes(limit.memory_bytes)}"
     )
 
 
@@ -130,7 +132,8 @@ def _misfit_reason(layers: Sequence[LayerCost], limits: Sequence[StageLimit], cu
 
 @dataclass(frozen=True, slots=True)
 class PartCosts:
-    """Costs of the embedding, of one layer and of the head, for both passes of one microbatch."""
+    """Costs of the embedding, of one layer and of the head, each for the forward and backward of one
+    microbatch."""
 
     embedding: float
     layer: float
@@ -138,7 +141,7 @@ class PartCosts:
 
     def stage_cost(self, layer_range: LayerRange) -> float:
         """Return the cost of a stage."""
-        ends = layer_range.is_first * self.embedding + layer_range.last * self.head
+        ends = layer_range.is_first * self.embedding + layer_range.is_last * self.head
         return (layer_range.stop - layer_range.start) * self.layer + ends
 
 
@@ -194,7 +197,7 @@ def typical_work(shape: ModelShape, tokens: int) -> PassWork:
 @dataclass(frozen=True, slots=True)
 class StageCount:
     stages: int
-    why: str
+    reason: str
     """Reason, as a sentence for the user."""
     shares: int = 1
     """Number of devices that each hold the whole base and train a share of the jobs."""
@@ -211,23 +214,30 @@ def choose_stages(
     layers = memory.shape.layers
     max_stages = min(devices, layers)
     named = f"the {kind} has" if devices == 1 else f"each of {devices} {kind}s has"
-    room = f"{named} {gib(memory.budget)} for a run"
+    room = f"{named} {format_bytes(memory.budget_bytes)} for a run"
     needs = []
     for stages in range(1, max_stages + 1):
-        layout = one_device(layers) if stages == 1 else in_stages(cut_layers(memory.shape, stages, costs))
+        layout = (
+            one_device_layout(layers)
+            if stages == 1
+            else pipeline_layout(cut_layers(memory.shape, stages, costs))
+        )
         needs.append(replace(memory, layout=layout).least_bytes([LEAST]))
-        if needs[-1] > memory.budget:
+        if needs[-1] > memory.budget_bytes:
             continue
         if stages == 1:
             shares = min(devices, jobs)
             processes = "one process" if shares == 1 else f"not cut, {shares} shares of the {jobs} jobs"
-            why = f"the base and its passes need {gib(needs[0])} and {room}"
+            why = f"the base and its passes need {format_bytes(needs[0])} and {room}"
             return StageCount(1, f"--pipeline auto: {processes}, since {why}", shares)
-        why = f"the base and its passes need {gib(needs[0])}, its largest stage {gib(needs[-1])}, and {room}"
+        why = (
+            f"the base and its passes need {format_bytes(needs[0])}, "
+            f"its largest stage {format_bytes(needs[-1])}, and {room}"
+        )
         return StageCount(stages, f"--pipeline auto: {stages} stages, since {why}")
-    lacking = f"even in {max_stages} stages the largest needs {gib(needs[-1])}"
+    lacking = f"even in {max_stages} stages the largest needs {format_bytes(needs[-1])}"
     if max_stages == 1:
-        lacking = f"the base and its passes need {gib(needs[0])}"
+        lacking = f"the base and its passes need {format_bytes(needs[0])}"
     raise PlanError(
         f"--pipeline auto: {lacking}, and {room}; use more or larger devices, start it on several machines "
         "with torchrun, or choose a smaller base"

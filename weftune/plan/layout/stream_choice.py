@@ -10,8 +10,8 @@ from itertools import product
 
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import HostTooSmall, Mistake, PlanError
-from weftune.plan.cost.memory import MemoryModel, gib, longest
-from weftune.plan.layout.need import StreamCase, StreamDevice, leaving_room, resident_round_seconds
+from weftune.plan.cost.memory import MemoryModel, format_bytes, max_sample_tokens
+from weftune.plan.layout.need import StreamCase, StreamDevice, case_with_later_jobs, resident_round_seconds
 from weftune.plan.layout.search import (
     EvaluatedDraft,
     even_drafts,
@@ -21,7 +21,7 @@ from weftune.plan.layout.search import (
     search,
 )
 from weftune.plan.layout.seats import in_order, most_that_fit
-from weftune.plan.program.layout import Layout, one_device
+from weftune.plan.program.layout import Layout, one_device_layout
 
 MIN_CAPACITY = 256
 """Smallest number of tokens per pass that is tried, unless every sample is shorter."""
@@ -34,9 +34,9 @@ reaches its best speed."""
 class HostState:
     """State, other than layers, that is held in host memory."""
 
-    travels: bool
+    adapters_travel: bool
     """Whether adapters are held in host memory and loaded with their stage."""
-    offloads: bool
+    offloads_inputs: bool
     """Whether inputs of stages are held in host memory between forward and backward."""
 
 
@@ -47,31 +47,31 @@ since no optimizer step waits for inputs."""
 
 @dataclass(frozen=True, slots=True)
 class StreamChoice:
-    cut: Layout
+    layout: Layout
     capacity: int
     """Maximum tokens per microbatch."""
-    attached: tuple[JobShape, ...]
+    attached_jobs: tuple[JobShape, ...]
     """Jobs that the choice was made for, which run from the start."""
     device_bytes: int
     """Predicted peak bytes on the fullest device."""
     host_bytes: int
     """Host bytes of all workers."""
-    step_seconds: float
+    round_seconds: float
     """Predicted seconds per round (one global batch of every job)."""
-    unhidden: float
+    waiting_share: float
     """Share of a round in which devices wait for the host."""
-    why: str
+    reason: str
     """Reason, as a clause for the user."""
-    mapped: bool = False
+    reads_weight_files: bool = False
     """Whether streamed weights stay in their files and are read from there in every round."""
-    whole: bool = False
-    """Whether the base fits without streaming; `cut` is then one resident stage."""
+    is_resident: bool = False
+    """Whether the base fits without streaming; `layout` is then one resident stage."""
 
 
-def fits_whole(shape: ModelShape, jobs: Sequence[JobShape], budget: int) -> bool:
+def fits_whole(shape: ModelShape, jobs: Sequence[JobShape], budget: int, decoder_bytes: int = 0) -> bool:
     """Return whether every job can train alone with the whole base on a GPU; then nothing is streamed."""
-    memory = MemoryModel(shape, budget, fused=True)
-    return all(memory.why_not([job]) is None for job in jobs)
+    memory = MemoryModel(shape, budget, uses_fused_ops=True, decoder_bytes=decoder_bytes)
+    return all(memory.misfit_reason([job]) is None for job in jobs)
 
 
 def choose_for_jobs(
@@ -112,11 +112,11 @@ def choose_stream(
     the `states` that fits, unless another state is clearly faster. Raise PlanError if none fits.
     """
     assert jobs, "there is nothing to train"
-    round_tokens = max(round_tokens, longest(jobs))
+    round_tokens = max(round_tokens, max_sample_tokens(jobs))
     if choice := _choose_resident(shape, jobs, device, max_tokens, round_tokens, waiting):
         return choice
     _refuse_jobs(shape, jobs, device, round_tokens)
-    tried = capacities(longest(jobs), max_tokens, round_tokens)
+    tried = capacities(max_sample_tokens(jobs), max_tokens, round_tokens)
     by_state = [
         [
             _choose_on_one_device(shape, jobs, device, round_tokens, capacity, state, waiting)
@@ -146,22 +146,24 @@ def _choose_on_one_device(
     state: HostState,
     waiting: Sequence[JobShape],
 ) -> StreamCase:
-    case = StreamCase(shape, tuple(jobs), device, round_tokens, capacity, state.travels, state.offloads)
-    return leaving_room(case, waiting)
+    case = StreamCase(
+        shape, tuple(jobs), device, round_tokens, capacity, state.adapters_travel, state.offloads_inputs
+    )
+    return case_with_later_jobs(case, waiting)
 
 
 def _make_choice(evaluated: EvaluatedDraft, why: str) -> StreamChoice:
     case, draft = evaluated.case, evaluated.draft
     return StreamChoice(
-        cut=draft.cut(case.travels, case.memory.round_rows if case.offloads else 0),
+        layout=draft.make_layout(case.adapters_travel, case.memory.round_rows if case.offloads_inputs else 0),
         capacity=case.capacity,
-        attached=case.jobs,
+        attached_jobs=case.jobs,
         device_bytes=case.device_bytes(draft),
         host_bytes=case.host_bytes(draft),
-        step_seconds=evaluated.seconds,
-        unhidden=case.unhidden(draft),
-        why=why,
-        mapped=case.device.staging is not None,
+        round_seconds=evaluated.seconds,
+        waiting_share=case.waiting_share(draft),
+        reason=why,
+        reads_weight_files=case.device.staging_bytes is not None,
     )
 
 
@@ -174,14 +176,14 @@ def fits_streamed(
     waiting: Sequence[JobShape] = (),
 ) -> bool:
     """Return whether `choose_stream` would succeed. Only the smallest microbatches are tried."""
-    round_tokens = max(round_tokens, longest(jobs))
+    round_tokens = max(round_tokens, max_sample_tokens(jobs))
     if _choose_resident(shape, jobs, device, max_tokens, round_tokens, waiting):
         return True
     try:
         _refuse_jobs(shape, jobs, device, round_tokens)
     except PlanError:
         return False
-    least = capacities(longest(jobs), max_tokens, round_tokens)[-1]
+    least = capacities(max_sample_tokens(jobs), max_tokens, round_tokens)[-1]
     return any(
         fits_any(_choose_on_one_device(shape, jobs, device, round_tokens, least, state, waiting))
         for state in reversed(HOST_STATES)
@@ -206,46 +208,53 @@ def _choose_resident(
     waiting: Sequence[JobShape],
 ) -> StreamChoice | None:
     memory = _resident_memory(shape, device)
-    if any(memory.least_bytes(together) > device.budget for together in (jobs, *([job] for job in waiting))):
+    if any(
+        memory.least_bytes(together) > device.budget_bytes for together in (jobs, *([job] for job in waiting))
+    ):
         return None
-    recompute = memory.recompute(jobs, max_tokens)
-    capacity = memory.capacity(jobs, max_tokens, recompute)
+    recompute = memory.choose_recompute(jobs, max_tokens)
+    capacity = memory.choose_capacity(jobs, max_tokens, recompute)
     need = memory.peak_bytes(jobs, capacity, recompute)
     seconds = resident_round_seconds(shape, jobs, device, round_tokens, capacity, recompute)
     why = (
-        f"nothing is streamed, since the base, the adapters and their passes need {gib(need)} and the GPU "
-        f"has {gib(device.budget)} for a run"
+        f"nothing is streamed, since the base, the adapters and their passes need {format_bytes(need)} "
+        "and the GPU "
+        f"has {format_bytes(device.budget_bytes)} for a run"
     )
-    cut = one_device(shape.layers)
-    return StreamChoice(cut, capacity, tuple(jobs), need, 0, seconds, 0.0, why, whole=True)
+    cut = one_device_layout(shape.layers)
+    return StreamChoice(cut, capacity, tuple(jobs), need, 0, seconds, 0.0, why, is_resident=True)
 
 
 def _resident_memory(shape: ModelShape, device: StreamDevice) -> MemoryModel:
     """Return the memory model of a run with the whole base on the device."""
-    slack = device.slack if device.whole_slack is None else device.whole_slack
-    return MemoryModel(shape, device.budget, device.taken, device.fused, slack=slack)
+    slack = device.slack_bytes if device.resident_slack_bytes is None else device.resident_slack_bytes
+    return MemoryModel(
+        shape, device.budget_bytes, device.process_bytes, device.uses_fused_ops, fixed_slack_bytes=slack
+    )
 
 
 def _streaming_reason(evaluated: EvaluatedDraft) -> str:
     case, draft, device = evaluated.case, evaluated.draft, evaluated.case.device
-    sizes, stays = draft.sizes, sum(draft.resident)
+    sizes, stays = draft.layer_counts, sum(draft.resident_stages)
     whole = _resident_memory(case.shape, device).least_bytes(case.jobs)
-    adapters = "travel with their stage" if case.travels else "stay on the GPU"
-    inputs = ", inputs of stages wait in host memory for the way back" if case.offloads else ""
-    slots = min(draft.slots[0], len(sizes) - stays)
+    adapters = "travel with their stage" if case.adapters_travel else "stay on the GPU"
+    inputs = ", inputs of stages wait in host memory for the way back" if case.offloads_inputs else ""
+    slots = min(draft.slot_counts[0], len(sizes) - stays)
     files = ""
-    if device.staging is not None:
+    if device.staging_bytes is not None:
         streamed = draft.streamed_layers * case.memory.layer_bytes
         files = (
-            f"; weights are read from their files in every step, since the host has {gib(device.host_budget)}"
-            f" for a run and they would take {gib(streamed)}"
+            "; weights are read from their files in every step, since the host has "
+            f"{format_bytes(device.host_budget_bytes)}"
+            f" for a run and they would take {format_bytes(streamed)}"
         )
     return (
         f"streamed in {len(sizes)} stages of {_range_text(sizes, 'layer')}, {stays} of them resident, the "
         f"others in {_range_text([slots], 'slot')}, since the base, its adapters and their passes need "
-        f"{gib(whole)} and the GPU has {gib(device.budget)} for a run; adapters {adapters}{inputs}, a "
+        f"{format_bytes(whole)} and the GPU has {format_bytes(device.budget_bytes)} for a run; adapters "
+        f"{adapters}{inputs}, a "
         f"microbatch has up to {case.capacity:,} tokens, and the GPU waits for the host in "
-        f"{case.unhidden(draft):.0%} of a step{files}"
+        f"{case.waiting_share(draft):.0%} of a step{files}"
     )
 
 
@@ -277,34 +286,37 @@ def choose_for_workers(
     assert jobs, "there is nothing to train"
 
     def case(together: Sequence[JobShape], capacity: int) -> StreamCase:
-        tokens = max(sum(job.batch_tokens for job in together), longest(together))
-        return StreamCase(shape, tuple(together), device, tokens, capacity, travels=False, workers=workers)
+        tokens = max(sum(job.batch_tokens for job in together), max_sample_tokens(together))
+        return StreamCase(
+            shape, tuple(together), device, tokens, capacity, adapters_travel=False, workers=workers
+        )
 
-    tokens = max(sum(job.batch_tokens for job in jobs), longest(jobs))
-    cases = [case(jobs, capacity) for capacity in capacities(longest(jobs), max_tokens, tokens)]
-    found = search(leaving_room(one, later) for one in cases)
+    tokens = max(sum(job.batch_tokens for job in jobs), max_sample_tokens(jobs))
+    cases = [case(jobs, capacity) for capacity in capacities(max_sample_tokens(jobs), max_tokens, tokens)]
+    found = search(case_with_later_jobs(one, later) for one in cases)
     if found is None:
         least = cases[-1]
-        tried = (least, *(case([job], job.longest) for job in later))
-        too_large = (one for one in tried if _least_bytes(one) > device.budget)
-        raise _workers_misfit_error(next(too_large, leaving_room(least, later)))
+        tried = (least, *(case([job], job.max_sample_tokens) for job in later))
+        too_large = (one for one in tried if _least_bytes(one) > device.budget_bytes)
+        raise _workers_misfit_error(next(too_large, case_with_later_jobs(least, later)))
     return _make_choice(found, _workers_reason(found, unstreamed_bytes))
 
 
 def _workers_reason(evaluated: EvaluatedDraft, unstreamed_bytes: int) -> str:
-    case, cut = evaluated.case, evaluated.draft.cut(travels=False)
-    sizes, stay = evaluated.draft.sizes, sum(evaluated.draft.resident)
+    case, cut = evaluated.case, evaluated.draft.make_layout(adapters_travel=False)
+    sizes, stay = evaluated.draft.layer_counts, sum(evaluated.draft.resident_stages)
     held = "all of them resident"
     if stay < len(sizes):
-        slots = _range_text([count for count in cut.slots if count], "slot")
+        slots = _range_text([count for count in cut.slot_counts if count], "slot")
         held = f"{stay} of them resident, the others in {slots} of their worker"
     return (
         f"streamed over {case.workers} workers in {len(sizes)} stages of {_range_text(sizes, 'layer')}, "
         f"{held}, since a worker's part of the base, an adapter and the passes of a pipeline would need "
-        f"{gib(unstreamed_bytes)} of a device that has {gib(case.device.budget)} for a run; adapters and "
+        f"{format_bytes(unstreamed_bytes)} of a device that has {format_bytes(case.device.budget_bytes)} "
+        "for a run; adapters and "
         f"inputs of stages stay on their worker's device, a microbatch has up to {case.capacity:,} tokens, "
         "and "
-        f"Loads take {case.unhidden(evaluated.draft):.0%} of a step"
+        f"Loads take {case.waiting_share(evaluated.draft):.0%} of a step"
     )
 
 
@@ -315,23 +327,26 @@ def _refuse_jobs(
     shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevice, round_tokens: int
 ) -> None:
     """Raise PlanError if not even one layer fits, or for every job that does not fit even alone."""
-    nobody = StreamCase(shape, (), device, round_tokens=1, capacity=1, travels=False)
-    if _least_bytes(nobody) > device.budget:
+    nobody = StreamCase(shape, (), device, round_tokens=1, capacity=1, adapters_travel=False)
+    if _least_bytes(nobody) > device.budget_bytes:
         beside = (
-            f"{gib(nobody.memory.embedding_head_bytes)} of embedding and head, {gib(device.slack)} of slack"
+            f"{format_bytes(nobody.memory.embedding_head_bytes)} of embedding and head, "
+            f"{format_bytes(device.slack_bytes)} of slack"
         )
-        if device.taken:
-            beside += f" and {gib(device.taken)} that are taken"
+        if device.process_bytes:
+            beside += f" and {format_bytes(device.process_bytes)} that are taken"
         raise PlanError(
-            f"one layer of the base needs {gib(nobody.memory.layer_bytes)} and beside it there must be "
-            f"{beside}, but the GPU has {gib(device.budget)} for a run; use a larger GPU or a smaller base"
+            f"one layer of the base needs {format_bytes(nobody.memory.layer_bytes)} and beside it there "
+            "must be "
+            f"{beside}, but the GPU has {format_bytes(device.budget_bytes)} for a run; use a larger GPU "
+            "or a smaller base"
         )
     mistakes = []
     for job in jobs:
         # The job's part of a round is not known, but it is at least one sample.
-        tokens = round_tokens if len(jobs) == 1 else job.longest
+        tokens = round_tokens if len(jobs) == 1 else job.max_sample_tokens
         alone = [
-            _choose_on_one_device(shape, [job], device, tokens, job.longest, state, ())
+            _choose_on_one_device(shape, [job], device, tokens, job.max_sample_tokens, state, ())
             for state in HOST_STATES
         ]
         if lack := _device_shortage(alone):
@@ -349,11 +364,12 @@ def _misfit_error(cases: Sequence[StreamCase]) -> PlanError:
     needs = [(host, case) for case in smallest if (host := _least_host_bytes(case)) is not None]
     need, case = min(needs, key=lambda pair: pair[0])
     layers = "the layers that find no room on the GPU"
-    purpose = layers if case.device.staging is None else f"reading {layers} from their files"
-    adapters = " and for the adapters" if case.travels else ""
-    inputs = " and for inputs of stages" if case.offloads else ""
+    purpose = layers if case.device.staging_bytes is None else f"reading {layers} from their files"
+    adapters = " and for the adapters" if case.adapters_travel else ""
+    inputs = " and for inputs of stages" if case.offloads_inputs else ""
     return HostTooSmall(
-        f"the host needs {gib(need)} for {purpose}{adapters}{inputs}, but {gib(case.device.host_budget)} of "
+        f"the host needs {format_bytes(need)} for {purpose}{adapters}{inputs}, but "
+        f"{format_bytes(case.device.host_budget_bytes)} of "
         "its memory are available; use a host with more memory, a larger GPU or a smaller base"
     )
 
@@ -361,20 +377,24 @@ def _misfit_error(cases: Sequence[StreamCase]) -> PlanError:
 def _workers_misfit_error(case: StreamCase) -> PlanError:
     """Return the error if no cut over several workers fits: a device or the host is too small."""
     device, need = case.device, _least_bytes(case)
-    if need > device.budget:
+    if need > device.budget_bytes:
         others = len(case.jobs) - 1
         beside = f"with {others} other job{'s' if others > 1 else ''} running, " if others else ""
         return PlanError(
             f"job {case.jobs[-1].name} does not fit: {beside}streamed over {case.workers} workers with "
-            f"{case.capacity} tokens in a microbatch, a worker needs {gib(need)} of its device at the least, "
-            f"where adapters and inputs of stages stay, but {gib(device.budget)} are available; use more "
+            f"{case.capacity} tokens in a microbatch, a worker needs {format_bytes(need)} of its device "
+            "at the least, "
+            f"where adapters and inputs of stages stay, but {format_bytes(device.budget_bytes)} are "
+            "available; use more "
             "or larger GPUs, or a smaller base"
         )
     host = _least_host_bytes(case)
     assert host is not None, "a cut fits the devices"
     return HostTooSmall(
-        f"the host needs {gib(host)} for the layers that find no room on the {case.workers} devices, but "
-        f"{gib(device.host_budget)} of its memory are available, and weights that stay in their files are "
+        f"the host needs {format_bytes(host)} for the layers that find no room on the {case.workers} "
+        "devices, but "
+        f"{format_bytes(device.host_budget_bytes)} of its memory are available, and weights that stay in "
+        "their files are "
         "streamed to one device only; use a host with more memory, larger GPUs or a smaller base"
     )
 
@@ -383,23 +403,24 @@ def _device_shortage(cases: Sequence[StreamCase]) -> str | None:
     """Return how much device memory the smallest case lacks, as the end of a sentence. None if it fits."""
     case = min(cases, key=_least_bytes)
     need = _least_bytes(case)
-    if need <= case.device.budget:
+    if need <= case.device.budget_bytes:
         return None
-    where = "in host memory" if case.travels else "on the GPU"
-    inputs = ", inputs of stages in host memory" if case.offloads else ""
+    where = "in host memory" if case.adapters_travel else "on the GPU"
+    inputs = ", inputs of stages in host memory" if case.offloads_inputs else ""
     return (
-        f"needs {gib(need)} on the GPU with adapters {where}{inputs} and {case.capacity} tokens in a "
-        f"microbatch, but {gib(case.device.budget)} are available"
+        f"needs {format_bytes(need)} on the GPU with adapters {where}{inputs} and {case.capacity} tokens "
+        "in a "
+        f"microbatch, but {format_bytes(case.device.budget_bytes)} are available"
     )
 
 
 def _least_bytes(case: StreamCase) -> int:
-    return min(map(case.most_bytes, frugal_drafts(case)))
+    return min(map(case.peak_bytes, frugal_drafts(case)))
 
 
 def _least_host_bytes(case: StreamCase) -> int | None:
     """Return the host bytes with as many layers on the device as fit. None if nothing fits."""
     full = filled_drafts(case) if case.workers > 1 else even_drafts(case)
     drafts = (*full, *frugal_drafts(case))
-    fitting = (draft for draft in drafts if case.most_bytes(draft) <= case.device.budget)
+    fitting = (draft for draft in drafts if case.peak_bytes(draft) <= case.device.budget_bytes)
     return min(map(case.host_bytes, fitting), default=None)

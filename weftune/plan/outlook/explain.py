@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weftune.plan.cost.memory import gib
+from weftune.plan.cost.memory import format_bytes
 from weftune.plan.outlook.forecast import Prediction, shared_groups
 from weftune.plan.outlook.streamed import StreamOutlook
 from weftune.plan.program.program import Recompute
@@ -14,38 +14,40 @@ def explain(prediction: Prediction, source: str) -> list[str]:
     smaller = "" if program.capacity >= choice.capacity else f", since {choice.capacity:,} does not fit"
     stages, cut = choice.layout.stages, "One stage: the whole base fits a device."
     if len(stages) > 1:
-        counts = " + ".join(str(stage.count) for stage in stages)
+        counts = " + ".join(str(stage.layer_count) for stage in stages)
         cut = f"{len(stages)} stages of {counts} layers: the slowest is as fast as can be, both ends counted."
     groups = "; ".join(" + ".join(group) for group in shared_groups(program))
     sentences = [
         f"Times are {source}.",
         f"Token capacity {program.capacity:,}{smaller}: the first window needs "
-        f"{gib(prediction.window.promise.peak_bytes)} of the {gib(choice.memory.budget)} that may be taken "
+        f"{format_bytes(prediction.window.promise.peak_bytes)} of the "
+        f"{format_bytes(choice.memory.budget_bytes)} that may be taken "
         "of the fullest device.",
-        _recomputed(program.recompute),
+        recomputed_sentence(program.recompute),
         cut,
         f"Jobs that share microbatches: {groups}. {forecast.microbatches} microbatches in {forecast.steps} "
         "rounds.",
     ]
-    if choice.layout.optimizer_offloaded:
+    if choice.layout.offloads_optimizer:
         sentences.append(
-            f"Master weights and moments live in host memory, which needs {gib(choice.host_bytes)}: they are "
+            "Master weights and moments live in host memory, which needs "
+            f"{format_bytes(choice.host_bytes)}: they are "
             "copied to the device for Steps and back, beside passes of other jobs; the adapter weights that "
             "passes read and their gradients stay on the device."
         )
     return sentences
 
 
-def _recomputed(recompute: Recompute) -> str:
-    """Return the sentence on what the backward recomputes."""
-    if not (recompute.layers or recompute.outputs):
+def recomputed_sentence(recompute: Recompute) -> str:
+    """Return a sentence that says what the backward recomputes."""
+    if not (recompute.recomputed_layers or recompute.recomputes_outputs):
         return "Nothing is recomputed in the backward: memory suffices."
     what = "Outputs of norms and activations are recomputed in the backward"
-    if recompute.layers:
-        what = f"{recompute.layers} layers are recomputed in the backward"
+    if recompute.recomputed_layers:
+        what = f"{recompute.recomputed_layers} layers are recomputed in the backward"
     if recompute.tile_rows:
         what += f", in tiles of up to {recompute.tile_rows:,} rows"
-        if recompute.layers:
+        if recompute.recomputed_layers:
             what += (
                 ", but not their attention" if recompute.keeps_attention else ", and so is their attention"
             )
@@ -59,18 +61,23 @@ def explain_streams(outlook: StreamOutlook, source: str) -> list[str]:
     choice, layout = outlook.choice, outlook.choice.layout
     seconds = outlook.forecast.seconds
     others = ", ".join(f"{one.name} {one.seconds / seconds - 1:+.1%}" for one in outlook.alternatives)
-    adapters = "live in host memory and travel with their stage" if layout.travels else "stay on the device"
-    inputs = "wait in host memory for the way back" if layout.offloads else "stay there"
+    adapters = (
+        "live in host memory and travel with their stage" if layout.adapters_travel else "stay on the device"
+    )
+    inputs = "wait in host memory for the way back" if layout.offloads_inputs else "stay there"
     mapping = f" Stage j is on device j mod {outlook.workers}." if outlook.workers > 1 else ""
     return [
         f"Times are {source}.",
         "Streamed, since the base does not fit with a job. `weftune train` finds the same cut for the "
-        f"same {len(choice.attached)} of the jobs by the same search; others would take: {others}.{mapping}",
-        f"Token capacity {choice.capacity:,}: the fullest device then needs {gib(choice.bytes)} of the "
-        f"{gib(outlook.case.device.budget)} that may be taken, the host {gib(choice.host_bytes)}.",
+        f"same {len(choice.attached_jobs)} of the jobs by the same search; others would take: "
+        f"{others}.{mapping}",
+        f"Token capacity {choice.capacity:,}: the fullest device then needs "
+        f"{format_bytes(choice.peak_device_bytes)} of the "
+        f"{format_bytes(outlook.case.device.budget_bytes)} that may be taken, the host "
+        f"{format_bytes(choice.host_bytes)}.",
         "Every layer is recomputed in the backward, save those of the last stage: of a microbatch a stage "
         "keeps its input only.",
         f"Adapters {adapters}. Inputs of stages {inputs}.",
-        f"Uploads: {gib(outlook.uploaded_bytes)} of layers per round; devices wait for the host in "
-        f"{choice.unhidden:.1%} of it.",
+        f"Uploads: {format_bytes(outlook.uploaded_bytes)} of layers per round; devices wait for the host in "
+        f"{choice.waiting_share:.1%} of it.",
     ]

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weftune.core.shapes import JobShape
-from weftune.plan.layout.choose import Choice
+from weftune.plan.layout.choose import LayoutChoice
 from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.layout.split import DeviceShare, share_jobs
 from weftune.plan.outlook.promise import FirstWindow, first_window
-from weftune.plan.program.program import Evaluate, Program
+from weftune.plan.program.program import ForwardOnly, Program
 from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import JobWindow
@@ -69,7 +69,7 @@ class Ablation:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A run's first window, and a simulation of the first window in which all jobs train."""
+    """The first window of a run, with its simulation, its forecast and the forecasts of alternatives."""
 
     window: FirstWindow
     program: Program
@@ -78,17 +78,17 @@ class Prediction:
     alternatives: tuple[Forecast, ...]
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> LayoutChoice:
         return self.window.choice
 
 
 def predict_window(
-    choice: Choice, jobs: Sequence[JobShape], job_window: JobWindowOf, times: StageTimes
+    choice: LayoutChoice, jobs: Sequence[JobShape], job_window: JobWindowOf, times: StageTimes
 ) -> Prediction:
     """Predict the first window. `jobs` are the attached jobs; `times` come from a profile or a data sheet."""
-    times = replace(times, step=times.step.plus(choice.unhidden_steps))
+    times = replace(times, step=times.step.plus(choice.step_wait))
     first = first_window(choice, jobs, lambda name, rounds: job_window(name, rounds, True))
-    evaluating = any(isinstance(action, Evaluate) for action, _ in first.program.forward_passes())
+    evaluating = any(isinstance(action, ForwardOnly) for action, _ in first.program.forward_passes())
     window = first
     if evaluating:
         window = first_window(choice, jobs, lambda name, rounds: job_window(name, rounds, False))
@@ -101,7 +101,7 @@ def predict_window(
 
 def _timeline(window: FirstWindow, times: StageTimes) -> Timeline:
     choice = window.choice
-    return times.timeline(window.program, choice.layout, window.shapes, choice.loads)
+    return times.timeline(window.program, choice.layout, window.shapes, choice.load_pace)
 
 
 def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:
@@ -117,13 +117,13 @@ def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:
         busy_seconds=sum(timeline.busy()) * seconds,
         devices=timeline.devices,
         peaks=(promise.peak_bytes,) * timeline.devices,
-        fits=promise.peak_bytes <= window.choice.memory.budget,
+        fits=promise.peak_bytes <= window.choice.memory.budget_bytes,
         capacity=program.capacity,
     )
 
 
 def _alternatives(
-    choice: Choice, jobs: Sequence[JobShape], job_window: JobWindowOf, times: StageTimes
+    choice: LayoutChoice, jobs: Sequence[JobShape], job_window: JobWindowOf, times: StageTimes
 ) -> list[Forecast]:
     """Return forecasts of each job alone on the same layout: microbatch after microbatch, and in a pipeline
     by 1F1B. A few rounds represent all."""
@@ -138,7 +138,7 @@ def _alternatives(
         parts.append(_forecast(alone, _timeline(alone, times)))
     piped = replace(sum_forecasts(parts), name=PIPED)
     alone_way = replace(piped, name=ALONE, seconds=piped.busy_seconds)
-    several = choice.layout.pipelined and choice.layout.workers > 1
+    several = choice.layout.is_pipeline and choice.layout.workers > 1
     return [alone_way, piped] if several else [alone_way]
 
 
@@ -203,8 +203,9 @@ def share_outlook(
     devices: int,
     predict_share: Callable[[Sequence[JobShape]], Prediction],
 ) -> ShareOutlook:
-    """Return the forecast for shares of about equal `seconds`; `predict_share` predicts one of them."""
-    sources = {job.name: job.starts_from for job in jobs}
+    """Return the forecast of a cluster whose devices train different jobs for about equal `seconds`.
+    `predict_share` predicts the window of one device."""
+    sources = {job.name: job.source_job for job in jobs}
     shares = [share for share in share_jobs(seconds, devices, sources) if share.jobs]
     parts = [predict_share([job for job in jobs if job.name in share.jobs]) for share in shares]
     return ShareOutlook(tuple(shares), tuple(parts))

@@ -16,7 +16,7 @@ from weftune.plan.cost.learned import Learned, Promise
 from weftune.plan.cost.memory import SPARE
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import JobShapes
-from weftune.plan.layout.choose import Choice
+from weftune.plan.layout.choose import LayoutChoice
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Program
 from weftune.plan.window.pace import cut_to_window_seconds, guess_pace
@@ -32,17 +32,17 @@ def promise_numbers(
     return {
         "layout": {
             "stages": [
-                {"layers": stage.count, "worker": home, "resident": stage.resident}
+                {"layers": stage.layer_count, "worker": home, "resident": stage.is_resident}
                 for stage, home in zip(layout.stages, layout.stage_workers, strict=True)
             ],
-            "slots": list(layout.slots),
+            "slots": list(layout.slot_counts),
             "replicas": layout.replicas,
-            "adapters_travel": layout.travels,
-            "inputs_offloaded": layout.offloads,
-            "optimizer_offloaded": layout.optimizer_offloaded,
+            "adapters_travel": layout.adapters_travel,
+            "inputs_offloaded": layout.offloads_inputs,
+            "optimizer_offloaded": layout.offloads_optimizer,
         },
         "capacity": program.capacity,
-        "recomputed_layers": program.recompute.layers,
+        "recomputed_layers": program.recompute.recomputed_layers,
         "tile_rows": program.recompute.tile_rows,
         "offloaded_layers": program.recompute.offloaded_layers,
         "aboard": list(shapes),
@@ -60,16 +60,16 @@ class FirstWindow:
     program: Program
     promise: Promise
     shapes: JobShapes
-    choice: Choice
+    choice: LayoutChoice
 
     @property
     def numbers(self) -> dict[str, Any]:
-        taken = self.choice.memory.taken
+        taken = self.choice.memory.process_bytes
         return promise_numbers(self.choice.layout, self.program, self.shapes, self.promise, taken)
 
 
 def first_window(
-    choice: Choice,
+    choice: LayoutChoice,
     attached: Sequence[JobShape],
     job_window: Callable[[str, int], JobWindow],
     order: PipelineOrder | None = None,
@@ -77,31 +77,34 @@ def first_window(
     """Return the window that a run begins with. `job_window` returns a job's part of it for a number of
     rounds; `order` replaces a pipeline's own order, for comparison only."""
     memory, shapes = choice.memory, {job.name: job for job in attached}
-    recompute = memory.recompute(attached, choice.capacity)
-    capacity = memory.capacity(attached, choice.capacity, recompute)
-    courses = cut_to_window_seconds([job_window(name, choice.rounds) for name in shapes], choice.first_pace)
+    recompute = memory.choose_recompute(attached, choice.capacity)
+    capacity = memory.choose_capacity(attached, choice.capacity, recompute)
+    courses = cut_to_window_seconds(
+        [job_window(name, choice.window_rounds) for name in shapes], choice.first_pace
+    )
     program = plan_window(
         courses,
         choice.layout,
         capacity,
-        choice.captured and not recompute.tile_rows,
+        choice.captures_graphs and not recompute.tile_rows,
         recompute,
         _pacing(choice.layout, order),
     )
-    known = choice.cost or arithmetic(choice.shape)
-    learned = Learned(initial_cost=known, memory=memory, first_seconds=choice.first_seconds)
+    known = choice.cost_model or arithmetic(choice.shape)
+    learned = Learned(initial_cost=known, memory=memory, first_seconds=choice.first_pass_seconds)
     return FirstWindow(program, learned.promise(program, shapes, _price(choice, shapes)), shapes, choice)
 
 
 def _pacing(layout: Layout, order: PipelineOrder | None) -> Pacing | None:
     """Return the pace of a pipeline before anything is measured. None for other layouts."""
-    if not layout.pipelined:
+    if not layout.is_pipeline:
         return None
-    return Pacing(tuple(guess_pace(stage.count) for stage in layout.stages), order, SPARE)
+    return Pacing(tuple(guess_pace(stage.layer_count) for stage in layout.stages), order, SPARE)
 
 
-def _price(choice: Choice, shapes: Mapping[str, JobShape]) -> Callable[[Program], float | None] | None:
-    """Return a simulation for programs on several workers. None for one, which uses the time model."""
+def _price(choice: LayoutChoice, shapes: Mapping[str, JobShape]) -> Callable[[Program], float | None] | None:
+    """Return a function that simulates a program on several workers and returns its seconds. None for one
+    worker, whose windows the time model predicts."""
     if choice.layout.workers * choice.layout.replicas == 1:
         return None
-    return partial(choice.seconds_of, shapes=shapes)
+    return partial(choice.predict_seconds, shapes=shapes)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from weftune.core.shapes import JobShape
-from weftune.plan.cost.memory import longest
-from weftune.plan.layout.choose import Choice
-from weftune.plan.layout.need import StreamCase, draft_of
+from weftune.plan.cost.memory import max_sample_tokens
+from weftune.plan.layout.choose import LayoutChoice
+from weftune.plan.layout.need import StreamCase, draft_from_layout
 from weftune.plan.layout.search import largest_drafts, smallest_drafts
 from weftune.plan.outlook.forecast import ALONE, Ablation, Forecast, sum_forecasts
 from weftune.plan.program.layout import Layout
@@ -20,7 +20,7 @@ from weftune.plan.program.simulate import Timeline, simulate
 
 @dataclass(frozen=True, slots=True)
 class StreamOutlook:
-    choice: Choice
+    choice: LayoutChoice
     case: StreamCase
     """Streaming case for which the choice was made."""
     forecast: Forecast
@@ -36,25 +36,25 @@ class StreamOutlook:
         """Bytes of layers uploaded per round. Stages that are still in a slot are not uploaded again."""
         layout, layers = self.choice.layout, 0
         for worker in range(self.workers):
-            own = layout.on(worker)
-            sizes = [layout.stages[stage].count for stage in own.streamed_stages]
-            still_there = sum(sizes[: own.slots]) + sum(sizes[len(sizes) - own.slots :])
+            own = layout.for_worker(worker)
+            sizes = [layout.stages[stage].layer_count for stage in own.streamed_stages]
+            still_there = sum(sizes[: own.slot_count]) + sum(sizes[len(sizes) - own.slot_count :])
             layers += 2 * sum(sizes) - still_there
         return layers * self.case.memory.layer_bytes
 
 
-def stream_outlook(choice: Choice) -> StreamOutlook:
-    case = streaming_case(choice, choice.attached)
+def stream_outlook(choice: LayoutChoice) -> StreamOutlook:
+    case = streaming_case(choice, choice.attached_jobs)
     forecast = _round(case, choice.layout)
-    alone = [_round(streaming_case(choice, [job]), choice.layout) for job in choice.attached]
+    alone = [_round(streaming_case(choice, [job]), choice.layout) for job in choice.attached_jobs]
     plain = [replace(_round(case, cut), name=name) for name, cut in _mobius_layouts(case, choice.layout)]
     return StreamOutlook(choice, case, forecast, (replace(sum_forecasts(alone), name=ALONE), *plain))
 
 
-def streaming_case(choice: Choice, together: Sequence[JobShape]) -> StreamCase:
+def streaming_case(choice: LayoutChoice, together: Sequence[JobShape]) -> StreamCase:
     """Return the streaming case of the choice for these jobs."""
     assert choice.stream_device is not None, "it is streamed"
-    tokens = max(sum(job.batch_tokens for job in together), longest(together))
+    tokens = max(sum(job.batch_tokens for job in together), max_sample_tokens(together))
     layout = choice.layout
     return StreamCase(
         choice.shape,
@@ -62,16 +62,16 @@ def streaming_case(choice: Choice, together: Sequence[JobShape]) -> StreamCase:
         choice.stream_device,
         tokens,
         choice.capacity,
-        layout.travels,
-        layout.offloads,
+        layout.adapters_travel,
+        layout.offloads_inputs,
         layout.workers,
     )
 
 
 def _round(case: StreamCase, layout: Layout) -> Forecast:
     """Predict a round by the recurrence with which the choice was made."""
-    draft = draft_of(layout)
-    seconds, unhidden, need = case.seconds(draft), case.unhidden(draft), case.device_bytes(draft)
+    draft = draft_from_layout(layout)
+    seconds, unhidden, need = case.round_seconds(draft), case.waiting_share(draft), case.device_bytes(draft)
     return Forecast(
         name="weftune",
         seconds=seconds,
@@ -80,8 +80,8 @@ def _round(case: StreamCase, layout: Layout) -> Forecast:
         microbatches=math.ceil(case.round_tokens / case.capacity),
         busy_seconds=seconds * (1.0 - unhidden) * layout.workers,
         devices=layout.workers,
-        peaks=(need - case.device.slack,) * layout.workers,
-        fits=need <= case.device.budget,
+        peaks=(need - case.device.slack_bytes,) * layout.workers,
+        fits=need <= case.device.budget_bytes,
         capacity=case.capacity,
     )
 
@@ -93,8 +93,8 @@ def _mobius_layouts(case: StreamCase, layout: Layout) -> Iterator[tuple[str, Lay
     for name, drafts in (("largest stages", largest_drafts), ("smallest stages", smallest_drafts)):
         fitting = [draft for draft in drafts(case) if case.fits(draft)]
         if fitting:
-            best = min(fitting, key=case.seconds)
-            yield name, best.cut(layout.travels, layout.offloaded_rows)
+            best = min(fitting, key=case.round_seconds)
+            yield name, best.make_layout(layout.adapters_travel, layout.offloaded_rows)
 
 
 def ablate_streams(outlook: StreamOutlook) -> tuple[Ablation, ...]:
@@ -102,14 +102,14 @@ def ablate_streams(outlook: StreamOutlook) -> tuple[Ablation, ...]:
     layouts that do not fit are omitted."""
     layout = outlook.choice.layout
     others = [("streamed stages", name, cut) for name, cut in _mobius_layouts(outlook.case, layout)]
-    if max(layout.slots) > 1:
+    if max(layout.slot_counts) > 1:
         ahead = "one slot: a stage is loaded once the previous one is evicted"
-        slots = tuple(min(1, count) for count in layout.slots)
-        others.append(("prefetch", ahead, replace(layout, slots=slots)))
-    if any(stage.resident for stage in layout.stages):
-        passing = tuple(replace(stage, resident=False) for stage in layout.stages)
-        slots = tuple(max(1, count) for count in layout.slots)
-        streamed = replace(layout, stages=passing, slots=slots)
+        slots = tuple(min(1, count) for count in layout.slot_counts)
+        others.append(("prefetch", ahead, replace(layout, slot_counts=slots)))
+    if any(stage.is_resident for stage in layout.stages):
+        passing = tuple(replace(stage, is_resident=False) for stage in layout.stages)
+        slots = tuple(max(1, count) for count in layout.slot_counts)
+        streamed = replace(layout, stages=passing, slot_counts=slots)
         others.append(("resident stages", "every stage is streamed", streamed))
     rows = [(mechanism, instead, _round(outlook.case, cut)) for mechanism, instead, cut in others]
     return tuple(
@@ -122,16 +122,18 @@ def ablate_streams(outlook: StreamOutlook) -> tuple[Ablation, ...]:
 def round_timeline(case: StreamCase, layout: Layout, program: Program) -> Timeline:
     """Simulate the passes and Load actions of a window at the speeds with which the choice was made.
     Transfers of optimizer state and of offloaded inputs are not simulated."""
-    sizes = [stage.count for stage in layout.stages]
+    sizes = [stage.layer_count for stage in layout.stages]
     by_rows = {rows: _passes(case, sizes, rows) for rows in {one.rows for one in program.microbatches}}
     prices = Prices(
         tuple(by_rows[one.rows] for one in program.microbatches),
         weight_bytes=tuple(size * case.memory.layer_bytes for size in sizes),
     )
-    return simulate(program, prices, PricedCluster(layout.workers, host_link=Link(case.bandwidth)))
+    return simulate(program, prices, PricedCluster(layout.workers, host_link=Link(case.link_bandwidth)))
 
 
 def _passes(case: StreamCase, sizes: Sequence[int], rows: int) -> tuple[PassPrice, ...]:
     """Return the cost of one microbatch on every stage."""
     one = replace(case, round_tokens=rows, capacity=rows)
-    return tuple(PassPrice(stage.forward, stage.backward) for stage in one.rounds(sizes))
+    return tuple(
+        PassPrice(stage.forward_seconds, stage.backward_seconds) for stage in one.stage_rounds(sizes)
+    )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 EVALUATION_COST = 0.4
-"""Time of an evaluated token relative to a trained one: a forward without a backward."""
+"""Time of an evaluated or scored token relative to a trained one: a forward without a backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +15,8 @@ class JobTotal:
 
     steps: int
     tokens: float
-    """Tokens per step, with evaluated tokens converted into trained tokens that take equally long."""
+    """Tokens per step, with evaluated and scored tokens converted into trained tokens that take equally
+    long."""
     state_bytes: int
     """Bytes of the job's adapter, with gradient and optimizer state."""
     is_lower_bound: bool = False
@@ -40,11 +41,12 @@ RoundSeconds = Callable[[Collection[str]], float]
 
 
 def tokens_per_step(
-    batches: Collection[Collection[int]], held_out: int, evaluations: int, steps: int
+    batches: Collection[Collection[int]], held_out: int, evaluations: int, steps: int, scored: float = 0.0
 ) -> float:
-    """Return the tokens per step as `JobTotal` counts them; `batches` are representative of all."""
+    """Return the tokens per step as `JobTotal` counts them; `batches` are representative of all. `scored` is
+    the number of tokens that are scored once, before the first step."""
     trained = sum(map(sum, batches)) / max(1, len(batches))
-    return trained + EVALUATION_COST * held_out * evaluations / max(1, steps)
+    return trained + EVALUATION_COST * (held_out * evaluations + scored) / max(1, steps)
 
 
 def job_ends(

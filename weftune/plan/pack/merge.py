@@ -34,7 +34,7 @@ NO_OP: Microbatch = ()
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Microbatches in the order of their forward passes."""
+    """The microbatches of a sequence of rounds, in the order of their forward passes."""
 
     microbatches: tuple[Microbatch, ...]
     moved_samples: int

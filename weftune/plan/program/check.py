@@ -6,13 +6,16 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import chain
 
-from weftune.plan.program.layout import OnWorker
+from weftune.plan.program.layout import WorkerLayout
 from weftune.plan.program.program import (
     Action,
     Backward,
+    Compute,
     Evaluate,
     Evict,
     Forward,
+    ForwardOnly,
+    ForwardPass,
     IllegalProgram,
     Load,
     Payload,
@@ -21,6 +24,7 @@ from weftune.plan.program.program import (
     Recv,
     Reduce,
     Save,
+    Score,
     Send,
     Step,
     batch_samples,
@@ -31,11 +35,11 @@ def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
     """Raise IllegalProgram unless every rule of training holds; `last_steps` maps jobs to their last step.
 
     The rules: every sample of a global batch is trained exactly once, at its own offset, the samples of a
-    group in one microbatch; a held-out sample is evaluated once per step; a microbatch stays within the
-    capacity and holds each job's rows in one segment. On every device: Forward follows the arrival of its
+    group in one microbatch; a sample is evaluated or scored at most once per step; a microbatch stays within
+    the capacity and holds each job's rows in one segment. On every device: Forward follows the arrival of its
     input from the previous stage; Backward follows its Forward and the arrival of its gradient from the next
     stage; Step follows every Backward of its batch and, in a pipeline, its Reduce; a job's batches run in
-    order, each Forward after the previous Step; Evaluate and Save follow a step that has just been executed;
+    order, each Forward after the previous Step; Evaluate, Score and Save follow the step that they name;
     a streamed stage is used between its Load and its Evict; the chunks of a sample go forward in order and
     backward in reverse. Every Send has its Recv, in one order per pair of devices; a Reduce waits for the
     Reduce of the next device, a Step for the Step of the previous one. At the end of the window nothing is
@@ -59,9 +63,9 @@ def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
     for number in range(len(program.devices)):
         _DeviceCheck(program, number, shares[program.replica(number)], last_steps or {}).run()
     _check_coverage(program)
-    _check_held_out(program)
+    _check_forward_only(program)
     _check_transport(program)
-    if program.chunk:
+    if program.chunk_rows:
         _check_chunks(program)
 
 
@@ -104,22 +108,23 @@ def _check_groups(program: Program) -> None:
     for action, microbatch in program.forward_passes():
         for segment in microbatch.segments:
             for placed in segment.samples:
-                if placed.group is not None:
-                    key = type(action), segment.job, segment.step, placed.group
+                if placed.group_number is not None:
+                    key = type(action), segment.job, segment.step, placed.group_number
                     found = where.setdefault(key, action.microbatch)
                     told = "group {} of {} is parted"
-                    _require(found == action.microbatch, told, placed.group, segment.job)
+                    _require(found == action.microbatch, told, placed.group_number, segment.job)
 
 
-def _check_held_out(program: Program) -> None:
-    seen: set[tuple[str, int, PlacedSample]] = set()
+def _check_forward_only(program: Program) -> None:
+    seen: set[tuple[type, str, int, PlacedSample]] = set()
     for action, microbatch in program.forward_passes():
-        if isinstance(action, Evaluate):
+        if isinstance(action, ForwardOnly):
+            done = "evaluated" if isinstance(action, Evaluate) else "scored"
             for segment in microbatch.segments:
                 for placed in segment.samples:
-                    key = segment.job, segment.step, placed
-                    again = "sample {} of {} is evaluated twice at step {}"
-                    _require(key not in seen, again, placed.sample, segment.job, segment.step)
+                    key = type(action), segment.job, segment.step, placed
+                    again = "sample {} of {} is {} twice at step {}"
+                    _require(key not in seen, again, placed.sample, segment.job, done, segment.step)
                     seen.add(key)
 
 
@@ -163,7 +168,7 @@ class _DeviceCheck:
                     self._check_send(action)
                 case Recv():
                     self._check_receive(action)
-                case Forward() | Evaluate():
+                case Forward() | Evaluate() | Score():
                     self._check_forward(action)
                 case Backward():
                     self._check_backward(action)
@@ -174,7 +179,7 @@ class _DeviceCheck:
             self.loaded == self.found, "device {} ends with other stages than it began with", self.device
         )
 
-    def _check_forward(self, action: Forward | Evaluate) -> None:
+    def _check_forward(self, action: ForwardPass) -> None:
         number, stage = self._require_loaded(action)
         _require((number, stage) not in self.passed, "{} runs a microbatch a second time", action)
         if stage > 0:
@@ -184,7 +189,7 @@ class _DeviceCheck:
             _require(came, "{} comes before its activation", action)
         self.passed.add((number, stage))
         for segment in self.program.microbatches[number].segments:
-            if isinstance(action, Evaluate):
+            if isinstance(action, ForwardOnly):
                 now = self.stepped.setdefault(segment.job, segment.step)
                 _require(segment.step == now, "{}: {} is at step {}", action, segment.job, now)
                 continue
@@ -272,7 +277,7 @@ class _DeviceCheck:
         self.arrived.discard(wanted)
         return here
 
-    def _require_loaded(self, action: Forward | Backward | Evaluate) -> tuple[int, int]:
+    def _require_loaded(self, action: Compute) -> tuple[int, int]:
         self._require_own_stage(action, action.stage)
         _require(action.stage in self.loaded, "{} uses a stage that is not loaded", action)
         return action.microbatch, action.stage
@@ -297,7 +302,7 @@ def _check_coverage(program: Program) -> None:
             replica * program.devices_per_replica, (replica + 1) * program.devices_per_replica
         ):
             for action in program.devices[device]:
-                if isinstance(action, Forward | Evaluate):
+                if isinstance(action, ForwardPass):
                     passed[action.stage].add(action.microbatch)
         _require(all(one == own for one in passed), "a microbatch is never run on one of the stages")
         _require(found.isdisjoint(own), "a microbatch runs in two replicas")
@@ -431,7 +436,7 @@ class StepMessages:
         return tuple(one for one in near if message in self.needed_by(waiting, one))
 
 
-def check_slots(program: Program, part: OnWorker) -> None:
+def check_slots(program: Program, part: WorkerLayout) -> None:
     """Raise IllegalProgram if two streamed stages of a worker would be in the same slot at once.
 
     The program is assumed to pass `check`. The rules: resident stages are neither loaded nor evicted; a Load
@@ -442,7 +447,7 @@ def check_slots(program: Program, part: OnWorker) -> None:
         raise IllegalProgram(
             f"{len(program.stages)} stages are planned, but the layout has {len(part.stages)}"
         )
-    slot_of = {stage: part.slot(stage) for stage in part.streamed_stages}
+    slot_of = {stage: part.slot_of_stage(stage) for stage in part.streamed_stages}
     waiting = {slot_of[stage]: stage for stage in part.initial_stages}
     held = dict(waiting)
     for action in program.devices[part.worker]:
@@ -457,7 +462,7 @@ def check_slots(program: Program, part: OnWorker) -> None:
                 if held.get(slot_of[stage]) != stage:
                     raise IllegalProgram(f"{action} gives up a stage that is not in its slot")
                 del held[slot_of[stage]]
-            case Forward(_, stage) | Backward(_, stage) | Evaluate(_, stage):
+            case Forward(_, stage) | Backward(_, stage) | Evaluate(_, stage) | Score(_, stage):
                 if stage in slot_of and held.get(slot_of[stage]) != stage:
                     raise IllegalProgram(f"{action} uses a stage that is not in its slot")
     if held != waiting:

@@ -18,11 +18,11 @@ class StageLayers:
 
     start: int
     stop: int
-    resident: bool = False
+    is_resident: bool = False
     """Whether the stage's weights stay on the device."""
 
     @property
-    def count(self) -> int:
+    def layer_count(self) -> int:
         return self.stop - self.start
 
 
@@ -53,39 +53,39 @@ class Layout:
     """Layout of a base on the devices of its workers."""
 
     stages: tuple[StageLayers, ...]
-    slots: tuple[int, ...] = (0,)
+    slot_counts: tuple[int, ...] = (0,)
     """Number of slots on each worker's device. A slot is as large as the worker's largest streamed stage."""
-    travels: bool = False
+    adapters_travel: bool = False
     """Whether adapters are also kept in host memory, and loaded and evicted with their stage."""
     offloaded_rows: int = 0
     """Number of rows per round whose inputs fit in host memory; 0 keeps inputs on the device."""
     replicas: int = 1
     """Number of copies of all stages, each on its own workers."""
-    optimizer_offloaded: bool = False
+    offloads_optimizer: bool = False
     """Whether master weights and optimizer moments are in host memory and copied to the device only for
     Steps, while compute copies and gradients of adapters stay on the device."""
-    pipelined: bool = False
+    is_pipeline: bool = False
     """Whether every worker has one resident stage, which keeps the activations of a forward for its backward.
     Otherwise stages run one after another, and forwards are recomputed from their inputs, even if the stages
     are resident."""
 
     def __post_init__(self) -> None:
         assert self.workers <= len(self.stages), "every worker has a stage"
-        assert not self.pipelined or (len(self.stages) == self.workers and not any(self.slots)), (
+        assert not self.is_pipeline or (len(self.stages) == self.workers and not any(self.slot_counts)), (
             "a worker of a pipeline has one stage, which stays"
         )
-        assert not self.optimizer_offloaded or (
-            len(self.stages) * self.replicas == 1 and self.stages[0].resident and not self.travels
+        assert not self.offloads_optimizer or (
+            len(self.stages) * self.replicas == 1 and self.stages[0].is_resident and not self.adapters_travel
         ), "only beside a base that stays on one device"
-        for worker, count in enumerate(self.slots):
-            assert count >= 1 or not self.on(worker).streamed_stages, (
+        for worker, count in enumerate(self.slot_counts):
+            assert count >= 1 or not self.for_worker(worker).streamed_stages, (
                 "a streamed stage needs a place to come to"
             )
 
     @property
     def workers(self) -> int:
         """Number of workers of one replica."""
-        return len(self.slots)
+        return len(self.slot_counts)
 
     @property
     def stage_workers(self) -> tuple[int, ...]:
@@ -97,32 +97,32 @@ class Layout:
         return self.stages[-1].stop
 
     @property
-    def job_groups(self) -> int:
+    def job_group_count(self) -> int:
         """Number of groups of jobs in a round. The offloaded Steps of one overlap the passes of the other."""
-        return 2 if self.optimizer_offloaded else 1
+        return 2 if self.offloads_optimizer else 1
 
     @property
-    def offloads(self) -> bool:
+    def offloads_inputs(self) -> bool:
         """Whether inputs of stages are kept in host memory until their backward."""
         return self.offloaded_rows > 0
 
-    def on(self, worker: int) -> OnWorker:
-        return OnWorker(self, worker)
+    def for_worker(self, worker: int) -> WorkerLayout:
+        return WorkerLayout(self, worker)
 
 
-def one_device(layers: int = 1, optimizer_offloaded: bool = False) -> Layout:
+def one_device_layout(layers: int = 1, optimizer_offloaded: bool = False) -> Layout:
     """Return a layout with the whole base as one resident stage on one device."""
-    return Layout((StageLayers(0, layers, resident=True),), optimizer_offloaded=optimizer_offloaded)
+    return Layout((StageLayers(0, layers, is_resident=True),), offloads_optimizer=optimizer_offloaded)
 
 
-def in_stages(layers: Sequence[LayerRange], replicas: int = 1) -> Layout:
+def pipeline_layout(layers: Sequence[LayerRange], replicas: int = 1) -> Layout:
     """Return a pipeline with one resident stage on each worker."""
-    stages = tuple(StageLayers(one.start, one.stop, resident=True) for one in layers)
-    return Layout(stages, (0,) * len(stages), replicas=replicas, pipelined=True)
+    stages = tuple(StageLayers(one.start, one.stop, is_resident=True) for one in layers)
+    return Layout(stages, (0,) * len(stages), replicas=replicas, is_pipeline=True)
 
 
 @dataclass(frozen=True, slots=True)
-class OnWorker:
+class WorkerLayout:
     """One worker's part of a layout. Stages keep their global numbers."""
 
     layout: Layout
@@ -134,28 +134,28 @@ class OnWorker:
         return self.layout.stages
 
     @property
-    def own(self) -> tuple[int, ...]:
+    def own_stages(self) -> tuple[int, ...]:
         return tuple(range(self.worker, len(self.stages), self.layout.workers))
 
     @property
-    def slots(self) -> int:
-        return self.layout.slots[self.worker]
+    def slot_count(self) -> int:
+        return self.layout.slot_counts[self.worker]
 
     @property
     def streamed_stages(self) -> tuple[int, ...]:
         """Stages of this worker that are streamed."""
-        return tuple(number for number in self.own if not self.stages[number].resident)
+        return tuple(number for number in self.own_stages if not self.stages[number].is_resident)
 
     @property
     def initial_stages(self) -> tuple[int, ...]:
         """Streamed stages that are in the slots between windows: this worker's first ones."""
-        return self.streamed_stages[: self.slots]
+        return self.streamed_stages[: self.slot_count]
 
-    def slot(self, stage: int) -> int:
+    def slot_of_stage(self, stage: int) -> int:
         """Return the slot of a stage, always the same, so that its weights keep their address."""
-        return self.streamed_stages.index(stage) % self.slots
+        return self.streamed_stages.index(stage) % self.slot_count
 
-    def layers_of(self, stage: int) -> LayerRange:
+    def stage_range(self, stage: int) -> LayerRange:
         found = self.stages[stage]
         return LayerRange(found.start, found.stop, self.layout.layers)
 
@@ -163,14 +163,18 @@ class OnWorker:
     def offloaded_stages(self) -> tuple[int, ...]:
         """Stages of this worker whose inputs are offloaded: not the base's first stage, which has no input,
         and not this worker's last one, whose backward runs first."""
-        return tuple(number for number in self.own[:-1] if number > 0) if self.layout.offloads else ()
+        return (
+            tuple(number for number in self.own_stages[:-1] if number > 0)
+            if self.layout.offloads_inputs
+            else ()
+        )
 
     @property
-    def held_rounds(self) -> int:
+    def rounds_on_device(self) -> int:
         """Number of rounds whose rows are on the device at the peak: one per stage without offloading."""
-        return OFFLOADED_ROUNDS if self.layout.offloads else len(self.own)
+        return OFFLOADED_ROUNDS if self.layout.offloads_inputs else len(self.own_stages)
 
     @property
-    def held_microbatches(self) -> int:
-        """Number of microbatches whose rows are on the device at the peak besides `held_rounds`."""
-        return OFFLOADED_MICROBATCHES if self.layout.offloads else 0
+    def extra_microbatches_on_device(self) -> int:
+        """Number of microbatches whose rows are on the device at the peak besides `rounds_on_device`."""
+        return OFFLOADED_MICROBATCHES if self.layout.offloads_inputs else 0

@@ -12,7 +12,7 @@ class PassPrice:
     """Cost of one microbatch on one stage."""
 
     forward: float
-    """Duration of a Forward or an Evaluate, in seconds."""
+    """Duration of a Forward, an Evaluate or a Score, in seconds."""
     backward: float
     activation_bytes: int = 0
     """Bytes of activations sent to the next stage."""

@@ -16,9 +16,9 @@ from typing import Literal, Protocol
 class Recompute:
     """The parts of a forward that are not kept but recomputed in the backward."""
 
-    outputs: bool = False
+    recomputes_outputs: bool = False
     """Whether the outputs of norms and activation functions are recomputed, which costs little."""
-    layers: int = 0
+    recomputed_layers: int = 0
     """Number of layers that are recomputed completely, which costs another forward."""
     tile_rows: int = 0
     """Maximum rows of a microbatch that a layer computes at a time, except in attention. 0 means all rows."""
@@ -31,7 +31,7 @@ class Recompute:
 NOTHING = Recompute()
 
 
-class OfBatch(Protocol):
+class JobStepKey(Protocol):
     """An object that belongs to one global batch."""
 
     @property
@@ -48,9 +48,9 @@ class PlacedSample:
     sample: int
     length: int
     offset: int
-    supervised: int = 0
+    supervised_tokens: int = 0
     """Number of the sample's tokens that count in the loss."""
-    group: int | None = None
+    group_number: int | None = None
     """Group number. Adjacent samples with the same number, such as preference pairs, share a microbatch."""
 
 
@@ -59,14 +59,14 @@ def group_samples(samples: Sequence[PlacedSample], size: int) -> tuple[PlacedSam
     if size == 1:
         return tuple(samples)
     assert len(samples) % size == 0, f"a batch of {len(samples)} samples is no number of groups of {size}"
-    return tuple(replace(placed, group=number // size) for number, placed in enumerate(samples))
+    return tuple(replace(placed, group_number=number // size) for number, placed in enumerate(samples))
 
 
 def sample_groups(samples: Iterable[PlacedSample]) -> list[tuple[PlacedSample, ...]]:
     """Split the samples into runs that must share a microbatch; most runs have one sample."""
     runs: list[list[PlacedSample]] = []
     for placed in samples:
-        if runs and placed.group is not None and placed.group == runs[-1][-1].group:
+        if runs and placed.group_number is not None and placed.group_number == runs[-1][-1].group_number:
             runs[-1].append(placed)
         else:
             runs.append([placed])
@@ -80,10 +80,12 @@ class GlobalBatch:
     job: str
     step: int
     samples: tuple[PlacedSample, ...]
-    supervised: int
+    supervised_tokens: int
     """Number of supervised tokens in the whole batch, by which the job's loss is divided."""
     prefix_rows: int = 0
     """Number of rows that the job's adapter inserts before samples."""
+    mismatched: tuple[PlacedSample, ...] = ()
+    """Samples that are scored after the previous step, for the KL term of the batch's loss."""
 
     @property
     def tokens(self) -> int:
@@ -151,6 +153,15 @@ class Backward:
 @dataclass(frozen=True, slots=True)
 class Evaluate:
     """A forward pass over held-out samples. Each segment's `step` is the optimizer step that precedes it."""
+
+    microbatch: int
+    stage: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A forward pass without gradients. Its result is, for each sample, the sum of the log-probabilities of
+    the sample's supervised tokens. Each segment's `step` is the optimizer step that precedes it."""
 
     microbatch: int
     stage: int = 0
@@ -224,7 +235,10 @@ class Evict:
     stage: int
 
 
-Compute = Forward | Backward | Evaluate
+ForwardOnly = Evaluate | Score
+"""A forward pass that keeps nothing for a backward."""
+ForwardPass = Forward | ForwardOnly
+Compute = ForwardPass | Backward
 Transport = Send | Recv
 Streaming = Load | Evict
 OfJob = Reduce | Step | Save
@@ -243,7 +257,7 @@ class Program:
     stages: tuple[int, ...] = (0,)
     """Device of each stage, in the first replica."""
     recompute: Recompute = NOTHING
-    chunk: int = 0
+    chunk_rows: int = 0
     """Rows per chunk if samples are cut into chunks (then `samples` are parts of samples), otherwise 0."""
     replicas: int = 1
     """Number of copies of all stages, each on its own devices; every microbatch runs in one of them."""
@@ -296,24 +310,28 @@ class Program:
         """Maps (job, step) to the batch, for quick lookup with thousands of jobs."""
         return {(batch.job, batch.step): batch for batch in self.batches}
 
-    def supervised(self, segment: OfBatch) -> int:
+    def supervised(self, segment: JobStepKey) -> int:
         """Return the supervised tokens of a segment's whole global batch, by which its loss is divided."""
-        return self.batch(segment.job, segment.step).supervised
+        return self.batch(segment.job, segment.step).supervised_tokens
 
-    def samples(self, segment: OfBatch) -> int:
-        """Return the number of samples of a segment's whole global batch."""
-        return len(self.batch(segment.job, segment.step).samples)
+    def sample_counts(self, segment: JobStepKey) -> tuple[int, ...]:
+        """Return the supervised tokens of each sample of a segment's whole global batch."""
+        return tuple(placed.supervised_tokens for placed in self.batch(segment.job, segment.step).samples)
 
-    def forward_passes(self) -> Iterator[tuple[Forward | Evaluate, MicrobatchPlan]]:
-        """Yield every forward and evaluation pass with its microbatch, once for all stages."""
+    def forward_passes(self) -> Iterator[tuple[ForwardPass, MicrobatchPlan]]:
+        """Yield every forward pass, of any kind, with its microbatch, once for all stages."""
         for replica in range(self.replicas):
             yield from self.replica_passes(replica)
 
-    def replica_passes(self, replica: int) -> Iterator[tuple[Forward | Evaluate, MicrobatchPlan]]:
-        """Yield the forward and evaluation passes of one replica with their microbatches."""
+    def replica_passes(self, replica: int) -> Iterator[tuple[ForwardPass, MicrobatchPlan]]:
+        """Yield the forward passes, of any kind, of one replica with their microbatches."""
         for action in self.devices[self.stage_devices(replica)[0]]:
-            if isinstance(action, Forward | Evaluate) and action.stage == 0:
+            if isinstance(action, ForwardPass) and action.stage == 0:
                 yield action, self.microbatches[action.microbatch]
+
+    def pass_kinds(self) -> dict[int, type[ForwardPass]]:
+        """Return a map from each microbatch to the class of its forward pass."""
+        return {action.microbatch: type(action) for action, _ in self.forward_passes()}
 
     def shared_count(self) -> int:
         """Return the number of microbatches that contain two jobs or more."""

@@ -25,14 +25,18 @@ from weftune.plan.program.prices import PricedCluster, Prices
 from weftune.plan.program.program import (
     Action,
     Backward,
+    Compute,
     Evaluate,
     Evict,
     Forward,
+    ForwardOnly,
+    ForwardPass,
     Load,
     Program,
     Recv,
     Reduce,
     Save,
+    Score,
     Send,
     Step,
 )
@@ -118,7 +122,7 @@ class Timeline:
         """
         begun, feeding = 0.0, self.makespan
         for device in range(self.devices):
-            forwards = [one for one in self.events_of(device) if isinstance(one.action, Forward | Evaluate)]
+            forwards = [one for one in self.events_of(device) if isinstance(one.action, ForwardPass)]
             if forwards:
                 begun = max(begun, forwards[0].start)
                 feeding = min(feeding, forwards[-1].stop)
@@ -257,12 +261,12 @@ class _Simulation:
             return False
         if isinstance(action, Reduce | Step):
             return lanes.decisions.issuperset(self.messages.needed_by(action, device))
-        if not isinstance(action, Forward | Backward | Evaluate):
+        if not isinstance(action, Compute):
             return True
         arrival = self._arrival(action, device)
         return arrival is None or arrival in lanes.arrived
 
-    def _arrival(self, action: Forward | Backward | Evaluate, device: int) -> Arrival | None:
+    def _arrival(self, action: Compute, device: int) -> Arrival | None:
         """Return the input that this pass needs from another device, or None."""
         back = isinstance(action, Backward)
         maker = action.stage + 1 if back else action.stage - 1
@@ -285,7 +289,7 @@ class _Simulation:
 
     def _seconds(self, action: Action) -> float:
         match action:
-            case Forward(number, stage) | Evaluate(number, stage):
+            case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
                 return self.prices.passes[number][stage].forward
             case Backward(number, stage):
                 return self.prices.passes[number][stage].backward
@@ -294,10 +298,10 @@ class _Simulation:
         return 0.0
 
     def _begin(self, device: int, action: Action) -> None:
-        if isinstance(action, Forward | Backward | Evaluate) and (result := self._result_of(action, device)):
+        if isinstance(action, Compute) and (result := self._result_of(action, device)):
             self._change_memory(device, self._message_bytes(result))
         match action:
-            case Forward(number, stage) | Evaluate(number, stage):
+            case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
                 self._change_memory(device, self.prices.passes[number][stage].kept_bytes)
                 if (wanted := self._arrival(action, device)) is not None:
                     self._change_memory(
@@ -315,17 +319,17 @@ class _Simulation:
         self._record_event(device, Lane.compute, action, start)
         if isinstance(action, Reduce):
             self._send_messages(action, device)
-        if isinstance(action, Backward | Evaluate):
+        if isinstance(action, Backward | ForwardOnly):
             self._change_memory(device, -self.prices.passes[action.microbatch][action.stage].kept_bytes)
         if isinstance(action, Backward):
             self._change_memory(device, -self.prices.passes[action.microbatch][action.stage].working_bytes)
         if isinstance(action, Backward) and (wanted := self._arrival(action, device)) is not None:
             self._change_memory(device, -self._message_bytes(wanted))
-        if isinstance(action, Forward | Backward | Evaluate) and (result := self._result_of(action, device)):
+        if isinstance(action, Compute) and (result := self._result_of(action, device)):
             self.lanes[device].results.add(result)
         self._wake(device)
 
-    def _result_of(self, action: Forward | Backward | Evaluate, device: int) -> Arrival | None:
+    def _result_of(self, action: Compute, device: int) -> Arrival | None:
         """Return the result that this pass sends to another device, or None."""
         back = isinstance(action, Backward)
         taker = action.stage - 1 if back else action.stage + 1
@@ -441,7 +445,7 @@ def _lanes(actions: tuple[Action, ...]) -> _Lanes:
             case Load(stage):
                 lanes.loads.append((action, len(lanes.compute)))
                 brought[stage] = len(lanes.loads)
-            case Forward() | Backward() | Evaluate() | Evict():
+            case Forward() | Backward() | Evaluate() | Score() | Evict():
                 lanes.compute.append((action, brought.get(action.stage, 0)))
             case Reduce() | Step() | Save():
                 lanes.compute.append((action, 0))

@@ -30,7 +30,7 @@ from weftune.plan.cost.estimate import (
     base_pass_time,
     square_seconds,
 )
-from weftune.plan.cost.memory import gib
+from weftune.plan.cost.memory import format_bytes
 from weftune.plan.cost.time import Line
 from weftune.plan.layout.balanced import balance
 from weftune.plan.studies.placement import Placement
@@ -154,7 +154,10 @@ class Shortage:
     budget: int
 
     def __str__(self) -> str:
-        return f"needs {gib(self.need)} on stage {self.stage}, but {gib(self.budget)} are available"
+        return (
+            f"needs {format_bytes(self.need)} on stage {self.stage}, "
+            f"but {format_bytes(self.budget)} are available"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,8 @@ class PipelineCost:
         ]
 
     def paces(self, load: GroupLoad) -> list[float]:
-        """Return the compute seconds of forward plus backward on every stage, faster than `times`."""
+        """Return the compute seconds of forward plus backward on every stage, without building the parts that
+        `times` returns."""
         return [
             (stage.forward.seconds(load) + stage.backward.seconds(load)) / stage.shards
             + adapters.forward.seconds
@@ -231,7 +235,7 @@ class FusionGroup:
     seconds: float
     """Predicted seconds of the group: end to end for the first group, the added time for later ones."""
     reason: str
-    """Reason why the next job did not join."""
+    """Reason why the group ends with its last job."""
 
     @property
     def jobs(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from weftune.plan.cost.estimate import (
     layer_costs,
     stage_cost,
 )
-from weftune.plan.cost.memory import MemoryModel, gib, longest
+from weftune.plan.cost.memory import MemoryModel, format_bytes, max_sample_tokens
 from weftune.plan.layout.choose import MAX_TOKENS
 from weftune.plan.layout.stages import StageLimit, balance
 from weftune.plan.program.program import NOTHING, Recompute
@@ -61,7 +61,7 @@ class ClusterCase:
     @property
     def memory(self) -> MemoryModel:
         """Memory model of the first device with the whole base."""
-        return MemoryModel(self.shape, self.budgets[0], fused=self.is_gpu)
+        return MemoryModel(self.shape, self.budgets[0], uses_fused_ops=self.is_gpu)
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class ClusterCase:
     def costs(self, jobs: Sequence[JobOutline], rows: RowCounts) -> tuple[LayerCost, ...]:
         """Return the cost of each layer for a microbatch on the first device."""
         costs = layer_costs(self.layers, jobs, rows, self.speeds[0], self.memory.bytes_per_parameter)
-        if not self.recompute.layers:
+        if not self.recompute.recomputed_layers:
             return costs
         return tuple(
             replace(cost, backward=cost.backward + cost.forward) if cost.kind == "layer" else cost
@@ -85,21 +85,23 @@ def cluster_case(
     """Return a base on a cluster. `speeds` may be measured; the default is those of the data sheets."""
     speeds = speeds or [data_sheet_speed(device) for device in cluster.devices]
     first = cluster.devices[0]
-    memory = MemoryModel(shape, first.memory_bytes, fused=first.is_gpu)
-    whole = memory.bytes_per_token(replace(recompute, layers=0)) // shape.layers
-    kept = shape.hidden * shape.bytes_per_value if recompute.layers else whole
+    memory = MemoryModel(shape, first.memory_bytes, uses_fused_ops=first.is_gpu)
+    whole = memory.bytes_per_token(replace(recompute, recomputed_layers=0)) // shape.layers
+    kept = shape.hidden * shape.bytes_per_value if recompute.recomputed_layers else whole
     layers = base_layers(shape, kept, ends_apart=len(cluster.devices) > 1)
-    return ClusterCase(shape, cluster, tuple(speeds), layers, recompute, whole if recompute.layers else 0)
+    return ClusterCase(
+        shape, cluster, tuple(speeds), layers, recompute, whole if recompute.recomputed_layers else 0
+    )
 
 
 def recompute_cases(case: ClusterCase) -> list[ClusterCase]:
     """Return the case with increasing recomputation in the backward; only fused layers (GPU) support it."""
     if not case.is_gpu:
         return [case]
-    everything = Recompute(outputs=True, layers=case.shape.layers)
+    everything = Recompute(recomputes_outputs=True, recomputed_layers=case.shape.layers)
     return [
         cluster_case(case.shape, case.cluster, case.speeds, one)
-        for one in (NOTHING, Recompute(outputs=True), everything)
+        for one in (NOTHING, Recompute(recomputes_outputs=True), everything)
     ]
 
 
@@ -126,7 +128,7 @@ class Placement:
 def capacities(case: ClusterCase, jobs: Sequence[JobOutline]) -> list[int]:
     """Return the capacities worth trying, the largest first: halves of the largest, never below the longest
     sample. One device goes down to the longest sample, like a run."""
-    largest, least = case.max_tokens, longest(job.shape for job in jobs)
+    largest, least = case.max_tokens, max_sample_tokens(job.shape for job in jobs)
     halves = [largest >> power for power in range(6) if largest >> power >= max(least, 256)]
     least = max(1, least)
     if not halves:
@@ -148,14 +150,15 @@ def cut_stages(
     limits = [
         StageLimit(
             memory_bytes=max(0, case.budgets[number] - beside),
-            in_flight=case.stages - number,
+            microbatches_in_flight=case.stages - number,
             relative_time=case.speeds[0].flops / case.speeds[number].flops,
         )
         for number in range(case.stages)
     ]
     stages = tuple(stage_cost(costs, stage.start, stage.stop) for stage in balance(counted, limits))
     needs = (
-        stage.resident_bytes(limit.in_flight) + beside for stage, limit in zip(stages, limits, strict=True)
+        stage.resident_bytes(limit.microbatches_in_flight) + beside
+        for stage, limit in zip(stages, limits, strict=True)
     )
     return Placement(case, capacity, stages, tuple(needs), beside)
 
@@ -184,8 +187,8 @@ def misfit_reason(case: ClusterCase, jobs: Sequence[JobOutline]) -> str | None:
         need = stage_cost(costs, 0, len(costs)).resident_bytes(1)
         need += case.memory.slack_bytes + case.held_bytes * least
         return (
-            f"needs {gib(need)} {beside}with {least} tokens in a microbatch, "
-            f"but {gib(case.budgets[0])} are available"
+            f"needs {format_bytes(need)} {beside}with {least} tokens in a microbatch, "
+            f"but {format_bytes(case.budgets[0])} are available"
         )
     return None
 

@@ -126,7 +126,7 @@ def make_batch(job: str, step: int, lengths: Sequence[int]) -> GlobalBatch:
     for number, length in enumerate(lengths):
         samples.append(PlacedSample(number, length, offset))
         offset += length
-    return GlobalBatch(job, step, tuple(samples), supervised=offset)
+    return GlobalBatch(job, step, tuple(samples), supervised_tokens=offset)
 
 
 def slowest_first(priced: PricedWork, groups: Groups) -> Groups:
@@ -190,7 +190,7 @@ def price_rows(rows: Sequence[RowCounts], jobs: Sequence[JobOutline], placement:
 
 def recomputed_share(layers: Sequence[BaseLayer], case: ClusterCase) -> float:
     """Return the share of a forward that is recomputed; the head's forward never is."""
-    if not case.recompute.layers:
+    if not case.recompute.recomputed_layers:
         return 0.0
     flops = sum(layer.flops for layer in layers)
     return sum(layer.flops for layer in layers if layer.kind == "layer") / max(1, flops)

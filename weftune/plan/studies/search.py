@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from weftune.errors import Mistake, PlanError
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.cost.memory import gib
+from weftune.plan.cost.memory import format_bytes
 from weftune.plan.outlook.forecast import Forecast
 from weftune.plan.pack.merge import JobLengths, group_jobs
 from weftune.plan.studies.placement import (
@@ -96,8 +96,8 @@ def _refuse(case: ClusterCase, jobs: Sequence[JobOutline]) -> None:
         raise PlanError(Mistake(f"job {name}", "it has 0 samples to train on") for name in empty)
     if max(case.budgets) <= case.memory.slack_bytes:
         raise PlanError(
-            f"--cluster {case.cluster.name}: {gib(max(case.budgets))} may be taken of a device, but "
-            f"{gib(case.memory.slack_bytes)} are needed before anything of the base is loaded"
+            f"--cluster {case.cluster.name}: {format_bytes(max(case.budgets))} may be taken of a device, but "
+            f"{format_bytes(case.memory.slack_bytes)} are needed before anything of the base is loaded"
         )
     too_large = [(job.name, sentence) for job in jobs if (sentence := misfit_reason(case, [job]))]
     if too_large:

@@ -65,7 +65,7 @@ def sharded_forecast(
     pairs, each at half the capacity."""
     placement = shards
     if interleave:
-        half = max(shards.capacity // 2, max(job.shape.longest for job in jobs))
+        half = max(shards.capacity // 2, max(job.shape.max_sample_tokens for job in jobs))
         placement = replace(shards, capacity=half)
     laid = _with_collectives(pack_scheme(scheme, jobs, placement), shards, count, interleave)
     passes = order_passes(scheme.order, laid, placement)
@@ -77,7 +77,7 @@ def sharded_forecast(
 def _with_collectives(priced: PricedWork, shards: Placement, count: int, interleave: bool) -> PricedWork:
     """Return the work priced with its collectives; those of a recomputed forward are repeated."""
     filled, stages = priced.work.filled_microbatches, range(len(shards.stages))
-    again = 2 if shards.case.recompute.layers else 1
+    again = 2 if shards.case.recompute.recomputed_layers else 1
     layers = [sum(layer.kind == "layer" for layer in shards.layers(stage)) for stage in stages]
     saved = [1.0] * len(stages)
     if interleave:

@@ -25,6 +25,7 @@ from weftune.plan.program.program import (
     Program,
     Recv,
     Reduce,
+    Score,
     Send,
     Step,
     batch_samples,
@@ -124,7 +125,8 @@ def assemble(
 ) -> Program:
     """Return a checked Program from the passes of every device, with Steps, Sends and Recvs inserted.
 
-    `stage_devices` is the device of every stage; without it stage s is on device s. `chunk` is as in Program.
+    `stage_devices` is the device of every stage; without it stage s is on device s. `chunk` is
+    `Program.chunk_rows`.
     """
     stages = tuple(stage_devices) or tuple(range(len(device_passes)))
     program = Program(
@@ -136,7 +138,7 @@ def assemble(
             for device, actions in enumerate(device_passes)
         ),
         stages=stages,
-        chunk=chunk,
+        chunk_rows=chunk,
     )
     check(program)
     return program
@@ -211,7 +213,7 @@ def insert_transfers(actions: Iterable[Action], homes: Sequence[int]) -> Iterabl
     """Yield the actions with a Recv before each input from another device and a Send after each output."""
     for action in actions:
         match action:
-            case Forward(number, stage) | Evaluate(number, stage):
+            case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
                 if stage > 0 and homes[stage - 1] != homes[stage]:
                     yield Recv(number, stage, "activation", homes[stage - 1])
                 yield action

@@ -10,6 +10,7 @@ times alone have too few bubbles. Timelines are therefore also predicted with ti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, cycle, repeat
@@ -137,9 +138,20 @@ class WindowPace:
 
 
 def cut_to_window_seconds(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobWindow]:
-    """Cut the windows to as many rounds as fit in WINDOW_SECONDS, at least one."""
-    rounds = rounds_within(windows, pace)
-    return [replace(window, batches=window.batches[:rounds]) for window in windows]
+    """Cut the windows to as many rounds as fit in WINDOW_SECONDS, at least one, and to as many samples to be
+    scored as fit in WINDOW_SECONDS, at least one. Samples of the first windows are scored first."""
+    rounds, scored_rows = rounds_within(windows, pace), 0.0
+    max_rows = WINDOW_SECONDS / (EVALUATION_SHARE * pace.row_seconds) if pace.row_seconds else math.inf
+    cut = []
+    for window in windows:
+        scored = []
+        for placed in window.scored:
+            if scored_rows and scored_rows + placed.length > max_rows:
+                break
+            scored.append(placed)
+            scored_rows += placed.length
+        cut.append(replace(window, batches=window.batches[:rounds], scored=tuple(scored)))
+    return cut
 
 
 def rounds_within(windows: Sequence[JobWindow], pace: WindowPace) -> int:
@@ -153,7 +165,10 @@ def _round_seconds(windows: Sequence[JobWindow], turn: int, pace: WindowPace) ->
     moving = [(window, window.batches[turn]) for window in windows if turn < len(window.batches)]
     rows = sum(batch.tokens for _, batch in moving)
     evaluating = [window for window, batch in moving if window.evaluates_at(batch.step)]
-    evaluated = sum(placed.length for window in evaluating for placed in window.evaluation)
+    evaluated = sum(
+        placed.length for window in evaluating for placed in (*window.evaluation, *window.mismatched)
+    )
+    evaluated += sum(placed.length for _, batch in moving for placed in batch.mismatched)
     return max(pace.round_seconds, pace.row_seconds * (rows + EVALUATION_SHARE * evaluated))
 
 

@@ -26,6 +26,7 @@ from weftune.plan.program.program import (
     Program,
     Recompute,
     Save,
+    Score,
     SegmentPlan,
     Step,
     sample_groups,
@@ -42,7 +43,7 @@ from weftune.plan.window.orders import (
 )
 from weftune.plan.window.pace import StagePace, pace_prices
 from weftune.plan.window.replicas import Rounds, deal_evaluation, deal_samples, order_replicas
-from weftune.plan.window.rounds import JobWindow
+from weftune.plan.window.rounds import JobWindow, mismatched_segments
 
 Groups = tuple[tuple[str, ...], ...]
 MAX_SPLITS = 4
@@ -91,8 +92,8 @@ class PipelineRules:
 def plan_pipeline(windows: Sequence[JobWindow], rules: PipelineRules) -> Program:
     """Return a checked program that trains the jobs' batches up to the first evaluation."""
     step = {window.job: window.step for window in windows}
-    beginners = [window for window in windows if window.is_start]
-    evaluating = [window for window in beginners if window.evaluates_at(window.step)]
+    beginners = [window for window in windows if window.begins_run]
+    evaluating = [window for window in beginners if window.starts_with_evaluation]
     # A job that evaluates at its start needs the result before its first batch; no job trains meanwhile.
     batches = [] if evaluating else _batches(windows)
     if batches:
@@ -104,7 +105,14 @@ def plan_pipeline(windows: Sequence[JobWindow], rules: PipelineRules) -> Program
     evaluated = evaluating or [one for one in windows if one.evaluates_at(last.get(one.job, -1))]
     after = step | last
     held_out = [SegmentPlan(one.job, after[one.job], one.evaluation) for one in evaluated]
-    program = _with_evaluation(program, held_out, rules)
+    for_held_out = [
+        SegmentPlan(one.job, after[one.job], one.mismatched) for one in evaluated if one.mismatched
+    ]
+    scored = [SegmentPlan(one.job, one.step, one.scored) for one in windows if one.scored]
+    scored += mismatched_segments(batches)
+    program = _with_passes(program, Score, scored, rules, first=True)
+    program = _with_passes(program, Score, for_held_out, rules)
+    program = _with_passes(program, Evaluate, held_out, rules)
     # A job that waits meanwhile begins in the next window, and must not save at the same step in both.
     program = _with_saves(program, windows, evaluating or beginners)
     program = replace(program, recompute=rules.recompute)
@@ -113,12 +121,15 @@ def plan_pipeline(windows: Sequence[JobWindow], rules: PipelineRules) -> Program
 
 
 def _batches(windows: Sequence[JobWindow]) -> list[GlobalBatch]:
-    """Return the batches round by round, up to and including the first round in which a job evaluates."""
+    """Return the batches round by round, up to and including the first round in which a job evaluates or
+    which has samples to be scored: those are scored before all training of a window."""
     found: list[GlobalBatch] = []
     for turn in range(max((len(window.batches) for window in windows), default=0)):
         moving = [window for window in windows if turn < len(window.batches)]
         found += [window.batches[turn] for window in moving]
         if any(window.evaluates_at(window.batches[turn].step) for window in moving):
+            break
+        if any(window.batches[turn].mismatched for window in moving):
             break
     return found
 
@@ -283,42 +294,42 @@ def _queues(work: Work, prices: Prices, groups: Groups, stages: int) -> list[Que
 # -- evaluation and checkpoints --------------------------------------------------------------------------
 
 
-def _with_evaluation(program: Program, held_out: Sequence[SegmentPlan], rules: PipelineRules) -> Program:
-    """Add an evaluation after all training: forwards through all stages, divided among the replicas."""
-    packed = pack_segments(held_out, _evaluation_capacity(held_out, rules))
+def _with_passes(
+    program: Program,
+    kind: type[Evaluate] | type[Score],
+    segments: Sequence[SegmentPlan],
+    rules: PipelineRules,
+    first: bool = False,
+) -> Program:
+    """Add forward-only passes through all stages, divided among the replicas: before all other actions if
+    `first`, else after them."""
+    packed = pack_segments(segments, _evaluation_capacity(segments, rules))
     before = len(program.microbatches)
     shares = deal_evaluation(packed, rules.replicas)
     passes = [[before + index for index in own] for own in shares]
-    return replace(
-        program,
-        microbatches=(*program.microbatches, *packed),
-        devices=tuple(
-            (
-                *actions,
-                *insert_transfers(
-                    (Evaluate(one, stage) for one in passes[replica]), program.stage_devices(replica)
-                ),
-            )
-            for device, actions in enumerate(program.devices)
-            for replica, stage in [divmod(device, rules.stages)]
-        ),
-    )
+    devices: list[tuple[Action, ...]] = []
+    for device, actions in enumerate(program.devices):
+        replica, stage = divmod(device, rules.stages)
+        added = (kind(one, stage) for one in passes[replica])
+        sent = tuple(insert_transfers(added, program.stage_devices(replica)))
+        devices.append((*sent, *actions) if first else (*actions, *sent))
+    return replace(program, microbatches=(*program.microbatches, *packed), devices=tuple(devices))
 
 
-def _evaluation_capacity(held_out: Sequence[SegmentPlan], rules: PipelineRules) -> int:
-    """Return a microbatch capacity that leaves every replica a part of the evaluation."""
-    if rules.replicas == 1 or not held_out:
+def _evaluation_capacity(segments: Sequence[SegmentPlan], rules: PipelineRules) -> int:
+    """Return a microbatch capacity that leaves every replica a part of the samples."""
+    if rules.replicas == 1 or not segments:
         return rules.capacity
-    longest = max(_tokens(together) for segment in held_out for together in sample_groups(segment.samples))
-    even = -(-sum(segment.tokens for segment in held_out) // rules.replicas)
+    longest = max(_tokens(together) for segment in segments for together in sample_groups(segment.samples))
+    even = -(-sum(segment.tokens for segment in segments) // rules.replicas)
     return min(rules.capacity, max(longest, even))
 
 
 def _with_saves(program: Program, windows: Sequence[JobWindow], beginners: Sequence[JobWindow]) -> Program:
     """Add Saves right after their Steps. A job that begins is first saved at its current step. Only the
     devices of one replica save, since all replicas hold the same weights."""
-    at = {window.job: window.save_at for window in windows}
-    begin = [Save(window.job, window.step) for window in beginners if window.step in window.save_at]
+    at = {window.job: window.save_steps for window in windows}
+    begin = [Save(window.job, window.step) for window in beginners if window.step in window.save_steps]
 
     def saved(actions: Sequence[Action]) -> tuple[Action, ...]:
         found: list[Action] = [*begin]

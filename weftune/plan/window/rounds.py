@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from weftune.plan.pack.segments import pack_segments
 from weftune.plan.program.check import check, check_slots
-from weftune.plan.program.layout import Layout, OnWorker
+from weftune.plan.program.layout import Layout, WorkerLayout
 from weftune.plan.program.program import (
     NOTHING,
     Action,
@@ -23,6 +23,7 @@ from weftune.plan.program.program import (
     Recompute,
     Reduce,
     Save,
+    Score,
     SegmentPlan,
     Step,
 )
@@ -38,14 +39,23 @@ class JobWindow:
     """Last step that was executed before the window."""
     batches: tuple[GlobalBatch, ...]
     evaluation: tuple[PlacedSample, ...]
-    evaluate_at: frozenset[int]
-    save_at: frozenset[int]
-    is_start: bool = False
+    evaluation_steps: frozenset[int]
+    save_steps: frozenset[int]
+    begins_run: bool = False
     """Whether the job starts in this window: it evaluates and saves before its first batch."""
+    scored: tuple[PlacedSample, ...] = ()
+    """Samples that are scored at the job's current step, before any batch."""
+    mismatched: tuple[PlacedSample, ...] = ()
+    """Samples that are scored before each evaluation, for the KL term of its loss."""
 
     def evaluates_at(self, step: int) -> bool:
         """Return whether the job's held-out samples are evaluated after this step."""
-        return bool(self.evaluation) and step in self.evaluate_at
+        return bool(self.evaluation) and step in self.evaluation_steps
+
+    @property
+    def starts_with_evaluation(self) -> bool:
+        """Whether the job's held-out samples are evaluated before its first batch."""
+        return self.begins_run and self.evaluates_at(self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +68,26 @@ class TrainedMicrobatch:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One global batch of every job that still has one, then evaluations and saves."""
+    """Samples to be scored; one global batch of every job that still has one; then evaluations, with the
+    samples that are scored for them, and saves. The numbers are indices of microbatches."""
 
+    scored: tuple[int, ...]
     trained: tuple[TrainedMicrobatch, ...]
-    evaluation_microbatches: tuple[int, ...]
-    """Indices of the microbatches with held-out samples."""
+    scored_for_evaluation: tuple[int, ...]
+    evaluated: tuple[int, ...]
     saves: tuple[Save, ...]
+
+
+ForwardRun = tuple[type[Evaluate] | type[Score], list[int]]
+"""A kind of pass, and the microbatches that pass through all stages together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RoundRuns:
+    """The forward-only passes of a round, before and after training."""
+
+    before: tuple[ForwardRun, ...]
+    after: tuple[ForwardRun, ...]
 
 
 class _LaidRounds:
@@ -81,25 +105,35 @@ class _LaidRounds:
         self.microbatches: list[MicrobatchPlan] = []
         self.rounds: list[Round] = []
         step = {window.job: window.step for window in windows}
-        self._add([], [window for window in windows if window.is_start], step)
+        scored = [SegmentPlan(one.job, one.step, one.scored) for one in windows if one.scored]
+        self._add([], [window for window in windows if window.begins_run], step, scored)
         for turn in range(max((len(window.batches) for window in windows), default=0)):
             moving = [window for window in windows if turn < len(window.batches)]
-            step |= {window.job: window.batches[turn].step for window in moving}
-            self._add([window.batches[turn] for window in moving], moving, step)
+            batches = [window.batches[turn] for window in moving]
+            mismatched = mismatched_segments(batches)
+            step |= {batch.job: batch.step for batch in batches}
+            self._add(batches, moving, step, mismatched)
 
     def _add(
-        self, batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], step: dict[str, int]
+        self,
+        batches: Sequence[GlobalBatch],
+        windows: Sequence[JobWindow],
+        step: dict[str, int],
+        scored_segments: Sequence[SegmentPlan] = (),
     ) -> None:
         """Add a round of these batches. `step` is the step of each job after the round."""
+        scored = self._pack(scored_segments)
         trained = self._train(batches)
-        segments = [
-            SegmentPlan(one.job, step[one.job], one.evaluation)
-            for one in windows
-            if one.evaluates_at(step[one.job])
-        ]
-        evaluated = tuple(map(self._number, pack_segments(segments, self.capacity)))
-        saves = tuple(Save(one.job, step[one.job]) for one in windows if step[one.job] in one.save_at)
-        self.rounds.append(Round(trained, evaluated, saves))
+        evaluating = [one for one in windows if one.evaluates_at(step[one.job])]
+        mismatched = self._pack(
+            SegmentPlan(one.job, step[one.job], one.mismatched) for one in evaluating if one.mismatched
+        )
+        evaluated = self._pack(SegmentPlan(one.job, step[one.job], one.evaluation) for one in evaluating)
+        saves = tuple(Save(one.job, step[one.job]) for one in windows if step[one.job] in one.save_steps)
+        self.rounds.append(Round(scored, trained, mismatched, evaluated, saves))
+
+    def _pack(self, segments: Iterable[SegmentPlan]) -> tuple[int, ...]:
+        return tuple(map(self._number, pack_segments([*segments], self.capacity)))
 
     def _train(self, batches: Sequence[GlobalBatch]) -> tuple[TrainedMicrobatch, ...]:
         if len(self.groups) < 2:
@@ -125,6 +159,11 @@ class _LaidRounds:
     def _number(self, microbatch: MicrobatchPlan) -> int:
         self.microbatches.append(microbatch)
         return len(self.microbatches) - 1
+
+
+def mismatched_segments(batches: Iterable[GlobalBatch]) -> list[SegmentPlan]:
+    """Return the samples that are scored before these batches are trained."""
+    return [SegmentPlan(one.job, one.step - 1, one.mismatched) for one in batches if one.mismatched]
 
 
 def even_groups(tokens: Mapping[str, int], count: int) -> list[frozenset[str]]:
@@ -156,28 +195,34 @@ def plan_rounds(
     """
     done = {window.job: window.step for window in windows}
     windows = _cut_after_evaluation(windows) if layout.workers > 1 else windows
-    laid = _LaidRounds(windows, capacity, ladder, layout.job_groups)
+    laid = _LaidRounds(windows, capacity, ladder, layout.job_group_count)
     room = _evaluation_rows(laid, layout, capacity)
-    runs = [_split_runs(one.evaluation_microbatches, laid, room) for one in laid.rounds]
+    runs = [_forward_runs(one, laid, room) for one in laid.rounds]
     program = Program(
         capacity,
         tuple(laid.microbatches),
         tuple(batch for window in windows for batch in window.batches),
-        devices=tuple(_list_actions(laid, runs, layout.on(worker)) for worker in range(layout.workers)),
+        devices=tuple(
+            _list_actions(laid, runs, layout.for_worker(worker)) for worker in range(layout.workers)
+        ),
         stages=layout.stage_workers,
         recompute=recompute,
     )
     check(program, done)
     for worker in range(layout.workers):
-        check_slots(program, layout.on(worker))
+        check_slots(program, layout.for_worker(worker))
     return program
 
 
 def _cut_after_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
     """Cut the windows after the first evaluation. If a job evaluates before its first batch, no job trains in
-    this window."""
-    if waiting := [window for window in windows if window.is_start and window.evaluates_at(window.step)]:
-        return [replace(window, batches=()) for window in waiting]
+    this window; samples are scored all the same."""
+    if any(window.starts_with_evaluation for window in windows):
+        return [
+            replace(window, batches=())
+            for window in windows
+            if window.starts_with_evaluation or window.scored
+        ]
     rounds = [
         turn
         for window in windows
@@ -190,17 +235,28 @@ def _cut_after_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
 
 
 def _evaluation_rows(laid_rounds: _LaidRounds, layout: Layout, capacity: int) -> int:
-    """Return the maximum rows of an evaluation that are in flight at once: the rows whose inputs training
-    holds, less one microbatch."""
+    """Return the maximum rows of forward-only passes that are in flight at once: the rows whose inputs
+    training holds, less one microbatch."""
     rounds = (
         sum(laid_rounds.microbatches[one.microbatch].rows for one in each.trained)
         for each in laid_rounds.rounds
     )
     largest = max(rounds, default=0)
-    if layout.offloads:
-        part = layout.on(0)
-        return part.held_rounds * largest + (part.held_microbatches - 1) * capacity
+    if layout.offloads_inputs:
+        part = layout.for_worker(0)
+        return part.rounds_on_device * largest + (part.extra_microbatches_on_device - 1) * capacity
     return len(layout.stages) // layout.workers * max(capacity, largest)
+
+
+def _forward_runs(one: Round, laid_rounds: _LaidRounds, max_rows: int) -> _RoundRuns:
+    before, scored, evaluated = (
+        _split_runs(numbers, laid_rounds, max_rows)
+        for numbers in (one.scored, one.scored_for_evaluation, one.evaluated)
+    )
+    first: list[ForwardRun] = [(Score, run) for run in before]
+    after: list[ForwardRun] = [(Score, run) for run in scored]
+    after += [(Evaluate, run) for run in evaluated]
+    return _RoundRuns(tuple(first), tuple(after))
 
 
 def _split_runs(numbers: Sequence[int], laid_rounds: _LaidRounds, max_rows: int) -> list[list[int]]:
@@ -218,9 +274,9 @@ def _split_runs(numbers: Sequence[int], laid_rounds: _LaidRounds, max_rows: int)
 
 
 def _list_actions(
-    laid_rounds: _LaidRounds, runs: Sequence[Sequence[Sequence[int]]], part: OnWorker
+    laid_rounds: _LaidRounds, runs: Sequence[_RoundRuns], part: WorkerLayout
 ) -> tuple[Action, ...]:
-    """Return one worker's actions; `runs` are the evaluation microbatches of each round."""
+    """Return one worker's actions; `runs` are the forward-only passes of each round."""
     visits = [list(_visits(one, run, part)) for one, run in zip(laid_rounds.rounds, runs, strict=True)]
     moved = slot_moves([stage for each in visits for stage, _ in each], part)
     actions: list[Action] = []
@@ -232,41 +288,44 @@ def _list_actions(
     return tuple(insert_transfers(ordered, part.layout.stage_workers))
 
 
-def _visits(
-    round_plan: Round, runs: Sequence[Sequence[int]], part: OnWorker
-) -> Iterator[tuple[int, list[Action]]]:
-    """Yield (stage, actions) for each visit of a stage: forwards through the worker's stages, then backwards
-    with Steps in reverse order, where the base's last stage runs each backward right after its forward; then
-    evaluations."""
+def _visits(round_plan: Round, runs: _RoundRuns, part: WorkerLayout) -> Iterator[tuple[int, list[Action]]]:
+    """Yield (stage, actions) for each visit of a stage: passes that are scored; forwards through the worker's
+    stages, then backwards with Steps in reverse order, where the base's last stage runs each backward right
+    after its forward; then passes without a backward."""
+    yield from _forward_visits(runs.before, part)
     last, numbers = len(part.stages) - 1, [trained.microbatch for trained in round_plan.trained]
     if numbers:
-        for stage in (stage for stage in part.own if stage < last):
+        for stage in (stage for stage in part.own_stages if stage < last):
             yield stage, [Forward(number, stage) for number in numbers]
-        for stage in reversed(part.own):
+        for stage in reversed(part.own_stages):
             actions: list[Action] = []
             for trained in round_plan.trained:
                 actions += [Forward(trained.microbatch, stage)] if stage == last else []
                 actions += [Backward(trained.microbatch, stage)]
-                if stage == part.own[0]:
+                if stage == part.own_stages[0]:
                     # Several workers agree on every Step by a Reduce.
                     agreed = trained.steps if part.layout.workers > 1 else ()
                     actions += [*(Reduce(step.job, step.step) for step in agreed), *trained.steps]
             yield stage, actions
-    for run in runs:
-        for stage in part.own:
-            yield stage, [Evaluate(number, stage) for number in run]
+    yield from _forward_visits(runs.after, part)
 
 
-def slot_moves(stages: Sequence[int], part: OnWorker) -> Iterator[tuple[Action, ...]]:
+def _forward_visits(runs: Iterable[ForwardRun], part: WorkerLayout) -> Iterator[tuple[int, list[Action]]]:
+    for kind, run in runs:
+        for stage in part.own_stages:
+            yield stage, [kind(number, stage) for number in run]
+
+
+def slot_moves(stages: Sequence[int], part: WorkerLayout) -> Iterator[tuple[Action, ...]]:
     """Return the Evict and Load after each visit of a stage: the next stage for its slot is loaded at
     once."""
     streamed = set(part.streamed_stages)
-    needed = {part.slot(stage): stage for stage in part.initial_stages}
+    needed = {part.slot_of_stage(stage): stage for stage in part.initial_stages}
     found: list[tuple[Action, ...]] = []
     for stage in reversed(stages):
         found.append(())
         if stage in streamed:
-            slot = part.slot(stage)
+            slot = part.slot_of_stage(stage)
             if needed[slot] != stage:
                 found[-1] = Evict(stage), Load(needed[slot])
             needed[slot] = stage
@@ -281,7 +340,7 @@ def _delay_steps(actions: Iterable[Action], laid_rounds: _LaidRounds) -> Iterato
             case Step(job):
                 pending[job] = action
                 continue
-            case Forward(number) | Evaluate(number):
+            case Forward(number) | Evaluate(number) | Score(number):
                 needed: Iterable[str] = laid_rounds.microbatches[number].jobs
             case Save(job):
                 needed = (job,)

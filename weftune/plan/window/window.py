@@ -41,7 +41,7 @@ def plan_window(
     """
     if pacing is None:
         return plan_rounds(windows, layout, capacity, ladder, recompute)
-    assert layout.pipelined, "only the stages of a pipeline have paces of their own"
+    assert layout.is_pipeline, "only the stages of a pipeline have paces of their own"
     assert len(pacing.paces) == len(layout.stages), "a pace for every stage"
     rules = PipelineRules(
         capacity,
