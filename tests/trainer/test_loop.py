@@ -50,16 +50,16 @@ def test_when_a_job_has_ended_as_many_come_aboard_again_as_memory_holds(tmp_path
     base = bench.base()
     jobs = [job("a", 2), *(job(name, 6) for name in ("b", "c", "d"))]
     trainer = bench.trainer(base, tmp_path / "out", jobs, options=Options(capacity=20))
-    aboard = []
+    running = []
 
     def is_short():
         present = trainer.loop.executor.attached
         return "a" in present and len(present) > 2
 
     short_of_memory(base, is_short)
-    trainer.run(lambda _: aboard.append(frozenset(trainer.loop.executor.attached)))
-    assert aboard[0] == {"a", "b"}
-    assert frozenset("bcd") in aboard
+    trainer.run(lambda _: running.append(frozenset(trainer.loop.executor.attached)))
+    assert running[0] == {"a", "b"}
+    assert frozenset("bcd") in running
 
 
 @pytest.mark.parametrize(("step", "state"), [(2, "paused"), (3, "succeeded")])

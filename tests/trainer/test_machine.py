@@ -35,7 +35,7 @@ def test_shares_of_a_run_have_the_hosts_memory_among_them(monkeypatch):
     real = psutil.virtual_memory()
     monkeypatch.setattr("psutil.virtual_memory", lambda: real._replace(available=80 << 30))
     alone, share = (describe_machine(Options(shares=count), DEMO, CPU, SHAPE) for count in (1, 4))
-    assert alone.host_budget == 4 * share.host_budget > 60 << 30
+    assert alone.host_budget_bytes == 4 * share.host_budget_bytes > 60 << 30
 
 
 def test_a_deterministic_run_is_planned_by_what_the_machine_has_not_by_what_is_free(monkeypatch):
@@ -44,11 +44,11 @@ def test_a_deterministic_run_is_planned_by_what_the_machine_has_not_by_what_is_f
     def found(deterministic, free):
         monkeypatch.setattr("psutil.virtual_memory", lambda: real._replace(total=64 << 30, available=free))
         machine = describe_machine(Options(deterministic=deterministic), DEMO, CPU, SHAPE)
-        return machine.budget, machine.host_budget, machine.taken
+        return machine.budget_bytes, machine.host_budget_bytes, machine.process_bytes
 
     assert found(True, 1 << 30) == found(True, 32 << 30)
     assert found(True, 1 << 30)[2] == PROCESS_BYTES
     assert found(False, 1 << 30) != found(False, 32 << 30)
     given = describe_machine(Options(deterministic=True, memory=5 << 30), DEMO, CPU, SHAPE)
-    assert (given.budget, given.taken) == (5 << 30, PROCESS_BYTES)
+    assert (given.budget_bytes, given.process_bytes) == (5 << 30, PROCESS_BYTES)
     assert data_sheet_gpu(1 << 30, 2 << 30) == data_sheet_gpu(1 << 30, 2 << 30)

@@ -14,12 +14,12 @@ import numpy as np
 
 from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.target import source_job
-from weftune.core.shapes import JobShape, ModelShape, SiteShape, layer_sums
+from weftune.core.shapes import JobShape, ModelShape, SiteShape, sum_parameters_by_layer
 from weftune.data.prepare import Prepared
 from weftune.data.samples import SampleOrder, Samples
 from weftune.data.spec import DataSpec
 from weftune.jobs.spec.spec import JobSpec, in_steps
-from weftune.plan.program.program import GlobalBatch, PlacedSample
+from weftune.plan.program.program import GlobalBatch, PlacedSample, group_samples
 from weftune.plan.window.rounds import JobWindow
 
 DEFAULT_SAVE_EVERY = 0.1
@@ -49,27 +49,69 @@ class Curriculum:
             step=step,
             batches=tuple(self._batch(number) for number in range(step + 1, last + 1)),
             evaluation=self._held_out(),
-            evaluate_at=self.evaluate_at | {step} if begins else self.evaluate_at,
-            save_at=self.save_at,
-            is_start=begins,
+            evaluation_steps=self.evaluate_at | {step} if begins else self.evaluate_at,
+            save_steps=self.save_at,
+            begins_run=begins,
+            mismatched=self._held_out_mismatched(),
+        )
+
+    def score_window(self, step: int, data: Prepared, indices: np.ndarray) -> JobWindow:
+        """Return a part of a window that only scores samples of `data`. Indices count the samples of its
+        parts."""
+        return JobWindow(
+            self.job, step, (), (), frozenset(), frozenset(), scored=_place_samples(data.parts, indices)
         )
 
     def _batch(self, step: int) -> GlobalBatch:
-        placed = _place_samples(self.data.train, self.order.batch(step))
-        supervised, before = sum(one.supervised for one in placed), len(placed) * self.data.train.before
-        return GlobalBatch(self.job, step, placed, supervised, before)
+        placed = _place_rows(self.data.train, self.order.batch(step))
+        supervised, before = (
+            sum(one.supervised_tokens for one in placed),
+            len(placed) * self.data.train.before,
+        )
+        return GlobalBatch(self.job, step, placed, supervised, before, self._mismatched(step))
+
+    def _mismatched(self, step: int) -> tuple[PlacedSample, ...]:
+        """Return the mismatched samples of a global batch; indices count the samples of all parts."""
+        if (train := self.data.train).mismatched is None:
+            return ()
+        return _place_samples(train.parts, len(train) + self.order.batch(step))
+
+    def _held_out_mismatched(self) -> tuple[PlacedSample, ...]:
+        if (held_out := self.data.evaluation) is None or held_out.mismatched is None:
+            return ()
+        parts = self.data.parts
+        return _place_samples(parts, sum(map(len, parts[:-1])) + np.arange(len(held_out)))
 
     def _held_out(self) -> tuple[PlacedSample, ...]:
         held_out = self.data.evaluation
-        return () if held_out is None else _place_samples(held_out, np.arange(len(held_out)))
+        return () if held_out is None else _place_rows(held_out, np.arange(len(held_out)))
 
 
 def curriculum(spec: JobSpec, data: Prepared, max_steps: int | None = None) -> Curriculum:
-    order = SampleOrder(len(data.train), spec.batch_size, spec.seed, data.train.weights)
+    order = data.train.order(spec.batch_size, spec.seed)
     steps = spec.total_steps(order.steps_per_epoch)
     steps = steps if max_steps is None else min(steps, max_steps)
     evaluations = _evaluation_steps(spec.eval.every if spec.eval else None, steps)
     return Curriculum(spec.name, data, order, steps, evaluations, _save_steps(spec, steps))
+
+
+def reference_data(spec: JobSpec, plain: Prepared, data: Prepared) -> Prepared | None:
+    """Return the samples as the job's reference policy reads them, of samples without and with the rows that
+    the adapter inserts. None if the objective needs no reference policy."""
+    if not spec.objective.reference:
+        return None
+    return plain if spec.adapter.init_from is None else data
+
+
+def adapt_to_objective(spec: JobSpec, prepared: Prepared, context: int) -> Prepared:
+    """Return the samples as the job's objective needs them: with supervised prompts, or with mismatched
+    samples."""
+    if spec.objective.prompts:
+        prepared = prepared.with_prompts()
+    if spec.objective.mismatched:
+        max_tokens = truncate_data(spec, context).longest(context)
+        prepared = prepared.with_mismatched(spec.batch_size, spec.seed, max_tokens)
+    return prepared
 
 
 def truncate_data(spec: JobSpec, context: int) -> DataSpec:
@@ -87,18 +129,41 @@ _ADAPTER_SIZES: deque[tuple[AdapterSpec, Sequence[SiteShape], JobShape]] = deque
 def job_shape(spec: JobSpec, order: int, data: Prepared, base: ModelShape, means: int = 0) -> JobShape:
     """Return the shape of job number `order` in the jobs file, which keeps `means` means of weights."""
     return replace(
-        _adapter_sizes(spec.adapter, base),
+        adapter_sizes(spec.adapter, base),
         name=spec.name,
         priority=spec.priority,
-        order=order,
-        longest=int(max(some.lengths.max() for some in (data.train, data.evaluation) if some is not None)),
+        file_position=order,
+        max_sample_tokens=max(part.longest for part in data.parts),
         batch_tokens=data.train.largest_batch(spec.batch_size),
-        starts_from=source_job(spec.adapter),
-        means=means,
+        source_job=source_job(spec.adapter),
+        mean_vectors=means,
+        answer_positions=_answer_positions(spec, data, base.context),
     )
 
 
-def _adapter_sizes(adapter: AdapterSpec, base: ModelShape) -> JobShape:
+PROMPT_SLACK = 32
+"""Number of tokens that a prompt, with what the template prints before an answer, may have beyond the longest
+held-out sample."""
+PAGE_SLACK = 32
+"""Positions of a sequence for the unused end of its last page of memory."""
+
+
+def longest_prompt(data: Prepared) -> int:
+    """Return the maximum number of tokens of a held-out prompt that is answered, including virtual tokens."""
+    assert data.evaluation is not None, "answers are generated for held-out rows"
+    return int(data.evaluation.lengths.max()) + PROMPT_SLACK
+
+
+def _answer_positions(spec: JobSpec, data: Prepared, context: int) -> int:
+    """Return the number of positions of all answers of a job."""
+    request = spec.eval.generate if spec.eval else None
+    if request is None or data.evaluation is None:
+        return 0
+    each = longest_prompt(data) + spec.adapter.keys_before + request.max_new_tokens
+    return request.prompts * (min(each, context) + PAGE_SLACK)
+
+
+def adapter_sizes(adapter: AdapterSpec, base: ModelShape) -> JobShape:
     for known, sites, sizes in tuple(_ADAPTER_SIZES):
         if sites is base.sites and known == adapter:
             return sizes
@@ -107,10 +172,10 @@ def _adapter_sizes(adapter: AdapterSpec, base: ModelShape) -> JobShape:
     sizes = JobShape(
         "",
         priority=0,
-        order=0,
-        trainable=sum(count for _, count in counts),
-        longest=0,
-        parameters_by_layer=layer_sums(counts, base.layers),
+        file_position=0,
+        trainable_parameters=sum(count for _, count in counts),
+        max_sample_tokens=0,
+        parameters_by_layer=sum_parameters_by_layer(counts, base.layers),
         inactive_parameters=sum(site.inactive_parameters(adapter.parameters_at(site)) for site in adapted),
         scaled_outputs=adapter.scaled_outputs(base.sites),
     )
@@ -118,12 +183,22 @@ def _adapter_sizes(adapter: AdapterSpec, base: ModelShape) -> JobShape:
     return sizes
 
 
-def _place_samples(samples: Samples, indices: np.ndarray) -> tuple[PlacedSample, ...]:
-    lengths = samples.lengths[indices].tolist()
-    supervised = samples.supervised[indices].tolist()
+def _place_rows(samples: Samples, indices: np.ndarray) -> tuple[PlacedSample, ...]:
+    """Return samples one after another; the two samples of a pair share a microbatch."""
+    return group_samples(_place_samples([samples], indices), samples.together)
+
+
+def _place_samples(parts: Sequence[Samples], indices: np.ndarray) -> tuple[PlacedSample, ...]:
+    """Return samples one after another; indices count the samples of all parts."""
+    lengths = _concatenate([samples.lengths for samples in parts])[indices].tolist()
+    supervised = _concatenate([samples.supervised for samples in parts])[indices].tolist()
     offsets = accumulate(lengths, initial=0)
     # `offsets` has one more element: the end of the last sample.
     return tuple(map(PlacedSample, indices.tolist(), lengths, offsets, supervised))
+
+
+def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def save_interval(spec: JobSpec, steps: int) -> int:

@@ -18,7 +18,7 @@ from weftune.core.shapes import JobShape, ModelShape
 from weftune.plan.cost.memory import SPARE
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import CostModel, JobShapes
-from weftune.plan.layout.choose import Choice, choose
+from weftune.plan.layout.choose import LayoutChoice, choose_layout
 from weftune.plan.program.program import Program
 from weftune.plan.window.window import Pacing
 from weftune.report.gantt import DrawnTimeline, Timelines, drawn_timeline, write_timelines
@@ -69,7 +69,7 @@ class TimelineWatcher:
 @dataclass(frozen=True, slots=True)
 class Engine:
     executor: Executor | Driver
-    choice: Choice
+    choice: LayoutChoice
     initial_cost: CostModel
     """Time model before any window of this run has been measured."""
     timeline: TimelineWatcher | None = None
@@ -104,21 +104,21 @@ def open_engine(
     """Load the base in the layout chosen for these jobs, unless `base` is loaded already. `checkpoints` maps
     a job to the folder of its checkpoints; `show_note` is called with sentences about the choice."""
     # Chosen before the base is loaded: the machine counts what the process holds without it.
-    choice = choose(shape, jobs, describe_machine(options, base, device, shape))
-    for sentence in (choice.note, memory_warning(options, device)):
+    choice = choose_layout(shape, jobs, describe_machine(options, base, device, shape))
+    for sentence in (choice.user_note, memory_warning(options, device)):
         if sentence:
             show_note(sentence)
     if options.staff is not None:
         spec = base.spec if isinstance(base, Base) else base
         return _workers_engine(options, options.staff, spec, device, choice, checkpoints)
     set_memory_limit(device, options.gpu_memory)
-    if choice.streamed:
+    if choice.is_streamed:
         assert isinstance(base, BaseSpec), "a loaded base is not streamed"
-        executor = streamed_executor(load_streamed(base, device, choice.layout, choice.mapped))
+        executor = streamed_executor(load_streamed(base, device, choice.layout, choice.reads_weight_files))
     else:
         loaded = base if isinstance(base, Base) else load_base(base, device)
-        executor = resident_executor(loaded, part=choice.layout.on(0), at_once=False)
-    known = choice.cost or arithmetic(executor.base.shape)
+        executor = resident_executor(loaded, part=choice.layout.for_worker(0), at_once=False)
+    known = choice.cost_model or arithmetic(executor.base.shape)
     return _with_notes(Engine(executor, choice, known, deterministic=options.deterministic))
 
 
@@ -127,7 +127,7 @@ def _workers_engine(
     control: WorkerControl,
     spec: BaseSpec,
     device: torch.device,
-    choice: Choice,
+    choice: LayoutChoice,
     checkpoints: Callable[[str], Path],
 ) -> Engine:
     limit = options.gpu_memory and options.gpu_memory // workers_per_device(options, device)
@@ -137,18 +137,18 @@ def _workers_engine(
         device,
         choice.layout,
         checkpoints,
-        max_bytes=choice.stream_device.budget if choice.stream_device else limit,
+        max_bytes=choice.stream_device.budget_bytes if choice.stream_device else limit,
         deterministic=options.deterministic,
     )
-    driver.paces.loads = choice.loads
+    driver.paces.loads = choice.load_pace
     paces = driver.paces.guessed_stages if options.deterministic else driver.paces.stages
     engine = Engine(
         driver,
         choice,
         # Not the shape of this worker: the layers of its stages may not be consecutive.
-        arithmetic(choice.memory.shape if choice.streamed else driver.base.shape),
+        arithmetic(choice.memory.shape if choice.is_streamed else driver.base.shape),
         timeline=TimelineWatcher(driver),
-        pacing=lambda: Pacing(paces(), spare_microbatches=SPARE) if choice.layout.pipelined else None,
+        pacing=lambda: Pacing(paces(), spare_microbatches=SPARE) if choice.layout.is_pipeline else None,
         price=partial(_price, driver, choice),
         other_peaks=lambda: driver.peaks,
         deterministic=options.deterministic,
@@ -157,23 +157,23 @@ def _workers_engine(
 
 
 def _with_notes(engine: Engine) -> Engine:
-    if not engine.choice.streamed:
+    if not engine.choice.is_streamed:
         return engine
     return replace(engine, final_notes=partial(stream_notes, engine.executor, engine.choice))
 
 
-def _price(driver: Driver, choice: Choice, shapes: JobShapes) -> Price:
+def _price(driver: Driver, choice: LayoutChoice, shapes: JobShapes) -> Price:
     """Return a predictor based on the measured passes of the stages, at first on the profile."""
 
     def price(program: Program) -> float | None:
         if driver.paces.measured:
             return driver.paces.predicted_seconds(program)
-        return choice.seconds_of(program, shapes)
+        return choice.predict_seconds(program, shapes)
 
     return price
 
 
-def stream_notes(executor: Executor | Driver, choice: Choice, seconds: float) -> list[str]:
+def stream_notes(executor: Executor | Driver, choice: LayoutChoice, seconds: float) -> list[str]:
     """Return sentences about a streamed base for the end of a run whose windows took `seconds`."""
     notes = []
     if isinstance(executor, Driver):
@@ -185,13 +185,15 @@ def stream_notes(executor: Executor | Driver, choice: Choice, seconds: float) ->
     else:
         weights = executor.weights.waited
         copied_bytes, waited = weights.copied_bytes, weights.total()
-        source = f"{'files of the base' if choice.mapped else 'host'}; training waited for the host"
+        source = (
+            f"{'files of the base' if choice.reads_weight_files else 'host'}; training waited for the host"
+        )
         if refused := executor.passes.refused:
             notes.append(
                 f"Passes in {refused} sizes were launched kernel by kernel, since the memory did not suffice "
                 "to capture them."
             )
     if seconds:
-        share = f"{waited / seconds:.0%} of the time, {choice.unhidden:.0%} were predicted"
+        share = f"{waited / seconds:.0%} of the time, {choice.waiting_share:.0%} were predicted"
         notes.insert(0, f"Streamed: {copied_bytes / 2**30:.1f} GiB came from the {source} in {share}.")
     return notes

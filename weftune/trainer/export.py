@@ -35,9 +35,9 @@ from weftune.base.weights import write_wrapper
 from weftune.core.files import cache_folder, disk_errors, refuse_full_folder, set_file_modes
 from weftune.data.prepare import prepare
 from weftune.data.samples import Samples
-from weftune.data.spec import DataSpec, EvalSpec, Source
+from weftune.data.spec import EvalSpec
 from weftune.errors import AdapterError, BaseModelError, OutputError, UserError
-from weftune.jobs.store.job_file import read_job_file
+from weftune.jobs.store.job_file import read_job_file, recorded_data
 
 Into = Literal["dequantised", "original"]
 INTO: tuple[Into, ...] = get_args(Into)
@@ -176,9 +176,7 @@ def evaluation_rows(folder: Path, base: BaseSpec) -> Samples | None:
     if known is None or not job.get("data", {}).get("path"):
         return None
     try:
-        path = job["data"]["path"]
-        sources = path if isinstance(path, str) else tuple(Source(**source) for source in path)
-        data, held_out = DataSpec(**{**job["data"], "path": sources}), EvalSpec(**job["eval"])
+        data, held_out = recorded_data(record), EvalSpec(**job["eval"])
         cache, context = cache_folder() / "tokens", inspect(base).context
         samples = prepare(data, held_out, load_tokenizer(base), cache, context=context).evaluation
     except (UserError, TypeError, KeyError, OSError):

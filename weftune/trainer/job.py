@@ -7,16 +7,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from weftune.adapters.registry import get_kind
-from weftune.core.batch import Microbatch
+from weftune.core.batch import OWN_ADAPTER, Microbatch, Segment
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.data.collate import Part, collate
 from weftune.data.prepare import Prepared, SharedData
 from weftune.data.samples import SampleOrder, Samples
-from weftune.errors import AdapterError, DataError, Mistake
-from weftune.jobs.courses import Curriculum, curriculum, job_shape, truncate_data
+from weftune.errors import AdapterError, DataError, Mistake, UserError
+from weftune.generate.held_out import HeldOutPrompts, read_held_out
+from weftune.jobs.courses import (
+    Curriculum,
+    adapt_to_objective,
+    curriculum,
+    job_shape,
+    reference_data,
+    truncate_data,
+)
 from weftune.jobs.spec.spec import JobSpec, in_steps
-from weftune.plan.program.program import MicrobatchPlan
+from weftune.plan.program.program import Evaluate, ForwardPass, MicrobatchPlan, Score, SegmentPlan
 from weftune.plan.window.rounds import JobWindow
 from weftune.run.training.schedule import Recipe
 
@@ -40,9 +51,34 @@ class PreparedJob:
     """The held-out samples for the base alone, without virtual tokens. None if there are none, or if the
     job's first evaluation equals that of the base, since its adapter changes nothing at its start."""
 
+    reference_data: Prepared | None = None
+    """The samples as the reference policy reads them: without virtual tokens unless the job starts from an
+    adapter. None if the objective needs no reference policy."""
+    prompts: HeldOutPrompts | None = None
+    """Held-out prompts that the job answers at each evaluation. None if it generates no answers."""
+
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def reference_adapter(self) -> str | None:
+        """Adapter of the reference policy, as in `Segment.adapter`: the job's own adapter, before its first
+        step, if it starts from another one; otherwise none."""
+        return None if self.spec.adapter.init_from is None else OWN_ADAPTER
+
+    def score_window(self, step: int, indices: np.ndarray) -> JobWindow:
+        """Return a part of a window that scores samples of `reference_data` by the reference policy. Indices
+        count the samples of its parts."""
+        assert self.reference_data is not None
+        return self.curriculum.score_window(step, self.reference_data, indices)
+
+    def with_references(self, references: NDArray[np.float64]) -> PreparedJob:
+        """Return the job with reference log-probabilities: those of the training samples come first."""
+        data, held_out = self.data.with_references(references), self.base_samples
+        if held_out is not None:
+            held_out = held_out.with_references(references[sum(map(len, data.train.parts)) :])
+        return replace(self, data=data, base_samples=held_out)
 
     def job_window(self, step: int, rounds: int, begins: bool) -> JobWindow:
         """Return the job's part of a window that starts after `step`."""
@@ -53,6 +89,11 @@ class PreparedJob:
         data = replace(self.data, evaluation=self.base_samples)
         planned = replace(self.curriculum, data=data, evaluate_at=frozenset(), save_at=frozenset())
         return planned.job_window(step, 0, begins=True)
+
+    @property
+    def metric_name(self) -> str | None:
+        """Name of the metric by which evaluations are compared. None if that is the validation loss."""
+        return None if self.prompts is None else self.prompts.metric_name
 
     @property
     def last_step(self) -> int:
@@ -87,9 +128,13 @@ def prepare_job(
     except AdapterError as error:
         raise AdapterError(Mistake("adapter.init_from", str(error)).of_job(spec.name)) from None
     try:
-        prepared = shared_data.prepare(truncate_data(spec, shape.context), spec.eval)
-    except DataError as error:
+        prepared = shared_data.prepare(
+            truncate_data(spec, shape.context), spec.eval, row_kind=spec.objective.row_kind
+        )
+        prompts = read_held_out(spec, prepared, shared_data.encoder, shape.context)
+    except UserError as error:
         raise DataError(mistake.of_job(spec.name) for mistake in error.mistakes) from None
+    prepared = adapt_to_objective(spec, prepared, shape.context)
     data = prepared.with_prefix(spec.adapter.rows_before, spec.adapter.keys_before)
     planned = curriculum(spec, data, max_steps)
     return PreparedJob(
@@ -106,12 +151,15 @@ def prepare_job(
             eps=spec.eps,
             clip=spec.clip,
             seed=spec.seed,
+            objective=spec.objective,
         ),
         shape=job_shape(spec, order, data, shape),
         evaluate_at=planned.evaluate_at,
         save_at=planned.save_at,
         start_tokens=_start_tokens(spec, tokenizer, shape),
         base_samples=None if spec.adapter.starts_as_base else prepared.evaluation,
+        reference_data=reference_data(spec, prepared, data),
+        prompts=prompts,
     )
 
 
@@ -127,22 +175,58 @@ def _start_tokens(spec: JobSpec, tokenizer: Any, shape: ModelShape) -> tuple[int
 
 
 def collate_plan(
-    plan: MicrobatchPlan, held_out: bool, jobs: Mapping[str, PreparedJob], *, base_alone: bool = False
+    plan: MicrobatchPlan,
+    kind: type[ForwardPass],
+    jobs: Mapping[str, PreparedJob],
+    *,
+    base_alone: bool = False,
 ) -> Microbatch:
-    """Return the planned samples as tensors. With `base_alone`, held-out samples skip all adapters."""
+    """Return the planned samples as tensors: training samples for a Forward, held-out samples for an
+    Evaluate, and any of both for a Score, through the adapter of the reference policy until the job has its
+    reference log-probabilities. With `base_alone`, samples skip all adapters."""
     parts = []
     for segment in plan.segments:
         job = jobs[segment.job]
-        evaluated = job.base_samples if base_alone else job.data.evaluation
-        samples = evaluated if held_out else job.data.train
-        assert samples is not None, f"{segment.job} has no such samples"
-        before = samples.before, samples.first_position
-        parts += [
-            Part(segment.job, segment.step, samples, placed.sample, placed.offset, *before)
-            for placed in segment.samples
-        ]
+        for placed in segment.samples:
+            samples, index = _find_sample(job, kind, placed.sample, base_alone)
+            before = samples.before, samples.first_position
+            parts.append(Part(segment.job, segment.step, samples, index, placed.offset, *before))
     microbatch = collate(parts)
-    if not base_alone:
+    if not base_alone and kind is not Score:
         return microbatch
-    segments = tuple(replace(segment, adapter=None) for segment in microbatch.segments)
-    return replace(microbatch, segments=segments)
+    segments = [
+        _route(segment, jobs[segment.job], planned, kind, base_alone)
+        for segment, planned in zip(microbatch.segments, plan.segments, strict=True)
+    ]
+    return replace(microbatch, segments=tuple(segments))
+
+
+def _route(
+    segment: Segment, job: PreparedJob, planned: SegmentPlan, kind: type[ForwardPass], base_alone: bool
+) -> Segment:
+    """Return a segment with the adapter that its rows pass through, and the purpose of mismatched samples."""
+    scores_reference = kind is Score and job.data.train.references is None
+    adapter = None if base_alone else job.reference_adapter if scores_reference else OWN_ADAPTER
+    if kind is not Score or scores_reference:
+        return replace(segment, adapter=adapter)
+    in_batch = planned.samples[0].sample < sum(map(len, job.data.train.parts))
+    return replace(segment, adapter=adapter, kl_of="batch" if in_batch else "held_out")
+
+
+def _find_sample(
+    job: PreparedJob, kind: type[ForwardPass], index: int, base_alone: bool
+) -> tuple[Samples, int]:
+    """Return the samples that a kind of pass reads, and the index among them of a planned sample."""
+    data = replace(job.data, evaluation=job.base_samples) if base_alone else job.data
+    if kind is not Score:
+        samples = data.evaluation if kind is Evaluate else data.train
+        assert samples is not None, f"{job.name} has no such samples"
+        return samples, index
+    if data.train.references is None:
+        assert job.reference_data is not None, f"{job.name} has no reference policy"
+        data = job.reference_data
+    for samples in data.parts:
+        if index < len(samples):
+            return samples, index
+        index -= len(samples)
+    raise AssertionError(f"{job.name} has no such samples")

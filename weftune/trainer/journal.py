@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from weftune.core.files import json_text, replace_file
+from weftune.core.evaluation import AnsweredRow
+from weftune.core.files import json_text, replace_file, replace_json
 from weftune.errors import OutputError
 from weftune.jobs.store.status import BASE_LOSS, LEARNED, PROMISE, RUNG_LOSS, State
-from weftune.jobs.store.store import Store
+from weftune.jobs.store.store import JobStore
 from weftune.jobs.sweeps.record import SweepRecord
 from weftune.plan.cost.learned import Outcome, Promise
 from weftune.plan.cost.time import CostModel, JobShapes
 from weftune.plan.program.program import Program
+from weftune.report.evaluation import ANSWERS, answers_record
 from weftune.report.read import JobRecord
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.training.state import Progress
@@ -33,7 +35,7 @@ class View(Protocol):
 
 
 class Journal:
-    def __init__(self, store: Store, view: View, log: Log) -> None:
+    def __init__(self, store: JobStore, view: View, log: Log) -> None:
         self.store = store
         self.view = view
         self._log = log
@@ -57,6 +59,7 @@ class Journal:
                 "learning_rate": outcome.learning_rate,
                 "grad_norm": outcome.grad_norm,
                 "token_accuracy": outcome.token_accuracy,
+                **outcome.metrics,
                 "time": time.time(),
             }
         )
@@ -91,14 +94,22 @@ class Journal:
                 loss: event.loss,
                 f"{prefix}_tokens": event.tokens,
                 f"{prefix}_token_accuracy": event.token_accuracy,
+                **{f"{prefix}_{name}": value for name, value in event.metrics.items()},
                 "time": time.time(),
             }
         )
 
     def record_kept_loss(self, job: PreparedJob, progress: Progress) -> None:
         """Record the validation loss of the adapter that a job would keep now, and its best loss so far."""
-        kept = progress.best_loss if job.spec.keep == "best" else progress.evaluated_loss
-        self.store.evaluate_job(job.name, kept, progress.best_step, progress.best_loss)
+        keeps_best = job.spec.keep == "best"
+        kept = progress.best_loss if keeps_best else progress.evaluated_loss
+        score = progress.best_score if keeps_best else progress.evaluated_score
+        self.store.evaluate_job(job.name, kept, progress.best_step, progress.best_loss, score)
+
+    def record_answers(self, job: str, step: int, rows: Sequence[AnsweredRow]) -> None:
+        """Write the answers of a job's adapter at a step, and those of the base, to the job's folder."""
+        content = answers_record(job, step, rows)
+        self._try_write(lambda: replace_json(self.store.output / job / ANSWERS, content))
 
     def warn(self, name: str, sentence: str) -> None:
         """Record a warning about a job's adapter; an empty sentence withdraws it."""
@@ -177,6 +188,10 @@ class Journal:
     def show_job(self, name: str, **changes: Any) -> None:
         self._rows[name] = replace(self._rows.get(name, JobRecord(name=name)), **changes)
         self.view.update(self._rows[name])
+
+    def forget_job(self, name: str) -> None:
+        """Forget the shown row of a job that has ended."""
+        self._rows.pop(name, None)
 
     def flush(self) -> bool:
         """Write everything to disk; return whether that succeeded."""

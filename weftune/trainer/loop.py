@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -16,35 +16,43 @@ from weftune.adapters.folder import CONFIG
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.target import source_job
 from weftune.core.clock import Phase, phase
+from weftune.core.files import cache_folder
 from weftune.core.shapes import JobShape
-from weftune.errors import OutputError, UserError
+from weftune.errors import OutputError, SpecError, UserError
 from weftune.jobs.courses import MIN_SAVE_SECONDS, save_interval
 from weftune.jobs.spec.spec import JobSpec
+from weftune.jobs.store.policy import Ranking
 from weftune.jobs.store.scheduler import admit
 from weftune.jobs.store.status import State
-from weftune.jobs.store.store import Store
+from weftune.jobs.store.store import JobStore
 from weftune.plan.cost.learned import Learned, Outcome
-from weftune.plan.cost.memory import longest
+from weftune.plan.cost.memory import max_sample_tokens
 from weftune.plan.cost.time import PassTime, StateTime
 from weftune.plan.layout.split import cpu_sheet_cost
 from weftune.plan.outlook.promise import promise_numbers
 from weftune.plan.program.program import Program
 from weftune.report.words import plural
-from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped
+from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Scored, Stepped
 from weftune.run.measure.memory import peak_bytes, release, reset_peak
 from weftune.run.training import checkpoint
 from weftune.run.training.snapshot import snapshot_bytes
 from weftune.run.training.state import Training, new_training
 from weftune.run.training.writer import Unsaved
+from weftune.trainer.answers import JobAnswers
 from weftune.trainer.engine import Engine
+from weftune.trainer.inbox import JobInbox, handle_requests
 from weftune.trainer.job import PreparedJob, collate_plan
 from weftune.trainer.journal import Journal
+from weftune.trainer.references import References
 from weftune.trainer.results import Ending, ResultWriter
 from weftune.trainer.sweeps import Sweeps
 from weftune.trainer.warnings import SlowRun, base_warning, collapse_warning
 from weftune.trainer.windows import Windows
 
 Callback = Callable[[Stepped | Evaluated], None]
+Rank = Callable[[Sequence[JobShape], Sequence[JobShape]], Ranking]
+"""Function that maps the waiting and the attached jobs to those that may train now, with the priorities and
+the order by which they are admitted."""
 
 
 @dataclass(slots=True)
@@ -58,14 +66,21 @@ class TimedWindow:
     """Seconds spent in the caller's callback, which do not count for the window."""
 
 
-def lost_checkpoint_reason(store: Store, name: str, survey: checkpoint.CheckpointSurvey) -> str:
+def lost_checkpoint_reason(store: JobStore, name: str, survey: checkpoint.CheckpointSurvey) -> str:
     """Return why a job that has begun cannot resume from its checkpoints; the user may have copies."""
     what = "none of its checkpoints is whole" if survey.damaged else "its checkpoints are gone"
     names = f" ({', '.join(path.name for path in survey.damaged)})" if survey.damaged else ""
     return f"{what}{names}; put back a copy of one, or restart it with {store.resume_line(restart=[name])}"
 
 
-def source_stopped_reason(store: Store, source: str, state: State) -> str:
+def lost_references_reason(store: JobStore, name: str) -> str:
+    """Return why a job that has begun cannot resume: its reference log-probabilities cannot be recomputed."""
+    restarted = store.resume_line(restart=[name])
+    what = "the log-probabilities of its reference policy, the adapter that it started from, are gone"
+    return f"{what}; put back a copy of its checkpoints, or restart it with {restarted}"
+
+
+def source_stopped_reason(store: JobStore, source: str, state: State) -> str:
     """Return why a job is paused: the job whose adapter it starts from has stopped."""
     if state is State.PAUSED:
         return f"it starts from {source}, which is paused; resume both: {store.resume_line()}"
@@ -75,11 +90,11 @@ def source_stopped_reason(store: Store, source: str, state: State) -> str:
 
 
 def _without_source(job: PreparedJob) -> PreparedJob:
-    return replace(job, shape=replace(job.shape, starts_from="")) if job.shape.starts_from else job
+    return replace(job, shape=replace(job.shape, source_job="")) if job.shape.source_job else job
 
 
 class Loop:
-    def __init__(self, engine: Engine, tokenizer: Any, store: Store, journal: Journal) -> None:
+    def __init__(self, engine: Engine, tokenizer: Any, store: JobStore, journal: Journal) -> None:
         self.engine = engine
         self.executor, self.choice, self.base = engine.executor, engine.choice, engine.base
         self.writer = engine.executor.writer
@@ -87,8 +102,8 @@ class Loop:
         self.journal = journal
         self.learned = Learned(
             initial_cost=engine.initial_cost,
-            memory=replace(engine.choice.memory, fused=self.executor.fused),
-            first_seconds=engine.choice.first_seconds,
+            memory=replace(engine.choice.memory, uses_fused_ops=self.executor.fused),
+            first_seconds=engine.choice.first_pass_seconds,
         )
         self.seconds = 0.0
         """Total seconds of all windows."""
@@ -102,8 +117,12 @@ class Loop:
         self._endings: dict[str, Ending] = {}
         self.result_writer = ResultWriter(engine, tokenizer, store, journal)
         self.windows = Windows(engine, self.learned, self.jobs)
+        self.answers = JobAnswers(engine, tokenizer, journal, self.jobs)
+        self.references = References(engine.base, cache_folder() / "tokens", journal.note)
         self._slow_run = (
-            SlowRun(has_profile=engine.choice.cost is not None) if engine.base.device.type == "cpu" else None
+            SlowRun(has_profile=engine.choice.cost_model is not None)
+            if engine.base.device.type == "cpu"
+            else None
         )
         self._planned_cost = (
             engine.initial_cost if engine.initial_cost.measured else cpu_sheet_cost(engine.choice.shape)
@@ -117,6 +136,14 @@ class Loop:
         """The sweeps whose trials are jobs of this run."""
         self.add: Callable[[JobSpec], Any] | None = None
         """Function that adds a job proposed by a sweep during the run."""
+        self.inbox: JobInbox | None = None
+        """Source of requests, which are read at window boundaries."""
+        self.rank: Rank = lambda waiting, attached: Ranking(tuple(waiting), tuple(attached))
+        """Policy by which jobs are admitted: by default, the priority and the order of each job."""
+        self.watch_pass: Callable[[Passed], None] | None = None
+        """Function that is called after every pass."""
+        self.paused: set[str] = set()
+        """Jobs that were paused on request and have not been resumed."""
         self._judged: frozenset[str] = frozenset()
         """Trials that make no step in this window: only the mean of their last weights is evaluated."""
         self._max_jobs: float = math.inf
@@ -132,7 +159,7 @@ class Loop:
     def enter(self, job: PreparedJob) -> None:
         """Queue a job; it is attached before the next window that has memory for it."""
         checkpoints = self.result_writer.checkpoints(job.name)
-        if job.shape.starts_from and checkpoint.newest_progress(checkpoints) is not None:
+        if job.shape.source_job and checkpoint.newest_progress(checkpoints) is not None:
             # It has begun and no longer needs the adapter of another job.
             job = _without_source(job)
         job = self.jobs[job.name] = self.sweeps.enter(job)
@@ -152,10 +179,57 @@ class Loop:
         """Cancel a job: at once if it waits, before its next microbatch if it is attached."""
         is_paused = self.store.job(name).state is State.PAUSED
         if name in self.waiting or is_paused or self.sweeps.is_resting(name):
+            self.paused.discard(name)
             self._leave_queue(name, State.CANCELLED)
             self.journal.flush()
         elif name in self.executor.attached and name not in self._endings:
             self._set_ending(name, Ending(State.CANCELLED))
+
+    def fail(self, name: str, reason: str) -> None:
+        """Let an attached job fail for a reason that the caller has found, before its next microbatch."""
+        if name in self.executor.attached and name not in self._endings:
+            self._set_ending(name, Ending(State.FAILED, reason))
+
+    def pause(self, name: str) -> None:
+        """Save and detach a job, which takes no part in the run until `resume`. Called between windows."""
+        if self.sweeps.is_trial(name):
+            raise SpecError(f"{name} is a trial of a sweep, which decides when its trials train")
+        if self.store.job(name).state is State.PAUSED:
+            raise SpecError(f"{name} is paused already: {self.store.job(name).reason}")
+        if name in self.waiting:
+            self._leave_queue(name, State.PAUSED, self._pause_reason(name))
+        else:
+            self._save_and_detach([name])
+            if name in self._endings:
+                # It could not be saved, and is paused for that reason.
+                return
+            self.journal.set_state(name, State.PAUSED, self._pause_reason(name))
+        self.paused.add(name)
+
+    def _pause_reason(self, name: str) -> str:
+        return (
+            f"paused on request at step {self.store.job(name).step}; resume with {self.store.resume_line()}"
+        )
+
+    def resume(self, name: str) -> None:
+        """Queue a paused job again. Called between windows."""
+        if self.store.job(name).state is not State.PAUSED:
+            raise SpecError(f"{name} is not paused: it is {self.store.job(name).state}")
+        self.paused.discard(name)
+        self.journal.set_state(name, State.QUEUED)
+        self.enter(self.jobs[name])
+
+    def set_priority(self, name: str, priority: int) -> None:
+        """Change the priority with which a job is admitted and preempted from now on."""
+        job = self.jobs[name]
+        self.jobs[name] = replace(job, shape=replace(job.shape, priority=priority))
+        if name in self.waiting:
+            self.waiting[name] = self.jobs[name]
+
+    def finish_requests(self) -> None:
+        """Detach the jobs that requests have ended, and write the effect of all requests to disk."""
+        self._detach_ended()
+        self.journal.flush()
 
     def _leave_queue(self, name: str, state: State, reason: str = "") -> None:
         """Record the new state of a job that waits in the queue or at a rung of its sweep."""
@@ -168,8 +242,10 @@ class Loop:
         self._inspect_sources()
         attached = self._shapes(self.executor.attached)
         waiting = [job.shape for job in self.waiting.values()]
-        decision = admit(waiting, attached, self._misfit_reason, self._overtaken)
+        ranking = self.rank(waiting, attached)
+        decision = admit(ranking.waiting, ranking.attached, self._misfit_reason, self._overtaken)
         self._overtaken = decision.overtaken
+        self._requeue({name: ranking.held[name] for name in self.executor.attached if name in ranking.held})
         for name, reason in decision.too_large.items():
             advice = self.learned.memory.advice(self.waiting.pop(name).shape)
             self.journal.set_state(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
@@ -184,7 +260,8 @@ class Loop:
         if self._endings:
             # A job that cannot be saved is detached all the same.
             self._detach_ended()
-        for name, reason in decision.waiting.items():
+        held = {name: reason for name, reason in ranking.held.items() if name in self.waiting}
+        for name, reason in {**decision.waiting, **held}.items():
             # A preempted job keeps its reason as long as the job that replaced it is attached.
             is_replaced = self._preempted_by.get(name) in self.executor.attached
             if not is_replaced and self.store.job(name).reason != reason:
@@ -195,6 +272,11 @@ class Loop:
         }
         for name in decision.admitted:
             self._preempted_by.pop(name, None)
+            self.journal.set_state(name, State.RUNNING)
+        if decision.admitted:
+            # If the process dies while it attaches them, the next one knows which jobs these were.
+            self.journal.flush()
+        for name in decision.admitted:
             self._attach(self.waiting.pop(name), written[name])
         if decision.admitted or decision.too_large:
             # Once for all of them, however many are admitted.
@@ -203,7 +285,7 @@ class Loop:
     def _inspect_sources(self) -> None:
         """Queue jobs whose source job has succeeded, and pause those whose source can no longer succeed."""
         for name, job in list(self.waiting.items()):
-            if not (source := job.shape.starts_from):
+            if not (source := job.shape.source_job):
                 continue
             while source in self.result_writer:
                 # The job then starts at the same boundary, however fast the disk is.
@@ -260,11 +342,22 @@ class Loop:
             remedy = f"correct that, and resume with {self.store.resume_line()}"
             self.journal.set_state(spec.name, State.PAUSED, f"{error}; {remedy}")
             return
+        start = adapter_spec.init_from
+        scored = self.references.enter(
+            job,
+            self.result_writer.checkpoints(spec.name),
+            Path(start) if isinstance(start, str) and not has_begun else None,
+            has_begun=progress.step > 0,
+        )
+        if scored is None:
+            reason = lost_references_reason(self.store, spec.name)
+            self.journal.set_state(spec.name, State.PAUSED, reason)
+            return
+        self.jobs[spec.name] = scored
         self.executor.attach(training)
         # A job that starts from another adapter, which may be gone later, is saved at once.
         is_safe = progress.step > 0 or spec.adapter.init_from is None
         self._last_saved[spec.name] = time.monotonic() if is_safe else -math.inf
-        self.journal.set_state(spec.name, State.RUNNING)
         self.result_writer.prepare(job, snapshot_bytes(training, keeps_best=spec.keep == "best"))
 
     def _new_training(self, job: PreparedJob, adapter: JobAdapter, is_restored: bool = False) -> Training:
@@ -300,26 +393,25 @@ class Loop:
     def _run(self, stop: Callable[[], bool], callback: Callback | None) -> None:
         while not stop():
             self._follow_sweeps()
+            if self.inbox is not None:
+                handle_requests(self, self.inbox)
             before = len(self.waiting)
             self._admit()
             if not self.executor.attached:
-                if len(self.waiting) < before or self._follow_sweeps():
+                if len(self.waiting) < before or self._follow_sweeps() or self._wait_for_requests(stop):
                     # A job could not be attached, and others may have waited for it.
                     continue
                 break
-            if self._score_base(stop):
+            unscored = self.references.pending()
+            if self._score_base(stop, unscored.keys()):
                 continue
-            attached = self.executor.attached
+            attached = [name for name in self.executor.attached if name not in unscored]
             beginners = frozenset(name for name in attached if self._needs_first_evaluation(name))
-            awaited = {
-                name for name in attached if self.sweeps.is_awaited(name, attached[name].progress.step)
-            }
+            awaited = {name for name in attached if self.sweeps.is_awaited(name, self._step(name))}
             self._judged = frozenset(name for name in awaited if self.sweeps.evaluates_mean(name)) - beginners
-            program = self.windows.next(beginners | self._judged)
-            # Jobs that have ended release their data, which are open files, only now: a window that was
-            # planned ahead may refer to them.
-            for name in [name for name in self.jobs if self.store.job(name).state.ended]:
-                del self.jobs[name]
+            program = self.windows.next(beginners | self._judged, unscored)
+            # Only now: a window that was planned ahead may refer to jobs that have ended.
+            self._release_ended()
             self.windows.plan_ahead(program)
             # A trial that is being evaluated has already been saved at its last step, if it was to be saved.
             program = program.without_saves(self._recently_saved() | self._judged)
@@ -328,6 +420,8 @@ class Loop:
             began = time.monotonic()
             with self._use_mean_weights():
                 self._execute(program, stop, callback)
+            for name, numbers in self.references.finish_window().items():
+                self.jobs[name] = self.jobs[name].with_references(numbers)
             self.seconds += time.monotonic() - began
             if self.engine.timeline is not None:
                 self.engine.timeline.end(program)
@@ -342,14 +436,39 @@ class Loop:
             self.writer.close()
             self._handle_writes()
 
-    def _score_base(self, stop: Callable[[], bool]) -> bool:
+    def _wait_for_requests(self, stop: Callable[[], bool]) -> bool:
+        """Wait for requests while no job is attached. Return False if the loop is to end."""
+        if self.inbox is None:
+            return False
+        while self.result_writer:
+            self._wait_for_delivery()
+        self._release_ended()
+        return self.inbox.wait(stop)
+
+    def _release_ended(self) -> None:
+        """Release the data of jobs that have ended, which are open files."""
+        for name in [name for name in self.jobs if self.store.job(name).state.ended]:
+            del self.jobs[name]
+            self.journal.forget_job(name)
+            self._last_saved.pop(name, None)
+            self._saved_at_every_step.discard(name)
+
+    def _step(self, name: str) -> int:
+        """Return the last completed step of an attached job."""
+        return self.executor.attached[name].progress.step
+
+    def _score_base(self, stop: Callable[[], bool], waiting: Container[str]) -> bool:
         """Evaluate the base without adapters for jobs whose first evaluation does not give its loss, once per
-        set of held-out samples. Return False if the loss is known for all attached jobs."""
-        unscored: dict[str, list[str]] = {}
+        set of held-out samples and objective. Jobs in `waiting` cannot be evaluated yet. Return False if the
+        loss is known for all other attached jobs."""
+        unscored: dict[Hashable, list[str]] = {}
         for name in self.executor.attached:
-            samples = self.jobs[name].base_samples
-            if samples is not None and self.store.job(name).base_loss is None:
-                unscored.setdefault(samples.fingerprint, []).append(name)
+            prepared = self.jobs[name]
+            samples, is_known = prepared.base_samples, self.store.job(name).base_loss is not None
+            if samples is not None and not is_known and name not in waiting:
+                # With a reference policy, the loss also depends on the adapter that the job starts from.
+                own = name if prepared.reference_data is not None else ""
+                unscored.setdefault((samples.fingerprint, prepared.spec.objective, own), []).append(name)
         if not unscored:
             return False
         same_samples = {names[0]: names for names in unscored.values()}
@@ -408,7 +527,7 @@ class Loop:
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         attached = {name: self.jobs[name].shape for name in self.executor.attached}
         promise = self.learned.promise(program, attached, self.engine.price(attached))
-        taken = self.learned.memory.taken
+        taken = self.learned.memory.process_bytes
         self.journal.record_prediction(promise_numbers(self.choice.layout, program, attached, promise, taken))
         self._timed = TimedWindow()
         own_peak, peak_before = reset_peak(self.base.device), self._peak_bytes()
@@ -417,7 +536,8 @@ class Loop:
             promise = replace(promise, peak_bytes=max(peak_before, promise.peak_bytes))
         fitted, began = True, time.monotonic()
         try:
-            for event in self.executor.run(program, partial(collate_plan, jobs=self.jobs), stop):
+            events = self.executor.run(program, partial(collate_plan, jobs=self.jobs), stop)
+            for event in self.answers.add_to(events, program, self._judged):
                 self._handle(event, callback)
         except OutOfMemory:
             # Handled below, when the traceback no longer holds tensors.
@@ -428,7 +548,7 @@ class Loop:
         if self.programs_run is not None:
             self.programs_run.append(program)
         timed = self._timed
-        seconds = time.monotonic() - began - timed.callback
+        seconds = time.monotonic() - began - timed.callback - self.answers.window_seconds
         peak = self._peak_bytes()
         outcome = Outcome(seconds, peak, own_peak, timed.passes, timed.steps, timed.saves)
         self.learned.learn(program, attached, outcome)
@@ -449,7 +569,7 @@ class Loop:
         shapes = self._shapes(name for name in self.executor.attached if name not in self._endings)
         if not shapes:
             return
-        least = longest(shapes)
+        least = max_sample_tokens(shapes)
         if capacity > least:
             self.windows.max_tokens = max(capacity // 2, least)
             self.journal.note(
@@ -463,7 +583,7 @@ class Loop:
                 f"on.{self._changed_results_warning()}"
             )
             return
-        last = max(shapes, key=lambda shape: (-shape.priority, shape.order)).name
+        last = max(shapes, key=lambda shape: (-shape.priority, shape.file_position)).name
         attached = plural(len(shapes), "attached job")
         reason = f"out of memory with {attached} and {capacity} tokens per microbatch"
         if len(shapes) == 1:
@@ -487,6 +607,8 @@ class Loop:
         match event:
             case Passed():
                 self._timed.passes.append(event.time)
+                if self.watch_pass is not None:
+                    self.watch_pass(event)
             case StateTime():
                 self._timed.steps.append(event)
             case Stepped(job):
@@ -494,7 +616,8 @@ class Loop:
                     # There is no half of an interval in which the last checkpoint could be written.
                     self.executor.finish_saves(job)
                 self.journal.record_step(event, self.jobs[job], self.executor.attached[job].progress)
-                self.journal.warn(job, collapse_warning(event.outcome, self.base.shape.vocabulary))
+                if self.jobs[job].spec.objective.kind == "sft":
+                    self.journal.warn(job, collapse_warning(event.outcome, self.base.shape.vocabulary))
                 if (reason := self.sweeps.record_step(event)) is not None and job not in self._endings:
                     self._set_ending(job, Ending(State.CANCELLED, reason, leaves_sweep=True))
             case Evaluated(job) if job in self._judged:
@@ -502,6 +625,8 @@ class Loop:
                 self.sweeps.record_mean_evaluation(event)
             case Evaluated():
                 self._on_evaluation(event)
+            case Scored():
+                self.references.record(event)
             case SaveDue(job):
                 self._save(job, self.executor.save)
             case Failed(job, reason):
@@ -517,13 +642,16 @@ class Loop:
         spec, training = self.jobs[event.job].spec, self.executor.attached[event.job]
         min_delta = spec.early_stop.min_delta if spec.early_stop else 0.0
         counts = self.jobs[event.job].is_requested_evaluation(event.step)
-        self.executor.note_evaluation(event.job, event.loss, spec.keep == "best", min_delta, counts)
+        metric = self.jobs[event.job].metric_name
+        score = None if metric is None else event.metrics[metric]
+        self.executor.note_evaluation(event.job, event.loss, spec.keep == "best", min_delta, counts, score)
         progress = training.progress
         self.journal.record_evaluation(event, self.jobs[event.job], progress)
         self.sweeps.record_evaluation(event)
         if counts and spec.early_stop and progress.stale >= spec.early_stop.patience:
             evaluations = plural(progress.stale, "evaluation")
-            reason = f"stopped early at step {event.step}: no better validation loss in {evaluations}"
+            what = metric or "validation loss"
+            reason = f"stopped early at step {event.step}: no better {what} in {evaluations}"
             self._set_ending(event.job, Ending(State.SUCCEEDED, reason))
 
     @phase(Phase.SAVING)
@@ -578,7 +706,7 @@ class Loop:
                 self._endings.setdefault(name, Ending(State.SUCCEEDED))
         for name, ending in self._endings.items():
             self._max_jobs = math.inf
-            training = self.executor.detach(name)
+            training = self._detach(name)
             if ending.state is State.SUCCEEDED:
                 status = self.store.job(name)
                 self.journal.warn(name, status.warning or base_warning(status))
@@ -614,7 +742,11 @@ class Loop:
         for name in names:
             self.executor.finish_saves(name)
         self._handle_writes()
-        return [self.executor.detach(name) for name in names if name not in self._endings]
+        return [self._detach(name) for name in names if name not in self._endings]
+
+    def _detach(self, name: str) -> Training:
+        self.references.leave(name)
+        return self.executor.detach(name)
 
     def _suspend(self) -> None:
         for training in self._save_and_detach(list(self.executor.attached)):

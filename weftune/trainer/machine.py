@@ -14,10 +14,10 @@ from weftune.base.spec import BaseSpec
 from weftune.core.shapes import ModelShape
 from weftune.errors import BaseModelError, HostTooSmall, UserError
 from weftune.plan.cost.cluster import PCIE
-from weftune.plan.cost.memory import gib
+from weftune.plan.cost.memory import format_bytes
 from weftune.plan.cost.profile import find_profile, read_profile
 from weftune.plan.layout.choose import PROCESS_BYTES, Machine
-from weftune.plan.layout.need import StreamDevice, gpu_device, in_files
+from weftune.plan.layout.need import StreamDevice, file_device, gpu_device
 from weftune.plan.window.pace import data_sheet_device_speed
 from weftune.run.measure.link import measure_file_bandwidth, measure_link
 from weftune.run.measure.memory import GPU_SHARE, budget_bytes, bytes_before_base, fixed_budget_bytes
@@ -63,7 +63,11 @@ def describe_machine(
         gpu=data_sheet_gpu if steady else partial(measure_gpu, spec, device),
     )
     files = partial(file_stream_device, spec, device, measure_speed=not steady)
-    return replace(machine, files=files, stream_budget=None if is_loaded else machine.stream_budget)
+    return replace(
+        machine,
+        make_file_device=files,
+        stream_budget_bytes=None if is_loaded else machine.stream_budget_bytes,
+    )
 
 
 def launcher_machine(
@@ -109,8 +113,8 @@ def memory_warning(options: Options, device: torch.device) -> str:
     if free >= WARNED_SHARE * planned:
         return ""
     return (
-        f"warning: deterministic: this run is planned for {gib(planned)} whatever is free, and now "
-        f"{gib(free)} is free; give --memory the same value in every run, or free memory"
+        f"warning: deterministic: this run is planned for {format_bytes(planned)} whatever is free, and now "
+        f"{format_bytes(free)} is free; give --memory the same value in every run, or free memory"
     )
 
 
@@ -143,7 +147,9 @@ def file_stream_device(
     except BaseModelError as error:
         raise HostTooSmall([*host_error.mistakes, *error.mistakes]) from None
     if device.type != "cuda":
-        return in_files(stream)
+        return file_device(stream)
     bandwidth = measure_file_bandwidth(files) if measure_speed else FILE_BANDWIDTH
-    both_ways = None if stream.both_ways is None else min(stream.both_ways, bandwidth)
-    return replace(in_files(stream), bandwidth=min(stream.bandwidth, bandwidth), both_ways=both_ways)
+    both_ways = None if stream.duplex_bandwidth is None else min(stream.duplex_bandwidth, bandwidth)
+    return replace(
+        file_device(stream), bandwidth=min(stream.bandwidth, bandwidth), duplex_bandwidth=both_ways
+    )

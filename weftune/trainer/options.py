@@ -44,6 +44,9 @@ class Options:
     """Maximum bytes of GPU memory for the run; a larger base is streamed from host memory."""
     capacity: int | None = None
     """Maximum number of tokens per microbatch. None derives it from device and memory."""
+    decoder_bytes: int = 0
+    """Bytes of device memory reserved for the keys and values of sequences that are generated while jobs
+    train. Jobs with `eval.generate` reserve what they need by themselves."""
     profile: Path | None = None
     """File written by `weftune doctor --profile`. None uses the one in the cache, if there is any."""
     staff: WorkerControl | None = None
@@ -123,18 +126,19 @@ class Options:
         return Machine(
             on_gpu=on_gpu,
             devices=devices,
-            budget=whole // workers_per_device,
-            taken=process_bytes,
-            stream_budget=stream_bytes,
-            limited=self.gpu_memory is not None,
-            host_budget=host_bytes,
+            budget_bytes=whole // workers_per_device,
+            process_bytes=process_bytes,
+            stream_budget_bytes=stream_bytes,
+            has_user_limit=self.gpu_memory is not None,
+            host_budget_bytes=host_bytes,
+            decoder_bytes=self.decoder_bytes,
             capacity=self.capacity,
             workers=workers,
             replicas=self.replicas,
             shares=shares,
             profile=profile,
             worker_profile=worker_profile,
-            gpu=gpu,
+            measure_gpu=gpu,
         )
 
 

@@ -33,8 +33,8 @@ from weftune.jobs.spec.retry import CHANGEABLE, Retry, value_at
 from weftune.jobs.spec.spec import JobSpec, changed_keys, resolve_job
 from weftune.jobs.store.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file, write_job_file
 from weftune.jobs.store.status import State, resume_line
-from weftune.jobs.store.store import Store
-from weftune.plan.cost.memory import gib
+from weftune.jobs.store.store import JobStore
+from weftune.plan.cost.memory import format_bytes
 from weftune.report.words import plural
 from weftune.run.training import checkpoint
 from weftune.run.training.checkpoint import KEPT_CHECKPOINTS
@@ -167,11 +167,13 @@ def refuse_full_disk(output: Path, jobs: Sequence[PreparedJob], shape: ModelShap
     this machine holds, however many jobs wait.
     """
     value = max(4, shape.bytes_per_value)
-    adapters = sum(value * job.shape.trainable for job in jobs)
+    adapters = sum(value * job.shape.trainable_parameters for job in jobs)
     # A checkpoint has vectors as long as the adapter: its weights, their two moments, the best weights and a
     # mean of weights.
-    vectors = [3 + (job.spec.keep == "best") + job.shape.means for job in jobs]
-    states = sum(value * job.shape.trainable * count for job, count in zip(jobs, vectors, strict=True))
+    vectors = [3 + (job.spec.keep == "best") + job.shape.mean_vectors for job in jobs]
+    states = sum(
+        value * job.shape.trainable_parameters * count for job, count in zip(jobs, vectors, strict=True)
+    )
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     memory = psutil.virtual_memory().total + sum(gpu.total_memory for gpu in gpus)
     # A resumed run replaces the files that are there.
@@ -180,8 +182,10 @@ def refuse_full_disk(output: Path, jobs: Sequence[PreparedJob], shape: ModelShap
     free = shutil.disk_usage(output).free
     if needed > free:
         raise OutputError(
-            f"{output} needs {gib(needed)} for adapters and checkpoints of {plural(len(jobs), 'job')}, but "
-            f"only {gib(free)} are free there; free {gib(needed - free)}, or choose another --output"
+            f"{output} needs {format_bytes(needed)} for adapters and checkpoints of "
+            f"{plural(len(jobs), 'job')}, but "
+            f"only {format_bytes(free)} are free there; free {format_bytes(needed - free)}, or choose "
+            "another --output"
         )
 
 
@@ -285,7 +289,7 @@ class Ending:
 class ResultWriter:
     """A writer of the jobs' files in background threads, while other jobs train."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, store: Store, journal: Journal) -> None:
+    def __init__(self, engine: Engine, tokenizer: Any, store: JobStore, journal: Journal) -> None:
         self._engine, self._base, self._writer = engine, engine.base, engine.executor.writer
         self._store, self._journal = store, journal
         self._tokenizer = TokenizerFiles(tokenizer)
@@ -355,6 +359,16 @@ class ResultWriter:
                 # Its last step was not saved, since the adapter was to follow at once.
                 checkpoint.write(self.checkpoints(job.name), snapshot)
             raise
+
+    def write_snapshot(self, job: PreparedJob, snapshot: Snapshot, folder: Path) -> Future[None]:
+        """Begin to write the adapter of a job that trains on to another folder."""
+
+        def write(snapshot: Snapshot) -> None:
+            parameters = snapshot.layout.views(snapshot.tensors()["master"])
+            folder.mkdir(parents=True, exist_ok=True)
+            write_result(folder, job, parameters, self._base.whole_sites, self._base.spec, self._tokenizer)
+
+        return self._writer.write(snapshot, write)
 
     def drop_checkpoints_of(self, name: str) -> None:
         self._spent.append(name)

@@ -50,8 +50,14 @@ class Sweeps:
         if sweep is None or not sweep.evaluates_mean:
             return job
         spans = averaged_spans(sweep.sweep.spec.halving, job.recipe.steps)
-        recipe, shape = replace(job.recipe, averaged=spans), replace(job.shape, means=1 if spans else 0)
+        recipe, shape = (
+            replace(job.recipe, averaged=spans),
+            replace(job.shape, mean_vectors=1 if spans else 0),
+        )
         return replace(job, recipe=recipe, shape=shape)
+
+    def is_trial(self, name: str) -> bool:
+        return name in self._sweep_of_trial
 
     def is_resting(self, name: str) -> bool:
         sweep = self._sweep_of_trial.get(name)
@@ -78,12 +84,12 @@ class Sweeps:
 
     def record_evaluation(self, event: Evaluated) -> None:
         if (sweep := self._sweep_of_trial.get(event.job)) is not None:
-            sweep.record_evaluation(event.job, event.step, event.loss, event.token_accuracy)
+            sweep.record_evaluation(event.job, event.step, event.loss, event.token_accuracy, event.metrics)
 
     def record_mean_evaluation(self, event: Evaluated) -> None:
         """Record an evaluation of the mean of a trial's last weights."""
         self._sweep_of_trial[event.job].record_rung_evaluation(
-            event.job, event.step, event.loss, event.token_accuracy
+            event.job, event.step, event.loss, event.token_accuracy, event.metrics
         )
 
     def trial_orders(self, attached: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:

@@ -35,9 +35,10 @@ from weftune.jobs.spec.checks import (
     rope_warnings,
     warnings,
 )
-from weftune.jobs.spec.read import parse_base
+from weftune.jobs.spec.read import parse_base, read_added_run
 from weftune.jobs.spec.retry import apply_retries, new_retry, with_changes
-from weftune.jobs.spec.spec import JobSpec, locate_in_job, resolve_job
+from weftune.jobs.spec.spec import JobSpec, RunSpec, locate_in_job, resolve_job
+from weftune.jobs.store.inbox import FileRequest, added_jobs
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
 from weftune.jobs.store.status import State, resume_line
 from weftune.jobs.store.store import Store, open_share, open_store
@@ -55,6 +56,7 @@ from weftune.report.read import read_run as read_records
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
 from weftune.trainer.engine import Engine, open_engine
+from weftune.trainer.inbox import FolderInbox
 from weftune.trainer.job import PreparedJob, prepare_job
 from weftune.trainer.journal import Journal, View
 from weftune.trainer.loop import Callback, Loop, lost_checkpoint_reason
@@ -139,18 +141,82 @@ class Trainer:
         if job.name in self.jobs:
             raise SpecError(Mistake(f"job {job.name}", "there is already a job of that name"))
         self.jobs[job.name] = job
-        if self.loop is not None and not self._has_ended(self.loop.store, job.name):
+        if self.loop is not None and not self._has_ended(self._store_of(self.loop), job.name):
             try:
-                shape = self.loop.choice.shape
-                self._refuse_mistakes([job], shape)
-                order, shared = len(self.jobs) - 1, self._shared_data(shape)
-                ready = self._prepare_job(job, order, shape, self.loop.store, shared)
+                (ready,) = self._prepare_joining([job], self._place)
             except UserError:
                 del self.jobs[job.name]
                 raise
-            self._rewind(self.loop.store, [ready])
+            self._rewind(self._store_of(self.loop), [ready])
             self.loop.enter(ready)
         return self
+
+    def _store_of(self, loop: Loop) -> Store:
+        assert isinstance(loop.store, Store), "a trainer keeps its jobs in a folder"
+        return loop.store
+
+    def _prepare_joining(self, jobs: Sequence[JobSpec], place: Callable[..., str]) -> list[PreparedJob]:
+        """Prepare jobs that join the running run, or raise the mistakes of all of them; they are among
+        `self.jobs` already."""
+        assert self.loop is not None
+        shape = self.loop.choice.shape
+        self._refuse_mistakes(jobs, shape, place)
+        try:
+            ready = self._prepare_all(jobs, shape, self._store_of(self.loop))
+        finally:
+            end_workers()
+        for job in ready:
+            self.loop.answers.check(job)
+        return ready
+
+    def _prepare_added(self, request: FileRequest, record: Callable[[], None]) -> list[PreparedJob]:
+        """Prepare the jobs of a file that `weftune jobs add` has sent to the running run. `record` keeps the
+        file for `--resume`."""
+        assert self.loop is not None
+        if self.options.share is not None:
+            raise SpecError(
+                "jobs cannot join a run with --gpus, which has divided its jobs among the GPUs at its start; "
+                "train them with another weftune train"
+            )
+        run = read_added_run(request.text, Path(request.file), list(self.jobs))
+        self._refuse_added(run)
+        before = dict(self.jobs)
+        self.jobs |= {job.name: job for job in run.jobs}
+        try:
+            ready = self._prepare_joining(run.jobs, run.locate)
+            record()
+        except UserError:
+            self.jobs = before
+            raise
+        self._show_job_warnings("warning", warnings(run.jobs, self.loop.choice.shape))
+        self._show_data_notes(ready)
+        self._rewind(self._store_of(self.loop), ready)
+        return ready
+
+    def _refuse_added(self, run: RunSpec) -> None:
+        """Refuse jobs for another base, and jobs with the names of jobs of this run."""
+        mistakes = [
+            Mistake(run.locate(job.name, "name"), "the run has a job of that name already; choose another")
+            for job in run.jobs
+            if job.name in self.jobs or job.name in self.sweeps
+        ]
+        here, there = self.spec.record(), run.base.record()
+        if changed := [
+            f"base.{key}: the run has {here[key]}, not {there[key]}"
+            for key in here
+            if here[key] != there[key]
+        ]:
+            mistakes.append(Mistake("", f"{'; '.join(changed)}; jobs can only join a run on the same base"))
+        if mistakes:
+            raise SpecError(mistakes)
+
+    def restore_added_jobs(self) -> None:
+        """Add the jobs that joined earlier runs of this output through `weftune jobs add`."""
+        if not self.options.resume or self.options.share is not None:
+            return
+        for job in added_jobs(self.output, self.jobs):
+            # The user may have moved it to the jobs file of the run meanwhile.
+            self.jobs.setdefault(job.name, job)
 
     def add_sweep(self, sweep: Sweep, search: TrialSearch | None = None) -> Trainer:
         """Add a sweep whose trials have been added as jobs; `search` proposes later generations."""
@@ -181,6 +247,7 @@ class Trainer:
         if not isinstance(self.base, Base):
             refuse_without_fp8(self.spec, device)
         shape = self.base.shape if isinstance(self.base, Base) else inspect(self.spec, device)
+        self.restore_added_jobs()
         self.check(shape)
         with ExitStack() as stack:
             stack.enter_context(deterministic_kernels(self.options.deterministic))
@@ -220,6 +287,9 @@ class Trainer:
                 stack.callback(loggers.close)
                 self.loop = self._loop(engine, store, Journal(store, self.view, loggers.log))
                 self.loop.sweeps, self.loop.add = sweeps, self.add
+                inbox = FolderInbox(store.records, self._prepare_added, self._note_recorder(store))
+                self.loop.inbox = inbox
+                stack.callback(inbox.close)
                 for sweep in sweeps.sweeps:
                     sweep.read_metrics()
                 stack.callback(setattr, self, "loop", None)
@@ -235,7 +305,8 @@ class Trainer:
                 for note in loggers.notes:
                     store.note(note)
             sweeps.finish()
-            self.interrupted = stop() and not all(self._has_ended(store, name) for name in self.jobs)
+            is_stopped = stop() or (self.loop is not None and bool(self.loop.paused))
+            self.interrupted = is_stopped and not all(self._has_ended(store, name) for name in self.jobs)
             try:
                 store.write_status()
             except OutputError as error:
@@ -249,7 +320,7 @@ class Trainer:
         if not self.jobs:
             raise SpecError("There is no job to train; add one.")
         jobs = list(self.jobs.values())
-        self._refuse_mistakes(jobs, shape)
+        self._refuse_mistakes(jobs, shape, self._place)
         self._show_job_warnings("warning", [*warnings(jobs, shape), *rope_warnings(jobs, self.spec)])
         known = [*self.jobs, *proposed_trials(self.output, self.sweeps)]
         for option, names in (("--restart", self.options.restart), ("--retry", self.options.retry)):
@@ -262,14 +333,14 @@ class Trainer:
         check_trackers(self.report_to)
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
 
-    def _refuse_mistakes(self, jobs: Sequence[JobSpec], shape: ModelShape) -> None:
+    def _refuse_mistakes(self, jobs: Sequence[JobSpec], shape: ModelShape, place: Callable[..., str]) -> None:
         """Refuse targets that the base lacks, samples longer than its context, and jobs that cannot start
         from the job they name; with shares, the process that divides the jobs checks this."""
         known = list(self.jobs) if self.options.share is None else [source_job(job.adapter) for job in jobs]
-        mistakes = check_names(jobs, known, self._place)
-        mistakes = mistakes or check_starts(list(self.jobs.values()), shape, self._place)
-        mistakes += check_targets(jobs, shape, self._place)
-        if mistakes := [*mistakes, *check_lengths(jobs, shape, self.spec, self._place)]:
+        mistakes = check_names(jobs, known, place)
+        mistakes = mistakes or check_starts(list(self.jobs.values()), shape, place)
+        mistakes += check_targets(jobs, shape, place)
+        if mistakes := [*mistakes, *check_lengths(jobs, shape, self.spec, place)]:
             raise SpecError(dict.fromkeys(mistakes))
 
     def _restore_sweeps(self, store: Store) -> Sweeps:
@@ -337,7 +408,7 @@ class Trainer:
             (job.name, sentence)
             for job in prepared_jobs
             for sentence in data_warnings(
-                job.spec, len(job.data.train), job.recipe.steps, job.data.evaluates_trained
+                job.spec, job.data.train.rows, job.recipe.steps, job.data.evaluates_trained
             )
         ]
         steps = {job.name: job.recipe.steps for job in prepared_jobs}
@@ -528,5 +599,7 @@ class Trainer:
             "first_eval_loss": first_validation(record),
             "eval_loss": kept_validation(record),
         }
+        if (evaluation := self.jobs[name].eval) is not None and evaluation.metric is not None:
+            found[f"eval_{evaluation.metric_name}"] = status.score
         metrics |= {key: value for key, value in found.items() if value is not None}
         return Result(status.state, self.output / name, metrics, status.reason, status.warning)

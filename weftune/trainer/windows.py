@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
 
 from weftune.plan.cost.learned import Learned
 from weftune.plan.program.program import Program, Recompute
@@ -16,6 +20,8 @@ from weftune.trainer.job import PreparedJob
 
 Cursors = Mapping[str, int]
 """Maps each job to its last completed step."""
+Unscored = Mapping[str, NDArray[np.int64]]
+"""Maps each job that waits for its reference log-probabilities to the samples that it scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,10 @@ class Windows:
     def __init__(self, engine: Engine, learned: Learned, jobs: Mapping[str, PreparedJob]) -> None:
         self.max_tokens = engine.choice.capacity
         """Maximum number of tokens in a microbatch, unless a sample is longer."""
+        self.max_tokens_while_decoding: int | None = None
+        """Maximum number of tokens in a microbatch while sequences wait for a turn between passes, so that no
+        pass keeps them waiting for long. None if no sequence waits. Deterministic runs ignore it: their
+        microbatches depend on nothing outside the jobs."""
         self._engine, self._executor, self._choice = engine, engine.executor, engine.choice
         self._learned = learned
         self._jobs = jobs
@@ -64,13 +74,15 @@ class Windows:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def next(self, beginners: frozenset[str]) -> Program:
+    def next(self, beginners: frozenset[str], unscored: Unscored) -> Program:
         """Return the window planned ahead, without jobs that have left, if it still fits the attached jobs;
-        else plan a new one. Jobs in `beginners` are evaluated first."""
+        else plan a new one. Jobs in `beginners` are evaluated first; jobs in `unscored` score samples and do
+        not train."""
         cursors, pace, ahead = self._cursors(), self._pace(), self._ahead
         capacity, recompute = self._capacity()
-        if ahead is None or beginners or not ahead.is_valid_for(cursors, capacity, recompute, pace):
-            return self._plan(cursors, beginners, capacity, recompute, pace).program
+        is_valid = ahead is not None and ahead.is_valid_for(cursors, capacity, recompute, pace)
+        if ahead is None or beginners or unscored or not is_valid:
+            return self._plan(cursors, beginners, capacity, recompute, pace, unscored).program
         program, gone = ahead.future.result().program, ahead.cursors.keys() - cursors.keys()
         return program.without(*gone) if gone else program
 
@@ -100,10 +112,14 @@ class Windows:
         capacity: int,
         recompute: Recompute,
         pace: WindowPace,
+        unscored: Unscored = MappingProxyType({}),
     ) -> PlannedWindow:
-        rounds, layout = self._choice.rounds, self._choice.layout
+        rounds, layout = self._choice.window_rounds, self._choice.layout
         windows = [
-            self._jobs[name].job_window(step, rounds, name in beginners) for name, step in cursors.items()
+            self._jobs[name].score_window(step, unscored[name])
+            if name in unscored
+            else self._jobs[name].job_window(step, rounds, name in beginners)
+            for name, step in cursors.items()
         ]
         cut = cut_to_window_seconds(windows, pace)
         # Passes in tiles are not captured, so their microbatches need not be padded.
@@ -114,9 +130,11 @@ class Windows:
     def _capacity(self) -> tuple[int, Recompute]:
         """Return the token capacity of microbatches, and the activations that are recomputed to reach it."""
         shapes = [self._jobs[name].shape for name in self._executor.attached]
-        memory = self._learned.memory
-        recompute = memory.recompute(shapes, self.max_tokens)
-        return memory.capacity(shapes, self.max_tokens, recompute), recompute
+        memory, max_tokens = self._learned.memory, self.max_tokens
+        if self.max_tokens_while_decoding is not None and not self._engine.deterministic:
+            max_tokens = min(max_tokens, self.max_tokens_while_decoding)
+        recompute = memory.choose_recompute(shapes, max_tokens)
+        return memory.choose_capacity(shapes, max_tokens, recompute), recompute
 
     def _pace(self) -> WindowPace:
         if self._engine.deterministic:

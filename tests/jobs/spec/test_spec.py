@@ -227,7 +227,8 @@ def test_a_resolved_job_writes_out_its_sources_and_what_stops_it() -> None:
         {"path": "owner/more", "weight": 2.0},
     ]
     assert whole["early_stop"] == {"patience": 3, "min_delta": 0.0}
-    assert whole["eval"] == {"path": None, "fraction": 0.1, "every": 5}
+    unset = {"path": None, "generate": None, "metric": None}
+    assert whole["eval"] == {"fraction": 0.1, "every": 5, **unset}
     assert whole["adapter"]["targets"] == ["q_proj", "v_proj"]
 
 

@@ -15,11 +15,13 @@ ROOM = 100
 
 
 def shape(name: str, size: int, priority: int = 0, order: int = 0) -> JobShape:
-    return JobShape(name=name, priority=priority, order=order, trainable=size, longest=1)
+    return JobShape(
+        name=name, priority=priority, file_position=order, trainable_parameters=size, max_sample_tokens=1
+    )
 
 
 def fits(jobs: Sequence[JobShape]) -> str | None:
-    need = sum(job.trainable for job in jobs)
+    need = sum(job.trainable_parameters for job in jobs)
     return None if need <= ROOM else f"{need} is over {ROOM}"
 
 
@@ -42,37 +44,37 @@ def test_those_aboard_take_room() -> None:
 
 
 def test_the_lowest_priority_aboard_gives_way_to_a_higher_one() -> None:
-    aboard = [shape("low", 40, 0, 0), shape("lowest", 40, -1, 1), shape("high", 20, 5, 2)]
-    admission = admit([shape("urgent", 40, 9, 3)], aboard, fits)
+    attached_jobs = [shape("low", 40, 0, 0), shape("lowest", 40, -1, 1), shape("high", 20, 5, 2)]
+    admission = admit([shape("urgent", 40, 9, 3)], attached_jobs, fits)
     assert admission.admitted == ("urgent",)
     assert admission.preempted == {"lowest": "urgent"}
     assert admission.waiting == {}
 
 
 def test_a_job_gives_way_to_the_newcomer_whose_priority_is_nearest_above_its_own() -> None:
-    aboard = [shape("low", 40, 0, 0)]
+    attached_jobs = [shape("low", 40, 0, 0)]
     waiting = [shape("most", 40, 9, 1), shape("more", 40, 5, 2), shape("equal", 20, 0, 3)]
-    admission = admit(waiting, aboard, fits)
+    admission = admit(waiting, attached_jobs, fits)
     assert admission.admitted == ("most", "more", "equal")
     assert admission.preempted == {"low": "more"}
 
 
 def test_equals_never_preempt_each_other() -> None:
-    aboard = [shape("late", 60, 1, order=9)]
-    admission = admit([shape("early", 60, 1, order=0)], aboard, fits)
+    attached_jobs = [shape("late", 60, 1, order=9)]
+    admission = admit([shape("early", 60, 1, order=0)], attached_jobs, fits)
     assert (admission.admitted, admission.preempted) == ((), {})
 
 
 def test_nobody_is_sent_away_where_that_makes_no_room() -> None:
-    aboard = [shape("equal", 60, 9, 0), shape("low", 10, 0, 1)]
-    admission = admit([shape("urgent", 60, 9, 2)], aboard, fits)
+    attached_jobs = [shape("equal", 60, 9, 0), shape("low", 10, 0, 1)]
+    admission = admit([shape("urgent", 60, 9, 2)], attached_jobs, fits)
     assert (admission.admitted, admission.preempted) == ((), {})
     assert admission.waiting == {"urgent": "130 is over 100"}
 
 
 def test_those_aboard_stay_although_they_are_said_not_to_fit_any_more() -> None:
-    aboard = [shape("a", 60, 0, 0), shape("b", 60, 0, 1)]
-    admission = admit([shape("small", 1, 0, 2)], aboard, fits)
+    attached_jobs = [shape("a", 60, 0, 0), shape("b", 60, 0, 1)]
+    admission = admit([shape("small", 1, 0, 2)], attached_jobs, fits)
     assert (admission.admitted, admission.preempted) == ((), {})
 
 
@@ -112,7 +114,9 @@ def test_a_job_too_large_to_run_alone_blocks_nobody() -> None:
     assert admission.waiting == {}
 
 
-@pytest.mark.parametrize("more", ["trainable", "longest", "batch_tokens", "means"])
+@pytest.mark.parametrize(
+    "more", ["trainable_parameters", "max_sample_tokens", "batch_tokens", "mean_vectors"]
+)
 def test_a_job_that_takes_more_of_one_thing_only_is_looked_at_by_itself(more: str) -> None:
     """A smaller job that fits does not vouch for a larger one, nor does a larger one that does not fit stop a
     smaller one."""
@@ -123,9 +127,9 @@ def test_a_job_that_takes_more_of_one_thing_only_is_looked_at_by_itself(more: st
 
     small, large = (replace(shape(f"job{need}", 0, order=need), **{more: need}) for need in (ROOM, ROOM + 1))
     assert admit([small, large], [], full).too_large == {large.name: "101 is over 100"}
-    smaller = replace(small, name="smaller", order=ROOM + 2, **{more: 1})
-    aboard = [replace(shape("x", 0), **{more: ROOM - 1})]
-    assert admit([small, smaller], aboard, full).admitted == ("smaller",)
+    smaller = replace(small, name="smaller", file_position=ROOM + 2, **{more: 1})
+    attached_jobs = [replace(shape("x", 0), **{more: ROOM - 1})]
+    assert admit([small, smaller], attached_jobs, full).admitted == ("smaller",)
 
 
 WAITING = st.lists(st.tuples(st.integers(1, 120), st.integers(-1, 1), st.integers(0, 8)), max_size=8)
@@ -133,7 +137,7 @@ ABOARD = st.lists(st.tuples(st.integers(1, 40), st.integers(-1, 1)), max_size=4)
 
 
 def test_a_job_that_waits_for_another_is_not_in_the_queue() -> None:
-    late = replace(shape("late", 10, priority=9), starts_from="first")
+    late = replace(shape("late", 10, priority=9), source_job="first")
     admission = admit([late, shape("first", 60, order=1), shape("next", 40, order=2)], [], fits)
     assert admission.admitted == ("first", "next")
     assert admission.waiting == {"late": "waits for first"}
@@ -149,11 +153,14 @@ class Places:
     overtaken: dict[str, int] = field(default_factory=dict)
 
 
-def one_by_one(waiting: Sequence[JobShape], aboard: Sequence[JobShape], before: Mapping[str, int]) -> Places:
-    present, places = [job.name for job in aboard], Places()
+def one_by_one(
+    waiting: Sequence[JobShape], attached_jobs: Sequence[JobShape], before: Mapping[str, int]
+) -> Places:
+    present, places = [job.name for job in attached_jobs], Places()
     possible = [job for job in waiting if fits([job]) is None]
     for job in sorted(
-        [*possible, *aboard], key=lambda job: (-job.priority, job.name not in present, job.order)
+        [*possible, *attached_jobs],
+        key=lambda job: (-job.priority, job.name not in present, job.file_position),
     ):
         waits = job.name not in present
         held = waits and any(count >= MAX_OVERTAKES for count in places.overtaken.values())
@@ -169,18 +176,18 @@ def one_by_one(waiting: Sequence[JobShape], aboard: Sequence[JobShape], before: 
 
 
 def made(
-    waiting: Sequence[tuple[int, int, int]], aboard: Sequence[tuple[int, int]]
+    waiting: Sequence[tuple[int, int, int]], attached_jobs: Sequence[tuple[int, int]]
 ) -> tuple[list[JobShape], list[JobShape], dict[str, int]]:
     jobs = [shape(f"w{n}", size, priority, 2 * n) for n, (size, priority, _) in enumerate(waiting)]
-    present = [shape(f"a{n}", size, priority, 2 * n + 1) for n, (size, priority) in enumerate(aboard)]
+    present = [shape(f"a{n}", size, priority, 2 * n + 1) for n, (size, priority) in enumerate(attached_jobs)]
     return jobs, present, {f"w{n}": count for n, (_, _, count) in enumerate(waiting)}
 
 
 @given(WAITING, ABOARD)
 def test_seats_are_given_as_one_by_one(
-    waiting: list[tuple[int, int, int]], aboard: list[tuple[int, int]]
+    waiting: list[tuple[int, int, int]], attached_jobs: list[tuple[int, int]]
 ) -> None:
-    jobs, present, before = made(waiting, aboard)
+    jobs, present, before = made(waiting, attached_jobs)
     admission, places = admit(jobs, present, fits, before), one_by_one(jobs, present, before)
     names = [job.name for job in present]
     assert admission.admitted == tuple(job.name for job in places.seated if job.name not in names)
@@ -190,9 +197,9 @@ def test_seats_are_given_as_one_by_one(
 
 @given(WAITING, ABOARD)
 def test_every_job_gets_one_answer_and_nobody_waits_behind_a_lower_priority(
-    waiting: list[tuple[int, int, int]], aboard: list[tuple[int, int]]
+    waiting: list[tuple[int, int, int]], attached_jobs: list[tuple[int, int]]
 ) -> None:
-    jobs, present, before = made(waiting, aboard)
+    jobs, present, before = made(waiting, attached_jobs)
     admission = admit(jobs, present, fits, before)
     answers = [*admission.admitted, *admission.waiting, *admission.too_large]
     assert sorted(answers) == sorted(job.name for job in jobs)
@@ -219,22 +226,22 @@ def test_every_job_gets_one_answer_and_nobody_waits_behind_a_lower_priority(
 
 def test_every_large_job_comes_aboard_however_many_small_ones_come() -> None:
     """A stream of small jobs that each stay for three boundaries, and a large one of the same priority."""
-    large, aboard, overtaken = shape("large", 100, order=0), {}, {}
+    large, attached_jobs, overtaken = shape("large", 100, order=0), {}, {}
     waiting = {"large": large}
     for boundary in range(1, 40):
-        aboard = {name: left - 1 for name, left in aboard.items() if left > 1}
+        attached_jobs = {name: left - 1 for name, left in attached_jobs.items() if left > 1}
         waiting |= {f"s{boundary}": shape(f"s{boundary}", 20, order=boundary)}
         if boundary == 1:
             del waiting["large"]
         elif boundary == 2:
             waiting["large"] = large
-        sizes = [shape(name, 20 if name != "large" else 100, order=0) for name in aboard]
+        sizes = [shape(name, 20 if name != "large" else 100, order=0) for name in attached_jobs]
         decision = admit(list(waiting.values()), sizes, fits, overtaken)
         overtaken = decision.overtaken
         for name in decision.admitted:
             del waiting[name]
-            aboard[name] = 3
-        if "large" in aboard:
+            attached_jobs[name] = 3
+        if "large" in attached_jobs:
             break
     assert 1 + MAX_OVERTAKES <= boundary <= 1 + MAX_OVERTAKES + 4
 
@@ -259,14 +266,14 @@ def test_many_jobs_are_not_counted_again_for_each_of_them() -> None:
 
 def test_many_jobs_give_way_without_being_counted_again_for_each_of_them() -> None:
     counting = Counting(700)
-    aboard = [shape(f"job{n}", 1, order=n) for n in range(700)]
+    attached_jobs = [shape(f"job{n}", 1, order=n) for n in range(700)]
     urgent = [shape(f"urgent{n}", 1, 9, order=n) for n in range(700, 1000)]
-    admission = admit(urgent, aboard, counting)
+    admission = admit(urgent, attached_jobs, counting)
     assert (len(admission.admitted), len(admission.preempted)) == (300, 300)
     assert list(admission.preempted) == [f"job{n}" for n in range(400, 700)]
     assert counting.looks <= 20
     counting.looks = 0
-    full = admit([shape(f"job{n}", 1, order=n) for n in range(1000, 5000)], aboard, counting)
+    full = admit([shape(f"job{n}", 1, order=n) for n in range(1000, 5000)], attached_jobs, counting)
     assert (full.admitted, full.preempted) == ((), {})
     assert counting.looks <= 20
 

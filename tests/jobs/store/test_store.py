@@ -33,7 +33,7 @@ def test_what_is_recorded_is_read_back_on_resume(tmp_path: Path) -> None:
         store.add_job("b")
         store.move_job("a", State.RUNNING)
         store.advance_job("a", step=3, steps=10, trained_tokens=99)
-        store.evaluate_job("a", eval_loss=1.7, best_step=2, best_loss=1.5)
+        store.evaluate_job("a", eval_loss=1.7, best_step=2, best_loss=1.5, score=0.5)
         store.score_base("a", 2.5)
         store.warn_job("a", "it has collapsed")
         store.note_job("a", "two rows were cut")
@@ -44,7 +44,7 @@ def test_what_is_recorded_is_read_back_on_resume(tmp_path: Path) -> None:
         written = store.status
     assert status_of(tmp_path / "out")["jobs"]["a"] == {
         "state": "running", "reason": "", "step": 3, "steps": 10, "trained_tokens": 99, "eval_loss": 1.7,
-        "best_step": 2, "best_loss": 1.5, "base_loss": 2.5, "warning": "it has collapsed",
+        "best_step": 2, "best_loss": 1.5, "score": 0.5, "base_loss": 2.5, "warning": "it has collapsed",
         "notes": ["two rows were cut"],
     }  # fmt: skip
     whole = status_of(tmp_path / "out")

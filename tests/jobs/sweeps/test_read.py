@@ -75,7 +75,7 @@ def test_a_grid_by_the_lowest_loss_with_one_winner_is_what_over_alone_means() ->
         ("eval.fraction", "losses on other held-out rows cannot be compared"),
         ("seed", "its trials would differ by chance alone"),
         ("objective", "the losses of other objectives cannot be compared"),
-        ("objective.beta", "the losses of other objectives cannot be compared"),
+        ("objective.kind", "the losses of other objectives cannot be compared"),
         ("name", "every trial is named after what sets it apart"),
         ("priority", "it decides when a trial is trained, not what comes of it"),
         ("sweep.over", "a sweep holds no other"),
@@ -245,7 +245,32 @@ def test_a_mode_that_calls_the_worst_the_best_is_refused() -> None:
     assert told(metric="eval_mean_token_accuracy", mode="min") == {
         "mode": "must be max for eval_mean_token_accuracy, or left out"
     }
-    assert told(metric="loss") == {"metric": 'must be eval_loss or eval_mean_token_accuracy, got "loss"'}
+    choices = "eval_loss, eval_mean_token_accuracy, eval_rewards/accuracies or eval_rewards/margins"
+    hint = "a metric of answers is named in the job, eval: {generate: {...}, metric: ...}"
+    assert told(metric="loss") == {"metric": f'must be {choices}, got "loss"; {hint}'}
+    rewards = {"metric": "needs a job that learns from preferences, objective: dpo, cpo, orpo or kto"}
+    assert told(metric="eval_rewards/margins") == rewards
+
+
+def test_trials_are_compared_by_the_metric_of_their_answers() -> None:
+    def read(own: str, **keys: Any) -> tuple[Any, Any]:
+        held_out = {"fraction": 0.1, "generate": {"prompts": 2}, "metric": own}
+        spec, faults = read_sweep({"eval": held_out, "sweep": {"over": OVER, **keys}})
+        return spec, {".".join(map(str, fault.loc)): fault.sentence for fault in faults}
+
+    assert read("exact_match", metric="eval_exact_match")[0].mode == "max"
+    assert read("my.py:bleu", metric="eval_bleu")[0].mode == "max"
+    assert read("my.py:bleu", metric="eval_exact_match")[1]["sweep.metric"].endswith('got "eval_exact_match"')
+    wrong = {"sweep.mode": "must be max for eval_bleu, or left out"}
+    assert read("my.py:bleu", metric="eval_bleu", mode="min")[1] == wrong
+
+
+def test_numbers_of_an_objective_are_swept_and_compared_by_its_rewards():
+    keys = {"over": {"objective.beta": [0.1, 0.3]}, "metric": "eval_rewards/accuracies"}
+    spec, faults = read_sweep({"eval": EVAL, "objective": {"kind": "cpo"}, "sweep": keys})
+    assert faults == []
+    assert spec is not None
+    assert (spec.mode, spec.over) == ("max", {"objective.beta": (0.1, 0.3)})
 
 
 @pytest.mark.parametrize(

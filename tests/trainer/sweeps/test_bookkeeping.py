@@ -3,7 +3,7 @@
 import pytest
 
 from tests import bench
-from tests.run import aboard
+from tests.run import executors
 from weftune import JobSpec
 from weftune.errors import OutputError
 from weftune.jobs.store.status import State
@@ -118,8 +118,8 @@ def test_a_trial_that_leaves_is_told_the_step_of_its_own_rung(store):
 @pytest.mark.parametrize(("step", "rests"), [(3, False), (4, True)])
 def test_a_trial_that_was_saved_at_its_rung_rests_without_being_loaded(store, step, rests):
     base = bench.base()
-    ready = aboard.ready(base, "s-a", steps=STEPS)
-    training = aboard.training(base, ready)
+    ready = executors.prepare(base, "s-a", steps=STEPS)
+    training = executors.job_training(base, ready)
     training.progress.step = step
     checkpoint.save(store.output / "s-a" / "checkpoints", training)
     sweep = running_sweep(store, sweep_of())
@@ -151,14 +151,14 @@ def test_a_trial_that_rests_in_vain_is_told_which_other_has_not_come_as_far(stor
     assert reason.startswith("waits at step 4 for s-c, which ")
 
 
-@pytest.mark.parametrize(("aboard", "state"), [({}, "waiting"), ({"s-a": 0}, "resting")])
+@pytest.mark.parametrize(("running", "state"), [({}, "waiting"), ({"s-a": 0}, "resting")])
 def test_a_trial_of_one_step_has_its_rung_at_its_start_and_rests_there_once_it_is_aboard(
-    store, aboard, state
+    store, running, state
 ):
     sweep = running_sweep(store, sweep_of(NAMES[:2]))
     for name in NAMES[:2]:
         store.add_job(name)
         sweep.rungs.enter(name, 1)
     sweep.record_evaluation("s-a", 0, 1.0, 0.5)
-    sweep.trial_orders(aboard, ())
+    sweep.trial_orders(running, ())
     assert read_record(sweep.folder).trials[0].state == state

@@ -16,10 +16,12 @@ from weftune.adapters.target import ALL_LINEAR, layer_numbers
 from weftune.base.spec import ROPE_KEYS
 from weftune.core.bounds import Bound, format_value
 from weftune.core.limited import slow_pattern_error, suffix_expression
+from weftune.data.spec import EXACT_MATCH, RESERVED_NAMES
 from weftune.errors import Mistake
-from weftune.jobs.spec.keys import SAME_FOR_ALL, SECTIONS, name_fault, nearest
+from weftune.jobs.spec.keys import SECTIONS, name_fault, nearest, shared_reason
 from weftune.jobs.spec.layer import ROWS, Fault, Layer, Loc, child_value, dotted_name, place_of
 from weftune.jobs.spec.schema import EXPECTED, bound_at, build, choice_sentence, number_faults
+from weftune.objectives.spec import ANSWER_OBJECTIVES, OBJECTIVES, SFT_SPEC
 
 HUB_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 FILE_SUFFIXES = (
@@ -101,6 +103,23 @@ def locate_template(folder: Path, text: str) -> str:
     raise ValueError(missing_path_message(folder, text))
 
 
+def locate_metric(folder: Path, text: str) -> str:
+    """Return `exact_match`, or `FILE.py:FUNCTION` with the absolute path of the file."""
+    file, _, function = text.rpartition(":")
+    if text == EXACT_MATCH:
+        return text
+    if not file.endswith(".py") or not function.isidentifier():
+        near = nearest(text, [EXACT_MATCH])
+        hint = f"; did you mean {near}?" if near else ""
+        raise ValueError(f"must be {EXPECTED['eval', 'metric']}, got {format_value(text)}{hint}")
+    if function in RESERVED_NAMES:
+        raise ValueError(f"{function} is already the name of a column; give the function another name")
+    path = resolve_path(folder, file)
+    if not (exists(path) and path.is_file()):
+        raise ValueError(missing_path_message(folder, file))
+    return f"{path}:{function}"
+
+
 def locate_adapter(folder: Path, text: str) -> str:
     path = resolve_path(folder, text)
     if not exists(path):
@@ -132,7 +151,9 @@ def build_job(record: type[Record], layer: Layer, folder: Path) -> tuple[Record 
     note(missing_files)
     adapter, wrong = _build_adapter(values.get("adapter", {}))
     note(wrong)
-    made = build(record, {**values, "adapter": adapter})
+    objective, wrong = _build_objective(values.get("objective", {}))
+    note(wrong)
+    made = build(record, {**values, "adapter": adapter, "objective": objective})
     note(made if isinstance(made, list) else [])
     note(_contradictions(values))
     if faults:
@@ -151,14 +172,19 @@ def _hint(values: Mapping[str, Any], loc: Loc) -> str:
         value = child_value(value, part)
     in_list = any(isinstance(part, int) for part in loc)
     one_value = not in_list and (bound_at(loc) is not None or loc == ("schedule",))
-    if not one_value or loc[0] in SAME_FOR_ALL or not isinstance(value, list | tuple) or not value:
+    if not one_value or shared_reason(loc) or not isinstance(value, list | tuple) or not value:
         return ""
     return f"; to try each, write sweep: {{over: {{{dotted_name(loc)}: [...]}}}}"
 
 
 def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set one epoch as the default, and replace the values that disable clipping by None."""
+    """Set one epoch and the objective's learning rate as defaults, and replace the values that disable
+    clipping by None."""
     whole = dict(values)
+    objective = whole.get("objective")
+    kind = objective.get("kind") if isinstance(objective, Mapping) else None
+    if isinstance(kind, str) and kind in OBJECTIVES:
+        whole.setdefault("learning_rate", OBJECTIVES[kind].learning_rate)
     if whole.get("steps") is None and whole.get("epochs") is None:
         whole["epochs"] = 1.0
     if whole.get("clip") == 0 and not isinstance(whole["clip"], bool):
@@ -188,13 +214,31 @@ def _build_adapter(keys: Any) -> tuple[Any, list[Fault]]:
     return (LoraSpec(), [*faults, *made]) if isinstance(made, list) else (made, faults)
 
 
+def _build_objective(keys: Any) -> tuple[Any, list[Fault]]:
+    """Return the objective's record and its faults; a value that is no mapping is returned unchanged."""
+    if not isinstance(keys, Mapping):
+        return keys, []
+    kind = keys.get("kind", "sft")
+    if not isinstance(kind, str) or kind not in OBJECTIVES:
+        return SFT_SPEC, [Fault(("objective", "kind"), choice_sentence(list(OBJECTIVES), kind))]
+    own = {item.name for item in fields(OBJECTIVES[kind])}
+    others = [key for key in keys if key in SECTIONS["objective"] and key not in own]
+    faults = [Fault(("objective", key), f"is not a key of {kind}; leave it out") for key in others]
+    own_keys = {key: keys[key] for key in keys if key not in others}
+    made = build(OBJECTIVES[kind], own_keys, "objective", ("objective",))
+    if isinstance(made, list):
+        return SFT_SPEC, [*faults, *made]
+    return made, [*faults, *(Fault(("objective", key), sentence) for key, sentence in made.faults())]
+
+
 LOCATED: tuple[tuple[str, str, Locate], ...] = (
     ("data", "path", locate_rows),
     ("data", "chat_template", locate_template),
     ("eval", "path", locate_rows),
+    ("eval", "metric", locate_metric),
     ("adapter", "init_from", locate_adapter),
 )
-"""Keys whose values are paths, each with the function that resolves it."""
+"""Keys whose values are or contain paths, each with the function that resolves it."""
 
 
 def _resolve_paths(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[Fault]]:
@@ -232,6 +276,7 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Fault]:
         yield Fault(("steps",), "give epochs or steps, not both")
     yield from _eval_faults(values)
     yield from _data_faults(values.get("data"))
+    yield from _preference_faults(values)
     yield from _adapter_faults(values.get("adapter"))
 
 
@@ -262,6 +307,8 @@ def _eval_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
         yield Fault(
             ("eval",), "needs path (a file of held-out rows) or fraction (a share of the training rows)"
         )
+    if held_out.get("metric") is not None and held_out.get("generate") is None:
+        yield Fault(("eval", "metric"), "needs generate: {prompts: 8}, the answers that it measures")
     if values.get("early_stop") is not None and held_out.get("every") is None:
         yield Fault(
             ("early_stop",), "needs eval.every: without it the job is evaluated at its start and end only"
@@ -283,6 +330,25 @@ def _data_faults(data: Any) -> Iterator[Fault]:
     elif rows is not None and not isinstance(rows[0], Mapping):
         yield Fault(
             ("data",), f"must be rows, each a mapping such as {{text: ...}}, got {format_value(rows[0])}"
+        )
+
+
+def _preference_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
+    objective, data = values.get("objective"), values.get("data")
+    if not isinstance(objective, Mapping):
+        return
+    kind = objective.get("kind")
+    if (
+        kind in ANSWER_OBJECTIVES
+        and isinstance(data, Mapping)
+        and data.get("train_on") in ("all", "completion")
+    ):
+        yield Fault(("data", "train_on"), f"objective {kind} always trains on the answers; leave it out")
+    if kind == "kto" and values.get("batch_size") == 1 and "apo" not in str(objective.get("loss_type")):
+        yield Fault(
+            ("batch_size",),
+            "must be at least 2 for objective kto, which compares the answers of a batch; or write "
+            "loss_type: apo_zero_unpaired",
         )
 
 

@@ -21,7 +21,7 @@ from weftune.jobs.spec.keys import nearest
 from weftune.jobs.spec.layer import Fault, Loc
 from weftune.jobs.spec.spec import JobSpec, in_steps, locate_in_job
 from weftune.jobs.store.job_file import read_job_file
-from weftune.plan.cost.memory import gib
+from weftune.plan.cost.memory import format_bytes
 
 HIGH_RATE, HIGH_DECAY = 0.1, 1.0
 """Learning rate and weight decay above which a decimal point was probably missed: a step of Adam moves every
@@ -260,7 +260,7 @@ def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, Target
         yield f"vLLM does not load {adapter.kind} adapters; {remedy}"
     if adapter.dense:
         values = sum(map(adapter.parameters_at, sites))
-        size = gib(values * (shape.bytes_per_value + 4 * max(4, shape.bytes_per_value)))
+        size = format_bytes(values * (shape.bytes_per_value + 4 * max(4, shape.bytes_per_value)))
         yield (
             f"a {adapter.kind} adapter on {len(sites)} targets has {values:,} parameters, which take {size} "
             "with their optimizer state; name fewer targets or layers to take less"
@@ -434,7 +434,9 @@ def _mismatch_reason(source: str, source_adapter: TargetSpec, adapter: TargetSpe
         return f"{source} is a {source_adapter.kind} adapter; write kind: {source_adapter.kind}"
     if differ := [site for site in shape.sites if source_adapter.adapts(site) != adapter.adapts(site)]:
         where = "this job" if adapter.adapts(differ[0]) else source
-        keys = "adapter.targets and adapter.target_parameters" if shape.mixes else "adapter.targets"
+        keys = (
+            "adapter.targets and adapter.target_parameters" if shape.routes_to_experts else "adapter.targets"
+        )
         more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
         return (
             f"{source} and this job do not adapt the same sites: only {where} does {differ[0].name}{more}; "

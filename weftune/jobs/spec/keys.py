@@ -17,8 +17,9 @@ from weftune.adapters.kinds import KINDS, AdapterSpec
 from weftune.adapters.target import FromJob
 from weftune.base.spec import BaseSpec, RopeScaling
 from weftune.core.bounds import MAX_COUNT, RUN_SHARE, SEED, Bound, format_value
-from weftune.data.spec import DataSpec, EvalSpec, Source
+from weftune.data.spec import DataSpec, EvalSpec, GenerateSpec, Source
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
+from weftune.objectives.spec import OBJECTIVES, ObjectiveSpec
 
 CUTOFF = 0.8
 """Minimum similarity of a suggestion. It is above 0.75, since changing one letter of four can give another
@@ -43,7 +44,7 @@ DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt")
 
 OUTPUT_NAMES = {
     "metrics.jsonl", "windows.jsonl", "status.json", "learned.json", "promise.json", "shares.json",
-    "report.html", "ranks", "tensorboard", "wandb", "mlruns",
+    "report.html", "ranks", "inbox", "tensorboard", "wandb", "mlruns",
 }  # fmt: skip
 """Names of files and folders that Weftune writes beside the jobs' folders."""
 
@@ -87,7 +88,6 @@ def repeated_names(names: Sequence[Any]) -> Iterator[tuple[int, str]]:
             )
 
 
-Objective = Literal["sft"]
 Schedule = Literal["linear", "cosine", "constant"]
 Keep = Literal["best", "last"]
 
@@ -109,7 +109,7 @@ class JobKeys(TypedDict, total=False):
     name: Required[str]
     adapter: AdapterSpec | Mapping[str, Any]
     data: Required[str | Path | DataSpec | Mapping[str, Any] | Sequence[Any]]
-    objective: Objective
+    objective: str | ObjectiveSpec | Mapping[str, Any]
     eval: EvalSpec | Mapping[str, Any] | None
     epochs: Annotated[float | None, Bound(above=0, at_most=1e9)]
     steps: Annotated[int | None, Bound(at_least=1, at_most=MAX_COUNT)]
@@ -138,9 +138,11 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "rope_scaling": _names(RopeScaling),
     "job": (*JobKeys.__annotations__, "sweep"),
     "adapter": _names(*KINDS.values()),
+    "objective": _names(*OBJECTIVES.values()),
     "data": tuple(name for name in _names(DataSpec) if name != "rows"),
     "source": _names(Source),
     "eval": _names(EvalSpec),
+    "generate": _names(GenerateSpec),
     "early_stop": _names(EarlyStop),
     "sweep": _names(SweepSpec),
     "halving": _names(Halving),
@@ -152,6 +154,7 @@ TITLES = {
     "rope_scaling": "base.rope_scaling",
     "job": "a job",
     "source": "a source of data",
+    "generate": "eval.generate",
     "halving": "sweep.halving",
 }
 SAME_FOR_ALL: Mapping[str, str] = {
@@ -165,7 +168,16 @@ SAME_FOR_ALL: Mapping[str, str] = {
 }
 """Maps the first part of a key to the reason why all trials of a sweep share its value."""
 
-INNER = ("source", "halving", "init_from", "rope_scaling")
+
+def shared_reason(loc: Sequence[str | int]) -> str | None:
+    """Return why all trials of a sweep share the value at `loc`, or None if they may differ: they may differ
+    in numbers of the objective, such as `objective.beta`."""
+    if loc[0] == "objective" and len(loc) > 1 and loc[1] not in ("kind", "loss_type"):
+        return None
+    return SAME_FOR_ALL.get(str(loc[0]))
+
+
+INNER = ("source", "generate", "halving", "init_from", "rope_scaling")
 """Sections inside other sections; their keys are not suggested for unknown keys of other sections."""
 
 FOREIGN: Mapping[str, str] = {
@@ -192,6 +204,7 @@ FOREIGN: Mapping[str, str] = {
     "data.max_length": "max_seq_length max_seq_len sequence_len cutoff_len",
     "early_stop": "early_stopping_patience",
     "eval.every": "eval_steps evals_per_epoch",
+    "eval.metric": "metric_for_best_model",
     "save_every": "save_steps saves_per_epoch",
     "run.base": "model_name_or_path model_name base_model",
     "base.dtype": "torch_dtype",
@@ -212,7 +225,10 @@ FOREIGN: Mapping[str, str] = {
     "data.train_on": "train_on_inputs",
     "data.chat_template": "template",
     "data.limit": "max_samples",
-    "objective": "stage",
+    "objective": "stage rl",
+    "objective.beta": "pref_beta rl_beta dpo_beta orpo_alpha",
+    "objective.loss_type": "pref_loss dpo_loss_type",
+    "objective.label_smoothing": "dpo_label_smoothing",
     "run.deterministic": "full_determinism use_deterministic_algorithms",
     "sweep.over": "parameters param_space search_space hp_space sweeps",
     "sweep.search": "method sampler",
@@ -316,7 +332,8 @@ def unknown_key(section: str, key: str) -> str:
     near = nearest(plain, known)
     if near:
         return f"is not a key of {title}; did you mean {near}?"
-    everywhere = {name: home for home, keys in SECTIONS.items() if home not in INNER for name in keys}
+    skipped = (*INNER, "objective")
+    everywhere = {name: home for home, keys in SECTIONS.items() if home not in skipped for name in keys}
     near = nearest(plain, everywhere)
     if near:
         name = _relative_name(section, f"{everywhere[near]}.{near}")

@@ -133,6 +133,9 @@ def expand_shorthands(values: Mapping[str, Any], places: Places) -> Layer:
             if loc[:2] == ("data", "path") and len(loc) == 3 and loc[2] in plain
         }
         whole["data"] = {**data, "path": sources}
+    if isinstance(whole.get("objective"), str):
+        whole["objective"] = {"kind": whole["objective"]}
+        nest_places(places, ("objective",), "kind")
     stop = whole.get("early_stop")
     if isinstance(stop, numbers.Real) and not isinstance(stop, bool):
         whole["early_stop"] = {"patience": stop}

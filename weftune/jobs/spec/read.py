@@ -37,7 +37,7 @@ from weftune.jobs.spec.layer import (
     places_of,
     sort_mistakes,
 )
-from weftune.jobs.spec.lines import MAX_NODES, read_yaml
+from weftune.jobs.spec.lines import MAX_NODES, parse_yaml, read_yaml
 from weftune.jobs.spec.schema import EXPECTED, build
 from weftune.jobs.spec.spec import JobSpec, RunSpec, Tracker
 from weftune.jobs.sweeps.read import expand_sweep, trial_clashes
@@ -58,6 +58,17 @@ def read_run(path: Path | str, shape_of: ShapeOf | None = None) -> RunSpec:
     document = read_yaml(path)
     reader = _Reader(path.name, path.parent.resolve(), document.lines, document.faults, shape_of)
     return reader.run(document.values, path)
+
+
+def read_added_run(text: str, path: Path, known_jobs: Sequence[str]) -> RunSpec:
+    """Read the content of a jobs file whose jobs join a run with `known_jobs`, from which they may start."""
+    document = parse_yaml(text, path.name)
+    reader = _Reader(path.name, path.parent, document.lines, document.faults, known_jobs=known_jobs)
+    run = reader.run(document.values, path)
+    if run.sweeps:
+        sentence = "its sweep cannot join a running run; train it in a run of its own"
+        raise SpecError([Mistake(f"job {sweep.name}", sentence) for sweep in run.sweeps])
+    return run
 
 
 def parse_run(mapping: Any, folder: Path, file: Path | None = None) -> RunSpec:
@@ -82,6 +93,8 @@ class _Reader:
     yaml_mistakes: list[Mistake]
     """Mistakes in the YAML itself; no other mistakes are reported for the same values."""
     shape_of: ShapeOf | None = None
+    known_jobs: Sequence[str] = ()
+    """Jobs that are not in the file, from which its jobs may start."""
     mistakes: list[Mistake] = field(default_factory=list)
 
     def run(self, values: Any, file: Path | None) -> RunSpec:
@@ -247,7 +260,7 @@ class _Reader:
         names = [keys.get("name") if isinstance(keys, Mapping) else None for keys in listed]
         for index, sentence in (*repeated_names(names), *trial_clashes(names, sweeps)):
             self.fault(("jobs", index, "name"), sentence)
-        known = [name for name in names if isinstance(name, str)]
+        known = [*(name for name in names if isinstance(name, str)), *self.known_jobs]
         trial_names = {trial.name: sweep.name for sweep in sweeps for trial in sweep.trials}
         for name, sentence in name_faults(made, known, trial_names):
             self.mistakes.append(place_of(places[name], SOURCE).mistake(sentence))

@@ -19,6 +19,7 @@ from weftune.core.bounds import Bound, format_value
 from weftune.jobs.spec.keys import JobKeys, nearest, unknown_key
 from weftune.jobs.spec.layer import ABSENT, Fault, Loc, child_value
 from weftune.jobs.sweeps.spec import SweepSpec
+from weftune.objectives.spec import OBJECTIVES
 
 EXPECTED: Mapping[Loc, str] = {
     ("adapter",): "a mapping such as {kind: lora, rank: 16}",
@@ -29,11 +30,14 @@ EXPECTED: Mapping[Loc, str] = {
     ("adapter", "init_from"): "an adapter folder, or {job: NAME} for the adapter of another job",
     ("adapter", "rank_pattern"): "a mapping from a module path's ending to a rank",
     ("adapter", "alpha_pattern"): "a mapping from a module path's ending to an alpha",
+    ("objective",): "a name such as dpo, or a mapping such as {kind: dpo, beta: 0.1}",
     ("betas",): "a list of two numbers such as [0.9, 0.999]",
     ("data",): "a path, a list of {path, weight}, or a mapping such as {path: rows.jsonl}",
     ("data", "path"): "a path, or a list of {path, weight}",
     ("data", "columns"): "a mapping such as {prompt: question}",
     ("eval",): "a mapping such as {fraction: 0.1} or {path: held_out.jsonl}",
+    ("eval", "generate"): "a mapping such as {prompts: 8, max_new_tokens: 64}",
+    ("eval", "metric"): "exact_match, or a Python function as FILE.py:FUNCTION",
     ("early_stop",): "a number of evaluations, or a mapping such as {patience: 3, min_delta: 0.01}",
     ("sweep",): "a mapping such as {over: {learning_rate: [1e-4, 3e-4]}}",
     ("sweep", "over"): "a mapping such as {learning_rate: [1e-4, 3e-4], adapter.rank: [8, 64]}",
@@ -62,6 +66,7 @@ KINDS: Mapping[str, str] = {
 INNER: Mapping[Loc, str] = {
     ("data", "path"): "source",
     ("adapter", "init_from"): "init_from",
+    ("eval", "generate"): "generate",
     ("sweep", "halving"): "halving",
     ("base", "rope_scaling"): "rope_scaling",
 }
@@ -176,6 +181,7 @@ def _bounds(hint: Any, loc: Loc) -> Iterator[tuple[Loc, Bound]]:
 
 BOUNDS: Mapping[Loc, Bound] = {
     **{loc: bound for kind in ADAPTER_KINDS.values() for loc, bound in _bounds(kind, ("adapter",))},
+    **{loc: bound for spec in OBJECTIVES.values() for loc, bound in _bounds(spec, ("objective",))},
     **dict(_bounds(JobKeys, ())),
     **dict(_bounds(SweepSpec, ("sweep",))),
     **dict(_bounds(RopeScaling, ("base", "rope_scaling"))),

@@ -13,10 +13,10 @@ from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.target import FromJob
 from weftune.base.spec import BaseSpec
-from weftune.data.spec import DEFAULT_MAX_LENGTH, DataSpec, EvalSpec
+from weftune.data.spec import DEFAULT_MAX_LENGTH, DataSpec, EvalSpec, GenerateSpec
 from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.build import build_job
-from weftune.jobs.spec.keys import EarlyStop, JobKeys, Keep, Objective, Schedule
+from weftune.jobs.spec.keys import EarlyStop, JobKeys, Keep, Schedule
 from weftune.jobs.spec.layer import (
     ROWS,
     Loc,
@@ -27,6 +27,7 @@ from weftune.jobs.spec.layer import (
     sort_mistakes,
 )
 from weftune.jobs.sweeps.spec import Sweep
+from weftune.objectives.spec import SFT_SPEC, ObjectiveSpec
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
@@ -40,14 +41,15 @@ class JobSpec:
     name: str
     data: DataSpec
     adapter: AdapterSpec = field(default_factory=LoraSpec)
-    objective: Objective = "sft"
+    objective: ObjectiveSpec = SFT_SPEC
     eval: EvalSpec | None = None
     epochs: float | None = None
     """Number of epochs, 1 by default. None if and only if `steps` is given."""
     steps: int | None = None
     batch_size: int = 16
-    """Number of samples per global batch."""
-    learning_rate: float = 2e-4
+    """Number of rows per global batch: samples, or pairs."""
+    learning_rate: float = SFT_SPEC.learning_rate
+    """Learning rate, by default that of the objective."""
     schedule: Schedule = "linear"
     warmup: float = 0.0
     weight_decay: float = 0.0
@@ -121,6 +123,8 @@ def resolve_job(job: JobSpec) -> dict[str, Any]:
     whole = {item.name: getattr(job, item.name) for item in fields(JobSpec)}
     whole["betas"] = list(job.betas)
     whole["adapter"] = _plain(job.adapter)
+    objective = _plain(job.objective)
+    whole["objective"] = job.objective.kind if len(objective) == 1 else objective
     whole["data"] = _data(job.data)
     whole["eval"] = None if job.eval is None else _plain(job.eval)
     whole["early_stop"] = None if job.early_stop is None else _plain(job.early_stop)
@@ -144,7 +148,7 @@ def _plain(record: Any) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
             return dict(value)
-        if isinstance(value, FromJob):
+        if isinstance(value, FromJob | GenerateSpec):
             return asdict(value)
         return list(value) if isinstance(value, tuple) else value
 
@@ -162,6 +166,7 @@ ADDED_TO_ADAPTERS: Mapping[str, Any] = {
     "init": "random",
     "init_text": "",
 }
+ADDED_TO_EVAL: Mapping[str, Any] = {"generate": None, "metric": None}
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -173,6 +178,8 @@ def _with_added_keys(job: Mapping[str, Any]) -> dict[str, Any]:
     whole = {**ADDED, **job}
     if isinstance(adapter := whole.get("adapter"), Mapping):
         whole["adapter"] = {**ADDED_TO_ADAPTERS, **adapter}
+    if isinstance(held_out := whole.get("eval"), Mapping):
+        whole["eval"] = {**ADDED_TO_EVAL, **held_out}
     if isinstance(data := whole.get("data"), Mapping) and data.get("max_length") is None:
         whole["data"] = {**data, "max_length": DEFAULT_MAX_LENGTH}
     return whole

@@ -17,6 +17,7 @@ import yaml
 
 from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS
 from weftune.core.files import dump_yaml, filtered_lines, load_yaml, refuse_unknown_format, replace_file
+from weftune.data.spec import DataSpec, Source
 from weftune.errors import OutputError
 from weftune.jobs.store.status import (
     BASE_LOSS,
@@ -31,7 +32,15 @@ from weftune.jobs.store.status import (
 
 CHECKPOINTS = "checkpoints"
 CHECKSUM_PREFIX = b"# crc32: "
-__all__ = ["CHECKPOINTS", "JOB_FILE", "DamagedJobFile", "JobFile", "read_job_file", "write_job_file"]
+__all__ = [
+    "CHECKPOINTS",
+    "JOB_FILE",
+    "DamagedJobFile",
+    "JobFile",
+    "read_job_file",
+    "recorded_data",
+    "write_job_file",
+]
 
 
 class DamagedJobFile(OutputError):
@@ -67,6 +76,14 @@ def read_job_file(folder: Path) -> JobFile | None:
         refuse_unknown_format(values.get("format"), path)
         return JobFile(values, is_copy=path != paths[0])
     raise DamagedJobFile(f"{paths[0]} cannot be used ({complaint})")
+
+
+def recorded_data(values: Mapping[str, Any]) -> DataSpec:
+    """Return the data keys of the job in a job file. Raises TypeError or AttributeError for unknown ones."""
+    keys = values["job"].get("data") or {}
+    path = keys.get("path") or ()
+    sources = path if isinstance(path, str) else tuple(Source(**source) for source in path)
+    return DataSpec(**{**keys, "path": sources})
 
 
 def _parse_job_file(content: bytes) -> dict[str, Any]:
@@ -119,7 +136,6 @@ def status_from_folder(folder: Path, lines: Sequence[Mapping[str, Any]] | None =
         lines = [line for line in _lines(folder.parent / METRICS) if line.get("job") == folder.name]
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if isinstance(line.get("eval_loss"), int | float)]
-    best = min(evaluations, key=lambda line: float(line["eval_loss"]), default={})
     last = max(evaluations, key=lambda line: _number(line.get("step")), default={})
     base = next((line[BASE_LOSS] for line in lines if isinstance(line.get(BASE_LOSS), int | float)), None)
     values: Mapping[str, Any] = {}
@@ -127,6 +143,10 @@ def status_from_folder(folder: Path, lines: Sequence[Mapping[str, Any]] | None =
         values = found.values if (found := read_job_file(folder)) else {}
     spec = values.get("job")
     keeps_best = isinstance(spec, Mapping) and spec.get("keep") == "best"
+    metric = _metric_key(spec)
+    ranked = sorted(evaluations, key=lambda line: (-_number(line.get(metric)), float(line["eval_loss"])))
+    best = ranked[0] if ranked else {}
+    kept = best if keeps_best else last
     step = max((int(_number(line.get("step"))) for line in steps), default=0)
     is_finished = all((folder / name).is_file() for name in (CONFIG, WEIGHTS))
     return JobStatus(
@@ -134,11 +154,19 @@ def status_from_folder(folder: Path, lines: Sequence[Mapping[str, Any]] | None =
         step=step,
         steps=int(_number(values.get("steps"))),
         trained_tokens=sum(int(_number(line.get("tokens"))) for line in steps),
-        eval_loss=(best if keeps_best else last).get("eval_loss"),
+        eval_loss=kept.get("eval_loss"),
+        score=kept.get(metric),
         best_step=best.get("step"),
         best_loss=best.get("eval_loss"),
         base_loss=base,
     )
+
+
+def _metric_key(spec: Any) -> str:
+    """Return the key of the job's own metric in lines of metrics; empty if it has none."""
+    held_out = spec.get("eval") if isinstance(spec, Mapping) else None
+    metric = held_out.get("metric") if isinstance(held_out, Mapping) else None
+    return f"eval_{metric.rpartition(':')[2]}" if isinstance(metric, str) else ""
 
 
 def _ended_jobs(path: Path) -> dict[str, JobStatus]:

@@ -38,9 +38,9 @@ def admit(
     overtaken: Mapping[str, int] | None = None,
 ) -> Admission:
     """Decide which jobs are admitted and preempted at this boundary; `overtaken` is that of the last
-    Admission. A job with `starts_from` waits: once that adapter exists, the caller clears the field."""
+    Admission. A job with `source_job` waits: once that adapter exists, the caller clears the field."""
     never = too_large(waiting, fits)
-    early = {job.name: f"waits for {job.starts_from}" for job in waiting if job.starts_from}
+    early = {job.name: f"waits for {job.source_job}" for job in waiting if job.source_job}
     possible = [job for job in waiting if job.name not in never and job.name not in early]
     seats = seat(possible, attached, fits, overtaken)
     present, seated = {job.name for job in attached}, {job.name for job in seats.seated}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import time
 import zlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -80,6 +81,8 @@ class JobStatus:
     best_step: int | None = None
     best_loss: float | None = None
     """Validation loss at `best_step`."""
+    score: float | None = None
+    """Value of the job's own metric, `eval.metric`, for the adapter that is kept."""
     base_loss: float | None = None
     """Validation loss of the base without any adapter."""
     warning: str = ""
@@ -201,6 +204,9 @@ WORKER_LOGS = "ranks"
 """Folder for the logs of the other worker processes, which start before the run."""
 
 
+LOCK_TRIES = 3
+
+
 def lock_folder(folder: Path, shown_folder: Path) -> int:
     """Lock a folder until the process ends. Messages call it `shown_folder`; the lock file is not deleted."""
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -208,14 +214,17 @@ def lock_folder(folder: Path, shown_folder: Path) -> int:
         import fcntl
     except ImportError:
         return handle
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise OutputError(
-            f"another weftune train is writing to {shown_folder}; wait for it, or choose another --output"
-        ) from None
-    return handle
+    for _ in range(LOCK_TRIES):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            # It may be `weftune jobs`, which holds the lock for an instant to see whether a run does.
+            time.sleep(0.02)
+    os.close(handle)
+    raise OutputError(
+        f"another weftune train is writing to {shown_folder}; wait for it, or choose another --output"
+    )
 
 
 class DamagedStatus(OutputError):

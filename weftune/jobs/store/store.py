@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from weftune.core.files import LineFile, temporary_path
 from weftune.errors import OutputError
@@ -33,6 +33,65 @@ from weftune.jobs.store.status import (
     resume_line,
     write_status,
 )
+
+
+class JobStore(Protocol):
+    """The store of a running loop: the status of its jobs, and the lines that it writes about them.
+
+    `Store` keeps them in an output folder. A service keeps them in its database.
+    """
+
+    @property
+    def output(self) -> Path: ...
+
+    @property
+    def records(self) -> Path: ...
+
+    @property
+    def status(self) -> RunStatus: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def job(self, name: str) -> JobStatus: ...
+
+    def resume_line(self, *, restart: Sequence[str] = (), retry: Sequence[str] = ()) -> str: ...
+
+    def record_totals(self, seconds: float, solo_seconds: float | None, peak_bytes: int | None) -> None: ...
+
+    def note(self, sentence: str) -> None: ...
+
+    def add_job(self, name: str) -> None: ...
+
+    def move_job(self, name: str, state: State, reason: str = "") -> None: ...
+
+    def explain_job(self, name: str, reason: str) -> None: ...
+
+    def advance_job(self, name: str, step: int, steps: int, trained_tokens: int) -> None: ...
+
+    def evaluate_job(
+        self,
+        name: str,
+        eval_loss: float | None,
+        best_step: int | None,
+        best_loss: float | None,
+        score: float | None = None,
+    ) -> None: ...
+
+    def score_base(self, name: str, loss: float) -> None: ...
+
+    def warn_job(self, name: str, sentence: str) -> None: ...
+
+    def note_job(self, name: str, sentence: str) -> None: ...
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None: ...
+
+    def append_window(self, line: Mapping[str, Any]) -> None: ...
+
+    def write_status(self) -> None: ...
+
+    def write_status_soon(self) -> None: ...
+
+    def is_due(self) -> bool: ...
 
 
 def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
@@ -215,10 +274,18 @@ class Store:
         self._set_job(name, replace(self.job(name), step=step, steps=steps, trained_tokens=trained_tokens))
 
     def evaluate_job(
-        self, name: str, eval_loss: float | None, best_step: int | None, best_loss: float | None
+        self,
+        name: str,
+        eval_loss: float | None,
+        best_step: int | None,
+        best_loss: float | None,
+        score: float | None = None,
     ) -> None:
-        """Record the validation loss of the adapter that the job would keep now, and its best loss so far."""
-        job = replace(self.job(name), eval_loss=eval_loss, best_step=best_step, best_loss=best_loss)
+        """Record the validation loss of the adapter that the job would keep now and the `score` of its own
+        metric, and the step and the loss of its best evaluation so far."""
+        job = replace(
+            self.job(name), eval_loss=eval_loss, best_step=best_step, best_loss=best_loss, score=score
+        )
         self._set_job(name, job)
 
     def score_base(self, name: str, loss: float) -> None:

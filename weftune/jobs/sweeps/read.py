@@ -13,7 +13,7 @@ from typing import Any
 from weftune.core.bounds import format_value
 from weftune.errors import Mistake, SpecError, UserError
 from weftune.jobs.spec.build import build_job
-from weftune.jobs.spec.keys import SAME_FOR_ALL, SECTIONS, unknown_key
+from weftune.jobs.spec.keys import SECTIONS, shared_reason, unknown_key
 from weftune.jobs.spec.layer import (
     Fault,
     Layer,
@@ -25,7 +25,7 @@ from weftune.jobs.spec.layer import (
     plain_values,
     sort_mistakes,
 )
-from weftune.jobs.spec.schema import EXPECTED, bound_at, build, number_faults
+from weftune.jobs.spec.schema import EXPECTED, bound_at, build, choice_sentence, number_faults
 from weftune.jobs.spec.spec import JobSpec, in_steps
 from weftune.jobs.sweeps.halving import rung_counts, rung_steps
 from weftune.jobs.sweeps.search import TrialSearch, combinations, grid
@@ -41,12 +41,19 @@ from weftune.jobs.sweeps.spec import (
     location_of,
     nest_values,
 )
+from weftune.objectives.spec import OBJECTIVES
 
 MIN_RANGE = 1e-9
 """Minimum width of a range relative to its values, far above the precision of floats."""
 RANGE_KEYS = ("min", "max", "log")
-BEST_MODES = {"eval_loss": "min", "eval_mean_token_accuracy": "max"}
-"""Maps each metric to whether its minimum or its maximum is best."""
+BEST_MODES = {
+    "eval_loss": "min",
+    "eval_mean_token_accuracy": "max",
+    "eval_rewards/accuracies": "max",
+    "eval_rewards/margins": "max",
+}
+"""Maps each metric to whether its minimum or its maximum is best. The maximum of a job's own `eval.metric` is
+best."""
 
 
 def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
@@ -70,7 +77,7 @@ def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
     if faults:
         return None, [Fault(loc, sentence) for loc, sentence in faults.items()]
     assert isinstance(made, SweepSpec)
-    mode: Any = value.get("mode", BEST_MODES[made.metric])
+    mode: Any = value.get("mode", BEST_MODES.get(made.metric, "max"))
     spec = replace(made, over=over, mode=mode)
     last = rung_counts(spec)[-1]
     if spec.keep > last:
@@ -92,10 +99,31 @@ def _contradictions(
             ("sweep", at) if at else ("sweep",),
             "needs eval in the job: {fraction: 0.1} or {path: ...}, to know which trial is best",
         )
-    best, mode = BEST_MODES.get(str(value.get("metric", "eval_loss"))), value.get("mode")
-    if best and mode in ("min", "max") and mode != best:
-        yield Fault(("sweep", "mode"), f"must be {best} for {value.get('metric', 'eval_loss')}, or left out")
+    metric = value.get("metric", "eval_loss")
+    own = _metric_of_answers(job)
+    known = [*BEST_MODES, *([own] if own else [])]
+    if isinstance(metric, str) and metric not in known:
+        hint = "; a metric of answers is named in the job, eval: {generate: {...}, metric: ...}"
+        yield Fault(("sweep", "metric"), choice_sentence(known, metric) + ("" if own else hint))
+    best, mode = BEST_MODES.get(str(metric), "max"), value.get("mode")
+    if metric in known and mode in ("min", "max") and mode != best:
+        yield Fault(("sweep", "mode"), f"must be {best} for {metric}, or left out")
+    objective = job.get("objective")
+    kind = objective.get("kind") if isinstance(objective, Mapping) else objective
+    named = str(value.get("metric")).removeprefix("eval_")
+    kinds = [name for name, spec in OBJECTIVES.items() if named in spec.metrics]
+    if kinds and kind not in kinds:
+        names = f"{', '.join(kinds[:-1])} or {kinds[-1]}"
+        sentence = f"needs a job that learns from preferences, objective: {names}"
+        yield Fault(("sweep", "metric"), sentence)
     yield from _halving_faults(value.get("halving"), job.get("steps"))
+
+
+def _metric_of_answers(job: Mapping[str, Any]) -> str | None:
+    """Return the name that a sweep gives the metric of the job's answers; None if the job has none."""
+    held_out = job.get("eval")
+    metric = held_out.get("metric") if isinstance(held_out, Mapping) else None
+    return f"eval_{metric.rpartition(':')[2]}" if isinstance(metric, str) else None
 
 
 def _search_faults(
@@ -180,8 +208,8 @@ def _read_over(written_over: Any) -> tuple[dict[str, Choices], list[Fault]]:
 
 def _key_fault(key: str) -> str | None:
     first, *below = location_of(key)
-    if first in SAME_FOR_ALL:
-        return f"cannot be swept: {SAME_FOR_ALL[str(first)]}"
+    if (shared := shared_reason((first, *below))) is not None:
+        return f"cannot be swept: {shared}"
     if first not in SECTIONS["job"]:
         return unknown_key("job", str(below[-1] if first in ("job", "jobs", "defaults") and below else first))
     if not below:

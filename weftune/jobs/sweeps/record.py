@@ -19,7 +19,7 @@ from weftune.core.files import FORMAT, refuse_unknown_format, replace_json
 from weftune.errors import OutputError
 from weftune.jobs.store.status import CHECKSUM, checksum_of, resume_line, typed_record
 from weftune.jobs.sweeps.halving import Decision, quota, sort_value
-from weftune.jobs.sweeps.spec import Judge, Metric, Mode, Search
+from weftune.jobs.sweeps.spec import Judge, Mode, Search
 
 SWEEP_FILE = "sweep.json"
 BEST = "best"
@@ -72,7 +72,7 @@ class SampleCount:
 class SweepRecord:
     name: str
     search: Search
-    metric: Metric
+    metric: str
     mode: Mode
     keep: int
     at: tuple[float, ...] = ()
@@ -165,13 +165,24 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-METRIC_NAMES = {"eval_loss": "validation loss", "eval_mean_token_accuracy": "validation accuracy"}
+_METRIC_TITLES = {
+    "eval_loss": "validation loss",
+    "eval_mean_token_accuracy": "validation accuracy",
+    "eval_rewards/accuracies": "reward accuracy",
+    "eval_rewards/margins": "reward margin",
+    "eval_exact_match": "exact match",
+}
 _ENDED = ("finished", "left", "failed")
 STATES = ("finished", "running", "resting", "waiting", "left", "failed")
 _LONGEST_PLAIN = 5
 """Length in characters up to which a number never has an exponent."""
 _GROUPS = {"finished": 0, "left": 2, "failed": 3}
 """Maps each state to its position in the sorting of trials; trials that have not ended have position 1."""
+
+
+def metric_title(metric: str) -> str:
+    """Return the words for a sweep's metric; a function of the user is called by its name."""
+    return _METRIC_TITLES.get(metric, metric.removeprefix("eval_"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from weftune.adapters.folder import CONFIG
 from weftune.core.files import filtered_lines, json_text, sync_folder
@@ -72,6 +73,16 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 ShowNote = Callable[[str], None]
+Metrics = Mapping[str, float | None]
+"""Maps the name of each metric of a job's objective, such as `rewards/margins`, to its value."""
+NO_METRICS: Metrics = {}
+
+
+def _metrics_in(line: Mapping[str, Any], prefix: str) -> Metrics:
+    """Return the metrics in a line of metrics.jsonl whose names begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
+
+
 ENDS = {State.SUCCEEDED: TrialEnd.FINISHED, State.FAILED: TrialEnd.FAILED, State.CANCELLED: TrialEnd.LEFT}
 
 
@@ -266,9 +277,11 @@ class RunningSweep:
         for line in map(json.loads, lines.splitlines()):
             job, step = line["job"], line["step"]
             if RUNG_LOSS in line:
-                self.record_rung_evaluation(job, step, line[RUNG_LOSS], line.get("rung_token_accuracy"))
+                found = line[RUNG_LOSS], line.get("rung_token_accuracy"), _metrics_in(line, "rung_")
+                self.record_rung_evaluation(job, step, *found)
             elif "eval_loss" in line:
-                self.record_evaluation(job, step, line["eval_loss"], line.get("eval_token_accuracy"))
+                found = line["eval_loss"], line.get("eval_token_accuracy"), _metrics_in(line, "eval_")
+                self.record_evaluation(job, step, *found)
             elif line.get("loss") is not None:
                 self._trend(job).add(step, line["loss"])
 
@@ -301,22 +314,37 @@ class RunningSweep:
         return bool(self.trials.keys() - lost - self._leaving - {name})
 
     def record_evaluation(
-        self, name: str, step: int, loss: float | None, token_accuracy: float | None
+        self,
+        name: str,
+        step: int,
+        loss: float | None,
+        token_accuracy: float | None,
+        metrics: Metrics = NO_METRICS,
     ) -> None:
         """Record an evaluation of the weights that a trial is training."""
-        value = loss if self.sweep.spec.metric == "eval_loss" else token_accuracy
-        self._values.setdefault(name, {})[step] = value
+        self._values.setdefault(name, {})[step] = self._value(loss, token_accuracy, metrics)
         if not self.evaluates_mean:
-            self.record_rung_evaluation(name, step, loss, token_accuracy)
+            self.record_rung_evaluation(name, step, loss, token_accuracy, metrics)
 
     def record_rung_evaluation(
-        self, name: str, step: int, loss: float | None, token_accuracy: float | None
+        self,
+        name: str,
+        step: int,
+        loss: float | None,
+        token_accuracy: float | None,
+        metrics: Metrics = NO_METRICS,
     ) -> None:
         """Record an evaluation of the weights that the rungs compare."""
-        value = loss if self.sweep.spec.metric == "eval_loss" else token_accuracy
+        value = self._value(loss, token_accuracy, metrics)
         # At a rung a trial has a warning only if it has collapsed: then it is the worst by any metric.
         has_collapsed = name in self.store and bool(self.store.job(name).warning)
         self.rungs.evaluate(name, step, None if has_collapsed else value)
+
+    def _value(self, loss: float | None, token_accuracy: float | None, metrics: Metrics) -> float | None:
+        """Return the metric of an evaluation by which trials are compared."""
+        metric = self.sweep.spec.metric
+        known = {"loss": loss, "mean_token_accuracy": token_accuracy, **metrics}
+        return known.get(metric.removeprefix("eval_"))
 
     def _trend(self, name: str) -> LossTrend:
         if name not in self._trends:

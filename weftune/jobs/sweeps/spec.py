@@ -13,7 +13,6 @@ from weftune.jobs.spec.layer import Layer, Loc
 
 Search = Literal["grid", "random", "tpe"]
 Mode = Literal["min", "max"]
-Metric = Literal["eval_loss", "eval_mean_token_accuracy"]
 Judge = Literal["mean", "last"]
 MAX_TRIALS = 1000
 """Maximum number of trials in one sweep: all of them are checked before the first starts."""
@@ -54,7 +53,9 @@ class SweepSpec:
     search: Search = "grid"
     trials: Annotated[int | None, Bound(at_least=1, at_most=MAX_TRIALS)] = None
     """Number of trials to draw. None for a grid, which has a trial for every combination."""
-    metric: Metric = "eval_loss"
+    metric: str = "eval_loss"
+    """Metric by which trials are compared: one of `read.BEST_MODES`, or `eval_` and the name of the job's
+    `eval.metric`."""
     mode: Mode = "min"
     halving: Halving | None = None
     keep: Annotated[int, Bound(at_least=1, at_most=MAX_TRIALS)] = 1

@@ -1,0 +1,172 @@
+"""The inbox of an output folder: files by which `weftune jobs` sends requests to a running `weftune train`.
+
+A request is a file `inbox/*.json`, which the run reads at the end of a window. It deletes the file and writes
+its answer to `inbox/answers`, under the name of the request. Jobs files that were added are kept in
+`inbox/added`, from which `--resume` reads them again; a file that is no request is moved to `inbox/refused`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from weftune.core.files import replace_file, replace_json
+from weftune.errors import OutputError
+from weftune.jobs.spec.read import read_added_run
+from weftune.jobs.spec.spec import JobSpec
+from weftune.jobs.store.shares import share_folders
+from weftune.jobs.store.status import LOCK, DamagedStatus, RunStatus, lock_folder, read_status, typed_record
+
+INBOX, ADDED, ANSWERS, REFUSED = "inbox", "added", "answers", "refused"
+Verb = Literal["add", "pause", "resume", "cancel", "priority"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRequest:
+    """A request to a running run."""
+
+    verb: Verb
+    job: str = ""
+    """Name of the job; empty for `add`."""
+    priority: int = 0
+    """New priority; for the verb `priority` only."""
+    file: str = ""
+    """Absolute path of the jobs file to add, relative to which its paths are read."""
+    text: str = ""
+    """Content of the jobs file, which may change or disappear before the run is resumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestAnswer:
+    """The answer of a run to a request."""
+
+    accepted: bool
+    sentence: str
+    """Sentence about what the run has done, or why it refuses."""
+
+
+def write_request(records: Path, request: FileRequest) -> Path:
+    """Write a request to the inbox in the folder `records` of a run or a share; return its path."""
+    folder = records / INBOX
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {folder}: {error.strerror}") from error
+    path = folder / f"{time.time_ns():020d}-{os.getpid()}.json"
+    replace_json(path, asdict(request))
+    return path
+
+
+def pending_requests(records: Path) -> list[Path]:
+    """Return the files of requests that have not been answered, the earliest first."""
+    return sorted((records / INBOX).glob("[!.]*.json"))
+
+
+def read_request(path: Path) -> FileRequest:
+    """Read a request. Raises ValueError for other content and OSError if the file cannot be read."""
+    value = json.loads(path.read_bytes())
+    if not isinstance(value, dict) or "verb" not in value:
+        raise ValueError("it is no request")
+    found: FileRequest = typed_record(FileRequest, value)
+    return found
+
+
+def answer_path(request: Path) -> Path:
+    return request.parent / ANSWERS / request.name
+
+
+def write_answer(request: Path, answer: RequestAnswer) -> None:
+    """Write the answer to a request and delete the request, in this order."""
+    path = answer_path(request)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        replace_json(path, asdict(answer))
+        request.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def take_answer(request: Path) -> RequestAnswer | None:
+    """Return the answer to a request and delete it; None if there is none yet."""
+    path = answer_path(request)
+    try:
+        found: RequestAnswer = typed_record(RequestAnswer, json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    path.unlink(missing_ok=True)
+    return found
+
+
+def added_path(request: Path) -> Path:
+    return request.parent / ADDED / request.name
+
+
+def keep_added_file(request: Path) -> None:
+    """Keep an added jobs file for `--resume`. A kill before this leaves the request in the inbox."""
+    target = added_path(request)
+    try:
+        target.parent.mkdir(exist_ok=True)
+        replace_file(target, request.read_bytes())
+    except OSError as error:
+        raise OutputError(f"cannot write {target}: {error.strerror}") from error
+
+
+def set_aside(request: Path) -> None:
+    """Move a file that is no request to the folder `refused`."""
+    with suppress(OSError):
+        (request.parent / REFUSED).mkdir(exist_ok=True)
+        request.replace(request.parent / REFUSED / request.name)
+
+
+def added_jobs(output: Path, known_jobs: Iterable[str]) -> Iterator[JobSpec]:
+    """Yield the jobs that were added to earlier runs of this output; `known_jobs` are the other jobs."""
+    known = list(known_jobs)
+    for request in _added_files(output):
+        for job in read_added_run(request.text, Path(request.file), known).jobs:
+            known.append(job.name)
+            yield job
+
+
+def _added_files(output: Path) -> Iterator[FileRequest]:
+    for path in sorted((output / INBOX / ADDED).glob("[!.]*.json")):
+        try:
+            yield read_request(path)
+        except (OSError, ValueError) as error:
+            raise OutputError(
+                f"{path}, which holds jobs that were added to the run, cannot be used ({error}); put back a "
+                "copy of it, or delete it to resume without its jobs"
+            ) from error
+
+
+def is_active(records: Path) -> bool:
+    """Whether a process trains into this folder."""
+    if not (records / LOCK).exists():
+        return False
+    try:
+        os.close(lock_folder(records, records))
+    except OutputError:
+        return True
+    return False
+
+
+def folder_of_job(output: Path, job: str) -> Path:
+    """Return the folder with the inbox of the process that trains a job: the output, or a share of it."""
+    for folder in share_folders(output):
+        with suppress(OutputError):
+            if job in read_status(folder).jobs:
+                return folder
+    return output
+
+
+def status_of_run(output: Path) -> RunStatus:
+    """Return the status of a running run, without those of its shares; empty before it is first written."""
+    try:
+        return read_status(output)
+    except DamagedStatus:
+        return RunStatus()

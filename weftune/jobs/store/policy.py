@@ -1,0 +1,146 @@
+"""Scheduling policies: the order in which jobs are considered for admission, and jobs that must wait.
+
+A policy is a pure function of records. It does not decide what fits: it replaces `priority` and `order` of
+every job's shape, and `weftune.jobs.store.scheduler.admit` admits and preempts jobs by them, as it does for a
+jobs file. A job is preempted only by one of higher effective priority, so a policy gives jobs that must not
+preempt one another the same effective priority.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from weftune.core.shapes import JobShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedJob:
+    """A job that trains or waits, with the facts that policies decide by."""
+
+    shape: JobShape
+    """Sizes of the job; its `priority` is the one that the user requested."""
+    is_attached: bool = False
+    tenant: str = ""
+    submitted: int = 0
+    """Number that increases with every submission."""
+    queued_seconds: float = 0.0
+    """Seconds that the job has waited in total, also before it was admitted."""
+    deadline: float | None = None
+    """Time by which the job should have ended, in seconds since 1970."""
+    remaining_seconds: float = 0.0
+    """Predicted seconds until the job ends if it trains from now on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantUsage:
+    """Usage of a tenant so far."""
+
+    recent_tokens: float = 0.0
+    """Tokens that its jobs have trained on, of which older ones count less."""
+    tokens_today: int = 0
+    """Tokens that its jobs have trained on today."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The shapes of all jobs that may train, with effective priorities and orders."""
+
+    waiting: tuple[JobShape, ...]
+    attached: tuple[JobShape, ...]
+    held: Mapping[str, str] = field(default_factory=dict)
+    """Maps each job that may not train now, waiting or attached, to the reason."""
+
+
+class Policy(Protocol):
+    def rank(self, jobs: Sequence[QueuedJob], usage: Mapping[str, TenantUsage], now: float) -> Ranking:
+        """Rank the jobs. `usage` maps tenants to their usage; `now` is in seconds since 1970."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ByPriority:
+    """Jobs by their priority, and in the order of submission among equals."""
+
+    def rank(self, jobs: Sequence[QueuedJob], usage: Mapping[str, TenantUsage], now: float) -> Ranking:
+        return ranking(jobs, lambda job: (-job.shape.priority,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FairShare:
+    """Tenants get equal shares of the tokens that are trained, or shares in proportion to `weights`.
+
+    Jobs are ordered by priority first. A job that has waited `ageing_seconds` counts as one priority higher,
+    so that no job waits forever, and a job that would miss its deadline if it waited longer goes before
+    others of its priority. Among those, a job's position follows from the tokens that its tenant would have
+    received with it: those of the tenant's earlier jobs in this round, and those of recent rounds in steps of
+    `quantum_tokens`. A tenant with one job is therefore admitted at the next window, whatever number of jobs
+    another tenant has, and tenants that do not fit together take turns that last about `quantum_tokens`.
+    """
+
+    quantum_tokens: int = 500_000
+    ageing_seconds: float = 3600.0
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Maps tenants to their weights; the weight of others is 1."""
+    running_jobs: int | None = None
+    """Maximum number of jobs of a tenant that train at the same time. None means unlimited."""
+    tokens_per_day: int | None = None
+    """Maximum number of tokens per tenant and day. None means unlimited."""
+
+    def rank(self, jobs: Sequence[QueuedJob], usage: Mapping[str, TenantUsage], now: float) -> Ranking:
+        nothing = TenantUsage()
+        by_tenant: dict[str, list[QueuedJob]] = defaultdict(list)
+        for job in sorted(
+            jobs, key=lambda job: (*self._urgency(job, now), not job.is_attached, job.submitted)
+        ):
+            by_tenant[job.tenant].append(job)
+        held: dict[str, str] = {}
+        positions: dict[str, tuple[float, float]] = {}
+        for tenant, own in by_tenant.items():
+            weight = self.weights.get(tenant, 1.0)
+            turns = usage.get(tenant, nothing).recent_tokens / weight // self.quantum_tokens
+            tokens, training = 0.0, 0
+            for job in own:
+                if reason := self._hold_reason(training, usage.get(tenant, nothing)):
+                    held[job.shape.name] = reason
+                    continue
+                training += 1
+                tokens += max(1, job.shape.batch_tokens) / weight
+                positions[job.shape.name] = turns, tokens
+        allowed = [job for job in jobs if job.shape.name not in held]
+        found = ranking(allowed, lambda job: (*self._urgency(job, now), *positions[job.shape.name]))
+        return replace(found, held=held)
+
+    def _urgency(self, job: QueuedJob, now: float) -> tuple[int, bool]:
+        """Return the job's aged priority, negated, and whether it can still wait."""
+        aged = job.shape.priority + int(job.queued_seconds // self.ageing_seconds)
+        can_wait = job.deadline is None or now + DEADLINE_MARGIN * job.remaining_seconds < job.deadline
+        return -aged, can_wait
+
+    def _hold_reason(self, training_jobs: int, usage: TenantUsage) -> str:
+        if self.running_jobs is not None and training_jobs >= self.running_jobs:
+            return f"at most {training_jobs} of this account's jobs may train at a time; one has to end first"
+        if self.tokens_per_day is not None and usage.tokens_today >= self.tokens_per_day:
+            return f"this account has used its {self.tokens_per_day:,} tokens of today; it continues tomorrow"
+        return ""
+
+
+DEADLINE_MARGIN = 1.5
+"""Factor of a job's predicted time that must remain before its deadline, since predictions assume that no
+other job joins."""
+
+
+def ranking(jobs: Sequence[QueuedJob], key: Callable[[QueuedJob], Any]) -> Ranking:
+    """Return the jobs with effective priorities that follow `key`, lowest first. Jobs with equal keys get the
+    same one and are ordered by submission."""
+    levels = {value: -level for level, value in enumerate(sorted({key(job) for job in jobs}))}
+    ranked = {
+        job.shape.name: replace(job.shape, priority=levels[key(job)], file_position=job.submitted)
+        for job in jobs
+    }
+    return Ranking(
+        waiting=tuple(ranked[job.shape.name] for job in jobs if not job.is_attached),
+        attached=tuple(ranked[job.shape.name] for job in jobs if job.is_attached),
+    )

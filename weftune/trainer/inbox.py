@@ -1,0 +1,228 @@
+"""Requests to the training loop, which it reads at window boundaries: jobs enter, leave, and change priority.
+
+A plain run reads them from files in its output folder (`FolderInbox`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from weftune.errors import OutputError, SpecError, UserError
+from weftune.jobs.spec.keys import nearest
+from weftune.jobs.store.inbox import (
+    FileRequest,
+    RequestAnswer,
+    added_path,
+    keep_added_file,
+    pending_requests,
+    read_request,
+    set_aside,
+    write_answer,
+)
+from weftune.trainer.job import PreparedJob
+
+if TYPE_CHECKING:
+    from weftune.trainer.loop import Loop
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """A request to train a job. `id` is the name under which the inbox recognises its answer."""
+
+    id: str
+    job: PreparedJob
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    id: str
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A request to save and detach a job until it is resumed."""
+
+    id: str
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    id: str
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetPriority:
+    id: str
+    job: str
+    priority: int
+
+
+Request = Enter | Cancel | Pause | Resume | SetPriority
+
+
+class JobInbox(Protocol):
+    """The source of requests to a loop. Its methods are called between windows, in the thread that trains."""
+
+    def read(self) -> Sequence[Request]:
+        """Return the requests that have arrived since the last call."""
+        ...
+
+    def applied(self) -> None:
+        """Record that all requests were applied; their effects are written to disk next."""
+        ...
+
+    def answer(self, request: Request, answer: RequestAnswer) -> None:
+        """Report the outcome of a request, which is on disk by now."""
+        ...
+
+    def wait(self, stop: Callable[[], bool]) -> bool:
+        """Wait for requests while no job trains. Return False to end the loop."""
+        ...
+
+
+def handle_requests(loop: Loop, inbox: JobInbox) -> None:
+    """Apply the requests that have arrived, and answer them when their effect is on disk."""
+    if not (requests := inbox.read()):
+        return
+    answers = []
+    for request in requests:
+        try:
+            answers.append(RequestAnswer(accepted=True, sentence=_apply(loop, request)))
+        except UserError as refusal:
+            answers.append(RequestAnswer(accepted=False, sentence=str(refusal)))
+    inbox.applied()
+    loop.finish_requests()
+    for request, answer in zip(requests, answers, strict=True):
+        inbox.answer(request, answer)
+
+
+def _apply(loop: Loop, request: Request) -> str:
+    """Apply a request and return a sentence about its effect; raise SpecError to refuse it."""
+    if isinstance(request, Enter):
+        loop.enter(request.job)
+        return f"{request.job.name} is queued"
+    name = request.job
+    _refuse_unknown(loop, name)
+    step = loop.store.job(name).step
+    match request:
+        case Cancel():
+            loop.cancel(name)
+            return f"{name} is cancelled at step {step}"
+        case Pause():
+            loop.pause(name)
+            status = loop.store.job(name)
+            return f"{name} is paused at step {status.step}"
+        case Resume():
+            loop.resume(name)
+            return f"{name} is queued; it resumes from step {step}"
+        case SetPriority():
+            loop.set_priority(name, request.priority)
+            return f"{name} has priority {request.priority}"
+
+
+def _refuse_unknown(loop: Loop, name: str) -> None:
+    """Refuse a job that the run does not have, or that has ended."""
+    if name not in loop.store:
+        near = nearest(name, loop.jobs)
+        raise SpecError(f"there is no job {name} in this run" + (f"; did you mean {near}?" if near else ""))
+    status = loop.store.job(name)
+    if status.state.ended:
+        raise SpecError(f"{name} has ended: it is {status.state}")
+    if name in loop.result_writer:
+        raise SpecError(f"{name} has made its last step, and its adapter is being written")
+    if name not in loop.jobs:
+        raise SpecError(f"{name} takes no part in this run: {status.reason}")
+
+
+class FolderInbox:
+    """The inbox of a plain run: files in its output folder, or in the folder of a share.
+
+    `prepare` prepares the jobs of a jobs file for training, or raises a UserError; it calls the function that
+    it is given to record the file once all of them are prepared. `show_note` is called with sentences for the
+    user.
+    """
+
+    def __init__(
+        self,
+        records: Path,
+        prepare: Callable[[FileRequest, Callable[[], None]], Sequence[PreparedJob]],
+        show_note: Callable[[str], None],
+    ) -> None:
+        self._records, self._prepare, self._show_note = records, prepare, show_note
+
+    def read(self) -> Sequence[Request]:
+        return [one for path in pending_requests(self._records) for one in self._requests(path)]
+
+    def applied(self) -> None:
+        pass
+
+    def answer(self, request: Request, answer: RequestAnswer) -> None:
+        # The jobs of one file are answered together, when they have been prepared.
+        if not isinstance(request, Enter):
+            self._answer(Path(request.id), answer)
+
+    def wait(self, stop: Callable[[], bool]) -> bool:
+        """Return whether there are requests: a plain run ends when no job is left."""
+        return bool(pending_requests(self._records)) and not stop()
+
+    def close(self) -> None:
+        """Refuse the requests that came too late."""
+        for path in pending_requests(self._records):
+            self._answer(
+                path, RequestAnswer(accepted=False, sentence="the run ended before it read the request")
+            )
+
+    def _requests(self, path: Path) -> Sequence[Request]:
+        """Return the requests of a file. Jobs of a jobs file are prepared, recorded and answered at once."""
+        try:
+            found = read_request(path)
+        except OSError:
+            # It was withdrawn.
+            return ()
+        except ValueError as error:
+            what = str(error).splitlines()[0]
+            self._show_note(f"warning: {path.name} in the inbox is no request ({what}); it is left aside.")
+            set_aside(path)
+            self._answer(path, RequestAnswer(accepted=False, sentence=f"it is no request: {what}"))
+            return ()
+        job, name = found.job, str(path)
+        match found.verb:
+            case "cancel":
+                return [Cancel(name, job)]
+            case "pause":
+                return [Pause(name, job)]
+            case "resume":
+                return [Resume(name, job)]
+            case "priority":
+                return [SetPriority(name, job, found.priority)]
+            case "add":
+                return self._add(path, found)
+
+    def _add(self, path: Path, request: FileRequest) -> Sequence[Request]:
+        jobs: Sequence[PreparedJob] = ()
+        answer = RequestAnswer(accepted=True, sentence="the jobs have joined the run")
+        # An earlier process may have been killed before it answered.
+        if not added_path(path).exists():
+            try:
+                jobs = self._prepare(request, partial(keep_added_file, path))
+                names = ", ".join(job.name for job in jobs)
+                verb = "has" if len(jobs) == 1 else "have"
+                answer = RequestAnswer(accepted=True, sentence=f"{names} {verb} joined the run")
+                self._show_note(f"{answer.sentence}: {request.file}")
+            except UserError as refusal:
+                answer = RequestAnswer(accepted=False, sentence=str(refusal))
+        self._answer(path, answer)
+        return [Enter(str(path), job) for job in jobs]
+
+    def _answer(self, path: Path, answer: RequestAnswer) -> None:
+        # Without room on the disk there is no answer, and training continues.
+        with suppress(OutputError):
+            write_answer(path, answer)

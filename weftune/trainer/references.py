@@ -1,0 +1,166 @@
+"""Reference log-probabilities of attached jobs: read from disk, or collected from Score passes.
+
+They are kept in two files. One is in the cache of tokenised samples, for all jobs with the same samples and
+the same reference policy. The other is among the job's checkpoints: a job that resumes reads it even if the
+adapter that it started from has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weftune.adapters.folder import CONFIG, WEIGHTS
+from weftune.base.model import Base
+from weftune.core.shapes import layer_of
+from weftune.data.references import read_references, reference_key, write_references
+from weftune.errors import OutputError
+from weftune.run.events import Scored
+from weftune.trainer.job import PreparedJob
+
+COPY = "references"
+"""Name of the file among a job's checkpoints."""
+PROBED_ROWS = 64
+"""Number of rows of a weight that identify a base, beside its name."""
+
+
+@dataclass(slots=True)
+class _Unscored:
+    """Reference log-probabilities that are not all known, and the jobs that wait for them."""
+
+    key: str
+    """Key of the files: it identifies the samples and the base."""
+    numbers: NDArray[np.float64]
+    """NaN for samples that are not scored yet."""
+    shared_file: Path | None
+    """File for all jobs with the same reference policy. None if its adapter is not known."""
+    copies: dict[str, Path] = field(default_factory=dict)
+    """Maps each job that waits to the file among its checkpoints."""
+
+    def files(self) -> Iterator[Path]:
+        if self.shared_file is not None:
+            yield self.shared_file
+        if self.is_complete():
+            yield from self.copies.values()
+
+    def is_complete(self) -> bool:
+        return not np.isnan(self.numbers).any()
+
+
+class References:
+    def __init__(self, base: Base, folder: Path, note: Callable[[str], None]) -> None:
+        """`folder` is the cache of tokenised samples. `note` is called with sentences for the user."""
+        self._base, self._folder, self._note = base, folder, note
+        self._base_key = ""
+        """Hash of the base, computed when a job first needs it."""
+        self._unscored: dict[str, _Unscored] = {}
+        """Maps keys to the numbers that attached jobs wait for. Jobs with the same key share them."""
+
+    def enter(
+        self, job: PreparedJob, checkpoints: Path, start: Path | None, has_begun: bool
+    ) -> PreparedJob | None:
+        """Return a job that is about to be attached, with its reference log-probabilities if they are on
+        disk; otherwise the job waits for Score passes. Return None if they are lost: the job has made steps,
+        so that its adapter is no longer the one that it started from.
+
+        `start` is the folder of the adapter that the job starts from, or None if the job starts from none or
+        reads its adapter from a checkpoint. `has_begun` means that it has made a step.
+        """
+        data = job.reference_data
+        if data is None or job.data.train.references is not None:
+            return job
+        copy, count = checkpoints / COPY, sum(map(len, data.parts))
+        key = self._key(job)
+        if (found := read_references(copy, key, count)) is not None:
+            return job.with_references(found)
+        from_adapter = job.reference_adapter is not None
+        if from_adapter and has_begun:
+            return None
+        is_known = start is not None or not from_adapter
+        policy = _policy_key(job, key, start) if is_known else job.name
+        shared = self._folder / f"references-{policy}" if is_known else None
+        if policy not in self._unscored:
+            numbers = None if shared is None else read_references(shared, key, count)
+            self._unscored[policy] = _Unscored(
+                key, np.full(count, np.nan) if numbers is None else numbers, shared
+            )
+        waiting = self._unscored[policy]
+        waiting.copies[job.name] = copy
+        if not waiting.is_complete():
+            return job
+        self._write(waiting)
+        self.leave(job.name)
+        return job.with_references(waiting.numbers)
+
+    def _key(self, job: PreparedJob) -> str:
+        self._base_key = self._base_key or _base_key(self._base)
+        data = job.reference_data
+        assert data is not None
+        samples = [[part.fingerprint, part.before, part.first_position] for part in data.parts]
+        return reference_key(samples, self._base_key, str(self._base.dtype))
+
+    def leave(self, job: str) -> None:
+        """Forget a job that is detached. Numbers that no other job waits for are on disk only."""
+        for policy, one in list(self._unscored.items()):
+            one.copies.pop(job, None)
+            if not one.copies:
+                del self._unscored[policy]
+
+    def pending(self) -> dict[str, NDArray[np.int64]]:
+        """Return a map from each job that waits to the samples that it scores. Of jobs that wait for the same
+        numbers, one scores all samples and the others none."""
+        found: dict[str, NDArray[np.int64]] = {}
+        for one in self._unscored.values():
+            first, *others = one.copies
+            found[first] = np.flatnonzero(np.isnan(one.numbers))
+            found |= dict.fromkeys(others, np.empty(0, dtype=np.int64))
+        return found
+
+    def record(self, scored: Scored) -> None:
+        for one in self._unscored.values():
+            if scored.job in one.copies:
+                one.numbers[list(scored.samples)] = scored.logprobs
+
+    def finish_window(self) -> Mapping[str, NDArray[np.float64]]:
+        """Write what Score passes have found, and return the numbers of the jobs that wait no longer."""
+        found: dict[str, NDArray[np.float64]] = {}
+        for policy, one in list(self._unscored.items()):
+            self._write(one)
+            if one.is_complete():
+                found |= dict.fromkeys(one.copies, one.numbers)
+                del self._unscored[policy]
+        return found
+
+    def _write(self, unscored: _Unscored) -> None:
+        """Write the files. Training does not depend on them, but a resumed run would score again."""
+        for path in unscored.files():
+            try:
+                write_references(path, unscored.key, unscored.numbers)
+            except OutputError as error:
+                self._note(f"warning: {error}; a resumed run scores these samples again.")
+
+
+def _base_key(base: Base) -> str:
+    """Return a hash of the base: its name and settings, its weight files, and rows of a weight of its first
+    layer, which the first worker holds in every layout."""
+    site = next(site.name for site in base.whole_sites if layer_of(site.name) == 0)
+    matrix_NK = base.weight_reader()(site)
+    chosen = matrix_NK[:: max(1, len(matrix_NK) // PROBED_ROWS)][:PROBED_ROWS]
+    probe = hashlib.sha256(chosen.detach().double().cpu().contiguous().numpy().tobytes()).hexdigest()
+    folder = Path(base.spec.model).expanduser()
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    stats = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    return reference_key(base.spec.record(), stats, probe)
+
+
+def _policy_key(job: PreparedJob, key: str, start: Path | None) -> str:
+    """Return a hash of the samples, the base and the starting adapter: its files and the job's settings."""
+    if start is None:
+        return reference_key(key)
+    files = [hashlib.sha256((start / name).read_bytes()).hexdigest() for name in (CONFIG, WEIGHTS)]
+    return reference_key(key, files, repr(replace(job.spec.adapter, init_from=None)))
