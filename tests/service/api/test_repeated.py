@@ -1,0 +1,160 @@
+"""Requests that are repeated, and crashes between them: each acknowledged job is there once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from tests.service.api.running import Training, rows, start_service
+
+JOBS = "/v1/fine_tuning/jobs"
+
+
+def test_fault_7_fifty_equal_requests_with_a_key_make_one_job_and_another_body_409(service, client, file):
+    body = {"model": "demo", "training_file": file.id}
+    headers = {"Idempotency-Key": "once"}
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(
+            pool.map(lambda _: service.call("POST", JOBS, body, headers=headers), range(50), timeout=120)
+        )
+    assert {status for status, _, _ in answers} == {200}
+    assert len({json.loads(content)["id"] for _, _, content in answers}) == 1
+    status, found, content = service.call("POST", JOBS, {**body, "seed": 1}, headers=headers)
+    assert (status, found["x-should-retry"]) == (409, "false")
+    assert json.loads(content)["error"]["code"] == "idempotency_conflict"
+    with pytest.raises(openai.ConflictError):
+        client.with_options(max_retries=2).fine_tuning.jobs.create(
+            model="demo", training_file=file.id, seed=2, extra_headers=headers
+        )
+    other = service.client("other")
+    own = other.files.create(file=("a.jsonl", rows(2)), purpose="fine-tune")
+    other.fine_tuning.jobs.create(model="demo", training_file=own.id, extra_headers=headers)
+
+
+def test_a_request_that_the_client_repeats_returns_the_first_job(service, file):
+    body = {"model": "demo", "training_file": file.id, "seed": 5}
+    ids = []
+    for count in ("0", "1", "2"):
+        headers = {"x-stainless-retry-count": count}
+        ids.append(json.loads(service.call("POST", JOBS, body, headers=headers)[2])["id"])
+    assert len(set(ids)) == 1
+    again = json.loads(service.call("POST", JOBS, body, headers={"x-stainless-retry-count": "0"})[2])["id"]
+    assert again != ids[0]
+
+
+def test_fault_4_every_acknowledged_job_is_there_once_after_kills(tmp_path):
+    service = start_service(tmp_path)
+    file = service.client().files.create(file=("a.jsonl", rows(2)), purpose="fine-tune")
+    acknowledged = []
+    for kills in range(3):
+        with ThreadPoolExecutor(4) as pool:
+            sent = [
+                pool.submit(
+                    service.call,
+                    "POST",
+                    JOBS,
+                    {"model": "demo", "training_file": file.id},
+                    headers={"Idempotency-Key": f"{kills}-{number}"},
+                )
+                for number in range(60)
+            ]
+            while sum(one.done() for one in sent) < 20:
+                time.sleep(0.005)
+            service.kill()
+            for one in sent:
+                error = one.exception()
+                if error is None and one.result()[0] == 200:
+                    acknowledged.append(json.loads(one.result()[2])["id"])
+        service.restart()
+    try:
+        stored = [one.id for one in service.client().fine_tuning.jobs.list(limit=100)]
+        assert len(acknowledged) >= 60
+        assert set(acknowledged) <= set(stored)
+        assert len(stored) == len(set(stored))
+    finally:
+        service.stop()
+
+
+def preparing_processes(service) -> list[int]:
+    """Return the processes beside the HTTP process that tokenise."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(service.process.pid)], capture_output=True, text=True, check=False
+    )
+    return [int(one) for one in listed.stdout.split()]
+
+
+def wait_until_prepared(training: Training, id: str, seconds: float = 240.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = [one for one in training.requests.prepared_after(0) if one.submission.id == id]
+        if found:
+            return found[0]
+        time.sleep(0.05)
+    raise AssertionError(f"{id} was not prepared in {seconds} s")
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_preparing_process_that_is_killed_is_retried_twice(times, tmp_path):
+    service = start_service(tmp_path)
+    training = Training.open(service.settings)
+    try:
+        client = service.client()
+        file = client.files.create(file=("a.jsonl", rows(2)), purpose="fine-tune")
+        checking = preparing_processes(service)
+        job = client.fine_tuning.jobs.create(model="demo", training_file=file.id)
+        while set(preparing_processes(service)) == set(checking):
+            time.sleep(0.01)
+        killed: set[int] = set(checking)
+        while len(killed) - len(checking) < times:
+            for process in set(preparing_processes(service)) - killed:
+                os.kill(process, signal.SIGKILL)
+                killed.add(process)
+            time.sleep(0.02)
+        refusal = wait_until_prepared(training, job.id).refusal
+        if times < 3:
+            assert refusal is None
+        else:
+            assert refusal["code"] == "preparation_failed"
+            assert "died 3 times" in refusal["message"]
+    finally:
+        training.close()
+        service.stop()
+
+
+def test_jobs_that_were_not_prepared_are_prepared_after_a_restart(tmp_path):
+    service = start_service(tmp_path)
+    training = Training.open(service.settings)
+    client = service.client()
+    file = client.files.create(file=("a.jsonl", rows(2)), purpose="fine-tune")
+    job = client.fine_tuning.jobs.create(model="demo", training_file=file.id)
+    service.kill()
+    assert job.id in [one.id for one in training.requests.unprepared()]
+    service.restart()
+    try:
+        assert wait_until_prepared(training, job.id).refusal is None
+    finally:
+        training.close()
+        service.stop()
+
+
+def test_a_locked_store_is_answered_with_503_and_loses_no_write(service, file):
+    import sqlite3
+
+    locked = sqlite3.connect(service.settings.store / "requests.db", isolation_level=None)
+    body = {"model": "demo", "training_file": file.id}
+    locked.execute("BEGIN IMMEDIATE")
+    status, headers, content = service.call("POST", JOBS, body, headers={"Idempotency-Key": "locked"})
+    assert status == 503
+    assert int(headers["retry-after"]) >= 1
+    assert json.loads(content)["error"]["code"] == "store_unavailable"
+    assert service.call("GET", JOBS)[0] == 200
+    locked.execute("ROLLBACK")
+    locked.close()
+    assert service.call("POST", JOBS, body, headers={"Idempotency-Key": "locked"})[0] == 200

@@ -1,0 +1,183 @@
+"""The whole service as `weftune serve` starts it: HTTP, preparation, training and chat, on a tiny base."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+
+from tests.base.folders import CHATML, word_tokenizer
+from tests.families import tiny
+from tests.service.api.running import free_port
+from weftune.cli import service_jobs
+from weftune.service.client import ServiceClient
+from weftune.service.keys import KeyFile
+from weftune.service.settings import KEYS
+
+SECONDS = 120.0
+ENDED = ("succeeded", "failed", "cancelled")
+
+
+class Whole:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
+        tiny("llama", torch.float32).save_pretrained(folder / "model")
+        word_tokenizer(CHATML).save_pretrained(folder / "model")
+        self.key = KeyFile(folder / "store" / KEYS).create("acme")
+        self.log = folder / "log"
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        words = ["serve", "--base", self.folder / "model", "--store", self.folder / "store"]
+        words += ["--port", self.port, "--device", "cpu", "--expect", "4xrank8x64"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "WEFTUNE_CACHE": str(self.folder / "cache")}
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "weftune", *map(str, words)],
+                stdout=output,
+                stderr=output,
+                env=environment,
+            )
+        self.until(self.is_ready)
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        try:
+            return bool(ServiceClient(self.url, self.key).request("GET", "/readyz")["status"] == "ok")
+        except Exception:
+            return False
+
+    def until(self, true) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not true():
+            assert time.monotonic() < deadline, self.log.read_text()[-5000:]
+            time.sleep(0.2)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    found = Whole(tmp_path_factory.mktemp("whole"))
+    yield found
+    if found.process.poll() is None:
+        assert found.stop() == 0, found.log.read_text()[-5000:]
+
+
+def rows(count: int = 16) -> bytes:
+    turns = ('{"role": "user", "content": "w%d w50"}', '{"role": "assistant", "content": "w%d w60"}')
+    return "".join(
+        f'{{"messages": [{turns[0] % (10 + n)}, {turns[1] % (20 + n)}]}}\n' for n in range(count)
+    ).encode()
+
+
+def test_the_flow_of_openais_guide_runs_with_only_the_address_and_the_key_changed(whole):
+    client = whole.client()
+    file = client.files.create(file=("rows.jsonl", rows()), purpose="fine-tune")
+    base = client.models.list().data[0].id
+    hyperparameters = {"n_epochs": 3, "batch_size": 4, "learning_rate_multiplier": 5}
+    job = client.fine_tuning.jobs.create(
+        model=base,
+        training_file=file.id,
+        validation_file=file.id,
+        suffix="flow",
+        method={"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
+        extra_body={"weftune": {"adapter": {"rank": 4}}},
+    )
+    whole.until(lambda: client.fine_tuning.jobs.retrieve(job.id).status in ENDED)
+    job = client.fine_tuning.jobs.retrieve(job.id)
+    assert job.status == "succeeded", job.error
+    assert job.trained_tokens > 0
+    assert job.fine_tuned_model == f"ft:{base}:acme:flow:{job.id}"
+    events = list(client.fine_tuning.jobs.list_events(job.id, limit=10))
+    assert len([event for event in events if event.type == "metrics" and "train_loss" in event.data]) == 12
+    assert [event.created_at for event in events] == sorted(
+        (event.created_at for event in events), reverse=True
+    )
+    checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id))
+    assert [one.step_number for one in checkpoints][-2:] == [8, 4]
+    table = client.files.content(job.result_files[0]).read().decode().splitlines()
+    assert table[0].startswith("step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy")
+    assert {line.partition(",")[0] for line in table[1:]} >= {str(step) for step in range(1, 13)}
+    question = [{"role": "user", "content": "w10 w50"}]
+    answers = []
+    for model in (job.fine_tuned_model, checkpoints[0].fine_tuned_model_checkpoint, base):
+        keys = {"model": model, "messages": question, "max_tokens": 6, "temperature": 0}
+        answer = client.chat.completions.create(**keys)
+        stream = list(
+            client.chat.completions.create(**keys, stream=True, stream_options={"include_usage": True})
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+        assert text == answer.choices[0].message.content
+        assert stream[-1].usage.total_tokens == answer.usage.total_tokens
+        assert answer.usage.completion_tokens <= 6
+        answers.append(text)
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="ft:none:acme::ftjob-none", messages=question)
+    assert client.models.delete(job.fine_tuned_model).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model=job.fine_tuned_model, messages=question)
+
+
+def test_a_long_job_is_paused_resumed_chatted_with_and_cancelled(whole):
+    client = whole.client()
+    file = client.files.create(file=("rows.jsonl", rows()), purpose="fine-tune")
+    base = client.models.list().data[0].id
+    jobs = client.fine_tuning.jobs
+    job = jobs.create(
+        model=base, training_file=file.id, suffix="long", extra_body={"weftune": {"steps": 100_000}}
+    )
+    whole.until(lambda: jobs.retrieve(job.id).weftune["step"] > 2)
+    training = f"ft:{base}:acme:long:{job.id}"
+    answer = client.chat.completions.create(
+        model=training, messages=[{"role": "user", "content": "w10 w50"}], max_tokens=4
+    )
+    assert answer.model == training
+    jobs.pause(job.id)
+    whole.until(lambda: jobs.retrieve(job.id).weftune["state"] == "paused")
+    assert jobs.retrieve(job.id).status == "queued"
+    jobs.resume(job.id)
+    whole.until(lambda: jobs.retrieve(job.id).status == "running")
+    jobs.cancel(job.id)
+    whole.until(lambda: jobs.retrieve(job.id).status == "cancelled")
+
+
+def test_the_command_line_submits_follows_and_downloads(whole, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_bytes(rows())
+    (tmp_path / "jobs.yaml").write_text(
+        f"base: {whole.folder / 'model'}\ndefaults: {{steps: 3, adapter: {{rank: 2}}}}\n"
+        "jobs: [{name: shell, data: rows.jsonl}]\n"
+    )
+    own = ServiceClient(whole.url, whole.key)
+    service_jobs.submit_jobs(own, tmp_path / "jobs.yaml")
+    service_jobs.print_logs(own, "shell", follow=True)
+    assert "The job has successfully completed" in capsys.readouterr().out
+    service_jobs.download_adapter(own, "shell", tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["r"] == 2
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size > 1000
+
+
+def test_a_service_that_is_stopped_and_started_finds_its_jobs_again(whole):
+    client = whole.client()
+    before = [job.id for job in client.fine_tuning.jobs.list()]
+    assert whole.stop() == 0
+    whole.start()
+    assert [job.id for job in client.fine_tuning.jobs.list()] == before

@@ -1,0 +1,224 @@
+"""The base that trains, as it answers prompts: adapters attached on demand, tokenizers, and a decoder."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedTokenizerBase
+
+from weftune.adapters.folder import WEIGHTS, check_adapter_folder
+from weftune.data.tokenise import prompt_tokens
+from weftune.errors import AdapterError, UserError
+from weftune.generate.adapters import attach_folder
+from weftune.generate.answers import StreamedAnswer, adapter_tokenizer, stop_ids
+from weftune.generate.decoder import Decoder
+from weftune.generate.sampling import Sampling
+from weftune.run.passes.adapted import AdaptedBase
+from weftune.service.chat_requests import ChatError, ChatRequest
+from weftune.service.settings import adapter_folder
+
+TOKENIZERS = 16
+"""Maximum number of different tokenizers that are kept."""
+MAX_ATTACHED = 32
+"""Maximum number of adapters that stay attached for answers."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A tokenised prompt, and what has been read of the adapter that will answer it."""
+
+    tokens: list[int]
+    tokenizer: PreTrainedTokenizerBase
+    folder: Path | None
+    """Folder of the adapter. None for the base, and for a job that may be training."""
+    adapter_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class ChatAnswer:
+    stream: StreamedAnswer
+    serial: int | None
+    """Serial number of the attachment that answers. None for the base."""
+
+
+class AnsweringBase:
+    """All methods but `tokenise` belong to the thread that trains; `tokenise` belongs to one other thread."""
+
+    def __init__(
+        self,
+        adapted: AdaptedBase,
+        tokenizer: PreTrainedTokenizerBase,
+        jobs_folder: Path,
+        cache_bytes: int,
+        adapter_bytes: int,
+    ) -> None:
+        self._adapted, self._jobs = adapted, jobs_folder
+        self._cache_bytes, self._adapter_bytes = cache_bytes, adapter_bytes
+        self._stop_ids = stop_ids(adapted.base.model, tokenizer)
+        self._base_tokenizer = tokenizer, copy.deepcopy(tokenizer)
+        self._tokenizers: OrderedDict[str, tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]]
+        self._tokenizers = OrderedDict()
+        """Maps the hash of a tokenizer's files to two copies: one decodes, and the other one encodes in the
+        other thread."""
+        self._attached: OrderedDict[str, int] = OrderedDict()
+        """Maps the adapters attached for answers to their bytes, the least recently used first."""
+        self._running: set[ChatAnswer] = set()
+        self._refusal = ""
+        """Reason why this base generates no text; empty if it does."""
+        self._decoder: Decoder | None = None
+        try:
+            self._open_decoder()
+        except UserError as error:
+            self._refusal = str(error)
+
+    def _open_decoder(self) -> Decoder:
+        if self._decoder is None:
+            self._decoder = Decoder(self._adapted, self._cache_bytes)
+        return self._decoder
+
+    def reset(self) -> None:
+        """Drop the decoder, whose state is unknown after a failure; the next prompt gets a new one."""
+        self._running.clear()
+        self._decoder = None
+
+    def close(self) -> None:
+        for name in list(self._attached):
+            self._detach(name)
+
+    # -- the other thread --------------------------------------------------------------------------------
+
+    def tokenise(self, request: ChatRequest) -> ChatPrompt:
+        """Return the tokens of a prompt. Raise ChatError for an unknown model, and UserError for a
+        prompt that the chat template refuses."""
+        if self._refusal:
+            raise ChatError(self._refusal, "unavailable")
+        folder, size = self._folder_of(request)
+        decodes, encodes = self._tokenizer_of(folder)
+        if request.prompt is not None:
+            tokens = prompt_tokens(encodes, request.prompt, is_plain=True)
+        else:
+            messages: list[Any] = [dict(one) for one in request.messages]
+            tokens = prompt_tokens(encodes, messages)
+        return ChatPrompt(tokens, decodes, folder, size)
+
+    def _folder_of(self, request: ChatRequest) -> tuple[Path | None, int]:
+        """Return the folder of an adapter and its bytes on the device."""
+        if request.job is None or (request.step is None and request.job in self._adapted.banks.attached):
+            return None, 0
+        folder = adapter_folder(self._jobs, request.job, request.step)
+        try:
+            check_adapter_folder(folder)
+            with safe_open(folder / WEIGHTS, "pt") as file:
+                values = sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        except (AdapterError, OSError, SafetensorError) as error:
+            raise ChatError(
+                "There is no such model, or its job has not finished.", "model_not_found"
+            ) from error
+        return folder, values * self._adapted.base.dtype.itemsize
+
+    def _tokenizer_of(self, folder: Path | None) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]:
+        files = [] if folder is None else [folder / name for name in TOKENIZER_FILES]
+        digest = hashlib.sha256()
+        for path in files:
+            digest.update(path.read_bytes() if path.is_file() else b"")
+            digest.update(b"\0")
+        if folder is None or not any(path.is_file() for path in files):
+            return self._base_tokenizer
+        key = digest.hexdigest()
+        if key not in self._tokenizers:
+            found = adapter_tokenizer(folder, self._base_tokenizer[0])
+            self._tokenizers[key] = found, copy.deepcopy(found)
+            if len(self._tokenizers) > TOKENIZERS:
+                self._tokenizers.popitem(last=False)
+        self._tokenizers.move_to_end(key)
+        return self._tokenizers[key]
+
+    # -- the thread that trains --------------------------------------------------------------------------
+
+    def submit(self, request: ChatRequest, prompt: ChatPrompt) -> ChatAnswer:
+        """Queue a prompt. Raise ChatError or UserError if it cannot be answered."""
+        name = request.job
+        if prompt.folder is not None:
+            name = self._attach(request, prompt)
+        elif name is not None and name not in self._adapted.banks.attached:
+            raise ChatError("The job has just left the device; try again.", "unavailable")
+        wanted = request.sampling
+        sampling = Sampling(
+            max_tokens=wanted.max_tokens,
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            presence_penalty=wanted.presence_penalty,
+            seed=wanted.seed,
+            stop_ids=self._stop_ids,
+        )
+        generation = self._open_decoder().submit(prompt.tokens, sampling, name)
+        stream = StreamedAnswer(name or "", generation, prompt.tokenizer, wanted.stop)
+        serial = None if name is None else self._adapted.banks.attached[name].serial
+        answer = ChatAnswer(stream, serial)
+        self._running.add(answer)
+        return answer
+
+    def cancel(self, answer: ChatAnswer) -> None:
+        """Forget an answer, whether or not it has ended."""
+        self._running.discard(answer)
+        if self._decoder is not None:
+            self._decoder.cancel(answer.stream.generation)
+
+    def lost(self, answer: ChatAnswer) -> str | None:
+        """Return a sentence if the adapter that answers is not attached any more. None if it is."""
+        attached = self._adapted.banks.attached.get(answer.stream.adapter)
+        if answer.serial is None or (attached is not None and attached.serial == answer.serial):
+            return None
+        return "The job left the device during the answer; ask again, or ask its finished adapter."
+
+    def turn(self) -> Collection[ChatAnswer]:
+        """Run one pass, and return the answers that it continued."""
+        continued = set(self._open_decoder().turn())
+        return {answer for answer in self._running if answer.stream.generation in continued}
+
+    # -- adapters ----------------------------------------------------------------------------------------
+
+    def _attach(self, request: ChatRequest, prompt: ChatPrompt) -> str:
+        """Attach a finished adapter, unless it is attached already, and return its name."""
+        assert prompt.folder is not None
+        # Jobs that train are attached under their ids, which have no colon.
+        name = f"chat:{request.job}:{'' if request.step is None else request.step}"
+        if name not in self._attached:
+            self._free(prompt.adapter_bytes)
+            attach_folder(self._adapted, name, prompt.folder)
+            self._attached[name] = prompt.adapter_bytes
+        self._attached.move_to_end(name)
+        return name
+
+    def _free(self, size: int) -> None:
+        """Detach the least recently used adapters until another one of `size` bytes fits."""
+        used = {answer.stream.adapter for answer in self._running}
+        for name in [name for name in self._attached if name not in used]:
+            if self._fits(size):
+                return
+            self._detach(name)
+        if not self._fits(size):
+            raise ChatError(
+                f"The adapter takes {size:,} bytes, and the memory for adapters that answer, "
+                f"{self._adapter_bytes:,} bytes, is in use; try again later.",
+                "unavailable",
+            )
+
+    def _fits(self, size: int) -> bool:
+        return (
+            len(self._attached) < MAX_ATTACHED and sum(self._attached.values()) + size <= self._adapter_bytes
+        )
+
+    def _detach(self, name: str) -> None:
+        del self._attached[name]
+        with self._adapted.on_stream():
+            self._adapted.banks.detach(name)

@@ -1,0 +1,98 @@
+"""Values that all routes share: the service's stores, the tenant of a request, and strict bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
+
+from weftune.data.json_rows import DECODER, explain_json_error
+from weftune.data.row import is_deep_json
+from weftune.service.api.errors import invalid
+from weftune.service.api.schemas import Error
+from weftune.service.chat import ChatClient
+from weftune.service.preparer import Preparer
+from weftune.service.settings import ServiceSettings
+from weftune.service.store.records import TrainingStore
+from weftune.service.store.requests import RequestStore
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    settings: ServiceSettings
+    requests: RequestStore
+    training: TrainingStore
+    chat: ChatClient
+    preparer: Preparer
+
+
+def _tenant(request: Request) -> str:
+    # Guard has refused every request to these paths that has no key.
+    tenant: str = request.state.tenant
+    return tenant
+
+
+def service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+Tenant = Annotated[str, Depends(_tenant)]
+"""The tenant whose key the request has."""
+ServiceHere = Annotated[Service, Depends(service_of)]
+BEARER = Depends(HTTPBearer(auto_error=False, description="A key that `weftune keys create` has printed."))
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": Error, "description": "The request is refused."},
+    "5XX": {"model": Error, "description": "The service cannot answer now."},
+}
+
+
+class _StrictRequest(Request):
+    async def json(self) -> Any:
+        """Return the body. Numbers that are not finite, keys that stand twice and text that is not Unicode
+        are refused, since `json.loads` would accept them."""
+        content = await self.body()
+        try:
+            text = content.decode()
+            value = DECODER.decode(text.strip())
+        except UnicodeDecodeError:
+            raise invalid("The body is not UTF-8.", code="invalid_json") from None
+        except (ValueError, RecursionError) as error:
+            sentence = explain_json_error(error, content.decode())
+            raise invalid(f"The body is {sentence}.", code="invalid_json") from None
+        if is_deep_json(text, value):
+            raise invalid("The body is nested too deeply.", code="invalid_json")
+        _refuse_broken_text(value)
+        return value
+
+
+def _refuse_broken_text(value: Any) -> None:
+    """Refuse text that a database cannot store."""
+    if isinstance(value, str):
+        if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+            sentence = "The body holds text with a zero character or half a surrogate pair."
+            raise invalid(sentence, code="invalid_json")
+    elif isinstance(value, dict):
+        for key, below in value.items():
+            _refuse_broken_text(key)
+            _refuse_broken_text(below)
+    elif isinstance(value, list):
+        for below in value:
+            _refuse_broken_text(below)
+
+
+class StrictRoute(APIRoute):
+    """A route whose JSON body is read strictly."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handler(_StrictRequest(request.scope, request.receive))
+
+        return strict

@@ -1,0 +1,226 @@
+"""A request for a job as a job of Weftune: OpenAI's hyperparameters and the keys under `weftune` become keys
+of jobs.yaml. A client sends values only: all paths are those of files that the service has named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from weftune.core.bounds import format_value
+from weftune.data.spec import EXACT_MATCH
+from weftune.errors import Mistake, SpecError
+from weftune.jobs.spec.keys import SECTIONS, nearest
+from weftune.jobs.spec.spec import JobSpec
+from weftune.objectives.spec import OBJECTIVES
+from weftune.service.api.errors import ApiError, invalid
+from weftune.service.api.schemas import DpoHyperparameters, Extension, Hyperparameters, JobRequest
+
+AUTO_EPOCHS = 3
+AUTO_BATCH = 16
+AUTO_BETA = 0.1
+REFUSED_KEYS: Mapping[str, frozenset[str]] = {
+    "adapter": frozenset({"init_from"}),
+    "objective": frozenset({"reward_funcs"}),
+    "eval": frozenset({"path", "metric"}),
+}
+"""Maps each section of `weftune` to keys of jobs.yaml that name files or modules of the server."""
+METHODS = {"supervised": "sft", "dpo": "dpo"}
+"""Maps OpenAI's methods to objectives."""
+DATA_KEYS = ("max_length", "train_on")
+JOB_KEYS = (
+    "priority", "steps", "schedule", "warmup", "weight_decay", "betas", "eps", "clip", "early_stop", "keep",
+)  # fmt: skip
+"""Keys of `weftune` that are keys of a job in jobs.yaml."""
+
+
+def body_hash(body: JobRequest) -> str:
+    """Return the hash by which a repeated request is recognised."""
+    text = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def refuse_unsupported(body: JobRequest) -> None:
+    """Raise the error of a request for something that the service does not offer."""
+    if body.integrations:
+        raise invalid(
+            "integrations: are not supported; follow the job's events, or download its metrics as CSV from "
+            "result_files",
+            param="integrations",
+            code="integrations_unsupported",
+        )
+    if body.method is not None and body.method.type == "reinforcement":
+        raise invalid(
+            "method.type: reinforcement is not supported; write supervised or dpo",
+            param="method.type",
+            code="method_unsupported",
+        )
+    if body.method is not None and body.hyperparameters is not None:
+        raise invalid("hyperparameters: leave it out beside method", param="hyperparameters")
+    for name in METHODS:
+        if body.method is not None and name != body.method.type and getattr(body.method, name) is not None:
+            raise invalid(
+                f"method.{name}: leave it out, the method is {body.method.type}", param=f"method.{name}"
+            )
+
+
+def job_keys(
+    body: JobRequest,
+    name: str,
+    rows: int,
+    training_path: str,
+    validation_path: str | None = None,
+    start: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the job with the keys of jobs.yaml, or raise the error of the first wrong value.
+
+    `rows` is the number of training rows. `start` has the adapter keys of the finished job that the new one
+    starts from, with `init_from`, its folder.
+    """
+    refuse_unsupported(body)
+    extension = body.weftune or Extension()
+    objective = _objective(body, extension)
+    kind = objective.get("kind", "sft")
+    given = hyperparameters_of(body)
+    keys: dict[str, Any] = {"name": name, "objective": objective}
+    keys["data"] = {"path": training_path} | _given(extension, DATA_KEYS)
+    keys["adapter"] = dict(_section(extension.adapter, "adapter"))
+    if start is not None:
+        keys["adapter"] = {**start, **keys["adapter"]}
+    if given.n_epochs != "auto" and (extension.steps is not None or extension.epochs is not None):
+        param = "weftune.epochs" if extension.steps is None else "weftune.steps"
+        raise invalid(f"{param}: give it or n_epochs, not both", param=param)
+    epochs = extension.epochs or (AUTO_EPOCHS if given.n_epochs == "auto" else given.n_epochs)
+    if extension.steps is None:
+        keys["epochs"] = epochs
+    elif extension.epochs is not None:
+        raise invalid("weftune.steps: give epochs or steps, not both", param="weftune.steps")
+    keys["batch_size"] = auto_batch(rows) if given.batch_size == "auto" else given.batch_size
+    keys["seed"] = secrets.randbelow(2**31) if body.seed is None else body.seed
+    keys |= _given(extension, JOB_KEYS)
+    keys |= _learning_rate(extension, given, kind)
+    keys |= _evaluation(extension, validation_path, epochs)
+    if epochs > 1 and extension.steps is None:
+        keys["save_every"] = _share(epochs)
+    validate(keys, body)
+    return keys
+
+
+def hyperparameters_of(body: JobRequest) -> Hyperparameters:
+    method = body.method
+    chosen = None if method is None else method.dpo if method.type == "dpo" else method.supervised
+    found = chosen.hyperparameters if chosen is not None else body.hyperparameters
+    return found or Hyperparameters()
+
+
+def auto_batch(rows: int) -> int:
+    """Return the rows per step for `batch_size: auto`: 16, or fewer where an epoch had under 8 steps."""
+    return max(1, min(AUTO_BATCH, rows // 8))
+
+
+def _given(extension: Extension, names: tuple[str, ...]) -> dict[str, Any]:
+    values = {name: getattr(extension, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _section(values: Mapping[str, Any] | None, section: str) -> Mapping[str, Any]:
+    """Return the keys of a section of `weftune`, unless one of them names something of the server."""
+    refused = REFUSED_KEYS[section]
+    for key in values or ():
+        param = f"weftune.{section}.{key}"
+        if key in refused:
+            raise invalid(f"{param}: is not taken over HTTP", param=param, code="unknown_parameter")
+        if key not in SECTIONS[section]:
+            near = nearest(key, [one for one in SECTIONS[section] if one not in refused])
+            hint = f"; did you mean {near}?" if near else ""
+            raise invalid(f"{param[:200]}: is not known{hint}", param=param[:200], code="unknown_parameter")
+    return values or {}
+
+
+def _objective(body: JobRequest, extension: Extension) -> dict[str, Any]:
+    own = extension.objective
+    keys: dict[str, Any] = {"kind": own} if isinstance(own, str) else dict(_section(own, "objective"))
+    method = "" if body.method is None else body.method.type
+    if method and keys.setdefault("kind", METHODS[method]) != METHODS[method]:
+        raise invalid(
+            f"weftune.objective: contradicts method.type, which is {method}; leave method out",
+            param="weftune.objective",
+        )
+    found = hyperparameters_of(body)
+    if isinstance(found, DpoHyperparameters):
+        if "beta" in keys and found.beta != "auto":
+            raise invalid("weftune.objective.beta: give it once", param="weftune.objective.beta")
+        keys.setdefault("beta", AUTO_BETA if found.beta == "auto" else found.beta)
+    return keys
+
+
+def _learning_rate(extension: Extension, given: Hyperparameters, kind: Any) -> dict[str, float]:
+    """Return the learning rate. `learning_rate_multiplier` multiplies the default of the objective."""
+    multiplier = given.learning_rate_multiplier
+    if extension.learning_rate is not None:
+        if multiplier != "auto":
+            param = "weftune.learning_rate"
+            raise invalid(f"{param}: give it or learning_rate_multiplier, not both", param=param)
+        return {"learning_rate": extension.learning_rate}
+    if multiplier == "auto" or not isinstance(kind, str) or kind not in OBJECTIVES:
+        return {}
+    return {"learning_rate": OBJECTIVES[kind].learning_rate * multiplier}
+
+
+def _evaluation(extension: Extension, path: str | None, epochs: float) -> dict[str, Any]:
+    own = dict(_section(extension.eval, "eval"))
+    if (metric := own.get("metric")) not in (None, EXACT_MATCH):
+        param = "weftune.eval.metric"
+        raise invalid(f"{param}: must be {EXACT_MATCH}, got {format_value(metric)}", param=param)
+    if path is not None:
+        if own.get("fraction") is not None:
+            param = "weftune.eval.fraction"
+            raise invalid(f"{param}: leave it out beside validation_file", param=param)
+        own["path"] = path
+    if not own:
+        return {}
+    if "every" not in own and epochs > 1 and extension.steps is None:
+        own["every"] = _share(epochs)
+    return {"eval": own}
+
+
+def _share(epochs: float) -> float:
+    """Return the share of the run that an epoch is, rounded down, so that it is never more than an epoch."""
+    return math.floor(1e9 / epochs) / 1e9
+
+
+# -- mistakes -------------------------------------------------------------------------------------------
+
+
+def validate(keys: Mapping[str, Any], body: JobRequest) -> JobSpec:
+    """Return the job, or raise the error of its first mistake, under the key that the client wrote."""
+    try:
+        return JobSpec(**keys)
+    except SpecError as error:
+        raise _translated(error.mistakes[0], body) from None
+
+
+def _translated(mistake: Mistake, body: JobRequest) -> ApiError:
+    section, _, rest = mistake.location.partition(".")
+    method = "" if body.method is None else f"method.{body.method.type}."
+    hyperparameters = f"{method}hyperparameters"
+    names = {
+        "epochs": f"{hyperparameters}.n_epochs",
+        "batch_size": f"{hyperparameters}.batch_size",
+        "seed": "seed",
+    }
+    if mistake.location == "data.path" or mistake.location == "eval.path":
+        # The sentence would name the path of a file that has been deleted meanwhile.
+        param = "training_file" if section == "data" else "validation_file"
+        return invalid(f"{param}: the file has been deleted", param=param, code="file_not_found")
+    if section == "learning_rate" and (body.weftune is None or body.weftune.learning_rate is None):
+        names["learning_rate"] = f"{hyperparameters}.learning_rate_multiplier"
+    if mistake.location == "objective.beta" and body.method is not None and body.method.dpo is not None:
+        names["objective"], rest = f"{hyperparameters}.beta", ""
+    if section == "data":
+        section, rest = rest, ""
+    param = names.get(section, f"weftune.{section}") + (f".{rest}" if rest else "")
+    return invalid(f"{param[:200]}: {mistake.sentence}", param=param[:200], code="invalid_value")

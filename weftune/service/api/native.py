@@ -1,0 +1,784 @@
+"""Our own API beside OpenAI's: an overview of jobs with live changes, loss curves, the device's last windows,
+receipts, the plan of a job before it is submitted, priorities, and adapters as archives."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import math
+import re
+import tarfile
+import time
+import zipfile
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, Field
+
+from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS
+from weftune.errors import UserError
+from weftune.jobs.store.status import MOVES, JobStatus, State
+from weftune.report.svg import Point, thin
+from weftune.service.api.context import BEARER, ERRORS, Service, ServiceHere, StrictRoute, Tenant
+from weftune.service.api.errors import ApiError, invalid, not_found, over_quota
+from weftune.service.api.files import page_ends
+from weftune.service.api.guard import Keys
+from weftune.service.api.jobs import After, find_job, new_submission, without_paths
+from weftune.service.api.schemas import Body, Count, JobError, JobRequest, Page
+from weftune.service.ids import AdapterName
+from weftune.service.plan_preview import NEW, OtherJob, PlanFailed, preview
+from weftune.service.store.database import StoreUnavailable
+from weftune.service.store.records import CheckpointRow, EventRow, JobRow, WindowRow
+from weftune.service.store.requests import Submission
+
+log = logging.getLogger(__name__)
+
+SHOWN_JOBS = 200
+"""Maximum number of jobs of an overview: the newest."""
+SHOWN_EVENTS = 200
+CURVE_POINTS = 1000
+"""Maximum number of points of a curve: about the pixels of a chart."""
+PLANNED_JOBS = 64
+"""Maximum number of other jobs that a plan considers."""
+MAX_PLANS = 4
+"""Maximum number of plans that are requested at the same time; they are made one after another."""
+MAX_STREAMS = 20
+"""Maximum number of open streams of one tenant."""
+STREAM_SECONDS = 1.0
+"""Seconds between two looks at the store for a stream."""
+SILENT_SECONDS = 15.0
+"""Seconds without a change after which a stream sends a comment, so that proxies keep it open."""
+STREAM_MINUTES = 30.0
+"""Minutes after which a stream ends, and its client connects again."""
+CHUNK = 1 << 20
+ANOTHER = "another tenant's job"
+
+router = APIRouter(
+    prefix="/api", tags=["Weftune"], route_class=StrictRoute, dependencies=[BEARER], responses=ERRORS
+)
+
+JobState = Literal["validating", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
+Action = Literal["pause", "resume", "cancel", "priority", "download"]
+Step = Annotated[int, Field(ge=0)]
+Losses = list[tuple[Step, float]]
+
+
+class JobSummary(BaseModel):
+    id: str
+    name: str = Field(description="The suffix of the job, or its id.")
+    state: JobState
+    reason: str = Field(description="Why the job waits, is paused, failed or was cancelled.")
+    ahead: int | None = Field(description="Number of waiting jobs before this one; null unless it waits.")
+    ahead_names: list[str] = Field(description="The first of them; jobs of others have no name.")
+    priority: int
+    step: Count
+    steps: Count = Field(description="Total number of steps; 0 until the rows are counted.")
+    trained_tokens: Count
+    eval_loss: float | None
+    base_loss: float | None = Field(description="Validation loss of the base without an adapter.")
+    warning: str
+    notes: list[str]
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    estimated_finish: float | None
+    model: str | None = Field(description="Name under which the finished adapter answers.")
+    answers_as: str | None = Field(
+        description="Name under which the job can be asked now: while it trains, its current weights answer."
+    )
+    error: JobError | None
+    actions: list[Action] = Field(description="What can be requested for the job in its state.")
+
+
+class JobChanges(BaseModel):
+    """The part of an overview that changes. In a stream, `jobs` has only those that have changed."""
+
+    now: float
+    training: bool = Field(description="Whether the training process runs.")
+    running: Count = Field(description="Number of jobs of all tenants that train.")
+    waiting: Count = Field(description="Number of jobs of all tenants that wait.")
+    jobs: list[JobSummary]
+
+
+class Overview(JobChanges):
+    tenant: str
+    base: str
+    device: str | None
+    has_more: bool = Field(description="Whether there are jobs older than those in `jobs`.")
+
+
+class SummaryPage(Page):
+    data: list[JobSummary]
+
+
+class Curve(BaseModel):
+    """Losses of a job by step."""
+
+    job: str
+    number: int = Field(description="Number of the last metric in the curve.")
+    train: Losses
+    eval: Losses
+
+
+class LogLine(BaseModel):
+    id: str
+    at: float
+    level: Literal["info", "warn", "error"]
+    message: str
+
+
+class CheckpointSummary(BaseModel):
+    id: str
+    at: float
+    step: Step
+    model: str
+    eval_loss: float | None
+
+
+class ReceiptView(BaseModel):
+    """Tokens, passes and device time that a job has used."""
+
+    job: str
+    tokens: Count = Field(description="Tokens that the job has trained on.")
+    padding_tokens: Count
+    device_seconds: float = Field(description="Seconds of a pass are divided among its jobs by their tokens.")
+    passes: Count
+    shared_passes: Count = Field(description="Passes that at least one other job shared.")
+
+
+class ReceiptPage(Page):
+    data: list[ReceiptView]
+
+
+class JobDetail(BaseModel):
+    job: JobSummary
+    training_file: str = Field(description="Name of the uploaded file.")
+    settings: dict[str, Any] = Field(description="The job with the keys of jobs.yaml, without paths.")
+    events: list[LogLine] = Field(description="The latest messages, the oldest first.")
+    checkpoints: list[CheckpointSummary]
+    receipt: ReceiptView | None
+
+
+class PassView(BaseModel):
+    """One pass of the base in a window. Jobs of other tenants are counted together."""
+
+    jobs: dict[str, int] = Field(description="Maps the tenant's own jobs to their tokens.")
+    other_jobs: Count
+    other_tokens: Count
+    tokens: Count
+    training: bool = Field(description="False for evaluations.")
+    seconds: float
+    predicted_seconds: float | None
+
+
+class MemoryView(BaseModel):
+    budget_bytes: Count
+    base_bytes: Count
+    jobs: dict[str, int] = Field(description="Maps the tenant's own jobs to the bytes of their adapters.")
+    other_jobs: Count
+    other_bytes: Count
+
+
+class WindowView(BaseModel):
+    """A window of the device, planned and measured."""
+
+    number: int
+    at: float
+    jobs: Count
+    tokens: Count
+    capacity: Count = Field(description="Maximum tokens of a pass.")
+    microbatches: Count
+    shared: Count = Field(description="Passes that several jobs shared.")
+    seconds: float
+    predicted_seconds: float | None
+    peak_bytes: Count
+    predicted_peak_bytes: Count | None
+    passes: list[PassView]
+    memory: MemoryView | None
+
+
+class WindowList(BaseModel):
+    data: list[WindowView]
+
+
+class PriorityRequest(Body):
+    priority: int = Field(ge=-(10**9), le=10**9, examples=[2])
+
+
+class PlanPreview(BaseModel):
+    """The prediction for a job that has not been submitted, beside the jobs that train and wait now."""
+
+    fits: bool
+    why_not: str = Field(description="Why the job cannot run even alone.")
+    waits_for: str = Field(
+        description="Why the job would have to wait; empty if it starts at the next window."
+    )
+    steps: Count
+    seconds: float = Field(description="Predicted seconds until the job ends.")
+    state_bytes: Count = Field(description="Memory of the adapter with its gradients and its optimizer.")
+    needs_bytes: Count = Field(description="Predicted peak of all jobs together.")
+    budget_bytes: Count
+    running_jobs: Count
+    source: str = Field(description="Source of the predicted times.")
+
+
+# -- jobs -----------------------------------------------------------------------------------------------
+
+
+@router.get("/overview", response_model=Overview, summary="Show the tenant's jobs and the device")
+def overview(tenant: Tenant, service: ServiceHere) -> Overview:
+    names = Names(service, tenant)
+    submissions = service.requests.submissions(tenant, limit=SHOWN_JOBS + 1)
+    changes = _changes(service, submissions[:SHOWN_JOBS], names)
+    windows = service.training.last_windows(1)
+    device = windows[0].values.get("device") if windows else service.settings.device
+    return Overview(
+        **dict(changes),
+        tenant=tenant,
+        base=service.settings.base_name,
+        device=device,
+        has_more=len(submissions) > SHOWN_JOBS,
+    )
+
+
+@router.get("/jobs", response_model=SummaryPage, summary="List the tenant's jobs")
+def list_jobs(
+    tenant: Tenant,
+    service: ServiceHere,
+    after: After = None,
+    limit: Annotated[int, Query(ge=1, le=SHOWN_JOBS)] = 50,
+) -> SummaryPage:
+    """List jobs with their progress, the newest first."""
+    found = service.requests.submissions(tenant, after=after, limit=limit + 1)
+    jobs = _changes(service, found[:limit], Names(service, tenant)).jobs
+    return SummaryPage(data=jobs, **page_ends(found, limit))
+
+
+@router.get("/jobs/{job_id}", response_model=JobDetail, summary="Show a job")
+def show_job(job_id: str, tenant: Tenant, service: ServiceHere) -> JobDetail:
+    submission, names = find_job(service, tenant, job_id), Names(service, tenant)
+    file = service.requests.file(tenant, submission.training_file)
+    events = service.training.events(job_id, type="message", limit=SHOWN_EVENTS)
+    return JobDetail(
+        job=_changes(service, [submission], names).jobs[0],
+        training_file=submission.training_file if file is None else file.filename,
+        settings=without_paths(submission.job),
+        events=[
+            LogLine(id=one.id, at=one.at, level=one.level, message=names.replace_ids(one.message))
+            for one in reversed(events)
+        ],
+        checkpoints=[_checkpoint(one) for one in service.training.checkpoints(job_id)],
+        receipt=_receipt(service, job_id),
+    )
+
+
+@router.get("/jobs/{job_id}/curve", response_model=Curve, summary="Get a job's losses")
+def curve(job_id: str, tenant: Tenant, service: ServiceHere) -> Curve:
+    """Get the loss of each step and each evaluation. Of long curves, the lowest and highest value of each
+    part are kept."""
+    find_job(service, tenant, job_id)
+    found = _curve(job_id, service.training.metrics(job_id))
+    return found.model_copy(update={"train": _thin(found.train), "eval": _thin(found.eval)})
+
+
+@router.post("/jobs/{job_id}/priority", response_model=JobSummary, summary="Change a job's priority")
+def set_priority(job_id: str, body: PriorityRequest, tenant: Tenant, service: ServiceHere) -> JobSummary:
+    """Change the priority with which a job is admitted, from the next window on. The answer is the job before
+    that."""
+    submission = find_job(service, tenant, job_id)
+    row = service.training.job(job_id)
+    if row is not None and row.state.ended:
+        raise invalid(f"{job_id} is {row.state}, so it cannot be changed any more.", code="invalid_state")
+    service.requests.add_command(tenant, job_id, "priority", body.priority)
+    return _changes(service, [submission], Names(service, tenant)).jobs[0]
+
+
+class Names:
+    """Names of jobs for one tenant: its own have the names that it gave them, the others none."""
+
+    def __init__(self, service: Service, tenant: str) -> None:
+        self._requests, self._tenant = service.requests, tenant
+        self._names: dict[str, str | None] = {}
+
+    def own(self, job: str) -> str | None:
+        """Return the name of the tenant's own job. None for a job of another tenant."""
+        if job not in self._names:
+            found = self._requests.submission(self._tenant, job)
+            self._names[job] = None if found is None else job_name(found)
+        return self._names[job]
+
+    def replace_ids(self, text: str) -> str:
+        """Return a message of the scheduler with names in place of ids."""
+        return JOB_ID.sub(lambda found: self.own(found[0]) or ANOTHER, text)
+
+
+JOB_ID = re.compile(r"ftjob-[0-9a-f]+")
+
+
+def job_name(submission: Submission) -> str:
+    return submission.suffix or submission.id
+
+
+def _changes(service: Service, submissions: Sequence[Submission], names: Names) -> JobChanges:
+    """Return these jobs as they are now."""
+    unfinished = service.training.unfinished_jobs()
+    queue = [row for row in unfinished if row.state is State.QUEUED]
+    queue.sort(key=lambda row: (-row.priority, row.number))
+    places = {row.id: place for place, row in enumerate(queue)}
+    rows = service.training.jobs_by_id(one.id for one in submissions)
+    jobs = []
+    for one in submissions:
+        place = places.get(one.id)
+        before = [names.own(row.id) or ANOTHER for row in queue[:3]] if place else []
+        row, base = rows.get(one.id), service.settings.base_name
+        jobs.append(_summary(one, row, place, before[:place], names, base))
+    lease = service.training.lease()
+    now = time.time()
+    return JobChanges(
+        now=now,
+        training=lease is not None and bool(lease.holder) and lease.expires_at > now,
+        running=sum(row.state is State.RUNNING for row in unfinished),
+        waiting=len(queue),
+        jobs=jobs,
+    )
+
+
+def _summary(
+    submission: Submission,
+    row: JobRow | None,
+    ahead: int | None,
+    ahead_names: list[str],
+    names: Names,
+    base: str,
+) -> JobSummary:
+    status = JobStatus() if row is None else row.status
+    return JobSummary(
+        id=submission.id,
+        name=job_name(submission),
+        state="validating" if row is None else status.state.value,
+        reason=names.replace_ids(status.reason),
+        ahead=ahead,
+        ahead_names=ahead_names,
+        priority=submission.job.get("priority", 0) if row is None else row.priority,
+        step=status.step,
+        steps=status.steps,
+        trained_tokens=status.trained_tokens,
+        eval_loss=_finite(status.eval_loss),
+        base_loss=_finite(status.base_loss),
+        warning=status.warning,
+        notes=list(status.notes),
+        created_at=submission.created_at,
+        started_at=None if row is None else row.started_at,
+        finished_at=None if row is None else row.finished_at,
+        estimated_finish=None if row is None else row.estimated_finish,
+        model=None if row is None else row.model,
+        answers_as=_chat_name(submission, row, base),
+        error=None if row is None or row.error is None else JobError(**row.error),
+        actions=_actions(row),
+    )
+
+
+def _chat_name(submission: Submission, row: JobRow | None, base: str) -> str | None:
+    if row is None or row.state is not State.RUNNING:
+        return None if row is None else row.model
+    return str(AdapterName(base, submission.tenant, submission.suffix or "", submission.id))
+
+
+def _actions(row: JobRow | None) -> list[Action]:
+    """Return what can be requested in a job's state, by the table of legal transitions."""
+    if row is None:
+        return ["cancel", "priority"]
+    legal = MOVES[row.state]
+    found: list[Action] = ["pause"] if State.PAUSED in legal else []
+    found += ["resume"] if row.state is State.PAUSED else []
+    found += ["cancel"] if State.CANCELLED in legal else []
+    found += [] if row.state.ended else ["priority"]
+    return [*found, "download"] if row.state is State.SUCCEEDED and row.model is not None else found
+
+
+def _curve(job: str, rows: Sequence[EventRow]) -> Curve:
+    losses: dict[str, Losses] = {"train": [], "eval": []}
+    keys = {"train": "train_loss", "eval": "valid_loss"}
+    for row in rows:
+        if row.measured in keys and row.step is not None:
+            value = row.data.get(keys[row.measured])
+            if isinstance(value, int | float) and math.isfinite(value):
+                losses[row.measured].append((row.step, float(value)))
+    return Curve(job=job, number=rows[-1].number if rows else 0, **losses)
+
+
+def _thin(losses: Losses) -> Losses:
+    kept = thin([Point(step, loss) for step, loss in losses], CURVE_POINTS)
+    return [(int(point.x), point.y) for point in kept if point.y is not None]
+
+
+def _checkpoint(row: CheckpointRow) -> CheckpointSummary:
+    loss = _finite(row.metrics.get("valid_loss"))
+    return CheckpointSummary(id=row.id, at=row.at, step=row.step, model=row.model, eval_loss=loss)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+# -- windows and receipts -------------------------------------------------------------------------------
+
+
+@router.get("/windows", response_model=WindowList, summary="Get the device's last windows")
+def windows(
+    tenant: Tenant, service: ServiceHere, limit: Annotated[int, Query(ge=1, le=200)] = 20
+) -> WindowList:
+    """Get the latest windows, the newest first, planned and measured."""
+    names = Names(service, tenant)
+    return WindowList(data=[window_view(row, names) for row in service.training.last_windows(limit)])
+
+
+def window_view(row: WindowRow, names: Names) -> WindowView:
+    """Return a window as a tenant may see it."""
+    values = row.values
+    keys = ("jobs", "tokens", "capacity", "microbatches", "shared", "seconds", "peak_bytes")
+    return WindowView(
+        number=row.number,
+        at=row.at,
+        **{key: values.get(key, 0) for key in keys},
+        predicted_seconds=values.get("predicted_seconds"),
+        predicted_peak_bytes=values.get("predicted_peak_bytes"),
+        passes=[_pass_view(one, names) for one in values.get("passes", ())],
+        memory=_memory_view(values["memory"], names) if values.get("memory") else None,
+    )
+
+
+def _pass_view(values: Mapping[str, Any], names: Names) -> PassView:
+    own, count, tokens = _own_part(values["jobs"], names)
+    return PassView(
+        jobs=own,
+        other_jobs=count,
+        other_tokens=tokens,
+        tokens=values["tokens"],
+        training=values["training"],
+        seconds=values["seconds"],
+        predicted_seconds=values.get("predicted_seconds"),
+    )
+
+
+def _memory_view(values: Mapping[str, Any], names: Names) -> MemoryView:
+    own, count, taken = _own_part(values["jobs"], names)
+    return MemoryView(
+        budget_bytes=values["budget_bytes"],
+        base_bytes=values["base_bytes"],
+        jobs=own,
+        other_jobs=count,
+        other_bytes=taken,
+    )
+
+
+def _own_part(numbers: Mapping[str, int], names: Names) -> tuple[dict[str, int], int, int]:
+    """Return the numbers of the tenant's own jobs, and count and sum of the others."""
+    own = {job: number for job, number in numbers.items() if names.own(job) is not None}
+    return own, len(numbers) - len(own), sum(numbers.values()) - sum(own.values())
+
+
+@router.get("/receipts", response_model=ReceiptPage, summary="List what the tenant's jobs have used")
+def receipts(
+    tenant: Tenant,
+    service: ServiceHere,
+    after: After = None,
+    limit: Annotated[int, Query(ge=1, le=SHOWN_JOBS)] = 50,
+) -> ReceiptPage:
+    """List receipts of jobs, the newest job first. Jobs that have not trained yet have used nothing."""
+    found = service.requests.submissions(tenant, after=after, limit=limit + 1)
+    data = [_receipt(service, one.id) or _unused(one.id) for one in found[:limit]]
+    return ReceiptPage(data=data, **page_ends(found, limit))
+
+
+@router.get("/jobs/{job_id}/receipt", response_model=ReceiptView, summary="Get what a job has used")
+def receipt(job_id: str, tenant: Tenant, service: ServiceHere) -> ReceiptView:
+    find_job(service, tenant, job_id)
+    return _receipt(service, job_id) or _unused(job_id)
+
+
+def _receipt(service: Service, job: str) -> ReceiptView | None:
+    found = service.training.receipt(job)
+    if found is None:
+        return None
+    values = asdict(found)
+    del values["tenant"]
+    return ReceiptView(**values)
+
+
+def _unused(job: str) -> ReceiptView:
+    return ReceiptView(job=job, tokens=0, padding_tokens=0, device_seconds=0, passes=0, shared_passes=0)
+
+
+# -- live changes ---------------------------------------------------------------------------------------
+
+
+class Streams:
+    """The number of open streams of each tenant, and the turns of plans."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self.open: Counter[str] = Counter()
+        self.closing = False
+        """Whether the service is being stopped, which ends all streams."""
+        self.planning = asyncio.Semaphore(1)
+        self.plans = 0
+
+    def allow(self, tenant: str, key: str) -> bool:
+        """Whether a stream of this key may go on. A revoked key ends its streams."""
+        return not self.closing and self._keys.tenant_of(key) == tenant
+
+
+@router.get(
+    "/stream",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    summary="Follow the tenant's jobs",
+)
+async def stream(request: Request, tenant: Tenant, service: ServiceHere) -> StreamingResponse:
+    """Follow what changes, as server-sent events: `changes` (jobs that have changed, and counts), `metrics`
+    (new points of a curve), and `window` (the device's last window)."""
+    streams: Streams = request.app.state.streams
+    if streams.open[tenant] >= MAX_STREAMS:
+        raise over_quota(f"You have {MAX_STREAMS} open streams; close one.", "streams_quota_exceeded", 5)
+    key = request.headers["authorization"].partition(" ")[2].strip()
+    return StreamingResponse(
+        _events(service, tenant, key, streams),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _events(service: Service, tenant: str, key: str, streams: Streams) -> AsyncIterator[str]:
+    streams.open[tenant] += 1
+    try:
+        seen = await asyncio.to_thread(Seen.now, service, tenant)
+        yield ": connected\n\n"
+        began = spoken = time.monotonic()
+        while streams.allow(tenant, key) and time.monotonic() - began < STREAM_MINUTES * 60:
+            for name, value in await asyncio.to_thread(lambda: list(seen.changes())):
+                spoken = time.monotonic()
+                yield f"event: {name}\ndata: {value.model_dump_json()}\n\n"
+            if time.monotonic() - spoken > SILENT_SECONDS:
+                spoken = time.monotonic()
+                yield ": alive\n\n"
+            await asyncio.sleep(STREAM_SECONDS)
+    except (StoreUnavailable, UserError) as error:
+        # The client connects again, and is answered with an error until the store can be read.
+        log.warning("%s", error)
+    finally:
+        streams.open[tenant] -= 1
+
+
+@dataclass(slots=True)
+class Seen:
+    """The state of a stream: everything that it has sent already."""
+
+    service: Service
+    tenant: str
+    jobs: dict[str, JobSummary]
+    counts: tuple[bool, int, int] | None
+    metrics: dict[str, int]
+    """Maps jobs to the number of their last metric that was sent, or existed when the stream began."""
+    window: int
+
+    @classmethod
+    def now(cls, service: Service, tenant: str) -> Seen:
+        unfinished = [row for row in service.training.unfinished_jobs() if row.tenant == tenant]
+        latest = {row.id: service.training.events(row.id, type="metrics", limit=1) for row in unfinished}
+        last = service.training.last_windows(1)
+        return cls(
+            service=service,
+            tenant=tenant,
+            jobs={},
+            counts=None,
+            metrics={job: events[0].number for job, events in latest.items() if events},
+            window=last[0].number if last else 0,
+        )
+
+    def changes(self) -> Iterator[tuple[str, BaseModel]]:
+        """Yield the events since the last call. The first call yields all jobs."""
+        service, names = self.service, Names(self.service, self.tenant)
+        submissions = service.requests.submissions(self.tenant, limit=SHOWN_JOBS)
+        found = _changes(service, submissions, names)
+        changed = [job for job in found.jobs if self.jobs.get(job.id) != job]
+        counts = found.training, found.running, found.waiting
+        first = self.counts is None
+        if changed or counts != self.counts:
+            yield "changes", found.model_copy(update={"jobs": changed})
+        self.counts = counts
+        for job in changed:
+            self.jobs[job.id] = job
+            if not first or job.id in self.metrics:
+                yield from self._metrics(job.id)
+        last = service.training.last_windows(1)
+        if last and last[0].number > self.window:
+            self.window = last[0].number
+            yield "window", window_view(last[0], names)
+
+    def _metrics(self, job: str) -> Iterator[tuple[str, BaseModel]]:
+        rows = self.service.training.metrics(job, self.metrics.get(job, 0))
+        if rows:
+            self.metrics[job] = rows[-1].number
+            yield "metrics", _curve(job, rows)
+
+
+# -- plans ----------------------------------------------------------------------------------------------
+
+
+@router.post("/plan", response_model=PlanPreview, summary="Plan a job before submitting it")
+async def plan(request: Request, body: JobRequest, tenant: Tenant, service: ServiceHere) -> PlanPreview:
+    """Predict, as `weftune plan` does, when a job would end beside the jobs that train and wait now, the
+    memory that they take together, and whether it would have to wait. The body is that of a new job; nothing
+    is submitted."""
+    submission = await asyncio.to_thread(new_submission, service, tenant, body)
+    streams: Streams = request.app.state.streams
+    if streams.plans >= MAX_PLANS:
+        raise over_quota("Other plans are being made; try again in a few seconds.", "busy", 3)
+    streams.plans += 1
+    try:
+        async with streams.planning:
+            others, running, budget = await asyncio.to_thread(_others, service)
+            found = await preview(service.settings, submission.job, others, budget)
+    except UserError as error:
+        raise invalid(_without_file_ids(service, tenant, str(error)), code="invalid_job") from None
+    except PlanFailed as error:
+        raise ApiError(503, str(error), code="plan_failed", headers={"Retry-After": "5"}) from None
+    finally:
+        streams.plans -= 1
+    names = Names(service, tenant)
+    by_name = {one.name: names.own(str(one.job["name"])) or ANOTHER for one in others}
+    values = asdict(found)
+    for key in ("waits_for", "why_not"):
+        values[key] = _with_names(values[key], {**by_name, NEW: "this job"})
+    return PlanPreview(fits=not found.why_not, running_jobs=running, **values)
+
+
+def _others(service: Service) -> tuple[list[OtherJob], int, int | None]:
+    """Return the jobs that train or wait, those that train first; the number that train; and the memory that
+    training on a CPU may take, if a window has recorded it."""
+    rows = [row for row in service.training.unfinished_jobs() if row.state is not State.PAUSED]
+    rows.sort(key=lambda row: row.state is not State.RUNNING)
+    others: list[OtherJob] = []
+    for row in rows[:PLANNED_JOBS]:
+        found = service.requests.submission(None, row.id)
+        if found is not None:
+            rest = row.status.steps - row.status.step if row.status.steps else None
+            others.append(OtherJob(f"other-{len(others)}", found.job, row.priority, rest))
+    last = service.training.last_windows(1)
+    values = last[0].values if last else {}
+    budget = values["memory"]["budget_bytes"] if values.get("device") == "cpu" else None
+    return others, sum(row.state is State.RUNNING for row in rows), budget
+
+
+def _with_names(text: str, names: Mapping[str, str]) -> str:
+    return re.sub(r"other-\d+|" + NEW, lambda found: names.get(found[0], found[0]), text)
+
+
+def _without_file_ids(service: Service, tenant: str, text: str) -> str:
+    """Return a message with the names that the tenant gave to its files."""
+
+    def name(found: re.Match[str]) -> str:
+        file = service.requests.file(tenant, found[1])
+        return found[0] if file is None else file.filename
+
+    return re.sub(r"(file-[0-9a-f]+)\.jsonl", name, text.replace(f"job {NEW}: ", ""))
+
+
+# -- adapters -------------------------------------------------------------------------------------------
+
+
+@router.get(
+    "/jobs/{job_id}/adapter",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"application/x-tar": {}, "application/zip": {}}}},
+    summary="Download an adapter",
+)
+def download(
+    job_id: str,
+    tenant: Tenant,
+    service: ServiceHere,
+    step: Annotated[int | None, Query(ge=0, description="Step of a checkpoint.")] = None,
+    format: Literal["tar", "zip"] = "tar",
+) -> StreamingResponse:
+    """Download the finished adapter, or a checkpoint, as an archive of its PEFT folder."""
+    submission = find_job(service, tenant, job_id)
+    folder = _adapter_folder(service, tenant, job_id, step)
+    root = submission.id if step is None else f"{submission.id}-step-{step}"
+    pieces = _tar(folder, root) if format == "tar" else _zip(folder, root)
+    kind = "application/x-tar" if format == "tar" else "application/zip"
+    headers = {"Content-Disposition": f'attachment; filename="{root}.{format}"'}
+    return StreamingResponse(pieces, media_type=kind, headers=headers)
+
+
+def _adapter_folder(service: Service, tenant: str, job: str, step: int | None) -> Path:
+    row, folder = service.training.job(job, tenant), service.settings.jobs / job
+    if step is not None:
+        found = [one for one in service.training.checkpoints(job) if one.step == step]
+        if not found:
+            raise not_found("checkpoint", f"{job} at step {step}")
+        folder = folder / found[0].folder
+    elif row is None or row.state is not State.SUCCEEDED:
+        state = "being checked" if row is None else row.state
+        raise invalid(f"{job} is {state}: it has no finished adapter.", code="adapter_not_finished")
+    if not all((folder / name).is_file() for name in (CONFIG, WEIGHTS)):
+        raise not_found("adapter", job)
+    return folder
+
+
+def _adapter_files(folder: Path) -> list[Path]:
+    """Return the files of a PEFT folder, without the job's file, which names paths of this machine."""
+    found = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != JOB_FILE]
+    return [path for path in found if not path.name.startswith(".")]
+
+
+def _tar(folder: Path, root: str) -> Iterator[bytes]:
+    for path in _adapter_files(folder):
+        entry, found = tarfile.TarInfo(f"{root}/{path.name}"), path.stat()
+        entry.size, entry.mtime, entry.mode = found.st_size, int(found.st_mtime), 0o644
+        yield entry.tobuf(tarfile.PAX_FORMAT)
+        yield from _pieces(path)
+        yield bytes(-entry.size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _zip(folder: Path, root: str) -> Iterator[bytes]:
+    target = _Pieces()
+    with zipfile.ZipFile(target, "w") as archive:
+        for path in _adapter_files(folder):
+            # Weights hardly become smaller.
+            with archive.open(zipfile.ZipInfo.from_file(path, f"{root}/{path.name}"), "w") as entry:
+                for piece in _pieces(path):
+                    entry.write(piece)
+                    yield target.take()
+    yield target.take()
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as content:
+        yield from iter(lambda: content.read(CHUNK), b"")
+
+
+class _Pieces(io.RawIOBase):
+    """A file that is emptied while it is written, so that an archive is sent while it is made."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        self._parts.append(bytes(content))
+        return len(content)
+
+    def take(self) -> bytes:
+        content = b"".join(self._parts)
+        self._parts.clear()
+        return content

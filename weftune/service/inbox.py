@@ -1,0 +1,190 @@
+"""The inbox of the training process: jobs and commands that the HTTP process has stored.
+
+Every row is applied once, in order: how far the rows were read is written in the transaction that writes
+their effects. A client may cancel or pause a job before its rows are prepared, so a command may arrive before
+its job.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weftune.errors import DataError, UserError
+from weftune.jobs.store.inbox import RequestAnswer
+from weftune.jobs.store.status import State
+from weftune.service.job_store import ServiceJobStore
+from weftune.service.store.database import StoreUnavailable
+from weftune.service.store.requests import Command, PreparedSubmission, RequestStore, Submission
+from weftune.trainer.inbox import Cancel, Enter, Pause, Request, Resume, SetPriority
+from weftune.trainer.job import PreparedJob
+
+log = logging.getLogger(__name__)
+
+READ_SECONDS = 0.1
+"""Minimum number of seconds between two reads of the database while jobs train."""
+IDLE_SECONDS = 1.0
+"""Seconds after which an idle loop considers its waiting jobs again, whose quota may have been renewed."""
+
+Prepare = Callable[[Submission], PreparedJob]
+
+
+class ServiceInbox:
+    """Requests of clients. `prepare` returns a job with its tokens, or raises a UserError."""
+
+    def __init__(self, requests: RequestStore, store: ServiceJobStore, prepare: Prepare) -> None:
+        self._requests, self._store, self._prepare = requests, store, prepare
+        self.serve_idle: Callable[[float], object] = time.sleep
+        """Function that is called with seconds to spend while no job trains: prompts are answered there."""
+        self.entered: set[str] = set()
+        """Jobs that the loop holds; those that have ended are removed at the next read."""
+        self.cursors = {"prepared": 0, "commands": 0}
+        """Numbers of the last rows that were read."""
+        self._read_at = float("-inf")
+
+    def read(self) -> Sequence[Request]:
+        now = time.monotonic()
+        if now - self._read_at < READ_SECONDS:
+            return ()
+        self._read_at = now
+        try:
+            submissions = self._requests.prepared_after(self.cursors["prepared"])
+            commands = self._requests.commands_after(self.cursors["commands"])
+        except StoreUnavailable as error:
+            log.warning("%s", error)
+            return ()
+        self.entered &= self._store.notes.keys()
+        found = [request for one in submissions for request in self._take(one)]
+        found += [request for one in commands for request in self._obey(one)]
+        if submissions:
+            self.cursors["prepared"] = submissions[-1].number
+        if commands:
+            self.cursors["commands"] = commands[-1].number
+        if (submissions or commands) and not found:
+            # Nothing is left for the loop to apply.
+            self.applied()
+            self._store.flush_soon()
+        return found
+
+    def applied(self) -> None:
+        self._store.set_cursors(self.cursors)
+
+    def answer(self, request: Request, answer: RequestAnswer) -> None:
+        if not answer.accepted:
+            log.info("%s", answer.sentence)
+
+    def wait(self, stop: Callable[[], bool]) -> bool:
+        """Wait until there may be a request, at most `IDLE_SECONDS`; a service ends only if it is stopped."""
+        deadline = time.monotonic() + IDLE_SECONDS
+        self._store.flush_soon()
+        while not stop() and time.monotonic() < deadline:
+            try:
+                if self._requests.prepared_after(self.cursors["prepared"], 1):
+                    break
+                if self._requests.commands_after(self.cursors["commands"], 1):
+                    break
+            except StoreUnavailable as error:
+                log.warning("%s", error)
+            self.serve_idle(READ_SECONDS)
+        self._read_at = float("-inf")
+        return not stop()
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    def prepare(self, submission: Submission) -> PreparedJob | None:
+        """Prepare a queued job for the loop. A job that cannot be prepared fails."""
+        try:
+            job = self._prepare(submission)
+        except UserError as error:
+            self._store.fail_job(submission.id, error_record(error))
+            return None
+        self.entered.add(submission.id)
+        return job
+
+    def _enter(self, submission: Submission) -> list[Request]:
+        job = self.prepare(submission)
+        return [] if job is None else [Enter(submission.id, job)]
+
+    def _take(self, prepared: PreparedSubmission) -> list[Request]:
+        submission = prepared.submission
+        if submission.id in self._store:
+            # A command has come before it.
+            row = self._store.row(submission.id)
+            if prepared.refusal is None or row is None or row.state.ended or submission.id in self.entered:
+                return []
+            if row.state is State.PAUSED:
+                self._store.move_job(submission.id, State.QUEUED)
+            self._store.fail_job(submission.id, prepared.refusal)
+            return []
+        self._store.admit_submission(submission)
+        if prepared.refusal is not None:
+            self._store.fail_job(submission.id, prepared.refusal)
+            return []
+        return self._enter(submission)
+
+    def _obey(self, command: Command) -> list[Request]:
+        name, id = command.job, str(command.number)
+        row = self._store.row(name)
+        if row is None:
+            submission = self._requests.submission(None, name)
+            if submission is None or command.verb not in ("cancel", "pause"):
+                return []
+            self._store.admit_submission(submission)
+            row = self._store.row(name)
+        assert row is not None
+        if row.state.ended:
+            if command.verb == "delete":
+                self._delete(name)
+            return []
+        if command.verb == "priority":
+            self._store.set_priority(name, int(command.value))
+        if name in self.entered:
+            match command.verb:
+                case "cancel":
+                    return [Cancel(id, name)]
+                case "pause":
+                    return [Pause(id, name)]
+                case "resume":
+                    return [Resume(id, name)]
+                case "priority":
+                    return [SetPriority(id, name, int(command.value))]
+            return []
+        return self._obey_outside(command, row.state)
+
+    def _obey_outside(self, command: Command, state: State) -> list[Request]:
+        """Apply a command to a job that the loop does not hold, since it is paused or not prepared yet."""
+        name = command.job
+        match command.verb:
+            case "cancel":
+                self._store.move_job(name, State.CANCELLED)
+            case "pause" if state is State.QUEUED:
+                self._store.move_job(name, State.PAUSED, "paused on request before it started")
+            case "resume" if state is State.PAUSED:
+                submission = self._requests.submission(None, name)
+                assert submission is not None, "a job has been submitted"
+                self._store.move_job(name, State.QUEUED)
+                return self._enter(submission)
+        return []
+
+    def _delete(self, name: str) -> None:
+        self._store.delete_model(name)
+        delete_folder(self._store.output / name)
+
+
+def delete_folder(folder: Path) -> None:
+    """Delete a job's folder; it is renamed first, since half a folder could look like a whole one."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def error_record(error: UserError) -> Mapping[str, Any]:
+    """Return the error of a job that cannot be prepared, as the API shows it."""
+    code = "invalid_training_file" if isinstance(error, DataError) else "invalid_job"
+    return {"code": code, "message": str(error), "param": None}

@@ -1,0 +1,464 @@
+"""Records of the loop about its jobs, in the database of a service.
+
+Everything is collected in memory and written in one transaction per flush, so that a crash leaves a state
+that the jobs had together. `ServiceJobStore` is the `JobStore` of the training process.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from weftune.errors import OutputError
+from weftune.jobs.store.status import BASE_LOSS, RUNG_LOSS, JobStatus, RunStatus, State, move
+from weftune.plan.program.program import MicrobatchPlan
+from weftune.report.words import loss_text
+from weftune.service.ids import AdapterName, new_id
+from weftune.service.settings import EPOCHS, ServiceSettings, adapter_folder
+from weftune.service.store.database import StoreUnavailable
+from weftune.service.store.records import (
+    Changes,
+    CheckpointRow,
+    EventRow,
+    JobRow,
+    LeaseLost,
+    Receipt,
+    TrainingStore,
+    Transition,
+    WindowRow,
+)
+from weftune.service.store.requests import Submission
+
+log = logging.getLogger(__name__)
+
+JOB_ID = re.compile(r"\bftjob-[0-9a-f]+\b")
+FLUSH_SECONDS = 1.0
+"""Seconds between two flushes, unless an immediate one is requested."""
+DAY_SECONDS = 86400
+RECENT_SECONDS = 3600.0
+"""Seconds after which a token counts half for the fair share of its tenant."""
+WINDOW_PASSES = 400
+"""Maximum number of passes of a window that are recorded, the first ones."""
+RESUMPTION = "POST /v1/fine_tuning/jobs/ID/resume"
+METRIC_NAMES = {
+    "loss": "train_loss",
+    "token_accuracy": "train_mean_token_accuracy",
+    "eval_loss": "valid_loss",
+    "eval_token_accuracy": "valid_mean_token_accuracy",
+    BASE_LOSS: "base_valid_loss",
+    "base_token_accuracy": "base_valid_mean_token_accuracy",
+}
+"""Maps keys of metrics lines to the names of OpenAI's API. Others keep their names."""
+MEASURED = {
+    "train": ("training", "train_loss"),
+    "eval": ("validation", "valid_loss"),
+    "base": ("base validation", "base_valid_loss"),
+}
+"""Maps what was measured to its name in messages and the key of its loss."""
+
+
+class JobNotes:
+    """Facts that the training process knows about a job besides its row."""
+
+    def __init__(self, submission: Submission, now: float) -> None:
+        self.submission = submission
+        self.receipt = Receipt(job=submission.id, tenant=submission.tenant)
+        self.suffix = submission.suffix or ""
+        self.waited = max(0.0, now - submission.created_at)
+        """Seconds that the job has waited, up to `waits_since`."""
+        self.waits_since: float | None = now
+        """Time since when it waits. None while it trains."""
+        self.began: tuple[float, int] = (now, 0)
+        """Time and step of its last admission, from which its speed is measured."""
+        self.metrics: dict[str, Any] = {}
+        """Last value of each metric."""
+
+    def waited_seconds(self, now: float) -> float:
+        return self.waited + (0.0 if self.waits_since is None else now - self.waits_since)
+
+
+class ServiceJobStore:
+    """The jobs of the training process, kept in `TrainingStore`.
+
+    Jobs that have ended are forgotten once they are written, and read again from the database if somebody
+    asks. `end_process` is called, and must not return, when another process has taken the lease.
+    """
+
+    def __init__(
+        self, settings: ServiceSettings, training: TrainingStore, end_process: Callable[[LeaseLost], None]
+    ) -> None:
+        self.settings, self._training, self._end_process = settings, training, end_process
+        self.output = settings.jobs.absolute()
+        self.records = settings.store.absolute()
+        self.is_stopping: Callable[[], bool] = lambda: False
+        """Function that returns whether the service is being stopped: jobs are then queued, not paused."""
+        self.notes: dict[str, JobNotes] = {}
+        """Maps each job that has not ended to what is known about it."""
+        self._jobs: dict[str, JobRow] = {}
+        self._changed: dict[str, JobRow] = {}
+        self._transitions: list[Transition] = []
+        self._events: list[EventRow] = []
+        self._checkpoints: list[CheckpointRow] = []
+        self._receipts: dict[str, Receipt] = {}
+        self._usage: dict[tuple[str, int], int] = {}
+        self.describe_device: Callable[[], Mapping[str, Any]] = dict
+        """Function that returns the device's name, and what its memory is used for: part of every window."""
+        self._windows: list[WindowRow] = []
+        self._passes: list[dict[str, Any]] = []
+        """Passes since the end of the last window."""
+        self._cursors: dict[str, int] = {}
+        self._recent: dict[str, tuple[float, float]] = {}
+        """Maps tenants to a decaying count of tokens and the time of the count."""
+        self._lock = threading.RLock()
+        self._written = float("-inf")
+
+    # -- jobs --------------------------------------------------------------------------------------------
+
+    def admit_submission(self, submission: Submission, row: JobRow | None = None) -> None:
+        """Begin to keep a job: a new one, or that of an unfinished `row`."""
+        self.notes[submission.id] = JobNotes(submission, time.time())
+        if row is not None:
+            self._jobs[submission.id] = row
+            if (receipt := self._training.receipt(submission.id)) is not None:
+                self.notes[submission.id].receipt = receipt
+            return
+        row = JobRow(id=submission.id, tenant=submission.tenant, created_at=submission.created_at)
+        row = replace(row, priority=int(submission.job.get("priority", 0)))
+        self._set(row)
+        self._transitions.append(Transition(job=row.id, at=time.time(), old=None, new=State.QUEUED))
+        self._tell(row.id, f"Created fine-tuning job: {row.id}")
+
+    def row(self, name: str) -> JobRow | None:
+        """Return a job that training knows, also one that has ended."""
+        return self._jobs.get(name) or self._training.job(name)
+
+    def __contains__(self, name: str) -> bool:
+        return self.row(name) is not None
+
+    def job(self, name: str) -> JobStatus:
+        row = self.row(name)
+        assert row is not None, f"{name} is no job of this service"
+        return row.status
+
+    def add_job(self, name: str) -> None:
+        assert name in self._jobs, f"{name} has been submitted"
+
+    def move_job(self, name: str, state: State, reason: str = "") -> None:
+        row, now, reason = self._jobs[name], time.time(), self._without_strangers(name, reason)
+        if state is State.PAUSED and self.is_stopping():
+            # It waits for the next training process, and nobody has to resume it.
+            state, reason = State.QUEUED, ""
+        if state is row.state:
+            return
+        move(row.state, state)
+        self._transitions.append(Transition(job=name, at=now, old=row.state, new=state, reason=reason))
+        self._tell_transition(row, state, reason)
+        status = replace(row.status, state=state, reason=reason)
+        changes: dict[str, Any] = {"status": status, "estimated_finish": None}
+        notes = self.notes[name]
+        if state is State.RUNNING:
+            notes.waited, notes.waits_since = notes.waited_seconds(now), None
+            notes.began = now, status.step
+            changes["started_at"] = row.started_at or now
+        elif not state.ended:
+            notes.waits_since = now
+        if state.ended:
+            changes["finished_at"] = now
+        if state is State.SUCCEEDED:
+            changes["model"] = self._model_name(name)
+        if state is State.FAILED:
+            changes["error"] = row.error or {"code": "training_failed", "message": reason, "param": None}
+        self._set(replace(row, **changes))
+
+    def fail_job(self, name: str, error: Mapping[str, Any]) -> None:
+        """Record that a queued job cannot be trained: `error` has code, message and param."""
+        self._set(replace(self._jobs[name], error=error))
+        self.move_job(name, State.FAILED, str(error["message"]))
+
+    def set_priority(self, name: str, priority: int) -> None:
+        self._set(replace(self._jobs[name], priority=priority))
+
+    def delete_model(self, name: str) -> None:
+        """Record that the adapter of a job that has ended was deleted."""
+        if (row := self.row(name)) is not None and row.model is not None:
+            with self._lock:
+                self._changed[name] = replace(row, model=None)
+
+    def explain_job(self, name: str, reason: str) -> None:
+        self._change(name, reason=self._without_strangers(name, reason))
+
+    def advance_job(self, name: str, step: int, steps: int, trained_tokens: int) -> None:
+        self._change(name, step=step, steps=steps, trained_tokens=trained_tokens)
+        row, notes, now = self._jobs[name], self.notes[name], time.time()
+        # Steps that are trained again after a crash are not counted again.
+        if (new := trained_tokens - notes.receipt.tokens) > 0:
+            self._set_receipt(name, replace(notes.receipt, tokens=trained_tokens))
+            day = row.tenant, int(now // DAY_SECONDS)
+            with self._lock:
+                self._usage[day] = self._usage.get(day, 0) + new
+            self._recent[row.tenant] = self.recent_tokens(row.tenant, now) + new, now
+        began, first = notes.began
+        if row.state is State.RUNNING and step > first:
+            remaining = (steps - step) * (now - began) / (step - first)
+            self._set(replace(self._jobs[name], estimated_finish=now + remaining))
+
+    def evaluate_job(
+        self,
+        name: str,
+        eval_loss: float | None,
+        best_step: int | None,
+        best_loss: float | None,
+        score: float | None = None,
+    ) -> None:
+        self._change(name, eval_loss=eval_loss, best_step=best_step, best_loss=best_loss)
+
+    def score_base(self, name: str, loss: float) -> None:
+        self._change(name, base_loss=loss)
+
+    def warn_job(self, name: str, sentence: str) -> None:
+        self._change(name, warning=sentence)
+        if sentence:
+            self._tell(name, f"Warning: {sentence}", "warn")
+
+    def note_job(self, name: str, sentence: str) -> None:
+        if sentence not in (known := self.job(name).notes):
+            self._change(name, notes=(*known, sentence))
+            self._tell(name, sentence)
+
+    # -- the run -----------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> RunStatus:
+        return RunStatus()
+
+    def resume_line(self, *, restart: Sequence[str] = (), retry: Sequence[str] = ()) -> str:
+        return "a new job through the API" if restart or retry else RESUMPTION
+
+    def record_totals(self, seconds: float, solo_seconds: float | None, peak_bytes: int | None) -> None:
+        pass
+
+    def note(self, sentence: str) -> None:
+        log.info("%s", sentence)
+
+    def append_window(self, line: Mapping[str, Any]) -> None:
+        values = {**line, **self.describe_device(), "passes": self._passes}
+        self._passes = []
+        with self._lock:
+            self._windows.append(WindowRow(at=time.time(), values=values))
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        if RUNG_LOSS in line:
+            return
+        measured: Literal["train", "eval", "base"] = "train"
+        if "eval_loss" in line or BASE_LOSS in line:
+            measured = "eval" if "eval_loss" in line else "base"
+        name, step = str(line["job"]), int(line["step"])
+        data = {
+            METRIC_NAMES.get(key, key): value for key, value in line.items() if key not in ("job", "time")
+        }
+        self.notes[name].metrics |= data
+        loss = loss_text(
+            data[{"train": "train_loss", "eval": "valid_loss", "base": "base_valid_loss"}[measured]]
+        )
+        what = {"train": "training", "eval": "validation", "base": "validation of the base,"}[measured]
+        message = f"Step {step}/{self.job(name).steps}: {what} loss={loss}"
+        event = EventRow(
+            id=new_id("ftevent"),
+            job=name,
+            at=float(line["time"]),
+            type="metrics",
+            message=message,
+            data=data,
+            measured=measured,
+            step=step,
+        )
+        with self._lock:
+            self._events.append(event)
+
+    def record_pass(
+        self, plan: MicrobatchPlan, seconds: float, predicted_seconds: float | None, is_training: bool
+    ) -> None:
+        """Divide a pass among the receipts of its jobs, by their tokens, and keep it for its window."""
+        tokens: dict[str, int] = {}
+        for segment in plan.segments:
+            tokens[segment.job] = tokens.get(segment.job, 0) + segment.tokens
+        if len(self._passes) < WINDOW_PASSES:
+            self._passes.append(
+                {
+                    "jobs": tokens,
+                    "tokens": plan.tokens,
+                    "training": is_training,
+                    "seconds": seconds,
+                    "predicted_seconds": predicted_seconds,
+                }
+            )
+        padding, total = plan.rows - plan.tokens, max(1, plan.tokens)
+        for name, own in tokens.items():
+            if name not in self.notes:
+                continue
+            before = self.notes[name].receipt
+            self._set_receipt(
+                name,
+                replace(
+                    before,
+                    padding_tokens=before.padding_tokens + round(padding * own / total),
+                    device_seconds=before.device_seconds + seconds * own / total,
+                    passes=before.passes + 1,
+                    shared_passes=before.shared_passes + (len(tokens) > 1),
+                ),
+            )
+
+    def add_checkpoint(self, name: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record that the adapter of a step lies in the job's folder and answers prompts."""
+        if name not in self.notes:
+            return
+        row = CheckpointRow(
+            id=new_id("ftckpt"),
+            job=name,
+            at=time.time(),
+            step=step,
+            model=self._model_name(name, step),
+            folder=f"{EPOCHS}/step-{step}",
+            metrics=metrics,
+        )
+        with self._lock:
+            self._checkpoints.append(row)
+        self._tell(name, f"Checkpoint created at step {step}")
+
+    def epoch_folder(self, name: str, step: int) -> Path:
+        return adapter_folder(self.output, name, step)
+
+    def recent_tokens(self, tenant: str, now: float) -> float:
+        tokens, at = self._recent.get(tenant, (0.0, now))
+        return float(tokens * 0.5 ** ((now - at) / RECENT_SECONDS))
+
+    def tokens_today(self, tenant: str, now: float) -> int:
+        day = int(now // DAY_SECONDS)
+        pending = self._usage.get((tenant, day), 0)
+        return self._training.usage(tenant, day).get(day, 0) + pending
+
+    def set_cursors(self, cursors: Mapping[str, int]) -> None:
+        """Record how far the requests were applied; written with their effects."""
+        with self._lock:
+            self._cursors |= cursors
+
+    # -- writing -----------------------------------------------------------------------------------------
+
+    def write_status(self) -> None:
+        """Write all changes in one transaction. If the database cannot be used, they are kept for the next
+        call, and OutputError is raised."""
+        with self._lock:
+            changes = Changes(
+                jobs=list(self._changed.values()),
+                transitions=list(self._transitions),
+                events=list(self._events),
+                checkpoints=list(self._checkpoints),
+                receipts=list(self._receipts.values()),
+                usage=dict(self._usage),
+                windows=list(self._windows),
+                cursors=dict(self._cursors),
+            )
+            self._written = time.monotonic()
+            try:
+                self._training.write(changes)
+            except StoreUnavailable as error:
+                raise OutputError(str(error)) from error
+            except LeaseLost as lost:
+                self._end_process(lost)
+                raise
+            for pending in (self._changed, self._receipts, self._usage, self._cursors):
+                pending.clear()
+            for rows in (self._transitions, self._events, self._checkpoints, self._windows):
+                rows.clear()
+            for name in [name for name, row in self._jobs.items() if row.state.ended]:
+                del self._jobs[name], self.notes[name]
+
+    def flush(self, seconds: float = 0.0) -> None:
+        """Write all changes; try again for so many seconds if the database cannot be used, and then leave
+        them to the next flush."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self.write_status()
+                return
+            except OutputError as error:
+                log.warning("%s", error)
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(FLUSH_SECONDS)
+
+    def flush_soon(self) -> None:
+        if self.is_due():
+            self.flush()
+
+    def write_status_soon(self) -> None:
+        if self.is_due():
+            self.write_status()
+
+    def is_due(self) -> bool:
+        return time.monotonic() - self._written >= FLUSH_SECONDS
+
+    # -- pending changes ---------------------------------------------------------------------------------
+
+    def _set(self, row: JobRow) -> None:
+        with self._lock:
+            self._jobs[row.id] = self._changed[row.id] = row
+
+    def _change(self, name: str, **status: Any) -> None:
+        row = self._jobs[name]
+        self._set(replace(row, status=replace(row.status, **status)))
+
+    def _set_receipt(self, name: str, receipt: Receipt) -> None:
+        self.notes[name].receipt = receipt
+        with self._lock:
+            self._receipts[name] = receipt
+
+    def _without_strangers(self, name: str, reason: str) -> str:
+        """Return a reason for a job's owner, in which the jobs of other tenants have no names."""
+        tenant = self._jobs[name].tenant
+
+        def shown(match: re.Match[str]) -> str:
+            other = self.row(match[0])
+            return match[0] if other is not None and other.tenant == tenant else "another job"
+
+        return JOB_ID.sub(shown, reason)
+
+    def _model_name(self, name: str, step: int | None = None) -> str:
+        row, notes = self._jobs[name], self.notes[name]
+        return str(AdapterName(self.settings.base_name, row.tenant, notes.suffix, name, step))
+
+    def _tell_transition(self, row: JobRow, state: State, reason: str) -> None:
+        name, step = row.id, row.status.step
+        match state:
+            case State.RUNNING if row.started_at is None:
+                self._tell(name, "Fine-tuning job started")
+            case State.RUNNING:
+                self._tell(name, f"Fine-tuning job continues from step {step}")
+            case State.QUEUED if row.state is State.PAUSED:
+                self._tell(name, "Fine-tuning job resumed; it is queued")
+            case State.QUEUED:
+                self._tell(
+                    name,
+                    f"Fine-tuning job is queued again at step {step}: {reason or 'the service restarts'}",
+                )
+            case State.PAUSED:
+                self._tell(name, f"Fine-tuning job paused at step {step}: {reason}")
+            case State.SUCCEEDED:
+                self._tell(name, f"New fine-tuned model created: {self._model_name(name)}")
+                self._tell(name, "The job has successfully completed")
+            case State.CANCELLED:
+                self._tell(name, f"Fine-tuning job cancelled at step {step}")
+            case State.FAILED:
+                self._tell(name, f"Fine-tuning job failed: {reason}", "error")
+
+    def _tell(self, name: str, message: str, level: Literal["info", "warn", "error"] = "info") -> None:
+        log.info("%s: %s", name, message)
+        event = EventRow(id=new_id("ftevent"), job=name, at=time.time(), level=level, message=message)
+        with self._lock:
+            self._events.append(event)

@@ -1,0 +1,130 @@
+"""API keys: a file of their hashes, which commands replace while the service runs."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from weftune.core.files import FORMAT, refuse_unknown_format, replace_json, temporary_path
+from weftune.errors import UserError
+
+PREFIX = "tml-wft-"
+"""Beginning of every key. Some clients refuse keys that do not begin with `tml-`."""
+TENANT = re.compile(r"[a-z0-9-]{1,40}")
+ID_CHARACTERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key as it is stored: without the key itself, which is shown once."""
+
+    id: str
+    """Name under which the key is listed and revoked. It says nothing about the key."""
+    tenant: str
+    sha256: str
+    """Hash of the key. The key has 256 random bits, so that a slow hash would add nothing."""
+    created_at: float
+
+
+class KeyFile:
+    """The keys in one file. A change of the file is seen by the next call in any process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._keys: tuple[ApiKey, ...] = ()
+        self._version: tuple[int, int, int] | None = None
+        """Inode, time of change, and size of the file that `_keys` was read from. None if there is none."""
+        self._one_reader = threading.Lock()
+
+    def tenant_of(self, key: str) -> str | None:
+        """Return the tenant of a key. None if the key does not exist or has been revoked.
+
+        The time that this takes does not depend on how much of the key is right.
+        """
+        presented, tenant = _hash(key), None
+        for known in self.keys():
+            if hmac.compare_digest(known.sha256, presented):
+                tenant = known.tenant
+        return tenant
+
+    def keys(self) -> tuple[ApiKey, ...]:
+        """Return all keys, the oldest first. Raise UserError if the file cannot be read."""
+        with self._one_reader:
+            try:
+                found = self.path.stat()
+                version = found.st_ino, found.st_mtime_ns, found.st_size
+                if version != self._version:
+                    self._keys, self._version = _read(self.path), version
+            except FileNotFoundError:
+                self._keys, self._version = (), None
+            return self._keys
+
+    def create(self, tenant: str) -> str:
+        """Create a key for a tenant and return it; only its hash is stored."""
+        if not TENANT.fullmatch(tenant):
+            raise UserError(
+                f"{tenant!r} cannot name a tenant; write up to 40 lower-case letters, digits and hyphens."
+            )
+        key = PREFIX + secrets.token_urlsafe(32)
+        new = ApiKey(secrets.token_hex(ID_CHARACTERS // 2), tenant, _hash(key), time.time())
+        with self._locked():
+            self._replace((*self.keys(), new))
+        return key
+
+    def revoke(self, id_or_key: str) -> ApiKey:
+        """Delete a key, given by its id or as itself, and return it."""
+        with self._locked():
+            known = self.keys()
+            found = [one for one in known if one.id == id_or_key or one.sha256 == _hash(id_or_key)]
+            if not found:
+                # The argument may be a key, which no message may contain.
+                raise UserError(f"{self.path} has no such key; weftune keys list shows the ids of all keys.")
+            self._replace(tuple(one for one in known if one not in found))
+        return found[0]
+
+    def _replace(self, keys: tuple[ApiKey, ...]) -> None:
+        # Created first, since the mode of an existing file is kept.
+        temporary_path(self.path).touch(mode=0o600)
+        replace_json(self.path, {"format": FORMAT, "keys": [asdict(one) for one in keys]})
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Let one process at a time read and replace the file."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle = os.open(self.path.with_name(f".{self.path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise UserError(
+                f"cannot write to {self.path.parent}: {error.strerror}; choose another --store"
+            ) from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+
+def _hash(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _read(path: Path) -> tuple[ApiKey, ...]:
+    try:
+        values = json.loads(path.read_bytes())
+        refuse_unknown_format(values.get("format"), path)
+        return tuple(ApiKey(**one) for one in values["keys"])
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); put back a copy of it.") from error

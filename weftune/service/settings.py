@@ -1,0 +1,144 @@
+"""The settings of a service, which its processes share. This module does not import torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weftune.base.spec import BaseSpec
+from weftune.core.files import FORMAT, refuse_unknown_format, replace_json
+from weftune.errors import UserError
+
+KEYS, CLAIM = "keys.json", "service.json"
+EPOCHS = "epochs"
+"""Folder inside a job's folder that holds the adapters of its checkpoints."""
+ADAPTER_BYTES = 1 << 30
+"""Device bytes of adapters that stay attached to answer prompts although they do not train."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """The jobs for which the layout is chosen at the start, since an idle service has none yet."""
+
+    jobs: int = 16
+    """Number of jobs that train at the same time."""
+    rank: int = 16
+    """Rank of their adapters, on all linears."""
+    sample_tokens: int = 1024
+    """Number of tokens of their longest samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quotas:
+    """Limits for each tenant. None means unlimited."""
+
+    queued_jobs: int | None = 1000
+    """Maximum number of jobs that have not ended."""
+    running_jobs: int | None = None
+    """Maximum number of jobs that train at the same time; further jobs wait."""
+    tokens_per_day: int | None = None
+    """Maximum number of tokens that the tenant's jobs train on in 24 hours; after that, they wait."""
+    stored_bytes: int | None = 16 << 30
+    """Maximum bytes of all uploaded files."""
+    file_bytes: int = 512 << 20
+    """Maximum bytes of one uploaded file."""
+    file_rows: int = 1_000_000
+    """Maximum rows of one uploaded file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSettings:
+    base: BaseSpec
+    store: Path
+    """Folder that holds databases, keys, uploaded files, and the folders of jobs."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    database: str | None = field(default=None, repr=False)
+    """URL of a PostgreSQL database, which may contain a password. None means two SQLite files in `store`."""
+    device: str | None = None
+    memory: int | None = None
+    """Maximum bytes of memory for training. None means most of the free memory."""
+    gpu_memory: int | None = None
+    """Maximum bytes of GPU memory for training and chat."""
+    envelope: Envelope = field(default_factory=Envelope)
+    quotas: Quotas = field(default_factory=Quotas)
+
+    @property
+    def files(self) -> Path:
+        """Folder of uploaded files; a file is named by its id."""
+        return self.store / "files"
+
+    @property
+    def base_name(self) -> str:
+        """Name of the base in the API: never a path of this machine."""
+        return public_name(self.base)
+
+    def file_path(self, id: str) -> Path:
+        """Return the content of an uploaded file; its ending tells how it is read."""
+        return self.files / f"{id}.jsonl"
+
+    @property
+    def jobs(self) -> Path:
+        """Folder with one folder per job, named by the job's id: checkpoints and the finished adapter."""
+        return self.store / "jobs"
+
+    @property
+    def keys(self) -> Path:
+        """File with the hashes of all API keys."""
+        return self.store / KEYS
+
+    @property
+    def chat_socket(self) -> Path:
+        """Unix socket on which the training process answers prompts."""
+        return self.store / "chat.sock"
+
+
+def public_name(base: BaseSpec) -> str:
+    """Return the name of a base for other machines: of a local folder or file, only its own name."""
+    name = base.published_name
+    return Path(name).name if Path(name).expanduser().exists() else name
+
+
+def refuse_other_base(settings: ServiceSettings) -> None:
+    """Refuse a store whose jobs were trained on another base: their adapters would not fit."""
+    path = settings.store / CLAIM
+    try:
+        claim = json.loads(path.read_bytes())
+        refuse_unknown_format(claim.get("format"), path)
+        base = BaseSpec.from_record(claim["base"])
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise UserError(f"{path} cannot be read; put back a copy of it, or choose another --store") from None
+    if base.record() != settings.base.record():
+        raise UserError(
+            f"the store {settings.store} belongs to the base {base.published_name}, with "
+            f"{_changes(base, settings.base)}; serve that base, or choose another --store"
+        )
+
+
+def _changes(old: BaseSpec, new: BaseSpec) -> str:
+    """Return the keys in which two bases differ, with the values of the old one."""
+    before, after = old.record(), new.record()
+    return ", ".join(f"{key}: {before[key]}" for key in before if before[key] != after[key])
+
+
+def claim_store(settings: ServiceSettings) -> None:
+    """Create the store's folder, and record which base it belongs to."""
+    refuse_other_base(settings)
+    try:
+        # Tenants' rows and adapters are there: no other user of the machine may read them.
+        settings.store.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise UserError(
+            f"cannot create {settings.store}: {error.strerror}; choose another --store"
+        ) from error
+    if not (settings.store / CLAIM).exists():
+        replace_json(settings.store / CLAIM, {"format": FORMAT, "base": settings.base.record()})
+
+
+def adapter_folder(jobs: Path, job: str, step: int | None = None) -> Path:
+    """Return the folder of a finished adapter or, with a step, of the adapter of a checkpoint, in the folder
+    of all jobs."""
+    return jobs / job if step is None else jobs / job / EPOCHS / f"step-{step}"

@@ -1,0 +1,521 @@
+"""The records of the training process: jobs, transitions, events, checkpoints, receipts, and its lease."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from sqlalchemy import Connection, Row, delete, func, select, text, update
+
+from weftune.errors import WeftuneError
+from weftune.jobs.store.status import JobStatus, State, job_from_json, move
+from weftune.service.store.database import Database, insert_rows, record_of, values_of
+from weftune.service.store.requests import Order, after_row
+from weftune.service.store.tables import (
+    checkpoints,
+    cursors,
+    events,
+    jobs,
+    leases,
+    receipts,
+    transitions,
+    usage,
+    windows,
+)
+
+KEPT_WINDOWS = 200
+LEASE = "training"
+PATIENCE = 1.25
+"""Factor of a lease's seconds for which another process sees no renewal before it takes the lease."""
+POLL_SECONDS = 0.1
+
+
+class LeaseHeld(WeftuneError):
+    """An error raised if another process holds the lease, or may still hold it."""
+
+    def __init__(self, holder: str) -> None:
+        self.holder = holder
+        super().__init__(
+            f"Another training process ({holder}) works on this store; stop it, or wait until it has ended."
+        )
+
+
+class LeaseLost(WeftuneError):
+    """An error raised if another process has taken the lease. This process must end without writing."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Another training process has taken over this store, since this one did not renew its lease; "
+            "this process ends without writing."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRow:
+    """A job as the training process records it."""
+
+    id: str
+    tenant: str
+    priority: int = 0
+    created_at: float
+    started_at: float | None = None
+    finished_at: float | None = None
+    estimated_finish: float | None = None
+    model: str | None = None
+    """Name under which the finished adapter answers. None before, and after it has been deleted."""
+    error: Mapping[str, Any] | None = None
+    """Reason why the job failed: code, message, param."""
+    status: JobStatus = field(default_factory=JobStatus)
+    number: int = 0
+
+    @property
+    def state(self) -> State:
+        return self.status.state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    job: str
+    at: float
+    old: State | None
+    """None for a job's first state."""
+    new: State
+    reason: str = ""
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventRow:
+    id: str
+    job: str
+    at: float
+    level: Literal["info", "warn", "error"] = "info"
+    type: Literal["message", "metrics"] = "message"
+    message: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    measured: Literal["train", "eval", "base"] | None = None
+    """Metrics only: samples that were measured."""
+    step: int | None = None
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRow:
+    id: str
+    job: str
+    at: float
+    step: int
+    model: str
+    """Name under which the checkpoint answers."""
+    folder: str
+    """Folder of the adapter, relative to the job's folder."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """Resources that a job has used so far."""
+
+    job: str
+    tenant: str
+    tokens: int = 0
+    padding_tokens: int = 0
+    device_seconds: float = 0.0
+    passes: int = 0
+    shared_passes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowRow:
+    """A window, planned and measured."""
+
+    at: float
+    values: Mapping[str, Any]
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRow:
+    holder: str
+    """Process that holds the lease. Empty if it has been released."""
+    token: int
+    renewals: int
+    seconds: float
+    expires_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Everything that one flush records, in one transaction."""
+
+    jobs: Sequence[JobRow] = ()
+    """New jobs and changed jobs, whole. The last record of a job counts."""
+    transitions: Sequence[Transition] = ()
+    """Every change of a job's state since the last flush, in order. A new job's begins with None."""
+    events: Sequence[EventRow] = ()
+    """New events. Metrics of a step that is stored already are ignored."""
+    checkpoints: Sequence[CheckpointRow] = ()
+    """New checkpoints. One of a step that is stored already is ignored."""
+    receipts: Sequence[Receipt] = ()
+    """Receipts that replace those of the same jobs."""
+    usage: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    """Maps (tenant, day) to the tokens to add."""
+    windows: Sequence[WindowRow] = ()
+    cursors: Mapping[str, int] = field(default_factory=dict)
+    """Maps `prepared` and `commands` to the number of the last row that has been applied."""
+
+
+class TrainingStore:
+    """Thread-safe. Every method raises StoreUnavailable if the database is locked for too long or
+    unreachable; a cursor `after` of another job or tenant gives an empty page."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._token: int | None = None
+        """Token of this process's lease."""
+        self._seen: tuple[tuple[int, int], float] | None = None
+        """Token and renewals of another process's lease, and the monotonic time when they were first seen."""
+
+    def close(self) -> None:
+        self._database.close()
+
+    # -- the lease ---------------------------------------------------------------------------------------
+
+    def acquire_lease(self, holder: str, seconds: float, wait_seconds: float = 0.0) -> int:
+        """Become the only writer and return the fencing token, which is greater than all earlier ones.
+
+        `holder` is `process_name()`. Raise LeaseHeld if the lease is not available within `wait_seconds`. A
+        lease is available if it was released, if its holder was a process of this machine that has ended, or
+        if this object has watched it for somewhat longer than its seconds without seeing a renewal, by a
+        clock that an operator cannot set. A caller therefore repeats the call, or waits, until it succeeds.
+        """
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            lease = self.lease()
+            if self._is_available(lease) and (token := self._take(lease, holder, seconds)) is not None:
+                self._token = token
+                return token
+            if time.monotonic() >= deadline:
+                raise LeaseHeld("" if lease is None else lease.holder)
+            time.sleep(POLL_SECONDS)
+
+    def _is_available(self, lease: LeaseRow | None) -> bool:
+        if lease is None or not lease.holder or is_gone(lease.holder):
+            return True
+        now, version = time.monotonic(), (lease.token, lease.renewals)
+        if self._seen is None or self._seen[0] != version:
+            self._seen = version, now
+        return now - self._seen[1] > lease.seconds * PATIENCE
+
+    def _take(self, lease: LeaseRow | None, holder: str, seconds: float) -> int | None:
+        """Take the lease unless it has changed meanwhile."""
+        values = {
+            "holder": holder,
+            "token": 1 if lease is None else lease.token + 1,
+            "renewals": 0,
+            "seconds": seconds,
+            "expires_at": time.time() + seconds,
+        }
+        with self._database.write() as connection:
+            if lease is None:
+                insert_rows(connection, leases, [{"name": LEASE, **values}])
+            else:
+                connection.execute(
+                    update(leases)
+                    .where(leases.c.token == lease.token, leases.c.renewals == lease.renewals)
+                    .values(values)
+                )
+            row = connection.execute(select(leases)).one()
+        is_own = (row.holder, row.token, row.renewals) == (holder, values["token"], 0)
+        return row.token if is_own else None
+
+    def renew_lease(self, seconds: float) -> None:
+        """Extend the lease; call it at least twice within its seconds. Raise LeaseLost if it was taken."""
+        with self._database.write() as connection:
+            self._check_lease(connection)
+            connection.execute(
+                update(leases).values(
+                    renewals=leases.c.renewals + 1, seconds=seconds, expires_at=time.time() + seconds
+                )
+            )
+
+    def release_lease(self) -> None:
+        """Let another process take the lease at once. Raise LeaseLost if it was taken already."""
+        with self._database.write() as connection:
+            self._check_lease(connection)
+            connection.execute(update(leases).values(holder=""))
+        self._token = None
+
+    def lease(self) -> LeaseRow | None:
+        """Return the lease. None if no process has ever held it."""
+        with self._database.read() as connection:
+            row = connection.execute(select(leases)).first()
+        return None if row is None else record_of(LeaseRow, row)
+
+    def _check_lease(self, connection: Connection) -> None:
+        # The row stays locked until the transaction ends, so that the lease cannot be taken inside it.
+        if self._token is None or connection.scalar(select(leases.c.token).with_for_update()) != self._token:
+            raise LeaseLost
+
+    # -- writing -----------------------------------------------------------------------------------------
+
+    def write(self, changes: Changes) -> None:
+        """Store all changes, or none of them if an error is raised.
+
+        Raise LeaseLost if another process has taken the lease, and ValueError if a job's transitions do not
+        lead from its stored state to its new one by legal moves.
+        """
+        with self._database.write() as connection:
+            self._check_lease(connection)
+            self._check_transitions(connection, changes)
+            insert_rows(
+                connection,
+                jobs,
+                {job.id: _job_values(job) for job in changes.jobs}.values(),
+                keys=["id"],
+                changes=_JOB_COLUMNS,
+            )
+            insert_rows(connection, transitions, map(values_of, changes.transitions))
+            insert_rows(connection, events, map(values_of, changes.events))
+            insert_rows(connection, checkpoints, map(values_of, changes.checkpoints))
+            insert_rows(
+                connection,
+                receipts,
+                {one.job: values_of(one) for one in changes.receipts}.values(),
+                keys=["job"],
+                changes=[one.name for one in fields(Receipt) if one.name != "job"],
+            )
+            self._add_usage(connection, changes.usage)
+            insert_rows(connection, windows, map(values_of, changes.windows))
+            if changes.windows:
+                newest = connection.scalar(select(func.max(windows.c.number))) or 0
+                connection.execute(delete(windows).where(windows.c.number <= newest - KEPT_WINDOWS))
+            insert_rows(
+                connection,
+                cursors,
+                [{"name": name, "number": number} for name, number in changes.cursors.items()],
+                keys=["name"],
+                changes=["number"],
+            )
+
+    def _check_transitions(self, connection: Connection, changes: Changes) -> None:
+        new_states = {job.id: job.state for job in changes.jobs}
+        names = {*new_states, *(one.job for one in changes.transitions)}
+        states: dict[str, State | None] = dict.fromkeys(names)
+        for some in _portions(sorted(names)):
+            query = select(jobs.c.id, jobs.c.state).where(jobs.c.id.in_(some))
+            states |= {id: State(state) for id, state in connection.execute(query)}
+        new_states = {**{name: state for name, state in states.items() if state is not None}, **new_states}
+        for one in changes.transitions:
+            before = states[one.job]
+            if one.old != before:
+                raise ValueError(f"{one.job} is {before}, so it cannot go from {one.old} to {one.new}")
+            states[one.job] = one.new if before is None else move(before, one.new)
+        for name in names:
+            if states[name] != new_states.get(name):
+                raise ValueError(
+                    f"the transitions of {name} lead to {states[name]}, and it is {new_states.get(name)}"
+                )
+
+    def _add_usage(self, connection: Connection, tokens: Mapping[tuple[str, int], int]) -> None:
+        rows = [{"tenant": tenant, "day": day, "tokens": new} for (tenant, day), new in tokens.items()]
+        added = {"tokens": text("usage.tokens + excluded.tokens")}
+        insert_rows(connection, usage, rows, keys=["tenant", "day"], changes=added)
+
+    # -- jobs --------------------------------------------------------------------------------------------
+
+    def job(self, id: str, tenant: str | None = None) -> JobRow | None:
+        """Return a job. None if there is no such job, or if it belongs to another tenant than `tenant`."""
+        query = select(jobs).where(jobs.c.id == id)
+        if tenant is not None:
+            query = query.where(jobs.c.tenant == tenant)
+        with self._database.read() as connection:
+            row = connection.execute(query).first()
+        return None if row is None else _job_of(row)
+
+    def jobs_by_id(self, ids: Iterable[str]) -> dict[str, JobRow]:
+        """Return id → job for those of the jobs that training knows."""
+        found: dict[str, JobRow] = {}
+        with self._database.read() as connection:
+            for some in _portions(list(ids)):
+                rows = connection.execute(select(jobs).where(jobs.c.id.in_(some)))
+                found |= {row.id: _job_of(row) for row in rows}
+        return found
+
+    def jobs(
+        self,
+        tenant: str | None = None,
+        *,
+        states: Iterable[State] | None = None,
+        after: str | None = None,
+        limit: int | None = 100,
+    ) -> list[JobRow]:
+        """Return the tenant's jobs (or everybody's, for None), the newest first, from the one after
+        `after`."""
+        query = select(jobs)
+        if tenant is not None:
+            query = query.where(jobs.c.tenant == tenant)
+        if states is not None:
+            query = query.where(jobs.c.state.in_([str(state) for state in states]))
+        query = after_row(query, jobs, after, "desc", tenant).limit(limit)
+        with self._database.read() as connection:
+            return [_job_of(row) for row in connection.execute(query)]
+
+    def unfinished_jobs(self) -> list[JobRow]:
+        """Return every job that has not ended, the oldest first."""
+        unfinished = [str(state) for state in State if not state.ended]
+        query = select(jobs).where(jobs.c.state.in_(unfinished)).order_by(jobs.c.number)
+        with self._database.read() as connection:
+            return [_job_of(row) for row in connection.execute(query)]
+
+    def transitions(self, job: str) -> list[Transition]:
+        """Return every change of a job's state, the oldest first."""
+        query = select(transitions).where(transitions.c.job == job).order_by(transitions.c.number)
+        with self._database.read() as connection:
+            return [
+                Transition(
+                    job=row.job,
+                    at=row.at,
+                    old=None if row.old is None else State(row.old),
+                    new=State(row.new),
+                    reason=row.reason,
+                    number=row.number,
+                )
+                for row in connection.execute(query)
+            ]
+
+    # -- events, checkpoints and numbers -----------------------------------------------------------------
+
+    def events(
+        self,
+        job: str,
+        *,
+        after: str | None = None,
+        limit: int | None = 20,
+        type: Literal["message", "metrics"] | None = None,
+        order: Order = "desc",
+    ) -> list[EventRow]:
+        """Return a job's events, the newest first unless `order` is "asc", from the one after `after`."""
+        query = select(events).where(events.c.job == job)
+        if type is not None:
+            query = query.where(events.c.type == type)
+        if after is not None:
+            query = query.where(select(events.c.id).where(events.c.id == after, events.c.job == job).exists())
+        query = after_row(query, events, after, order).limit(limit)
+        with self._database.read() as connection:
+            return [record_of(EventRow, row) for row in connection.execute(query)]
+
+    def metrics(self, job: str, after_number: int = 0) -> list[EventRow]:
+        """Return a job's metrics, the oldest first, after the event with this number."""
+        query = (
+            select(events)
+            .where(events.c.job == job, events.c.number > after_number, events.c.type == "metrics")
+            .order_by(events.c.number)
+        )
+        with self._database.read() as connection:
+            return [record_of(EventRow, row) for row in connection.execute(query)]
+
+    def checkpoints(
+        self, job: str, *, after: str | None = None, limit: int | None = None, order: Order = "desc"
+    ) -> list[CheckpointRow]:
+        """Return a job's checkpoints, the newest first unless `order` is "asc", from the one after
+        `after`."""
+        query = select(checkpoints).where(checkpoints.c.job == job)
+        query = after_row(query, checkpoints, after, order).limit(limit)
+        with self._database.read() as connection:
+            return [record_of(CheckpointRow, row) for row in connection.execute(query)]
+
+    def receipt(self, job: str) -> Receipt | None:
+        """Return what a job has used. None if it has not trained yet."""
+        with self._database.read() as connection:
+            row = connection.execute(select(receipts).where(receipts.c.job == job)).first()
+        return None if row is None else record_of(Receipt, row)
+
+    def usage(self, tenant: str, since_day: int = 0) -> dict[int, int]:
+        """Return day → tokens that the tenant's jobs have trained on, from `since_day` on."""
+        query = select(usage.c.day, usage.c.tokens).where(usage.c.tenant == tenant, usage.c.day >= since_day)
+        with self._database.read() as connection:
+            return {row.day: row.tokens for row in connection.execute(query.order_by(usage.c.day))}
+
+    def usage_by_tenant(self, since_day: int = 0) -> dict[str, int]:
+        """Return tenant → tokens that its jobs have trained on, from `since_day` on."""
+        query = select(usage.c.tenant, func.sum(usage.c.tokens)).where(usage.c.day >= since_day)
+        with self._database.read() as connection:
+            rows = connection.execute(query.group_by(usage.c.tenant))
+            return {tenant: int(tokens) for tenant, tokens in rows}
+
+    def last_windows(self, limit: int = 1) -> list[WindowRow]:
+        """Return the latest windows, the newest first."""
+        query = select(windows).order_by(windows.c.number.desc()).limit(limit)
+        with self._database.read() as connection:
+            return [record_of(WindowRow, row) for row in connection.execute(query)]
+
+    def cursors(self) -> dict[str, int]:
+        """Return table → number of the last row that has been applied; empty before the first."""
+        with self._database.read() as connection:
+            return {row.name: row.number for row in connection.execute(select(cursors))}
+
+
+# -- rows of jobs ----------------------------------------------------------------------------------------
+
+_STATUS_FIELDS = tuple(one.name for one in fields(JobStatus) if one.name != "state")
+_JOB_COLUMNS = ("state", *(one.name for one in fields(JobRow) if one.name not in ("id", "number")))
+_PORTION = 500
+"""Maximum number of ids in one query; SQLite allows 32,766 parameters."""
+
+
+def _job_values(job: JobRow) -> dict[str, Any]:
+    status = {name: getattr(job.status, name) for name in _STATUS_FIELDS}
+    return {**values_of(job), "state": str(job.state), "status": status}
+
+
+def _job_of(row: Row[Any]) -> JobRow:
+    found = dict(row._mapping)
+    status = job_from_json({**found["status"], "state": found.pop("state")})
+    return JobRow(**{**found, "status": status})
+
+
+def _portions(ids: Sequence[str]) -> list[Sequence[str]]:
+    return [ids[start : start + _PORTION] for start in range(0, len(ids), _PORTION)]
+
+
+# -- names of processes ----------------------------------------------------------------------------------
+
+
+def process_name() -> str:
+    """Return a name of this process that no other process has, now or later, on any machine."""
+    return f"{_machine_name()}/{os.getpid()}/{_start_time(os.getpid())}"
+
+
+def is_gone(holder: str) -> bool:
+    """Whether the process has ended. False if that cannot be known, as on another machine."""
+    machine, _, rest = holder.partition("/")
+    number, _, start = rest.partition("/")
+    if machine != _machine_name() or not number.isdecimal() or not start:
+        return False
+    return _start_time(int(number)) != start
+
+
+def _machine_name() -> str:
+    """Return host, boot and namespace, within which a process id has one meaning."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()}.{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"{socket.gethostname()}.unknown.{os.getpid()}"
+
+
+def _start_time(process: int) -> str:
+    """Return when a process started, in clock ticks since the boot. Empty if it has ended."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return ""
+    state, *values = stat.rpartition(")")[2].split()
+    return "" if state in "ZX" else values[18]

@@ -1,0 +1,324 @@
+"""The requests of clients: files, submitted jobs and commands. Written by the HTTP process, read by both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import Connection, Select, Table, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from weftune.errors import WeftuneError
+from weftune.service.store.database import Database, insert_rows, record_of, values_of
+from weftune.service.store.tables import commands, files, prepared, submissions
+
+Order = Literal["asc", "desc"]
+Verb = Literal["cancel", "pause", "resume", "priority", "delete"]
+
+
+class IdempotencyConflict(WeftuneError):
+    """An error raised for a request that has the idempotency key of an earlier one with another body."""
+
+    def __init__(self, key: str, job: str) -> None:
+        self.job = job
+        super().__init__(
+            f"The idempotency key {key!r} was used for another request, which created {job}; use a new key."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """An uploaded file, whose content is at `settings.files / id`."""
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    bytes: int
+    rows: int
+    sha256: str
+    created_at: float
+    deleted_at: float | None = None
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A job as it was submitted. Its state is a row of the training process."""
+
+    id: str
+    tenant: str
+    created_at: float
+    request: Mapping[str, Any]
+    """Body of the client's request."""
+    job: Mapping[str, Any]
+    """Keys of jobs.yaml."""
+    training_file: str
+    validation_file: str | None = None
+    suffix: str | None = None
+    details: Mapping[str, str]
+    """Metadata that the client has attached."""
+    idempotency_key: str | None = None
+    body_hash: str
+    token_budget: int | None = None
+    deadline: float | None = None
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedSubmission:
+    """A submission whose rows have been checked and tokenised, or that has been refused."""
+
+    number: int
+    at: float
+    refusal: Mapping[str, Any] | None
+    """Reason why the job cannot be trained: code, message, param. None if it can."""
+    submission: Submission
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A client's request to change a job, applied by the training process."""
+
+    number: int
+    job: str
+    tenant: str
+    at: float
+    verb: Verb
+    value: Any = None
+
+
+class RequestStore:
+    """Thread-safe. Methods that write return after the row is durable.
+
+    Every method raises StoreUnavailable if the database is locked for too long or unreachable. Texts must be
+    valid Unicode without NUL characters. A tenant never finds another tenant's rows, and a cursor `after`
+    that the tenant does not have gives an empty page.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def close(self) -> None:
+        self._database.close()
+
+    # -- files -------------------------------------------------------------------------------------------
+
+    def add_file(self, record: FileRecord) -> None:
+        with self._database.write() as connection:
+            connection.execute(insert(files).values(values_of(record)))
+
+    def file(self, tenant: str, id: str) -> FileRecord | None:
+        """Return a file. None if the tenant has no such file, or has deleted it."""
+        query = select(files).where(files.c.tenant == tenant, files.c.id == id, files.c.deleted_at.is_(None))
+        with self._database.read() as connection:
+            row = connection.execute(query).first()
+        return None if row is None else record_of(FileRecord, row)
+
+    def files(
+        self,
+        tenant: str,
+        *,
+        after: str | None = None,
+        limit: int = 20,
+        order: Order = "desc",
+        purpose: str | None = None,
+    ) -> list[FileRecord]:
+        """Return the tenant's files, the newest first unless `order` is "asc", from the one after `after`."""
+        query = select(files).where(files.c.tenant == tenant, files.c.deleted_at.is_(None))
+        if purpose is not None:
+            query = query.where(files.c.purpose == purpose)
+        query = after_row(query, files, after, order, tenant).limit(limit)
+        with self._database.read() as connection:
+            return [record_of(FileRecord, row) for row in connection.execute(query)]
+
+    def delete_file(self, tenant: str, id: str) -> bool:
+        """Mark a file as deleted; the caller removes its content. False if the tenant has no such file."""
+        deletion = (
+            update(files)
+            .where(files.c.tenant == tenant, files.c.id == id, files.c.deleted_at.is_(None))
+            .values(deleted_at=time.time())
+        )
+        with self._database.write() as connection:
+            return connection.execute(deletion).rowcount == 1
+
+    def stored_bytes(self, tenant: str) -> int:
+        """Return the bytes of all files that the tenant has not deleted."""
+        query = select(func.coalesce(func.sum(files.c.bytes), 0)).where(
+            files.c.tenant == tenant, files.c.deleted_at.is_(None)
+        )
+        with self._database.read() as connection:
+            return int(connection.scalar(query) or 0)
+
+    # -- jobs --------------------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission, repeat_since: float | None = None) -> Submission:
+        """Store a job and return it, or return the earlier job that the same request has created.
+
+        A request is the same if it has the tenant, idempotency key and body hash of an earlier one. Raise
+        IdempotencyConflict if it has the key but another body. A request that is known to be a repetition,
+        although it has no key, passes `repeat_since`: it is also the same as one of that tenant with that
+        body which was stored at or after this time.
+        """
+        try:
+            with self._database.write() as connection:
+                earlier = self._earlier(connection, submission, repeat_since)
+                if earlier is None:
+                    connection.execute(insert(submissions).values(values_of(submission)))
+                    query = select(submissions).where(submissions.c.id == submission.id)
+                    return record_of(Submission, connection.execute(query).one())
+                return earlier
+        except IntegrityError:
+            # On PostgreSQL, another process may have inserted the key meanwhile.
+            with self._database.write() as connection:
+                earlier = self._earlier(connection, submission, repeat_since)
+            if earlier is None:
+                raise
+            return earlier
+
+    def _earlier(
+        self, connection: Connection, submission: Submission, repeat_since: float | None
+    ) -> Submission | None:
+        key = submission.idempotency_key
+        if key is not None:
+            query = select(submissions).where(
+                submissions.c.tenant == submission.tenant, submissions.c.idempotency_key == key
+            )
+            if (row := connection.execute(query).first()) is not None:
+                earlier = record_of(Submission, row)
+                if earlier.body_hash != submission.body_hash:
+                    raise IdempotencyConflict(key, earlier.id)
+                return earlier
+        if repeat_since is None:
+            return None
+        row = connection.execute(_recent(submission.tenant, submission.body_hash, repeat_since)).first()
+        return None if row is None else record_of(Submission, row)
+
+    def recent_submission(self, tenant: str, body_hash: str, since: float) -> Submission | None:
+        """Return the tenant's newest job with this body that was submitted at `since` or later."""
+        with self._database.read() as connection:
+            row = connection.execute(_recent(tenant, body_hash, since)).first()
+        return None if row is None else record_of(Submission, row)
+
+    def submission(self, tenant: str | None, id: str) -> Submission | None:
+        """Return a job. None if the tenant has no such job; a tenant of None means any."""
+        query = select(submissions).where(submissions.c.id == id)
+        if tenant is not None:
+            query = query.where(submissions.c.tenant == tenant)
+        with self._database.read() as connection:
+            row = connection.execute(query).first()
+        return None if row is None else record_of(Submission, row)
+
+    def submissions(
+        self,
+        tenant: str | None,
+        *,
+        after: str | None = None,
+        limit: int = 20,
+        metadata: Mapping[str, str] | None = None,
+    ) -> list[Submission]:
+        """Return the tenant's jobs (or everybody's, for None), the newest first, from the one after `after`.
+
+        With `metadata`, only jobs that have all of its keys with these values are returned.
+        """
+        query = select(submissions)
+        if tenant is not None:
+            query = query.where(submissions.c.tenant == tenant)
+        query = after_row(query, submissions, after, "desc", tenant)
+        if not metadata:
+            query = query.limit(limit)
+        found: list[Submission] = []
+        with self._database.read() as connection, connection.execute(query) as rows:
+            # Compared here: a path to any key that a client may choose is written differently by each
+            # database.
+            for row in rows:
+                if len(found) == limit:
+                    break
+                if not metadata or metadata.items() <= dict(row.details).items():
+                    found.append(record_of(Submission, row))
+        return found
+
+    def unprepared(self) -> list[Submission]:
+        """Return the jobs that have been neither prepared nor refused, the oldest first."""
+        known = select(prepared.c.job).where(prepared.c.job == submissions.c.id)
+        query = select(submissions).where(~known.exists()).order_by(submissions.c.number)
+        with self._database.read() as connection:
+            return [record_of(Submission, row) for row in connection.execute(query)]
+
+    def mark_prepared(self, job: str, refusal: Mapping[str, Any] | None = None) -> None:
+        """Hand a job over to training, with the reason if it is refused. Later calls change nothing."""
+        row = {"job": job, "at": time.time(), "refusal": refusal}
+        with self._database.write() as connection:
+            insert_rows(connection, prepared, [row])
+
+    def add_command(self, tenant: str, job: str, verb: Verb, value: Any = None) -> int:
+        """Store a command for training, and return its number. The caller has checked that the tenant has
+        the job."""
+        row = {"job": job, "tenant": tenant, "at": time.time(), "verb": verb, "value": value}
+        with self._database.write() as connection:
+            result = connection.execute(insert(commands).values(row))
+            assert result.inserted_primary_key is not None
+            return int(result.inserted_primary_key[0])
+
+    # -- read by training --------------------------------------------------------------------------------
+
+    def prepared_after(self, number: int, limit: int = 1000) -> list[PreparedSubmission]:
+        """Return jobs that were prepared or refused after the one with this number, the oldest first."""
+        query = (
+            select(
+                submissions,
+                prepared.c.number.label("prepared_number"),
+                prepared.c.at,
+                prepared.c.refusal,
+            )
+            .join(submissions, submissions.c.id == prepared.c.job)
+            .where(prepared.c.number > number)
+            .order_by(prepared.c.number)
+            .limit(limit)
+        )
+        with self._database.read() as connection:
+            return [
+                PreparedSubmission(
+                    number=row.prepared_number,
+                    at=row.at,
+                    refusal=row.refusal,
+                    submission=record_of(Submission, row),
+                )
+                for row in connection.execute(query)
+            ]
+
+    def commands_after(self, number: int, limit: int = 1000) -> list[Command]:
+        """Return the commands after the one with this number, the oldest first."""
+        query = select(commands).where(commands.c.number > number).order_by(commands.c.number).limit(limit)
+        with self._database.read() as connection:
+            return [record_of(Command, row) for row in connection.execute(query)]
+
+
+def _recent(tenant: str, body_hash: str, since: float) -> Select[Any]:
+    return (
+        select(submissions)
+        .where(
+            submissions.c.tenant == tenant,
+            submissions.c.body_hash == body_hash,
+            submissions.c.created_at >= since,
+        )
+        .order_by(submissions.c.number.desc())
+        .limit(1)
+    )
+
+
+def after_row(
+    query: Select[Any], table: Table, after: str | None, order: Order, tenant: str | None = None
+) -> Select[Any]:
+    """Order a query by number, and begin behind the row whose id is `after`, which the tenant must have."""
+    number = table.c.number
+    query = query.order_by(number.asc() if order == "asc" else number.desc())
+    if after is None:
+        return query
+    cursor = select(table.c.number).where(table.c.id == after)
+    if tenant is not None:
+        cursor = cursor.where(table.c.tenant == tenant)
+    position = cursor.scalar_subquery()
+    return query.where(number > position if order == "asc" else number < position)

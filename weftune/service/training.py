@@ -1,0 +1,357 @@
+"""The training process of a service: the loop of `weftune train` with jobs and commands of the database."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from weftune.adapters.folder import CONFIG
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.base.host.read_ahead import base_read_ahead
+from weftune.base.load import inspect, load_tokenizer, select_device
+from weftune.core.files import cache_folder
+from weftune.core.interrupt import handle_interrupts
+from weftune.core.shapes import JobShape, ModelShape
+from weftune.data.encode import Encoder
+from weftune.data.prepare import SharedData
+from weftune.errors import SpecError
+from weftune.jobs.courses import adapter_sizes
+from weftune.jobs.spec.checks import check_on_base
+from weftune.jobs.spec.spec import JobSpec
+from weftune.jobs.store.policy import FairShare, QueuedJob, Ranking, TenantUsage
+from weftune.jobs.store.status import State
+from weftune.run.events import Evaluated, Passed, Stepped
+from weftune.run.executor import Executor
+from weftune.run.training import checkpoint
+from weftune.service.chat import ChatServer
+from weftune.service.inbox import ServiceInbox
+from weftune.service.job_store import ServiceJobStore
+from weftune.service.settings import EPOCHS, Envelope, ServiceSettings
+from weftune.service.store.database import StoreUnavailable, open_requests, open_training
+from weftune.service.store.records import JobRow, LeaseLost, TrainingStore, process_name
+from weftune.service.store.requests import RequestStore, Submission
+from weftune.trainer.engine import open_engine
+from weftune.trainer.job import PreparedJob, prepare_job
+from weftune.trainer.journal import Journal
+from weftune.trainer.loop import Loop
+from weftune.trainer.options import Options
+from weftune.trainer.results import CHECKPOINTS
+from weftune.trainer.trainer import Quiet
+
+log = logging.getLogger(__name__)
+
+LEASE_SECONDS = 15.0
+CHAT_BYTES, CHAT_BYTES_OF_CPU = 2 << 30, 256 << 20
+"""Device bytes reserved for the keys and values of answers to prompts."""
+FINAL_SECONDS = 15.0
+"""Seconds for which a database that is locked is waited for at the start and at the end."""
+LEASE_LOST = 75
+"""Exit code of a process whose lease was taken by another one."""
+BATCH_ROWS = 16
+"""Rows of a global batch of the jobs for which the layout is chosen."""
+MAX_CRASHES = 3
+"""Number of times that the process may die while a job trains and makes no progress, before the job fails."""
+CRASHED = "the training process ended unexpectedly"
+
+
+def main(settings: ServiceSettings) -> None:
+    """Train the jobs of a service until SIGTERM or Ctrl-C."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    settings.jobs.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        training = TrainingStore(open_training(settings, writable=True))
+        stack.callback(training.close)
+        requests = RequestStore(open_requests(settings, writable=False))
+        stack.callback(requests.close)
+        stop = stack.enter_context(handle_interrupts(lambda: log.info("stopping; jobs are saved first")))
+        stack.enter_context(_HeldLease(training))
+        TrainingService(settings, training, requests).run(stop)
+
+
+def end_process(lost: LeaseLost) -> None:
+    """End the process at once, so that it writes nothing that its successor does not know."""
+    log.error("%s", lost)
+    os._exit(LEASE_LOST)
+
+
+class _HeldLease:
+    """A context in which the process holds the lease, which a thread renews while windows run."""
+
+    def __init__(self, training: TrainingStore) -> None:
+        self._training = training
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+
+    def __enter__(self) -> None:
+        # The lease of a process that was killed on this machine is free at once.
+        self._training.acquire_lease(process_name(), LEASE_SECONDS, wait_seconds=2 * LEASE_SECONDS)
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        with suppress(StoreUnavailable, LeaseLost):
+            self._training.release_lease()
+
+    def _renew(self) -> None:
+        while not self._ended.wait(LEASE_SECONDS / 4):
+            try:
+                self._training.renew_lease(LEASE_SECONDS)
+            except StoreUnavailable as error:
+                log.warning("%s", error)
+            except LeaseLost as lost:
+                end_process(lost)
+
+
+class TrainingService:
+    """The parts of the training process: the loop, its store and inbox, and the policy of admission."""
+
+    def __init__(self, settings: ServiceSettings, training: TrainingStore, requests: RequestStore) -> None:
+        self.settings, self.training, self.requests = settings, training, requests
+        self.store = ServiceJobStore(settings, training, end_process)
+        self.inbox = ServiceInbox(requests, self.store, self.prepare)
+        quotas = settings.quotas
+        self.policy = FairShare(running_jobs=quotas.running_jobs, tokens_per_day=quotas.tokens_per_day)
+        self.loop: Loop | None = None
+        self._suspects: dict[str, int] = {}
+        """Maps each job that may crash the process to the step at which it last did."""
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        settings = self.settings
+        self.store.is_stopping = stop
+        device = select_device(settings.device)
+        shape = self.shape = inspect(settings.base, device)
+        self.tokenizer = load_tokenizer(settings.base)
+        self.encoder = Encoder(self.tokenizer)
+        chat_bytes = CHAT_BYTES if device.type == "cuda" else CHAT_BYTES_OF_CPU
+        options = Options(
+            device=settings.device,
+            memory=settings.memory,
+            gpu_memory=settings.gpu_memory,
+            decoder_bytes=chat_bytes,
+        )
+        with base_read_ahead(settings.base):
+            engine = open_engine(
+                options,
+                settings.base,
+                device,
+                shape,
+                expected_jobs(settings.envelope, shape),
+                lambda name: self.store.output / name / CHECKPOINTS,
+                lambda sentence: log.info("%s", sentence),
+            )
+        journal = Journal(self.store, Quiet(), lambda line: None)
+        self.loop = loop = Loop(engine, self.tokenizer, self.store, journal)
+        loop.inbox, loop.rank, loop.watch_pass = self.inbox, self.rank, self._record_pass
+        self.store.describe_device = self._describe_device
+        executor = engine.executor
+        assert isinstance(executor, Executor), "a service trains in one process"
+        with ExitStack() as stack:
+            stack.callback(executor.restore_base)
+            chat = ChatServer(
+                executor.adapted, self.tokenizer, self.store.output, settings.chat_socket, chat_bytes
+            )
+            stack.callback(chat.close)
+            executor.offer_turn, self.inbox.serve_idle = chat.turn, partial(serve_chat, chat)
+            self._resume_jobs()
+            log.info("ready to train on %s", settings.base_name)
+            loop.run(stop, self._on_event)
+        self.store.flush(FINAL_SECONDS)
+
+    # -- start -------------------------------------------------------------------------------------------
+
+    def _resume_jobs(self) -> None:
+        """Queue the unfinished jobs of earlier processes again. Jobs that clients have paused stay paused."""
+        assert self.loop is not None
+        self.inbox.cursors |= self.training.cursors()
+        for row in self.training.unfinished_jobs():
+            submission = self.requests.submission(None, row.id)
+            assert submission is not None, f"{row.id} was submitted"
+            self.store.admit_submission(submission, row)
+            if row.state is State.PAUSED:
+                continue
+            if row.state is State.RUNNING:
+                self.store.move_job(row.id, State.QUEUED, f"{CRASHED} at step {row.status.step}")
+            if self._has_crashed_too_often(row):
+                continue
+            self._recover_epochs(row.id)
+            if (job := self.inbox.prepare(submission)) is not None:
+                self._rewind(row)
+                self.loop.enter(job)
+        self.store.flush(FINAL_SECONDS)
+
+    def _rewind(self, row: JobRow) -> None:
+        found = checkpoint.newest_progress(self.store.output / row.id / CHECKPOINTS)
+        step, tokens = (found.step, found.trained_tokens) if found else (0, 0)
+        self.store.advance_job(row.id, step, row.status.steps, tokens)
+
+    def _has_crashed_too_often(self, row: JobRow) -> bool:
+        """Fail a job during which the process has died `MAX_CRASHES` times at the same step; with fewer
+        deaths, it trains again without the other jobs that are suspected."""
+        reasons = [one.reason for one in self.training.transitions(row.id) if one.new is State.QUEUED]
+        if row.state is State.RUNNING:
+            reasons.append(f"{CRASHED} at step {row.status.step}")
+        if not reasons or not reasons[-1].startswith(CRASHED):
+            return False
+        crashes = 0
+        for reason in reversed(reasons):
+            if reason != reasons[-1]:
+                break
+            crashes += 1
+        if crashes >= MAX_CRASHES:
+            message = f"the training process died {crashes} times while this job trained"
+            self.store.fail_job(row.id, {"code": "training_crashed", "message": message, "param": None})
+            return True
+        if crashes > 1:
+            self._suspects[row.id] = row.status.step
+        return False
+
+    def _recover_epochs(self, name: str) -> None:
+        """Record checkpoints that were written just before the last process died."""
+        known = {one.step for one in self.training.checkpoints(name)}
+        for folder in sorted((self.store.output / name / EPOCHS).glob("step-*")):
+            step = int(folder.name.removeprefix("step-"))
+            if step not in known and (folder / CONFIG).exists():
+                self.store.add_checkpoint(name, step, {"step": step})
+
+    # -- jobs --------------------------------------------------------------------------------------------
+
+    def prepare(self, submission: Submission) -> PreparedJob:
+        """Return a job with its tokens, which the HTTP side has put into the cache."""
+        spec = JobSpec(**{**submission.job, "name": submission.id})
+        if mistakes := check_on_base((spec,), self.shape, self.settings.base):
+            raise SpecError(mistakes)
+        row = self.store.row(submission.id)
+        cache = cache_folder() / "tokens"
+        # Not kept: the job holds its data itself, as long as it needs them.
+        shared = SharedData(self.encoder, cache, self.shape.context)
+        job = prepare_job(spec, submission.number, self.tokenizer, self.shape, cache, None, shared)
+        assert self.loop is not None
+        self.loop.answers.check(job)
+        priority = spec.priority if row is None else row.priority
+        return replace(job, shape=replace(job.shape, priority=priority))
+
+    def rank(self, waiting: Sequence[JobShape], attached: Sequence[JobShape]) -> Ranking:
+        """Order the jobs by the service's policy, and hold back those that may crash the process."""
+        now, notes = time.time(), self.store.notes
+        jobs = [
+            QueuedJob(
+                shape=shape,
+                is_attached=is_attached,
+                tenant=notes[shape.name].submission.tenant,
+                submitted=notes[shape.name].submission.number,
+                queued_seconds=notes[shape.name].waited_seconds(now),
+                deadline=notes[shape.name].submission.deadline,
+                remaining_seconds=self._remaining_seconds(shape.name, now),
+            )
+            for shapes, is_attached in ((waiting, False), (attached, True))
+            for shape in shapes
+        ]
+        usage = {
+            tenant: TenantUsage(
+                recent_tokens=self.store.recent_tokens(tenant, now),
+                tokens_today=self.store.tokens_today(tenant, now),
+            )
+            for tenant in {job.tenant for job in jobs}
+        }
+        held = self._held_suspects(waiting, attached)
+        found = self.policy.rank([job for job in jobs if job.shape.name not in held], usage, now)
+        return replace(found, held={**found.held, **held})
+
+    def _remaining_seconds(self, name: str, now: float) -> float:
+        row = self.store.row(name)
+        return 0.0 if row is None or row.estimated_finish is None else max(0.0, row.estimated_finish - now)
+
+    def _held_suspects(self, waiting: Sequence[JobShape], attached: Sequence[JobShape]) -> dict[str, str]:
+        """Return the suspected jobs that wait until another one of them has made progress or ended."""
+        for name in [name for name in self._suspects if name not in self.store.notes]:
+            del self._suspects[name]
+        suspects = [shape.name for shape in (*attached, *waiting) if shape.name in self._suspects]
+        reason = "the training process died while it trained beside another job, which is tried first"
+        return dict.fromkeys(suspects[1:], reason)
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def _record_pass(self, event: Passed) -> None:
+        assert self.loop is not None
+        cost, one = self.loop.learned.cost, event.time
+        predict = cost.pass_seconds if one.training else cost.evaluation
+        predicted = predict(one.work) if cost.measured else None
+        self.store.record_pass(event.microbatch, one.seconds, predicted, one.training)
+
+    def _describe_device(self) -> dict[str, Any]:
+        """Return the device's name, and the bytes that the base and each attached adapter hold."""
+        assert self.loop is not None
+        memory, device = self.loop.learned.memory, self.loop.base.device
+        attached = [self.loop.jobs[name].shape for name in self.loop.executor.attached]
+        return {
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "memory": {
+                "budget_bytes": memory.budget_bytes,
+                "base_bytes": memory.shape.base_bytes,
+                "jobs": {shape.name: memory.state_bytes([shape]) for shape in attached},
+            },
+        }
+
+    def _on_event(self, event: Stepped | Evaluated) -> None:
+        assert self.loop is not None
+        name = event.job
+        if not isinstance(event, Stepped) or name not in self.store.notes:
+            return
+        if event.step > self._suspects.get(name, event.step):
+            del self._suspects[name]
+        job, notes = self.loop.jobs[name], self.store.notes[name]
+        budget = notes.submission.token_budget
+        if budget is not None and self.store.job(name).trained_tokens >= budget:
+            self.loop.fail(name, f"it has trained on its budget of {budget:,} tokens")
+        if event.step < job.recipe.steps and event.step % job.order.steps_per_epoch == 0:
+            self._save_epoch(job, event.step, dict(notes.metrics))
+
+    def _save_epoch(self, job: PreparedJob, step: int, metrics: dict[str, Any]) -> None:
+        """Begin to write the adapter of this step to a folder of its own."""
+        assert self.loop is not None
+        executor, folder = self.loop.executor, self.store.epoch_folder(job.name, step)
+        assert isinstance(executor, Executor), "a service trains in one process"
+        written = self.loop.result_writer.write_snapshot(job, executor.snapshot(job.name), folder)
+
+        def record(done: Any) -> None:
+            if done.exception() is None:
+                self.store.add_checkpoint(job.name, step, {**metrics, "step": step})
+            else:
+                log.warning("%s: its checkpoint of step %d: %s", job.name, step, done.exception())
+
+        written.add_done_callback(record)
+
+
+def serve_chat(chat: ChatServer, seconds: float) -> None:
+    """Answer prompts for so many seconds, or until none is left to answer."""
+    deadline = time.monotonic() + seconds
+    while (remaining := deadline - time.monotonic()) > 0:
+        if not chat.turn() and not chat.wait(remaining):
+            return
+
+
+def expected_jobs(envelope: Envelope, shape: ModelShape) -> list[JobShape]:
+    """Return the shapes of the jobs for which the layout is chosen."""
+    tokens = min(envelope.sample_tokens, shape.context or envelope.sample_tokens)
+    sizes = adapter_sizes(LoraSpec(rank=envelope.rank), shape)
+    return [
+        replace(
+            sizes,
+            name=f"expected-{n}",
+            file_position=n,
+            max_sample_tokens=tokens,
+            batch_tokens=BATCH_ROWS * tokens,
+        )
+        for n in range(envelope.jobs)
+    ]
