@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from benchmarks import device_routes
 from benchmarks.site_case import SiteAdapters, made_up_case
 from tests.interpreter import interpret
-from weftune.core.device_class import class_with
+from weftune.core.device_class import class_for_capability
 from weftune.ops.lora.tiling import ProductPlan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a GPU")
@@ -21,7 +21,7 @@ SMALL = SiteAdapters("small", (2, 20), rows=40)
 def test_routes_are_as_exact_as_plain_torch_and_a_wrong_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch)
     case = made_up_case(SMALL, 32, 48, 1, torch.device("cpu"), torch.float32)
-    by_plan = device_routes.calls(case, class_with((8, 6)))
+    by_plan = device_routes.calls(case, class_for_capability((8, 6)))
     assert list(by_plan) == [ProductPlan.wide, ProductPlan.wide_beside]
     some = {"wide": by_plan["wide"]}
     ratios = device_routes.error_ratios(case, some)

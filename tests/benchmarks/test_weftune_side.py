@@ -25,7 +25,7 @@ def test_jobs_train_on_the_lengths_they_were_given_and_begin_again_at_the_end(
     batches = {(batch.job, batch.step): batch for batch in program.batches}
     assert [batches["a", step].tokens for step in (1, 2, 3)] == [12, 9, 12]
     assert batches["a", 3].samples == batches["a", 1].samples
-    assert batches["a", 1].supervised == 10
+    assert batches["a", 1].supervised_tokens == 10
     passes = together.run(program)
     assert useful_rows(passes) == 12 + 9 + 12 + 3 * 4
     assert together.executor.attached["a"].progress.step == 3

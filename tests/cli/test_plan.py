@@ -14,7 +14,7 @@ from tests.data import families
 from tests.plan.outlooks import CONFIG
 from weftune.cli.main import main
 from weftune.cli.plan_text import layers_text, span_text
-from weftune.plan.cost.memory import gib
+from weftune.plan.cost.memory import format_bytes
 
 WITHOUT_TORCH = """
 import sys
@@ -154,7 +154,10 @@ def test_both_memory_figures_of_a_plan_say_what_they_are(folder, weftune):
     file = jobs_file(folder, short="{rank: 8}", long="{rank: 64}")
     shown = weftune(file, "--cluster", "H200", "--json", "out.json")
     numbers, words = json.loads((folder / "out.json").read_text()), " ".join(shown.out.split())
-    peak, full = gib(numbers["run"]["needs_bytes"]), gib(numbers["stages"][0]["needs_bytes"])
+    peak, full = (
+        format_bytes(numbers["run"]["needs_bytes"]),
+        format_bytes(numbers["stages"][0]["needs_bytes"]),
+    )
     assert peak != full
     assert f"{peak} at its peak of the" in words
     assert "needs at most" in words
@@ -177,7 +180,10 @@ def test_first_of_all_come_the_time_and_the_memory_of_the_run_and_of_each_job(fo
     first, rest = shown.out.split("\n", 1)
     run = json.loads((folder / "out.json").read_text())["run"]
     assert first.startswith("2 jobs on 1xH200: "), shown.err
-    assert f"{span_text(run['seconds'])} for the whole run, {gib(run['needs_bytes'])} at its peak of" in first
+    assert (
+        f"{span_text(run['seconds'])} for the whole run, {format_bytes(run['needs_bytes'])} at its peak of"
+        in first
+    )
     assert run["seconds"] == max(job["ends"] for job in run["jobs"].values()) > 0
     assert run["jobs"]["long"]["state_bytes"] == 8 * run["jobs"]["short"]["state_bytes"] > 0
     table = rest[: rest.index("they fit")]
@@ -186,7 +192,7 @@ def test_first_of_all_come_the_time_and_the_memory_of_the_run_and_of_each_job(fo
         assert [cell.strip() for cell in row.split("│")[2:5]] == [
             str(job["steps"]),
             span_text(job["ends"]),
-            gib(job["state_bytes"]),
+            format_bytes(job["state_bytes"]),
         ]
     assert "bubbles" not in shown.out
     assert "1F1B" not in shown.out

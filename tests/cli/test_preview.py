@@ -162,3 +162,26 @@ def test_the_command_shows_identical_data_once(tmp_path, monkeypatch):
     assert "one" not in only.output.replace("tokens", "")
     wrong = CliRunner().invoke(app, [str(tmp_path / "jobs.yaml"), "--job", "four"])
     assert "there is no job four; the file has one, two, three" in str(wrong.exception)
+
+
+def test_both_samples_of_a_pair_are_shown_side_by_side(tmp_path):
+    tokenizer = families.smollm2()
+    row = {"prompt": "The sky is", "chosen": " blue.", "rejected": " a green thing."}
+    prepared = prepare(DataSpec(rows=[row]), None, tokenizer, tmp_path, row_kind="pairs")
+    text = printed(draw_samples(SharedSamples(("a",), prepared), tokenizer, rows=3, use_marks=True))
+    (titles,) = [line for line in text.splitlines() if "pair 1" in line]
+    assert titles.index("pair 1, chosen:") < titles.index("pair 1, rejected:")
+    (shown,) = [line for line in text.splitlines() if "The sky is" in line]
+    assert shown.count("The sky is>>>") == 2
+    assert shown.index("blue.") < shown.index("a green thing.")
+    assert "training: 1 pairs, " in text
+
+
+def test_a_labelled_answer_is_shown_with_its_label(tmp_path):
+    tokenizer = families.smollm2()
+    rows = [{"prompt": "The sky is", "completion": " blue.", "label": label} for label in (True, False)]
+    prepared = prepare(DataSpec(rows=rows), None, tokenizer, tmp_path, row_kind="labelled")
+    text = printed(draw_samples(SharedSamples(("a",), prepared), tokenizer, rows=3, use_marks=True))
+    assert "sample 1, desirable: " in text
+    assert "sample 2, undesirable: " in text
+    assert text.count("The sky is>>> blue.") == 2

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.held import storage_bytes
+from tests.tensor_memory import storage_bytes
 
 LAYER_SECONDS = 0.05
 FINISHING = 0.2

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
+import shlex
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from tests.report.example import Job, write_example
+from weftune.base.spec import DEMO_HUB_ID
 from weftune.report.ending import final_table
 from weftune.report.read import read_run
+from weftune.report.snippets import serve_command
 
 
 def printed(output: Path, width: int) -> str:
@@ -101,3 +105,32 @@ def test_a_warning_is_red(tmp_path: Path) -> None:
     console = Console(width=120, file=io.StringIO(), force_terminal=True, color_system="standard")
     console.print(final_table(read_run(output), 120))
     assert "\x1b[31mflat: it ends worse than the base" in console.file.getvalue()
+
+
+def adapter_config(output: Path, name: str, **keys: object) -> None:
+    (output / name).mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "r": 16, "rank_pattern": {}, "use_dora": False, **keys}
+    (output / name / "adapter_config.json").write_text(json.dumps(config))
+
+
+def test_the_command_for_vllm_names_every_adapter_that_it_can_load(tmp_path: Path) -> None:
+    output = write_example(tmp_path / "out put")
+    names = [job.name for job in read_run(output).jobs if job.state == "succeeded"]
+    assert len(names) >= 3
+    for name in names:
+        adapter_config(output, name)
+    adapter_config(output, names[0], r=48)
+    adapter_config(output, names[1], use_dora=True)
+    run = read_run(output)
+    words = shlex.split(serve_command(run) or "")
+    assert words[:3] == ["vllm", "serve", DEMO_HUB_ID]
+    assert words[3:6] == ["--enable-lora", "--max-lora-rank", "64"]
+    assert words[6:] == ["--lora-modules", *(f"{name}={output / name}" for name in [names[0], *names[2:]])]
+
+
+def test_a_run_without_an_adapter_for_vllm_has_no_such_command(tmp_path: Path) -> None:
+    output = write_example(tmp_path / "out")
+    assert serve_command(read_run(output)) is None
+    for job in read_run(output).jobs:
+        adapter_config(output, job.name, r=1024)
+    assert serve_command(read_run(output)) is None

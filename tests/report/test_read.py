@@ -9,6 +9,7 @@ import pytest
 
 from tests.report.example import Job, write_example, write_lines
 from weftune.errors import OutputError
+from weftune.report.page import render_page
 from weftune.report.read import read_run
 
 
@@ -117,3 +118,17 @@ def test_the_report_never_imports_torch(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+
+
+def test_metrics_of_preferences_are_read_and_shown(tmp_path: Path) -> None:
+    rewards = {"rewards/margins": 0.25, "rewards/accuracies": 0.75}
+    held_out = {"eval_rewards/margins": 1.5, "eval_rewards/accuracies": 0.9}
+    write_lines(tmp_path / "metrics.jsonl", [step_line(1, 0.6) | rewards])
+    assert read_run(tmp_path).jobs[0].losses[0].metrics == rewards
+    assert "75.0 %" in render_page(read_run(tmp_path))
+    write_lines(tmp_path / "metrics.jsonl", [step_line(1, 0.6) | rewards, eval_line(1, 0.5) | held_out])
+    run = read_run(tmp_path)
+    assert run.jobs[0].evaluations[0].metrics == {"rewards/margins": 1.5, "rewards/accuracies": 0.9}
+    page = render_page(run)
+    assert "rewards/margins" in page
+    assert "90.0 %" in page

@@ -18,8 +18,16 @@ from weftune.core.batch import Microbatch
 from weftune.data.cache import SampleStore, Tally
 from weftune.data.collate import Part, collate
 from weftune.data.samples import Samples, Share
-from weftune.plan.program.layout import one_device
-from weftune.plan.program.program import NOTHING, GlobalBatch, MicrobatchPlan, PlacedSample, Program
+from weftune.plan.program.layout import one_device_layout
+from weftune.plan.program.program import (
+    NOTHING,
+    Forward,
+    ForwardPass,
+    GlobalBatch,
+    MicrobatchPlan,
+    PlacedSample,
+    Program,
+)
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
@@ -121,8 +129,8 @@ class AttachedJobs:
 
         return prepared
 
-    def _fetch(self, plan: MicrobatchPlan, held_out: bool) -> Microbatch:
-        assert not held_out
+    def _fetch(self, plan: MicrobatchPlan, kind: type[ForwardPass]) -> Microbatch:
+        assert kind is Forward
         return collate(
             [
                 Part(
@@ -142,8 +150,8 @@ def resident_jobs(
     `optimizer_offloaded` keeps the adapters' master weights and moments in host memory.
     """
     base = Base.from_model(model, BaseSpec(model="random weights"), device)
-    layout = one_device(base.shape.layers, optimizer_offloaded)
-    return AttachedJobs(resident_executor(base, part=layout.on(0)))
+    layout = one_device_layout(base.shape.layers, optimizer_offloaded)
+    return AttachedJobs(resident_executor(base, part=layout.for_worker(0)))
 
 
 def random_samples(lengths: Sequence[int], vocabulary: int, seed: int) -> Samples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,7 @@ from weftune.errors import BaseModelError, DataError, Mistake, UserError
 
 if TYPE_CHECKING:
     from weftune.core.shapes import ModelShape
-    from weftune.data.spec import DataSpec, EvalSpec
+    from weftune.data.spec import DataSpec, EvalSpec, RowKind
     from weftune.jobs.spec.spec import JobSpec, RunSpec
     from weftune.trainer.options import Options
 
@@ -89,6 +90,14 @@ def refuse_device(name: str | None) -> None:
         raise UserError(f"--device: {name} is no device; write cuda or cpu.")
 
 
+def store_folder(chosen: Path | None) -> Path:
+    """Return the folder of a service: `chosen`, or else `weftune` in the user's folder of data."""
+    if chosen is not None:
+        return chosen.expanduser()
+    shared = os.environ.get("XDG_DATA_HOME")
+    return (Path(shared) if shared else Path.home() / ".local" / "share") / "weftune"
+
+
 # -- jobs files -----------------------------------------------------------------------------------------
 
 
@@ -130,21 +139,32 @@ def refuse_base(base: BaseSpec) -> None:
         refuse_absent(base)
 
 
+def refuse_replicas(run: RunSpec, replicas: int) -> None:
+    """Refuse replicas if a job needs a number that is computed from all samples of a batch on one device."""
+    names = [job.name for job in run.jobs if job.objective.mismatched]
+    if replicas > 1 and names:
+        raise UserError(
+            f"--replicas {replicas}: {names[0]} has objective kto, whose KL term needs the whole batch in "
+            "one replica; leave --replicas out, or write loss_type: apo_zero_unpaired"
+        )
+
+
 def refuse_rows(jobs: Iterable[JobSpec], name_jobs: bool) -> None:
     """Refuse invalid rows of small files, of all jobs at once; `name_jobs` adds the job to each mistake."""
     from weftune.data.prepare import check_rows
 
-    known: list[tuple[DataSpec, EvalSpec | None, tuple[Mistake, ...]]] = []
+    known: list[tuple[DataSpec, EvalSpec | None, RowKind, tuple[Mistake, ...]]] = []
     mistakes: dict[Mistake, None] = {}
     for job in jobs:
-        found = next((one[2] for one in known if one[:2] == (job.data, job.eval)), None)
+        row_kind = job.objective.row_kind
+        found = next((one[3] for one in known if one[:3] == (job.data, job.eval, row_kind)), None)
         if found is None:
             found = ()
             try:
-                check_rows(job.data, job.eval, SMALL_BYTES)
+                check_rows(job.data, job.eval, SMALL_BYTES, row_kind)
             except DataError as error:
                 found = error.mistakes
-            known.append((job.data, job.eval, found))
+            known.append((job.data, job.eval, row_kind, found))
         mistakes.update(dict.fromkeys(one.of_job(job.name) if name_jobs else one for one in found))
     if mistakes:
         raise DataError(mistakes)

@@ -16,8 +16,6 @@ from weftune.errors import UserError
 
 INTO = ("dequantised", "original")
 """The weights of a quantised base that an adapter can be merged into."""
-VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
-"""Allowed values of vLLM's --max-lora-rank; the first is its default."""
 
 
 def export(
@@ -62,6 +60,7 @@ def export(
         refuse_base(base)
         _export_merged(folder, base, target, cast(Dtype | None, dtype), into)
         return
+    from weftune.report.snippets import VLLM_RANKS
     from weftune.trainer.export import write_portable
 
     rank = write_portable(folder, target)
@@ -71,7 +70,9 @@ def export(
 
 
 def vllm_advice(rank: int) -> str:
-    allowed = next((largest for largest in VLLM_RANKS if largest >= rank), None)
+    from weftune.report.snippets import VLLM_RANKS, vllm_max_rank
+
+    allowed = vllm_max_rank(rank)
     if allowed is None:
         return f"vLLM takes no rank over {VLLM_RANKS[-1]}: serve it merged, with weftune export --merged."
     return f"vLLM takes ranks up to {VLLM_RANKS[0]} by default: start it with --max-lora-rank {allowed}."

@@ -1,56 +1,139 @@
-"""`weftune generate`: generate with a finished adapter, alone or beside its base."""
+"""`weftune generate`: generate with finished adapters, all in one batch, alone or beside their base."""
 
 from __future__ import annotations
 
+import json
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weftune.cli.early import DeviceOption, refuse_base, refuse_device
-from weftune.errors import AdapterError
+from weftune.errors import AdapterError, UserError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
     from weftune.base.spec import BaseSpec
+    from weftune.generate.answers import Answers, StreamedAnswer
+    from weftune.generate.sampling import Sampling
+
+BaseOption = Annotated[bool, typer.Option(help="Show the base's answer beside the adapters'.")]
 
 
 def generate(
-    folder: Annotated[Path, typer.Argument(help="The folder of a finished job: output/JOB.")],
-    prompt: Annotated[str, typer.Argument(help="What to ask.")],
-    against_base: Annotated[bool, typer.Option(help="Show the base's answer beside the adapter's.")] = False,
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ADAPTER... [PROMPT]",
+            help="Folders of finished jobs (output/JOB), then what to ask. Without a prompt: a chat.",
+        ),
+    ],
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file of prompts: rows with `prompt` or `messages`.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Where to write the answers to --prompts.")] = None,
+    against_base: BaseOption = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among so many tokens; 0: among all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens of this share.")] = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens are repeated less.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Above 0, new tokens are preferred.")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends an answer.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random choices.")] = 0,
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Use prompts as text, without a template.")] = False,
     device: DeviceOption = None,
 ) -> None:
-    """Ask a finished adapter something."""
-    from weftune.adapters.folder import check_adapter_folder, refuse_parent_folder
-
+    """Ask finished adapters something."""
     refuse_device(device)
-    refuse_parent_folder(folder)
-    spec = recorded_base(folder)
-    check_adapter_folder(folder)
-    refuse_base(spec)
+    folders, prompt = split_arguments(arguments)
+    if prompts is not None and prompt is not None:
+        raise UserError(f"--prompts and the prompt {prompt!r} are both given; leave one of them out")
+    if output is not None and prompts is None:
+        raise UserError("--output is the file for the answers to --prompts; name a file of prompts, too")
+    if plain and system is not None:
+        raise UserError("--plain uses prompts without a chat template, which has no place for --system")
+    base = common_base(folders)
 
     from rich.console import Console
 
     from weftune.base.load import select_device
-    from weftune.data.tokenise import prompt_tokens
-    from weftune.trainer.generate import BASE, generate_answers
+    from weftune.generate.answers import BASE, Answers, chat
+    from weftune.generate.prompts import read_prompts
+    from weftune.generate.sampling import Sampling
 
-    said = generate_answers(
-        spec,
-        {"adapter": folder},
-        prompt,
-        tokenise=prompt_tokens,
-        system=system,
+    sampling = Sampling(
         max_tokens=max_tokens,
-        device=select_device(device),
-        with_base=against_base,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        seed=seed,
     )
-    titles = {BASE: f"{BASE} ({spec.model})", "adapter": folder.resolve().name}
-    Console().print(answer_panels({titles[who]: text for who, text in said.items()}))
+    rows = None if prompts is None else read_prompts(prompts)
+    answers = Answers(base, named_folders(folders), select_device(device))
+    names = [BASE] * against_base + [name for name in answers.tokenizers if name != BASE]
+    console = Console()
+    if rows is not None:
+        asked = [
+            (row.index, name, answers.prompt(name, chat(row.prompt, system), plain))
+            for row in rows
+            for name in names
+        ]
+        answer_file(answers, asked, sampling, stop or (), output)
+    elif prompt is not None:
+        asked_now = [(name, answers.prompt(name, chat(prompt, system), plain)) for name in names]
+        show_answers(console, answers, asked_now, sampling, stop or ())
+    else:
+        converse(console, answers, names, sampling, stop or (), system)
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], str | None]:
+    """Return the adapter folders and the prompt: the last argument, unless it is a folder."""
+    *first, last = arguments
+    folders, prompt = [Path(one) for one in first], None
+    if Path(last).is_dir() or not first:
+        folders.append(Path(last))
+    else:
+        prompt = last
+    for folder in folders:
+        if not folder.is_dir():
+            raise AdapterError(f"{folder} is no folder; write the folders of finished jobs, then one prompt.")
+    return folders, prompt
+
+
+def common_base(folders: Sequence[Path]) -> BaseSpec:
+    """Return the base that all adapters were trained on, or raise AdapterError."""
+    from weftune.adapters.folder import check_adapter_folder, refuse_parent_folder
+
+    for folder in folders:
+        refuse_parent_folder(folder)
+    bases = {folder: recorded_base(folder) for folder in folders}
+    for folder in folders:
+        check_adapter_folder(folder)
+    first = folders[0]
+    for folder, base in bases.items():
+        if base != bases[first]:
+            raise AdapterError(
+                f"{first} was trained on {bases[first].model} and {folder} on {base.model}, or with other "
+                "settings of the base; ask adapters of one base at a time."
+            )
+    refuse_base(bases[first])
+    return bases[first]
+
+
+def named_folders(folders: Sequence[Path]) -> dict[str, Path]:
+    """Return the folders under their names, or under their paths where names are equal or `base`."""
+    names = [folder.resolve().name for folder in folders]
+    clear = {name for name in names if names.count(name) == 1 and name != "base"}
+    return {
+        name if name in clear else str(folder): folder for name, folder in zip(names, folders, strict=True)
+    }
 
 
 def recorded_base(folder: Path) -> BaseSpec:
@@ -69,6 +152,120 @@ def recorded_base(folder: Path) -> BaseSpec:
         raise AdapterError(
             f"{folder / JOB_FILE} does not say which base the adapter was trained on."
         ) from error
+
+
+def show_answers(
+    console: Console,
+    answers: Answers,
+    asked: Sequence[tuple[str, Sequence[int]]],
+    sampling: Sampling,
+    stop: Sequence[str],
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> list[StreamedAnswer]:
+    """Draw the answers to one prompt side by side; in a terminal, while they are generated."""
+    from rich.live import Live
+    from rich.padding import Padding
+
+    texts = {name: "" for name, _ in asked}
+
+    def drawn() -> RenderableType:
+        panels = answer_panels({answers.title(name): text.strip() for name, text in texts.items()})
+        # The ^C that a terminal shows must not wrap, since the panels are then drawn again one line too low.
+        return Padding(panels, (0, 2 * console.is_terminal, 0, 0))
+
+    with Live(drawn(), console=console, auto_refresh=False, transient=not console.is_terminal) as live:
+
+        def show(answer: StreamedAnswer, new: str) -> None:
+            texts[answer.adapter] += new
+            if console.is_terminal:
+                live.update(drawn(), refresh=True)
+
+        found = answers.ask(asked, sampling, stop, show, stop_requested)
+        texts = {answer.adapter: answer.text for answer in found}
+        live.update(drawn(), refresh=True)
+    if not console.is_terminal:
+        console.print(drawn())
+    return found
+
+
+def answer_file(
+    answers: Answers,
+    asked: Sequence[tuple[int, str, Sequence[int]]],
+    sampling: Sampling,
+    stop: Sequence[str],
+    output: Path | None,
+) -> None:
+    """Write one line per prompt and adapter, to a file or to standard output."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress
+
+    from weftune.core.files import replace_file
+
+    console = Console(stderr=True)
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
+        task = progress.add_task("answers", total=len(asked))
+
+        def show(answer: StreamedAnswer, new: str) -> None:
+            if answer.finish_reason is not None:
+                progress.advance(task)
+
+        found = answers.ask([(name, tokens) for _, name, tokens in asked], sampling, stop, show)
+    lines = [
+        json.dumps(
+            {
+                "index": index,
+                "adapter": answer.adapter,
+                "completion": answer.text,
+                "finish_reason": answer.finish_reason,
+            },
+            ensure_ascii=False,
+        )
+        for (index, _, _), answer in zip(asked, found, strict=True)
+    ]
+    text = "".join(f"{line}\n" for line in lines)
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        replace_file(output, text.encode())
+        console.print(f"{len(lines)} answers: {output}", highlight=False, soft_wrap=True)
+
+
+def converse(
+    console: Console,
+    answers: Answers,
+    names: Sequence[str],
+    sampling: Sampling,
+    stop: Sequence[str],
+    system: str | None,
+) -> None:
+    """Chat in the terminal until the input ends. Every adapter sees its own answers only. A question that
+    cannot be answered leaves no trace in the chat."""
+    from weftune.core.interrupt import handle_interrupts
+
+    start = [] if system is None else [{"role": "system", "content": system}]
+    history = {name: list(start) for name in names}
+    console.print("[dim]Ask something. Ctrl-C stops an answer, Ctrl-D ends the chat.[/dim]")
+    while True:
+        try:
+            said = console.input("[bold]>[/bold] ").strip()
+        except EOFError:
+            console.print()
+            return
+        except KeyboardInterrupt:
+            console.print("\n[dim]Ctrl-D ends the chat.[/dim]")
+            continue
+        if not said:
+            continue
+        question = {"role": "user", "content": said}
+        try:
+            asked = [(name, answers.prompt(name, [*history[name], question])) for name in names]
+            with handle_interrupts(lambda: None, [signal.SIGINT]) as stop_requested:
+                found = show_answers(console, answers, asked, sampling, stop, stop_requested)
+        except UserError as error:
+            console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+            continue
+        for answer in found:
+            history[answer.adapter] += [question, {"role": "assistant", "content": answer.text}]
 
 
 def answer_panels(answers: dict[str, str]) -> RenderableType:

@@ -11,15 +11,19 @@ import typer
 from weftune.cli.bench import bench
 from weftune.cli.doctor import doctor
 from weftune.cli.early import USER_ERROR_CODE
+from weftune.cli.eval import eval
 from weftune.cli.export import export
 from weftune.cli.generate import generate
+from weftune.cli.jobs import app as jobs
+from weftune.cli.keys import keys
 from weftune.cli.plan import plan
 from weftune.cli.preview import preview
 from weftune.cli.report import report
+from weftune.cli.serve import serve
 from weftune.cli.train import train
 from weftune.errors import UserError
 
-COMMANDS = (train, preview, plan, generate, export, report, doctor, bench)
+COMMANDS = (train, preview, plan, generate, eval, export, report, serve, doctor, bench)
 
 app = typer.Typer(
     name="weftune",
@@ -30,6 +34,8 @@ app = typer.Typer(
 )
 for verb in COMMANDS:
     app.command()(verb)
+app.add_typer(keys)
+app.add_typer(jobs, name="jobs")
 
 
 def _show_version(is_requested: bool) -> None:

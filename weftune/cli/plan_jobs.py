@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from weftune.base.architecture import spec_shape
 from weftune.base.config import bytes_per_value, read_config, read_tokenizer
 from weftune.base.spec import BaseSpec
@@ -15,10 +17,17 @@ from weftune.cli.plan_sweeps import SweepOutlook, averaged_trials, sweep_outlook
 from weftune.core.files import cache_folder
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.data.prepare import Prepared, SharedData, data_identity
-from weftune.data.samples import SampleOrder
-from weftune.data.spec import DataSpec, EvalSpec
+from weftune.data.samples import Samples
+from weftune.data.spec import DataSpec, EvalSpec, RowKind
 from weftune.errors import DataError, Mistake, SpecError
-from weftune.jobs.courses import Curriculum, curriculum, job_shape, truncate_data
+from weftune.jobs.courses import (
+    Curriculum,
+    adapt_to_objective,
+    curriculum,
+    job_shape,
+    reference_data,
+    truncate_data,
+)
 from weftune.jobs.spec.checks import check_on_base
 from weftune.jobs.spec.spec import JobSpec, RunSpec, in_steps
 from weftune.plan.cost.cluster import Cluster
@@ -50,6 +59,10 @@ class PlannedJob:
     is_sampled: bool
     """Whether the lengths are those of the first rows only."""
     total: JobTotal
+    reference_data: Prepared | None = None
+    """Samples as the job's reference policy reads them. None if it has none."""
+    scored: int = 0
+    """Number of samples that the job scores before its first step: 0 if an earlier job scores the same."""
 
     @property
     def name(self) -> str:
@@ -84,8 +97,12 @@ class PlanCase:
         return {one.name: one.total for one in self.jobs}
 
     def job_window(self, name: str, rounds: int, begins: bool = True) -> JobWindow:
-        """Return a job's part of the first window; an evaluation precedes it if there are samples for one."""
-        return next(one for one in self.jobs if one.name == name).curriculum.job_window(0, rounds, begins)
+        """Return a job's part of the first window; an evaluation precedes it if there are samples for one. A
+        job with a reference policy only scores its samples in that window, unless `begins` is False."""
+        job = next(one for one in self.jobs if one.name == name)
+        if begins and job.reference_data is not None:
+            return job.curriculum.score_window(0, job.reference_data, np.arange(job.scored))
+        return job.curriculum.job_window(0, rounds, begins)
 
 
 def read_case(
@@ -119,7 +136,8 @@ def outline_jobs(
     reader = _JobReader(SharedData(tokenizer, cache_folder() / "tokens", shape.context), rows, shape.context)
     for order, job in enumerate(jobs):
         try:
-            samples, sampled, scale = reader.read(job)
+            plain, sampled, scale = reader.read(job)
+            samples = plain.with_prefix(job.adapter.rows_before, job.adapter.keys_before)
             if not len(samples.train):
                 raise DataError("it has 0 samples to train on")
             planned = curriculum(job, samples, max_steps)
@@ -136,8 +154,10 @@ def outline_jobs(
                     for step in range(1, min(rounds, planned.steps) + 1)
                 ),
             )
-            total = _job_total(job, outline, samples, scale, shape, max_steps)
-            outline_model.append(PlannedJob(outline, planned, sampled, total))
+            references = reference_data(job, plain, samples)
+            scored = 0 if references is None else reader.count_scored(job, references)
+            total = _job_total(job, outline, samples, scale, shape, max_steps, bool(scored))
+            outline_model.append(PlannedJob(outline, planned, sampled, total, references, scored))
         except DataError as error:
             mistakes += [mistake.of_job(job.name) for mistake in error.mistakes]
     if mistakes:
@@ -152,21 +172,29 @@ def _job_total(
     scale: float | None,
     shape: ModelShape,
     max_steps: int | None,
+    scores: bool,
 ) -> JobTotal:
     """Return the totals of the job's whole training, although only the first rows may have been read. `scale`
-    is the number of all rows divided by the number of rows read; None if unknown."""
-    order = SampleOrder(len(samples.train), job.batch_size, job.seed, samples.train.weights)
+    is the number of all rows divided by the number of rows read; None if unknown. `scores` means that the job
+    scores its samples before its first step."""
+    order = samples.train.order(job.batch_size, job.seed)
     steps = job.total_steps(math.ceil(order.steps_per_epoch * (scale or 1.0)))
     steps = steps if max_steps is None else min(steps, max_steps)
-    held_out = 0 if samples.evaluation is None else int(samples.evaluation.lengths.sum())
+    held_out = 0 if samples.evaluation is None else _tokens(samples.evaluation.parts)
     evaluations = 0
     if job.eval is not None:
         every = steps if job.eval.every is None else max(1, in_steps(job.eval.every, steps))
         # At the start, at the interval of the job, and at the end.
         evaluations = len(range(0, steps, every)) + 1
+    scored = 0.0
+    if scores:
+        # A run that finds the scores in its cache skips this.
+        scored = _tokens(samples.parts) * (scale or 1.0)
+    if samples.train.mismatched is not None:
+        scored += int(samples.train.mismatched.lengths.sum()) * steps / order.steps_per_epoch
     return JobTotal(
         steps=steps,
-        tokens=tokens_per_step(outline.batches, held_out, evaluations, steps),
+        tokens=tokens_per_step(outline.batches, held_out, evaluations, steps, scored),
         state_bytes=MemoryModel(shape, 0).state_bytes([outline.shape]),
         is_lower_bound=scale is None and job.steps is None,
     )
@@ -178,23 +206,39 @@ class _JobReader:
     def __init__(self, shared: SharedData, rows: int, context: int) -> None:
         self._shared, self._rows, self._context = shared, rows, context
         self._known: dict[Hashable, tuple[Prepared, bool, float | None]] = {}
+        self._policies: set[Hashable] = set()
+        """Samples that an earlier job scores, with the adapter of its reference policy."""
 
     def read(self, job: JobSpec) -> tuple[Prepared, bool, float | None]:
-        """Return the samples, whether they are from the first rows only, and the number of all rows divided
-        by the number of rows read, or None if unknown."""
-        data = truncate_data(job, self._context)
-        key = data_identity(data, job.eval)
+        """Return the samples without rows of the adapter, whether they are from the first rows only, and the
+        number of all rows divided by the number of rows read, or None if unknown."""
+        data, row_kind = truncate_data(job, self._context), job.objective.row_kind
+        key = data_identity(data, job.eval, row_kind)
         if key not in self._known:
-            self._known[key] = self._prepare(data, job.eval)
+            self._known[key] = self._prepare(data, job.eval, row_kind)
         samples, sampled, scale = self._known[key]
-        return samples.with_prefix(job.adapter.rows_before, job.adapter.keys_before), sampled, scale
+        return adapt_to_objective(job, samples, self._context), sampled, scale
 
-    def _prepare(self, data: DataSpec, evaluation: EvalSpec | None) -> tuple[Prepared, bool, float | None]:
-        sampled = not self._shared.is_prepared(data, evaluation)
+    def count_scored(self, job: JobSpec, data: Prepared) -> int:
+        """Return the number of samples that the job scores: of equal jobs only the first one does."""
+        adapter = None if job.adapter.init_from is None else job.adapter
+        policy = (*(part.fingerprint for part in data.parts), repr(adapter))
+        is_first = policy not in self._policies
+        self._policies.add(policy)
+        return sum(map(len, data.parts)) if is_first else 0
+
+    def _prepare(
+        self, data: DataSpec, evaluation: EvalSpec | None, row_kind: RowKind
+    ) -> tuple[Prepared, bool, float | None]:
+        sampled = not self._shared.is_prepared(data, evaluation, row_kind)
         limit = min(data.limit or self._rows, self._rows) if sampled else data.limit
-        samples = self._shared.prepare(replace(data, limit=limit), evaluation)
+        samples = self._shared.prepare(replace(data, limit=limit), evaluation, row_kind=row_kind)
         scale = _row_ratio(data, limit) if sampled and limit is not None else 1.0
         return samples, sampled, scale
+
+
+def _tokens(parts: Sequence[Samples]) -> int:
+    return sum(int(part.lengths.sum()) for part in parts)
 
 
 def _row_ratio(data: DataSpec, limit: int) -> float | None:

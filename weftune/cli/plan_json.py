@@ -25,7 +25,7 @@ def plan_numbers(plan: Plan) -> dict[str, Any]:
                     "predicted_seconds": share.seconds,
                     "tokens_per_second": part.forecast.tokens_per_second,
                     "needs_bytes": part.window.promise.peak_bytes,
-                    "budget_bytes": part.choice.memory.budget,
+                    "budget_bytes": part.choice.memory.budget_bytes,
                 }
                 for share, part in zip(plan.shares.shares, plan.shares.parts, strict=True)
             ]
@@ -69,40 +69,41 @@ def _resident_numbers(prediction: Prediction) -> dict[str, Any]:
     return {
         "streamed": False,
         "stages": [
-            {"layers": stage.count, "needs_bytes": need, "budget_bytes": memory.budget}
+            {"layers": stage.layer_count, "needs_bytes": need, "budget_bytes": memory.budget_bytes}
             for stage, need in zip(prediction.choice.layout.stages, stage_needs(prediction), strict=True)
         ],
         "groups": shared_groups(prediction.program),
-        "order": "1F1B" if prediction.choice.layout.pipelined else "rounds",
+        "order": "1F1B" if prediction.choice.layout.is_pipeline else "rounds",
         "aboard": list(prediction.window.shapes),
-        "optimizer_offloaded": prediction.choice.layout.optimizer_offloaded,
+        "optimizer_offloaded": prediction.choice.layout.offloads_optimizer,
         "host_bytes": prediction.choice.host_bytes,
-        "why": prediction.choice.why,
+        "why": prediction.choice.reason,
     }
 
 
 def _streamed_numbers(outlook: StreamOutlook, plan: Plan) -> dict[str, Any]:
-    choice, layout, budget = outlook.choice, outlook.choice.layout, outlook.case.device.budget
+    choice, layout, budget = outlook.choice, outlook.choice.layout, outlook.case.device.budget_bytes
     several = outlook.workers > 1
     return {
         "streamed": True,
         "stages": [
-            {"layers": stage.count, "resident": stage.resident} | ({"device": home} if several else {})
+            {"layers": stage.layer_count, "resident": stage.is_resident}
+            | ({"device": home} if several else {})
             for stage, home in zip(layout.stages, layout.stage_workers, strict=True)
         ],
-        "slots": max(layout.slots),
-        "adapters_travel": layout.travels,
-        "inputs_offloaded": layout.offloads,
-        "weights_in_files": choice.mapped,
+        "slots": max(layout.slot_counts),
+        "adapters_travel": layout.adapters_travel,
+        "inputs_offloaded": layout.offloads_inputs,
+        "weights_in_files": choice.reads_weight_files,
         "aboard": list(plan.window.shapes),
-        "device_bytes": choice.bytes,
-        "needs_bytes": (choice.bytes,) * outlook.workers,
+        "device_bytes": choice.peak_device_bytes,
+        "needs_bytes": (choice.peak_device_bytes,) * outlook.workers,
         "budget_bytes": [budget] * outlook.workers if several else budget,
         "host_bytes": choice.host_bytes,
-        "round_seconds": choice.seconds,
-        "unhidden_seconds": choice.unhidden * outlook.forecast.seconds,
+        "round_seconds": choice.round_seconds,
+        "unhidden_seconds": choice.waiting_share * outlook.forecast.seconds,
         "uploaded_bytes": outlook.uploaded_bytes,
-        "why": choice.why,
+        "why": choice.reason,
     }
 
 

@@ -13,11 +13,11 @@ from weftune.errors import Mistake, PlanError
 from weftune.jobs.store.scheduler import Admission, admit
 from weftune.plan.cost import profile_cost
 from weftune.plan.cost.cluster import first_gpu_name
-from weftune.plan.cost.memory import gib
+from weftune.plan.cost.memory import format_bytes
 from weftune.plan.cost.prior import counted_terms
 from weftune.plan.cost.profile import Profile, find_local_profile
 from weftune.plan.cost.time import Rate
-from weftune.plan.layout.choose import AUTO, PROCESS_BYTES, Choice, Machine, choose
+from weftune.plan.layout.choose import AUTO, PROCESS_BYTES, LayoutChoice, Machine, choose_layout
 from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.layout.need import StreamDevice, gpu_device
 from weftune.plan.layout.split import JobWork, job_seconds, sheet_cost
@@ -52,7 +52,7 @@ class Plan:
     """A plan, which can be shown as text or written as JSON."""
 
     case: PlanCase
-    choice: Choice
+    choice: LayoutChoice
     outlook: Prediction | StreamOutlook
     """Prediction for the devices; with shares, for the devices of the first share."""
     shares: ShareOutlook | None
@@ -86,7 +86,7 @@ class Plan:
 
 def predict(case: PlanCase, *, with_sentences: bool = False, with_ablations: bool = False) -> Plan:
     """Choose a layout as `weftune train` would, and predict the first window and the whole run."""
-    choice = choose(case.shape, case.shapes, planned_machine(case))
+    choice = choose_layout(case.shape, case.shapes, planned_machine(case))
     machine, totals = choice.machine, case.totals
     if machine.shares > 1 and not machine.on_gpu:
         # The shares of a CPU share its cores.
@@ -95,12 +95,12 @@ def predict(case: PlanCase, *, with_sentences: bool = False, with_ablations: boo
     admission, source = _admit_jobs(case.shapes, choice), time_source(case, choice)
     outlook: Prediction | StreamOutlook
     shares = _share_outlook(case, choice) if machine.shares > 1 else None
-    if choice.streamed and shares is None:
+    if choice.is_streamed and shares is None:
         outlook = stream_outlook(choice)
         window = first_window(choice, _shapes(case, admission), case.job_window)
         seconds = outlook.forecast.seconds
         ends = job_ends(totals, admission.admitted, admission.waiting, lambda _: seconds)
-        run = WholeRun(ends, choice.bytes, outlook.case.device.budget)
+        run = WholeRun(ends, choice.peak_device_bytes, outlook.case.device.budget_bytes)
         sentences = explain_streams(outlook, source) if with_sentences else []
         ablations = ablate_streams(outlook) if with_ablations else ()
     else:
@@ -129,9 +129,9 @@ def predict(case: PlanCase, *, with_sentences: bool = False, with_ablations: boo
     )
 
 
-def _admit_jobs(jobs: Sequence[JobShape], choice: Choice) -> Admission:
+def _admit_jobs(jobs: Sequence[JobShape], choice: LayoutChoice) -> Admission:
     """Return the jobs admitted first, by the rule of the scheduler; raise PlanError if none can be."""
-    found = admit(jobs, [], choice.memory.why_not)
+    found = admit(jobs, [], choice.memory.misfit_reason)
     if not found.admitted:
         raise PlanError(
             Mistake(f"job {name}", f"even alone it {why}") for name, why in found.too_large.items()
@@ -145,13 +145,13 @@ def _shapes(case: PlanCase, admission: Admission) -> list[JobShape]:
     return [by_name[name] for name in admission.admitted]
 
 
-def _predict_outlook(case: PlanCase, choice: Choice, admission: Admission) -> Prediction:
+def _predict_outlook(case: PlanCase, choice: LayoutChoice, admission: Admission) -> Prediction:
     return predict_window(
         choice, _shapes(case, admission), case.job_window, stage_times(case, choice.machine)
     )
 
 
-def _share_outlook(case: PlanCase, choice: Choice) -> ShareOutlook:
+def _share_outlook(case: PlanCase, choice: LayoutChoice) -> ShareOutlook:
     """Divide the jobs into shares by the seconds of their whole training, and predict each share."""
     machine, profile = choice.machine, choice.machine.profile
     cost = profile_cost.cost_of(profile, case.shape) if profile else sheet_cost(case.shape, case.speeds[0])
@@ -162,7 +162,7 @@ def _share_outlook(case: PlanCase, choice: Choice) -> ShareOutlook:
         seconds[one.name] = job_seconds(work, cost, machine.max_tokens)
 
     def predict_alone(jobs: Sequence[JobShape]) -> Prediction:
-        own = choose(case.shape, jobs, machine)
+        own = choose_layout(case.shape, jobs, machine)
         return _predict_outlook(case, own, _admit_jobs(jobs, own))
 
     return share_outlook(case.shapes, seconds, machine.shares, predict_alone)
@@ -175,7 +175,7 @@ def _whole_run(case: PlanCase, parts: Sequence[Prediction], waiting: Sequence[It
         rate = rounds_at_rate(case.totals, part.forecast.tokens_per_second)
         ends |= job_ends(case.totals, part.window.shapes, names, rate)
     need_bytes = max(part.window.promise.peak_bytes for part in parts)
-    return WholeRun(ends, need_bytes, max(part.choice.memory.budget for part in parts))
+    return WholeRun(ends, need_bytes, max(part.choice.memory.budget_bytes for part in parts))
 
 
 def _ablations(case: PlanCase, admission: Admission) -> tuple[Ablation, ...]:
@@ -195,7 +195,7 @@ def stage_needs(prediction: Prediction) -> list[int]:
     """Return the bytes on each device with full microbatches; all adapters are counted on each device."""
     memory, program = prediction.choice.memory, prediction.program
     needs = memory.worker_needs(list(prediction.window.shapes.values()), program.capacity, program.recompute)
-    return [need.total(memory.fit) for need in needs]
+    return [need.total_bytes(memory.fit) for need in needs]
 
 
 # -- the machine ----------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def stage_needs(prediction: Prediction) -> list[int]:
 
 def planned_machine(case: PlanCase) -> Machine:
     """Return the machine that the options describe: with the requested workers or shares or, if none are
-    requested for several devices, with those that `choose` selects."""
+    requested for several devices, with those that `choose_layout` selects."""
     options, devices = case.options, len(case.cluster.devices)
     if options.gpus is not None:
         return _machine_in_shares(case, options.gpus or devices)
@@ -212,7 +212,7 @@ def planned_machine(case: PlanCase) -> Machine:
     return _machine_of_workers(case, options.pipeline)
 
 
-def train_flags(case: PlanCase, choice: Choice) -> str:
+def train_flags(case: PlanCase, choice: LayoutChoice) -> str:
     """Return the flags of `weftune train` that request the chosen number of workers."""
     options, machine = case.options, choice.machine
     if options.gpus is not None:
@@ -224,7 +224,7 @@ def train_flags(case: PlanCase, choice: Choice) -> str:
     flags = f"--pipeline {machine.workers}"
     if choice.stream_device is None or options.gpu_memory is not None:
         return flags
-    return f"{flags} --gpu-memory {choice.stream_device.budget >> 20}MiB"
+    return f"{flags} --gpu-memory {choice.stream_device.budget_bytes >> 20}MiB"
 
 
 def _machine_in_shares(case: PlanCase, devices: int) -> Machine:
@@ -233,13 +233,14 @@ def _machine_in_shares(case: PlanCase, devices: int) -> Machine:
     if one.on_gpu and devices > known:
         raise PlanError(f"--gpus {devices}: {case.cluster.name} has {known}; write --gpus all")
     shares = min(devices, len(case.jobs))
-    budget = one.budget if one.on_gpu else one.budget // devices
+    budget = one.budget_bytes if one.on_gpu else one.budget_bytes // devices
     if not fits_whole(case.shape, case.shapes, budget):
         raise PlanError(
-            f"--gpus {devices}: the base and a job do not fit the {gib(budget)} that they may take of one "
+            f"--gpus {devices}: the base and a job do not fit the {format_bytes(budget)} that they may "
+            "take of one "
             f"device; cut the base into stages with --pipeline {max(2, devices)}"
         )
-    return replace(one, budget=budget, host_budget=one.host_budget // shares, shares=shares)
+    return replace(one, budget_bytes=budget, host_budget_bytes=one.host_budget_bytes // shares, shares=shares)
 
 
 def _machine_of_workers(case: PlanCase, workers: int) -> Machine:
@@ -286,7 +287,7 @@ def stage_times(case: PlanCase, machine: Machine) -> StageTimes:
     return StageTimes(shape.layers, sheet, Rate(), case.cluster.link, handed)
 
 
-def time_source(case: PlanCase, choice: Choice) -> str:
+def time_source(case: PlanCase, choice: LayoutChoice) -> str:
     """Return a description of where the times come from."""
     sheet, machine, stream = case.speeds[0], choice.machine, choice.stream_device
     if stream is not None:

@@ -11,7 +11,7 @@ from rich.text import Text
 from weftune.cli.plan_jobs import PlanCase
 from weftune.cli.plan_predict import Plan, stage_needs
 from weftune.cli.plan_sweeps import SweepOutlook, collapse_trials, expected_seconds
-from weftune.plan.cost.memory import gib
+from weftune.plan.cost.memory import format_bytes
 from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction, ShareOutlook
 from weftune.plan.outlook.streamed import StreamOutlook
 from weftune.plan.outlook.whole_run import JobTotal, WholeRun
@@ -42,7 +42,8 @@ def _show_run(console: Console, plan: Plan) -> None:
         whole += " if no trial leaves early"
     console.print(
         f"{plural(len(run.ends), 'job')} on {case.cluster.name}: {least}{span_text(run.seconds)} for "
-        f"{whole}, {gib(run.need_bytes)} at its peak of the {gib(run.budget_bytes)} that it may take of a "
+        f"{whole}, {format_bytes(run.need_bytes)} at its peak of the {format_bytes(run.budget_bytes)} "
+        "that it may take of a "
         f"device. Times are {plan.source}.",
         highlight=False,
     )
@@ -76,7 +77,7 @@ def run_table(
     for name, total in totals.items():
         if name in run.ends:
             steps = f"{'≥ ' if total.is_lower_bound else ''}{total.steps:,}"
-            table.add_row(Text(name), steps, span_text(run.ends[name]), gib(total.state_bytes))
+            table.add_row(Text(name), steps, span_text(run.ends[name]), format_bytes(total.state_bytes))
     return table
 
 
@@ -103,7 +104,8 @@ def _flags_sentence(plan: Plan) -> str:
 def _show_resident(console: Console, plan: Plan, prediction: Prediction) -> None:
     console.print(
         f"{plural(len(plan.window.shapes), 'job')} on {plan.case.cluster.name}: they fit, with a token "
-        f"capacity of {prediction.program.capacity:,}. The base is {plan.choice.why}.{_flags_sentence(plan)}",
+        f"capacity of {prediction.program.capacity:,}. The base is "
+        f"{plan.choice.reason}.{_flags_sentence(plan)}",
         highlight=False,
         markup=False,
     )
@@ -111,7 +113,7 @@ def _show_resident(console: Console, plan: Plan, prediction: Prediction) -> None
     promise, rounds = plan.window.promise, plural(prediction.forecast.steps, "round")
     time = "" if promise.seconds is None else f"{duration_text(promise.seconds)} and "
     console.print(
-        f"The first window, {rounds}: {time}{gib(promise.peak_bytes)}, as the run will predict.",
+        f"The first window, {rounds}: {time}{format_bytes(promise.peak_bytes)}, as the run will predict.",
         highlight=False,
     )
     _show_sampling_note(console, plan.case)
@@ -134,8 +136,8 @@ def _show_shares(console: Console, plan: Plan, outlook: ShareOutlook) -> None:
             ", ".join(_collapsed(share.jobs, plan.case)),
             duration_text(share.seconds),
             f"{part.forecast.tokens_per_second:,.0f}",
-            gib(part.window.promise.peak_bytes),
-            gib(part.choice.memory.budget),
+            format_bytes(part.window.promise.peak_bytes),
+            format_bytes(part.choice.memory.budget_bytes),
         )
     console.print(table)
 
@@ -143,29 +145,31 @@ def _show_shares(console: Console, plan: Plan, outlook: ShareOutlook) -> None:
 def _show_streamed(console: Console, plan: Plan, outlook: StreamOutlook) -> None:
     """Print the plan of a streamed base; the sentence about the base is the same as in a run."""
     choice, seconds = plan.choice, outlook.forecast.seconds
-    source = "read from its files" if choice.mapped else "streamed from host memory"
+    source = "read from its files" if choice.reads_weight_files else "streamed from host memory"
     console.print(
-        f"{plural(len(choice.attached), 'job')} on {plan.case.cluster.name}: the base does not fit together "
+        f"{plural(len(choice.attached_jobs), 'job')} on {plan.case.cluster.name}: the base does not fit "
+        "together "
         f"with a job, so it is {source}. A round (a global batch of every job, with the longest samples) "
-        f"takes {seconds:.3g} s; in {choice.unhidden * seconds:.3g} s of them devices wait for the host: "
+        f"takes {seconds:.3g} s; in {choice.waiting_share * seconds:.3g} s of them devices wait for the "
+        "host: "
         f"transfers that compute does not hide, or passes not yet launched.{_flags_sentence(plan)}",
         highlight=False,
     )
-    console.print(f"The base is {choice.why}.", highlight=False, markup=False)
-    if choice.mapped:
+    console.print(f"The base is {choice.reason}.", highlight=False, markup=False)
+    if choice.reads_weight_files:
         console.print("How fast the files are is not known here; they are assumed to be as fast as the link.")
     _show_sampling_note(console, plan.case)
     table = Table("device", "stages", "resident", "slots", "needs", "may take", "host needs", title="Memory")
     for worker in range(outlook.workers):
-        own = choice.layout.on(worker)
+        own = choice.layout.for_worker(worker)
         table.add_row(
             _device_text(plan.case, worker),
-            str(len(own.own)),
-            str(len(own.own) - len(own.streamed_stages)),
-            str(own.slots),
-            gib(choice.bytes),
-            gib(outlook.case.device.budget),
-            gib(choice.host_bytes) if worker == 0 else "",
+            str(len(own.own_stages)),
+            str(len(own.own_stages) - len(own.streamed_stages)),
+            str(own.slot_count),
+            format_bytes(choice.peak_device_bytes),
+            format_bytes(outlook.case.device.budget_bytes),
+            format_bytes(choice.host_bytes) if worker == 0 else "",
         )
     console.print(table)
     title = "Predicted for such a round, each way with the same token capacity"
@@ -203,7 +207,7 @@ def _device_text(case: PlanCase, number: int) -> str:
 
 
 def stage_table(prediction: Prediction, case: PlanCase) -> Table:
-    peak, capacity = gib(prediction.window.promise.peak_bytes), f"{prediction.program.capacity:,}"
+    peak, capacity = format_bytes(prediction.window.promise.peak_bytes), f"{prediction.program.capacity:,}"
     caption = (
         f"Needs at most: if every microbatch is filled to the token capacity of {capacity}. With the samples "
         f"of the first window the peak is {peak}."
@@ -216,8 +220,8 @@ def stage_table(prediction: Prediction, case: PlanCase) -> Table:
         table.add_row(
             _device_text(case, number),
             layers_text(stage.start + (not first), stage.stop + 1 + last, layers),
-            gib(need),
-            gib(prediction.choice.memory.budget),
+            format_bytes(need),
+            format_bytes(prediction.choice.memory.budget_bytes),
         )
     return table
 

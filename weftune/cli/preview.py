@@ -25,6 +25,7 @@ SUPERVISED = "bold green"
 MARKS = (">>>", "<<<")
 """Marks around supervised text where colours are not shown."""
 UNSUPERVISED = "dim"
+SIDES = ("chosen", "rejected")
 BARS = 10
 BAR_WIDTH = 40
 
@@ -96,7 +97,7 @@ def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[S
     mistakes: dict[Mistake, None] = {}
     for job in jobs:
         try:
-            prepared = shared.prepare(truncate_data(job, context), job.eval)
+            prepared = shared.prepare(truncate_data(job, context), job.eval, row_kind=job.objective.row_kind)
         except DataError as problem:
             mistakes.update(dict.fromkeys(problem.mistakes))
             continue
@@ -116,7 +117,6 @@ def collect_warnings(
     sweeps: Sequence[Sweep] = (),
 ) -> list[str]:
     """Return the warnings that `weftune train` will print."""
-    from weftune.data.samples import SampleOrder
     from weftune.jobs.spec.checks import data_warnings, merge_repeated, warnings
     from weftune.jobs.sweeps.read import sweep_warnings
 
@@ -124,9 +124,8 @@ def collect_warnings(
     sentences, steps = [], {}
     for job in jobs:
         train, seen = prepared[job.name].train, prepared[job.name].evaluates_trained
-        order = SampleOrder(len(train), job.batch_size, job.seed, train.weights)
-        steps[job.name] = job.total_steps(order.steps_per_epoch)
-        sentences += [(job.name, one) for one in data_warnings(job, len(train), steps[job.name], seen)]
+        steps[job.name] = job.total_steps(train.order(job.batch_size, job.seed).steps_per_epoch)
+        sentences += [(job.name, one) for one in data_warnings(job, train.rows, steps[job.name], seen)]
     of_sweeps = sweep_warnings(sweeps, {job.name: job for job in jobs}, steps)
     return [*warnings(jobs, shape), *merge_repeated(sentences), *of_sweeps]
 
@@ -171,18 +170,35 @@ def draw_samples(
 
     train = group.prepared.train
     parts: list[RenderableType] = [Rule(Text(", ".join(collapse_trials(group.jobs, sweeps))))]
-    for i in range(min(rows, len(train))):
-        between = f", between {' and '.join(MARKS)}" if use_marks else ""
-        counts = f"sample {i + 1}: {train.lengths[i]} tokens, {train.supervised[i]} supervised{between}"
-        parts.append(
-            Panel(colour_sample(train, i, tokenizer, use_marks), title=Text(counts), title_align="left")
-        )
+    for row in range(min(rows, train.rows)):
+        panels = []
+        for side in range(train.together):
+            i = row * train.together + side
+            name = f"sample {row + 1}" if train.together == 1 else f"pair {row + 1}, {SIDES[side]}"
+            if train.desirable is not None:
+                name = f"sample {row + 1}, {'desirable' if train.desirable[i] else 'undesirable'}"
+            between = f", between {' and '.join(MARKS)}" if use_marks else ""
+            counts = f"{name}: {train.lengths[i]} tokens, {train.supervised[i]} supervised{between}"
+            shown = colour_sample(train, i, tokenizer, use_marks)
+            panels.append(Panel(shown, title=Text(counts), title_align="left"))
+        parts.append(panels[0] if len(panels) == 1 else side_by_side(panels))
     parts.append(Text(summary("training", train)))
     if group.prepared.evaluation is not None:
         parts.append(Text(summary("evaluation", group.prepared.evaluation)))
     parts.append(Text(histogram(train.lengths.tolist())))
     parts += [Text(f"note: {note}") for note in group.prepared.notes]
     return parts
+
+
+def side_by_side(panels: Sequence[RenderableType]) -> RenderableType:
+    """Return the panels of a preference pair in two columns of equal width."""
+    from rich.table import Table
+
+    table = Table.grid(expand=True)
+    for _ in panels:
+        table.add_column(ratio=1)
+    table.add_row(*panels)
+    return table
 
 
 def colour_sample(samples: Samples, index: int, tokenizer: Any, use_marks: bool = False) -> Text:
@@ -213,8 +229,9 @@ def escape_controls(text: str) -> str:
 
 def summary(name: str, samples: Samples) -> str:
     tokens, taught = int(samples.lengths.sum()), int(samples.supervised.sum())
+    counted = f"{samples.rows:,} pairs" if samples.together == 2 else f"{len(samples):,} samples"
     return (
-        f"{name}: {len(samples):,} samples, {tokens:,} tokens, {taught:,} supervised "
+        f"{name}: {counted}, {tokens:,} tokens, {taught:,} supervised "
         f"({taught / tokens:.0%}), longest {int(samples.lengths.max()):,}"
     )
 

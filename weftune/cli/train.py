@@ -111,6 +111,7 @@ def _refuse_without_resume(
 
 def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
     """Read the jobs file, and raise all mistakes that can be found without importing torch."""
+    from weftune.jobs.store.inbox import added_jobs
     from weftune.jobs.store.store import refuse_output
     from weftune.jobs.sweeps.read import refuse_shares
     from weftune.jobs.sweeps.record import proposed_trials
@@ -121,11 +122,13 @@ def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
     run = replace(run, output=Path(output or run.output))
     proposed = proposed_trials(run.output, [sweep.name for sweep in run.sweeps])
     names = [*(job.name for job in run.jobs), *proposed]
+    names += [job.name for job in added_jobs(run.output, names)] if options.resume else []
     if unknown := [name for name in options.restart if name not in names]:
         raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(names)}")
     if options.gpus not in (None, 1, ALL):
         refuse_shares(run.sweeps)
     check_trackers(run.report_to)
+    early.refuse_replicas(run, options.replicas)
     refuse_output(run.output, options.resume, options.command)
     with phase(Phase.TOKENISING):
         early.refuse_rows(early.without_repeated_trials(run), name_jobs=True)
@@ -169,12 +172,12 @@ def _choose_processes(run: RunSpec, options: Options) -> StageCount:
     device = select_device(options.device)
     shape = inspect(run.base, device)
     options = replace(options, deterministic=run.deterministic)
-    machine = launcher_machine(options, device, shape).shared_by(options.replicas)
+    machine = launcher_machine(options, device, shape).for_one_replica(options.replicas)
     # With replicas, every job trains on all of them, so there are no shares. Trials are not divided into
     # shares either, since they are compared while they train.
     jobs = len(run.jobs) if options.replicas == 1 and not run.sweeps else 1
     choice = choose_workers(shape, machine, jobs)
-    Console(file=safe_output()).print(f"Weftune: {choice.why}", highlight=False, soft_wrap=True)
+    Console(file=safe_output()).print(f"Weftune: {choice.reason}", highlight=False, soft_wrap=True)
     return choice
 
 
@@ -217,6 +220,7 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
         if staff is None:
             return
         run = read_run(jobs)
+        early.refuse_replicas(run, options.replicas)
         run = replace(run, output=Path(output or run.output))
         if restart_count() > 0:
             # torchrun has restarted all workers with the original command line.

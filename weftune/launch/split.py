@@ -76,6 +76,7 @@ def train_shares(
     options, device = trainer.options, torch.device(devices[0])
     shape = inspect(trainer.spec, device)
     machine = launcher_machine(options, device, shape, len(devices))
+    trainer.restore_added_jobs()
     trainer.check(shape)
     with open_store(trainer.output, options.resume, options.command) as store:
         ready = trainer.prepare_unfinished(store, shape)
@@ -89,7 +90,7 @@ def train_shares(
                 time = f", predicted {duration_text(share.seconds)}" if cost.measured else ""
                 jobs = plural(len(share.jobs), "job")
                 trainer.view.note(f"share {number} on {devices[number]}: {jobs}{time}")
-            memory = options.memory if machine.on_gpu else machine.budget
+            memory = options.memory if machine.on_gpu else machine.budget_bytes
             members = _share_processes(run, trainer, shares, devices, memory)
             ended = _run_shares(trainer, store, ready, shares, members)
         results = trainer.results(store)
@@ -103,8 +104,8 @@ def fitting_jobs(
     shape: ModelShape, machine: Machine, prepared_jobs: Sequence[PreparedJob], view: View
 ) -> frozenset[str]:
     """Return the names of jobs that fit on a device with the base; raise PlanError if none does."""
-    memory = MemoryModel(shape, machine.budget, machine.taken, fused=machine.on_gpu)
-    refused = too_large([job.shape for job in prepared_jobs], memory.why_not)
+    memory = MemoryModel(shape, machine.budget_bytes, machine.process_bytes, uses_fused_ops=machine.on_gpu)
+    refused = too_large([job.shape for job in prepared_jobs], memory.misfit_reason)
     if len(refused) == len(prepared_jobs):
         raise PlanError(
             Mistake(
@@ -202,7 +203,7 @@ def divide_jobs(
         progress = checkpoint.newest_progress(output / job.name / CHECKPOINTS) or Progress()
         work = remaining_work(job, progress)
         seconds[job.name] = job_seconds(work, cost, machine.max_tokens) if job.name in fitting else 0.0
-    sources = {job.name: job.shape.starts_from for job in prepared_jobs}
+    sources = {job.name: job.shape.source_job for job in prepared_jobs}
     return [share for share in share_jobs(seconds, shares, sources) if share.jobs]
 
 
@@ -228,7 +229,7 @@ def _share_processes(
     options = replace(trainer.options, memory=memory, resume=True, restart=(), retry=())
     found = []
     for number, share in enumerate(shares):
-        own = replace(run, jobs=tuple(job for job in run.jobs if job.name in share.jobs))
+        own = replace(run, jobs=tuple(job for job in trainer.jobs.values() if job.name in share.jobs))
         mine = replace(options, device=devices[number], share=number, shares=len(shares))
         main = partial(run_share, own, trainer.output.absolute(), trainer.max_steps, mine)
         found.append(ProcessSpec(f"share {number}", main))

@@ -120,7 +120,7 @@ def is_worse_than_base(job: JobRecord) -> bool:
 
 def validation_key(job: JobRecord) -> str:
     """Return a key that is equal for jobs evaluated on the same rows with the same tokenisation."""
-    held_out = {key: value for key, value in _section(job, "eval").items() if key != "every"}
+    held_out = {key: value for key, value in _section(job, "eval").items() if key in ("path", "fraction")}
     data = dict(_section(job, "data"))
     if held_out.get("path"):
         for key in ("path", "split", "limit", "skip_bad_rows"):

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from weftune.jobs.store.status import resume_line
 from weftune.jobs.sweeps.record import (
-    METRIC_NAMES,
     SweepRecord,
     TrialRecord,
     base_sentence,
@@ -19,6 +18,7 @@ from weftune.jobs.sweeps.record import (
     counts,
     flat_values,
     leaders,
+    metric_title,
     setting_text,
     short_keys,
     swept_keys,
@@ -28,7 +28,7 @@ from weftune.jobs.sweeps.record import (
 from weftune.report.compare import base_validation, best_jobs, first_loss, kept_validation, sort_by_result
 from weftune.report.effort import headline
 from weftune.report.read import JobRecord, Run
-from weftune.report.snippets import remedies
+from weftune.report.snippets import remedies, serve_command
 from weftune.report.terminal import STATE_STYLES
 from weftune.report.words import NO_VALUE, change_text, loss_text, plural, printable_line, trial_state_text
 
@@ -49,8 +49,12 @@ def final_table(run: Run, width: int = 80) -> Group:
 
 
 def print_ending(console: Console, run: Run) -> None:
-    """Print the table of all jobs and the path of the report."""
+    """Print the table of all jobs, the command that serves their adapters, and the path of the report."""
     console.print(final_table(run, console.width), crop=False)
+    if (command := serve_command(run)) is not None:
+        console.print(
+            f"Serve: {printable_line(command)}", style="dim", highlight=False, markup=False, soft_wrap=True
+        )
     if (run.output / "report.html").exists():
         console.print(f"Report: {run.output / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
 
@@ -103,6 +107,26 @@ def _table(run: Run, jobs: tuple[JobRecord, ...], with_paths: bool) -> Table:
                 if with_paths
                 else []
             ),
+        )
+    return table
+
+
+def state_table(jobs: Sequence[JobRecord]) -> Table:
+    """Return a table of jobs during a run: states, steps, last losses, and why a job does not train."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("job", "state"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("steps", "loss", "validation"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("reason", overflow="fold")
+    for job in jobs:
+        table.add_row(
+            printable_line(job.name),
+            Text(job.state, style=STATE_STYLES.get(job.state, "")),
+            f"{job.step}/{job.steps}",
+            loss_text(job.loss, 3),
+            loss_text(job.eval_loss, 3),
+            Text(printable_line(job.reason)),
         )
     return table
 
@@ -170,7 +194,7 @@ def _trial_table(record: SweepRecord, trials: Sequence[TrialRecord], paths: Sequ
     table.add_column("trial", overflow="ellipsis", no_wrap=True)
     for key in short_keys(keys).values():
         table.add_column(printable_line(key), justify="right", no_wrap=True)
-    table.add_column(METRIC_NAMES[record.metric], justify="right", no_wrap=True)
+    table.add_column(Text(metric_title(record.metric)), justify="right", no_wrap=True)
     if paths:
         table.add_column("path", no_wrap=True)
     for number, trial in enumerate(trials):

@@ -16,7 +16,20 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from weftune.plan.program.program import Action, Backward, Evaluate, Forward, Load, Program, Recv, Send, Step
+from weftune.plan.program.program import (
+    Action,
+    Backward,
+    Compute,
+    Evaluate,
+    Forward,
+    Load,
+    Program,
+    Recv,
+    Score,
+    Send,
+    Step,
+    Transport,
+)
 from weftune.plan.program.simulate import Lane, Timeline
 from weftune.report.template import Tile, render
 from weftune.report.words import plural
@@ -31,6 +44,7 @@ COLOURS = {
     "forward": "#3b7ddd",
     "backward": "#1e9e6a",
     "evaluate": "#9456d6",
+    "score": "#c45fb5",
     "send": "#e8710a",
     "receive": "#d9a441",
     "load": "#6b7a90",
@@ -42,6 +56,7 @@ _KIND_NAMES: Mapping[type, str] = {
     Forward: "forward",
     Backward: "backward",
     Evaluate: "evaluate",
+    Score: "score",
     Send: "send",
     Recv: "receive",
     Load: "load",
@@ -67,7 +82,7 @@ class Bar:
 def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
     """Return the timeline as one self-contained HTML page."""
     drawn = timeline_data(_bars(timeline, program), lane_names(timeline), timeline.makespan, program)
-    passes = sum(isinstance(one.action, Forward | Backward | Evaluate) for one in timeline.events)
+    passes = sum(isinstance(one.action, Compute) for one in timeline.events)
     microbatches = plural(len(program.microbatches), "microbatch").replace("batchs", "batches")
     tiles = [
         Tile("seconds", f"{timeline.makespan:.3g}", "predicted, from start to end"),
@@ -181,7 +196,7 @@ def _bars(timeline: Timeline, program: Program) -> list[Bar]:
             one.stop,
             # Without the segments, which the script adds from the microbatch.
             f"microbatch {one.action.microbatch}, stage {one.action.stage}"
-            if isinstance(one.action, Forward | Backward | Evaluate | Send | Recv)
+            if isinstance(one.action, Compute | Transport)
             else str(one.action),
             getattr(one.action, "microbatch", -1),
         )
@@ -234,7 +249,7 @@ def action_kind(action: Action) -> str:
 
 def action_text(action: Action, program: Program) -> str:
     """Return the text shown when the pointer is on an action; names of jobs in it are user input."""
-    if not isinstance(action, Forward | Backward | Evaluate | Send | Recv):
+    if not isinstance(action, Compute | Transport):
         return str(action)
     microbatch = program.microbatches[action.microbatch]
     held = ", ".join(f"{one.job} step {one.step}: {one.tokens}" for one in microbatch.segments)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from weftune.errors import UserError
-from weftune.plan.program.program import Backward, Evaluate, Forward, Program
+from weftune.plan.program.program import Compute, Program
 from weftune.plan.program.simulate import Event, Timeline
 from weftune.report.gantt import COLOURS, action_kind, job_colours, lane_name, lane_names, timeline_title
 
@@ -68,7 +68,7 @@ def gantt_png(timeline: Timeline, program: Program, title: str) -> bytes:
 def job_strips(timeline: Timeline, program: Program) -> Iterator[tuple[str, str, float, float]]:
     """Divide every pass among its jobs in proportion to their tokens; yield lane, job, start and stop."""
     for event in timeline.events:
-        if not isinstance(event.action, Forward | Backward | Evaluate) or event.stop <= event.start:
+        if not isinstance(event.action, Compute) or event.stop <= event.start:
             continue
         segments = program.microbatches[event.action.microbatch].segments
         whole, start = sum(one.tokens for one in segments), event.start

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path, PurePath
 from typing import Any
 
 from weftune.base.spec import DEMO
+from weftune.core.evaluation import AnsweredRow
 from weftune.errors import OutputError
 from weftune.jobs.sweeps.record import rank_trials
 from weftune.report.charts import DROPPED_COLOUR, MAX_CURVES, draw_charts, job_pen
@@ -27,6 +28,7 @@ from weftune.report.compare import (
     verdicts,
 )
 from weftune.report.effort import COLUMNS, error_sentences, headline, wall_bar, window_rows
+from weftune.report.evaluation import BARE_BASE, MAX_ROWS, metric_title, score_text
 from weftune.report.gantt import BUBBLE_COLUMNS, Timelines, bubble_rows, read_timelines, timeline_charts
 from weftune.report.read import JobRecord, Run, read_run
 from weftune.report.snippets import Remedy, base_spec, generate_command, load_snippet, remedies
@@ -54,6 +56,8 @@ _MAX_ROWS = 500
 """Maximum number of jobs in the table; a page with more jobs would open slowly."""
 _MAX_DETAILS = 200
 """Maximum number of jobs with commands on the page: the first jobs, and those that need the user's action."""
+_MAX_ANSWERS = 8
+"""Maximum number of jobs whose answers to a prompt are shown side by side, the best ones."""
 _MAX_RUNS = 5
 """Maximum number of runs that are shown; if a folder was resumed more often, only the last ones are."""
 _CURVES = ("loss", "validation", "accuracy")
@@ -62,6 +66,9 @@ _NUMBERS = (
     ("validation", "validation loss"),
     ("change", "against the base"),
     ("accuracy", "token accuracy"),
+    ("score", "metric of answers"),
+    ("margin", "rewards/margins"),
+    ("preferred", "rewards/accuracies"),
     ("loss", "training loss"),
 )
 """Pairs of an attribute of `JobView` and the heading of its column of numbers."""
@@ -102,6 +109,9 @@ class JobView:
     validation: Number
     change: Number
     accuracy: Number
+    score: Number
+    margin: Number
+    preferred: Number
     snippet: str
     command: str
     remedies: tuple[Remedy, ...]
@@ -182,6 +192,7 @@ def render_page(run: Run, timelines: Timelines | None = None) -> str:
         "pipeline": pipeline,
         "bubble_columns": BUBBLE_COLUMNS,
         "bubble_rows": bubble_rows(timelines) if timelines else [],
+        "answers": answered_prompts(jobs),
         "effort_charts": [chart for chart in charts if chart.name not in _CURVES],
         "effort_words": _effort_sentences(run),
         "window_columns": COLUMNS,
@@ -192,6 +203,37 @@ def render_page(run: Run, timelines: Timelines | None = None) -> str:
     }
     values["sections"] = _sections(values)
     return render("page.html.jinja", {chart.name: chart.data for chart in pipeline}, values)
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredPrompt:
+    """One held-out prompt and the answers of the jobs that have answered it."""
+
+    row: AnsweredRow
+    titles: Mapping[str, str]
+    """Maps the base and each job with an answer, the best first, to its title."""
+
+
+def answered_prompts(jobs: Sequence[JobRecord]) -> list[AnsweredPrompt]:
+    """Return the prompts with the answers of the base and of the first jobs side by side. `jobs` are in the
+    order of the table."""
+    asked: dict[tuple[str, str, str | None], list[tuple[JobRecord, AnsweredRow]]] = {}
+    for job in jobs:
+        for row in job.answers.rows if job.answers is not None else ():
+            asked.setdefault((row.location, repr(row.prompt), row.expected), []).append((job, row))
+    found = []
+    for said in list(asked.values())[:MAX_ROWS]:
+        shown, first = said[:_MAX_ANSWERS], said[0][1]
+        answers = {BARE_BASE: first.answers[BARE_BASE]}
+        answers |= {job.name: row.answers["job"] for job, row in shown}
+        titles = {BARE_BASE: "base", **{job.name: _answer_title(job) for job, _ in shown}}
+        found.append(AnsweredPrompt(replace(first, answers=answers), titles))
+    return found
+
+
+def _answer_title(job: JobRecord) -> str:
+    assert job.answers is not None
+    return f"{job.name}, step {job.answers.step:,}"
 
 
 def _sorted_jobs(run: Run) -> tuple[JobRecord, ...]:
@@ -209,6 +251,7 @@ def _sections(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         (values["table"], "jobs", "Jobs"),
         (values["curves"], "curves", "Curves"),
         (values["pipeline"], "pipeline", "The pipeline"),
+        (values["answers"], "answers", "Answers"),
         (values["window_rows"] or values["walls"], "effort", "Time and memory"),
         (values["unfinished"], "unfinished", "How to resume"),
         (values["usable"], "use", "Use the adapters"),
@@ -304,6 +347,9 @@ def _job_views(run: Run, jobs: Sequence[JobRecord]) -> list[JobView]:
             validation=_validation_number(job),
             change=_change_number(job),
             accuracy=_accuracy_number(job),
+            score=_score_number(job),
+            margin=_metric_number(job, "rewards/margins", loss_text),
+            preferred=_metric_number(job, "rewards/accuracies", accuracy_text),
             snippet=load_snippet(base, folder) if usable and base is not None else "",
             command=generate_command(folder) if usable else "",
             remedies=remedies(job, run.command),
@@ -335,6 +381,23 @@ def _change_number(job: JobRecord) -> Number:
     tone = "" if kept == base else "good" if kept < base else "worse"
     text, share = change_text(base, kept), (kept - base) / abs(base)
     return Number(text=text, value=share, detail=f"base {loss_text(base)}", tone=tone)
+
+
+def _metric_number(job: JobRecord, name: str, text: Callable[[float], str]) -> Number:
+    """Return a metric of the job's objective on the held-out pairs, or else at the last step."""
+    kept = kept_evaluation(job)
+    line = kept if kept is not None else job.losses[-1] if job.losses else None
+    value = None if line is None else line.metrics.get(name)
+    detail = "training" if kept is None else ""
+    return Number() if value is None else Number(text=text(value), value=value, detail=detail)
+
+
+def _score_number(job: JobRecord) -> Number:
+    """Return the job's own metric for the adapter that is kept."""
+    name = job.metric_name
+    if job.score is None or name is None:
+        return Number()
+    return Number(text=score_text(name, job.score), value=job.score, detail=metric_title(name))
 
 
 def _accuracy_number(job: JobRecord) -> Number:

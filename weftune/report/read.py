@@ -26,9 +26,13 @@ from weftune.jobs.store.status import (
     to_json,
 )
 from weftune.jobs.sweeps.record import SWEEP_FILE, DamagedSweep, SweepRecord, read_record
+from weftune.objectives.spec import OBJECTIVE_METRICS
+from weftune.report.evaluation import SampleAnswers, read_answers
 
 WALL_TIME = "wall.json"
 Curve = list["MetricLine"]
+_EVALUATION_KEYS = ("eval_loss", "eval_tokens", "eval_token_accuracy")
+"""Keys of an evaluation with attributes of their own in `MetricLine`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,8 @@ class MetricLine:
     """Number of tokens that the loss is averaged over; 0 if the folder does not say."""
     accuracy: float | None = None
     """Share of held-out tokens for which the model's most likely token is correct."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Maps the name of each metric besides the loss to its value, without the prefix `eval_`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +88,14 @@ class JobRecord(JobStatus):
     data: Mapping[str, Any] = field(default_factory=dict)
     losses: tuple[MetricLine, ...] = ()
     evaluations: tuple[MetricLine, ...] = ()
+    answers: SampleAnswers | None = None
+    """Answers of the adapter that is kept to held-out prompts. None if the job has generated none."""
+
+    @property
+    def metric_name(self) -> str | None:
+        """Name of the job's own metric, `eval.metric`; None if it has none."""
+        metric = _as_mapping(self.spec.get("eval")).get("metric")
+        return metric.rpartition(":")[2] if isinstance(metric, str) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,12 +239,27 @@ def _read_curves(lines: list[Mapping[str, Any]]) -> tuple[dict[str, Curve], dict
                     loss=_as_number(line["eval_loss"]),
                     tokens=_as_count(line.get("eval_tokens")),
                     accuracy=_as_number(line.get("eval_token_accuracy")),
+                    metrics=_evaluation_metrics(line),
                 )
             )
         else:
             tokens = _as_count(line.get("tokens"))
-            steps.append(MetricLine(step=step, loss=_as_number(line.get("loss")), tokens=tokens))
+            metrics = _numbers(line, {name: name for name in OBJECTIVE_METRICS})
+            loss = _as_number(line.get("loss"))
+            steps.append(MetricLine(step=step, loss=loss, tokens=tokens, metrics=metrics))
     return losses, evaluations
+
+
+def _evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of an evaluation without the prefix of their keys."""
+    own = (key for key in line if key.startswith("eval_") and key not in _EVALUATION_KEYS)
+    return _numbers(line, {key.removeprefix("eval_"): key for key in own})
+
+
+def _numbers(line: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, float]:
+    """Return the finite numbers in a line; `keys` maps their names to their keys there."""
+    found = {name: _as_number(line.get(key)) for name, key in keys.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _drop_from(step: int, curve: Curve) -> None:
@@ -281,6 +310,8 @@ def _job(
         data=data,
         losses=tuple(losses),
         evaluations=tuple(evaluations),
+        score=_as_number(status.get("score")),
+        answers=read_answers(output / name) if saved else None,
     )
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from weftune.adapters.folder import read_config
 from weftune.base.spec import BaseSpec, RopeScaling
-from weftune.core.shapes import in_wrapper
+from weftune.core.shapes import name_in_wrapper
 from weftune.errors import AdapterError
-from weftune.jobs.store.status import resume_line
+from weftune.jobs.store.status import State, resume_line
 from weftune.report.read import JobRecord, Run
 
 
@@ -34,6 +34,46 @@ def base_spec(job: JobRecord, run: Run) -> BaseSpec | None:
         return BaseSpec.from_record({**own, "model": model, "dtype": own.get("dtype") or run.dtype or None})
     except TypeError:
         return None
+
+
+VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
+"""Allowed values of vLLM's --max-lora-rank; the first is its default."""
+UNSERVED_KEYS = ("use_dora", "rank_pattern", "alpha_pattern", "target_parameters", "trainable_token_indices")
+"""Keys of a LoRA config with which vLLM loads an adapter wrongly or not at all."""
+
+
+def vllm_max_rank(rank: int) -> int | None:
+    """Return the smallest --max-lora-rank that allows a rank; None if vLLM allows none."""
+    return next((largest for largest in VLLM_RANKS if largest >= rank), None)
+
+
+def serve_command(run: Run) -> str | None:
+    """Return the shell command by which vLLM serves all finished adapters that it can load; None if it can
+    load none. Adapters of a quantised base, or of one with rope scaling, are left out, since vLLM would load
+    another model."""
+    found: dict[str, dict[str, int]] = {}
+    for job in run.jobs:
+        base = base_spec(job, run)
+        if job.state != State.SUCCEEDED or job.name in run.trials or base is None:
+            continue
+        if base.quantize is not None or base.rope_scaling is not None:
+            continue
+        try:
+            config = read_config(run.output / job.name)
+        except AdapterError:
+            continue
+        if config.get("peft_type") == "LORA" and not any(config.get(key) for key in UNSERVED_KEYS):
+            found.setdefault(base.published_name, {})[job.name] = int(config.get("r") or 0)
+    if len(found) != 1:
+        return None
+    ((model, ranks),) = found.items()
+    ranks = {name: rank for name, rank in ranks.items() if vllm_max_rank(rank) is not None}
+    if not ranks:
+        return None
+    folders = (f"{name}={run.output / name}" for name in ranks)
+    words = ["vllm", "serve", model, "--enable-lora", "--max-lora-rank"]
+    words += [str(vllm_max_rank(max(ranks.values()))), "--lora-modules", *folders]
+    return shlex.join(words)
 
 
 def load_snippet(base: BaseSpec, folder: Path) -> str:
@@ -113,7 +153,7 @@ def _in_wrapper(folder: Path) -> bool:
         targets = read_config(folder).get("target_modules")
     except AdapterError:
         return False
-    return isinstance(targets, list) and any(in_wrapper(str(target)) for target in targets)
+    return isinstance(targets, list) and any(name_in_wrapper(str(target)) for target in targets)
 
 
 def generate_command(folder: Path) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 
 from weftune.jobs.sweeps.halving import sort_value
 from weftune.jobs.sweeps.record import (
-    METRIC_NAMES,
     SweepRecord,
     TrialRecord,
     flat_values,
+    metric_title,
     rank_trials,
     rung_value,
     setting_text,
@@ -138,7 +138,7 @@ def _key_axis(record: SweepRecord, key: str, name: str) -> TrialAxis:
 
 def _metric_axis(record: SweepRecord, rung: int) -> TrialAxis:
     measured = _rung_values(record, rung)
-    name = METRIC_NAMES[record.metric]
+    name = metric_title(record.metric)
     name = f"{name} at {record.rungs[rung]}" if len(record.rungs) > 1 else name
     if not measured:
         return TrialAxis(name, {}, {}, ())
@@ -187,7 +187,7 @@ def _key_chart(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
     figure = Figure(
         # With some room at both ends.
         x=Axis(label="", low=-0.08, high=1.08, ticks=ticks),
-        y=_result_axis(METRIC_NAMES[record.metric], shown, may_be_log=record.mode == "min"),
+        y=_result_axis(metric_title(record.metric), shown, may_be_log=record.mode == "min"),
         series=series,
         reference_lines=[]
         if base_loss is None

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weftune.jobs.sweeps.record import (
-    METRIC_NAMES,
     RungRow,
     SweepRecord,
     TrialRecord,
@@ -16,6 +15,7 @@ from weftune.jobs.sweeps.record import (
     counts,
     flat_values,
     leaders,
+    metric_title,
     rank_trials,
     rung_rows,
     setting_text,
@@ -108,7 +108,7 @@ def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> S
         name=record.name,
         facts=_facts(record),
         tiles=_tiles(run, record),
-        metric=METRIC_NAMES[record.metric],
+        metric=metric_title(record.metric),
         keys=tuple(short_keys(keys).values()),
         trials=trials[:shown],
         others=trials[shown:],
@@ -128,7 +128,7 @@ def _facts(record: SweepRecord) -> str:
     parts = [
         SEARCHES.get(record.search, record.search),
         plural(record.count, "trial"),
-        f"{METRIC_NAMES[record.metric]} on the same held-out rows, {better} is better",
+        f"{metric_title(record.metric)} on the same held-out rows, {better} is better",
     ]
     if len(record.rungs) > 1:
         at = ", ".join(f"{step:,}" for step in record.rungs[:-1])
@@ -146,7 +146,7 @@ def _tiles(run: Run, record: SweepRecord) -> list[Tile]:
     )
     tiles = [
         Tile(
-            f"best {METRIC_NAMES[record.metric]}{'' if record.best else ' so far'}",
+            f"best {metric_title(record.metric)}{'' if record.best else ' so far'}",
             loss_text(best[0].score) if best else NO_VALUE,
             best[0].name if best else "nothing has been evaluated yet",
         ),

@@ -30,14 +30,18 @@ class Tile:
 
 def render(template: str, timelines: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     """Fill one of the templates in this folder; `timelines` are drawn by the page's script."""
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
 
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(_part),
     )
     script = _part("page.js")
-    return environment.from_string(_part(template)).render(
+    return environment.get_template(template).render(
         **values,
         policy=_policy(script),
         style=Markup(_part("page.css")),
