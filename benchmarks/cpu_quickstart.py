@@ -113,7 +113,11 @@ def _least_of_job(base: Base, job: PreparedJob) -> float:
     linears = sum(site.in_features * site.out_features for site in shape.sites)
     attention = 2 * shape.layers * shape.hidden * sum(length * length for length in lengths)
     head = shape.hidden * shape.vocabulary
-    return sum(lengths) * (4 * linears + 6 * job.shape.trainable) + 4 * supervised * head + 3.5 * attention
+    return (
+        sum(lengths) * (4 * linears + 6 * job.shape.trainable_parameters)
+        + 4 * supervised * head
+        + 3.5 * attention
+    )
 
 
 def heaviest(run: Callable[[], object], most: int = 12) -> list[tuple[str, float]]:

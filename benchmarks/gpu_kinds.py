@@ -101,7 +101,7 @@ class Row:
     """Bytes of the peak, as a run would count them beforehand."""
 
 
-def aboard(case: Case, hardware: Hardware, kinds: Sequence[str]) -> AttachedJobs:
+def attached_jobs(case: Case, hardware: Hardware, kinds: Sequence[str]) -> AttachedJobs:
     together = resident_jobs(build(case.size, hardware), hardware.device)
     for at, kind in enumerate(kinds):
         together.join(f"{kind}{at}", case.spec(kind), [[case.length] * case.batch], seed=at)
@@ -109,7 +109,7 @@ def aboard(case: Case, hardware: Hardware, kinds: Sequence[str]) -> AttachedJobs
 
 
 def with_weftune(case: Case, hardware: Hardware, kinds: Sequence[str]) -> MeasuredStep:
-    together = aboard(case, hardware, kinds)
+    together = attached_jobs(case, hardware, kinds)
     measured = measure(together.block(case.capacity), hardware, case.pace)
     captures = together.executor.captures
     return replace(measured, note="" if captures is None else f"{captures} captured")
@@ -123,13 +123,13 @@ def predicted_bytes(case: Case, hardware: Hardware, kinds: Sequence[str]) -> int
         spec = case.spec(kind)
         trainable, scaled = layout_of(spec, shape.sites).size, spec.scaled_outputs(shape.sites)
         jobs.append(JobShape(f"{kind}{at}", 0, at, trainable, case.length, tokens, scaled_outputs=scaled))
-    memory = MemoryModel(shape, 0, fused=hardware.device.type == "cuda")
+    memory = MemoryModel(shape, 0, uses_fused_ops=hardware.device.type == "cuda")
     return memory.peak_bytes(jobs, min(case.capacity, tokens * len(jobs)))
 
 
 def profiled(case: Case, hardware: Hardware, kinds: Sequence[str]) -> Spent:
     """Where one round goes, after enough others that it replays a captured graph."""
-    block = aboard(case, hardware, kinds).block(case.capacity)
+    block = attached_jobs(case, hardware, kinds).block(case.capacity)
     block(max(2, case.pace.warmup))()
     return spent(traced(lambda: block(1)(), hardware.device))
 
@@ -165,7 +165,7 @@ def rows(case: Case, hardware: Hardware, peft: bool) -> Iterator[Row]:
 def captures_of_joins(case: Case, hardware: Hardware) -> dict[str, list[int]]:
     """For every kind that comes twice and goes twice among LoRA jobs: graphs captured until it had come, by
     the time it had gone, when it had come again and when it had gone for good."""
-    together = aboard(case, hardware, ["lora"] * 3)
+    together = attached_jobs(case, hardware, ["lora"] * 3)
     counted = {"lora": [_settled(together, case)]}
     for kind in JOINING:
         found = []

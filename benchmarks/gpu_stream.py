@@ -47,7 +47,7 @@ from weftune.bench.timing import (
 )
 from weftune.bench.weftune_side import AttachedJobs
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
-from weftune.plan.layout.choose import Choice
+from weftune.plan.layout.choose import LayoutChoice
 from weftune.report.svg import Figure, Pen, Point, ReferenceLine, Series, log_axis, value_axis
 from weftune.report.template import chart_page
 from weftune.run.assemble import resident_executor
@@ -136,7 +136,7 @@ def streamed_row(case: Case, work: BaselineWork, how: str) -> Row:
         work.tokens,
         measured,
         floor=streamed_floor(case, work, made),
-        predicted_wait=made.choice.unhidden,
+        predicted_wait=made.choice.waiting_share,
         measured_wait=None if taken is None else made.waited.total() / taken,
         losses=all_losses(made.together),
         cut=made.described,
@@ -150,7 +150,7 @@ def streamed_row(case: Case, work: BaselineWork, how: str) -> Row:
 def streamed_floor(case: Case, work: BaselineWork, made: Streamed) -> float:
     """Every stage but the last goes forward twice; every streamed stage comes for each direction unless it is
     still there, and so does what Steps need."""
-    cut = made.choice.cut
+    cut = made.choice.layout
     last = cut.stages[-1].stop - cut.stages[-1].start
     arithmetic = floor_seconds(
         case.size, case.rate, work.lengths, work.rank, recomputed=1 - last / case.size.layers
@@ -167,16 +167,19 @@ def resident_row(case: Case, work: BaselineWork, passes: int | None = None) -> R
         nonlocal losses, described
         choice = None if passes else resident_choice(*case.held, work, case.most, case.link)
         base = random_base(*case.held)
-        part = choice.layout.on(0) if choice else None
+        part = choice.layout.for_worker(0) if choice else None
         together = AttachedJobs(resident_executor(base, graphs=passes is None, part=part))
         capacity = roomy(together, choice, case.most) if choice else passes or work.length
-        described = f"{capacity} tokens a microbatch, {together.recompute.layers} layers recomputed"
+        described = (
+            f"{capacity} tokens a microbatch, {together.recompute.recomputed_layers} layers recomputed"
+        )
         join_all(together, work)
         if choice:
             # Said before anything is computed, so that a shortage says where it came from.
-            aboard = resident_bytes(case.hardware.device)
-            described += f", {choice.bytes / GIB:.1f} GiB predicted, {aboard / GIB:.1f} before the first pass"
-            if choice.layout.optimizer_offloaded:
+            attached_bytes = resident_bytes(case.hardware.device)
+            predicted = choice.peak_device_bytes / GIB
+            described += f", {predicted:.1f} GiB predicted, {attached_bytes / GIB:.1f} before the first pass"
+            if choice.layout.offloads_optimizer:
                 described += f", optimizer in host memory ({choice.host_bytes / GIB:.1f} GiB)"
             print(described, flush=True)
         measured = measure(together.block(capacity), case.hardware, few(case.pace))
@@ -189,10 +192,10 @@ def resident_row(case: Case, work: BaselineWork, passes: int | None = None) -> R
     return Row(name, work.jobs, work.tokens, measured, floor, losses=losses, cut=described)
 
 
-def roomy(together: AttachedJobs, choice: Choice, most: int) -> int:
+def roomy(together: AttachedJobs, choice: LayoutChoice, most: int) -> int:
     """Tokens of a microbatch, with what must be recomputed for so many to fit, as a run would choose them."""
-    together.recompute = choice.memory.recompute(choice.attached, most)
-    return choice.memory.capacity(choice.attached, most, together.recompute)
+    together.recompute = choice.memory.choose_recompute(choice.attached_jobs, most)
+    return choice.memory.choose_capacity(choice.attached_jobs, most, together.recompute)
 
 
 def streamed_capacity(rows: Sequence[Row], work: BaselineWork) -> int:

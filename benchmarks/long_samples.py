@@ -18,9 +18,10 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 from weftune.bench.baselines import BaselineWork, job_step, peft_model
 from weftune.bench.gpu_step import attach_jobs
@@ -31,13 +32,14 @@ from weftune.bench.weftune_side import AttachedJobs, resident_jobs
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.memory_fit import window_need
-from weftune.plan.program.layout import one_device
+from weftune.plan.program.layout import one_device_layout
 from weftune.plan.program.program import Recompute
 from weftune.run.measure.memory import budget_bytes
 from weftune.trainer.options import host_budget
 
 TILE_ROWS = 8192
 GIB = 2**30
+PEFT = "PEFT, checkpointing, Liger"
 LONG = 1 << 16
 """Tokens beyond which a single step is measured."""
 
@@ -57,6 +59,23 @@ class LongStep:
         peak = (self.measured.peak_bytes or 0) / GIB
         promise = "" if self.predicted_bytes is None else f"  predicted {self.predicted_bytes / GIB:7.2f} GiB"
         return f"{self.tokens:>8,}  {self.name:<40} {self.measured.seconds:8.3f} s  {peak:7.2f} GiB{promise}"
+
+
+def summary(rows: Sequence[LongStep]) -> list[str]:
+    """Return the time of every row relative to PEFT, and the growth of peak memory between lengths."""
+    by_name: dict[str, dict[int, MeasuredStep]] = {}
+    for row in rows:
+        if row.measured.seconds is not None:
+            by_name.setdefault(row.name, {})[row.tokens] = row.measured
+    lines, peft = [], by_name.get(PEFT, {})
+    for name, own in by_name.items():
+        for tokens in sorted(own.keys() & peft.keys()) if name != PEFT else ():
+            ratio = (own[tokens].seconds or 0.0) / (peft[tokens].seconds or 1.0)
+            lines.append(f"{tokens:>8,}  {name:<40} {ratio:8.3f} of PEFT's time")
+        for (short, before), (tall, after) in pairwise(sorted(own.items())):
+            growth = ((after.peak_bytes or 0) - (before.peak_bytes or 0)) / GIB / (tall - short) * 1024
+            lines.append(f"{short:,} to {tall:,}  {name:<32} {growth:8.3f} GiB per 1,024 tokens")
+    return lines
 
 
 def timed(step: Callable[[], object], hardware: Hardware, steps: int) -> MeasuredStep:
@@ -90,9 +109,13 @@ class WeftuneCase:
             JobShape(name, 0, order, one.layout.size, work.length, work.length)
             for order, (name, one) in enumerate(executor.attached.items())
         ]
-        layout = one_device(executor.base.shape.layers)
+        layout = one_device_layout(executor.base.shape.layers)
         self.memory = MemoryModel(
-            executor.base.shape, self._budget, fused=True, layout=layout, host_budget=host_budget()
+            executor.base.shape,
+            self._budget,
+            uses_fused_ops=True,
+            layout=layout,
+            host_budget_bytes=host_budget(),
         )
 
         self._capacity = max(work.length, min(TILE_ROWS, work.tokens))
@@ -100,11 +123,11 @@ class WeftuneCase:
     def run(self, mode: str, steps: int) -> LongStep:
         attached, memory = self.attached, self.memory
         if mode == "chosen":
-            attached.recompute = memory.recompute(self._jobs, self._capacity)
+            attached.recompute = memory.choose_recompute(self._jobs, self._capacity)
         else:
             attached.recompute = recompute_of(mode, attached.base.shape.layers)
         program = attached.plan(1, self._capacity)
-        predicted = window_need(memory, self._jobs, program).total(memory.fit)
+        predicted = window_need(memory, self._jobs, program).total_bytes(memory.fit)
         found = run_or_note(partial(timed, self._step, self._hardware, steps), self._hardware)
         print(attached.recompute)
         return LongStep(f"Weftune, {mode}", self._work.length, found, predicted)
@@ -167,7 +190,9 @@ def main() -> None:
         del case
     for one in [] if options.no_peft else work:
         run = partial(with_peft, size, one, hardware, steps_at(one.length))
-        show(LongStep("PEFT, checkpointing, Liger", one.length, run_or_note(run, hardware)))
+        show(LongStep(PEFT, one.length, run_or_note(run, hardware)))
+    for line in summary(rows):
+        print(line)
     finish({"size": asdict(size), "jobs": options.jobs, "steps": [asdict(row) for row in rows]}, options.json)
 
 

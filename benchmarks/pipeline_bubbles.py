@@ -18,6 +18,7 @@ import argparse
 import multiprocessing
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -38,8 +39,16 @@ from weftune.core.shapes import LayerRange, ModelShape
 from weftune.launch.workers import worker_environment
 from weftune.plan.cost.time import PassWork
 from weftune.plan.layout.stages import PartCosts, cut_layers, measured_costs
-from weftune.plan.program.layout import in_stages
-from weftune.plan.program.program import Backward, Forward, GlobalBatch, MicrobatchPlan, PlacedSample, Program
+from weftune.plan.program.layout import pipeline_layout
+from weftune.plan.program.program import (
+    Backward,
+    Forward,
+    ForwardPass,
+    GlobalBatch,
+    MicrobatchPlan,
+    PlacedSample,
+    Program,
+)
 from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 from weftune.plan.window.rounds import JobWindow
@@ -169,7 +178,7 @@ def opened(spec: BaseSpec, held: Sequence[LayerRange], folder: Path, setting: Se
     assert position is not None
     staff = WorkerControl(connect(position, CPU))
     yield open_pipeline(
-        staff, spec, CPU, in_stages(held), lambda job: folder / "checkpoints" / job, setting.delay
+        staff, spec, CPU, pipeline_layout(held), lambda job: folder / "checkpoints" / job, setting.delay
     )
     staff.end_workers()
     torch.distributed.destroy_process_group()
@@ -318,7 +327,7 @@ def course(job: str, step: int, case: Case, setting: Setting) -> JobWindow:
     return JobWindow(job, step, batches, (), frozenset(), frozenset())
 
 
-def fetch(plan: MicrobatchPlan, _held_out: bool) -> Microbatch:
+def fetch(plan: MicrobatchPlan, _kind: type[ForwardPass]) -> Microbatch:
     """Random tokens, all of them supervised."""
     lengths = [placed.length for segment in plan.segments for placed in segment.samples]
     offsets = [placed.offset for segment in plan.segments for placed in segment.samples]
@@ -344,7 +353,8 @@ def others(setting: Setting) -> Iterator[None]:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     environments = [
-        worker_environment(worker, setting.stages, store.port) for worker in range(setting.stages)
+        worker_environment(worker, setting.stages, store.port, time.time())
+        for worker in range(setting.stages)
     ]
     processes = [
         context.Process(target=be_worker, args=(one, setting.threads), daemon=True)

@@ -30,7 +30,7 @@ from weftune.plan.program.layout import padded_rows
 GIB = 1 << 30
 HOST = int(120e9)
 LARGE_HOST = int(200e9)
-KEPT = [way for way in HOST_STATES if not way.offloads]
+KEPT = [way for way in HOST_STATES if not way.offloads_inputs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def main() -> None:
                 "shape": case.shape,
                 "jobs": case.jobs,
                 "batch": case.batch,
-                "seconds": chosen.step_seconds,
+                "seconds": chosen.round_seconds,
                 "kept_seconds": kept,
             }
         )
@@ -103,7 +103,7 @@ def foreseen(case: Case, shape: ModelShape, ways: Sequence[HostState] = HOST_STA
 def kept_seconds(case: Case, shape: ModelShape) -> float | None:
     """Of a round where inputs may not leave the GPU; None if the jobs do not fit so."""
     try:
-        return foreseen(case, shape, KEPT).step_seconds
+        return foreseen(case, shape, KEPT).round_seconds
     except PlanError:
         return None
 
@@ -114,24 +114,26 @@ def told(seconds: float | None) -> str:
 
 def saved_bytes(case: Case, shape: ModelShape, chosen: StreamChoice) -> int:
     """What the same cut would need more, were inputs kept."""
-    part = chosen.cut.on(0)
+    part = chosen.layout.for_worker(0)
     padded = padded_rows(case.work.jobs * case.work.batch * case.work.length, captures_graphs=True)
-    rows = (len(chosen.cut.stages) - part.held_rounds) * padded - part.held_microbatches * chosen.capacity
+    rows = (
+        len(chosen.layout.stages) - part.rounds_on_device
+    ) * padded - part.extra_microbatches_on_device * chosen.capacity
     return rows * shape.hidden * shape.bytes_per_value
 
 
 def cells(chosen: StreamChoice) -> Iterator[str]:
-    cut = chosen.cut
+    cut = chosen.layout
     yield str(len(cut.stages))
-    yield str(sum(stage.resident for stage in cut.stages))
-    yield str(cut.slots[0])
-    yield "travel" if cut.travels else "stay"
-    yield "offloaded" if cut.offloads else "kept"
+    yield str(sum(stage.is_resident for stage in cut.stages))
+    yield str(cut.slot_counts[0])
+    yield "travel" if cut.adapters_travel else "stay"
+    yield "offloaded" if cut.offloads_inputs else "kept"
     yield str(chosen.capacity)
     yield f"{chosen.device_bytes / GIB:.1f}"
     yield f"{chosen.host_bytes / 1e9:.0f}"
-    yield f"{chosen.step_seconds:.2f}"
-    yield f"{chosen.unhidden:.0%}"
+    yield f"{chosen.round_seconds:.2f}"
+    yield f"{chosen.waiting_share:.0%}"
 
 
 if __name__ == "__main__":

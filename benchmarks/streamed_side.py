@@ -30,8 +30,8 @@ from weftune.bench.weftune_side import AttachedJobs
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import PlanError
 from weftune.plan.cost.ring import step_bytes
-from weftune.plan.layout.choose import Choice, Machine
-from weftune.plan.layout.choose import choose as choose_layout
+from weftune.plan.layout.choose import LayoutChoice, Machine
+from weftune.plan.layout.choose import choose_layout as choose_layout
 from weftune.plan.layout.need import StreamCase, StreamDevice, emulated_device, gpu_device
 from weftune.plan.layout.search import largest_drafts, smallest_drafts
 from weftune.plan.layout.stream_choice import HOST_STATES, HostState, StreamChoice, choose_stream
@@ -54,7 +54,7 @@ class StreamedJobs(AttachedJobs):
         self.choice = choice
 
     def _window(self, courses: Sequence[JobWindow], capacity: int) -> Program:
-        return plan_window(courses, self.choice.cut, capacity, self.executor.captures is not None)
+        return plan_window(courses, self.choice.layout, capacity, self.executor.captures is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +76,25 @@ class Streamed:
     def loaded_bytes(self) -> int:
         """What comes of the base in a round: stages in the slots are still there where it turns and ends."""
         sizes = [source.size for _, source in sorted(self.streamed.sources.items())]
-        (slots,) = self.choice.cut.slots
+        (slots,) = self.choice.layout.slot_counts
         return 2 * sum(sizes) - sum(sizes[:slots]) - sum(sizes[len(sizes) - slots :])
 
     @property
     def stepped_bytes(self) -> int:
         """What comes of adapters that travel in a round: for their Steps, and weights for the backward."""
-        if not self.choice.cut.travels:
+        if not self.choice.layout.adapters_travel:
             return 0
         each = step_bytes(self.executor.base.dtype.itemsize) + self.executor.base.dtype.itemsize
         return each * sum(training.layout.size for training in self.executor.attached.values())
 
     @property
     def described(self) -> str:
-        cut = self.choice.cut
-        stays = sum(stage.resident for stage in cut.stages)
-        travels = ", adapters travel" if cut.travels else ""
-        offloads = ", inputs offloaded" if cut.offloads else ""
+        cut = self.choice.layout
+        stays = sum(stage.is_resident for stage in cut.stages)
+        travels = ", adapters travel" if cut.adapters_travel else ""
+        offloads = ", inputs offloaded" if cut.offloads_inputs else ""
         return (
-            f"{len(cut.stages)} stages, {stays} stay, {cut.slots[0]} slots, "
+            f"{len(cut.stages)} stages, {stays} stay, {cut.slot_counts[0]} slots, "
             f"{self.choice.capacity} tokens a microbatch{travels}{offloads}"
         )
 
@@ -111,7 +111,7 @@ def streamed_jobs_aboard(
 ) -> Streamed:
     shape = model_shape(_outline(size, hardware, quantize), hardware.dtype)
     choice = choose(shape, work, stream_device(hardware, cap, link), most, how)
-    base = _random_base(size, hardware, choice.cut, quantize)
+    base = _random_base(size, hardware, choice.layout, quantize)
     executor = streamed_executor(base)
     return Streamed(StreamedJobs(executor, choice), choice, executor, base)
 
@@ -128,17 +128,19 @@ def choose(
     chosen = choose_stream(shape, jobs, device, most, work.tokens, ways)
     if how == "chosen":
         return chosen
-    cut = chosen.cut
-    case = StreamCase(shape, tuple(jobs), device, work.tokens, chosen.capacity, cut.travels, cut.offloads)
+    cut = chosen.layout
+    case = StreamCase(
+        shape, tuple(jobs), device, work.tokens, chosen.capacity, cut.adapters_travel, cut.offloads_inputs
+    )
     drafts = largest_drafts(case) if how == "largest" else smallest_drafts(case)
-    draft = min(drafts, key=case.seconds, default=None)
+    draft = min(drafts, key=case.round_seconds, default=None)
     if draft is None:
         raise PlanError(f"there is no cut into the {how} stages here")
     return replace(
         chosen,
-        cut=draft.cut(cut.travels, cut.offloaded_rows),
-        step_seconds=case.seconds(draft),
-        unhidden=case.unhidden(draft) if case.fits(draft) else 1.0,
+        layout=draft.make_layout(cut.adapters_travel, cut.offloaded_rows),
+        round_seconds=case.round_seconds(draft),
+        waiting_share=case.waiting_share(draft) if case.fits(draft) else 1.0,
     )
 
 
@@ -162,23 +164,25 @@ def stream_device(hardware: Hardware, cap: int | None, link: HostLink) -> Stream
 
 def resident_choice(
     size: Size, hardware: Hardware, quantize: Quantize | None, work: BaselineWork, most: int, link: HostLink
-) -> Choice:
+) -> LayoutChoice:
     """How a run would hold these jobs with all of the base on the device, and no cap."""
     shape = model_shape(_outline(size, hardware, quantize), hardware.dtype)
     device = stream_device(hardware, None, link)
     machine = Machine(
         on_gpu=hardware.device.type == "cuda",
-        budget=device.budget,
-        host_budget=device.host_budget,
+        budget_bytes=device.budget_bytes,
+        host_budget_bytes=device.host_budget_bytes,
         capacity=max(most, work.length),
-        gpu=lambda budget, host, workers: replace(device, budget=budget, host_budget=host),
+        measure_gpu=lambda budget, host, workers: replace(
+            device, budget_bytes=budget, host_budget_bytes=host
+        ),
     )
     return choose_layout(shape, job_shapes(shape, work), machine)
 
 
 def random_base(size: Size, hardware: Hardware, quantize: Quantize | None = None) -> Base:
     """The base that `streamed_jobs_aboard` makes, all of it on the device."""
-    resident = Layout((StageLayers(0, size.layers, resident=True),))
+    resident = Layout((StageLayers(0, size.layers, is_resident=True),))
     return _random_base(size, hardware, resident, quantize).whole
 
 
@@ -196,7 +200,7 @@ def _random_base(size: Size, hardware: Hardware, cut: Layout, quantize: Quantize
         model_shape(model, hardware.dtype),
         BaseSpec(model="random weights"),
         hardware.device,
-        cut.on(0),
+        cut.for_worker(0),
         random_filler(model, hardware),
     )
 

@@ -54,6 +54,7 @@ KERNELS = {
     ),
     **dict.fromkeys(("swiglu_forward", "swiglu_backward"), KernelKind.ELEMENTS),
     **dict.fromkeys(("gated_forward", "gated_backward", "summed_choices"), KernelKind.ELEMENTS),
+    **dict.fromkeys(("attend_share", "combine_shares"), KernelKind.ATTENTION),
     "target_logprobs": KernelKind.HEAD,
     **dict.fromkeys(("squares", "update"), KernelKind.OPTIMIZER),
 }

@@ -8,13 +8,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from weftune.cli.generate import answer_panels
-from weftune.data.tokenise import prompt_tokens
 from weftune.errors import UserError
+from weftune.generate.answers import generate_answers
 from weftune.jobs.spec.read import read_run
 from weftune.report.ending import final_table
 from weftune.report.read import read_run as read_records
 from weftune.report.terminal import LiveView
-from weftune.trainer.generate import generate_answers
 from weftune.trainer.options import Options
 from weftune.trainer.train import trainer_for
 
@@ -38,7 +37,7 @@ def main() -> int:
     console.print(f"[dim]Expected: {escape(answer)}[/dim]")
     finished = {name: result.path for name, result in results.items() if result.state == "succeeded"}
     science = {name: path for name, path in finished.items() if name.startswith("science")}
-    said = generate_answers(run.base, science, question, tokenise=prompt_tokens, max_tokens=40)
+    said = generate_answers(run.base, science, question, max_tokens=40)
     console.print(answer_panels(said))
     console.print(f"Report: {run.output / 'report.html'}", highlight=False, soft_wrap=True)
     return 0 if len(finished) == len(results) else 1
