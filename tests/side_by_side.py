@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from _pytest.config import create_terminal_writer
 
-QUIET = 2
+TIMED_PROCESSES = 2
 """Processes for tests that look at a clock: most of what they do is to wait."""
 # Forks cannot use CUDA where the process that they come from has asked its driver for devices.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -43,7 +43,7 @@ def pytest_runtestloop(session):
         for timed in (False, True):
             items = [one for one in session.items if bool(one.get_closest_marker("timed")) is timed]
             files = [list(found) for _, found in groupby(items, key=lambda one: one.path)]
-            run_files(session, files, QUIET if timed else option.processes)
+            run_files(session, files, TIMED_PROCESSES if timed else option.processes)
     if session.shouldfail:
         raise session.Failed(session.shouldfail)
     return True
@@ -96,37 +96,37 @@ def run_files(session: pytest.Session, files: Files, processes: int) -> None:
     started, running = [], {}
     for _ in range(min(processes, len(files))):
         mine, theirs = context.Pipe()
-        started.append(context.Process(target=work, args=(session, files, theirs)))
+        started.append(context.Process(target=run_worker, args=(session, files, theirs)))
         started[-1].start()
         theirs.close()
         running[mine] = "before the first test"
     try:
-        attend(session, iter(range(len(files))), running)
+        collect_reports(session, iter(range(len(files))), running)
     except BaseException:
         for process in started:
             process.terminate()
         raise
 
 
-def attend(session: pytest.Session, waiting: Iterator[int], running: dict[Connection, str]) -> None:
+def collect_reports(session: pytest.Session, waiting: Iterator[int], running: dict[Connection, str]) -> None:
     """Answer the forks until all have ended; `running` maps each to the test that it began last."""
     while running:
         for connection in wait(list(running)):
             try:
-                told = connection.recv()
+                message = connection.recv()
             except EOFError:
-                report(session.config, died(running.pop(connection)))
+                report(session.config, report_of_death(running.pop(connection)))
                 continue
-            if told is None:
+            if message is None:
                 connection.send(None if session.shouldfail or session.shouldstop else next(waiting, None))
-            elif told == "":
+            elif message == "":
                 del running[connection]
-            elif isinstance(told, str):
-                running[connection] = told
+            elif isinstance(message, str):
+                running[connection] = message
             else:
                 report(
                     session.config,
-                    session.config.hook.pytest_report_from_serializable(config=session.config, data=told),
+                    session.config.hook.pytest_report_from_serializable(config=session.config, data=message),
                 )
 
 
@@ -136,16 +136,16 @@ def report(config: pytest.Config, found: pytest.TestReport) -> None:
         config.hook.pytest_runtest_logfinish(nodeid=found.nodeid, location=found.location)
 
 
-def died(test: str) -> pytest.TestReport:
+def report_of_death(test: str) -> pytest.TestReport:
     words = "The process of this test has died, there or behind it; the rest of its file did not run."
     return pytest.TestReport(test, (test.split("::")[0], None, test), {}, "failed", words, "call")
 
 
-def work(session: pytest.Session, files: Files, parent: Connection) -> None:
+def run_worker(session: pytest.Session, files: Files, parent: Connection) -> None:
     """In a fork: run one file after another, and know the next one before the last test of a file ends."""
     plugins = session.config.pluginmanager
     plugins.unregister(name="terminalreporter")
-    plugins.register(Told(session.config, parent), "terminalreporter")
+    plugins.register(ReportSender(session.config, parent), "terminalreporter")
     captured: Any = plugins.getplugin("capturemanager")
     # Or all forks would write to the same file.
     captured.stop_global_capturing()
@@ -177,7 +177,7 @@ def start_server() -> None:
     fork_server()
 
 
-class Told:
+class ReportSender:
     """In the place of the reporter that prints: sends reports to the process that has it."""
 
     def __init__(self, config: pytest.Config, parent: Connection) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests import bench
-from tests.run import aboard
+from tests.run import executors
 from tests.test_gpu import trained
 from weftune import JobSpec, Options
 from weftune.base.attention import Rule, attend_packed, pack
@@ -77,7 +77,7 @@ def test_captured_where_that_pays_passes_give_the_very_bits_of_plain_ones():
     rows = [bench.rows(bench.samples(16, seed=seed, shortest=40, longest=250)) for seed in range(3)]
     adapter = {"rank": 8, "dropout": 0.1}
     jobs = [
-        aboard.ready(base, f"job{i}", steps=6, seed=i, adapter=adapter, data=made)
+        executors.prepare(base, f"job{i}", steps=6, seed=i, adapter=adapter, data=made)
         for i, made in enumerate(rows)
     ]
     with deterministic_kernels():

@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import bench, oracle
-from tests.adapters.aboard import banks_with, logits, together
+from tests.adapters.attached_banks import banks_with, logits, together
 from tests.base.folders import model_folder
 from tests.base.packs import random_samples
 from tests.cases import slow_but

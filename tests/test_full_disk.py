@@ -14,7 +14,7 @@ from tests.outputs import assert_same_results, assert_whole, jobs_folder, lines,
 from weftune import JobSpec, Options
 from weftune.adapters.registry import layout_of
 from weftune.errors import OutputError
-from weftune.plan.cost.memory import gib
+from weftune.plan.cost.memory import format_bytes
 from weftune.run.events import Stepped
 
 
@@ -233,7 +233,9 @@ def test_a_disk_without_room_for_adapters_and_checkpoints_is_refused_before_the_
     sizes = [one.size for one in map(adapter_layout, jobs())]
     needed = 8 * (sizes[0] * (2 * 4 + 1) + sizes[1] * (2 * 3 + 1))
     free = needed - 1
-    with pytest.raises(OutputError, match=re.escape(f"out needs {gib(needed)} for adapters and checkpoints")):
+    with pytest.raises(
+        OutputError, match=re.escape(f"out needs {format_bytes(needed)} for adapters and checkpoints")
+    ):
         run(output, model)
     assert not (output / "status.json").exists()
     free = needed

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests import bench
-from tests.run import aboard
+from tests.run import executors
 from weftune import JobSpec, Options, Trainer
 from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec
 from weftune.ops.lora.routes import Route
-from weftune.plan.program.layout import one_device
+from weftune.plan.program.layout import one_device_layout
 from weftune.plan.program.program import NOTHING, Recompute
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
@@ -93,7 +93,7 @@ def ready(base, name, index, **changes):
         steps=6, batch_size=4, seed=index, adapter={"rank": 4 * index + 4, "dropout": 0.1 * (index % 2)}
     )
     rows = bench.rows(bench.samples(16, seed=index, longest=90))
-    return aboard.ready(base, name, data=rows, **(keys | changes))
+    return executors.prepare(base, name, data=rows, **(keys | changes))
 
 
 def trained(
@@ -102,14 +102,14 @@ def trained(
     """How far each job moved in so many rounds, windows of two; the spoilt turn NaN after the first."""
     executor = resident_executor(base, route, graphs, at_once=at_once)
     for one in jobs:
-        executor.attach(aboard.training(base, one))
+        executor.attach(executors.job_training(base, one))
     starts = {name: training.master.clone() for name, training in executor.attached.items()}
     failed = {}
     for step in range(0, rounds, 2):
         alive = [one for one in jobs if one.name not in failed]
         courses = [one.job_window(step, 2, False) for one in alive]
-        program = plan_window(courses, one_device(), capacity, ladder=True, recompute=recompute)
-        for event in aboard.events(executor, program, jobs):
+        program = plan_window(courses, one_device_layout(), capacity, ladder=True, recompute=recompute)
+        for event in executors.run_program(executor, program, jobs):
             if isinstance(event, Failed):
                 failed[event.job] = event.reason
         for name in spoilt if step == 0 else ():

@@ -7,8 +7,8 @@ import pytest
 
 from tests import bench, oracle
 from tests.cases import slow_but
-from tests.held import tensor_bytes
 from tests.outputs import assert_same_job, assert_whole, lines, numbers, states, status
+from tests.tensor_memory import tensor_bytes
 from weftune import JobSpec
 from weftune.errors import SpecError, UserError
 from weftune.plan.layout.choose import WINDOW_ROUNDS
@@ -35,20 +35,20 @@ def solo(base, tmp_path, spec):
 
 def test_each_job_is_exported_when_it_ends_while_the_others_go_on(base, tmp_path):
     output = tmp_path / "out"
-    jobs = [job("a", 3), job("b", 14), job("c", 7)]
+    jobs = [job("a", 3), job("b", 30), job("c", 7)]
     loaded = {}
 
     def callback(event):
         if isinstance(event, Stepped) and event.job == "b":
             for name in ("a", "c"):
-                if (output / name / "adapter_model.safetensors").exists() and name not in loaded:
-                    assert states(output)[name] == "succeeded"
+                if name not in loaded and states(output)[name] == "succeeded":
                     loaded[name] = event.step, bench.adapter(output / name)
 
     trainer = bench.trainer(base, output, jobs)
     trainer.run(callback)
-    # A job leaves at the end of the window in which it made its last step.
-    assert (loaded["a"][0], loaded["c"][0]) == (WINDOW_ROUNDS + 1, 2 * WINDOW_ROUNDS + 1)
+    # A job leaves at the end of the window in which it made its last step; a thread writes its adapter meanwhile.
+    assert loaded["a"][0] > WINDOW_ROUNDS
+    assert loaded["c"][0] > 2 * WINDOW_ROUNDS
     for name, (_, weights) in loaded.items():
         assert oracle.distance(weights, bench.adapter(output / name)) == 0
     assert_whole(output)

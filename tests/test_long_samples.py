@@ -23,10 +23,14 @@ LAYERS = 2
 TILE = 5
 """Rows per tile: it divides neither samples nor microbatches."""
 MODES = {
-    "kept": Recompute(outputs=True, tile_rows=TILE),
-    "recomputed": Recompute(outputs=True, layers=LAYERS, tile_rows=TILE),
-    "attention kept": Recompute(outputs=True, layers=LAYERS, tile_rows=TILE, keeps_attention=True),
-    "first layer recomputed": Recompute(outputs=True, layers=1, tile_rows=TILE, keeps_attention=True),
+    "kept": Recompute(recomputes_outputs=True, tile_rows=TILE),
+    "recomputed": Recompute(recomputes_outputs=True, recomputed_layers=LAYERS, tile_rows=TILE),
+    "attention kept": Recompute(
+        recomputes_outputs=True, recomputed_layers=LAYERS, tile_rows=TILE, keeps_attention=True
+    ),
+    "first layer recomputed": Recompute(
+        recomputes_outputs=True, recomputed_layers=1, tile_rows=TILE, keeps_attention=True
+    ),
     "offloaded": Recompute(True, LAYERS, TILE, keeps_attention=True, offloaded_layers=LAYERS),
     "inputs offloaded": Recompute(True, LAYERS, TILE, keeps_attention=False, offloaded_layers=1),
 }
@@ -45,7 +49,7 @@ def train_with(monkeypatch, tmp_path):
             return row_tiles.tiled_layer(h_TD, anchor, parts, tiles, keep)
 
         monkeypatch.setattr(layers, "tiled_layer", counted)
-        monkeypatch.setattr(MemoryModel, "recompute", lambda *_: recompute)
+        monkeypatch.setattr(MemoryModel, "choose_recompute", lambda *_: recompute)
         monkeypatch.setattr(assemble, "AdaptedBase", partial(adapted.AdaptedBase, fuses=True))
         bench.train(base, tmp_path / name, jobs, capacity=64)
         assert any(tiles > 2 for tiles, _ in calls) == (recompute.tile_rows > 0)

@@ -14,7 +14,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests import bench, oracle
-from tests.adapters.aboard import attach, banks_with, empty_banks, logits, together, weights_of
+from tests.adapters.attached_banks import attach, banks_with, empty_banks, logits, together, weights_of
 from tests.base.folders import model_folder
 from tests.base.packs import random_samples
 from tests.cases import slow_but, some_of

@@ -7,7 +7,7 @@ import pytest
 
 from tests import bench
 from tests.outputs import Crash, assert_same_results, assert_whole, events_of, rich_run
-from weftune.plan.layout.choose import choose
+from weftune.plan.layout.choose import choose_layout
 from weftune.plan.layout.offloaded import offloading
 from weftune.trainer import engine
 
@@ -18,12 +18,12 @@ def offloaded(monkeypatch):
 
     def switch(on):
         def chosen(*asked):
-            found = choose(*asked)
+            found = choose_layout(*asked)
             memory = offloading(found.memory, host_budget=1 << 50)
-            layout = replace(found.layout, optimizer_offloaded=True)
+            layout = replace(found.layout, offloads_optimizer=True)
             return replace(found, layout=layout, memory=memory) if on else found
 
-        monkeypatch.setattr(engine, "choose", chosen)
+        monkeypatch.setattr(engine, "choose_layout", chosen)
 
     switch(True)
     return switch

@@ -9,7 +9,7 @@ import torch
 from tests import bench
 from tests.cases import some_of
 from tests.outputs import assert_whole, status
-from tests.run import aboard
+from tests.run import executors
 from tests.test_gpu import ready
 from tests.test_stream_gpu import CAPACITY, SPEC, attach, even
 from weftune import JobSpec, Options
@@ -18,7 +18,7 @@ from weftune.core.shapes import JobShape
 from weftune.ops.adamw import update
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.ring import PIECE
-from weftune.plan.program.layout import one_device
+from weftune.plan.program.layout import one_device_layout
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Failed
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(not bench.STORIES.exists(), reason="stories15M is not here"),
 ]
 
-ONE = one_device()
+ONE = one_device_layout()
 SMALL_PIECE = 16384
 """Dozens of them in a job, each of which lingers for a millisecond."""
 
@@ -43,7 +43,7 @@ def base():
 
 
 def executor_of(base, offloaded=True, **keys):
-    return resident_executor(base, part=one_device(base.shape.layers, offloaded).on(0), **keys)
+    return resident_executor(base, part=one_device_layout(base.shape.layers, offloaded).for_worker(0), **keys)
 
 
 def four(base):
@@ -57,7 +57,7 @@ def windows(executor, jobs, ladder=False, rounds=range(0, 6, 2), layout=ONE):
         failed = {event.job for event in events if isinstance(event, Failed)}
         courses = [job.job_window(step, 2, False) for job in jobs if job.name not in failed]
         program = plan_window(courses, layout, CAPACITY, ladder=ladder)
-        events += aboard.events(executor, program, jobs)
+        events += executors.run_program(executor, program, jobs)
     return events
 
 
@@ -127,7 +127,7 @@ def test_every_vector_has_the_bits_of_state_on_the_device_however_long_steps_lin
 
 def test_in_two_groups_no_pass_overtakes_a_step_either(base):
     """By a run's own plan: the Steps of one group linger while the other passes."""
-    found, layout = [], one_device(base.shape.layers, optimizer_offloaded=True)
+    found, layout = [], one_device_layout(base.shape.layers, optimizer_offloaded=True)
     for make in (update, lingering):
         executor = executor_of(base, graphs=False, make=make)
         if make is lingering:
@@ -163,7 +163,7 @@ def test_of_a_parameter_six_bytes_are_on_the_device_and_twelve_page_locked_on_th
         assert state.gradient.is_cuda
         executor.restore_base()
         del executor, state
-    assert abs(taken[0] - taken[1] - 12 * job.shape.trainable) < 1 << 20
+    assert abs(taken[0] - taken[1] - 12 * job.shape.trainable_parameters) < 1 << 20
 
 
 def test_the_device_refuses_a_step_whose_loss_is_nan_and_the_others_go_on(base):
@@ -202,7 +202,7 @@ def test_a_checkpoint_taken_among_windows_goes_on_in_the_other_layout(base, want
     executor.restore_base()
     other = executor_of(base, not first, graphs=False)
     for job in jobs:
-        adapter = aboard.JobAdapter(job.name, job.spec.adapter, job.spec.seed)
+        adapter = executors.JobAdapter(job.name, job.spec.adapter, job.spec.seed)
         training = new_training(adapter, job.recipe, base.shape.sites, base.dtype, other.home)
         assert checkpoint.restore(tmp_path / job.name, training)
         assert training.progress.step == 4
@@ -232,6 +232,6 @@ def test_a_run_whose_jobs_would_wait_takes_more_of_them_aboard_and_says_so(base,
 def budget_for(base, jobs, count):
     """Room for so many jobs with all of their state on the device, and half a job more."""
     trainable = sum(64 * (site.in_features + site.out_features) for site in base.shape.sites)
-    shapes = [JobShape(job.name, 0, at, trainable, longest=64) for at, job in enumerate(jobs)]
-    memory = MemoryModel(base.shape, 0, fused=True)
+    shapes = [JobShape(job.name, 0, at, trainable, max_sample_tokens=64) for at, job in enumerate(jobs)]
+    memory = MemoryModel(base.shape, 0, uses_fused_ops=True)
     return memory.least_bytes(shapes[:count]) + memory.state_bytes(shapes[:1]) // 2

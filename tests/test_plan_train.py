@@ -19,7 +19,7 @@ from weftune.cli.main import main
 from weftune.errors import PlanError
 from weftune.jobs.spec.read import read_run
 from weftune.plan.cost import cluster
-from weftune.plan.layout.choose import Choice
+from weftune.plan.layout.choose import LayoutChoice
 from weftune.trainer.train import trainer_for
 
 ALL = [job["name"] for job in FOUR_JOBS]
@@ -59,7 +59,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    choice: Choice | None
+    choice: LayoutChoice | None
     attached: list[str]
     notes: list[str]
 
@@ -89,21 +89,21 @@ def train(place, output, memory) -> Trained:
         loop = trainer.loop
         assert loop is not None
         if not found:
-            choice = loop.choice if loop.choice.streamed else None
+            choice = loop.choice if loop.choice.is_streamed else None
             found.append(Trained(choice, list(loop.executor.attached), heard.notes))
 
     trainer.run(look)
     return found[0]
 
 
-def cut_numbers(choice: Choice) -> dict:
+def cut_numbers(choice: LayoutChoice) -> dict:
     cut = choice.layout
     return {
-        "stages": [{"layers": one.stop - one.start, "resident": one.resident} for one in cut.stages],
-        "slots": cut.slots[0],
-        "adapters_travel": cut.travels,
-        "inputs_offloaded": cut.offloads,
-        "weights_in_files": choice.mapped,
+        "stages": [{"layers": one.stop - one.start, "resident": one.is_resident} for one in cut.stages],
+        "slots": cut.slot_counts[0],
+        "adapters_travel": cut.adapters_travel,
+        "inputs_offloaded": cut.offloads_inputs,
+        "weights_in_files": choice.reads_weight_files,
         "capacity": choice.capacity,
     }
 
@@ -128,10 +128,10 @@ def test_the_plan_has_the_cut_the_jobs_the_bytes_and_the_seconds_of_the_run(
     assert {key: numbers[key] for key in cut_numbers(choice)} == cut_numbers(choice)
     assert numbers["aboard"] == run.attached == aboard
     assert list(numbers["waiting"]) == [name for name in ALL if name not in aboard]
-    assert (numbers["device_bytes"], numbers["host_bytes"]) == (choice.bytes, choice.host_bytes)
-    assert numbers["forecast"]["step_seconds"] == numbers["round_seconds"] == choice.seconds
-    assert f"The base is {choice.why}." in run.notes
-    assert f"The base is {choice.why}." in plan.told
+    assert (numbers["device_bytes"], numbers["host_bytes"]) == (choice.peak_device_bytes, choice.host_bytes)
+    assert numbers["forecast"]["step_seconds"] == numbers["round_seconds"] == choice.round_seconds
+    assert f"The base is {choice.reason}." in run.notes
+    assert f"The base is {choice.reason}." in plan.told
 
 
 def test_where_the_run_streams_nothing_the_plan_does_not_either(place, planned, tmp_path):
@@ -156,7 +156,7 @@ def test_where_the_host_is_too_small_both_leave_the_weights_in_their_files(
     monkeypatch.setattr("weftune.cli.plan_predict.host_budget", lambda *_: 20_480)
     plan, run = planned("700KiB"), train(place, tmp_path / "out", "700KiB")
     assert run.choice is not None
-    assert run.choice.mapped
+    assert run.choice.reads_weight_files
     assert plan.numbers["weights_in_files"]
-    assert f"The base is {run.choice.why}." in plan.told
+    assert f"The base is {run.choice.reason}." in plan.told
     assert "How fast the files are is not known here" in plan.told

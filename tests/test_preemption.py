@@ -132,10 +132,10 @@ class Watched:
 
     def look(self, loop):
         self.overtaken = max([self.overtaken, *loop._overtaken.values()])
-        aboard = [loop.jobs[name].shape for name in loop.executor.attached]
+        running = [loop.jobs[name].shape for name in loop.executor.attached]
         held = any(count >= MAX_OVERTAKES for count in loop._overtaken.values())
         for name, waits in loop.waiting.items():
-            above = [one for one in aboard if one.priority >= waits.shape.priority]
+            above = [one for one in running if one.priority >= waits.shape.priority]
             assert held or loop._misfit_reason([*above, waits.shape]) is not None, (
                 f"{name} waits behind a lower priority"
             )

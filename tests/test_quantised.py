@@ -23,7 +23,6 @@ from weftune.errors import OutputError
 from weftune.report.compare import kept_validation
 from weftune.report.read import read_run
 from weftune.trainer.export import evaluation_rows
-from weftune.trainer.generate import load_for_adapters, with_adapter
 
 TWO_JOBS = [
     {"name": "a", "steps": 8, "adapter": {"rank": 4, "dropout": 0.1}, "eval": {"fraction": 0.2, "every": 3}},
@@ -178,11 +177,9 @@ def test_what_generate_loads_has_the_loss_that_training_reported(quantize, kinds
     for kind in kinds:
         job, reported = folder / "out" / kind, kept_validation(records[kind])
         base = recorded_base(job)
-        model = with_adapter(load_for_adapters(base, [job], bench.CPU), "adapter", job)
+        model = oracle.peft_on(base, job)
         assert loss_of(model, samples) == pytest.approx(reported, rel=1e-6), kind
-        plain = with_adapter(
-            load_for_adapters(replace(base, quantize=None), [job], bench.CPU), "adapter", job
-        )
+        plain = oracle.peft_on(replace(base, quantize=None), job)
         assert loss_of(plain, samples) != pytest.approx(reported, rel=1e-5), kind
 
 

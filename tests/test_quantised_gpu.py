@@ -58,7 +58,7 @@ def test_the_base_takes_the_bytes_that_were_foretold(quantize, tmp_path):
     base.model.model.layers[0].mlp.up_proj(torch.randn(64, 1024, device=device, dtype=torch.bfloat16))
     beside = torch.cuda.max_memory_allocated() - begun
     assert beside >= base.shape.matrix_bytes
-    assert MemoryModel(base.shape, 0, fused=True).need([], 0).resident >= taken
+    assert MemoryModel(base.shape, 0, uses_fused_ops=True).predict_need([], 0).resident_bytes >= taken
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])

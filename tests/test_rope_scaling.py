@@ -34,7 +34,6 @@ from weftune.errors import OutputError
 from weftune.report.read import read_run
 from weftune.report.snippets import base_spec, load_snippet
 from weftune.trainer.export import evaluation_rows, write_merged
-from weftune.trainer.generate import load_for_adapters, with_adapter
 
 SCALINGS = {
     "linear": {"factor": 3.0},
@@ -160,11 +159,9 @@ def test_it_is_recorded_and_what_generate_loads_has_the_loss_that_training_repor
     samples = evaluation_rows(folder, base)
     assert samples.lengths.max() > CONTEXT
     reported = status(undisturbed)["jobs"]["a"]["eval_loss"]
-    model = with_adapter(load_for_adapters(base, [folder], bench.CPU), "adapter", folder)
+    model = oracle.peft_on(base, folder)
     assert loss_of(model, samples) == pytest.approx(reported, rel=1e-6)
-    plain = with_adapter(
-        load_for_adapters(replace(base, rope_scaling=None), [folder], bench.CPU), "adapter", folder
-    )
+    plain = oracle.peft_on(replace(base, rope_scaling=None), folder)
     assert loss_of(plain, samples) != pytest.approx(reported, rel=1e-5)
 
 

@@ -40,7 +40,7 @@ from weftune.plan.cost.profile import (
     profile_path,
     write_profile,
 )
-from weftune.plan.layout.choose import PROCESS_BYTES, choose
+from weftune.plan.layout.choose import PROCESS_BYTES, choose_layout
 from weftune.plan.outlook.promise import first_window
 from weftune.run.workers.groups import WorkerPosition
 from weftune.trainer.job import prepare_job
@@ -178,12 +178,12 @@ def asked_alone(case: Case, file) -> dict[str, Any]:
         staff=SimpleNamespace(connections=SimpleNamespace(position=place)),
     )
     shapes = [job.shape for job in ready.values()]
-    choice = choose(shape, shapes, describe_machine(options, run.base, CPU, shape))
-    aboard = admit(shapes, [], choice.memory.why_not).admitted
+    choice = choose_layout(shape, shapes, describe_machine(options, run.base, CPU, shape))
+    admitted = admit(shapes, [], choice.memory.misfit_reason).admitted
     by_name = {one.name: one for one in shapes}
     window = first_window(
         choice,
-        [by_name[name] for name in aboard],
+        [by_name[name] for name in admitted],
         lambda name, rounds: ready[name].job_window(0, rounds, begins=True),
     )
     return json.loads(json.dumps(window.numbers))
@@ -201,6 +201,26 @@ def test_plan_and_run_promise_the_same(seed, written, tmp_path):
     assert (plan["seconds"] is not None) == case.profiled
     assert len(plan["layout"]["slots"]) == case.workers
     assert plan["aboard"]
+
+
+@pytest.mark.parametrize("gpu_memory", [None, 900 << 10])
+def test_jobs_with_a_reference_policy_are_planned_to_score_first_as_they_do(
+    gpu_memory, folder, written, tmp_path
+):
+    rows = [{"prompt": "w7 ", "chosen": "w8 " * n, "rejected": "w9"} for n in range(1, 12)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"data": {"path": "pairs.jsonl", "max_length": 64}, "steps": 2, "eval": {"fraction": 0.3}}
+    jobs = (
+        {"name": "dpo", "objective": "dpo", "adapter": {"rank": 2}, **keys},
+        {"name": "same", "objective": {"kind": "dpo", "beta": 0.5}, "adapter": {"rank": 3}, **keys},
+        {"name": "prefix", "objective": "dpo", "adapter": {"kind": "prefix"}, **keys},
+        {**_job(random.Random(0), 0), "name": "sft"},
+    )
+    case = Case("one device", jobs, gpu_memory=gpu_memory, profiled=True)
+    file = written(case)
+    plan = planned(case, file)
+    assert plan == trained(case, file, tmp_path / "out")
+    assert plan["seconds"] is not None
 
 
 @pytest.mark.slow

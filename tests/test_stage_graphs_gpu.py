@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from tests import bench
-from tests.run import aboard
+from tests.run import executors
 from tests.test_gpu import ready
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import load_stage
 from weftune.core.shapes import LayerRange
-from weftune.plan.program.layout import one_device
+from weftune.plan.program.layout import one_device_layout
+from weftune.plan.program.program import Forward
 from weftune.plan.window.window import plan_window
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graphs import CapturedPasses
@@ -42,12 +43,14 @@ def went_round(captured):
         adapters = ResidentAdapters(adapted)
         rosters.append(adapters.roster)
         for index in range(2):
-            adapters.attach(aboard.training(adapted.base, ready(stages[0].base, f"job{index}", index)))
+            adapters.attach(executors.job_training(adapted.base, ready(stages[0].base, f"job{index}", index)))
     jobs = [ready(stages[0].base, f"job{index}", index) for index in range(2)]
     by_name = {job.name: job for job in jobs}
     courses = [job.job_window(0, 3, False) for job in jobs]
-    plans = plan_window(courses, one_device(), 256, ladder=True).microbatches[:IN_FLIGHT]
-    rows = [aboard.in_flight(lay(collate_plan(plan, False, by_name), plan.rows, device)) for plan in plans]
+    plans = plan_window(courses, one_device_layout(), 256, ladder=True).microbatches[:IN_FLIGHT]
+    rows = [
+        executors.in_flight(lay(collate_plan(plan, Forward, by_name), plan.rows, device)) for plan in plans
+    ]
     found = []
     stream = stages[0].stream
     with torch.cuda.stream(stream):

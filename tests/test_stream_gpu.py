@@ -10,7 +10,7 @@ import torch
 
 from tests import bench
 from tests.cases import some_of
-from tests.run import aboard
+from tests.run import executors
 from tests.test_gpu import ready
 from weftune.adapters.kind import JobAdapter
 from weftune.base.host.pinned import allocate_host_bytes
@@ -21,7 +21,7 @@ from weftune.base.spec import BaseSpec
 from weftune.errors import BaseModelError
 from weftune.ops.adamw import update
 from weftune.plan.cost.ring import PIECE
-from weftune.plan.program.layout import Layout, StageLayers, one_device
+from weftune.plan.program.layout import Layout, StageLayers, one_device_layout
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.executor import rows_at_once
@@ -70,7 +70,7 @@ def trained(executor, base, plan, jobs=None):
     starts = {name: one.master.clone() for name, one in executor.attached.items()}
     for step in range(0, 6, 2):
         courses = [job.job_window(step, 2, False) for job in jobs]
-        list(aboard.events(executor, plan(courses), jobs))
+        list(executors.run_program(executor, plan(courses), jobs))
     moved = {name: (one.master - starts[name]).cpu() for name, one in executor.attached.items()}
     executor.restore_base()
     return moved
@@ -87,7 +87,7 @@ def resident():
     return trained(
         resident_executor(base, graphs=False),
         base,
-        lambda courses: plan_window(courses, one_device(), CAPACITY),
+        lambda courses: plan_window(courses, one_device_layout(), CAPACITY),
     )
 
 
@@ -120,7 +120,7 @@ def test_inputs_that_wait_in_host_memory_come_back_with_the_very_bits(resident, 
 
     def noted(by):
         nonlocal most
-        most = max(most, aboard.rows_here(executor.activations))
+        most = max(most, executors.rows_on_device(executor.activations))
         return read(by)
 
     executor.activations.read = noted
@@ -136,7 +136,7 @@ def test_inputs_that_wait_in_host_memory_come_back_with_the_very_bits(resident, 
     for name, want in resident.items():
         assert torch.equal(moved[name], want), name
     assert longest < most <= longest + CAPACITY
-    assert aboard.rows_here(executor.activations) == 0
+    assert executors.rows_on_device(executor.activations) == 0
     assert executor.activations.reserved_rows == max(rows, longest)
 
 
@@ -291,7 +291,7 @@ def even(base, name, index):
     """A job whose samples are equally long, so that all of its microbatches have one key."""
     rows = bench.rows(bench.samples(16, seed=index, shortest=64, longest=64))
     adapter = {"rank": 4 * index + 4, "dropout": 0.1 * (index % 2)}
-    return aboard.ready(base, name, data=rows, steps=6, batch_size=4, seed=index, adapter=adapter)
+    return executors.prepare(base, name, data=rows, steps=6, batch_size=4, seed=index, adapter=adapter)
 
 
 def level(cut):

@@ -9,7 +9,7 @@ import torch
 
 from tests import bench
 from tests.cases import some_of
-from tests.run import aboard
+from tests.run import executors
 from tests.test_gpu import ready
 from tests.test_stream_gpu import LAYERS, SPEC, a_layer_each, attach, even, level, trained
 from weftune.base.host.pinned import allocate_host_bytes
@@ -29,7 +29,7 @@ GRAPH_CUTS = {
     "two slots": a_layer_each(2, travels=False),
     "travelling": a_layer_each(1, travels=True, resident={2}),
     "offloaded": replace(a_layer_each(3, travels=True), offloaded_rows=4096),
-    "two and four": Layout((StageLayers(0, 2), StageLayers(2, 6)), (1,), travels=True),
+    "two and four": Layout((StageLayers(0, 2), StageLayers(2, 6)), (1,), adapters_travel=True),
     "one stage": Layout((StageLayers(0, LAYERS, True),)),
 }
 
@@ -62,7 +62,7 @@ def test_captured_passes_over_stages_give_the_very_bits_of_plain_ones(name, kind
 def windows(executor, jobs, cut, count, step=0):
     """So many rounds of all jobs."""
     courses = [job.job_window(step, count, False) for job in jobs]
-    events = list(aboard.events(executor, level(cut)(courses), jobs))
+    events = list(executors.run_program(executor, level(cut)(courses), jobs))
     assert not [event for event in events if isinstance(event, Failed)]
 
 
@@ -195,7 +195,7 @@ def test_the_host_hears_of_steps_while_the_device_is_still_going_back():
 
     executor._backward = slowly
     courses = [job.job_window(2, 2, False) for job in jobs]
-    for event in aboard.events(executor, level(cut)(courses), jobs):
+    for event in executors.run_program(executor, level(cut)(courses), jobs):
         if isinstance(event, Stepped):
             ahead.append(not slept[-1].query())
     # Those of the first round; behind the last one everything is waited for.

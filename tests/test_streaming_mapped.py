@@ -13,7 +13,7 @@ from tests.run.models import deep
 from weftune import JobSpec, Options
 from weftune.base.spec import BaseSpec
 from weftune.errors import BaseModelError, HostTooSmall
-from weftune.plan.layout.choose import Machine, choose
+from weftune.plan.layout.choose import Machine, choose_layout
 from weftune.trainer.machine import file_stream_device
 
 GPU = 480 << 10
@@ -121,23 +121,23 @@ def test_fewer_jobs_at_once_are_better_than_weights_in_files():
     nowhere = BaseSpec(model="/nowhere/at/all", dtype="float32")
 
     def found(host):
-        return choose(
+        return choose_layout(
             base(8),
             jobs,
             Machine(
                 on_gpu=False,
-                budget=1 << 40,
-                stream_budget=4_000_000,
-                host_budget=host,
+                budget_bytes=1 << 40,
+                stream_budget_bytes=4_000_000,
+                host_budget_bytes=host,
                 capacity=64,
-                files=partial(file_stream_device, nowhere, bench.CPU),
+                make_file_device=partial(file_stream_device, nowhere, bench.CPU),
             ),
         )
 
     choice = found(13_000_000)
-    assert choice.streamed
-    assert not choice.mapped
-    assert choice.layout.travels
+    assert choice.is_streamed
+    assert not choice.reads_weight_files
+    assert choice.layout.adapters_travel
     assert choice.host_bytes <= 13_000_000
     with pytest.raises(HostTooSmall, match="There is no folder /nowhere/at/all"):
         found(8_000_000)

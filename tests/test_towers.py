@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from tests import bench, oracle
-from tests.adapters.aboard import banks_with, logits, together
+from tests.adapters.attached_banks import banks_with, logits, together
 from tests.base.folders import wrapper_folder
 from tests.base.packs import CPU, random_samples
 from tests.cases import slow_but
@@ -24,8 +24,8 @@ from weftune.base.load import load_base, load_plain
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.data.tokenise import prompt_tokens
+from weftune.generate.answers import generate_answers
 from weftune.trainer.export import write_merged, write_portable
-from weftune.trainer.generate import generate_answers
 
 STEPS = 6
 SAMPLES = random_samples((9, 4, 13))
@@ -182,9 +182,9 @@ def test_a_merged_wrapper_in_shards_and_another_dtype(project, family, tmp_path)
 def test_generate_says_what_the_wrapper_says_with_the_adapter(family, project):
     folder, tokenizer = project / "out" / "every", AutoTokenizer.from_pretrained(project / "base")
     spec = BaseSpec(model=str(project / "base"), dtype="float32")
-    said = generate_answers(spec, {"a": folder}, "w10 w20", tokenise=prompt_tokens, max_tokens=6, device=CPU)
+    said = generate_answers(spec, {"a": folder}, "w10 w20", max_tokens=6, device=CPU)
     wrapper = PeftModel.from_pretrained(tiny_wrapper(family, torch.float32), folder).eval()
-    tokens = list(prompt_tokens(tokenizer, "w10 w20", None))
+    tokens = list(prompt_tokens(tokenizer, "w10 w20"))
     start = len(tokens)
     with torch.no_grad():
         while len(tokens) < start + 6 and tokens[-1] != tokenizer.eos_token_id:

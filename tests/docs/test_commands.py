@@ -29,7 +29,9 @@ def arguments(line: str) -> list[str]:
 
 
 def options_of(verb: str) -> set[str]:
-    return {name for option in VERBS[verb].params for name in option.opts if name.startswith("--")}
+    """The options of a verb and, if it is a group, of the verbs in it."""
+    found = [VERBS[verb], *getattr(VERBS[verb], "commands", {}).values()]
+    return {name for one in found for option in one.params for name in option.opts if name.startswith("--")}
 
 
 @pytest.mark.parametrize("page", [README, GUIDE], ids=lambda page: page.name)

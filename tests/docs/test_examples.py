@@ -14,19 +14,21 @@ import yaml
 from tests.docs.pages import GUIDE, README, ROOT, SWEEPS, blocks, table_rows
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.spec import RopeScaling
-from weftune.data.spec import DataSpec, EvalSpec, Source
+from weftune.data.spec import DataSpec, EvalSpec, GenerateSpec, Source
 from weftune.jobs.spec.keys import SECTIONS
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.spec.spec import EarlyStop, JobSpec, RunSpec
 from weftune.jobs.sweeps.halving import rung_counts, rung_steps
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
+from weftune.objectives.spec import ObjectiveSpec
 
 PREFIX = {
     "run": "", "job": "", "source": "data.path[].", "halving": "sweep.halving.",
-    "init_from": "adapter.init_from.", "rope_scaling": "base.rope_scaling.",
+    "generate": "eval.generate.", "init_from": "adapter.init_from.", "rope_scaling": "base.rope_scaling.",
 }  # fmt: skip
 RECORDS: dict[str, type] = {
     "": JobSpec, "adapter.": LoraSpec, "data.": DataSpec, "data.path[].": Source, "eval.": EvalSpec,
+    "eval.generate.": GenerateSpec,
     "early_stop.": EarlyStop, "sweep.": SweepSpec, "sweep.halving.": Halving,
     "base.rope_scaling.": RopeScaling,
 }  # fmt: skip
@@ -121,6 +123,8 @@ def value_of(cell: str) -> Any:
 
 def default_of(item: Field[Any]) -> Any:
     """None where a key is absent, empty or must be given."""
+    if isinstance(item.default, ObjectiveSpec):
+        return item.default.kind
     return None if item.default in (MISSING, None, ()) else item.default
 
 

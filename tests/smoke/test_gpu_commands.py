@@ -6,6 +6,7 @@ Run with `make smoke-gpu`. Each command is a process of its own, as a user start
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -20,7 +21,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests import bench
-from tests.smoke.commands import assert_trained, losses, surroundings, weftune
+from tests.smoke.commands import assert_trained, jobs_file, losses, surroundings, weftune
 
 pytestmark = [
     pytest.mark.smoke,
@@ -57,6 +58,44 @@ def test_generate_answers_beside_the_base(plain):
     assert "base (" in said
     # Of twelve tokens in each of two columns, with their titles.
     assert len(re.findall("[A-Za-z]{2,}", said)) > 10, said
+
+
+def test_a_file_of_prompts_is_answered_by_both_adapters(plain, tmp_path):
+    rows = [{"prompt": f"There were {n} cats."} for n in range(3, 9)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = ("--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "said.jsonl", "--plain")
+    weftune("generate", plain / "large", plain / "small", *files, "--max-tokens", "24", "--device", "cuda")
+    lines = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    assert [(line["index"], line["adapter"]) for line in lines] == [
+        (index, name) for index in range(len(rows)) for name in ("large", "small")
+    ]
+    assert all("cats" in line["completion"] or "hats" in line["completion"] for line in lines), lines
+
+
+def test_eval_ranks_both_adapters_before_the_base(plain, stories, tmp_path):
+    files = ("--data", stories.parent / "rows.jsonl", "--json", tmp_path / "scores.json")
+    weftune("eval", plain / "large", plain / "small", *files, "--max-tokens", "8", "--device", "cuda")
+    scores = {one["adapter"]: one for one in json.loads((tmp_path / "scores.json").read_text())["results"]}
+    assert set(scores) == {"base", "large", "small"}
+    assert scores["base"]["loss"] > max(scores[name]["loss"] for name in ("large", "small"))
+    assert {one["rows"] for one in scores.values()} == {64}
+
+
+def test_dpo_learns_from_preferences(tmp_path):
+    rows = [
+        {"prompt": f"There were {n} cats.", "chosen": f" They had {n} hats.", "rejected": " They slept."}
+        for n in range(2, 66)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = {"objective": {"kind": "dpo", "beta": 0.2}, "learning_rate": 1e-3, "eval": {"fraction": 0.2}}
+    jobs = jobs_file(tmp_path, bench.STORIES, tmp_path / "pairs.jsonl", **more)
+    weftune("train", jobs, "--output", tmp_path / "out", "--device", "cuda")
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    first = [line for line in lines if line.get("step") == 1 and "loss" in line]
+    assert [line["loss"] for line in first] == pytest.approx([math.log(2)] * 2, abs=0.02)
+    last = [line for line in lines if "eval_rewards/accuracies" in line][-2:]
+    assert all(line["eval_loss"] < math.log(2) for line in last), last
+    assert all(line["eval_rewards/accuracies"] > 0.8 for line in last), last
 
 
 def test_export_portable_and_merged(plain, tmp_path):

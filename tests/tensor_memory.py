@@ -1,4 +1,4 @@
-"""What a process holds of tensors."""
+"""Memory of all tensors that live in a process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def storage_bytes() -> list[int]:
-    """Of every tensor that anybody holds; those that share their memory count once."""
+    """Return the bytes of the memory of every tensor; tensors that share memory count once."""
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -18,5 +18,5 @@ def storage_bytes() -> list[int]:
 
 
 def tensor_bytes() -> int:
-    """All of them together."""
+    """Return the bytes of all tensors together."""
     return sum(storage_bytes())
