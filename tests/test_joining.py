@@ -46,7 +46,7 @@ def test_each_job_is_exported_when_it_ends_while_the_others_go_on(base, tmp_path
 
     trainer = bench.trainer(base, output, jobs)
     trainer.run(callback)
-    # A job leaves at the end of the window in which it made its last step; a thread writes its adapter meanwhile.
+    # A job leaves at the end of the window in which it made its last step; a thread writes its adapter.
     assert loaded["a"][0] > WINDOW_ROUNDS
     assert loaded["c"][0] > 2 * WINDOW_ROUNDS
     for name, (_, weights) in loaded.items():

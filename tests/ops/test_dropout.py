@@ -92,7 +92,9 @@ def test_a_row_keeps_its_mask_wherever_it_is_packed():
 def test_a_gpus_way_gives_the_same_bits():
     for site in (123, 0xFFFFFFFF):
         whole = kept_TK(site, torch.arange(50), 16, 0.3)
-        assert torch.equal(dropout._kept_by_torch(site, torch.arange(50), 16, threshold(0.3)), whole)
+        assert torch.equal(
+            dropout._kept_by_torch(site, torch.arange(50), range(1, 17), threshold(0.3)), whole
+        )
 
 
 def test_a_block_larger_than_the_cache_is_hashed_piece_by_piece_to_the_same_bits(monkeypatch):
@@ -130,3 +132,9 @@ def test_32_bits_read_as_signed():
     values = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1]
     assert [dropout.signed(value) for value in values] == [0, 1, 2**31 - 1, -(2**31), 1 - 2**31, -1]
     assert (threshold(0.0), threshold(0.5), threshold(1.0)) == (-(2**31), 0, 2**31 - 1)
+
+
+def test_a_part_of_the_features_has_the_masks_of_the_whole():
+    whole = kept_TK(123, torch.arange(50), 64, 0.3)
+    part = kept_TK(123, torch.arange(50), 16, 0.3, first_feature=32)
+    assert torch.equal(part, whole[:, 32:48])

@@ -33,7 +33,12 @@ def context() -> Any:
 
 
 def run_workers(
-    workers: int, target: Callable[..., Any], *arguments: Any, replicas: int = 1, ring: bool = False
+    workers: int,
+    target: Callable[..., Any],
+    *arguments: Any,
+    replicas: int = 1,
+    ring: bool = False,
+    shards: int = 1,
 ) -> list[Any]:
     """What `target(connections, *arguments)` returns on every worker; `workers` are those of all replicas."""
     from torch.distributed import TCPStore
@@ -55,7 +60,7 @@ def run_workers(
             "WEFTUNE_CACHE": os.environ.get("WEFTUNE_CACHE", ""),
         }
         process = made.Process(
-            target=_be_worker, args=(environment, theirs, replicas, ring, target, arguments)
+            target=_be_worker, args=(environment, theirs, replicas, ring, shards, target, arguments)
         )
         process.start()
         theirs.close()
@@ -88,6 +93,7 @@ def _be_worker(
     connection: Connection,
     replicas: int,
     ring: bool,
+    shards: int,
     target: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
@@ -101,7 +107,9 @@ def _be_worker(
     try:
         place = read_position()
         assert place is not None
-        connections = connect(replace(place, replicas=replicas, ring=ring), torch.device("cpu"))
+        connections = connect(
+            replace(place, replicas=replicas, ring=ring, shards=shards), torch.device("cpu")
+        )
         connection.send_bytes(pickle.dumps(target(connections, *arguments)))
         dist.barrier()
     except BaseException:

@@ -96,7 +96,7 @@ class JobAt:
             return x_LK
         index_L = self.bound.microbatch.token_index_T[self.segment.rows]
         own = key(self.adapter.seed, self.segment.step, self.site.name)
-        kept = kept_TK(own, index_L, x_LK.shape[1], probability)
+        kept = kept_TK(own, index_L, x_LK.shape[1], probability, self.site.first_input)
         return torch.where(kept, x_LK, 0.0) / (1.0 - probability)
 
     def _trained(self, site: str, name: str) -> Tensor:
@@ -165,6 +165,9 @@ class PlainKind:
 
     name: str
     """Name of the kind, as in the key `kind` of an adapter spec."""
+    runs_on_shards: bool = False
+    """Whether the kind works where each layer is divided into shards: its parameters at a site are cut as the
+    site is, and the gradients of parameters that are not cut are sums over the shards."""
 
     # -- what a kind defines -----------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ Shapes: T rows of the pack, D width of the last hidden state.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -22,7 +22,7 @@ from weftune.base.quant.linear import QuantLinear, matrix_dtype, unrounded
 from weftune.base.shape import embedding_module, model_shape, site_modules, site_shape
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
-from weftune.core.shapes import EMBED_SCALE, LayerRange, ModelShape, SiteShape
+from weftune.core.shapes import EMBED_SCALE, LayerRange, ModelShape, SiteShape, SiteSlice
 from weftune.core.weights import Head, WeightHolder
 from weftune.errors import BaseModelError
 
@@ -40,10 +40,13 @@ class Base:
     """The local layers; None if all layers are local. `shape` counts only these. With several local stages,
     the range extends from the beginning of the first to the end of the last."""
     all_sites: tuple[SiteShape, ...] = ()
-    """Sites of all stages. Empty if all layers are local."""
+    """Sites of all stages, and whole linears where shards are local. Empty if the whole base is local."""
     stored: Callable[[str], Tensor | None] | None = None
     """Function that returns a streamed parameter by name from the host, or None if it is on the device. None
     if no layers are streamed."""
+    slices: Mapping[str, SiteSlice] = field(default_factory=dict)
+    """Maps each site to the part of it that is local, if every layer is divided into shards. `shape` has the
+    sizes of the local parts."""
 
     @property
     def first(self) -> bool:
@@ -62,7 +65,13 @@ class Base:
 
     @property
     def whole_sites(self) -> tuple[SiteShape, ...]:
-        return self.shape.sites if self.held is None else self.all_sites
+        return self.all_sites or self.shape.sites
+
+    @property
+    def trained_sites(self) -> tuple[SiteShape, ...]:
+        """Sites whose adapter parameters this worker keeps and updates: those of its layers. Where layers are
+        divided into shards, every worker keeps the parameters of whole linears."""
+        return self.all_sites if self.slices else self.shape.sites
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, spec: BaseSpec, device: torch.device) -> Base:

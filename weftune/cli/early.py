@@ -42,6 +42,9 @@ PipelineOption = Annotated[
 ReplicasOption = Annotated[
     int, typer.Option(min=1, help="Share every batch among this many copies of the base or of its stages.")
 ]
+ShardsOption = Annotated[
+    int, typer.Option(min=1, help="Divide every layer among this many processes (tensor parallelism).")
+]
 GpusOption = Annotated[
     str | None,
     typer.Option(metavar="N|all", help="Put the whole base and a share of the jobs on each of N GPUs."),
@@ -56,6 +59,7 @@ def read_options(
     pipeline: str | None,
     replicas: int,
     gpus: str | None,
+    shards: int = 1,
 ) -> Options:
     """Return the options that `weftune train` and `weftune plan` share, or raise UserError."""
     from weftune.trainer.options import ALL, AUTO, Options
@@ -71,6 +75,7 @@ def read_options(
         gpu_memory=None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory"),
         pipeline=None if pipeline is None else AUTO if pipeline == "auto" else int(pipeline),
         replicas=replicas,
+        shards=shards,
         gpus=None if gpus is None else ALL if gpus == "all" else int(gpus),
     )
 
@@ -147,6 +152,24 @@ def refuse_replicas(run: RunSpec, replicas: int) -> None:
             f"--replicas {replicas}: {names[0]} has objective kto, whose KL term needs the whole batch in "
             "one replica; leave --replicas out, or write loss_type: apo_zero_unpaired"
         )
+
+
+def refuse_shards(run: RunSpec, shards: int) -> None:
+    """Refuse shards if a job's adapter cannot be cut as its layers are."""
+    if shards == 1:
+        return
+    from weftune.adapters.registry import get_kind
+
+    for job in run.jobs:
+        kind = job.adapter.kind
+        what = f"{kind} adapters" if not get_kind(kind).runs_on_shards else ""
+        if getattr(job.adapter, "trained_tokens", None):
+            what = "trainable_token_indices"
+        if what:
+            raise UserError(
+                f"--shards {shards}: {job.name} has {what}, which cannot be trained where every layer is "
+                "divided among processes; leave --shards out, or give the job a lora or ia3 adapter"
+            )
 
 
 def refuse_rows(jobs: Iterable[JobSpec], name_jobs: bool) -> None:

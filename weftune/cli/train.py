@@ -53,6 +53,7 @@ def train(
     ] = None,
     pipeline: early.PipelineOption = None,
     replicas: early.ReplicasOption = 1,
+    shards: early.ShardsOption = 1,
     gpus: early.GpusOption = None,
 ) -> None:
     """Train every job of a jobs file together; each becomes a PEFT adapter in the output folder."""
@@ -65,6 +66,7 @@ def train(
         "--pipeline": pipeline,
         "--gpus": gpus,
         "--replicas": replicas if replicas > 1 else None,
+        "--shards": shards if shards > 1 else None,
     }
     words = [word for key, value in named.items() if value is not None for word in (key, str(value))]
     again = ["train", str(jobs), *words, "--resume"]
@@ -83,6 +85,7 @@ def train(
                 gpu_memory=gpu_memory,
                 pipeline=pipeline,
                 replicas=replicas,
+                shards=shards,
                 gpus=gpus,
             ),
             resume=resume,
@@ -154,8 +157,13 @@ def _train_locally(
         from weftune.run.measure.memory import requested_devices
 
         _train(run, options, max_steps, requested_devices(shares or None, options.device))
-    elif stages * options.replicas > 1:
-        raise typer.Exit(_launch(run, stages, stages * options.replicas, first_arguments, restart_arguments))
+    elif (workers := stages * options.replicas * options.shards) > 1:
+        if options.shards > 1:
+            from weftune.base.shards import refuse_sharding
+
+            early.refuse_shards(run, options.shards)
+            refuse_sharding(run.base, options.shards)
+        raise typer.Exit(_launch(run, stages, workers, first_arguments, restart_arguments))
     else:
         _train(run, options, max_steps)
 
@@ -211,7 +219,12 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
             "pipeline, and --gpus starts processes by itself; start weftune without torchrun, or omit --gpus"
         )
     ring = options.gpu_memory is not None and worker.workers > 1
-    worker = replace(with_replicas(worker, options.replicas), ring=ring)
+    if worker.workers % options.shards:
+        raise UserError(
+            f"--shards {options.shards}: {worker.workers} workers cannot be divided by {options.shards}; "
+            f"start {options.shards} workers"
+        )
+    worker = replace(with_replicas(worker, options.replicas), ring=ring, shards=options.shards)
     if options.pipeline and options.pipeline != worker.stages:
         raise UserError(
             f"--pipeline {options.pipeline}: torchrun has started {worker.workers} workers; leave it out"
@@ -221,6 +234,7 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
             return
         run = read_run(jobs)
         early.refuse_replicas(run, options.replicas)
+        early.refuse_shards(run, options.shards)
         run = replace(run, output=Path(output or run.output))
         if restart_count() > 0:
             # torchrun has restarted all workers with the original command line.
@@ -270,6 +284,8 @@ def _job_count_text(run: RunSpec) -> str:
 
 def _workers_text(worker: WorkerPosition) -> str:
     """Return `2 stages`, `2 replicas` or `2 replicas of 2 stages`; `2 workers` with several stages each."""
+    if worker.shards > 1:
+        return f"{worker.shards} shards"
     stages = f"{worker.stages} {'workers' if worker.ring else 'stages'}"
     replicas = f"{worker.replicas} replicas"
     if worker.replicas == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 """Parameter names of the linears of a layer's experts, in order. Each parameter holds all experts."""
@@ -36,6 +36,9 @@ class SiteShape:
     """Number of experts that a router chooses from; 0 for a single matrix that every token uses."""
     active_matrices: int = 1
     """Number of matrices that each token uses."""
+    first_input: int = 0
+    """Index of the first input among those of the whole linear, if a shard holds a part of them. Dropout
+    masks depend on it."""
 
     @property
     def weight_count(self) -> int:
@@ -54,6 +57,25 @@ class SiteShape:
     def values_per_token(self) -> int:
         """Number of input and output values per token."""
         return self.active_matrices * (self.in_features + self.out_features)
+
+
+@dataclass(frozen=True, slots=True)
+class SiteSlice:
+    """The part of a linear that one shard of the base holds: some of its outputs or some of its inputs."""
+
+    ranges: tuple[tuple[int, int], ...]
+    """Consecutive outputs or inputs as (start, stop), in order."""
+    cuts_inputs: bool
+    """Whether the linear is cut by its inputs, so that the outputs of all shards are summed. Otherwise it is
+    cut by its outputs."""
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+
+CUT_BY_INPUTS = ("o_proj", "down_proj")
+"""Names of the linears that are cut by their inputs where a layer is divided into shards."""
 
 
 def layer_of(site: str) -> int | None:
@@ -216,3 +238,16 @@ def sum_parameters_by_layer(parameters: Iterable[tuple[str, int]], layers: int) 
         if (layer := layer_of(site)) is not None:
             sums[layer] += count
     return tuple(sums)
+
+
+def shard_shape(shape: ModelShape, shards: int) -> ModelShape:
+    """Return the sizes of one shard of a base, whose linears in the layers are cut and nothing else.
+    Key/value heads that several shards repeat are counted once."""
+    sites = tuple(
+        replace(site, in_features=site.in_features // shards)
+        if site.name.rpartition(".")[2] in CUT_BY_INPUTS
+        else replace(site, out_features=site.out_features // shards)
+        for site in shape.sites
+    )
+    cut = sum(site.weight_count for site in shape.sites) - sum(site.weight_count for site in sites)
+    return replace(shape, parameters=shape.parameters - cut, sites=sites)

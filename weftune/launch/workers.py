@@ -24,6 +24,7 @@ from weftune.base.load import select_device
 from weftune.core.clock import COMMAND_STARTED, current_clock
 from weftune.errors import UserError
 from weftune.launch.supervise import ProcessSpec, Supervisor, Team
+from weftune.run.shards import ShardShortage
 from weftune.run.workers.groups import (
     LOOPBACK,
     WorkerPosition,
@@ -74,7 +75,7 @@ def connect_workers(worker: WorkerPosition, device: str | None) -> Iterator[Work
                 raise
             # Not after a bug or by force: then the other workers are lost.
             staff.end_workers()
-    except PeerLost as lost:
+    except (PeerLost, ShardShortage) as lost:
         print(f"weftune: {lost}", file=sys.stderr, flush=True)
         os._exit(LOST)
     except (UserError, typer.Exit):

@@ -53,32 +53,36 @@ def mix(value: int) -> int:
     return value ^ value >> 16
 
 
-def kept_TK(key_of_site: int, token_index_T: Tensor, features: int, probability: float) -> Tensor:
+def kept_TK(
+    key_of_site: int, token_index_T: Tensor, features: int, probability: float, first_feature: int = 0
+) -> Tensor:
     """Return the mask of values that are kept by dropout with `probability`, bool [T, K].
 
     The hashes of features depend on the key too, so that no two features have the same mask at every step.
+    `first_feature` is the index of the first feature among those of the whole linear.
     """
     draw = _kept_on_cpu if token_index_T.device.type == "cpu" else _kept_by_torch
-    return draw(key_of_site, token_index_T, features, threshold(probability))
+    numbers = range(first_feature + 1, first_feature + 1 + features)
+    return draw(key_of_site, token_index_T, numbers, threshold(probability))
 
 
-def _kept_by_torch(key_of_site: int, token_index_T: Tensor, features: int, least: int) -> Tensor:
+def _kept_by_torch(key_of_site: int, token_index_T: Tensor, numbers: range, least: int) -> Tensor:
     row_T = odd(token_index_T.to(torch.int32) ^ signed(key_of_site))
-    count_K = torch.arange(1, features + 1, dtype=torch.int32, device=row_T.device)
+    count_K = torch.arange(numbers.start, numbers.stop, dtype=torch.int32, device=row_T.device)
     feature_K = odd(count_K * signed(STRIDE) ^ signed(key_of_site))
     return row_T[:, None] * feature_K >= least
 
 
-def _kept_on_cpu(key_of_site: int, token_index_T: Tensor, features: int, least: int) -> Tensor:
+def _kept_on_cpu(key_of_site: int, token_index_T: Tensor, numbers: range, least: int) -> Tensor:
     own = np.uint32(key_of_site)
     row_T = _odd_unsigned(token_index_T.numpy().astype(np.uint32) ^ own)
-    count_K = np.arange(1, features + 1, dtype=np.uint32)
+    count_K = np.arange(numbers.start, numbers.stop, dtype=np.uint32)
     feature_K = _odd_unsigned(count_K * np.uint32(STRIDE) ^ own)
     if row_T.size * feature_K.size <= FEW:
         return torch.from_numpy(np.multiply.outer(row_T, feature_K).view(np.int32) >= least)
     row, feature = (torch.from_numpy(one.view(np.int32)) for one in (row_T, feature_K))
-    kept, rows = torch.empty(len(row), features, dtype=torch.bool), max(1, CHUNK // features)
-    bits_TK = torch.empty(min(rows, len(row)), features, dtype=torch.int32)
+    kept, rows = torch.empty(len(row), len(feature), dtype=torch.bool), max(1, CHUNK // len(feature))
+    bits_TK = torch.empty(min(rows, len(row)), len(feature), dtype=torch.int32)
     for start in range(0, len(row), rows):
         chunk = row[start : start + rows]
         bits = torch.mul(chunk[:, None], feature, out=bits_TK[: len(chunk)])

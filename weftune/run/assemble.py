@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from weftune.base.host.streamed import StreamedBase, stage_view
 from weftune.base.model import Base
+from weftune.base.shards import SumOverShards
 from weftune.ops.adamw import update
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import WorkerLayout, one_device_layout
@@ -19,6 +21,7 @@ from weftune.run.passes.graphs import CapturedPasses, GraphPool, Pool
 from weftune.run.passes.plain import PlainPasses
 from weftune.run.passes.stage_graphs import CapturedVisits
 from weftune.run.resident_adapters import ResidentAdapters
+from weftune.run.shards import Shards
 from weftune.run.stream.activations import KeptActivations, OffloadedActivations
 from weftune.run.stream.adapter_steps import Make
 from weftune.run.stream.offloaded_optimizer import OffloadedOptimizer
@@ -38,17 +41,20 @@ def resident_executor(
     agrees: Agrees | None = None,
     at_once: bool = True,
     make: Make = update,
+    sum_over_shards: SumOverShards | None = None,
 ) -> Executor:
-    """Return an executor for a base that stays on its device, or for this worker's one stage of the base. If
+    """Return an executor for a base that stays on its device, or for this worker's one stage or shard of the
+    base. `sum_over_shards` is given for a shard, whose passes use the segmented route on every device. If
     `graphs`, passes are captured as CUDA graphs where possible; unless `at_once`, only where that saves time.
     `make` applies the updates of adapters whose master weights and moments are in host memory."""
     part = part or one_device_layout(base.shape.layers).for_worker(0)
-    adapted = AdaptedBase(base, route)
+    shards = None if sum_over_shards is None else Shards(base, sum_over_shards)
+    adapted = AdaptedBase(base, route if shards is None else Route.segmented)
     stages = {part.own_stages[0]: base}
     captures = graphs and adapted.capturable
     timer = ActionTimer(base.device)
     offloads = part.layout.offloads_optimizer
-    adapters = OffloadedOptimizer(adapted, make) if offloads else ResidentAdapters(adapted)
+    adapters = OffloadedOptimizer(adapted, make) if offloads else ResidentAdapters(adapted, shards)
     return Executor(
         adapted,
         part,
@@ -56,7 +62,7 @@ def resident_executor(
         activations=KeptActivations(part.own_stages),
         passes=CapturedPasses(adapted, stages, at_once) if captures else PlainPasses(adapted, stages),
         adapters=adapters,
-        agreement=(agrees or _alone)(adapters, timer),
+        agreement=(agrees or partial(_alone, shards=shards))(adapters, timer),
         timer=timer,
         worker=worker,
     )
@@ -100,5 +106,5 @@ def streamed_executor(
     )
 
 
-def _alone(adapters: AdapterState, timer: ActionTimer) -> Agreement:
-    return Alone(adapters, timer.runs_behind)
+def _alone(adapters: AdapterState, timer: ActionTimer, shards: Shards | None = None) -> Agreement:
+    return Alone(adapters, timer.runs_behind, shards)

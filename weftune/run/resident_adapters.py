@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 from weftune.run.passes.adapted import AdaptedBase
+from weftune.run.shards import Shards
 from weftune.run.training.state import Roster, Training
 from weftune.run.training.steps import (
     BatchSums,
@@ -20,8 +21,9 @@ from weftune.run.training.steps import (
 
 
 class ResidentAdapters:
-    def __init__(self, adapted: AdaptedBase) -> None:
-        self._adapted, self.roster = adapted, Roster()
+    def __init__(self, adapted: AdaptedBase, shards: Shards | None = None) -> None:
+        """`shards` is given if every layer is divided among several workers."""
+        self._adapted, self._shards, self.roster = adapted, shards, Roster()
         self.home = adapted.base.device
         """Device that keeps the training state of attached jobs."""
 
@@ -29,13 +31,18 @@ class ResidentAdapters:
 
     def attach(self, training: Training) -> None:
         with self._adapted.on_stream():
-            state = training.state
-            self._adapted.banks.attach(training.adapter, training.layout, state.weights, state.gradient)
+            layout, weights, gradient = training.layout, training.state.weights, training.gradient
+            if self._shards is not None:
+                part = self._shards.attach(training)
+                layout, weights, gradient = part.layout, part.weights, part.gradient
+            self._adapted.banks.attach(training.adapter, layout, weights, gradient)
         self.roster.trainings[training.job] = training
 
     def detach(self, job: str) -> Training:
         with self._adapted.on_stream():
             self._adapted.banks.detach(job)
+        if self._shards is not None:
+            self._shards.detach(job)
         self.roster.dead.discard(job)
         return self.roster.trainings.pop(job)
 
@@ -45,15 +52,23 @@ class ResidentAdapters:
         with self._adapted.on_stream():
             self._adapted.banks.attached[job].weights.zero_()
             self.roster.trainings[job].drop_open_batch()
+            if self._shards is not None:
+                self._shards.drop_gradient(job)
 
     def abandon(self) -> None:
         """Drop the sums and gradients of unfinished global batches."""
         self.roster.drop_open_batches()
+        if self._shards is not None:
+            for job in self.roster.trainings:
+                self._shards.drop_gradient(job)
 
     def show(self, job: str, weights: Tensor) -> None:
         """Make passes read these weights until the next call. Called between windows."""
         with self._adapted.on_stream():
-            self.roster.trainings[job].state.weights.copy_(weights)
+            if self._shards is not None:
+                self._shards.update_weights(job, weights)
+            else:
+                self.roster.trainings[job].state.weights.copy_(weights)
 
     # -- passes ------------------------------------------------------------------------------------------
 
@@ -87,7 +102,12 @@ class ResidentAdapters:
         kernels make the updates, the host continues with the next pass meanwhile."""
         underway = StepsUnderway(self.home)
         with underway.count_time():
+            if self._shards is not None:
+                self._shards.sum_gradients([request.training for request in requests])
             run = begin_steps(requests)
+            if self._shards is not None:
+                for request in requests:
+                    self._shards.update_weights(request.training.job, request.training.state.weights)
         underway.runs.append(run)
         underway.is_done = run.factor_J is None
         return underway

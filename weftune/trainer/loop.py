@@ -364,7 +364,7 @@ class Loop:
         return new_training(
             adapter,
             job.recipe,
-            self.base.shape.sites,
+            self.base.trained_sites,
             self.base.dtype,
             self.executor.home,
             self.base.whole_sites,

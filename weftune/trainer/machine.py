@@ -50,7 +50,7 @@ def describe_machine(
         )
     worker_key = key if on_gpu else replace(key, threads=torch.get_num_threads())
     steady = options.deterministic
-    machine = replace(options, replicas=workers.replicas).machine(
+    machine = replace(options, replicas=workers.replicas, shards=workers.shards).machine(
         on_gpu=on_gpu,
         device_bytes=(fixed_budget_bytes if steady else budget_bytes)(device),
         process_bytes=PROCESS_BYTES if steady and not on_gpu else bytes_before_base(device),

@@ -63,12 +63,25 @@ class Options:
     """Number of stages, each in a process that `weftune train` starts; `AUTO` lets the planner choose."""
     replicas: int = 1
     """Number of copies of the base, or of its stages, that share every batch."""
+    shards: int = 1
+    """Number of processes that hold a slice of every layer each."""
     gpus: int | None = None
     """Number of devices that each hold the base and train a share of the jobs; `ALL` means every device."""
 
     def __post_init__(self) -> None:
         """Refuse options that exclude each other."""
         number = "all" if self.gpus == ALL else self.gpus
+        others = {
+            "--pipeline": self.pipeline,
+            "--replicas": self.replicas if self.replicas > 1 else None,
+            "--gpus": self.gpus,
+            "--gpu-memory": self.gpu_memory,
+        }
+        if self.shards > 1 and (given := [name for name, value in others.items() if value is not None]):
+            raise UserError(
+                f"--shards {self.shards} puts a slice of every layer on each of {self.shards} devices and "
+                f"cannot be combined with {given[0]} yet; leave one of them out"
+            )
         if self.gpu_memory is not None and (self.gpus is not None or self.replicas > 1):
             raise UserError(
                 "--gpu-memory streams a base that is larger than the GPU; --gpus and --replicas need all of "
@@ -94,7 +107,8 @@ class Options:
 
     @property
     def starts_processes(self) -> bool:
-        return self.pipeline is not None or self.gpus is not None or self.replicas > 1
+        several = self.replicas > 1 or self.shards > 1
+        return self.pipeline is not None or self.gpus is not None or several
 
     def machine(
         self,
@@ -135,6 +149,7 @@ class Options:
             capacity=self.capacity,
             workers=workers,
             replicas=self.replicas,
+            shards=self.shards,
             shares=shares,
             profile=profile,
             worker_profile=worker_profile,

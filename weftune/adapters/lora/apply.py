@@ -50,7 +50,7 @@ class LoraBank(SiteBank):
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
         found = [(segment, *self._attached[segment.adapter_job or ""]) for segment in self.segments(bound)]
         blocks = tuple(
-            _block(adapter, weights, site, segment, bound)
+            _block(adapter, weights, self._sites[site], segment, bound)
             for segment, adapter, weights in found
             if (site, A) in weights
         )
@@ -60,10 +60,12 @@ class LoraBank(SiteBank):
         return SiteParts(add=partial(add_lora, blocks=together, route=bound.route))
 
 
-def _block(adapter: JobAdapter, weights: Parameters, site: str, segment: Segment, bound: Pass) -> Block:
+def _block(
+    adapter: JobAdapter, weights: Parameters, shape: SiteShape, segment: Segment, bound: Pass
+) -> Block:
     spec: LoraSpec = adapter.spec
     drops = bound.training and spec.dropout > 0.0
-    totals = bound.totals[adapter.job]
+    site, totals = shape.name, bound.totals[adapter.job]
     own = LowRank(
         a_RK=weights[site, A],
         b_RN=weights[site, B],
@@ -72,7 +74,8 @@ def _block(adapter: JobAdapter, weights: Parameters, site: str, segment: Segment
         scale=spec.scale_at(site),
         dropout=spec.dropout if drops else 0.0,
     )
-    return Block(segment.start, segment.stop, own, key(adapter.seed, segment.step, site) if drops else 0)
+    mask_key = key(adapter.seed, segment.step, site) if drops else 0
+    return Block(segment.start, segment.stop, own, mask_key, shape.first_input)
 
 
 def low_rank(at: SiteTensors) -> LowRank:
@@ -98,6 +101,7 @@ def draw_lora(new: NewAdapter) -> None:
 
 class Lora(PlainKind):
     name = "lora"
+    runs_on_shards = True
 
     def start(self, new: NewAdapter) -> None:
         draw_lora(new)

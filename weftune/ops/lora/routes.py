@@ -40,6 +40,8 @@ class Block:
     adapter: LowRank
     key: int
     """Key of the dropout mask: `ops.dropout.key` of the job's seed, the step and the site."""
+    first_feature: int = 0
+    """Index of the first input among those of the whole linear, if a shard holds a part of them."""
 
     @property
     def rows(self) -> slice:
@@ -60,7 +62,8 @@ class Blocks:
         dropout = block.adapter.dropout
         if dropout == 0.0:
             return None
-        return kept_TK(block.key, self.token_index_T[block.rows], features, dropout)
+        index_T = self.token_index_T[block.rows]
+        return kept_TK(block.key, index_T, features, dropout, block.first_feature)
 
 
 def add_lora(x_TK: Tensor, y_TN: Tensor, blocks: Blocks, route: Route) -> Tensor:

@@ -67,8 +67,8 @@ class Outcome:
 
 
 SHORTAGE_PARTS = 16
-"""Number of steps into which the memory beside the process and the base is divided. After a shortage, plans use
-less memory by as many steps as change the recomputation."""
+"""Number of steps into which the memory beside the process and the base is divided. After a shortage, plans
+use less memory by as many steps as change the recomputation."""
 
 
 @dataclass(slots=True)

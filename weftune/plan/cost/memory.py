@@ -292,8 +292,10 @@ class MemoryModel:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Bytes per adapter parameter: compute copy, fp32 master, gradient and two moments."""
-        return self.shape.bytes_per_value + 4 * self.master_bytes
+        """Bytes per adapter parameter: compute copy, fp32 master, gradient and two moments. A shard also has
+        a compute copy and a gradient of its part, at most as large as the whole."""
+        local_part = 0 if self.layout.shards == 1 else self.shape.bytes_per_value + self.master_bytes
+        return self.shape.bytes_per_value + 4 * self.master_bytes + local_part
 
     @property
     def master_bytes(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from weftune.core.shapes import JobShape, LayerRange, ModelShape
+from weftune.core.shapes import JobShape, LayerRange, ModelShape, shard_shape
 from weftune.errors import HostTooSmall, PlanError
 from weftune.plan.cost.estimate import layer_bytes
 from weftune.plan.cost.memory import (
@@ -85,6 +85,8 @@ class Machine:
     workers: int = 1
     """Number of workers per replica, or `AUTO`."""
     replicas: int = 1
+    shards: int = 1
+    """Number of workers that hold each layer together."""
     shares: int = 1
     """Number of machines like this one that each train a share of the jobs, or `AUTO`."""
     profile: Profile | None = None
@@ -201,6 +203,9 @@ def choose_layout(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine)
     machine = replace(machine, decoder_bytes=decoder_bytes)
     if machine.workers == AUTO:
         machine = _choose_machine_workers(shape, jobs, machine)
+    if machine.shards > 1:
+        _refuse_decoder(machine, "several processes hold each layer together")
+        return _choose_shards(shape, jobs, machine)
     if machine.workers * machine.replicas > 1:
         _refuse_decoder(machine, "several processes share the base or its batches")
         return _choose_streamed_by_workers(shape, jobs, machine) or _choose_pipeline(shape, jobs, machine)
@@ -288,6 +293,30 @@ def _choose_resident(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
         first_pass_seconds=profile.first_seconds if profile else 0.0,
     )
     return _offload_optimizer(choice, jobs, machine) or choice
+
+
+def _choose_shards(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice:
+    """Return a layout with a slice of every layer on each of several workers. Their passes are not fused."""
+    shards = machine.shards
+    memory = MemoryModel(
+        shard_shape(shape, shards),
+        machine.budget_bytes,
+        machine.process_bytes,
+        layout=replace(one_device_layout(shape.layers), shards=shards),
+    )
+    together = fitting_jobs(jobs, memory)
+    kind = "GPU" if machine.on_gpu else "process"
+    return LayoutChoice(
+        machine=machine,
+        layout=memory.layout,
+        capacity=machine.max_tokens,
+        memory=memory,
+        attached_jobs=together,
+        peak_device_bytes=peak_device_bytes(memory, together, machine.max_tokens),
+        reason=f"in {shards} shards, a slice of every layer on each {kind}",
+        user_note=f"The base is in {shards} shards, a slice of every layer on each {kind}.",
+        window_rounds=WINDOW_ROUNDS,
+    )
 
 
 def _offload_optimizer(

@@ -64,6 +64,8 @@ class Layout:
     offloads_optimizer: bool = False
     """Whether master weights and optimizer moments are in host memory and copied to the device only for
     Steps, while compute copies and gradients of adapters stay on the device."""
+    shards: int = 1
+    """Number of processes that hold each layer together. All of them run the same list of actions."""
     is_pipeline: bool = False
     """Whether every worker has one resident stage, which keeps the activations of a forward for its backward.
     Otherwise stages run one after another, and forwards are recomputed from their inputs, even if the stages
@@ -77,6 +79,11 @@ class Layout:
         assert not self.offloads_optimizer or (
             len(self.stages) * self.replicas == 1 and self.stages[0].is_resident and not self.adapters_travel
         ), "only beside a base that stays on one device"
+        assert self.shards == 1 or (
+            len(self.stages) * self.replicas == 1
+            and self.stages[0].is_resident
+            and not (self.adapters_travel or self.offloads_optimizer)
+        ), "shards hold one stage, which is resident"
         for worker, count in enumerate(self.slot_counts):
             assert count >= 1 or not self.for_worker(worker).streamed_stages, (
                 "a streamed stage needs a place to come to"

@@ -40,18 +40,24 @@ class WorkerPosition:
     """Number of copies of the pipeline. Workers are ordered by replica, then by stage."""
     ring: bool = False
     """Whether there are more stages than workers, so that the last worker sends to the first."""
+    shards: int = 1
+    """Number of workers that hold each layer together. They are neighbours in the order of workers."""
 
     @property
     def stages(self) -> int:
-        return self.workers // self.replicas
+        return self.workers // (self.replicas * self.shards)
+
+    @property
+    def shard(self) -> int:
+        return self.worker % self.shards
 
     @property
     def stage(self) -> int:
-        return self.worker % self.stages
+        return self.worker // self.shards % self.stages
 
     @property
     def replica(self) -> int:
-        return self.worker // self.stages
+        return self.worker // (self.stages * self.shards)
 
 
 def read_position() -> WorkerPosition | None:
@@ -158,6 +164,8 @@ class WorkerConnections:
     position: WorkerPosition
     groups: Mapping[WorkerLink, Any]
     """Maps each connection to its process group."""
+    shard_group: Any = None
+    """Process group of the shards that hold this worker's layers. None if layers are not divided."""
 
     def incoming(self, purpose: Purpose) -> tuple[PeerLane, ...]:
         """Return the connections to this worker, in the order of their senders where there are several."""
@@ -174,6 +182,11 @@ class WorkerConnections:
 def _links(position: WorkerPosition) -> Iterator[WorkerLink]:
     """Yield all connections of a run, of all workers."""
     stages, workers = position.stages, position.workers
+    for worker in range(1, workers):
+        yield WorkerLink("command", 0, worker)
+        yield WorkerLink("report", worker, 0)
+    if position.shards > 1:
+        return
     if position.ring:
         yield WorkerLink("activation", workers - 1, 0)
         yield WorkerLink("gradient", 0, workers - 1)
@@ -191,9 +204,6 @@ def _links(position: WorkerPosition) -> Iterator[WorkerLink]:
         for receiver in range(sender % stages, workers, stages):
             if receiver != sender:
                 yield WorkerLink("share", sender, receiver)
-    for worker in range(1, workers):
-        yield WorkerLink("command", 0, worker)
-        yield WorkerLink("report", worker, 0)
 
 
 def create_groups(position: WorkerPosition, device: torch.device) -> WorkerConnections:
@@ -215,7 +225,11 @@ def create_groups(position: WorkerPosition, device: torch.device) -> WorkerConne
             dist.send(greeting, link.receiver, group=group)
         if link.purpose not in HOST_PURPOSES and position.worker == link.receiver:
             dist.recv(greeting, link.sender, group=group)
-    return WorkerConnections(position, groups)
+    shard_group = None
+    if position.shards > 1:
+        shard_group = dist.new_group(list(range(position.workers)), backend=library, timeout=NO_TIMEOUT)
+        dist.all_reduce(greeting, group=shard_group)
+    return WorkerConnections(position, groups, shard_group)
 
 
 def has_separate_gpus(position: WorkerPosition, device: torch.device) -> bool:

@@ -37,6 +37,7 @@ from weftune.run.workers.messages import (
     JobCommand,
     RunProgram,
 )
+from weftune.run.workers.shards import ShardWorker
 from weftune.run.workers.transport import Transport
 
 
@@ -75,7 +76,8 @@ def serve(connections: WorkerConnections, device: torch.device) -> None:
     assert isinstance(first, Begin), f"the first command is to begin, not {first}"
     with deterministic_kernels(first.deterministic):
         try:
-            worker = Worker(connections, receiver, first, device)
+            kind = ShardWorker if first.part.layout.shards > 1 else Worker
+            worker = kind(connections, receiver, first, device)
         except UserError as error:
             receiver.answer(Begun(refusal=f"worker {connections.position.worker}: {error}"))
             last = receiver.next_command()
@@ -128,7 +130,7 @@ class Worker:
 
     def _attach(self, attach: Attach) -> None:
         base, job = self.base, attach.adapter.job
-        sites = base.shape.sites
+        sites = base.trained_sites
         home = self.executor.home
         training = new_training(
             attach.adapter,

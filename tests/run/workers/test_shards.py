@@ -1,0 +1,136 @@
+"""A base whose layers are divided among processes gives every job the losses and weights of one process."""
+
+import math
+
+import pytest
+import torch
+
+from tests import bench
+from tests.cases import slow_but
+from tests.run import executors
+from tests.run.models import deep
+from tests.run.processes import run_workers
+from tests.run.workers.test_agreed import (
+    CAPACITY,
+    STEPS,
+    alone,
+    assert_equal,
+    losses_of,
+    make_jobs,
+    views,
+    whole_base,
+)
+from weftune.adapters.kind import JobAdapter
+from weftune.base.shards import ShardPosition, shard_of
+from weftune.base.spec import BaseSpec
+from weftune.errors import BaseModelError
+from weftune.plan.program.layout import one_device_layout
+from weftune.run.assemble import resident_executor
+from weftune.run.events import Failed, Stepped
+from weftune.run.training.state import new_training
+from weftune.run.workers.shards import shard_position, sum_over
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3")
+
+
+def ia3_jobs(base):
+    """IA³ scales outputs of k and v, which are cut, and inputs of down, which are cut, too."""
+    keys = {"targets": ["k_proj", "v_proj", "down_proj"], "feedforward": ["down_proj"], "kind": "ia3"}
+    data = bench.rows(bench.samples(12, seed=2))
+    return [executors.prepare(base, "scales", steps=4, adapter=keys, data=data)]
+
+
+def as_shard(connections, family, dtype, jobs_of, poison, cancelled):
+    """Train the jobs on this shard; what happened here, and the whole adapters, which every shard keeps."""
+    jobs = jobs_of(whole_base(family, dtype))
+    sums = sum_over(connections)
+    spec, position = BaseSpec(model=f"tiny/{family}"), shard_position(connections)
+    base = shard_of(deep(family, dtype), spec, bench.CPU, position, sums)
+    part = one_device_layout(base.shape.layers).for_worker(0)
+    executor = resident_executor(base, part=part, sum_over_shards=sums)
+    for job in jobs:
+        adapter = JobAdapter(job.name, job.spec.adapter, job.spec.seed)
+        training = new_training(adapter, job.recipe, base.trained_sites, base.dtype, base.device)
+        executor.attach(training)
+    if poison is not None and position.shard == 0:
+        executor.banks.attached[poison].weights.fill_(math.nan)
+    program = executors.plan_program(jobs, 5, CAPACITY)
+    events = []
+    for event in executors.run_program(executor, program, jobs):
+        events.append(event)
+        if isinstance(event, Stepped) and event.job == cancelled and position.shard == 0:
+            executor.kill(cancelled)
+    steps = {name: training.progress.step for name, training in executor.attached.items()}
+    return events, views(executor.attached), steps
+
+
+def train(family, shards, dtype=torch.float64, jobs_of=make_jobs, poison=None, cancelled=None):
+    return run_workers(shards, as_shard, family, dtype, jobs_of, poison, cancelled, shards=shards)
+
+
+def assert_same_bits(answers):
+    (_, first, _), *others = answers
+    for _, weights, _ in others:
+        assert all(torch.equal(value, weights[key]) for key, value in first.items())
+
+
+@pytest.mark.parametrize("family", slow_but(FAMILIES, ["llama", "phi3", "gemma3"]))
+def test_losses_and_adapters_equal_one_process_in_float64(family):
+    answers = train(family, 2)
+    assert_equal((losses_of(answers[0][0]), answers[0][1]), alone(family, torch.float64), 1e-9, 1e-8)
+    assert all(steps == STEPS for _, _, steps in answers)
+    assert_same_bits(answers)
+
+
+@pytest.mark.parametrize("family", slow_but(["llama", "qwen2", "phi3"], ["qwen2"]))
+def test_more_shards_than_key_value_heads_repeat_these_heads(family):
+    answers = train(family, 4)
+    assert_equal((losses_of(answers[0][0]), answers[0][1]), alone(family, torch.float64), 1e-9, 1e-8)
+    assert_same_bits(answers)
+
+
+def test_scales_are_cut_as_their_sites_are():
+    base = whole_base("llama", torch.float64)
+    jobs = ia3_jobs(base)
+    made = executors.executor_with(base, jobs)
+    events = list(executors.run_program(made, executors.plan_program(jobs, 5, CAPACITY), jobs))
+    starts = views({job.name: executors.job_training(base, job) for job in jobs})
+    answers = train("llama", 2, jobs_of=ia3_jobs)
+    want = losses_of(events), views(made.attached), starts
+    assert_equal((losses_of(answers[0][0]), answers[0][1]), want, 1e-9, 1e-8)
+
+
+def test_a_nan_on_one_shard_kills_its_job_on_all_and_the_others_equal_a_run_without_it():
+    answers = train("llama", 2, poison="a")
+    for events, _, steps in answers:
+        (failed,) = (event for event in events if isinstance(event, Failed))
+        assert (failed.job, failed.reason) == ("a", "its loss at step 1 is nan")
+        assert steps == {"a": 0, "b": 3, "c": 4}
+    weights = {key: value for key, value in answers[0][1].items() if key[0] != "a"}
+    assert_equal((losses_of(answers[0][0]), weights), alone("llama", torch.float64, "bc"), 1e-9, 1e-8)
+
+
+def test_a_job_that_the_first_shard_ends_makes_no_more_steps_anywhere():
+    answers = train("llama", 2, cancelled="a")
+    losses = losses_of(answers[0][0])
+    assert len(losses.pop("a")) == 1
+    assert all(steps == {"a": 1, "b": 3, "c": 4} for _, _, steps in answers)
+    weights = {key: value for key, value in answers[0][1].items() if key[0] != "a"}
+    assert_equal((losses, weights), alone("llama", torch.float64, "bc"), 1e-9, 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("family", "shards", "reason"),
+    [
+        ("gpt2", 2, "cannot be divided into shards; Weftune knows how to divide gemma3_text, llama"),
+        (
+            "llama",
+            3,
+            "has 4 attention heads, 2 key/value heads and a feed-forward of width 48, which 3 shards",
+        ),
+    ],
+)
+def test_a_base_that_cannot_be_divided_is_refused_in_a_sentence(family, shards, reason):
+    model = deep(family, torch.float32)
+    with pytest.raises(BaseModelError, match=reason):
+        shard_of(model, BaseSpec(model="tiny"), bench.CPU, ShardPosition(0, shards), lambda _: None)

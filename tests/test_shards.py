@@ -1,0 +1,97 @@
+"""`weftune train --shards`: layers are divided among processes, and every job gets what one process gives it.
+
+Llama's norms compute in float32, so that a sum in another order can move a result by a rounding of float32.
+"""
+
+import signal
+
+import pytest
+from safetensors.torch import load_file
+
+from tests import oracle
+from tests.cases import slow_but
+from tests.launches import Launch, deep_folder, fresh
+from tests.outputs import FOUR_JOBS, assert_whole, lines, numbers, states, status
+
+LOSS_GAP, WEIGHT_GAP = 1e-6, 1e-5
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, forks):
+    """A folder whose `undisturbed` is the output of one process."""
+    folder = deep_folder(tmp_path_factory.mktemp("shards"), FOUR_JOBS, family="llama")
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    return folder
+
+
+def started(place, name, shards, *more):
+    return Launch(place, name, shards, *more, always=("--shards", str(shards)))
+
+
+def assert_equal(output, undisturbed):
+    assert_whole(output)
+    assert states(output) == states(undisturbed)
+    for name in states(undisturbed):
+        got, want = numbers(output, name), numbers(undisturbed, name)
+        assert [one[:2] for one in got] == [one[:2] for one in want]
+        assert [one[2] for one in got] == pytest.approx([one[2] for one in want], rel=LOSS_GAP)
+        files = [load_file(folder / name / "adapter_model.safetensors") for folder in (output, undisturbed)]
+        assert files[0].keys() == files[1].keys()
+        assert oracle.distance(*files) <= WEIGHT_GAP
+        assert status(output)["jobs"][name]["step"] == status(undisturbed)["jobs"][name]["step"]
+
+
+def test_losses_evaluations_and_adapters_equal_one_process(place, forks):
+    words = ("train", "jobs.yaml", "--output", "two", "--shards", "2")
+    assert forks.weftune(*words, cwd=place) == 0, (place / "log").read_text()
+    assert "model, in 2 shards" in (place / "log").read_text()
+    assert len((place / "two" / "ranks" / "pids").read_text().splitlines()) == 2
+    assert_equal(place / "two", place / "undisturbed")
+
+
+@pytest.mark.parametrize("worker", slow_but([0, 1], [1]))
+def test_kill_9_of_a_shard_ends_in_the_same_adapters(place, worker, capfd):
+    output = place / fresh(place, "killed")
+    run = started(place, "killed", 2)
+    run.wait_for_lines(12)
+    run.signal(worker, signal.SIGKILL)
+    assert run.wait() == 0
+    told = capfd.readouterr().err
+    assert "starting all workers again from the last checkpoints (1 of 3)" in told
+    assert_equal(output, place / "undisturbed")
+
+
+def test_it_resumes_with_another_number_of_shards_and_with_none(place, forks):
+    output = place / fresh(place, "changing")
+    for shards, more in ((2, ()), (4, ("--resume",))):
+        before = len(lines(output)) if more else 0
+        run = started(place, "changing", shards, *more)
+        run.wait_for_lines(before + 8)
+        run.signal(0, signal.SIGINT)
+        assert run.wait() == 130
+    assert "paused" in states(output).values()
+    before = lines(output)
+    assert forks.weftune("train", "jobs.yaml", "--resume", "--output", "changing", cwd=place) == 0
+    assert lines(output)[: len(before)] == before, "no finished step was made again"
+    assert_equal(output, place / "undisturbed")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--shards", "3"), "which 3 shards cannot divide evenly; choose another number for --shards"),
+        (("--shards", "2", "--pipeline", "2"), "cannot be combined with --pipeline yet"),
+    ],
+)
+def test_what_shards_cannot_do_is_a_mistake_with_a_sentence(place, forks, words, sentence):
+    assert forks.weftune("train", "jobs.yaml", "--output", "never", *words, cwd=place) == 2
+    assert sentence in (place / "log").read_text()
+    assert not (place / "never").exists()
+
+
+def test_a_kind_that_cannot_be_cut_is_refused_before_anything_starts(tmp_path, forks):
+    jobs = [{"name": "a", "steps": 1, "adapter": {"kind": "dora", "rank": 2}}]
+    folder = deep_folder(tmp_path, jobs, family="llama")
+    assert forks.weftune("train", "jobs.yaml", "--shards", "2", cwd=folder) == 2
+    assert "--shards 2: a has dora adapters, which cannot be trained" in (folder / "log").read_text()
+    assert not (folder / "out").exists()

@@ -1,0 +1,273 @@
+"""One shard of a base: a slice of every linear in every layer, as in Megatron's tensor parallelism.
+
+The linears that read the hidden states (q, k, v, gate, up) are cut by their outputs, and those that write to
+them (o, down) by their inputs. A shard computes the attention of its own heads and its part of the
+feed-forward. The outputs of o and of down are summed over the shards in the forward, and the gradients at the
+inputs of attention and feed-forward in the backward. Adapters are part of the linears, so that these sums
+include them. Norms, embedding and head are whole on every shard.
+
+Shapes: T rows, D hidden width.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from weftune.base.check import refuse_modules
+from weftune.base.decoders import DECODERS, DecoderFacts
+from weftune.base.load import load_config, load_plain, model_source
+from weftune.base.model import Base, isolate_samples, own_config
+from weftune.base.quant.linear import matrix_dtype
+from weftune.base.shape import model_shape, values
+from weftune.base.spec import BaseSpec
+from weftune.base.stages import ENDS, decoder_of
+from weftune.core.shapes import SiteShape, SiteSlice
+from weftune.errors import BaseModelError
+
+SumOverShards = Callable[[Tensor], None]
+"""Function that replaces a tensor by its sum over all shards, on every shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPosition:
+    """The position of one shard among those that hold a base together."""
+
+    shard: int
+    shards: int
+
+    def part(self, size: int) -> tuple[int, int]:
+        """Return this shard's equal part of `size` consecutive numbers, as (start, stop)."""
+        each = size // self.shards
+        return self.shard * each, (self.shard + 1) * each
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Sizes of a family's attention and feed-forward."""
+
+    heads: int
+    key_heads: int
+    head_width: int
+    inner: int
+    """Width of the feed-forward."""
+
+
+def load_shard(
+    spec: BaseSpec, device: torch.device, position: ShardPosition, sum_over_shards: SumOverShards
+) -> Base:
+    """Load one shard of a base. The whole base passes through host memory."""
+    refuse_sharding(spec, position.shards)
+    return shard_of(load_plain(spec, torch.device("cpu")), spec, device, position, sum_over_shards)
+
+
+def refuse_sharding(spec: BaseSpec, shards: int) -> None:
+    """Raise BaseModelError if the layers of a base cannot be divided into this many shards."""
+    config = load_config(spec, model_source(spec))
+    if config.quantised is not None:
+        raise BaseModelError(
+            f"{spec.model} is quantised, and layers of quantised bases cannot be divided into shards yet; "
+            "leave --shards out, or base.quantize"
+        )
+    _refuse_config(config.text, spec.model, shards)
+
+
+def _refuse_config(config: PretrainedConfig, name: str, shards: int) -> None:
+    if config.model_type not in DECODERS:
+        raise BaseModelError(
+            f"{name} ({config.model_type}) cannot be divided into shards; Weftune knows how to divide "
+            f"{', '.join(sorted(DECODERS))}. Train it without --shards."
+        )
+    sizes = _sizes(config)
+    keys = sizes.key_heads
+    if sizes.heads % shards or sizes.inner % shards or (keys % shards and shards % keys):
+        raise BaseModelError(
+            f"{name} has {sizes.heads} attention heads, {keys} key/value heads and a feed-forward of width "
+            f"{sizes.inner}, which {shards} shards cannot divide evenly; choose another number for --shards"
+        )
+
+
+def _sizes(config: PretrainedConfig) -> _Sizes:
+    heads = config.num_attention_heads
+    return _Sizes(
+        heads=heads,
+        key_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_width=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        inner=config.intermediate_size,
+    )
+
+
+def shard_of(
+    model: PreTrainedModel,
+    spec: BaseSpec,
+    device: torch.device,
+    position: ShardPosition,
+    sum_over_shards: SumOverShards,
+) -> Base:
+    """Cut `model` in place to one shard, and return it as a frozen base with Weftune's attention."""
+    _refuse_config(model.config, spec.model, position.shards)
+    refuse_modules(model, spec.model)
+    model.eval().requires_grad_(False)
+    own_config(model)
+    isolate_samples(model)
+    whole = model_shape(model, matrix_dtype(model))
+    slices = dict(_cut_layers(model, position))
+    for layer in _layers(model):
+        _sum_over_shards(layer, DECODERS[model.config.model_type], sum_over_shards)
+    nn.Module.to(model, device)
+    sites = tuple(local_site(site, slices[site.name]) for site in whole.sites)
+    shape = replace(whole, parameters=values(model), sites=sites)
+    return Base(model, spec, shape, device, matrix_dtype(model), all_sites=whole.sites, slices=slices)
+
+
+def local_site(site: SiteShape, part: SiteSlice) -> SiteShape:
+    """Return the shape of a linear of which only a part is local."""
+    if part.cuts_inputs:
+        return replace(site, in_features=part.size, first_input=part.ranges[0][0])
+    return replace(site, out_features=part.size)
+
+
+def _layers(model: PreTrainedModel) -> nn.ModuleList:
+    return cast(nn.ModuleList, getattr(decoder_of(model), ENDS[model.config.model_type].layers))
+
+
+def _cut_layers(model: PreTrainedModel, position: ShardPosition) -> Iterator[tuple[str, SiteSlice]]:
+    """Cut every layer's linears, and yield the path of each with its local part."""
+    facts, sizes = DECODERS[model.config.model_type], _sizes(model.config)
+    parts = _slices(facts, sizes, position)
+    paths = {id(module): path for path, module in model.named_modules()}
+    for layer in _layers(model):
+        for name, part in parts.items():
+            linear = cast(nn.Linear, layer.get_submodule(name))
+            _cut_linear(linear, part, keeps_bias=not part.cuts_inputs or position.shard == 0)
+            yield paths[id(linear)], part
+        _set_head_counts(layer.get_submodule(facts.o.rpartition(".")[0]), sizes, position)
+
+
+def _slices(facts: DecoderFacts, sizes: _Sizes, position: ShardPosition) -> dict[str, SiteSlice]:
+    """Return the local part of each linear of a layer, by its path inside the layer."""
+    width = sizes.head_width
+    queries = _scaled(position.part(sizes.heads), width)
+    keys = _scaled(_key_heads(sizes, position), width)
+    inner = position.part(sizes.inner)
+    if len(facts.qkv) == 1:
+        first_key, first_value = sizes.heads * width, (sizes.heads + sizes.key_heads) * width
+        together = (queries, _shifted(keys, first_key), _shifted(keys, first_value))
+        qkv = [SiteSlice(together, cuts_inputs=False)]
+    else:
+        qkv = [SiteSlice((one,), cuts_inputs=False) for one in (queries, keys, keys)]
+    if len(facts.gate_up) == 1:
+        gate_up = [SiteSlice((inner, _shifted(inner, sizes.inner)), cuts_inputs=False)]
+    else:
+        gate_up = [SiteSlice((inner,), cuts_inputs=False)] * 2
+    return {
+        **dict(zip(facts.qkv, qkv, strict=True)),
+        facts.o: SiteSlice((queries,), cuts_inputs=True),
+        **dict(zip(facts.gate_up, gate_up, strict=True)),
+        facts.down: SiteSlice((inner,), cuts_inputs=True),
+    }
+
+
+def _key_heads(sizes: _Sizes, position: ShardPosition) -> tuple[int, int]:
+    """Return the key/value heads of a shard. Where there are fewer than shards, several shards repeat one."""
+    if sizes.key_heads % position.shards == 0:
+        return position.part(sizes.key_heads)
+    own = position.shard * sizes.key_heads // position.shards
+    return own, own + 1
+
+
+def _scaled(part: tuple[int, int], width: int) -> tuple[int, int]:
+    return part[0] * width, part[1] * width
+
+
+def _shifted(part: tuple[int, int], first: int) -> tuple[int, int]:
+    return part[0] + first, part[1] + first
+
+
+def _cut_linear(linear: nn.Linear, part: SiteSlice, keeps_bias: bool) -> None:
+    """Keep only a part of a linear's weight. The bias of outputs that are summed is on one shard only."""
+    kept = torch.cat([torch.arange(start, stop) for start, stop in part.ranges])
+    weight_NK = linear.weight.index_select(1 if part.cuts_inputs else 0, kept)
+    linear.weight = nn.Parameter(weight_NK, requires_grad=False)
+    linear.out_features, linear.in_features = weight_NK.shape
+    if linear.bias is None:
+        return
+    if not keeps_bias:
+        linear.register_parameter("bias", None)
+    elif not part.cuts_inputs:
+        linear.bias = nn.Parameter(linear.bias[kept], requires_grad=False)
+
+
+def _set_head_counts(attention: nn.Module, sizes: _Sizes, position: ShardPosition) -> None:
+    """Give an attention module the head counts of its shard, for families that read them."""
+    first, last = _key_heads(sizes, position)
+    counts = {"num_attention_heads": sizes.heads // position.shards, "num_key_value_heads": last - first}
+    config = copy.copy(attention.config)
+    for name, count in counts.items():
+        setattr(config, name, count)
+        if hasattr(attention, name):
+            setattr(attention, name, count)
+    attention.config = config
+    groups = counts["num_attention_heads"] // counts["num_key_value_heads"]
+    setattr(attention, "num_key_value_groups", groups)  # noqa: B010 (nn.Module declares tensors or modules)
+
+
+# -- sums over shards ------------------------------------------------------------------------------------
+
+
+def _sum_over_shards(layer: nn.Module, facts: DecoderFacts, sum_over_shards: SumOverShards) -> None:
+    """Add the sums over shards to the attention and the feed-forward of a layer."""
+    for last in (facts.o, facts.down):
+        branch = layer.get_submodule(last.rpartition(".")[0])
+        branch.register_forward_pre_hook(partial(_share_input, sum_over_shards), with_kwargs=True)
+        layer.get_submodule(last).register_forward_hook(partial(_sum_output, sum_over_shards))
+
+
+def _share_input(
+    sum_over_shards: SumOverShards, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if given:
+        return (_SharedInput.apply(given[0], sum_over_shards), *given[1:]), named
+    return given, {**named, "hidden_states": _SharedInput.apply(named["hidden_states"], sum_over_shards)}
+
+
+def _sum_output(
+    sum_over_shards: SumOverShards, module: nn.Module, given: tuple[Any, ...], output_TD: Tensor
+) -> Tensor:
+    return cast(Tensor, _SummedOutput.apply(output_TD, sum_over_shards))
+
+
+class _SharedInput(torch.autograd.Function):
+    """Returns its input, which is the same on every shard. The gradient is the sum over the shards."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, sum_over_shards: SumOverShards) -> Tensor:
+        ctx.sum_over_shards = sum_over_shards
+        return x_TD.view_as(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor, None]:
+        total_TD = dx_TD.clone(memory_format=torch.contiguous_format)
+        ctx.sum_over_shards(total_TD)
+        return total_TD, None
+
+
+class _SummedOutput(torch.autograd.Function):
+    """Returns the sum over the shards. Every shard's gradient is the gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, y_TD: Tensor, sum_over_shards: SumOverShards) -> Tensor:
+        total_TD = y_TD.clone(memory_format=torch.contiguous_format)
+        sum_over_shards(total_TD)
+        return total_TD
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None]:
+        return dy_TD, None

@@ -1,0 +1,89 @@
+"""One worker's side of a base whose layers are divided into shards.
+
+Every shard keeps the whole training state of each job: master weights, moments and gradient. Passes read a
+copy of the shard's part and add to the gradient of that part. Before a Step, the parts of all shards are
+summed into the whole gradient, which is then the same on all of them: a value that several shards hold has a
+part of its gradient on each. So norms, clipping and updates are those of one device, and checkpoints do not
+depend on the number of shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weftune.adapters.registry import layout_of
+from weftune.adapters.shards import shard_positions
+from weftune.adapters.vector import VectorLayout
+from weftune.base.model import Base
+from weftune.base.shards import SumOverShards
+from weftune.run.training.state import Training
+
+
+class ShardShortage(RuntimeError):
+    """A shard ran out of memory. The others wait for sums that it cannot compute, so that all restart."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"a shard ran out of memory ({why}); if that happens again after a restart, plan with less, such "
+            "as --memory 8GiB"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """The part of a job's parameters that passes over this shard use."""
+
+    layout: VectorLayout
+    positions: Tensor
+    """Positions of the part's values in the job's whole flat vector."""
+    weights: Tensor
+    gradient: Tensor
+
+
+class Shards:
+    def __init__(self, base: Base, sum_over_shards: SumOverShards) -> None:
+        self._base, self._sum_over_shards = base, sum_over_shards
+        self._parts: dict[str, LocalPart] = {}
+
+    def attach(self, training: Training) -> LocalPart:
+        base, state = self._base, training.state
+        layout = layout_of(training.adapter.spec, base.shape.sites)
+        positions = shard_positions(training.layout, layout, base.slices).to(state.master.device)
+        part = LocalPart(layout, positions, state.weights[positions], state.gradient.new_zeros(layout.size))
+        self._parts[training.job] = part
+        return part
+
+    def detach(self, job: str) -> None:
+        del self._parts[job]
+
+    def drop_gradient(self, job: str) -> None:
+        """Drop the local gradient of an unfinished global batch."""
+        self._parts[job].gradient.zero_()
+
+    def update_weights(self, job: str, weights: Tensor) -> None:
+        """Make passes read these weights, given as a whole flat vector."""
+        part = self._parts[job]
+        part.weights.copy_(weights[part.positions])
+
+    def sum_gradients(self, trainings: Sequence[Training]) -> None:
+        """Set each job's whole gradient to the sum of the parts of all shards, and zero the parts."""
+        for training in trainings:
+            part = self._parts[training.job]
+            training.gradient.zero_()
+            training.gradient[part.positions] = part.gradient
+            part.gradient.zero_()
+        total = torch.cat([training.gradient for training in trainings])
+        self._sum_over_shards(total)
+        sizes = [training.layout.size for training in trainings]
+        for training, gradient in zip(trainings, total.split(sizes), strict=True):
+            training.gradient.copy_(gradient)
+
+    def true_on_any(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each flag whether it is True on any shard."""
+        counts = torch.tensor(flags, dtype=torch.float32, device=self._base.device)
+        self._sum_over_shards(counts)
+        return [count > 0 for count in counts.tolist()]
