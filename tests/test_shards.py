@@ -90,8 +90,8 @@ def test_what_shards_cannot_do_is_a_mistake_with_a_sentence(place, forks, words,
 
 
 def test_a_kind_that_cannot_be_cut_is_refused_before_anything_starts(tmp_path, forks):
-    jobs = [{"name": "a", "steps": 1, "adapter": {"kind": "dora", "rank": 2}}]
+    jobs = [{"name": "a", "steps": 1, "adapter": {"kind": "bottleneck", "size": 2}}]
     folder = deep_folder(tmp_path, jobs, family="llama")
     assert forks.weftune("train", "jobs.yaml", "--shards", "2", cwd=folder) == 2
-    assert "--shards 2: a has dora adapters, which cannot be trained" in (folder / "log").read_text()
+    assert "--shards 2: a has a bottleneck adapter, which cannot be trained" in (folder / "log").read_text()
     assert not (folder / "out").exists()

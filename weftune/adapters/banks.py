@@ -86,12 +86,13 @@ class Banks:
         embedding: nn.Module | None = None,
         tied: bool = False,
         tiled: bool = True,
+        sum_over_shards: Callable[[Tensor], None] | None = None,
     ) -> None:
         """Replace the forwards of the modules of `sites`, the local sites; `whole_sites` are those of the
         whole base, if it has more. `embedding` is the module that inserts virtual tokens and trained token
         embeddings. It is None if it is on another stage, or if no job has such rows. If the embedding is
         `tied` to the head, trained rows are used in the head, too. `tiled` says whether passes may use the
-        tiled kernels."""
+        tiled kernels. `sum_over_shards` is given if linears are divided among workers."""
         self.attached: dict[str, AttachedJob] = {}
         self.slots = SLOTS
         self.choices = choices_on(like.device)
@@ -103,6 +104,7 @@ class Banks:
         self.anchor = torch.zeros((), device=like.device, requires_grad=True)
         """A scalar that requires a gradient and never gets one, so that outputs of sites require one."""
         self._compiled: set[Hashable] = set()
+        self._sum_over_shards = sum_over_shards
         self._whole_sites = tuple(whole_sites or sites)
         self._is_partial = len(self._whole_sites) > len(sites)
         self._constants: dict[tuple[str, Hashable], Parameters] = {}
@@ -408,7 +410,17 @@ class Banks:
     ) -> CurrentPass:
         found = list(self._segments(microbatch))
         totals = {attached.adapter.job: attached.totals for _, attached in found}
-        bound = Pass(microbatch, route, training, self.anchor, totals, rows, self.choices, gathered or {})
+        bound = Pass(
+            microbatch,
+            route,
+            training,
+            self.anchor,
+            totals,
+            rows,
+            self.choices,
+            gathered or {},
+            self._sum_over_shards,
+        )
         plain = tuple(segment for segment, attached in found if not attached.tiled_linears)
         if rows is not None and training:
             self._compile_ahead(bound, (microbatch.rows, self.limits()))

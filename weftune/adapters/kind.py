@@ -108,6 +108,8 @@ class Pass:
     """Measured choices between kernels on this device."""
     gathered: Mapping[str, GatheredRows] = field(default_factory=dict)
     """Maps jobs whose rows a captured pass selects by index, not by segment, to these rows."""
+    sum_over_shards: Callable[[Tensor], None] | None = None
+    """Function that replaces a tensor by its sum over all shards. None if linears are not divided."""
     graph_only: bool = False
     """Whether linears need not compute their outputs, because only their backward will be run."""
 

@@ -85,6 +85,15 @@ class JobAt:
             self.cache[self.site.name, name] = make()
         return self.cache[self.site.name, name]
 
+    def over_all_inputs(self, sum_N: Tensor) -> Tensor:
+        """Return a sum over all inputs of the site, given the sum over the local inputs."""
+        if not self.site.sums_outputs:
+            return sum_N
+        assert self.bound.sum_over_shards is not None, "the site is divided among shards"
+        total_N = sum_N.detach().clone()
+        self.bound.sum_over_shards(total_N)
+        return total_N
+
     @property
     def drops(self) -> bool:
         return self.bound.training and self.adapter.spec.dropout > 0.0
@@ -166,8 +175,8 @@ class PlainKind:
     name: str
     """Name of the kind, as in the key `kind` of an adapter spec."""
     runs_on_shards: bool = False
-    """Whether the kind works where each layer is divided into shards: its parameters at a site are cut as the
-    site is, and the gradients of parameters that are not cut are sums over the shards."""
+    """Whether the kind works where each layer is divided into shards. Its parameters at a site are then cut
+    as the site is; of those that are not cut, each shard computes a part of the gradient."""
 
     # -- what a kind defines -----------------------------------------------------------------------------
 

@@ -42,8 +42,8 @@ class Base:
     all_sites: tuple[SiteShape, ...] = ()
     """Sites of all stages, and whole linears where shards are local. Empty if the whole base is local."""
     stored: Callable[[str], Tensor | None] | None = None
-    """Function that returns a streamed parameter by name from the host, or None if it is on the device. None
-    if no layers are streamed."""
+    """Function that returns by name a parameter that is not whole on the device: a streamed one, or one that
+    is divided among shards. It returns None for other parameters. None if there are none of these."""
     slices: Mapping[str, SiteSlice] = field(default_factory=dict)
     """Maps each site to the part of it that is local, if every layer is divided into shards. `shape` has the
     sizes of the local parts."""

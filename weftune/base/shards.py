@@ -26,9 +26,10 @@ from weftune.base.decoders import DECODERS, DecoderFacts
 from weftune.base.load import load_config, load_plain, model_source
 from weftune.base.model import Base, isolate_samples, own_config
 from weftune.base.quant.linear import matrix_dtype
-from weftune.base.shape import model_shape, values
+from weftune.base.shape import model_shape, model_sites, values
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import ENDS, decoder_of
+from weftune.base.weights import file_reader, weight_files
 from weftune.core.shapes import SiteShape, SiteSlice
 from weftune.errors import BaseModelError
 
@@ -37,11 +38,13 @@ SumOverShards = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPosition:
-    """The position of one shard among those that hold a base together."""
+class ShardTeam:
+    """The workers that hold each layer together, as one of them sees them."""
 
     shard: int
+    """Index of this worker's shard."""
     shards: int
+    sum_over_shards: SumOverShards
 
     def part(self, size: int) -> tuple[int, int]:
         """Return this shard's equal part of `size` consecutive numbers, as (start, stop)."""
@@ -60,12 +63,24 @@ class _Sizes:
     """Width of the feed-forward."""
 
 
-def load_shard(
-    spec: BaseSpec, device: torch.device, position: ShardPosition, sum_over_shards: SumOverShards
-) -> Base:
+def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam) -> Base:
     """Load one shard of a base. The whole base passes through host memory."""
-    refuse_sharding(spec, position.shards)
-    return shard_of(load_plain(spec, torch.device("cpu")), spec, device, position, sum_over_shards)
+    refuse_sharding(spec, team.shards)
+    model = load_plain(spec, torch.device("cpu"))
+    files = weight_files(model_source(spec), spec.revision)
+    read = None if files is None else file_reader(model, files, torch.device("cpu"))
+    whole = {site.name: (site.out_features, site.in_features) for site in model_sites(model)}
+    dtype = matrix_dtype(model)
+
+    def read_whole(name: str) -> Tensor | None:
+        shape = whole.get(name.removesuffix(".weight"))
+        if shape is None or read is None:
+            return None
+        weight_NK = torch.empty(shape, dtype=dtype)
+        read(name, weight_NK)
+        return weight_NK.to(device)
+
+    return shard_of(model, spec, device, team, read_whole)
 
 
 def refuse_sharding(spec: BaseSpec, shards: int) -> None:
@@ -108,55 +123,66 @@ def shard_of(
     model: PreTrainedModel,
     spec: BaseSpec,
     device: torch.device,
-    position: ShardPosition,
-    sum_over_shards: SumOverShards,
+    team: ShardTeam,
+    read_whole: Callable[[str], Tensor | None] = lambda name: None,
 ) -> Base:
-    """Cut `model` in place to one shard, and return it as a frozen base with Weftune's attention."""
-    _refuse_config(model.config, spec.model, position.shards)
+    """Cut `model` in place to one shard, and return it as a frozen base with Weftune's attention.
+    `read_whole` returns the whole weight of a site by its name, for kinds that start from it, or None for any
+    other parameter."""
+    _refuse_config(model.config, spec.model, team.shards)
     refuse_modules(model, spec.model)
     model.eval().requires_grad_(False)
     own_config(model)
     isolate_samples(model)
     whole = model_shape(model, matrix_dtype(model))
-    slices = dict(_cut_layers(model, position))
+    slices = dict(_cut_layers(model, team))
     for layer in _layers(model):
-        _sum_over_shards(layer, DECODERS[model.config.model_type], sum_over_shards)
+        _sum_over_shards(layer, DECODERS[model.config.model_type], team.sum_over_shards)
     nn.Module.to(model, device)
     sites = tuple(local_site(site, slices[site.name]) for site in whole.sites)
     shape = replace(whole, parameters=values(model), sites=sites)
-    return Base(model, spec, shape, device, matrix_dtype(model), all_sites=whole.sites, slices=slices)
+    return Base(
+        model,
+        spec,
+        shape,
+        device,
+        matrix_dtype(model),
+        all_sites=whole.sites,
+        stored=read_whole,
+        slices=slices,
+    )
 
 
 def local_site(site: SiteShape, part: SiteSlice) -> SiteShape:
     """Return the shape of a linear of which only a part is local."""
     if part.cuts_inputs:
-        return replace(site, in_features=part.size, first_input=part.ranges[0][0])
-    return replace(site, out_features=part.size)
+        return replace(site, in_features=part.size, part=part)
+    return replace(site, out_features=part.size, part=part)
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
     return cast(nn.ModuleList, getattr(decoder_of(model), ENDS[model.config.model_type].layers))
 
 
-def _cut_layers(model: PreTrainedModel, position: ShardPosition) -> Iterator[tuple[str, SiteSlice]]:
+def _cut_layers(model: PreTrainedModel, team: ShardTeam) -> Iterator[tuple[str, SiteSlice]]:
     """Cut every layer's linears, and yield the path of each with its local part."""
     facts, sizes = DECODERS[model.config.model_type], _sizes(model.config)
-    parts = _slices(facts, sizes, position)
+    parts = _slices(facts, sizes, team)
     paths = {id(module): path for path, module in model.named_modules()}
     for layer in _layers(model):
         for name, part in parts.items():
             linear = cast(nn.Linear, layer.get_submodule(name))
-            _cut_linear(linear, part, keeps_bias=not part.cuts_inputs or position.shard == 0)
+            _cut_linear(linear, part, keeps_bias=not part.cuts_inputs or team.shard == 0)
             yield paths[id(linear)], part
-        _set_head_counts(layer.get_submodule(facts.o.rpartition(".")[0]), sizes, position)
+        _set_head_counts(layer.get_submodule(facts.o.rpartition(".")[0]), sizes, team)
 
 
-def _slices(facts: DecoderFacts, sizes: _Sizes, position: ShardPosition) -> dict[str, SiteSlice]:
+def _slices(facts: DecoderFacts, sizes: _Sizes, team: ShardTeam) -> dict[str, SiteSlice]:
     """Return the local part of each linear of a layer, by its path inside the layer."""
     width = sizes.head_width
-    queries = _scaled(position.part(sizes.heads), width)
-    keys = _scaled(_key_heads(sizes, position), width)
-    inner = position.part(sizes.inner)
+    queries = _scaled(team.part(sizes.heads), width)
+    keys = _scaled(_key_heads(sizes, team), width)
+    inner = team.part(sizes.inner)
     if len(facts.qkv) == 1:
         first_key, first_value = sizes.heads * width, (sizes.heads + sizes.key_heads) * width
         together = (queries, _shifted(keys, first_key), _shifted(keys, first_value))
@@ -175,11 +201,11 @@ def _slices(facts: DecoderFacts, sizes: _Sizes, position: ShardPosition) -> dict
     }
 
 
-def _key_heads(sizes: _Sizes, position: ShardPosition) -> tuple[int, int]:
+def _key_heads(sizes: _Sizes, team: ShardTeam) -> tuple[int, int]:
     """Return the key/value heads of a shard. Where there are fewer than shards, several shards repeat one."""
-    if sizes.key_heads % position.shards == 0:
-        return position.part(sizes.key_heads)
-    own = position.shard * sizes.key_heads // position.shards
+    if sizes.key_heads % team.shards == 0:
+        return team.part(sizes.key_heads)
+    own = team.shard * sizes.key_heads // team.shards
     return own, own + 1
 
 
@@ -205,10 +231,10 @@ def _cut_linear(linear: nn.Linear, part: SiteSlice, keeps_bias: bool) -> None:
         linear.bias = nn.Parameter(linear.bias[kept], requires_grad=False)
 
 
-def _set_head_counts(attention: nn.Module, sizes: _Sizes, position: ShardPosition) -> None:
+def _set_head_counts(attention: nn.Module, sizes: _Sizes, team: ShardTeam) -> None:
     """Give an attention module the head counts of its shard, for families that read them."""
-    first, last = _key_heads(sizes, position)
-    counts = {"num_attention_heads": sizes.heads // position.shards, "num_key_value_heads": last - first}
+    first, last = _key_heads(sizes, team)
+    counts = {"num_attention_heads": sizes.heads // team.shards, "num_key_value_heads": last - first}
     config = copy.copy(attention.config)
     for name, count in counts.items():
         setattr(config, name, count)

@@ -162,13 +162,10 @@ def refuse_shards(run: RunSpec, shards: int) -> None:
 
     for job in run.jobs:
         kind = job.adapter.kind
-        what = f"{kind} adapters" if not get_kind(kind).runs_on_shards else ""
-        if getattr(job.adapter, "trained_tokens", None):
-            what = "trainable_token_indices"
-        if what:
+        if not get_kind(kind).runs_on_shards:
             raise UserError(
-                f"--shards {shards}: {job.name} has {what}, which cannot be trained where every layer is "
-                "divided among processes; leave --shards out, or give the job a lora or ia3 adapter"
+                f"--shards {shards}: {job.name} has a {kind} adapter, which cannot be trained where every "
+                "layer is divided among processes; leave --shards out, or give the job a lora adapter"
             )
 
 

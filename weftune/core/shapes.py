@@ -23,6 +23,21 @@ def logit_rows(device: str, vocabulary: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class SiteSlice:
+    """The part of a linear that one shard of the base holds: some of its outputs or some of its inputs."""
+
+    ranges: tuple[tuple[int, int], ...]
+    """Consecutive outputs or inputs as (start, stop), in order."""
+    cuts_inputs: bool
+    """Whether the linear is cut by its inputs, so that the outputs of all shards are summed. Otherwise it is
+    cut by its outputs."""
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
 class SiteShape:
     """A site: a linear of the base that an adapter can change, or the linears of all experts of a layer,
     stored as one parameter. `name` is its module path."""
@@ -36,9 +51,26 @@ class SiteShape:
     """Number of experts that a router chooses from; 0 for a single matrix that every token uses."""
     active_matrices: int = 1
     """Number of matrices that each token uses."""
-    first_input: int = 0
-    """Index of the first input among those of the whole linear, if a shard holds a part of them. Dropout
-    masks depend on it."""
+    part: SiteSlice | None = None
+    """The local part, if the linear is divided among shards; `in_features` and `out_features` are then those
+    of this part. None for a whole linear."""
+
+    @property
+    def first_input(self) -> int:
+        """Index of the first local input among those of the whole linear. Dropout masks depend on it."""
+        return self.part.ranges[0][0] if self.sums_outputs and self.part else 0
+
+    @property
+    def sums_outputs(self) -> bool:
+        """Whether the outputs of several shards are summed, because each has some of the inputs."""
+        return self.part is not None and self.part.cuts_inputs
+
+    @property
+    def output_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The local outputs among those of the whole linear, as consecutive (start, stop)."""
+        if self.part is None or self.part.cuts_inputs:
+            return ((0, self.out_features),)
+        return self.part.ranges
 
     @property
     def weight_count(self) -> int:
@@ -57,21 +89,6 @@ class SiteShape:
     def values_per_token(self) -> int:
         """Number of input and output values per token."""
         return self.active_matrices * (self.in_features + self.out_features)
-
-
-@dataclass(frozen=True, slots=True)
-class SiteSlice:
-    """The part of a linear that one shard of the base holds: some of its outputs or some of its inputs."""
-
-    ranges: tuple[tuple[int, int], ...]
-    """Consecutive outputs or inputs as (start, stop), in order."""
-    cuts_inputs: bool
-    """Whether the linear is cut by its inputs, so that the outputs of all shards are summed. Otherwise it is
-    cut by its outputs."""
-
-    @property
-    def size(self) -> int:
-        return sum(stop - start for start, stop in self.ranges)
 
 
 CUT_BY_INPUTS = ("o_proj", "down_proj")

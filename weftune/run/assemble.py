@@ -7,7 +7,7 @@ from functools import partial
 
 from weftune.base.host.streamed import StreamedBase, stage_view
 from weftune.base.model import Base
-from weftune.base.shards import SumOverShards
+from weftune.base.shards import ShardTeam
 from weftune.ops.adamw import update
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import WorkerLayout, one_device_layout
@@ -41,15 +41,19 @@ def resident_executor(
     agrees: Agrees | None = None,
     at_once: bool = True,
     make: Make = update,
-    sum_over_shards: SumOverShards | None = None,
+    team: ShardTeam | None = None,
 ) -> Executor:
     """Return an executor for a base that stays on its device, or for this worker's one stage or shard of the
-    base. `sum_over_shards` is given for a shard, whose passes use the segmented route on every device. If
-    `graphs`, passes are captured as CUDA graphs where possible; unless `at_once`, only where that saves time.
-    `make` applies the updates of adapters whose master weights and moments are in host memory."""
+    base. `team` is given for a shard, whose passes use the segmented route on every device. If `graphs`,
+    passes are captured as CUDA graphs where possible; unless `at_once`, only where that saves time. `make`
+    applies the updates of adapters whose master weights and moments are in host memory."""
     part = part or one_device_layout(base.shape.layers).for_worker(0)
-    shards = None if sum_over_shards is None else Shards(base, sum_over_shards)
-    adapted = AdaptedBase(base, route if shards is None else Route.segmented)
+    shards = None if team is None else Shards(base, team)
+    adapted = (
+        AdaptedBase(base, route)
+        if team is None
+        else AdaptedBase(base, Route.segmented, sum_over_shards=team.sum_over_shards)
+    )
     stages = {part.own_stages[0]: base}
     captures = graphs and adapted.capturable
     timer = ActionTimer(base.device)

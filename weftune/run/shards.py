@@ -19,7 +19,7 @@ from weftune.adapters.registry import layout_of
 from weftune.adapters.shards import shard_positions
 from weftune.adapters.vector import VectorLayout
 from weftune.base.model import Base
-from weftune.base.shards import SumOverShards
+from weftune.base.shards import ShardTeam
 from weftune.run.training.state import Training
 
 
@@ -40,20 +40,31 @@ class LocalPart:
     layout: VectorLayout
     positions: Tensor
     """Positions of the part's values in the job's whole flat vector."""
+    is_counted: Tensor
+    """Whether this shard's gradient of each value counts. Every shard has the whole gradient of virtual
+    tokens and of trained embeddings, so that only one of them counts."""
     weights: Tensor
     gradient: Tensor
 
 
 class Shards:
-    def __init__(self, base: Base, sum_over_shards: SumOverShards) -> None:
-        self._base, self._sum_over_shards = base, sum_over_shards
+    def __init__(self, base: Base, team: ShardTeam) -> None:
+        self._base, self._team = base, team
         self._parts: dict[str, LocalPart] = {}
 
     def attach(self, training: Training) -> LocalPart:
         base, state = self._base, training.state
         layout = layout_of(training.adapter.spec, base.shape.sites)
         positions = shard_positions(training.layout, layout, base.slices).to(state.master.device)
-        part = LocalPart(layout, positions, state.weights[positions], state.gradient.new_zeros(layout.size))
+        counts = [one.site in base.slices or self._team.shard == 0 for one in layout.parameters]
+        sizes = torch.tensor([one.size for one in layout.parameters], dtype=torch.int64)
+        part = LocalPart(
+            layout,
+            positions,
+            torch.tensor(counts, dtype=torch.bool).repeat_interleave(sizes).to(positions.device),
+            state.weights[positions],
+            state.gradient.new_zeros(layout.size),
+        )
         self._parts[training.job] = part
         return part
 
@@ -74,10 +85,10 @@ class Shards:
         for training in trainings:
             part = self._parts[training.job]
             training.gradient.zero_()
-            training.gradient[part.positions] = part.gradient
+            training.gradient[part.positions] = torch.where(part.is_counted, part.gradient, 0.0)
             part.gradient.zero_()
         total = torch.cat([training.gradient for training in trainings])
-        self._sum_over_shards(total)
+        self._team.sum_over_shards(total)
         sizes = [training.layout.size for training in trainings]
         for training, gradient in zip(trainings, total.split(sizes), strict=True):
             training.gradient.copy_(gradient)
@@ -85,5 +96,5 @@ class Shards:
     def true_on_any(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag whether it is True on any shard."""
         counts = torch.tensor(flags, dtype=torch.float32, device=self._base.device)
-        self._sum_over_shards(counts)
+        self._team.sum_over_shards(counts)
         return [count > 0 for count in counts.tolist()]

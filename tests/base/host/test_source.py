@@ -108,7 +108,7 @@ def held(*kinds):
     return sum(int(lines[kind].split()[0]) * 1024 for kind in kinds)
 
 folder, layers = sys.argv[1], int(sys.argv[2])
-cut = Layout(tuple(StageLayers(n, n + 1) for n in range(layers)), slots=(1,))
+cut = Layout(tuple(StageLayers(n, n + 1) for n in range(layers)), slot_counts=(1,))
 bases = []
 for mapped in (True, False):
     before = held("RssAnon", "RssShmem"), held("RssFile")

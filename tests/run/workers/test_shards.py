@@ -1,11 +1,13 @@
 """A base whose layers are divided among processes gives every job the losses and weights of one process."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from tests import bench
+from tests.adapters.kinds.cases import case
 from tests.cases import slow_but
 from tests.run import executors
 from tests.run.models import deep
@@ -21,44 +23,62 @@ from tests.run.workers.test_agreed import (
     whole_base,
 )
 from weftune.adapters.kind import JobAdapter
-from weftune.base.shards import ShardPosition, shard_of
+from weftune.base.shards import ShardTeam, shard_of
 from weftune.base.spec import BaseSpec
 from weftune.errors import BaseModelError
 from weftune.plan.program.layout import one_device_layout
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Failed, Stepped
 from weftune.run.training.state import new_training
-from weftune.run.workers.shards import shard_position, sum_over
+from weftune.run.workers.shards import shard_team
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3")
 
 
-def ia3_jobs(base):
-    """IA³ scales outputs of k and v, which are cut, and inputs of down, which are cut, too."""
-    keys = {"targets": ["k_proj", "v_proj", "down_proj"], "feedforward": ["down_proj"], "kind": "ia3"}
+KINDS = ("dora", "dora-dropped", "pissa", "vera", "ia3", "prompt", "prefix")
+
+
+def kind_jobs(base, kind, family="llama"):
+    """One job of the kind, on linears that are cut by their outputs and by their inputs."""
     data = bench.rows(bench.samples(12, seed=2))
-    return [executors.prepare(base, "scales", steps=4, adapter=keys, data=data)]
+    return [executors.prepare(base, "own", steps=4, adapter=case(kind, family).adapter, data=data)]
+
+
+def token_jobs(base):
+    """A job that trains rows of the embedding, which every shard has."""
+    adapter = {"rank": 2, "trainable_token_indices": [5, 9, 11]}
+    return [executors.prepare(base, "own", steps=4, adapter=adapter, data=bench.rows(bench.samples(12)))]
+
+
+def sites_only(read):
+    return lambda name: read(name).detach() if "_proj" in name else None
+
+
+def training_of(base, job):
+    """With weights of the base, from which some kinds start."""
+    adapter = JobAdapter(job.name, job.spec.adapter, job.spec.seed)
+    sites, frozen = base.trained_sites, base.weight_reader()
+    return new_training(adapter, job.recipe, sites, base.dtype, base.device, frozen=frozen)
 
 
 def as_shard(connections, family, dtype, jobs_of, poison, cancelled):
     """Train the jobs on this shard; what happened here, and the whole adapters, which every shard keeps."""
-    jobs = jobs_of(whole_base(family, dtype))
-    sums = sum_over(connections)
-    spec, position = BaseSpec(model=f"tiny/{family}"), shard_position(connections)
-    base = shard_of(deep(family, dtype), spec, bench.CPU, position, sums)
+    whole = whole_base(family, dtype)
+    jobs = jobs_of(whole)
+    spec, team = BaseSpec(model=f"tiny/{family}"), shard_team(connections)
+    read_whole = deep(family, dtype).get_parameter
+    base = shard_of(deep(family, dtype), spec, bench.CPU, team, sites_only(read_whole))
     part = one_device_layout(base.shape.layers).for_worker(0)
-    executor = resident_executor(base, part=part, sum_over_shards=sums)
+    executor = resident_executor(base, part=part, team=team)
     for job in jobs:
-        adapter = JobAdapter(job.name, job.spec.adapter, job.spec.seed)
-        training = new_training(adapter, job.recipe, base.trained_sites, base.dtype, base.device)
-        executor.attach(training)
-    if poison is not None and position.shard == 0:
+        executor.attach(training_of(base, job))
+    if poison is not None and team.shard == 0:
         executor.banks.attached[poison].weights.fill_(math.nan)
     program = executors.plan_program(jobs, 5, CAPACITY)
     events = []
     for event in executors.run_program(executor, program, jobs):
         events.append(event)
-        if isinstance(event, Stepped) and event.job == cancelled and position.shard == 0:
+        if isinstance(event, Stepped) and event.job == cancelled and team.shard == 0:
             executor.kill(cancelled)
     steps = {name: training.progress.step for name, training in executor.attached.items()}
     return events, views(executor.attached), steps
@@ -89,15 +109,34 @@ def test_more_shards_than_key_value_heads_repeat_these_heads(family):
     assert_same_bits(answers)
 
 
-def test_scales_are_cut_as_their_sites_are():
-    base = whole_base("llama", torch.float64)
-    jobs = ia3_jobs(base)
-    made = executors.executor_with(base, jobs)
+def assert_equal_to_one_process(family, shards, jobs_of):
+    base = whole_base(family, torch.float64)
+    jobs = jobs_of(base)
+    made = resident_executor(base)
+    for job in jobs:
+        made.attach(training_of(base, job))
+    starts = views(made.attached)
     events = list(executors.run_program(made, executors.plan_program(jobs, 5, CAPACITY), jobs))
-    starts = views({job.name: executors.job_training(base, job) for job in jobs})
-    answers = train("llama", 2, jobs_of=ia3_jobs)
+    answers = train(family, shards, jobs_of=jobs_of)
     want = losses_of(events), views(made.attached), starts
     assert_equal((losses_of(answers[0][0]), answers[0][1]), want, 1e-9, 1e-8)
+    assert_same_bits(answers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_are_cut_as_their_sites_are(kind):
+    assert_equal_to_one_process("llama", 2, partial(kind_jobs, kind=kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "gemma3"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "pissa"])
+def test_kinds_are_cut_in_other_families_and_with_repeated_key_value_heads(kind, family):
+    assert_equal_to_one_process(family, 4, partial(kind_jobs, kind=kind, family=family))
+
+
+def test_trained_rows_of_the_embedding_get_their_gradient_once():
+    assert_equal_to_one_process("llama", 2, token_jobs)
 
 
 def test_a_nan_on_one_shard_kills_its_job_on_all_and_the_others_equal_a_run_without_it():
@@ -133,4 +172,4 @@ def test_a_job_that_the_first_shard_ends_makes_no_more_steps_anywhere():
 def test_a_base_that_cannot_be_divided_is_refused_in_a_sentence(family, shards, reason):
     model = deep(family, torch.float32)
     with pytest.raises(BaseModelError, match=reason):
-        shard_of(model, BaseSpec(model="tiny"), bench.CPU, ShardPosition(0, shards), lambda _: None)
+        shard_of(model, BaseSpec(model="tiny"), bench.CPU, ShardTeam(0, shards, lambda _: None))

@@ -32,6 +32,7 @@ from weftune.ops.lora.tiling import DIRECT_RANKS
 
 class Dora(PlainKind):
     name = "dora"
+    runs_on_shards = True
 
     def part(self, at: JobAt) -> JobPart:
         spec: DoraSpec = at.adapter.spec
@@ -113,4 +114,5 @@ def _row_lengths(at: JobAt, scale: float, a_rK: Tensor, b_rN: Tensor) -> Tensor:
     gram_rr = (a_rK @ a_rK.T).to(summed)
     cross_N = (b_rN * across_rN).sum(dim=0)
     square_N = (b_rN * (gram_rr @ b_rN)).sum(dim=0)
-    return (own_N + 2 * scale * cross_N + scale**2 * square_N).clamp_min(0.0).sqrt()
+    squares_N = at.over_all_inputs(own_N + 2 * scale * cross_N + scale**2 * square_N)
+    return squares_N.clamp_min(0.0).sqrt()

@@ -27,10 +27,13 @@ A, B = "vera_A", "vera_B"
 
 class Vera(PlainKind):
     name = "vera"
+    runs_on_shards = True
 
     def part(self, at: JobAt) -> JobPart:
-        a_rK = at.constant(A)[:, : at.site.in_features]
-        b_rN = at.constant(B)[:, : at.site.out_features]
+        first = at.site.first_input
+        a_rK = at.constant(A)[:, first : first + at.site.in_features]
+        parts = [at.constant(B)[:, start:stop] for start, stop in at.site.output_ranges]
+        b_rN = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         d_r, e_N = at.trained(D), at.trained(E)
         return JobPart(add=lambda x_LK: e_N * ((at.dropped(x_LK) @ a_rK.T * d_r) @ b_rN))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -23,9 +23,15 @@ from weftune.run.passes.layers import Layers
 class AdaptedBase:
     """One worker's share of a base, with its adapters."""
 
-    def __init__(self, base: Base, route: Route | None = None, fuses: bool | None = None) -> None:
+    def __init__(
+        self,
+        base: Base,
+        route: Route | None = None,
+        fuses: bool | None = None,
+        sum_over_shards: Callable[[Tensor], None] | None = None,
+    ) -> None:
         """`fuses` says whether layers of known families run as fused ops. None fuses them on the tiled
-        route, where kernels make that faster."""
+        route, where kernels make that faster. `sum_over_shards` is given if layers are divided."""
         self.base = base
         self.route = route or best_route(base.device, base.dtype)
         self.stream = torch.cuda.Stream(base.device) if base.device.type == "cuda" else None
@@ -47,6 +53,7 @@ class AdaptedBase:
                 embedding,
                 base.tied,
                 tiled=self.route is Route.tiled,
+                sum_over_shards=sum_over_shards,
             )
             if self.layers is not None:
                 self.layers.fuse(self.banks)

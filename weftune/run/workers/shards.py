@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weftune.base.model import Base
-from weftune.base.shards import ShardPosition, SumOverShards, load_shard
+from weftune.base.shards import ShardTeam, load_shard
 from weftune.base.spec import BaseSpec
 from weftune.errors import UserError
 from weftune.plan.program.layout import Layout
@@ -42,22 +42,18 @@ from weftune.run.workers.messages import (
 )
 
 
-def sum_over(connections: WorkerConnections) -> SumOverShards:
-    """Return the function that sums a tensor over the shards of this worker's layers."""
-    group, worker = connections.shard_group, connections.position.worker
+def shard_team(connections: WorkerConnections) -> ShardTeam:
+    """Return the workers that hold this worker's layers together, with the sum over their process group."""
+    group, position = connections.shard_group, connections.position
     assert group is not None, "the layers are not divided"
 
     def sum_over_shards(tensor: Tensor) -> None:
         try:
             dist.all_reduce(tensor, group=group)
         except RuntimeError as error:
-            raise PeerLost(f"a shard beside worker {worker} is gone: {error}") from error
+            raise PeerLost(f"a shard beside worker {position.worker} is gone: {error}") from error
 
-    return sum_over_shards
-
-
-def shard_position(connections: WorkerConnections) -> ShardPosition:
-    return ShardPosition(connections.position.shard, connections.position.shards)
+    return ShardTeam(position.shard, position.shards, sum_over_shards)
 
 
 class ShardDriver:
@@ -68,8 +64,7 @@ class ShardDriver:
     ) -> None:
         """`checkpoints` returns the folder of each job's checkpoints, the same for every worker."""
         self.control, self.base, self._checkpoints = control, base, checkpoints
-        sums = sum_over(control.connections)
-        self._own = resident_executor(base, part=layout.for_worker(0), sum_over_shards=sums)
+        self._own = resident_executor(base, part=layout.for_worker(0), team=shard_team(control.connections))
         self.attached, self.dead = self._own.attached, self._own.dead
         self.home, self.fused, self.writer = self._own.home, self._own.fused, self._own.writer
         self.captures = self._own.captures
@@ -141,7 +136,7 @@ def open_shards(
         control.command(worker, Begin(spec, layout.for_worker(0), 0.0, max_bytes, deterministic))
     set_memory_limit(device, max_bytes)
     connections = control.connections
-    base = load_shard(spec, device, shard_position(connections), sum_over(connections))
+    base = load_shard(spec, device, shard_team(connections))
     for _ in control.workers:
         _, answer = control.wait()
         assert isinstance(answer, Begun), f"{answer} came where a shard was to be loaded"
@@ -158,9 +153,9 @@ class ShardWorker:
     ) -> None:
         set_memory_limit(device, begin.max_bytes)
         self.receiver = receiver
-        position, sums = shard_position(connections), sum_over(connections)
-        self.base = load_shard(begin.spec, device, position, sums)
-        self.executor = resident_executor(self.base, part=begin.part, sum_over_shards=sums)
+        team = shard_team(connections)
+        self.base = load_shard(begin.spec, device, team)
+        self.executor = resident_executor(self.base, part=begin.part, team=team)
 
     def run_commands(self) -> None:
         while True:
@@ -193,6 +188,7 @@ class ShardWorker:
             base.dtype,
             self.executor.home,
             drawn_on=base.device,
+            frozen=base.weight_reader(),
             is_restored=attach.resumes,
         )
         if attach.resumes:
