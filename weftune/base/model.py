@@ -71,7 +71,9 @@ class Base:
     def trained_sites(self) -> tuple[SiteShape, ...]:
         """Sites whose adapter parameters this worker keeps and updates: those of its layers. Where layers are
         divided into shards, every worker keeps the parameters of whole linears."""
-        return self.all_sites if self.slices else self.shape.sites
+        if not self.slices:
+            return self.shape.sites
+        return tuple(site for site in self.all_sites if site.name in self.slices)
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, spec: BaseSpec, device: torch.device) -> Base:

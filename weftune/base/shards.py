@@ -1,4 +1,5 @@
-"""One shard of a base: a slice of every linear in every layer, as in Megatron's tensor parallelism.
+"""One shard of a base, or of one stage of it: a slice of every linear in every layer, as in Megatron's tensor
+parallelism.
 
 The linears that read the hidden states (q, k, v, gate, up) are cut by their outputs, and those that write to
 them (o, down) by their inputs. A shard computes the attention of its own heads and its part of the
@@ -28,9 +29,9 @@ from weftune.base.model import Base, isolate_samples, own_config
 from weftune.base.quant.linear import matrix_dtype
 from weftune.base.shape import model_shape, model_sites, values
 from weftune.base.spec import BaseSpec
-from weftune.base.stages import ENDS, decoder_of
+from weftune.base.stages import ENDS, Elsewhere, decoder_of, keep_stages
 from weftune.base.weights import file_reader, weight_files
-from weftune.core.shapes import SiteShape, SiteSlice
+from weftune.core.shapes import LayerRange, SiteShape, SiteSlice
 from weftune.errors import BaseModelError
 
 SumOverShards = Callable[[Tensor], None]
@@ -63,8 +64,8 @@ class _Sizes:
     """Width of the feed-forward."""
 
 
-def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam) -> Base:
-    """Load one shard of a base. The whole base passes through host memory."""
+def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam, layer_range: LayerRange) -> Base:
+    """Load one shard of a stage. The whole base passes through host memory."""
     refuse_sharding(spec, team.shards)
     model = load_plain(spec, torch.device("cpu"))
     files = weight_files(model_source(spec), spec.revision)
@@ -80,7 +81,7 @@ def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam) -> Base:
         read(name, weight_NK)
         return weight_NK.to(device)
 
-    return shard_of(model, spec, device, team, read_whole)
+    return shard_of(model, spec, device, team, layer_range, read_whole)
 
 
 def refuse_sharding(spec: BaseSpec, shards: int) -> None:
@@ -124,33 +125,28 @@ def shard_of(
     spec: BaseSpec,
     device: torch.device,
     team: ShardTeam,
+    layer_range: LayerRange,
     read_whole: Callable[[str], Tensor | None] = lambda name: None,
 ) -> Base:
-    """Cut `model` in place to one shard, and return it as a frozen base with Weftune's attention.
+    """Cut `model` in place to one shard of a stage, and return it as a frozen base with Weftune's attention.
     `read_whole` returns the whole weight of a site by its name, for kinds that start from it, or None for any
     other parameter."""
     _refuse_config(model.config, spec.model, team.shards)
     refuse_modules(model, spec.model)
+    whole = model_shape(model, matrix_dtype(model))
     model.eval().requires_grad_(False)
     own_config(model)
+    keep_stages(model, layer_range)
     isolate_samples(model)
-    whole = model_shape(model, matrix_dtype(model))
     slices = dict(_cut_layers(model, team))
     for layer in _layers(model):
         _sum_over_shards(layer, DECODERS[model.config.model_type], team.sum_over_shards)
     nn.Module.to(model, device)
-    sites = tuple(local_site(site, slices[site.name]) for site in whole.sites)
-    shape = replace(whole, parameters=values(model), sites=sites)
-    return Base(
-        model,
-        spec,
-        shape,
-        device,
-        matrix_dtype(model),
-        all_sites=whole.sites,
-        stored=read_whole,
-        slices=slices,
-    )
+    sites = tuple(local_site(site, slices[site.name]) for site in whole.sites if site.name in slices)
+    layers = layer_range.stop - layer_range.start
+    shape = replace(whole, layers=layers, parameters=values(model), sites=sites)
+    dtype = matrix_dtype(model)
+    return Base(model, spec, shape, device, dtype, layer_range, whole.sites, read_whole, slices)
 
 
 def local_site(site: SiteShape, part: SiteSlice) -> SiteShape:
@@ -160,8 +156,10 @@ def local_site(site: SiteShape, part: SiteSlice) -> SiteShape:
     return replace(site, out_features=part.size, part=part)
 
 
-def _layers(model: PreTrainedModel) -> nn.ModuleList:
-    return cast(nn.ModuleList, getattr(decoder_of(model), ENDS[model.config.model_type].layers))
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the local layers."""
+    layers = cast(nn.ModuleList, getattr(decoder_of(model), ENDS[model.config.model_type].layers))
+    return [layer for layer in layers if not isinstance(layer, Elsewhere)]
 
 
 def _cut_layers(model: PreTrainedModel, team: ShardTeam) -> Iterator[tuple[str, SiteSlice]]:

@@ -219,12 +219,7 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
             "pipeline, and --gpus starts processes by itself; start weftune without torchrun, or omit --gpus"
         )
     ring = options.gpu_memory is not None and worker.workers > 1
-    if worker.workers % options.shards:
-        raise UserError(
-            f"--shards {options.shards}: {worker.workers} workers cannot be divided by {options.shards}; "
-            f"start {options.shards} workers"
-        )
-    worker = replace(with_replicas(worker, options.replicas), ring=ring, shards=options.shards)
+    worker = replace(with_replicas(worker, options.replicas, options.shards), ring=ring)
     if options.pipeline and options.pipeline != worker.stages:
         raise UserError(
             f"--pipeline {options.pipeline}: torchrun has started {worker.workers} workers; leave it out"
@@ -283,14 +278,15 @@ def _job_count_text(run: RunSpec) -> str:
 
 
 def _workers_text(worker: WorkerPosition) -> str:
-    """Return `2 stages`, `2 replicas` or `2 replicas of 2 stages`; `2 workers` with several stages each."""
-    if worker.shards > 1:
-        return f"{worker.shards} shards"
+    """Return `2 stages`, `2 replicas` or `2 replicas of 2 stages`; `2 workers` with several stages each; with
+    shards, `2 replicas of 2 stages of 4 shards`."""
     stages = f"{worker.stages} {'workers' if worker.ring else 'stages'}"
-    replicas = f"{worker.replicas} replicas"
-    if worker.replicas == 1:
-        return stages
-    return replicas if worker.stages == 1 else f"{replicas} of {stages}"
+    named = {
+        f"{worker.replicas} replicas": worker.replicas,
+        stages: worker.stages,
+        f"{worker.shards} shards": worker.shards,
+    }
+    return " of ".join(text for text, count in named.items() if count > 1) or stages
 
 
 def _finish(console: Console, trainer: Trainer, results: Mapping[str, Result], codes: set[int]) -> None:
@@ -320,10 +316,11 @@ def _finish(console: Console, trainer: Trainer, results: Mapping[str, Result], c
         raise typer.Exit(SOME_FAILED)
 
 
-def with_replicas(worker: WorkerPosition, replicas: int) -> WorkerPosition:
-    if worker.workers % replicas:
+def with_replicas(worker: WorkerPosition, replicas: int, shards: int = 1) -> WorkerPosition:
+    if worker.workers % (replicas * shards):
+        options = f"--replicas {replicas}" + (f" --shards {shards}" if shards > 1 else "")
         raise UserError(
-            f"--replicas {replicas}: {worker.workers} workers cannot be divided into {replicas} equal "
-            f"pipelines; start a multiple of {replicas}"
+            f"{options}: {worker.workers} workers cannot be divided into {replicas} equal "
+            f"pipelines; start a multiple of {replicas * shards}"
         )
-    return replace(worker, replicas=replicas)
+    return replace(worker, replicas=replicas, shards=shards)

@@ -1,7 +1,4 @@
-"""Decisions on optimizer steps and events by a worker that needs no other worker for them: the only worker of
-a run, or any of several that hold each layer together. The sums over shards give all of these the same bits,
-so that they come to the same decisions.
-"""
+"""Decisions on optimizer steps and events by the only worker of a run, which holds the whole base."""
 
 from __future__ import annotations
 
@@ -37,17 +34,14 @@ from weftune.run.events import (
 from weftune.run.measure.timers import DeviceSpan, Waited
 from weftune.run.parts import NOTHING_TO_DO, AdapterState
 from weftune.run.passes.rows import TimedPass
-from weftune.run.shards import Shards, ShardShortage
 from weftune.run.training.state import EvaluationSums
 from weftune.run.training.steps import StepRequest, StepsUnderway
 
 
 class Alone:
-    def __init__(self, adapters: AdapterState, runs_behind: bool, shards: Shards | None = None) -> None:
-        """`runs_behind` means that the device works asynchronously, so durations are read later. `shards` is
-        given if every layer is divided among several workers."""
+    def __init__(self, adapters: AdapterState, runs_behind: bool) -> None:
+        """`runs_behind` means that the device works asynchronously, so durations are read later."""
         self._adapters, self._roster, self._runs_behind = adapters, adapters.roster, runs_behind
-        self._shards = shards
         self._program = NOTHING_TO_DO
         self._pending_evaluations: Counter[tuple[str, int]] = Counter()
         """Maps (job, step) to the number of microbatches of that evaluation that have not run yet."""
@@ -81,9 +75,8 @@ class Alone:
         pass
 
     def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """Return the microbatch without the rows of dead jobs, on which no other worker depends. Shards
-        compute the same rows: a job that was ended here may not have ended on another shard."""
-        return plan if self._shards is not None else plan.without(self._roster.dead)
+        """Return the microbatch without the rows of dead jobs, on which no other worker depends."""
+        return plan.without(self._roster.dead)
 
     def receive(self, action: Recv) -> Tensor:
         raise AssertionError(f"there is no other worker for {action}")
@@ -156,13 +149,7 @@ class Alone:
     # -- Steps -------------------------------------------------------------------------------------------
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]:
-        """Make consecutive optimizer steps together. A job that was ended on one shard, by the caller of its
-        executor, ends on all of them first."""
-        if self._shards is not None:
-            dead = self._shards.true_on_any([step.job in self._roster.dead for step in steps])
-            for step, is_dead in zip(steps, dead, strict=True):
-                if is_dead and step.job not in self._roster.dead:
-                    self._adapters.kill(step.job)
+        """Make consecutive optimizer steps together."""
         if self._adapters.needs_previous_outcome:
             yield from self.finish_steps()
         requests = [
@@ -215,7 +202,5 @@ class Alone:
         return True
 
     def fall_short(self, why: str) -> None:
-        if self._shards is not None:
-            raise ShardShortage(why)
         self.ends_early()
         raise OutOfMemory(why)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from weftune.base.host.streamed import StreamedBase, stage_view
 from weftune.base.model import Base
@@ -28,7 +27,7 @@ from weftune.run.stream.offloaded_optimizer import OffloadedOptimizer
 from weftune.run.stream.travelling_adapters import TravellingAdapters
 from weftune.run.stream.weights import ResidentWeights, StreamedWeights
 
-Agrees = Callable[[AdapterState, ActionTimer], Agreement]
+Agrees = Callable[[AdapterState, ActionTimer, Shards | None], Agreement]
 """A function that returns the `Agreement` of one worker."""
 
 
@@ -66,7 +65,7 @@ def resident_executor(
         activations=KeptActivations(part.own_stages),
         passes=CapturedPasses(adapted, stages, at_once) if captures else PlainPasses(adapted, stages),
         adapters=adapters,
-        agreement=(agrees or partial(_alone, shards=shards))(adapters, timer),
+        agreement=(agrees or _alone)(adapters, timer, shards),
         timer=timer,
         worker=worker,
     )
@@ -104,11 +103,12 @@ def streamed_executor(
         else KeptActivations(part.own_stages),
         passes=CapturedVisits(adapted, stages, pool) if pool else PlainPasses(adapted, stages),
         adapters=adapters,
-        agreement=(agrees or _alone)(adapters, timer),
+        agreement=(agrees or _alone)(adapters, timer, None),
         timer=timer,
         worker=worker,
     )
 
 
-def _alone(adapters: AdapterState, timer: ActionTimer, shards: Shards | None = None) -> Agreement:
-    return Alone(adapters, timer.runs_behind, shards)
+def _alone(adapters: AdapterState, timer: ActionTimer, shards: Shards | None) -> Agreement:
+    assert shards is None, "shards agree with one another"
+    return Alone(adapters, timer.runs_behind)

@@ -102,12 +102,7 @@ class ResidentAdapters:
         kernels make the updates, the host continues with the next pass meanwhile."""
         underway = StepsUnderway(self.home)
         with underway.count_time():
-            if self._shards is not None:
-                self._shards.sum_gradients([request.training for request in requests])
             run = begin_steps(requests)
-            if self._shards is not None:
-                for request in requests:
-                    self._shards.update_weights(request.training.job, request.training.state.weights)
         underway.runs.append(run)
         underway.is_done = run.factor_J is None
         return underway
@@ -118,4 +113,7 @@ class ResidentAdapters:
 
     def make(self, request: StepRequest, sums: BatchSums) -> Outcome:
         """Make an optimizer step from the batch's sums over all workers."""
-        return make_step_from_sums(request, sums)
+        outcome = make_step_from_sums(request, sums)
+        if self._shards is not None:
+            self._shards.update_weights(request.training.job, request.training.state.weights)
+        return outcome

@@ -1,7 +1,7 @@
 """One worker's side of a base whose layers are divided into shards.
 
 Every shard keeps the whole training state of each job: master weights, moments and gradient. Passes read a
-copy of the shard's part and add to the gradient of that part. Before a Step, the parts of all shards are
+copy of the shard's part and add to the gradient of that part. At a Reduce, the parts of all shards are
 summed into the whole gradient, which is then the same on all of them: a value that several shards hold has a
 part of its gradient on each. So norms, clipping and updates are those of one device, and checkpoints do not
 depend on the number of shards.
@@ -80,18 +80,13 @@ class Shards:
         part = self._parts[job]
         part.weights.copy_(weights[part.positions])
 
-    def sum_gradients(self, trainings: Sequence[Training]) -> None:
-        """Set each job's whole gradient to the sum of the parts of all shards, and zero the parts."""
-        for training in trainings:
-            part = self._parts[training.job]
-            training.gradient.zero_()
-            training.gradient[part.positions] = torch.where(part.is_counted, part.gradient, 0.0)
-            part.gradient.zero_()
-        total = torch.cat([training.gradient for training in trainings])
-        self._team.sum_over_shards(total)
-        sizes = [training.layout.size for training in trainings]
-        for training, gradient in zip(trainings, total.split(sizes), strict=True):
-            training.gradient.copy_(gradient)
+    def sum_gradient(self, training: Training) -> None:
+        """Set a job's whole gradient to the sum of the parts of all shards, and zero the part of this one."""
+        part = self._parts[training.job]
+        training.gradient.zero_()
+        training.gradient[part.positions] = torch.where(part.is_counted, part.gradient, 0.0)
+        part.gradient.zero_()
+        self._team.sum_over_shards(training.gradient)
 
     def true_on_any(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag whether it is True on any shard."""

@@ -27,7 +27,6 @@ from weftune.run.executor import Executor
 from weftune.run.measure.memory import set_memory_limit
 from weftune.run.workers.driver import Driver, open_pipeline
 from weftune.run.workers.messages import WorkerControl
-from weftune.run.workers.shards import ShardDriver, open_shards
 from weftune.run.workers.trace import Trace, timeline_of
 from weftune.trainer.machine import describe_machine, memory_warning, workers_per_device
 from weftune.trainer.options import Options
@@ -69,7 +68,7 @@ class TimelineWatcher:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    executor: Executor | Driver | ShardDriver
+    executor: Executor | Driver
     choice: LayoutChoice
     initial_cost: CostModel
     """Time model before any window of this run has been measured."""
@@ -111,12 +110,6 @@ def open_engine(
             show_note(sentence)
     if options.staff is not None:
         spec = base.spec if isinstance(base, Base) else base
-        if choice.layout.shards > 1:
-            limit = options.gpu_memory and options.gpu_memory // workers_per_device(options, device)
-            driver = open_shards(
-                options.staff, spec, device, choice.layout, checkpoints, limit, options.deterministic
-            )
-            return Engine(driver, choice, arithmetic(driver.base.shape), deterministic=options.deterministic)
         return _workers_engine(options, options.staff, spec, device, choice, checkpoints)
     set_memory_limit(device, options.gpu_memory)
     if choice.is_streamed:
@@ -180,9 +173,7 @@ def _price(driver: Driver, choice: LayoutChoice, shapes: JobShapes) -> Price:
     return price
 
 
-def stream_notes(
-    executor: Executor | Driver | ShardDriver, choice: LayoutChoice, seconds: float
-) -> list[str]:
+def stream_notes(executor: Executor | Driver, choice: LayoutChoice, seconds: float) -> list[str]:
     """Return sentences about a streamed base for the end of a run whose windows took `seconds`."""
     notes = []
     if isinstance(executor, Driver):
@@ -192,7 +183,6 @@ def stream_notes(
         source = f"host to {len(reports)} workers; the one that waited longest for it did so"
         seconds = seconds if reports else 0.0
     else:
-        assert isinstance(executor, Executor), "shards are not streamed"
         weights = executor.weights.waited
         copied_bytes, waited = weights.copied_bytes, weights.total()
         source = (

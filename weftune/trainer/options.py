@@ -71,16 +71,19 @@ class Options:
     def __post_init__(self) -> None:
         """Refuse options that exclude each other."""
         number = "all" if self.gpus == ALL else self.gpus
-        others = {
-            "--pipeline": self.pipeline,
-            "--replicas": self.replicas if self.replicas > 1 else None,
-            "--gpus": self.gpus,
-            "--gpu-memory": self.gpu_memory,
-        }
-        if self.shards > 1 and (given := [name for name, value in others.items() if value is not None]):
+        if self.shards > 1 and (
+            self.gpus is not None or self.gpu_memory is not None or self.pipeline == AUTO
+        ):
+            name = (
+                "--gpus"
+                if self.gpus is not None
+                else "--gpu-memory"
+                if self.gpu_memory
+                else "--pipeline auto"
+            )
             raise UserError(
-                f"--shards {self.shards} puts a slice of every layer on each of {self.shards} devices and "
-                f"cannot be combined with {given[0]} yet; leave one of them out"
+                f"--shards {self.shards} divides every layer among {self.shards} devices, which cannot be "
+                f"combined with {name} yet; leave one of them out"
             )
         if self.gpu_memory is not None and (self.gpus is not None or self.replicas > 1):
             raise UserError(

@@ -14,24 +14,33 @@ from tests.run.models import deep
 from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import (
     CAPACITY,
+    CUTS,
     STEPS,
     alone,
     assert_equal,
     losses_of,
     make_jobs,
+    pipeline_program,
+    ranges,
     views,
     whole_base,
 )
 from weftune.adapters.kind import JobAdapter
 from weftune.base.shards import ShardTeam, shard_of
 from weftune.base.spec import BaseSpec
+from weftune.core.shapes import LayerRange
 from weftune.errors import BaseModelError
-from weftune.plan.program.layout import one_device_layout
+from weftune.plan.program.layout import pipeline_layout
+from weftune.plan.program.program import Forward
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Failed, Stepped
+from weftune.run.parts import delivered
 from weftune.run.training.state import new_training
-from weftune.run.workers.shards import shard_team
+from weftune.run.workers.transport import Transport
+from weftune.run.workers.worker import shard_team, worker_executor
+from weftune.trainer.job import collate_plan
 
+WHOLE = [0, 4]
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3")
 
 
@@ -58,39 +67,70 @@ def training_of(base, job):
     """With weights of the base, from which some kinds start."""
     adapter = JobAdapter(job.name, job.spec.adapter, job.spec.seed)
     sites, frozen = base.trained_sites, base.weight_reader()
-    return new_training(adapter, job.recipe, sites, base.dtype, base.device, frozen=frozen)
+    return new_training(adapter, job.recipe, sites, base.dtype, base.device, base.whole_sites, frozen=frozen)
 
 
-def as_shard(connections, family, dtype, jobs_of, poison, cancelled):
-    """Train the jobs on this shard; what happened here, and the whole adapters, which every shard keeps."""
+def as_shard(connections, family, dtype, jobs_of, cuts, poison, cancelled):
+    """Train the jobs on this worker; what happened here, and its adapters, which are whole in each layer."""
+    position = connections.position
     whole = whole_base(family, dtype)
     jobs = jobs_of(whole)
-    spec, team = BaseSpec(model=f"tiny/{family}"), shard_team(connections)
-    read_whole = deep(family, dtype).get_parameter
-    base = shard_of(deep(family, dtype), spec, bench.CPU, team, sites_only(read_whole))
-    part = one_device_layout(base.shape.layers).for_worker(0)
-    executor = resident_executor(base, part=part, team=team)
+    spec, team, held = BaseSpec(model=f"tiny/{family}"), shard_team(connections), ranges(cuts)
+    read_whole = sites_only(deep(family, dtype).get_parameter)
+    base = shard_of(deep(family, dtype), spec, bench.CPU, team, held[position.stage], read_whole)
+    transport = Transport(connections, base.shape.hidden, base.dtype, base.device)
+    layout = pipeline_layout(held, position.replicas, position.shards)
+    part = layout.for_worker(position.stage)
+    executor, _ = worker_executor(base, part, transport, position.list_index, team)
     for job in jobs:
         executor.attach(training_of(base, job))
-    if poison is not None and team.shard == 0:
+    if poison is not None and position.worker == 0:
         executor.banks.attached[poison].weights.fill_(math.nan)
-    program = executors.plan_program(jobs, 5, CAPACITY)
+    program = pipeline_program(jobs, position, None)
+    by_name = {job.name: job for job in jobs}
+    microbatches = {
+        n: collate_plan(plan, Forward, by_name)
+        for n, plan in enumerate(program.microbatches)
+        if plan.segments
+    }
     events = []
-    for event in executors.run_program(executor, program, jobs):
+    for event in executor.run(program, delivered(program, microbatches)):
         events.append(event)
-        if isinstance(event, Stepped) and event.job == cancelled and team.shard == 0:
+        if isinstance(event, Stepped) and event.job == cancelled and position.worker == 0:
             executor.kill(cancelled)
+    transport.flush()
     steps = {name: training.progress.step for name, training in executor.attached.items()}
     return events, views(executor.attached), steps
 
 
-def train(family, shards, dtype=torch.float64, jobs_of=make_jobs, poison=None, cancelled=None):
-    return run_workers(shards, as_shard, family, dtype, jobs_of, poison, cancelled, shards=shards)
+def train(
+    family,
+    shards,
+    dtype=torch.float64,
+    jobs_of=make_jobs,
+    cuts=WHOLE,
+    replicas=1,
+    poison=None,
+    cancelled=None,
+):
+    workers, arguments = (
+        shards * (len(cuts) - 1) * replicas,
+        (family, dtype, jobs_of, cuts, poison, cancelled),
+    )
+    return run_workers(workers, as_shard, *arguments, replicas=replicas, shards=shards)
 
 
-def assert_same_bits(answers):
-    (_, first, _), *others = answers
-    for _, weights, _ in others:
+def whole_weights(answers, stages=1, shards=2, without=""):
+    """Every adapter, put together from the first replica's stages."""
+    first = answers[: stages * shards : shards]
+    return {key: value for _, part, _ in first for key, value in part.items() if key[0] != without}
+
+
+def assert_same_bits(answers, stages=1, shards=2):
+    """All shards of a stage and all replicas hold the same adapters."""
+    for worker, (_, weights, _) in enumerate(answers):
+        first = answers[worker // shards % stages * shards][1]
+        assert weights.keys() == first.keys()
         assert all(torch.equal(value, weights[key]) for key, value in first.items())
 
 
@@ -102,11 +142,24 @@ def test_losses_and_adapters_equal_one_process_in_float64(family):
     assert_same_bits(answers)
 
 
+@pytest.mark.parametrize(
+    ("stages", "replicas", "shards"),
+    slow_but([(2, 1, 2), (1, 2, 2), (2, 2, 2), (2, 1, 4)], [(2, 1, 2), (1, 2, 2)]),
+)
+def test_shards_of_stages_and_of_replicas_equal_one_process(stages, replicas, shards):
+    cuts = WHOLE if stages == 1 else CUTS[stages]
+    answers = train("llama", shards, cuts=cuts, replicas=replicas)
+    found = losses_of(answers[0][0]), whole_weights(answers, stages, shards)
+    assert_equal(found, alone("llama", torch.float64), 1e-9, 1e-8)
+    assert all(steps == STEPS for _, _, steps in answers)
+    assert_same_bits(answers, stages, shards)
+
+
 @pytest.mark.parametrize("family", slow_but(["llama", "qwen2", "phi3"], ["qwen2"]))
 def test_more_shards_than_key_value_heads_repeat_these_heads(family):
     answers = train(family, 4)
     assert_equal((losses_of(answers[0][0]), answers[0][1]), alone(family, torch.float64), 1e-9, 1e-8)
-    assert_same_bits(answers)
+    assert_same_bits(answers, shards=4)
 
 
 def assert_equal_to_one_process(family, shards, jobs_of):
@@ -120,7 +173,7 @@ def assert_equal_to_one_process(family, shards, jobs_of):
     answers = train(family, shards, jobs_of=jobs_of)
     want = losses_of(events), views(made.attached), starts
     assert_equal((losses_of(answers[0][0]), answers[0][1]), want, 1e-9, 1e-8)
-    assert_same_bits(answers)
+    assert_same_bits(answers, shards=shards)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,23 +192,24 @@ def test_trained_rows_of_the_embedding_get_their_gradient_once():
     assert_equal_to_one_process("llama", 2, token_jobs)
 
 
-def test_a_nan_on_one_shard_kills_its_job_on_all_and_the_others_equal_a_run_without_it():
-    answers = train("llama", 2, poison="a")
-    for events, _, steps in answers:
-        (failed,) = (event for event in events if isinstance(event, Failed))
-        assert (failed.job, failed.reason) == ("a", "its loss at step 1 is nan")
-        assert steps == {"a": 0, "b": 3, "c": 4}
-    weights = {key: value for key, value in answers[0][1].items() if key[0] != "a"}
-    assert_equal((losses_of(answers[0][0]), weights), alone("llama", torch.float64, "bc"), 1e-9, 1e-8)
+@pytest.mark.parametrize("stages", slow_but([1, 2], [1]))
+def test_a_nan_on_one_shard_kills_its_job_on_all_and_the_others_equal_a_run_without_it(stages):
+    answers = train("llama", 2, cuts=WHOLE if stages == 1 else CUTS[2], poison="a")
+    (failed,) = (event for event in answers[0][0] if isinstance(event, Failed))
+    assert (failed.job, failed.reason) == ("a", "its loss at step 1 is nan")
+    assert all(steps == {"a": 0, "b": 3, "c": 4} for _, _, steps in answers)
+    found = losses_of(answers[0][0]), whole_weights(answers, stages, without="a")
+    assert_equal(found, alone("llama", torch.float64, "bc"), 1e-9, 1e-8)
 
 
-def test_a_job_that_the_first_shard_ends_makes_no_more_steps_anywhere():
-    answers = train("llama", 2, cancelled="a")
+@pytest.mark.parametrize("stages", slow_but([1, 2], [2]))
+def test_a_job_that_the_first_worker_ends_makes_no_more_steps_anywhere(stages):
+    answers = train("llama", 2, cuts=WHOLE if stages == 1 else CUTS[2], cancelled="a")
     losses = losses_of(answers[0][0])
     assert len(losses.pop("a")) == 1
     assert all(steps == {"a": 1, "b": 3, "c": 4} for _, _, steps in answers)
-    weights = {key: value for key, value in answers[0][1].items() if key[0] != "a"}
-    assert_equal((losses, weights), alone("llama", torch.float64, "bc"), 1e-9, 1e-8)
+    found = losses, whole_weights(answers, stages, without="a")
+    assert_equal(found, alone("llama", torch.float64, "bc"), 1e-9, 1e-8)
 
 
 @pytest.mark.parametrize(
@@ -172,4 +226,10 @@ def test_a_job_that_the_first_shard_ends_makes_no_more_steps_anywhere():
 def test_a_base_that_cannot_be_divided_is_refused_in_a_sentence(family, shards, reason):
     model = deep(family, torch.float32)
     with pytest.raises(BaseModelError, match=reason):
-        shard_of(model, BaseSpec(model="tiny"), bench.CPU, ShardTeam(0, shards, lambda _: None))
+        shard_of(
+            model,
+            BaseSpec(model="tiny"),
+            bench.CPU,
+            ShardTeam(0, shards, lambda _: None),
+            LayerRange(0, 4, 4),
+        )

@@ -203,10 +203,7 @@ def choose_layout(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine)
     machine = replace(machine, decoder_bytes=decoder_bytes)
     if machine.workers == AUTO:
         machine = _choose_machine_workers(shape, jobs, machine)
-    if machine.shards > 1:
-        _refuse_decoder(machine, "several processes hold each layer together")
-        return _choose_shards(shape, jobs, machine)
-    if machine.workers * machine.replicas > 1:
+    if machine.workers * machine.replicas * machine.shards > 1:
         _refuse_decoder(machine, "several processes share the base or its batches")
         return _choose_streamed_by_workers(shape, jobs, machine) or _choose_pipeline(shape, jobs, machine)
     if (streamed := _choose_streamed(shape, jobs, machine)) is not None:
@@ -293,30 +290,6 @@ def _choose_resident(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
         first_pass_seconds=profile.first_seconds if profile else 0.0,
     )
     return _offload_optimizer(choice, jobs, machine) or choice
-
-
-def _choose_shards(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice:
-    """Return a layout with a slice of every layer on each of several workers. Their passes are not fused."""
-    shards = machine.shards
-    memory = MemoryModel(
-        shard_shape(shape, shards),
-        machine.budget_bytes,
-        machine.process_bytes,
-        layout=replace(one_device_layout(shape.layers), shards=shards),
-    )
-    together = fitting_jobs(jobs, memory)
-    kind = "GPU" if machine.on_gpu else "process"
-    return LayoutChoice(
-        machine=machine,
-        layout=memory.layout,
-        capacity=machine.max_tokens,
-        memory=memory,
-        attached_jobs=together,
-        peak_device_bytes=peak_device_bytes(memory, together, machine.max_tokens),
-        reason=f"in {shards} shards, a slice of every layer on each {kind}",
-        user_note=f"The base is in {shards} shards, a slice of every layer on each {kind}.",
-        window_rounds=WINDOW_ROUNDS,
-    )
 
 
 def _offload_optimizer(
@@ -496,12 +469,14 @@ def _choose_pipeline(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
     counts = " + ".join(str(one.stop - one.start) for one in held)
     if machine.workers > 1 and machine.profile is not None:
         note = f"The stages hold {counts} layers, alike by times {source_of(machine.profile)}."
-    layout = pipeline_layout(held, machine.replicas)
+    layout = pipeline_layout(held, machine.replicas, machine.shards)
+    is_divided = machine.shards > 1
     memory = MemoryModel(
-        shape,
+        shard_shape(shape, machine.shards) if is_divided else shape,
         machine.budget_bytes,
         machine.process_bytes,
-        machine.on_gpu,
+        # Layers of shards are not fused yet.
+        machine.on_gpu and not is_divided,
         _memory_fit(shape, machine),
         layout,
         first_only_bytes=machine.first_only_bytes,
@@ -514,13 +489,18 @@ def _choose_pipeline(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
         memory=memory,
         attached_jobs=together,
         peak_device_bytes=peak_device_bytes(memory, together, machine.max_tokens),
-        reason=f"cut into {len(held)} stages of {counts} layers"
-        if len(held) > 1
-        else "whole on each replica",
+        reason=_pipeline_reason(machine, counts),
         user_note=note,
         window_rounds=PIPELINE_ROUNDS,
         stage_times=_stage_times(shape, machine),
     )
+
+
+def _pipeline_reason(machine: Machine, layer_counts: str) -> str:
+    divided = f"with every layer divided among {machine.shards} workers" if machine.shards > 1 else ""
+    if machine.workers > 1:
+        return f"cut into {machine.workers} stages of {layer_counts} layers{', ' if divided else ''}{divided}"
+    return f"whole on each replica{', ' if divided else ''}{divided}" if machine.replicas > 1 else divided
 
 
 def _choose_streamed_by_workers(

@@ -79,11 +79,7 @@ class Layout:
         assert not self.offloads_optimizer or (
             len(self.stages) * self.replicas == 1 and self.stages[0].is_resident and not self.adapters_travel
         ), "only beside a base that stays on one device"
-        assert self.shards == 1 or (
-            len(self.stages) * self.replicas == 1
-            and self.stages[0].is_resident
-            and not (self.adapters_travel or self.offloads_optimizer)
-        ), "shards hold one stage, which is resident"
+        assert self.shards == 1 or self.is_pipeline, "shards hold stages that stay on their devices"
         for worker, count in enumerate(self.slot_counts):
             assert count >= 1 or not self.for_worker(worker).streamed_stages, (
                 "a streamed stage needs a place to come to"
@@ -122,10 +118,10 @@ def one_device_layout(layers: int = 1, optimizer_offloaded: bool = False) -> Lay
     return Layout((StageLayers(0, layers, is_resident=True),), offloads_optimizer=optimizer_offloaded)
 
 
-def pipeline_layout(layers: Sequence[LayerRange], replicas: int = 1) -> Layout:
-    """Return a pipeline with one resident stage on each worker."""
+def pipeline_layout(layers: Sequence[LayerRange], replicas: int = 1, shards: int = 1) -> Layout:
+    """Return a pipeline with one resident stage on each worker, or on each team of `shards` workers."""
     stages = tuple(StageLayers(one.start, one.stop, is_resident=True) for one in layers)
-    return Layout(stages, (0,) * len(stages), replicas=replicas, is_pipeline=True)
+    return Layout(stages, (0,) * len(stages), replicas=replicas, shards=shards, is_pipeline=True)
 
 
 @dataclass(frozen=True, slots=True)

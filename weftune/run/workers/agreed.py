@@ -31,6 +31,7 @@ from weftune.run.events import Event, Failed, SaveDue, Scored, Stepped
 from weftune.run.measure.timers import ActionTimer, DeviceSpan, Waited
 from weftune.run.parts import NOTHING_TO_DO, AdapterState
 from weftune.run.passes.rows import TimedPass
+from weftune.run.shards import Shards, ShardShortage
 from weftune.run.training.state import EvaluationSums, OpenBatch
 from weftune.run.training.steps import BatchSums, StepRequest, batch_totals, find_step_problem
 from weftune.run.workers.transport import SUMS_PER_MESSAGE, Transport
@@ -73,7 +74,18 @@ class WorkerReport:
 class Agreed:
     """One worker's side of the agreement."""
 
-    def __init__(self, adapters: AdapterState, timer: ActionTimer, transport: Transport, worker: int) -> None:
+    def __init__(
+        self,
+        adapters: AdapterState,
+        timer: ActionTimer,
+        transport: Transport,
+        worker: int,
+        shards: Shards | None = None,
+    ) -> None:
+        """`worker` is the index of this worker's list of actions. `shards` is given if several workers run
+        this list, because they hold each layer together. Their sums give all of them the same bits, so that
+        each comes to the same decisions."""
+        self._shards = shards
         self._adapters, self._roster = adapters, adapters.roster
         self._program = NOTHING_TO_DO
         self.report = WorkerReport()
@@ -143,6 +155,8 @@ class Agreed:
         return iter(())
 
     def fall_short(self, why: str) -> None:
+        if self._shards is not None:
+            raise ShardShortage(why)
         self.report.shortage = f"worker {self._worker}: {why}"
 
     def ends_early(self) -> bool:
@@ -157,6 +171,9 @@ class Agreed:
     # -- what a batch came to ----------------------------------------------------------------------------
 
     def reduce(self, action: Reduce) -> None:
+        is_first = action.payload == "gradient" or self._program.replicas == 1
+        if self._shards is not None and is_first:
+            self._shards.sum_gradient(self._roster.trainings[action.job])
         if action.payload == "gradient":
             self._send_share(action.job, action.step)
         else:
@@ -220,6 +237,12 @@ class Agreed:
     # -- the decision on a Step -----------------------------------------------------------------------------
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]:
+        if len(self._program.devices) == 1:
+            # A Program for one list has no Reduce, but several shards may run it.
+            for action in steps:
+                self.reduce(Reduce(action.job, action.step, "norm"))
+        if self._shards is not None and self._worker == 0:
+            self._agree_on_dead_jobs(steps, self._shards)
         for action in steps:
             self._timer.start()
             if self._worker == 0:
@@ -227,6 +250,13 @@ class Agreed:
             else:
                 self._follow_decision(action.job, action.step)
             self._ran.append((action, self._timer.stop()))
+
+    def _agree_on_dead_jobs(self, steps: Sequence[Step], shards: Shards) -> None:
+        """Mark the jobs dead that are dead on any shard: only one of them has a caller who may end jobs."""
+        dead = shards.true_on_any([step.job in self._roster.dead for step in steps])
+        for step, is_dead in zip(steps, dead, strict=True):
+            if is_dead and step.job not in self._roster.dead:
+                self._adapters.kill(step.job)
 
     def _decide(self, job: str, step: int) -> Iterator[Event]:
         """Announce the decision, then make the step or mark the job dead. Runs on the first worker."""

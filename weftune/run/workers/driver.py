@@ -50,7 +50,7 @@ from weftune.run.workers.messages import (
 )
 from weftune.run.workers.paces import Paces
 from weftune.run.workers.transport import Transport
-from weftune.run.workers.worker import load_part, loaded_base, worker_executor
+from weftune.run.workers.worker import load_part, loaded_base, shard_team, worker_executor
 
 STOP_CHECK_SECONDS = 0.5
 """Seconds between two checks for a request to stop, while the other workers finish their windows."""
@@ -90,7 +90,7 @@ class Driver:
         self.base = base = loaded_base(loaded)
         self.control = control
         position = control.connections.position
-        self.stages, self.replicas = position.stages, position.replicas
+        self.stages, self.replicas, self.shards = position.stages, position.replicas, position.shards
         self.layout = layout
         self.paces = Paces([stage.layer_count for stage in layout.stages])
         self.reports: list[WorkerReport] = []
@@ -99,7 +99,11 @@ class Driver:
         """Peak bytes in use on each of the other workers."""
         self._transport = Transport(control.connections, base.shape.hidden, base.dtype, base.device, delay)
         self._own, self._agreed = worker_executor(
-            loaded, layout.for_worker(0), self._transport, position.worker
+            loaded,
+            layout.for_worker(0),
+            self._transport,
+            position.list_index,
+            shard_team(control.connections),
         )
         self.attached = self._own.attached
         """Maps each job to its slice of the first stage, which also holds the job's progress."""
@@ -209,7 +213,8 @@ class Driver:
             for replica in range(self.replicas)
         ]
         for worker in self.control.workers:
-            self.control.command(worker, RunProgram(program, shares[program.replica(worker)]))
+            replica = program.replica(worker // self.shards)
+            self.control.command(worker, RunProgram(program, shares[replica]))
         fetch = delivered(program, shares[0])
         yield from self._own.run(program, fetch, overdue=lambda: self._ends_window_early(request))
         self._transport.flush()
@@ -221,7 +226,8 @@ class Driver:
 
     def _ends_window_early(self, request: StopRequest) -> bool:
         """Return whether the window ends early; if so, notify all workers at once."""
-        if request.is_overdue() and not self._ends_early:
+        # Shards of the same layers would stop at different actions, and wait for one another.
+        if request.is_overdue() and not self._ends_early and self.shards == 1:
             self._ends_early = True
             self.control.broadcast(End(window_only=True))
         return self._ends_early
@@ -234,11 +240,10 @@ class Driver:
         self._handle_slice(worker, answer)
 
     def _end_window(self, program: Program) -> Iterator[Event]:
-        self.reports = [
-            self._agreed.report,
-            *(self._window_reports[worker] for worker in sorted(self._window_reports)),
-        ]
-        self.peaks = [report.peak_bytes for report in self.reports[1:]]
+        others = [self._window_reports[worker] for worker in sorted(self._window_reports)]
+        self.peaks = [report.peak_bytes for report in others]
+        # The shards of the same layers report the same.
+        self.reports = [self._agreed.report, *others][:: self.shards]
         short = [report.shortage for report in self.reports if report.shortage]
         yield from self._late_failure_events()
         if not short:
@@ -316,7 +321,7 @@ class Driver:
         if checkpoint.has_progress(folder, self.attached[job].progress):
             return
         self.save(job, folder)
-        for worker in self.control.first_replica:
+        for worker in self.control.writers:
             self.control.command(worker, JobCommand("save slice", job))
 
     def unsaved(self) -> list[Unsaved]:
@@ -387,10 +392,10 @@ def open_pipeline(
     """Load every worker's part of the base, and wait for all. No worker uses more than `max_bytes` of its
     GPU. If `deterministic`, the other workers use torch's deterministic kernels, as the caller does."""
     for worker in control.workers:
-        part = layout.for_worker(worker % layout.workers)
+        part = layout.for_worker(worker // layout.shards % layout.workers)
         control.command(worker, Begin(spec, part, delay, max_bytes, deterministic))
     set_memory_limit(device, max_bytes)
-    loaded = load_part(spec, device, layout.for_worker(0))
+    loaded = load_part(spec, device, layout.for_worker(0), shard_team(control.connections))
     for _ in control.workers:
         _, answer = control.wait()
         assert isinstance(answer, Begun), f"{answer} came where a stage was to be loaded"

@@ -41,7 +41,7 @@ class WorkerPosition:
     ring: bool = False
     """Whether there are more stages than workers, so that the last worker sends to the first."""
     shards: int = 1
-    """Number of workers that hold each layer together. They are neighbours in the order of workers."""
+    """Number of workers that hold each layer together. They follow one another in the order of workers."""
 
     @property
     def stages(self) -> int:
@@ -58,6 +58,16 @@ class WorkerPosition:
     @property
     def replica(self) -> int:
         return self.worker // (self.stages * self.shards)
+
+    @property
+    def list_index(self) -> int:
+        """Index of the worker's list of actions in a Program. Shards of the same layers run the same list."""
+        return self.worker // self.shards
+
+    @property
+    def writes(self) -> bool:
+        """Whether the worker writes checkpoints. Other replicas and shards hold the same weights."""
+        return self.replica == 0 and self.shard == 0
 
 
 def read_position() -> WorkerPosition | None:
@@ -180,28 +190,35 @@ class WorkerConnections:
 
 
 def _links(position: WorkerPosition) -> Iterator[WorkerLink]:
-    """Yield all connections of a run, of all workers."""
-    stages, workers = position.stages, position.workers
-    for worker in range(1, workers):
+    """Yield all connections of a run, of all workers. A shard exchanges tensors with the shard of the same
+    index in other stages and replicas."""
+    for link in _links_between_lists(position):
+        for shard in range(position.shards):
+            sender, receiver = (one * position.shards + shard for one in (link.sender, link.receiver))
+            yield WorkerLink(link.purpose, sender, receiver)
+    for worker in range(1, position.workers):
         yield WorkerLink("command", 0, worker)
         yield WorkerLink("report", worker, 0)
-    if position.shards > 1:
-        return
+
+
+def _links_between_lists(position: WorkerPosition) -> Iterator[WorkerLink]:
+    """Yield the connections for tensors and decisions, between indices of lists of actions."""
+    stages, lists = position.stages, position.workers // position.shards
     if position.ring:
-        yield WorkerLink("activation", workers - 1, 0)
-        yield WorkerLink("gradient", 0, workers - 1)
-    for first in range(0, workers, stages):
-        for worker in range(first, first + stages - 1):
-            yield WorkerLink("activation", worker, worker + 1)
-            yield WorkerLink("gradient", worker + 1, worker)
-            yield WorkerLink("decision", worker, worker + 1)
+        yield WorkerLink("activation", lists - 1, 0)
+        yield WorkerLink("gradient", 0, lists - 1)
+    for first in range(0, lists, stages):
+        for index in range(first, first + stages - 1):
+            yield WorkerLink("activation", index, index + 1)
+            yield WorkerLink("gradient", index + 1, index)
+            yield WorkerLink("decision", index, index + 1)
             if first == 0:
                 # Sums of a batch over the stages after.
-                yield WorkerLink("sums", worker + 1, worker)
+                yield WorkerLink("sums", index + 1, index)
         if first > 0:
             yield WorkerLink("decision", 0, first)
-    for sender in range(workers):
-        for receiver in range(sender % stages, workers, stages):
+    for sender in range(lists):
+        for receiver in range(sender % stages, lists, stages):
             if receiver != sender:
                 yield WorkerLink("share", sender, receiver)
 
@@ -225,11 +242,21 @@ def create_groups(position: WorkerPosition, device: torch.device) -> WorkerConne
             dist.send(greeting, link.receiver, group=group)
         if link.purpose not in HOST_PURPOSES and position.worker == link.receiver:
             dist.recv(greeting, link.sender, group=group)
-    shard_group = None
-    if position.shards > 1:
-        shard_group = dist.new_group(list(range(position.workers)), backend=library, timeout=NO_TIMEOUT)
-        dist.all_reduce(greeting, group=shard_group)
-    return WorkerConnections(position, groups, shard_group)
+    return WorkerConnections(position, groups, _shard_group(position, library, greeting))
+
+
+def _shard_group(position: WorkerPosition, library: str, greeting: torch.Tensor) -> Any:
+    """Create the groups of all workers that hold layers together; return this worker's, or None."""
+    if position.shards == 1:
+        return None
+    found = None
+    for first in range(0, position.workers, position.shards):
+        members = list(range(first, first + position.shards))
+        group = dist.new_group(members, backend=library, timeout=NO_TIMEOUT)
+        if position.worker in members:
+            found = group
+            dist.all_reduce(greeting, group=group)
+    return found
 
 
 def has_separate_gpus(position: WorkerPosition, device: torch.device) -> bool:

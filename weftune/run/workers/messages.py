@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Union
 
@@ -63,8 +63,8 @@ class RunProgram:
 
 JobAction = Literal["keep best", "show mean", "show master", "save slice", "detach"]
 """Keep the weights, since the last evaluation was the best; make passes read the mean of the last weights, or
-the job's own weights again; write a slice of a checkpoint (workers of the first replica only: the others hold
-the same weights); detach the job, for which workers of the first replica return its weights."""
+the job's own weights again; write a slice of a checkpoint (`WorkerControl.writers` only: the others hold the
+same weights); detach the job, for which the same workers return its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,8 @@ class WorkerControl:
         self.connections = connections
         self._commands = {lane.peer: lane for lane in connections.outgoing("command")}
         self.workers = tuple(self._commands)
-        self.first_replica = tuple(worker for worker in self.workers if worker < connections.position.stages)
+        position = connections.position
+        self.writers = tuple(one for one in self.workers if replace(position, worker=one).writes)
         """Workers that write checkpoints and return adapters."""
         self._queue: queue.Queue[tuple[int, Answer | MessageError]] = queue.Queue()
         self._threads = [

@@ -137,8 +137,9 @@ def _single_lane(lanes: tuple[PeerLane, ...]) -> PeerLane | None:
 class _Replica:
     """The messages from one other replica's worker, in the order of that worker's list."""
 
-    def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
-        self.worker = lane.peer
+    def __init__(self, lane: PeerLane, shards: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.worker = lane.peer // shards
+        """Index of the worker's list of actions."""
         self._inbox = Inbox(lane, dtype, device)
         self._expected: deque[StepKey] = deque()
         self._received: dict[StepKey, Tensor] = {}
@@ -172,7 +173,8 @@ class Exchange:
     def __init__(
         self, connections: WorkerConnections, dtype: torch.dtype, device: torch.device, delay: float
     ) -> None:
-        self._others = [_Replica(lane, dtype, device) for lane in connections.incoming("share")]
+        shards = connections.position.shards
+        self._others = [_Replica(lane, shards, dtype, device) for lane in connections.incoming("share")]
         self.outboxes = [outbox_for(lane, device, delay) for lane in connections.outgoing("share")]
         self._own: dict[StepKey, Tensor] = {}
 

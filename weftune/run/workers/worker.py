@@ -7,9 +7,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from weftune.base.host.streamed import StreamedBase, load_streamed
 from weftune.base.model import Base
+from weftune.base.shards import ShardTeam, load_shard
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import load_stage
 from weftune.core.deterministic import deterministic_kernels
@@ -19,7 +22,9 @@ from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.events import SaveDue
 from weftune.run.executor import Executor
 from weftune.run.measure.memory import peak_bytes, reset_peak, set_memory_limit
-from weftune.run.parts import delivered
+from weftune.run.measure.timers import ActionTimer
+from weftune.run.parts import AdapterState, delivered
+from weftune.run.shards import Shards
 from weftune.run.training import checkpoint
 from weftune.run.training.checkpoint import write_slice
 from weftune.run.training.snapshot import Snapshot, weights_snapshot
@@ -27,6 +32,7 @@ from weftune.run.training.state import new_training
 from weftune.run.training.writer import Unsaved
 from weftune.run.workers.agreed import Agreed
 from weftune.run.workers.groups import WorkerConnections
+from weftune.run.workers.mailbox import PeerLost
 from weftune.run.workers.messages import (
     Attach,
     Begin,
@@ -37,12 +43,31 @@ from weftune.run.workers.messages import (
     JobCommand,
     RunProgram,
 )
-from weftune.run.workers.shards import ShardWorker
 from weftune.run.workers.transport import Transport
 
 
-def load_part(spec: BaseSpec, device: torch.device, part: WorkerLayout) -> Base | StreamedBase:
-    """Load a worker's part: in a pipeline one resident stage, otherwise stages that take turns."""
+def shard_team(connections: WorkerConnections) -> ShardTeam | None:
+    """Return the workers that hold this worker's layers together. None if layers are not divided."""
+    group, position = connections.shard_group, connections.position
+    if group is None:
+        return None
+
+    def sum_over_shards(tensor: Tensor) -> None:
+        try:
+            dist.all_reduce(tensor, group=group)
+        except RuntimeError as error:
+            raise PeerLost(f"a shard beside worker {position.worker} is gone: {error}") from error
+
+    return ShardTeam(position.shard, position.shards, sum_over_shards)
+
+
+def load_part(
+    spec: BaseSpec, device: torch.device, part: WorkerLayout, team: ShardTeam | None = None
+) -> Base | StreamedBase:
+    """Load a worker's part: in a pipeline one resident stage or a shard of it, otherwise stages that take
+    turns."""
+    if team is not None:
+        return load_shard(spec, device, team, part.stage_range(part.worker))
     if part.layout.is_pipeline:
         return load_stage(spec, device, part.stage_range(part.worker))
     return load_streamed(spec, device, part.layout, worker=part.worker)
@@ -54,14 +79,24 @@ def loaded_base(loaded: Base | StreamedBase) -> Base:
 
 
 def worker_executor(
-    loaded: Base | StreamedBase, part: WorkerLayout, transport: Transport, worker: int
+    loaded: Base | StreamedBase,
+    part: WorkerLayout,
+    transport: Transport,
+    worker: int,
+    team: ShardTeam | None = None,
 ) -> tuple[Executor, Agreed]:
-    """Return the executor of the worker with this number, and its side of the agreement with the others."""
-    agrees = partial(Agreed, transport=transport, worker=worker)
+    """Return the executor that runs the list of actions with the index `worker`, and its side of the
+    agreement with the others."""
+
+    def agrees(adapters: AdapterState, timer: ActionTimer, shards: Shards | None) -> Agreed:
+        return Agreed(adapters, timer, transport, worker, shards)
+
     if isinstance(loaded, StreamedBase):
         executor = streamed_executor(loaded, worker=worker, agrees=agrees)
     else:
-        executor = resident_executor(loaded, part=part, worker=worker, agrees=agrees, at_once=False)
+        executor = resident_executor(
+            loaded, part=part, worker=worker, agrees=agrees, at_once=False, team=team
+        )
     assert isinstance(executor.agreement, Agreed)
     return executor, executor.agreement
 
@@ -76,8 +111,7 @@ def serve(connections: WorkerConnections, device: torch.device) -> None:
     assert isinstance(first, Begin), f"the first command is to begin, not {first}"
     with deterministic_kernels(first.deterministic):
         try:
-            kind = ShardWorker if first.part.layout.shards > 1 else Worker
-            worker = kind(connections, receiver, first, device)
+            worker = Worker(connections, receiver, first, device)
         except UserError as error:
             receiver.answer(Begun(refusal=f"worker {connections.position.worker}: {error}"))
             last = receiver.next_command()
@@ -95,11 +129,14 @@ class Worker:
         self.position = connections.position
         self.receiver = receiver
         set_memory_limit(device, begin.max_bytes)
-        loaded = load_part(begin.spec, device, begin.part)
+        team = shard_team(connections)
+        loaded = load_part(begin.spec, device, begin.part, team)
         self.base = loaded_base(loaded)
         width, dtype = self.base.shape.hidden, self.base.dtype
         self.transport = Transport(connections, width, dtype, device, begin.delay)
-        self.executor, self.agreed = worker_executor(loaded, begin.part, self.transport, self.position.worker)
+        self.executor, self.agreed = worker_executor(
+            loaded, begin.part, self.transport, self.position.list_index, team
+        )
         self._checkpoints: dict[str, Path] = {}
 
     def run_commands(self) -> None:
@@ -155,7 +192,8 @@ class Worker:
         fetch = delivered(run.program, run.microbatches)
         for event in self.executor.run(run.program, fetch, overdue=self.receiver.stop_requested.is_set):
             assert isinstance(event, SaveDue), f"{event} is the first worker's business"
-            self._save(event.job)
+            if self.position.writes:
+                self._save(event.job)
         self.transport.flush()
         report = self.agreed.report
         report.peak_bytes = peak_bytes(self.base.device)
@@ -181,6 +219,5 @@ class Worker:
         training = self.executor.detach(job)
         self.executor.writer.wait(job)
         del self._checkpoints[job]
-        # The workers of other replicas hold the same weights as those of the first.
-        if self.position.replica == 0:
+        if self.position.writes:
             self.receiver.answer(weights_snapshot(training))
