@@ -49,6 +49,13 @@ def test_losses_evaluations_and_adapters_equal_one_process(place, forks):
     assert_equal(place / "two", place / "undisturbed")
 
 
+def test_each_of_two_stages_in_two_shards_equals_one_process(place, forks):
+    words = ("train", "jobs.yaml", "--output", "four", "--shards", "2", "--pipeline", "2")
+    assert forks.weftune(*words, cwd=place) == 0, (place / "log").read_text()
+    assert "model, in 2 stages of 2 shards" in (place / "log").read_text()
+    assert_equal(place / "four", place / "undisturbed")
+
+
 @pytest.mark.parametrize("worker", slow_but([0, 1], [1]))
 def test_kill_9_of_a_shard_ends_in_the_same_adapters(place, worker, capfd):
     output = place / fresh(place, "killed")
@@ -63,7 +70,7 @@ def test_kill_9_of_a_shard_ends_in_the_same_adapters(place, worker, capfd):
 
 def test_it_resumes_with_another_number_of_shards_and_with_none(place, forks):
     output = place / fresh(place, "changing")
-    for shards, more in ((2, ()), (4, ("--resume",))):
+    for shards, more in ((4, ()), (2, ("--resume",))):
         before = len(lines(output)) if more else 0
         run = started(place, "changing", shards, *more)
         run.wait_for_lines(before + 8)
@@ -80,7 +87,8 @@ def test_it_resumes_with_another_number_of_shards_and_with_none(place, forks):
     ("words", "sentence"),
     [
         (("--shards", "3"), "which 3 shards cannot divide evenly; choose another number for --shards"),
-        (("--shards", "2", "--pipeline", "2"), "cannot be combined with --pipeline yet"),
+        (("--shards", "2", "--gpu-memory", "1MiB"), "cannot be combined with --gpu-memory yet"),
+        (("--shards", "2", "--gpus", "2", "--device", "cpu"), "cannot be combined with --gpus yet"),
     ],
 )
 def test_what_shards_cannot_do_is_a_mistake_with_a_sentence(place, forks, words, sentence):

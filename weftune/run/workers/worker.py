@@ -191,9 +191,10 @@ class Worker:
         reset_peak(self.base.device)
         fetch = delivered(run.program, run.microbatches)
         for event in self.executor.run(run.program, fetch, overdue=self.receiver.stop_requested.is_set):
-            assert isinstance(event, SaveDue), f"{event} is the first worker's business"
-            if self.position.writes:
+            # A shard of the first stage decides like the first worker, which reports the Steps of both.
+            if isinstance(event, SaveDue) and self.position.writes:
                 self._save(event.job)
+            assert isinstance(event, SaveDue) or self.position.list_index == 0, f"{event} is not for a worker"
         self.transport.flush()
         report = self.agreed.report
         report.peak_bytes = peak_bytes(self.base.device)
