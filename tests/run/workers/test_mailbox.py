@@ -53,6 +53,7 @@ def test_a_window_whose_last_message_never_arrived_ends_instead_of_waiting_for_w
 
     pipeline = SimpleNamespace(
         replicas=1,
+        shards=1,
         control=SimpleNamespace(workers=[1], command=lambda *_: None, next_answer=wait),
         _window_reports={},
         _own=SimpleNamespace(run=lambda *_, **__: iter(())),
