@@ -13,6 +13,9 @@ import torch
 from tests.launches import Launch, Shares, deep_folder, fresh
 from tests.objectives.test_pair_jobs import PAIRS, write_pairs
 from tests.outputs import assert_same_job, assert_same_results, assert_whole, jobs_folder, lines
+from weftune.base.spec import BaseSpec
+from weftune.errors import UserError
+from weftune.generate.answers import Answers
 from weftune.objectives.spec import REWARD_METRICS
 
 EVAL = {"path": "held_out.jsonl"}
@@ -227,6 +230,14 @@ def test_evaluated_reward_models_have_the_scores_that_training_reported(place, f
 def test_what_a_reward_model_cannot_do_is_refused_in_a_sentence(words, sentence, place, forks):
     assert forks.weftune(*words, cwd=place) == 2
     assert sentence in said(place)
+
+
+def test_no_decoder_answers_with_a_reward_model(place):
+    folder = place / "undisturbed" / "dora"
+    base = BaseSpec(model=str(place / "model"), dtype="float64")
+    answers = Answers(base, {"dora": folder}, torch.device("cpu"))
+    with pytest.raises(UserError, match="is a reward model, which gives rewards and no answers"):
+        answers.ask([("dora", [5, 6])])
 
 
 REFUSED = {
