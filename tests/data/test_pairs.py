@@ -133,7 +133,9 @@ def test_a_long_answer_is_cut_and_its_pair_stays_whole(smollm2, tmp_path):
 
 
 def test_rows_that_do_not_suit_the_objective_are_refused_with_the_remedy(smollm2, tmp_path):
-    with pytest.raises(DataError, match="which objective sft cannot use; write objective: dpo, cpo or orpo"):
+    with pytest.raises(
+        DataError, match="which objective sft cannot use; write objective: dpo, cpo, orpo or reward"
+    ):
         prepare(DataSpec(rows=[TEXT]), None, smollm2, tmp_path)
     with pytest.raises(DataError, match="these are text rows, and the job's objective needs pref"):
         pairs_of([{"text": "a"}], smollm2, tmp_path)

@@ -80,6 +80,7 @@ NUMBERS = {
     "objective.desirable_weight": [-1],
     "objective.undesirable_weight": [-1],
     "objective.simpo_gamma": [-1],
+    "objective.center_rewards_coefficient": [-1],
     "adapter.projection_prng_key": [-1, 2**63, 1.5],
     "adapter.rank_pattern.q_proj": [0, -1, 1e6, 10**6],
     "adapter.alpha_pattern.q_proj": [0, -1],

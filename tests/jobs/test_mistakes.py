@@ -89,7 +89,7 @@ ONE_KEY = [
     ("epochs: [1]", "epochs", "must be a number, got a list"),
     ("eval: 0.1", "eval", "a mapping such as {fraction: 0.1}"),
     ("schedule: cosin", "schedule", "must be linear, cosine or constant"),
-    ("objective: dpoo", "objective", "must be sft, dpo, cpo, orpo or kto, got \"dpoo\"; did you mean dpo?"),
+    ("objective: dpoo", "objective", "sft, dpo, cpo, orpo, kto or reward, got \"dpoo\"; did you mean dpo?"),
     ("objective: {kind: dpo, bta: 1}", "objective.bta", "is not a key of objective; did you mean beta?"),
     ("objective: {kind: orpo, cpo_alpha: 1}", "objective.cpo_alpha", "is not a key of orpo; leave it out"),
     ("objective: {beta: 1}", "objective.beta", "is not a key of sft; leave it out"),

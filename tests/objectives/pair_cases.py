@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weftune.data.cache import SampleStore, Tally
 from weftune.data.samples import Samples, Share
-from weftune.objectives.spec import CpoSpec, DpoSpec, KtoSpec, ObjectiveSpec, OrpoSpec
+from weftune.objectives.spec import CpoSpec, DpoSpec, KtoSpec, ObjectiveSpec, OrpoSpec, RewardSpec
 
 VOCABULARY = 97
 LENGTHS = ((3, 4, 6), (5, 2, 3), (0, 5, 4), (2, 7, 2))
@@ -28,6 +28,10 @@ CASES: dict[str, ObjectiveSpec] = {
 }
 
 
+REWARD_CASES: dict[str, ObjectiveSpec] = {
+    "reward": RewardSpec(),
+    "reward centred": RewardSpec(center_rewards_coefficient=0.2),
+}
 LABELS = (True, False, True, True, False, True, False, True)
 KTO_CASES: dict[str, ObjectiveSpec] = {
     "kto": KtoSpec(beta=0.3, desirable_weight=0.7, undesirable_weight=1.4),

@@ -22,13 +22,14 @@ from tests.objectives.pair_cases import (
     KTO_CASES,
     LABELS,
     LENGTHS,
+    REWARD_CASES,
     mismatched_tokens,
     reference_sums,
     tokens_and_prompts,
 )
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.objectives.spec import CpoSpec, DpoSpec, KtoSpec, ObjectiveSpec, OrpoSpec
+from weftune.objectives.spec import CpoSpec, DpoSpec, KtoSpec, ObjectiveSpec, OrpoSpec, RewardSpec
 
 FILE = Path(__file__).parent / "trl.json"
 LORA = LoraSpec(rank=2, alpha=4.0)
@@ -45,6 +46,8 @@ def projections(gradient: Tensor) -> list[float]:
 def trl_numbers(spec: ObjectiveSpec, flat: Tensor) -> dict[str, Any]:
     """Return loss, metrics and projections of the gradient with respect to the LoRA weights `flat`, and the
     mean of the losses of evaluation batches of one pair."""
+    if isinstance(spec, RewardSpec):
+        return _reward_numbers(spec, flat)
     flat = flat.clone().requires_grad_()
     model = plain_model("llama", JobAdapter("job", LORA, 0), flat)
     model.generation_config = None  # type: ignore[assignment]
@@ -64,6 +67,55 @@ def trl_numbers(spec: ObjectiveSpec, flat: Tensor) -> dict[str, Any]:
     named = {name: float(metrics[name]) for name in spec.metrics}
     found = {"loss": loss.item(), "metrics": named, "gradient": projections(flat.grad)}
     return {**found, "eval_loss": sum(single) / len(single)}
+
+
+def _reward_numbers(spec: RewardSpec, flat: Tensor) -> dict[str, Any]:
+    """Return the numbers of a reward model. The gradient is that of the head, then of the LoRA weights."""
+    flat, head_D = flat.clone().requires_grad_(), head_weights().requires_grad_()
+    decoder = plain_model("llama", JobAdapter("job", LORA, 0), flat).base_model
+    with torch.enable_grad():
+        loss, metrics = _reward(spec, decoder, head_D)
+        loss.backward()
+        single = [_reward(spec, decoder, head_D, pair)[0].item() for pair in range(len(LENGTHS))]
+    assert flat.grad is not None
+    assert head_D.grad is not None
+    return {
+        "loss": loss.item(),
+        "metrics": {name: float(metrics[name]) for name in spec.metrics},
+        "gradient": projections(torch.cat([head_D.grad, flat.grad])),
+        "eval_loss": sum(single) / len(single),
+    }
+
+
+def _reward(
+    spec: RewardSpec, decoder: Any, head_D: Tensor, pair: int | None = None
+) -> tuple[Tensor, dict[str, float]]:
+    from trl import RewardTrainer
+
+    found = tokens_and_prompts(pair)
+    found = [*found[0::2], *found[1::2]]
+    shown = [torch.ones(len(one), dtype=torch.long) for one, _ in found]
+
+    def classify(input_ids: Tensor, attention_mask: Tensor, use_cache: bool) -> SimpleNamespace:
+        output = decoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
+        last_BD = output.last_hidden_state[torch.arange(len(input_ids)), attention_mask.sum(dim=1) - 1]
+        return SimpleNamespace(logits=(last_BD @ head_D)[:, None])
+
+    trainer: Any = object.__new__(RewardTrainer)
+    trainer.model, trainer.accelerator = decoder, _accelerator()
+    trainer.args = SimpleNamespace(center_rewards_coefficient=spec.center_rewards_coefficient)
+    trainer._total_train_tokens, trainer._tp_size = 0, 1
+    trainer._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+    inputs = {
+        "input_ids": pad_sequence([one for one, _ in found], batch_first=True),
+        "attention_mask": pad_sequence(shown, batch_first=True),
+    }
+    loss = trainer.compute_loss(classify, inputs)
+    return loss, {name: values[0] for name, values in trainer._metrics["eval"].items()}
+
+
+def head_weights() -> Tensor:
+    return torch.randn(32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def _accelerator() -> SimpleNamespace:
@@ -160,5 +212,6 @@ def lora_weights() -> Tensor:
 
 
 if __name__ == "__main__":
-    numbers = {name: trl_numbers(spec, lora_weights()) for name, spec in {**CASES, **KTO_CASES}.items()}
+    cases = {**CASES, **KTO_CASES, **REWARD_CASES}
+    numbers = {name: trl_numbers(spec, lora_weights()) for name, spec in cases.items()}
     FILE.write_text(json.dumps(numbers, indent=1) + "\n")

@@ -21,13 +21,13 @@ from weftune.errors import AdapterError, MissingPackage
 
 
 def peft_config(name: str, base: str | None, **keys: Any) -> Any:
-    """Return an instance of PEFT's config class `name` for an adapter of a causal language model."""
+    """Return an instance of PEFT's config class `name`, by default for a causal language model."""
     try:
         import peft
     except ImportError as error:
         raise MissingPackage("Writing an adapter folder needs PEFT: pip install peft") from error
     common = {"task_type": "CAUSAL_LM", "inference_mode": True, "base_model_name_or_path": base}
-    return getattr(peft, name)(**common, **keys)
+    return getattr(peft, name)(**(common | keys))
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> None:

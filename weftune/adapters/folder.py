@@ -12,9 +12,12 @@ from typing import Any
 
 from weftune.adapters.target import TargetSpec
 from weftune.core.limited import slow_pattern_error
+from weftune.core.shapes import SCORE
 from weftune.errors import AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SEQUENCE_TASK = "SEQ_CLS"
+"""PEFT's task type of an adapter with a scalar head."""
 JOB_FILE = "job.yaml"
 """Name of the file that training writes into the folder before it writes a config or weights."""
 PICKLE_FILE = "adapter_model.bin"
@@ -80,6 +83,19 @@ def target_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "targets": targets if isinstance(targets, str) else tuple(str(target) for target in targets),
         "layers": tuple(sorted(map(int, layers))) if isinstance(layers, list) else layers,
     }
+
+
+def has_scalar_head(config: Mapping[str, Any]) -> bool:
+    """Return whether the config describes an adapter with a scalar head and no other saved modules. PEFT also
+    names `classifier`, which no family here has."""
+    saved = config.get("modules_to_save") or ()
+    return config.get("task_type") == SEQUENCE_TASK and SCORE in saved and set(saved) <= {SCORE, "classifier"}
+
+
+def refuse_reward_model(folder: Path, sentence: str) -> None:
+    """Raise with this sentence if the folder holds an adapter with a scalar head."""
+    if has_scalar_head(read_config(folder)):
+        raise AdapterError(f"{folder} holds a reward model, {sentence}.")
 
 
 def refuse_parent_folder(folder: Path) -> None:

@@ -31,7 +31,8 @@ from weftune.adapters.kind import (
     TiledPart,
 )
 from weftune.adapters.kinds import KINDS
-from weftune.adapters.target import TOKENS
+from weftune.adapters.scalar_head import STORED_HEAD, fill_head, stored_head
+from weftune.adapters.target import HEAD, TOKENS
 from weftune.adapters.token_rows import merge_tokens
 from weftune.adapters.vector import SHARED, ParameterShape, VectorLayout
 from weftune.core.batch import Segment
@@ -225,7 +226,11 @@ class PlainKind:
     # -- common to all kinds -----------------------------------------------------------------------------
 
     def layout(self, spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
-        outside = {SHARED: spec.shapes_outside(sites), **spec.shapes_in_embedding(sites)}
+        outside = {
+            SHARED: spec.shapes_outside(sites),
+            **spec.shapes_in_embedding(sites),
+            **spec.shapes_in_head(sites),
+        }
         found = [
             ParameterShape(site, name, shape, rate=self.rate(spec, name))
             for site, shapes in outside.items()
@@ -289,13 +294,15 @@ class PlainKind:
 
     def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
         """Initialise the parameters of a new adapter from its job's seed or from its `init_from`; `sites` are
-        those of the whole base."""
+        those of the whole base. The scalar head is drawn unless it is in the folder `init_from`."""
+        fill_head(new)
         if new.adapter.spec.init_from is None:
             self.start(new)
             return
         found = self.read_start(new.adapter.spec, sites)
-        for site_and_name, value in new.parameters.items():
-            value.copy_(found[site_and_name])
+        for (site, name), value in new.parameters.items():
+            if name != HEAD or (site, name) in found:
+                value.copy_(found[site, name])
 
     def check_start(self, spec: Any, sites: Sequence[SiteShape]) -> None:
         """Raise AdapterError if the folder in `init_from` cannot initialise an adapter on these sites."""
@@ -308,10 +315,12 @@ class PlainKind:
         return self.read(Path(spec.init_from), spec, sites)
 
     def read(self, folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """Return the parameters in an adapter folder, in the shapes that a bank uses."""
+        """Return the parameters in an adapter folder except a scalar head, in the shapes that a bank uses."""
         tensors = read_tensors(folder)
-        own = {self.stored_name(one.site, one.name): one for one in self.layout(spec, sites).parameters}
-        self.refuse_other_tensors(folder, spec, tensors.keys() - set(self.extra_tensor_names), own.keys())
+        parameters = (one for one in self.layout(spec, sites).parameters if one.name != HEAD)
+        own = {self.stored_name(one.site, one.name): one for one in parameters}
+        others = {STORED_HEAD, *self.extra_tensor_names}
+        self.refuse_other_tensors(folder, spec, tensors.keys() - others, own.keys())
         found = {}
         for stored, one in own.items():
             value = self.from_stored(spec, one.site, one.name, tensors[stored])
@@ -343,13 +352,15 @@ class PlainKind:
         self, folder: Path, spec: Any, parameters: Parameters, sites: Sequence[SiteShape], base: str
     ) -> None:
         """Write an adapter folder, in PEFT's format if PEFT has the kind."""
-        targeted = list(dict.fromkeys(site for site, _ in parameters))
+        targeted = list(dict.fromkeys(site for site, name in parameters if name != HEAD))
         tensors = {
             self.stored_name(site, name): self.to_stored(spec, site, name, value)
             for (site, name), value in parameters.items()
+            if name != HEAD
         }
         config = self.config(spec, targeted, sites, base)
-        write_folder(folder, {**tensors, **self.extra_tensors(spec, sites)}, config)
+        more = {**stored_head(parameters), **self.extra_tensors(spec, sites)}
+        write_folder(folder, {**tensors, **more}, config)
 
     def portable(self, folder: Path, target: Path) -> int:
         """Write an equivalent of the adapter in `folder` with one rank and one alpha everywhere, for servers

@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
-from weftune.core.shapes import SiteShape, layer_of
+from weftune.core.shapes import SCORE, SiteShape, layer_of
 
 ALL_LINEAR = "all-linear"
 FEEDFORWARD = ("down_proj", "fc2", "mlp.c_proj", "dense_4h_to_h")
@@ -26,8 +26,12 @@ KEYS, VALUES = "prefix_keys", "prefix_values"
 
 TOKENS = "token_rows_nD"
 """Name of the parameter with trained token embeddings (not differences). Its site is the embedding."""
+HEAD = "head_D"
+"""Name of the parameter with the scalar head, whose site is SCORE."""
 STORED_TOKENS = "token_adapter.trainable_tokens_delta"
 """PEFT's name of the parameter TOKENS, which follows the path of the embedding."""
+PROJECTION = "project_out"
+"""Name of a linear between the last layer and the output layer, which some models have."""
 EMBEDDINGS = {"layers": "embed_tokens", "h": "wte"}
 """Maps a family's name of the list of layers to its name of the embedding in the same module."""
 
@@ -128,6 +132,11 @@ class TargetSpec:
         """Tokens whose embeddings are trained, with their rows of the output layer if it is tied."""
         return ()
 
+    @property
+    def scalar_head(self) -> bool:
+        """Whether a vector that maps the last hidden state of a sample to a scalar value is trained too."""
+        return False
+
     def shapes_outside(self, sites: Sequence[SiteShape]) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the parameters that belong to none of these sites of a base or stage."""
         return {}
@@ -137,10 +146,15 @@ class TargetSpec:
         path = embedding_path(sites) if self.trained_tokens else None
         return {} if path is None else {path: {TOKENS: (len(self.trained_tokens), embedding_width(sites))}}
 
+    def shapes_in_head(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        """Return the shape of the scalar head by its site and name, if these sites have the last layer."""
+        width = last_width(sites) if self.scalar_head else 0
+        return {SCORE: {HEAD: (width,)}} if width else {}
+
     def counts(self, sites: Sequence[SiteShape]) -> Iterator[tuple[str, int]]:
         """Yield (site, number of trained values). The name is empty for values that belong to no site."""
         yield "", sum(map(math.prod, self.shapes_outside(sites).values()))
-        for path, shapes in self.shapes_in_embedding(sites).items():
+        for path, shapes in {**self.shapes_in_embedding(sites), **self.shapes_in_head(sites)}.items():
             yield path, sum(map(math.prod, shapes.values()))
         yield from ((site.name, self.parameters_at(site)) for site in sites if self.adapts(site))
 
@@ -205,7 +219,20 @@ def embedding_path(sites: Sequence[SiteShape]) -> str | None:
 def embedding_width(sites: Sequence[SiteShape]) -> int:
     """Return the width of the embedding in a base with these sites: the input width of most linears of
     layer 0. 0 if layer 0 is not among them."""
-    widths = Counter(site.in_features for site in _first_layer(sites))
+    return _usual_width(_first_layer(sites))
+
+
+def last_width(sites: Sequence[SiteShape]) -> int:
+    """Return the width of the last hidden states of a base with these sites: the input width of most linears
+    of the last layer, or the output width of a projection after it (OPT). 0 if they lack the last layer."""
+    width = _usual_width(site for site in sites if site.in_last_layer)
+    projections = (site.out_features for site in sites if ends_with(site.name, PROJECTION))
+    return next(projections, width) if width else 0
+
+
+def _usual_width(sites: Iterable[SiteShape]) -> int:
+    """Return the input width of most of these sites, or 0 if there are none."""
+    widths = Counter(site.in_features for site in sites)
     return max(widths, key=lambda width: widths[width], default=0)
 
 

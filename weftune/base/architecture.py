@@ -142,7 +142,11 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
     sites = [
         *parts.outside,
         *(
-            replace(site, name=f"{parts.stem}.{number}.{site.name}")
+            replace(
+                site,
+                name=f"{parts.stem}.{number}.{site.name}",
+                in_last_layer=number == len(parts.layers) - 1,
+            )
             for number, (own, _) in enumerate(parts.layers)
             for site in own
         ),

@@ -22,9 +22,12 @@ from weftune.base.quant.linear import QuantLinear, matrix_dtype, unrounded
 from weftune.base.shape import embedding_module, model_shape, site_modules, site_shape
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
-from weftune.core.shapes import EMBED_SCALE, LayerRange, ModelShape, SiteShape, SiteSlice
+from weftune.core.shapes import EMBED_SCALE, SCORE, LayerRange, ModelShape, SiteShape, SiteSlice
 from weftune.core.weights import Head, WeightHolder
 from weftune.errors import BaseModelError
+
+DEFAULT_DEVIATION = 0.02
+"""Standard deviation with which transformers initialises linears of families that name none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,12 +104,14 @@ class Base:
     def weight_reader(self) -> Callable[[str], Tensor]:
         """Return a function that reads the weight [N, K] of a site or of the embedding by its path, from the
         device or the host. For the embedding's path with `.embed_scale` appended, it returns the factor of
-        the embeddings."""
+        the embeddings, and for a scalar head the standard deviation of its initial values."""
         modules: dict[str, nn.Module] = {}
 
         def read(site: str) -> Tensor:
             if not modules:
                 modules.update(self.sites() | embedding_module(self.model))
+            if site == SCORE:
+                return torch.tensor(initial_deviation(self.model.config), dtype=torch.float64)
             path = site.removesuffix(f".{EMBED_SCALE}")
             if path not in modules:
                 raise BaseModelError(
@@ -161,6 +166,14 @@ class Base:
             getattr(config, "final_logit_softcapping", None),
             logit_multiplier(config),
         )
+
+
+def initial_deviation(config: PretrainedConfig) -> float:
+    """Return the standard deviation with which transformers initialises linears that it adds to a model."""
+    for name in ("initializer_range", "init_std", "initializer_factor"):
+        if hasattr(config, name):
+            return float(getattr(config, name) or DEFAULT_DEVIATION)
+    return DEFAULT_DEVIATION
 
 
 def isolate_samples(model: PreTrainedModel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -12,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, extra_values, query_width
 from weftune.base.rope import context, unscaled_context
-from weftune.core.shapes import ModelShape, SiteShape
+from weftune.core.shapes import ModelShape, SiteShape, layer_of
 from weftune.core.weights import Weight, WeightHolder, is_coded, stored_bytes
 
 
@@ -49,14 +50,23 @@ def embedding_module(model: PreTrainedModel) -> dict[str, nn.Module]:
 def model_sites(model: PreTrainedModel) -> Iterator[SiteShape]:
     """Yield every site that an adapter can have, in the model's own order."""
     found, mixed = linears(model), experts(model)
+    last_layer = model.config.num_hidden_layers - 1
     for name, _ in model.named_modules():
+        in_last_layer = layer_of(name) == last_layer
         if name in found:
-            yield site_shape(name, found[name])
+            yield replace(site_shape(name, found[name]), in_last_layer=in_last_layer)
         elif name in mixed:
             for part in (GATE_UP, DOWN):
                 count, outputs, inputs = cast(Tensor, getattr(mixed[name], part)).shape
                 active = model.config.num_experts_per_tok
-                yield SiteShape(f"{name}.{part}", inputs, outputs, experts=count, active_matrices=active)
+                yield SiteShape(
+                    f"{name}.{part}",
+                    inputs,
+                    outputs,
+                    experts=count,
+                    active_matrices=active,
+                    in_last_layer=in_last_layer,
+                )
 
 
 def site_shape(name: str, module: nn.Module) -> SiteShape:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weftune.adapters.folder import has_scalar_head, read_config
 from weftune.cli.early import DeviceOption, refuse_device
 from weftune.cli.generate import common_base, named_folders
 from weftune.errors import AdapterError, UserError
@@ -29,7 +30,7 @@ def eval(
         typer.Option(
             metavar="NAME|FILE.py:FUNCTION",
             help="Rank by loss, perplexity, token_accuracy, exact_match, rewards/margins or "
-            "rewards/accuracies of pairs, or a Python function of yours.",
+            "rewards/accuracies of pairs, accuracy or margin of reward models, or your Python function.",
         ),
     ] = "loss",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results as JSON.")] = None,
@@ -47,11 +48,12 @@ def eval(
 ) -> None:
     """Evaluate finished adapters and their base on the same rows."""
     refuse_device(device)
-    ranked_by, user_metric = read_metric(metric)
     for folder in adapters:
         if not folder.is_dir():
             raise AdapterError(f"{folder} is no folder; write the folders of finished jobs.")
     base, folders = common_base(adapters), named_folders(adapters)
+    rewards = any(has_scalar_head(read_config(folder)) for folder in adapters)
+    ranked_by, user_metric = read_metric(metric, rewards)
 
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TaskID
@@ -93,12 +95,17 @@ def eval(
         errors.print(f"Answers side by side: {page}", highlight=False, markup=False, soft_wrap=True)
 
 
-def read_metric(text: str) -> tuple[str, UserMetric | None]:
-    """Return the name of the metric that ranks the table, and the user's function if it names one."""
+def read_metric(text: str, of_rewards: bool = False) -> tuple[str, UserMetric | None]:
+    """Return the name of the metric that ranks the table, and the user's function if it names one. Reward
+    models have other metrics, and no answers that a function could measure."""
     from weftune.core.evaluation import METRICS, REWARDS
+    from weftune.objectives.spec import REWARD_METRICS
 
-    if text in (*METRICS, *REWARDS):
+    known = ("loss", *REWARD_METRICS) if of_rewards else (*METRICS, *REWARDS)
+    if text in known:
         return text, None
+    if of_rewards:
+        raise UserError(f"--metric: {text} is no metric of reward models; write {', '.join(known)}.")
     file, _, function = text.rpartition(":")
     if file.endswith(".py"):
         from weftune.generate.metric import load_metric

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weftune.adapters.folder import refuse_reward_model
 from weftune.cli.early import DeviceOption, refuse_base, refuse_device
 from weftune.errors import AdapterError, UserError
 
@@ -58,6 +59,8 @@ def generate(
     if plain and system is not None:
         raise UserError("--plain uses prompts without a chat template, which has no place for --system")
     base = common_base(folders)
+    for folder in folders:
+        refuse_reward_model(folder, "which gives rewards and no answers; weftune eval evaluates it on pairs")
 
     from rich.console import Console
 

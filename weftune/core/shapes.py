@@ -13,6 +13,8 @@ TEXT_TOWER = "model.language_model"
 """Module path of the text tower in a multimodal model."""
 EMBED_SCALE = "embed_scale"
 """Attribute of an embedding with the factor that its outputs are multiplied by."""
+SCORE = "score"
+"""Module path of the scalar head in transformers' models for sequence classification."""
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 """Bytes of logits computed at a time: few enough for the caches of a CPU, or enough to fill a GPU."""
 
@@ -51,6 +53,8 @@ class SiteShape:
     """Number of experts that a router chooses from; 0 for a single matrix that every token uses."""
     active_matrices: int = 1
     """Number of matrices that each token uses."""
+    in_last_layer: bool = False
+    """Whether the site is in the last layer of the whole base, also if the site is one of a stage."""
     part: SiteSlice | None = None
     """The local part, if the linear is divided among shards; `in_features` and `out_features` are then those
     of this part. None for a whole linear."""

@@ -181,7 +181,7 @@ def refuse_untrainable(format: Format, label: str, row_kind: RowKind) -> None:
     rows = names.get(found, f"{format} rows")
     remedy = {
         "answers": "objective: sft",
-        "pairs": "objective: dpo, cpo or orpo",
+        "pairs": "objective: dpo, cpo, orpo or reward",
         "labelled": "objective: kto",
     }
     sentence = (

@@ -97,6 +97,9 @@ class Answers:
         """Return the name under which the answers of an adapter are shown."""
         return f"{BASE} ({self.spec.model})" if adapter == BASE else adapter
 
+    def is_reward_model(self, adapter: str) -> bool:
+        return bool(self.adapted.banks.attached[adapter].adapter.spec.scalar_head)
+
     def prompt(self, adapter: str, messages: str | Sequence[Message], is_plain: bool = False) -> list[int]:
         """Return the tokens of a prompt for an adapter: a text, which is the user's message of a chat unless
         `is_plain`, or the messages of a chat."""

@@ -144,6 +144,8 @@ class Decoder:
             raise UserError("The prompt is empty: there is nothing that the model could continue.")
         if adapter is not None:
             attached = self._adapted.banks.attached[adapter]
+            if attached.adapter.spec.scalar_head:
+                raise UserError("The adapter is a reward model, which gives rewards and no answers.")
             new.inserted_rows = 0 if attached.rows_before is None else len(attached.rows_before)
             new.prefix_keys = attached.keys
         context = self._base.shape.context

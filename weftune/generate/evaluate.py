@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from weftune.core.batch import Microbatch
 from weftune.core.evaluation import REWARDS, AdapterScores, AnsweredRow, Evaluation
@@ -42,9 +43,11 @@ from weftune.generate.answers import BASE, Answers, StreamedAnswer
 from weftune.generate.metric import UserMetric
 from weftune.generate.sampling import Sampling
 from weftune.jobs.store.job_file import JOB_FILE, read_job_file, recorded_data
-from weftune.objectives.spec import DpoSpec
+from weftune.objectives.objective import SampleScores, mean_metrics
+from weftune.objectives.reward import Reward
+from weftune.objectives.spec import DpoSpec, RewardSpec
 from weftune.run.passes.plain import Plain
-from weftune.run.passes.rows import lay, membership_of
+from weftune.run.passes.rows import LaidMicrobatch, lay, membership_of
 from weftune.run.passes.scorer import Scorer
 from weftune.run.training.state import EvaluationSums
 
@@ -102,6 +105,11 @@ def evaluate(
         for name, own in data_settings(table, adapters).items()
     }
     encoded = {name: encode_rows(answers, name, table, own, show_progress) for name, own in settings.items()}
+    if reward_models := {name: one for name, one in encoded.items() if answers.is_reward_model(name)}:
+        refuse_mixed(reward_models, adapters, table)
+        results = score_rewards(answers, reward_models, adapters, show_progress)
+        notes = dict.fromkeys(note for one in encoded.values() for note in one.notes)
+        return Evaluation(data, answers.spec.published_name, tuple(results), (), tuple(notes))
     first = next(iter(adapters))
     if with_base:
         encoded = {BASE: encoded[first].on_base(), **encoded}
@@ -111,8 +119,8 @@ def evaluate(
         sums, rewards = sum_losses(answers, encoded, show_progress), {}
     rows = list(prompted_rows(table, settings[first])) if max_tokens else []
     skips = settings[first].skip_bad_rows
-    rows, notes = answer_rows(answers, encoded, rows, max_tokens, skips, show_progress)
-    results = (
+    rows, notes_on_answers = answer_rows(answers, encoded, rows, max_tokens, skips, show_progress)
+    scores = (
         AdapterScores(
             name,
             one.rows,
@@ -121,8 +129,8 @@ def evaluate(
         )
         for name, one in encoded.items()
     )
-    every_note = dict.fromkeys([*(note for one in encoded.values() for note in one.notes), *notes])
-    return Evaluation(data, answers.spec.published_name, tuple(results), tuple(rows), tuple(every_note))
+    every_note = dict.fromkeys([*(note for one in encoded.values() for note in one.notes), *notes_on_answers])
+    return Evaluation(data, answers.spec.published_name, tuple(scores), tuple(rows), tuple(every_note))
 
 
 # -- rows --------------------------------------------------------------------------------------------------
@@ -273,27 +281,93 @@ def sum_losses(
 ) -> dict[str, EvaluationSums]:
     """Return the sums of losses and of correct predictions of every adapter over all its samples. If
     `logprobs` is given, the log-probability of every sample is appended to the list of its adapter."""
+    scorer = Scorer(answers.adapted.base.head(), answers.adapted.banks.rows_in_head)
+    sums: dict[str, EvaluationSums] = {}
+    for h_TD, laid in passes(answers, encoded, show_progress):
+        if logprobs is not None:
+            by_segment = scorer.sample_logprobs(h_TD, laid)
+            for segment, own in zip(laid.microbatch.segments, by_segment, strict=True):
+                logprobs[segment.job] += own
+        for one in scorer.evaluate(h_TD, laid):
+            sums[one.job] = sums[one.job] + one if one.job in sums else one
+    return sums
+
+
+def passes(
+    answers: Answers, encoded: Mapping[str, EncodedRows], show_progress: ShowProgress
+) -> Iterator[tuple[Tensor, LaidMicrobatch]]:
+    """Yield the last hidden states [T, D] of packed passes over all samples of all adapters, on the stream of
+    the base."""
     adapted = answers.adapted
     base, banks = adapted.base, adapted.banks
-    scorer = Scorer(base.head(), banks.rows_in_head)
     total = sum(len(one.samples) for one in encoded.values())
-    sums: dict[str, EvaluationSums] = {}
     done = 0
     for microbatch in microbatches(encoded):
         with adapted.on_stream():
             laid = lay(microbatch, microbatch.rows, base.device)
             membership = membership_of(base, banks, laid, adapted.route)
-            h_TD = Plain(base, banks, laid, adapted.route, membership).forward(training=False)
-            found = scorer.evaluate(h_TD, laid)
-            if logprobs is not None:
-                by_segment = scorer.sample_logprobs(h_TD, laid)
-                for segment, own in zip(laid.microbatch.segments, by_segment, strict=True):
-                    logprobs[segment.job] += own
-        for one in found:
-            sums[one.job] = sums[one.job] + one if one.job in sums else one
+            yield Plain(base, banks, laid, adapted.route, membership).forward(training=False), laid
         done += len(microbatch.sample_lengths)
         show_progress("samples scored", done, total)
-    return sums
+
+
+# -- reward models -----------------------------------------------------------------------------------------
+
+
+def refuse_mixed(
+    reward_models: Mapping[str, EncodedRows], adapters: Mapping[str, Path], table: Table
+) -> None:
+    """Raise unless all adapters are reward models and the rows are preference pairs."""
+    first = adapters[next(iter(reward_models))]
+    if others := [folder for name, folder in adapters.items() if name not in reward_models]:
+        raise AdapterError(
+            f"{first} holds a reward model and {others[0]} does not; evaluate reward models by themselves."
+        )
+    if any(one.rejected is None for one in reward_models.values()):
+        sentence = f"{first} holds a reward model, which is evaluated on preference pairs only"
+        raise DataError(Mistake(table.label, f"{sentence}: rows with prompt, chosen and rejected"))
+
+
+@torch.no_grad()
+def score_rewards(
+    answers: Answers,
+    encoded: Mapping[str, EncodedRows],
+    adapters: Mapping[str, Path],
+    show_progress: ShowProgress,
+) -> Iterator[AdapterScores]:
+    """Yield the loss of every reward model on the pairs, and the metrics of its training."""
+    adapted = answers.adapted
+    scorer = Scorer(adapted.base.head(), adapted.banks.rows_in_head)
+    for name in encoded:
+        scorer.attach_head(adapted.banks, name)
+    sides = (
+        encoded,
+        {name: replace(one, samples=one.rejected) for name, one in encoded.items() if one.rejected},
+    )
+    rewards: dict[str, list[Tensor]] = {name: [] for name in encoded}
+    for side in sides:
+        for h_TD, laid in passes(answers, side, show_progress):
+            for segment, own_B in zip(
+                laid.microbatch.segments, scorer.sample_values(h_TD, laid), strict=True
+            ):
+                rewards[segment.job].append(own_B.double())
+    for name, one in encoded.items():
+        values_B = torch.cat(rewards[name]).view(2, -1).T.flatten()
+        objective = Reward(spec := _reward_spec(adapters[name]))
+        given = SampleScores(values_B, (1,) * len(values_B), values_B=values_B)
+        held_out, metrics_M = objective.evaluated(given), objective.metrics(given)
+        means = mean_metrics(metrics_M, held_out.count, spec.maxima).tolist()
+        scores = {"loss": float(held_out.loss) / held_out.count, **spec.named_metrics(means)}
+        tokens = sum(int(side[name].samples.supervised.sum()) for side in sides)
+        yield AdapterScores(name, one.rows, tokens, scores)
+
+
+def _reward_spec(folder: Path) -> RewardSpec:
+    """Return the objective of a finished reward model, or else the default one."""
+    found = read_job_file(folder)
+    objective = found.values["job"].get("objective") if found is not None else None
+    coefficient = objective.get("center_rewards_coefficient") if isinstance(objective, Mapping) else None
+    return RewardSpec(center_rewards_coefficient=coefficient)
 
 
 def microbatches(encoded: Mapping[str, EncodedRows], max_rows: int = PASS_ROWS) -> Iterator[Microbatch]:

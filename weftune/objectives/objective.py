@@ -33,6 +33,8 @@ class Needs:
     """Whether the current adapter generates a batch's samples. A window then holds at most one such batch."""
     scalar_head: bool = False
     """Whether a trained vector maps the last hidden state of each sample to a scalar value."""
+    maxima: int = 0
+    """Number of the last metrics that are maxima over the rows, not sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,20 @@ class Objective(Protocol):
 
     def metrics(self, scores: SampleScores) -> Tensor | None:
         """Return the sums of the metrics that the objective's spec names over a segment, without gradients,
-        [M], or None if there are none."""
+        [M], or None if there are none. The last `Needs.maxima` are maxima instead."""
+
+
+def add_metrics(first_M: Tensor, second_M: Tensor, maxima: int) -> Tensor:
+    """Return the metrics over the rows of both, of which the last `maxima` are maxima and the others sums."""
+    sums = len(first_M) - maxima
+    largest = torch.maximum(first_M[sums:], second_M[sums:])
+    return torch.cat([first_M[:sums] + second_M[:sums], largest])
+
+
+def mean_metrics(metrics_M: Tensor, count: int, maxima: int) -> Tensor:
+    """Return the metrics with all sums divided by `count`; the last `maxima` are no sums."""
+    sums = len(metrics_M) - maxima
+    return torch.cat([metrics_M[:sums] / count, metrics_M[sums:]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,9 @@ KTO_METRICS = (
 )
 """Names of the metrics of KTO. Those of chosen and rejected answers are means over the answers with the label
 true or false, and are left out where there are none."""
-OBJECTIVE_METRICS = tuple(dict.fromkeys((*PAIR_METRICS, *KTO_METRICS)))
+REWARD_METRICS = ("mean_reward", "accuracy", "margin", "min_reward", "max_reward")
+"""Names of the metrics of reward models. The last two are extremes over all samples."""
+OBJECTIVE_METRICS = tuple(dict.fromkeys((*PAIR_METRICS, *KTO_METRICS, *REWARD_METRICS)))
 """Names of the metrics of all objectives."""
 MAX_METRICS = 6
 """Maximum number of numbers from which the metrics of an objective are computed."""
@@ -52,8 +54,12 @@ class ObjectiveSpec:
     """Whether the prompt tokens of chosen samples are supervised too."""
     reference: ClassVar[bool] = False
     """Whether the objective needs the log-probabilities of a reference policy."""
+    scalar_head: ClassVar[bool] = False
+    """Whether the objective trains a scalar head beside the adapter."""
     metrics: ClassVar[tuple[str, ...]] = PAIR_METRICS
     """Names of the metrics besides the loss."""
+    maxima: ClassVar[int] = 0
+    """Number of the last metrics that are maxima over the rows, not means."""
 
     kind: str
 
@@ -173,6 +179,26 @@ class KtoSpec(ObjectiveSpec):
         return {name: found[name] for name in self.metrics if name in found}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSpec(ObjectiveSpec):
+    """Training of a reward model, whose scalar head gives the chosen answer of a pair the higher reward."""
+
+    implementation: ClassVar[str] = "weftune.objectives.reward:Reward"
+    learning_rate: ClassVar[float] = 1e-4
+    scalar_head: ClassVar[bool] = True
+    metrics: ClassVar[tuple[str, ...]] = REWARD_METRICS
+    maxima: ClassVar[int] = 2
+
+    kind: Literal["reward"] = "reward"
+    center_rewards_coefficient: Annotated[float | None, Bound(at_least=0)] = None
+    """Weight of the squared sum of a pair's rewards, which keeps rewards near zero. None leaves it out."""
+
+    def named_metrics(self, means: Sequence[float]) -> dict[str, float]:
+        """Return the metrics by name. The fourth mean is the maximum of the negative rewards."""
+        named = ObjectiveSpec.named_metrics(self, means)
+        return named | {"min_reward": -named["min_reward"]} if named else {}
+
+
 SFT_SPEC = SftSpec()
 OBJECTIVES: dict[str, type[ObjectiveSpec]] = {
     "sft": SftSpec,
@@ -180,6 +206,7 @@ OBJECTIVES: dict[str, type[ObjectiveSpec]] = {
     "cpo": CpoSpec,
     "orpo": OrpoSpec,
     "kto": KtoSpec,
+    "reward": RewardSpec,
 }
 """Maps the name of each objective to its spec."""
 ANSWER_OBJECTIVES = tuple(name for name, spec in OBJECTIVES.items() if spec.row_kind != "answers")

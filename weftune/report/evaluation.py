@@ -10,6 +10,7 @@ from typing import Any
 
 from weftune.core.evaluation import METRICS, AnsweredRow, Evaluation
 from weftune.core.files import FORMAT
+from weftune.objectives.spec import REWARD_METRICS
 from weftune.report.template import render
 from weftune.report.words import NO_VALUE, accuracy_text, loss_text, plural
 
@@ -65,13 +66,13 @@ def _answered_row(row: Mapping[str, Any]) -> AnsweredRow:
 
 def metric_title(metric: str) -> str:
     """Return the heading of a metric's column."""
-    return metric.replace("_", " ") if metric in METRICS else metric
+    return metric.replace("_", " ") if metric in (*METRICS, *REWARD_METRICS) else metric
 
 
 def score_text(metric: str, value: float | None) -> str:
     if value is None:
         return NO_VALUE
-    if metric in ("token_accuracy", "exact_match", "rewards/accuracies"):
+    if metric in ("token_accuracy", "exact_match", "rewards/accuracies", "accuracy"):
         return accuracy_text(value)
     return loss_text(value, 2 if metric == "perplexity" else 4)
 
@@ -83,7 +84,7 @@ def evaluation_page(evaluation: Evaluation, metric: str) -> str:
     count = len(evaluation.answers)
     better = METRICS.get(metric, "higher")
     words = f"Ranked by {metric_title(metric)}; {better} is better."
-    if any(one.scores["exact_match"] is not None for one in ranked):
+    if any(one.scores.get("exact_match") is not None for one in ranked):
         words += " Exact match compares generated answers with the expected ones."
     return render(
         "evaluation.html.jinja",

@@ -348,8 +348,8 @@ def _job_views(run: Run, jobs: Sequence[JobRecord]) -> list[JobView]:
             change=_change_number(job),
             accuracy=_accuracy_number(job),
             score=_score_number(job),
-            margin=_metric_number(job, "rewards/margins", loss_text),
-            preferred=_metric_number(job, "rewards/accuracies", accuracy_text),
+            margin=_metric_number(job, ("rewards/margins", "margin"), loss_text),
+            preferred=_metric_number(job, ("rewards/accuracies", "accuracy"), accuracy_text),
             snippet=load_snippet(base, folder) if usable and base is not None else "",
             command=generate_command(folder) if usable else "",
             remedies=remedies(job, run.command),
@@ -383,11 +383,13 @@ def _change_number(job: JobRecord) -> Number:
     return Number(text=text, value=share, detail=f"base {loss_text(base)}", tone=tone)
 
 
-def _metric_number(job: JobRecord, name: str, text: Callable[[float], str]) -> Number:
-    """Return a metric of the job's objective on the held-out pairs, or else at the last step."""
+def _metric_number(job: JobRecord, names: Sequence[str], text: Callable[[float], str]) -> Number:
+    """Return a metric of the job's objective, which has one of these names, on the held-out pairs, or else at
+    the last step."""
     kept = kept_evaluation(job)
     line = kept if kept is not None else job.losses[-1] if job.losses else None
-    value = None if line is None else line.metrics.get(name)
+    metrics = {} if line is None else line.metrics
+    value = next((metrics[name] for name in names if name in metrics), None)
     detail = "training" if kept is None else ""
     return Number() if value is None else Number(text=text(value), value=value, detail=detail)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weftune.adapters.folder import read_config
+from weftune.adapters.folder import has_scalar_head, read_config
 from weftune.base.spec import BaseSpec, RopeScaling
 from weftune.core.shapes import name_in_wrapper
 from weftune.errors import AdapterError
@@ -38,7 +38,14 @@ def base_spec(job: JobRecord, run: Run) -> BaseSpec | None:
 
 VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """Allowed values of vLLM's --max-lora-rank; the first is its default."""
-UNSERVED_KEYS = ("use_dora", "rank_pattern", "alpha_pattern", "target_parameters", "trainable_token_indices")
+UNSERVED_KEYS = (
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "modules_to_save",
+)
 """Keys of a LoRA config with which vLLM loads an adapter wrongly or not at all."""
 
 
@@ -89,6 +96,9 @@ def load_snippet(base: BaseSpec, folder: Path) -> str:
     if base.dtype:
         arguments.append(f"dtype={base.dtype!r}")
     model = "AutoModelForImageTextToText" if _in_wrapper(folder) else "AutoModelForCausalLM"
+    if is_reward_model(folder):
+        model = "AutoModelForSequenceClassification"
+        arguments.append("num_labels=1")
     imports = [model, "AutoTokenizer"]
     rope_lines = []
     if base.rope_scaling is not None:
@@ -156,8 +166,18 @@ def _in_wrapper(folder: Path) -> bool:
     return isinstance(targets, list) and any(name_in_wrapper(str(target)) for target in targets)
 
 
+def is_reward_model(folder: Path) -> bool:
+    try:
+        return has_scalar_head(read_config(folder))
+    except AdapterError:
+        return False
+
+
 def generate_command(folder: Path) -> str:
-    """Return the shell command that shows the answers of the base and the adapter side by side."""
+    """Return the shell command that shows the answers of the base and the adapter side by side. Empty for a
+    reward model, which gives none."""
+    if is_reward_model(folder):
+        return ""
     return f'weftune generate {shlex.quote(str(folder))} "your prompt" --against-base'
 
 

@@ -90,7 +90,7 @@ def evaluation_event(sums: EvaluationSums, objective: ObjectiveSpec) -> Evaluate
         loss=sums.loss / sums.count,
         tokens=sums.tokens,
         token_accuracy=sums.correct / sums.tokens,
-        metrics=objective.named_metrics([total / sums.count for total in sums.metrics]),
+        metrics=objective.named_metrics(sums.mean_metrics()),
     )
 
 

@@ -116,9 +116,11 @@ class Executor:
         self._note_version(training.job, training.progress.step)
         if training.recipe.objective != SFT_SPEC:
             self.scorer.objectives[training.job] = make_objective(training.recipe.objective)
+        self.scorer.attach_head(self.banks, training.job)
 
     def detach(self, job: str) -> Training:
         self.scorer.objectives.pop(job, None)
+        self.scorer.scalar_heads.pop(job, None)
         return self.adapters.detach(job)
 
     def kill(self, job: str) -> None:

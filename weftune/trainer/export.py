@@ -15,7 +15,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from transformers import PreTrainedModel
 
-from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS, check_adapter_folder
+from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS, check_adapter_folder, refuse_reward_model
 from weftune.adapters.plain import PlainKind
 from weftune.adapters.registry import kind_of_folder
 from weftune.base.load import (
@@ -99,6 +99,11 @@ def merged_model(folder: Path, base: BaseSpec, dtype: Dtype | None, into: Into) 
 
 def read_finished_kind(folder: Path) -> PlainKind:
     check_adapter_folder(folder)
+    refuse_reward_model(
+        folder,
+        "whose scalar head neither a merged model nor a portable adapter has; load it on its base with "
+        "PEFT's AutoPeftModelForSequenceClassification and num_labels=1",
+    )
     return kind_of_folder(folder)
 
 

@@ -466,8 +466,9 @@ class Loop:
             prepared = self.jobs[name]
             samples, is_known = prepared.base_samples, self.store.job(name).base_loss is not None
             if samples is not None and not is_known and name not in waiting:
-                # With a reference policy, the loss also depends on the adapter that the job starts from.
-                own = name if prepared.reference_data is not None else ""
+                # The loss also depends on the job's reference policy or on its scalar head.
+                objective = prepared.spec.objective
+                own = name if objective.reference or objective.scalar_head else ""
                 unscored.setdefault((samples.fingerprint, prepared.spec.objective, own), []).append(name)
         if not unscored:
             return False

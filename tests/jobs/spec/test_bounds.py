@@ -33,6 +33,7 @@ RANGES = [
     (("objective", "desirable_weight"), [0, 5.0], [(-1e-9, "at least 0")]),
     (("objective", "undesirable_weight"), [0, 5.0], [(-1e-9, "at least 0")]),
     (("objective", "simpo_gamma"), [0, 5.0], [(-1e-9, "at least 0")]),
+    (("objective", "center_rewards_coefficient"), [0, 5.0], [(-1e-9, "at least 0")]),
     (("data", "path", ANY, "weight"), [1e-9, 10**6], [(0, "above 0"), (10**6 + 1, "at most 1000000")]),
     (("data", "limit"), [1, None, 10**15], [(0, "at least 1"), (1.5, WHOLE)]),
     (("data", "max_length"), [2, None], [(1, "at least 2"), (LARGE + 1, "at most 1e+12"), (2.5, WHOLE)]),

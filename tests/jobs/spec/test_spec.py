@@ -130,7 +130,8 @@ def test_the_listed_keys_are_the_fields_of_the_records() -> None:
     assert set(SECTIONS["job"]) == names(JobSpec) | {"sweep"}
     assert set(SECTIONS["sweep"]) == names(SweepSpec)
     assert set(SECTIONS["halving"]) == names(Halving)
-    assert set(SECTIONS["adapter"]) == set().union(*map(names, KINDS.values()))
+    # The objective decides whether a scalar head is trained.
+    assert {*SECTIONS["adapter"], "modules_to_save"} == set().union(*map(names, KINDS.values()))
     assert set(SECTIONS["data"]) == names(DataSpec) - {"rows"}
     assert set(SECTIONS["base"]) == names(BaseSpec) - {"written"}
     assert set(SECTIONS["rope_scaling"]) == names(RopeScaling)
@@ -204,7 +205,8 @@ def test_whatever_a_job_does_not_say_is_as_the_guide_says() -> None:
         "adapter": {
             "kind": "lora", "rank": 16, "alpha": 32.0, "dropout": 0.0, "targets": "all-linear",
             "layers": None, "target_parameters": [], "rslora": False, "loraplus_lr_ratio": 1.0,
-            "rank_pattern": {}, "alpha_pattern": {}, "trainable_token_indices": [], "init_from": None,
+            "rank_pattern": {}, "alpha_pattern": {}, "trainable_token_indices": [], "modules_to_save": [],
+            "init_from": None,
         },
         "objective": "sft", "eval": None, "epochs": 1.0, "steps": None, "batch_size": 16,
         "learning_rate": 2e-4, "schedule": "linear", "warmup": 0.0, "weight_decay": 0.0,

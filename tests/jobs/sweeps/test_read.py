@@ -245,7 +245,10 @@ def test_a_mode_that_calls_the_worst_the_best_is_refused() -> None:
     assert told(metric="eval_mean_token_accuracy", mode="min") == {
         "mode": "must be max for eval_mean_token_accuracy, or left out"
     }
-    choices = "eval_loss, eval_mean_token_accuracy, eval_rewards/accuracies or eval_rewards/margins"
+    choices = (
+        "eval_loss, eval_mean_token_accuracy, eval_rewards/accuracies, eval_rewards/margins, eval_accuracy "
+        "or eval_margin"
+    )
     hint = "a metric of answers is named in the job, eval: {generate: {...}, metric: ...}"
     assert told(metric="loss") == {"metric": f'must be {choices}, got "loss"; {hint}'}
     rewards = {"metric": "needs a job that learns from preferences, objective: dpo, cpo, orpo or kto"}

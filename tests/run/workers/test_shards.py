@@ -59,6 +59,12 @@ def token_jobs(base):
     return [executors.prepare(base, "own", steps=4, adapter=adapter, data=bench.rows(bench.samples(12)))]
 
 
+def reward_jobs(base):
+    """A reward model, whose scalar head every shard has."""
+    rows = [{"prompt": f"w{n}", "chosen": f"w{n + 7} w9", "rejected": f"w{n + 20}"} for n in range(6, 18)]
+    return [executors.prepare(base, "own", steps=4, adapter={"rank": 2}, objective="reward", data=rows)]
+
+
 def sites_only(read):
     return lambda name: read(name).detach() if "_proj" in name else None
 
@@ -190,6 +196,10 @@ def test_kinds_are_cut_in_other_families_and_with_repeated_key_value_heads(kind,
 
 def test_trained_rows_of_the_embedding_get_their_gradient_once():
     assert_equal_to_one_process("llama", 2, token_jobs)
+
+
+def test_the_scalar_head_of_a_reward_model_gets_its_gradient_once():
+    assert_equal_to_one_process("llama", 2, reward_jobs)
 
 
 @pytest.mark.parametrize("stages", slow_but([1, 2], [1]))

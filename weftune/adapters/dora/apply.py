@@ -22,6 +22,7 @@ from weftune.adapters.lora.apply import draw_lora, low_rank
 from weftune.adapters.lora.files import lora_config
 from weftune.adapters.lora.spec import A, B, spec_from_config, stored_token_name, weight_names
 from weftune.adapters.plain import PREFIX, JobAt, JobPart, MergeAt, PlainKind
+from weftune.adapters.scalar_head import read_head
 from weftune.adapters.target import TOKENS
 from weftune.adapters.token_rows import fill_tokens, refuse_other_tokens
 from weftune.core.shapes import SiteShape
@@ -79,7 +80,7 @@ class Dora(PlainKind):
         found = PlainKind.read_start(self, spec, sites)
         folder = Path(str(spec.init_from))
         refuse_other_tokens(folder, self.spec_of(folder), spec)
-        return found
+        return found | read_head(folder, spec, sites)
 
     def stored_name(self, site: str, name: str) -> str:
         if name == TOKENS:

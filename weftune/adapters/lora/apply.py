@@ -29,14 +29,14 @@ from weftune.adapters.lora.files import (
     flatten_experts,
     merge,
     read_start,
-    read_tokens,
+    read_tensors_beside,
     stack_experts,
+    tensors_beside,
     write_adapter,
     write_portable,
 )
 from weftune.adapters.lora.spec import A, B, LoraSpec, read_spec
 from weftune.adapters.plain import PlainKind
-from weftune.adapters.target import TOKENS
 from weftune.adapters.token_rows import fill_tokens
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
@@ -127,10 +127,7 @@ class Lora(PlainKind):
         found: dict[tuple[str, str], Tensor] = {}
         for site, (a, b) in read_start(spec, sites).items():
             found[site, A], found[site, B] = stack_experts(a, b, experts[site]) if experts[site] else (a, b.T)
-        if spec.trained_tokens:
-            path, rows_nD = read_tokens(Path(str(spec.init_from)), spec)
-            found[path, TOKENS] = rows_nD
-        return found
+        return found | read_tensors_beside(spec, sites)
 
     def save(
         self, folder: Path, spec: LoraSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
@@ -140,8 +137,7 @@ class Lora(PlainKind):
             for (site, name), a in parameters.items()
             if name == A
         }
-        tokens = {site: value for (site, name), value in parameters.items() if name == TOKENS}
-        write_adapter(folder, spec, weights, sites, base, tokens)
+        write_adapter(folder, spec, weights, sites, base, tensors_beside(parameters))
 
     def portable(self, folder: Path, target: Path) -> int:
         return write_portable(folder, target)

@@ -21,7 +21,8 @@ from weftune.adapters.files import (
     target_modules,
     write_folder,
 )
-from weftune.adapters.folder import WEIGHTS, read_config, refuse_slow_patterns
+from weftune.adapters.folder import SEQUENCE_TASK, WEIGHTS, read_config, refuse_slow_patterns
+from weftune.adapters.kind import Parameters
 from weftune.adapters.lora.spec import (
     EXPERTS,
     LoraSpec,
@@ -33,8 +34,10 @@ from weftune.adapters.lora.spec import (
     stored_token_name,
     weight_names,
 )
+from weftune.adapters.scalar_head import STORED_HEAD, read_head, stored_head
+from weftune.adapters.target import TOKENS
 from weftune.adapters.token_rows import merge_tokens, refuse_other_tokens
-from weftune.core.shapes import SiteShape
+from weftune.core.shapes import SCORE, SiteShape
 from weftune.errors import AdapterError
 
 Weights = Mapping[str, tuple[Tensor, Tensor]]
@@ -62,16 +65,32 @@ def write_adapter(
     weights: Weights,
     sites: Sequence[SiteShape],
     base: str | None,
-    tokens: Mapping[str, Tensor] | None = None,
+    more: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write an adapter folder that PEFT and vLLM load unchanged. `tokens` maps the path of the embedding to
-    its trained rows, which vLLM does not load."""
-    tensors = {stored_token_name(path): rows_nD for path, rows_nD in (tokens or {}).items()}
+    """Write an adapter folder that PEFT and vLLM load unchanged. `more` maps names in the file to tensors
+    that vLLM does not load."""
+    tensors = dict(more or {})
     mixed = {site.name for site in sites if site.experts}
     for site, (a_rK, b_Nr) in weights.items():
         a_name, b_name = weight_names(stored_path(site, weights) if site in mixed else site)
         tensors[a_name], tensors[b_name] = a_rK, b_Nr
     write_folder(folder, tensors, lora_config(spec, list(weights), sites, base))
+
+
+def tensors_beside(parameters: Parameters) -> dict[str, Tensor]:
+    """Return the trained embeddings and the scalar head of an adapter under PEFT's names."""
+    tokens = {stored_token_name(site): value for (site, name), value in parameters.items() if name == TOKENS}
+    return tokens | stored_head(parameters)
+
+
+def read_tensors_beside(spec: LoraSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
+    """Return the trained embeddings and the scalar head in the folder `init_from`."""
+    folder = Path(str(spec.init_from))
+    found = read_head(folder, spec, sites)
+    if spec.trained_tokens:
+        path, rows_nD = read_tokens(folder, spec)
+        found[path, TOKENS] = rows_nD
+    return found
 
 
 def lora_config(
@@ -92,6 +111,7 @@ def lora_config(
         rank_pattern=dict(spec.rank_pattern),
         alpha_pattern={pattern: _integer_alpha(alpha) for pattern, alpha in spec.alpha_pattern.items()},
         trainable_token_indices=list(spec.trainable_token_indices) or None,
+        **({"task_type": SEQUENCE_TASK, "modules_to_save": [SCORE]} if spec.scalar_head else {}),
         fan_in_fan_out=is_transposed(targeted, sites),
         bias="none",
     )
@@ -139,7 +159,8 @@ def read_tokens(folder: Path, spec: LoraSpec) -> tuple[str, Tensor]:
 
 def read_weights(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     path, found = folder / WEIGHTS, read_tensors(folder)
-    tensors = {name: value for name, value in found.items() if embedding_of_tokens(name) is None}
+    beside = {name for name in found if name == STORED_HEAD or embedding_of_tokens(name) is not None}
+    tensors = {name: value for name, value in found.items() if name not in beside}
     sites = list(dict.fromkeys(site for name in tensors if (site := site_of_weight(name)) is not None))
     expected = {name for site in sites for name in weight_names(site)}
     if odd := sorted(tensors.keys() ^ expected):

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from weftune.adapters.folder import (
     CONFIG,
+    has_scalar_head,
     read_config,
     refuse_slow_patterns,
     target_fields,
@@ -19,7 +20,7 @@ from weftune.adapters.folder import (
 from weftune.adapters.target import EMBEDDINGS, STORED_TOKENS, TargetSpec, ends_with
 from weftune.core.bounds import SIZE, Bound
 from weftune.core.limited import suffix_expression
-from weftune.core.shapes import EXPERT_PARAMETERS, SiteShape
+from weftune.core.shapes import EXPERT_PARAMETERS, SCORE, SiteShape
 from weftune.errors import AdapterError
 
 A, B = "a_rK", "b_rN"
@@ -63,10 +64,16 @@ class LoraSpec(TargetSpec):
     alpha_pattern: Mapping[str, Annotated[float, Bound(above=0)]] = field(default_factory=dict)
     trainable_token_indices: tuple[int, ...] = ()
     """Ids of tokens whose embeddings are also trained."""
+    modules_to_save: tuple[str, ...] = ()
+    """`score` if a scalar head is also trained. `objective: reward` sets it, and jobs files do not."""
 
     @property
     def trained_tokens(self) -> tuple[int, ...]:
         return self.trainable_token_indices
+
+    @property
+    def scalar_head(self) -> bool:
+        return bool(self.modules_to_save)
 
     def adapts(self, site: SiteShape) -> bool:
         """Whether the adapter has parameters at the site. Experts are adapted only by `target_parameters`."""
@@ -164,7 +171,8 @@ def spec_from_config(spec_class: type[Spec], folder: Path, config: Mapping[str, 
             f"{folder} belongs to a base that PEFT has changed ({start}); save it in PEFT with "
             "path_initial_model_for_weight_conversion, which makes it a plain LoRA adapter"
         )
-    beyond = [key for key in UNSUPPORTED_KEYS if config.get(key)]
+    known = ("modules_to_save",) if has_scalar_head(config) else ()
+    beyond = [key for key in UNSUPPORTED_KEYS if config.get(key) and key not in known]
     if config.get("bias", "none") != "none":
         beyond.append("bias")
     if beyond:
@@ -191,6 +199,7 @@ def _spec_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "rank_pattern": {key: int(rank) for key, rank in (config.get("rank_pattern") or {}).items()},
         "alpha_pattern": {key: float(one) for key, one in (config.get("alpha_pattern") or {}).items()},
         "trainable_token_indices": _token_indices(config.get("trainable_token_indices") or ()),
+        "modules_to_save": (SCORE,) if has_scalar_head(config) else (),
     }
 
 

@@ -18,11 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from weftune.adapters.kind import JobAdapter, NewAdapter, Parameters
-from weftune.adapters.lora.files import merge, read_start, read_tokens, write_adapter, write_portable
+from weftune.adapters.lora.files import (
+    merge,
+    read_start,
+    read_tensors_beside,
+    tensors_beside,
+    write_adapter,
+    write_portable,
+)
 from weftune.adapters.lora.spec import A, B
 from weftune.adapters.pissa.spec import FIRST_A, FIRST_B, PissaSpec
 from weftune.adapters.plain import JobAt, JobPart, PlainKind
-from weftune.adapters.target import TOKENS
 from weftune.adapters.token_rows import fill_tokens
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
@@ -67,10 +73,7 @@ class Pissa(PlainKind):
             (a_rK, first_a_rK), (b_Nr, first_b_Nr) = both_RK.chunk(2), both_NR.chunk(2, dim=1)
             found |= {(site, A): a_rK, (site, FIRST_A): first_a_rK}
             found |= {(site, B): b_Nr.T, (site, FIRST_B): -first_b_Nr.T}
-        if spec.trained_tokens:
-            path, rows_nD = read_tokens(Path(str(spec.init_from)), spec)
-            found[path, TOKENS] = rows_nD
-        return found
+        return found | read_tensors_beside(spec, sites)
 
     def save(
         self, folder: Path, spec: PissaSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
@@ -84,8 +87,8 @@ class Pissa(PlainKind):
             for (site, name), value in parameters.items()
             if name == A
         }
-        tokens = {site: value for (site, name), value in parameters.items() if name == TOKENS}
-        write_adapter(folder, replace(spec.as_lora(), init_from=None), weights, sites, base, tokens)
+        lora = replace(spec.as_lora(), init_from=None)
+        write_adapter(folder, lora, weights, sites, base, tensors_beside(parameters))
 
     def portable(self, folder: Path, target: Path) -> int:
         return write_portable(folder, target)

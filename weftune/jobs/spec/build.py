@@ -16,9 +16,10 @@ from weftune.adapters.target import ALL_LINEAR, layer_numbers
 from weftune.base.spec import ROPE_KEYS
 from weftune.core.bounds import Bound, format_value
 from weftune.core.limited import slow_pattern_error, suffix_expression
+from weftune.core.shapes import SCORE
 from weftune.data.spec import EXACT_MATCH, RESERVED_NAMES
 from weftune.errors import Mistake
-from weftune.jobs.spec.keys import SECTIONS, name_fault, nearest, shared_reason
+from weftune.jobs.spec.keys import SECTIONS, name_fault, nearest, shared_reason, unknown_key
 from weftune.jobs.spec.layer import ROWS, Fault, Layer, Loc, child_value, dotted_name, place_of
 from weftune.jobs.spec.schema import EXPECTED, bound_at, build, choice_sentence, number_faults
 from weftune.objectives.spec import ANSWER_OBJECTIVES, OBJECTIVES, SFT_SPEC
@@ -146,6 +147,7 @@ def build_job(record: type[Record], layer: Layer, folder: Path) -> tuple[Record 
             faults.setdefault(fault.loc, fault.sentence)
 
     note(number_faults(values))
+    note(_head_faults(values))
     note(_betas_faults(values))
     values, missing_files = _resolve_paths(values, folder)
     note(missing_files)
@@ -178,18 +180,26 @@ def _hint(values: Mapping[str, Any], loc: Loc) -> str:
 
 
 def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set one epoch and the objective's learning rate as defaults, and replace the values that disable
-    clipping by None."""
+    """Set one epoch and the objective's learning rate as defaults, add the scalar head that the objective
+    trains to the adapter, and replace the values that disable clipping by None."""
     whole = dict(values)
     objective = whole.get("objective")
     kind = objective.get("kind") if isinstance(objective, Mapping) else None
     if isinstance(kind, str) and kind in OBJECTIVES:
         whole.setdefault("learning_rate", OBJECTIVES[kind].learning_rate)
+        if OBJECTIVES[kind].scalar_head and _holds_head(adapter := whole.get("adapter", {})):
+            whole["adapter"] = {**adapter, "modules_to_save": adapter.get("modules_to_save") or [SCORE]}
     if whole.get("steps") is None and whole.get("epochs") is None:
         whole["epochs"] = 1.0
     if whole.get("clip") == 0 and not isinstance(whole["clip"], bool):
         whole["clip"] = None
     return whole
+
+
+def _holds_head(adapter: Any) -> bool:
+    """Whether the files of an adapter with these keys can hold a scalar head."""
+    kind = adapter.get("kind", "lora") if isinstance(adapter, Mapping) else None
+    return isinstance(kind, str) and kind in KINDS and issubclass(KINDS[kind], LoraSpec)
 
 
 def _build_adapter(keys: Any) -> tuple[Any, list[Fault]]:
@@ -350,6 +360,29 @@ def _preference_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
             "must be at least 2 for objective kto, which compares the answers of a batch; or write "
             "loss_type: apo_zero_unpaired",
         )
+
+
+def _head_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield the reasons why the job cannot train, or need not have, a scalar head."""
+    objective, adapter, held_out = (values.get(key) for key in ("objective", "adapter", "eval"))
+    kind = objective.get("kind", "sft") if isinstance(objective, Mapping) else "sft"
+    if not isinstance(kind, str) or kind not in OBJECTIVES:
+        return
+    saved = adapter.get("modules_to_save") if isinstance(adapter, Mapping) else None
+    if saved and not (OBJECTIVES[kind].scalar_head and saved in ([SCORE], (SCORE,))):
+        yield Fault(("adapter", "modules_to_save"), unknown_key("adapter", "modules_to_save"))
+    if not OBJECTIVES[kind].scalar_head:
+        return
+    chosen = adapter.get("kind") if isinstance(adapter, Mapping) else None
+    if isinstance(chosen, str) and chosen in KINDS and not _holds_head(adapter):
+        kinds = [name for name, spec in KINDS.items() if issubclass(spec, LoraSpec)]
+        yield Fault(
+            ("adapter", "kind"),
+            f"objective {kind} trains a scalar head, which the files of {chosen} adapters cannot "
+            f"hold; write {', '.join(kinds[:-1])} or {kinds[-1]}",
+        )
+    if isinstance(held_out, Mapping) and held_out.get("generate") is not None:
+        yield Fault(("eval", "generate"), f"objective {kind} trains no model that answers; leave it out")
 
 
 def _adapter_faults(adapter: Any) -> Iterator[Fault]:

@@ -318,6 +318,8 @@ def _lora_warnings(
         )
     if adapter.served and adapter.trained_tokens:
         yield "vLLM does not load trainable_token_indices; to serve it there, run weftune export --merged"
+    if adapter.scalar_head:
+        yield "vLLM does not load the scalar head of a reward model as PEFT stores it"
     if (before := _source_adapter(adapter, sites, adapters)) is not None:
         yield from _start_warnings(adapter, before, sites)
 
@@ -444,6 +446,8 @@ def _mismatch_reason(source: str, source_adapter: TargetSpec, adapter: TargetSpe
         )
     if source_adapter.shapes_outside(shape.sites) != adapter.shapes_outside(shape.sites):
         return f"{source} has weights of other shapes; write adapter as {source} has it"
+    if source_adapter.scalar_head and not adapter.scalar_head:
+        return f"{source} trains a reward model, which only objective: reward continues; write that"
     if source_adapter.trained_tokens != adapter.trained_tokens:
         return f"{source} trains other tokens; set adapter.trainable_token_indices as {source} has it"
     for site in shape.sites:

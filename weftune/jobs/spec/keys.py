@@ -137,7 +137,8 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "base": tuple(name for name in _names(BaseSpec) if name != "written"),
     "rope_scaling": _names(RopeScaling),
     "job": (*JobKeys.__annotations__, "sweep"),
-    "adapter": _names(*KINDS.values()),
+    # The objective decides whether a scalar head is trained.
+    "adapter": tuple(name for name in _names(*KINDS.values()) if name != "modules_to_save"),
     "objective": _names(*OBJECTIVES.values()),
     "data": tuple(name for name in _names(DataSpec) if name != "rows"),
     "source": _names(Source),

@@ -51,6 +51,8 @@ BEST_MODES = {
     "eval_mean_token_accuracy": "max",
     "eval_rewards/accuracies": "max",
     "eval_rewards/margins": "max",
+    "eval_accuracy": "max",
+    "eval_margin": "max",
 }
 """Maps each metric to whether its minimum or its maximum is best. The maximum of a job's own `eval.metric` is
 best."""
@@ -113,7 +115,7 @@ def _contradictions(
     named = str(value.get("metric")).removeprefix("eval_")
     kinds = [name for name, spec in OBJECTIVES.items() if named in spec.metrics]
     if kinds and kind not in kinds:
-        names = f"{', '.join(kinds[:-1])} or {kinds[-1]}"
+        names = " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
         sentence = f"needs a job that learns from preferences, objective: {names}"
         yield Fault(("sweep", "metric"), sentence)
     yield from _halving_faults(value.get("halving"), job.get("steps"))

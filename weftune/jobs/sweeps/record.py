@@ -170,6 +170,8 @@ _METRIC_TITLES = {
     "eval_mean_token_accuracy": "validation accuracy",
     "eval_rewards/accuracies": "reward accuracy",
     "eval_rewards/margins": "reward margin",
+    "eval_accuracy": "reward accuracy",
+    "eval_margin": "reward margin",
     "eval_exact_match": "exact match",
 }
 _ENDED = ("finished", "left", "failed")

@@ -14,9 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from weftune.adapters.banks import Banks
+from weftune.adapters.target import HEAD
 from weftune.core.batch import Segment, to_device
+from weftune.core.shapes import SCORE
 from weftune.core.weights import Head, HeadRows
-from weftune.objectives.objective import BatchFacts, Objective, SampleScores, ScalarHead
+from weftune.objectives.objective import BatchFacts, Objective, SampleScores, ScalarHead, mean_metrics
 from weftune.objectives.sft import SFT
 from weftune.ops.logprobs import run_counts, run_sums, target_logprobs
 from weftune.run.passes.rows import LaidMicrobatch
@@ -81,6 +84,12 @@ class Scorer:
         """Maps (job, purpose, step) to the log-probabilities of mismatched samples after this step, less
         those of the reference policy."""
 
+    def attach_head(self, banks: Banks, job: str) -> None:
+        """Use the scalar head of an attached job, if this worker has one of it."""
+        attached, name = banks.attached[job], (SCORE, HEAD)
+        if name in attached.read:
+            self.scalar_heads[job] = ScalarHead(attached.read[name], attached.totals[name], banks.anchor)
+
     def begin_window(self) -> None:
         """Forget the scores of mismatched samples: they are used in the window in which they were found."""
         self._log_ratios.clear()
@@ -125,7 +134,9 @@ class Scorer:
             batch = BatchFacts(supervised(one.segment), counts(one.segment))
             losses.append(objective.loss(scores, batch))
             sums_M = objective.metrics(scores)
-            metrics.append(None if sums_M is None else sums_M / (batch.samples // objective.needs.together))
+            needs = objective.needs
+            rows = batch.samples // needs.together
+            metrics.append(None if sums_M is None else mean_metrics(sums_M, rows, needs.maxima))
         return Scores(segments, leaf_TD, losses, [one.correct_S.sum() for one in found], metrics)
 
     def score_together(
@@ -162,6 +173,7 @@ class Scorer:
                 tokens=len(one.correct_S),
                 count=sums[number].count,
                 metrics=() if (sums_M := metrics[number]) is None else tuple(sums_M.tolist()),
+                maxima=objectives[number].needs.maxima,
             )
             for number, one in enumerate(found)
         ]
@@ -178,6 +190,14 @@ class Scorer:
                 for (start, _), total in zip(spans, sums, strict=True)
                 if segment.start <= start < segment.stop
             )
+            for segment in laid.microbatch.segments
+        ]
+
+    @torch.no_grad()
+    def sample_values(self, h_TD: Tensor, laid: LaidMicrobatch) -> list[Tensor]:
+        """Return, for each segment, the output of its job's scalar head for each sample, [B]."""
+        return [
+            self.scalar_heads[segment.job].values(h_TD[_last_rows(segment, laid)])
             for segment in laid.microbatch.segments
         ]
 
@@ -235,7 +255,11 @@ class Scorer:
         own, references_S = slice(min(spans), max(spans) + 1), laid.microbatch.references_S
         references_B = None if references_S is None else references_S[own].to(logprobs_S.dtype)
         answers, desirable = laid.microbatch.answer_tokens[own], laid.microbatch.desirable[own]
-        # A sample may be followed by rows of padding.
-        last_rows = [min(stop, segment.stop) - 1 for _, stop in spans.values()]
         scores = SampleScores(logprobs_S, counts, answers, references_B, desirable=desirable)
-        return _Scored(segment, scores, correct_S, last_rows)
+        return _Scored(segment, scores, correct_S, _last_rows(segment, laid))
+
+
+def _last_rows(segment: Segment, laid: LaidMicrobatch) -> list[int]:
+    """Return the last row of each sample of a segment, which may be followed by rows of padding."""
+    spans = pairwise([0, *accumulate(laid.microbatch.sample_lengths)])
+    return [min(stop, segment.stop) - 1 for start, stop in spans if segment.start <= start < segment.stop]

@@ -17,6 +17,7 @@ from weftune.adapters.registry import get_kind, layout_of
 from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
+from weftune.objectives.objective import add_metrics
 from weftune.ops.adamw import AdamState, Update
 from weftune.run.training.schedule import Recipe, learning_rate
 
@@ -82,6 +83,8 @@ class EvaluationSums:
     count: int
     """Number of tokens, samples or pairs over which the loss and the metrics are summed."""
     metrics: tuple[float, ...] = ()
+    maxima: int = 0
+    """Number of the last metrics that are maxima over the samples, not sums."""
 
     def __add__(self, other: EvaluationSums) -> EvaluationSums:
         return EvaluationSums(
@@ -91,8 +94,21 @@ class EvaluationSums:
             self.correct + other.correct,
             self.tokens + other.tokens,
             self.count + other.count,
-            tuple(map(sum, zip(self.metrics, other.metrics, strict=True))),
+            tuple(
+                max(pair) if number >= self._sums else sum(pair)
+                for number, pair in enumerate(zip(self.metrics, other.metrics, strict=True))
+            ),
+            self.maxima,
         )
+
+    @property
+    def _sums(self) -> int:
+        """Number of metrics that are sums."""
+        return len(self.metrics) - self.maxima
+
+    def mean_metrics(self) -> list[float]:
+        """Return the metrics as means, and the last ones as maxima."""
+        return [total / self.count for total in self.metrics[: self._sums]] + [*self.metrics[self._sums :]]
 
 
 @dataclass(slots=True)
@@ -157,7 +173,9 @@ class Training:
                 before.loss + loss.detach(),
                 before.correct + correct,
                 before.tokens + tokens,
-                metrics_M if before.metrics_M is None or metrics_M is None else before.metrics_M + metrics_M,
+                metrics_M
+                if before.metrics_M is None or metrics_M is None
+                else add_metrics(before.metrics_M, metrics_M, self.recipe.objective.maxima),
             )
 
     def update_mean(self) -> None:

@@ -192,7 +192,10 @@ class Agreed:
 
     def _add_shares(self, job: str, step: int) -> None:
         """Replace this replica's gradient and sums by those over all replicas."""
-        total_N = self._transport.exchange.sum((job, step), self._worker)
+        one = self._roster.trainings[job]
+        stop = one.layout.size + 2 + len(one.recipe.objective.metrics)
+        maxima = slice(stop - one.recipe.objective.maxima, stop)
+        total_N = self._transport.exchange.sum((job, step), self._worker, maxima)
         self._timer.start()
         if job not in self._roster.dead:
             batch, training = self._batches[job, step][1], self._roster.trainings[job]

@@ -28,6 +28,7 @@ SUMS_VALUES = 2 + SUMS_PER_MESSAGE
 """Number of values in the sums of a batch: its index, the squared norm, then loss, correct predictions and
 metrics."""
 
+NOWHERE = slice(0, 0)
 StepKey = tuple[str, int]
 """A job and its step."""
 
@@ -189,13 +190,16 @@ class Exchange:
         for outbox in self.outboxes:
             outbox.send(message_N)
 
-    def sum(self, key: StepKey, worker: int) -> Tensor:
-        """Return the sum over all replicas in their order; waits for the last of them."""
+    def sum(self, key: StepKey, worker: int, maxima: slice = NOWHERE) -> Tensor:
+        """Return the sum over all replicas in their order, and at the indices `maxima` the maximum; waits for
+        the last of them."""
         parts_N = {other.worker: other.receive(key) for other in self._others if other.has_message(key)}
         if key in self._own:
             parts_N[worker] = self._own.pop(key)
         first, *others = (parts_N[one] for one in sorted(parts_N))
         total_N = first.clone()
         for part_N in others:
+            largest = torch.maximum(total_N[maxima], part_N[maxima])
             total_N += part_N
+            total_N[maxima] = largest
         return total_N
