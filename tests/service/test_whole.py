@@ -50,7 +50,9 @@ class Whole:
                 stderr=output,
                 env=environment,
             )
+        before = self.log.read_text().count("ready to train")
         self.until(self.is_ready)
+        assert self.log.read_text().count("ready to train") == before + 1
 
     def is_ready(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()

@@ -156,14 +156,15 @@ class TrainingService:
         self.store.describe_device = self._describe_device
         executor = engine.executor
         assert isinstance(executor, Executor), "a service trains in one process"
+        self._resume_jobs()
         with ExitStack() as stack:
             stack.callback(executor.restore_base)
+            # `/readyz` is answered with 200 from here on, since the socket listens.
             chat = ChatServer(
                 executor.adapted, self.tokenizer, self.store.output, settings.chat_socket, chat_bytes
             )
             stack.callback(chat.close)
             executor.offer_turn, self.inbox.serve_idle = chat.turn, partial(serve_chat, chat)
-            self._resume_jobs()
             log.info("ready to train on %s", settings.base_name)
             loop.run(stop, self._on_event)
         self.store.flush(FINAL_SECONDS)

@@ -214,7 +214,7 @@ def test_a_job_whose_rows_do_not_fit_its_method_is_refused_with_the_reason(clien
 
 
 def prepared(training, id):
-    """The record of a prepared job. The process that prepares it has a low priority and imports for seconds."""
+    """Return the record of a prepared job. The process that prepares it has a low priority."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         found = [one for one in training.requests.prepared_after(0) if one.submission.id == id]
