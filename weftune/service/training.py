@@ -23,7 +23,8 @@ from weftune.core.interrupt import handle_interrupts
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.data.encode import Encoder
 from weftune.data.prepare import SharedData
-from weftune.errors import SpecError
+from weftune.data.spec import EXACT_MATCH
+from weftune.errors import Mistake, SpecError
 from weftune.jobs.courses import adapter_sizes
 from weftune.jobs.spec.checks import check_on_base
 from weftune.jobs.spec.spec import JobSpec
@@ -229,6 +230,10 @@ class TrainingService:
 
     def prepare(self, submission: Submission) -> PreparedJob:
         """Return a job with its tokens, which the HTTP side has put into the cache."""
+        metric = submission.job.get("eval", {}).get("metric")
+        if metric not in (None, EXACT_MATCH, *self.settings.metrics.values()):
+            sentence = "is no longer registered with this service; submit the job with another metric"
+            raise SpecError(Mistake("eval.metric", f"{metric.rpartition(':')[2]} {sentence}"))
         spec = JobSpec(**{**submission.job, "name": submission.id})
         if mistakes := check_on_base((spec,), self.shape, self.settings.base):
             raise SpecError(mistakes)
