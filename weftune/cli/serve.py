@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -74,6 +75,10 @@ def serve(
             help="A Python metric that jobs may use as eval.metric by the function's name; repeatable.",
         ),
     ] = None,
+    announce: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A running vLLM, which is to load every finished adapter."),
+    ] = None,
     device: DeviceOption = None,
     memory: MemoryOption = None,
     gpu_memory: GpuMemoryOption = None,
@@ -96,6 +101,7 @@ def serve(
         gpu_memory=None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory"),
         envelope=envelope,
         quotas=read_quotas(quota or []),
+        announce=None if announce is None else read_announce(announce),
         metrics=read_metrics(metric or []),
     )
     refuse_base(settings.base)
@@ -173,6 +179,13 @@ def read_quotas(texts: Sequence[str]) -> Quotas:
             raise UserError(f"--quota {text}: write a number of at least 1, or none")
         found[key] = number
     return replace(Quotas(), **found)  # type: ignore[arg-type]
+
+
+def read_announce(url: str) -> str:
+    parsed = urllib.parse.urlsplit(url)
+    if parsed.scheme not in ("http", "https") or not parsed.hostname:
+        raise UserError(f"--announce {url}: is no address of a vLLM; write http://HOST:PORT")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def read_metrics(texts: Sequence[str]) -> dict[str, str]:

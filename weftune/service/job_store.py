@@ -46,6 +46,8 @@ RECENT_SECONDS = 3600.0
 WINDOW_PASSES = 400
 """Maximum number of passes of a window that are recorded, the first ones."""
 RESUMPTION = "POST /v1/fine_tuning/jobs/ID/resume"
+ANNOUNCED = "announced"
+"""Key of the data of an event that says whether vLLM has loaded the adapter."""
 METRIC_NAMES = {
     "loss": "train_loss",
     "token_accuracy": "train_mean_token_accuracy",
@@ -109,6 +111,8 @@ class ServiceJobStore:
         self._usage: dict[tuple[str, int], int] = {}
         self.describe_device: Callable[[], Mapping[str, Any]] = dict
         """Function that returns the device's name, and what its memory is used for: part of every window."""
+        self.announce: Callable[[JobRow], object] = lambda row: None
+        """Function that is called with every job that has succeeded, once its adapter is written."""
         self._windows: list[WindowRow] = []
         self._passes: list[dict[str, Any]] = []
         """Passes since the end of the last window."""
@@ -175,6 +179,8 @@ class ServiceJobStore:
         if state is State.FAILED:
             changes["error"] = row.error or {"code": "training_failed", "message": reason, "param": None}
         self._set(replace(row, **changes))
+        if state is State.SUCCEEDED:
+            self.announce(self._jobs[name])
 
     def fail_job(self, name: str, error: Mapping[str, Any]) -> None:
         """Record that a queued job cannot be trained: `error` has code, message and param."""
@@ -457,8 +463,22 @@ class ServiceJobStore:
             case State.FAILED:
                 self._tell(name, f"Fine-tuning job failed: {reason}", "error")
 
-    def _tell(self, name: str, message: str, level: Literal["info", "warn", "error"] = "info") -> None:
+    def record_announcement(
+        self, name: str, message: str, level: Literal["info", "warn"], is_loaded: bool
+    ) -> None:
+        """Record what has come of announcing a finished adapter. Any thread may call it."""
+        self._tell(name, message, level, {ANNOUNCED: is_loaded})
+
+    def _tell(
+        self,
+        name: str,
+        message: str,
+        level: Literal["info", "warn", "error"] = "info",
+        data: Mapping[str, Any] | None = None,
+    ) -> None:
         log.info("%s: %s", name, message)
-        event = EventRow(id=new_id("ftevent"), job=name, at=time.time(), level=level, message=message)
+        event = EventRow(
+            id=new_id("ftevent"), job=name, at=time.time(), level=level, message=message, data=data or {}
+        )
         with self._lock:
             self._events.append(event)

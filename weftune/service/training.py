@@ -33,9 +33,10 @@ from weftune.jobs.store.status import State
 from weftune.run.events import Evaluated, Passed, Stepped
 from weftune.run.executor import Executor
 from weftune.run.training import checkpoint
+from weftune.service.announcer import Announcer
 from weftune.service.chat import ChatServer
 from weftune.service.inbox import ServiceInbox
-from weftune.service.job_store import ServiceJobStore
+from weftune.service.job_store import ANNOUNCED, ServiceJobStore
 from weftune.service.settings import EPOCHS, Envelope, ServiceSettings
 from weftune.service.store.database import StoreUnavailable, open_requests, open_training
 from weftune.service.store.records import JobRow, LeaseLost, TrainingStore, process_name
@@ -53,6 +54,8 @@ log = logging.getLogger(__name__)
 LEASE_SECONDS = 15.0
 CHAT_BYTES, CHAT_BYTES_OF_CPU = 2 << 30, 256 << 20
 """Device bytes reserved for the keys and values of answers to prompts."""
+ANNOUNCED_JOBS = 100
+"""Maximum number of adapters of earlier processes that are announced at the start, the newest ones."""
 FINAL_SECONDS = 15.0
 """Seconds for which a database that is locked is waited for at the start and at the end."""
 LEASE_LOST = 75
@@ -157,8 +160,9 @@ class TrainingService:
         self.store.describe_device = self._describe_device
         executor = engine.executor
         assert isinstance(executor, Executor), "a service trains in one process"
-        self._resume_jobs()
         with ExitStack() as stack:
+            self._announce_adapters(stack)
+            self._resume_jobs()
             stack.callback(executor.restore_base)
             # `/readyz` is answered with 200 from here on, since the socket listens.
             chat = ChatServer(
@@ -191,6 +195,20 @@ class TrainingService:
                 self._rewind(row)
                 self.loop.enter(job)
         self.store.flush(FINAL_SECONDS)
+
+    def _announce_adapters(self, stack: ExitStack) -> None:
+        """Announce finished adapters from now on, and those of earlier processes whose outcome is unknown."""
+        settings = self.settings
+        if settings.announce is None:
+            return
+        announcer = Announcer(
+            settings.announce, settings.base, self.store.output, self.store.record_announcement
+        )
+        stack.callback(announcer.close)
+        self.store.announce = announcer.announce
+        for row in self.training.jobs(states=[State.SUCCEEDED], limit=ANNOUNCED_JOBS):
+            if not any(ANNOUNCED in event.data for event in self.training.events(row.id)):
+                announcer.announce(row)
 
     def _rewind(self, row: JobRow) -> None:
         found = checkpoint.newest_progress(self.store.output / row.id / CHECKPOINTS)
