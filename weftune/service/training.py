@@ -28,7 +28,7 @@ from weftune.errors import Mistake, SpecError
 from weftune.jobs.courses import adapter_sizes
 from weftune.jobs.spec.checks import check_on_base
 from weftune.jobs.spec.spec import JobSpec
-from weftune.jobs.store.policy import FairShare, QueuedJob, Ranking, TenantUsage
+from weftune.jobs.store.policy import QueuedJob, Ranking, TenantUsage
 from weftune.jobs.store.status import State
 from weftune.run.events import Evaluated, Passed, Stepped
 from weftune.run.executor import Executor
@@ -37,6 +37,7 @@ from weftune.service.announcer import Announcer
 from weftune.service.chat import ChatServer
 from weftune.service.inbox import ServiceInbox
 from weftune.service.job_store import ANNOUNCED, ServiceJobStore
+from weftune.service.queue_order import QUEUE, policy_of, queue_values
 from weftune.service.settings import EPOCHS, Envelope, ServiceSettings
 from weftune.service.store.database import StoreUnavailable, open_requests, open_training
 from weftune.service.store.records import JobRow, LeaseLost, TrainingStore, process_name
@@ -124,8 +125,9 @@ class TrainingService:
         self.settings, self.training, self.requests = settings, training, requests
         self.store = ServiceJobStore(settings, training, end_process)
         self.inbox = ServiceInbox(requests, self.store, self.prepare)
-        quotas = settings.quotas
-        self.policy = FairShare(running_jobs=quotas.running_jobs, tokens_per_day=quotas.tokens_per_day)
+        self.policy = policy_of(settings.quotas)
+        self._queue: dict[str, Any] = {}
+        """Facts by which the jobs were ranked for the running window."""
         self.loop: Loop | None = None
         self._suspects: dict[str, int] = {}
         """Maps each job that may crash the process to the step at which it last did."""
@@ -180,6 +182,8 @@ class TrainingService:
         """Queue the unfinished jobs of earlier processes again. Jobs that clients have paused stay paused."""
         assert self.loop is not None
         self.inbox.cursors |= self.training.cursors()
+        for window in self.training.last_windows(1):
+            self.store.restore_recent_tokens(window)
         for row in self.training.unfinished_jobs():
             submission = self.requests.submission(None, row.id)
             assert submission is not None, f"{row.id} was submitted"
@@ -288,6 +292,7 @@ class TrainingService:
             )
             for tenant in {job.tenant for job in jobs}
         }
+        self._queue = queue_values(jobs, usage)
         held = self._held_suspects(waiting, attached)
         found = self.policy.rank([job for job in jobs if job.shape.name not in held], usage, now)
         return replace(found, held={**found.held, **held})
@@ -314,11 +319,12 @@ class TrainingService:
         self.store.record_pass(event.microbatch, one.seconds, predicted, one.training)
 
     def _describe_device(self) -> dict[str, Any]:
-        """Return the device's name, and the bytes that the base and each attached adapter hold."""
+        """Return the device's name, the bytes that the base and each attached adapter hold, and the queue."""
         assert self.loop is not None
         memory, device = self.loop.learned.memory, self.loop.base.device
         attached = [self.loop.jobs[name].shape for name in self.loop.executor.attached]
         return {
+            QUEUE: self._queue,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "memory": {
                 "budget_bytes": memory.budget_bytes,
