@@ -2,7 +2,8 @@
 
 It starts `weftune serve` with a store of its own, submits jobs of several tenants, and measures their
 optimizer steps per second. Then it sends mixed reads at a fixed rate, whether or not earlier ones have been
-answered, and measures latencies and steps again. The load generator runs on the same cores.
+answered, and measures latencies and steps again. At last it measures the steps without load once more, since
+other programs may share the machine. The load generator runs on the same cores.
 """
 
 from __future__ import annotations
@@ -214,20 +215,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="weftune-load-") as folder:
         with running_service(Path(folder), asked.base, asked.rest) as service:
             submit_jobs(service, asked.jobs, asked.rank)
-            alone = steps_per_second(service, asked.seconds)
+            busy = os.getloadavg()[0]
+            before = steps_per_second(service, asked.seconds)
             first, began = service.steps(), time.monotonic()
             load = asyncio.run(send_reads(service, asked.rate, asked.seconds))
             loaded = (service.steps() - first) / (time.monotonic() - began)
+            after = steps_per_second(service, asked.seconds)
+    alone = (before + after) / 2
     errors = sum(count for status, count in load.statuses.items() if status != "200")
     print(
         aligned(
             ("", "measured"),
             [
                 ("cores", str(os.cpu_count())),
+                ("programs that run, on average over a minute", f"{busy:.1f}"),
                 ("requests", f"{len(load.seconds):,} at {asked.rate:g}/s"),
                 ("errors", f"{errors} ({', '.join(f'{name}: {n}' for name, n in load.statuses.items())})"),
                 *((f"p{share}", f"{1e3 * load.quantile(share / 100):.1f} ms") for share in (50, 95, 99)),
-                ("steps/s without load", f"{alone:.3f}"),
+                ("steps/s without load", f"{before:.3f} before, {after:.3f} afterwards"),
                 ("steps/s with load", f"{loaded:.3f}"),
                 ("training slowed by", f"{1 - loaded / alone:.1%}"),
             ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -55,13 +56,18 @@ def main() -> int:
     store, url = str(Path(options.store).absolute()), f"http://127.0.0.1:{options.port}"
     weftune = [sys.executable, "-m", "weftune"]
     created = subprocess.run(
-        [*weftune, "keys", "create", "demo", "--store", store], stdout=subprocess.PIPE, text=True, check=True
+        [*weftune, "keys", "create", "demo", "--store", store], capture_output=True, text=True
     )
+    if created.returncode:
+        print(created.stderr, end="", file=sys.stderr)
+        return created.returncode
     key = created.stdout.split()[-1]
     command = [*weftune, "serve", "--base", "demo", "--store", store, "--port", str(options.port)]
     service = subprocess.Popen([*command, "--expect", "8xrank16x512"])
+    # Ctrl-C in a terminal reaches the service by itself; SIGTERM does not.
+    signal.signal(signal.SIGTERM, lambda *_: service.terminate())
     try:
-        if wait_until_ready(service, url, key):
+        if wait_until_ready(service, url):
             rows = FOLDER / "rows.jsonl"
             values = {"url": url, "key": key, "python": sys.executable, "rows": rows}
             print(SNIPPETS.format(**values, body=json.dumps(BODY)), flush=True)
@@ -70,15 +76,12 @@ def main() -> int:
         return service.wait()
 
 
-def wait_until_ready(service: subprocess.Popen[bytes], url: str, key: str) -> bool:
-    """Wait until the base answers, which is when it is loaded."""
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    body = json.dumps({**BODY, "max_tokens": 1}).encode()
+def wait_until_ready(service: subprocess.Popen[bytes], url: str) -> bool:
+    """Wait until the base is loaded, so that prompts are answered and jobs can train."""
     deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline and service.poll() is None:
-        request = urllib.request.Request(f"{url}/v1/chat/completions", body, headers)
         try:
-            with urllib.request.urlopen(request, timeout=60):
+            with urllib.request.urlopen(f"{url}/readyz", timeout=10):
                 return True
         except OSError:
             time.sleep(1)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import yaml
 
-from tests.launches import Launch, Shares, deep_folder, fresh
+from tests.launches import Launch, Shares, dealt, deep_folder, fresh
 from tests.outputs import assert_same_job, assert_whole, jobs_folder, lines, states, status
 from weftune.cli import jobs
 from weftune.errors import UserError
@@ -231,6 +231,35 @@ def test_a_job_of_a_share_is_paused_and_resumed_and_none_can_join(place, capsys)
     assert resumed.wait() == 0
     for name in ("alpha", "beta"):
         assert_same_job(resumed.output, place / "undisturbed", name)
+
+
+FOUR = [
+    {"name": f"job-{n}", "steps": 60, "adapter": {"rank": 2 + n}, "data": "b.jsonl", "seed": n}
+    for n in range(4)
+]
+
+
+@pytest.mark.parametrize("mode", ["a pipeline", "shares"])
+def test_a_job_that_was_paused_stays_paused_when_a_lost_process_is_restarted(mode, tmp_path, forks, capsys):
+    folder = deep_folder(tmp_path, FOUR, learning_rate=1e-3)
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    run = Launch(folder, "out", 2) if mode == "a pipeline" else Shares(folder, "out", 2)
+    run.wait_for_lines(20)
+    shared = mode == "shares"
+    paused, other = dealt(run.output)[1][:2] if shared else ("job-0", "job-1")
+    jobs.pause(paused, run.output)
+    before = run.pids()
+    run.signal(1, signal.SIGKILL)
+    run.wait_until(lambda: run.pids() != before)
+    assert run.wait() == 130
+    expected = dict.fromkeys((job["name"] for job in FOUR), "succeeded") | {paused: "paused"}
+    assert states(run.output) == expected
+    assert status(run.output)["jobs"][paused]["reason"].startswith("paused on request at step ")
+    resumed = Shares(folder, "out", 2, resume=True) if shared else Launch(folder, "out", 2, "--resume")
+    assert resumed.wait() == 0
+    assert_whole(run.output)
+    for name in (paused, other):
+        assert_same_job(run.output, folder / "undisturbed", name)
 
 
 def test_a_job_joins_a_pipeline_and_another_is_paused_and_resumed(tmp_path, forks, capsys):

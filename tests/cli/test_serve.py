@@ -114,3 +114,23 @@ def test_quotas_are_read_by_name():
 def test_quotas_that_cannot_be_read_are_refused(text, expected):
     with pytest.raises(UserError, match=expected):
         command.read_quotas([text])
+
+
+def test_metrics_are_imported_and_known_by_the_name_of_their_function(tmp_path, monkeypatch):
+    (tmp_path / "scores.py").write_text(
+        "def length(completion, expected, row):\n    return len(completion)\n"
+    )
+    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    monkeypatch.chdir(tmp_path)
+    assert command.read_metrics(["scores.py:length"]) == {"length": f"{tmp_path / 'scores.py'}:length"}
+    for texts, expected in {
+        ("scores.py:length", "scores.py:length"): "there is a metric length already",
+        ("scores.py:width",): "holds no function width",
+        ("scores.py:tokens",): "already the name of a column",
+        ("broken.py:length",): "cannot be imported: ModuleNotFoundError",
+        ("other.py:length",): "other.py",
+        ("length",): "FILE.py:FUNCTION",
+        ("exact_match",): "leave it out",
+    }.items():
+        with pytest.raises(UserError, match=expected):
+            command.read_metrics(texts)

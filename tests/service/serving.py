@@ -59,6 +59,7 @@ class Serving:
         lease_seconds: float = 15.0,
         cursed_seed: int | None = None,
         quotas: Quotas | None = None,
+        announce: str | None = None,
     ) -> None:
         self.folder = folder
         if not (folder / "model").exists():
@@ -69,6 +70,7 @@ class Serving:
             device="cpu",
             envelope=Envelope(jobs=8, rank=8, sample_tokens=32),
             quotas=quotas or Quotas(),
+            announce=announce,
         )
         upgrade_store(self.settings)
         self.requests = RequestStore(open_requests(self.settings, writable=True))

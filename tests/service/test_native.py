@@ -73,6 +73,18 @@ def test_a_waiting_job_says_how_many_are_ahead_and_names_only_the_tenants_own(si
     assert job_of(client, first)["ahead"] == 1
 
 
+def test_the_queue_follows_the_fair_share_of_the_tenants(site, client):
+    theirs = [site.add(f"theirs-{n}", "globex") for n in range(4)]
+    first, last = site.add("first"), site.add("last")
+    by_id = {job["id"]: job["ahead"] for job in client.get("/api/overview").json()["jobs"]}
+    assert by_id == {first: 1, last: 3}, "the tenants take turns, though the other was first"
+    facts = {"submitted": 1, "queued_seconds": 0, "remaining_seconds": 0, "deadline": None}
+    jobs = {id: {**facts, "submitted": n, "batch_tokens": 100} for n, id in enumerate([*theirs, first, last])}
+    site.window({theirs[0]: 10}, queue={"recent_tokens": {"acme": 1e6, "globex": 0.0}, "jobs": jobs})
+    by_id = {job["id"]: job["ahead"] for job in client.get("/api/overview").json()["jobs"]}
+    assert by_id == {first: 4, last: 5}, "the tenant has had more than its share lately"
+
+
 def test_a_reason_never_names_a_job_of_another_tenant(site, client):
     theirs = site.add("secret-project", "globex")
     job = site.add("mine", reason=f"preempted by {theirs}, priority 4")
@@ -384,6 +396,20 @@ def test_a_plan_says_when_a_job_would_end_and_what_it_needs(planned):
     assert found["seconds"] > 0
     assert 0 < found["state_bytes"] < found["needs_bytes"] < found["budget_bytes"]
     assert not site.requests.submissions("acme")[0].request.get("seed"), "nothing was submitted"
+
+
+def test_a_plan_counts_the_jobs_that_the_fair_share_puts_before_the_new_one(planned):
+    site, client = planned
+    theirs = [site.add(f"theirs-{n}", "globex") for n in range(3)]
+    facts = {"queued_seconds": 0, "remaining_seconds": 0, "deadline": None, "batch_tokens": 10_000}
+    jobs = {id: {**facts, "submitted": n} for n, id in enumerate(theirs)}
+    body = {"model": BASE, "training_file": upload(client, rows(40)), "weftune": {"steps": 5}}
+    # Three jobs wait; the new one is smaller, and its tenant has none. Later its tenant has had its share.
+    for recent, ahead in ((0.0, 0), (1e6, 3)):
+        site.window({theirs[0]: 10}, queue={"recent_tokens": {"acme": recent}, "jobs": jobs}, device="cuda")
+        answer = client.post("/api/plan", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["ahead"] == ahead
 
 
 def test_a_plan_of_a_job_that_cannot_fit_says_why(planned):

@@ -253,6 +253,10 @@ def test_a_job_that_cannot_be_trained_fails_and_a_budget_ends_a_job(serving):
     assert row.status.step < 40
     wrong = serving.submit(steps=3, adapter={"rank": 4, "targets": ["nothing"]})
     assert "nothing" in serving.until_state(wrong, State.FAILED).error["message"]
+    metric = {"fraction": 0.25, "generate": {"prompts": 2}, "metric": "/gone/scores.py:length"}
+    unknown = serving.until_state(serving.submit(steps=3, eval=metric), State.FAILED).error["message"]
+    assert "length is no longer registered" in unknown
+    assert "/gone" not in unknown
 
 
 def test_a_preference_job_equals_its_solo_run_through_kills(serving):

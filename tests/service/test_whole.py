@@ -26,6 +26,12 @@ SECONDS = 120.0
 ENDED = ("succeeded", "failed", "cancelled")
 
 
+METRIC = """
+def word_count(completion, expected, row):
+    return 0.25 * len(completion.split())
+"""
+
+
 class Whole:
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()
@@ -33,6 +39,7 @@ class Whole:
         word_tokenizer(CHATML).save_pretrained(folder / "model")
         self.key = KeyFile(folder / "store" / KEYS).create("acme")
         self.log = folder / "log"
+        (folder / "scores.py").write_text(METRIC)
         self.start()
 
     @property
@@ -42,6 +49,7 @@ class Whole:
     def start(self) -> None:
         words = ["serve", "--base", self.folder / "model", "--store", self.folder / "store"]
         words += ["--port", self.port, "--device", "cpu", "--expect", "4xrank8x64"]
+        words += ["--metric", f"{self.folder / 'scores.py'}:word_count"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "WEFTUNE_CACHE": str(self.folder / "cache")}
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -50,7 +58,9 @@ class Whole:
                 stderr=output,
                 env=environment,
             )
+        before = self.log.read_text().count("ready to train")
         self.until(self.is_ready)
+        assert self.log.read_text().count("ready to train") == before + 1
 
     def is_ready(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()
@@ -134,6 +144,35 @@ def test_the_flow_of_openais_guide_runs_with_only_the_address_and_the_key_change
     assert client.models.delete(job.fine_tuned_model).deleted
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model=job.fine_tuned_model, messages=question)
+
+
+def test_a_job_is_evaluated_by_a_metric_that_the_operator_has_registered(whole):
+    client = whole.client()
+    file = client.files.create(file=("rows.jsonl", rows()), purpose="fine-tune")
+    base = client.models.list().data[0].id
+    evaluation = {"fraction": 0.25, "generate": {"prompts": 2, "max_new_tokens": 4}}
+
+    def submit(metric):
+        extension = {"steps": 3, "eval": {**evaluation, "metric": metric}}
+        return client.fine_tuning.jobs.create(
+            model=base, training_file=file.id, extra_body={"weftune": extension}
+        )
+
+    job = submit("word_count")
+    whole.until(lambda: client.fine_tuning.jobs.retrieve(job.id).status in ENDED)
+    job = client.fine_tuning.jobs.retrieve(job.id)
+    assert job.status == "succeeded", job.error
+    assert job.weftune["job"]["eval"]["metric"] == "word_count"
+    assert str(whole.folder) not in job.to_json()
+    found = [event.data for event in client.fine_tuning.jobs.list_events(job.id) if event.type == "metrics"]
+    scores = [data["eval_word_count"] for data in found if "eval_word_count" in data]
+    assert len(scores) == 2, "before the first step, and at the end"
+    assert all(0.0 <= score <= 1.0 for score in scores)
+    for metric in (f"{whole.folder / 'scores.py'}:word_count", "os:system", ["word_count"]):
+        with pytest.raises(openai.BadRequestError) as error:
+            submit(metric)
+        assert error.value.param == "weftune.eval.metric"
+        assert "must be exact_match or word_count" in error.value.message
 
 
 def test_a_long_job_is_paused_resumed_chatted_with_and_cancelled(whole):

@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -67,6 +68,17 @@ def serve(
             metavar="KEY=VALUE", help="A limit for each tenant, such as running_jobs=4; repeatable."
         ),
     ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION",
+            help="A Python metric that jobs may use as eval.metric by the function's name; repeatable.",
+        ),
+    ] = None,
+    announce: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A running vLLM, which is to load every finished adapter."),
+    ] = None,
     device: DeviceOption = None,
     memory: MemoryOption = None,
     gpu_memory: GpuMemoryOption = None,
@@ -89,6 +101,8 @@ def serve(
         gpu_memory=None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory"),
         envelope=envelope,
         quotas=read_quotas(quota or []),
+        announce=None if announce is None else read_announce(announce),
+        metrics=read_metrics(metric or []),
     )
     refuse_base(settings.base)
     refuse_other_base(settings)
@@ -165,6 +179,37 @@ def read_quotas(texts: Sequence[str]) -> Quotas:
             raise UserError(f"--quota {text}: write a number of at least 1, or none")
         found[key] = number
     return replace(Quotas(), **found)  # type: ignore[arg-type]
+
+
+def read_announce(url: str) -> str:
+    parsed = urllib.parse.urlsplit(url)
+    if parsed.scheme not in ("http", "https") or not parsed.hostname:
+        raise UserError(f"--announce {url}: is no address of a vLLM; write http://HOST:PORT")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def read_metrics(texts: Sequence[str]) -> dict[str, str]:
+    """Return name → `FILE.py:NAME` of Python metrics, each of which has been imported once."""
+    from weftune.data.spec import EXACT_MATCH
+    from weftune.generate.metric import load_metric
+    from weftune.jobs.spec.build import locate_metric
+
+    found: dict[str, str] = {}
+    for text in texts:
+        try:
+            located = locate_metric(Path.cwd(), text)
+        except ValueError as error:
+            raise UserError(f"--metric: {error}") from None
+        file, _, name = located.rpartition(":")
+        if located == EXACT_MATCH:
+            raise UserError(f"--metric {text}: jobs may use it without this option; leave it out")
+        if name in found:
+            raise UserError(
+                f"--metric {text}: there is a metric {name} already; give the function another name"
+            )
+        load_metric(Path(file), name)
+        found[name] = located
+    return found
 
 
 def refuse_taken_port(host: str, port: int) -> None:

@@ -27,6 +27,7 @@ from weftune.launch.supervise import ProcessSpec, Supervisor, Team
 from weftune.run.shards import ShardShortage
 from weftune.run.workers.groups import (
     LOOPBACK,
+    RESTART_COUNT,
     WorkerPosition,
     bind_interface,
     connect,
@@ -106,7 +107,9 @@ def launch(
     def members(attempt: int) -> list[ProcessSpec]:
         stores[:] = [loopback_store()]
         words, port = list(restart_arguments if attempt else first_arguments), stores[0].port
-        told = [worker_environment(worker, workers, port, command_started) for worker in range(workers)]
+        told = [
+            worker_environment(worker, workers, port, command_started, attempt) for worker in range(workers)
+        ]
         started = [partial(run_worker, main, words, one) for one in told]
         return [
             ProcessSpec(f"worker {number}", one, prints_output=number == 0)
@@ -122,9 +125,11 @@ def launch(
     return ended.code
 
 
-def worker_environment(worker: int, workers: int, port: int, started: float) -> dict[str, str]:
+def worker_environment(
+    worker: int, workers: int, port: int, started: float, attempt: int = 0
+) -> dict[str, str]:
     """Return the environment variables that torchrun would set; the launcher hosts the store. `started` is
-    the start of the command in seconds since 1970."""
+    the start of the command in seconds since 1970, and `attempt` the number of restarts of all workers."""
     return {
         COMMAND_STARTED: str(started),
         "RANK": str(worker),
@@ -134,6 +139,7 @@ def worker_environment(worker: int, workers: int, port: int, started: float) -> 
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        RESTART_COUNT: str(attempt),
     }
 
 

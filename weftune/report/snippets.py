@@ -54,29 +54,33 @@ def vllm_max_rank(rank: int) -> int | None:
     return next((largest for largest in VLLM_RANKS if largest >= rank), None)
 
 
+def vllm_rank(base: BaseSpec, folder: Path) -> int | None:
+    """Return the rank of the adapter in `folder` if vLLM can load it; None if it cannot. It cannot load those
+    of a quantised base, or of one with rope scaling, since it would load another model."""
+    if base.quantize is not None or base.rope_scaling is not None:
+        return None
+    try:
+        config = read_config(folder)
+    except AdapterError:
+        return None
+    rank = int(config.get("r") or 0)
+    is_served = config.get("peft_type") == "LORA" and not any(config.get(key) for key in UNSERVED_KEYS)
+    return rank if is_served and vllm_max_rank(rank) is not None else None
+
+
 def serve_command(run: Run) -> str | None:
     """Return the shell command by which vLLM serves all finished adapters that it can load; None if it can
-    load none. Adapters of a quantised base, or of one with rope scaling, are left out, since vLLM would load
-    another model."""
+    load none."""
     found: dict[str, dict[str, int]] = {}
     for job in run.jobs:
         base = base_spec(job, run)
         if job.state != State.SUCCEEDED or job.name in run.trials or base is None:
             continue
-        if base.quantize is not None or base.rope_scaling is not None:
-            continue
-        try:
-            config = read_config(run.output / job.name)
-        except AdapterError:
-            continue
-        if config.get("peft_type") == "LORA" and not any(config.get(key) for key in UNSERVED_KEYS):
-            found.setdefault(base.published_name, {})[job.name] = int(config.get("r") or 0)
+        if (rank := vllm_rank(base, run.output / job.name)) is not None:
+            found.setdefault(base.published_name, {})[job.name] = rank
     if len(found) != 1:
         return None
     ((model, ranks),) = found.items()
-    ranks = {name: rank for name, rank in ranks.items() if vllm_max_rank(rank) is not None}
-    if not ranks:
-        return None
     folders = (f"{name}={run.output / name}" for name in ranks)
     words = ["vllm", "serve", model, "--enable-lora", "--max-lora-rank"]
     words += [str(vllm_max_rank(max(ranks.values()))), "--lora-modules", *folders]

@@ -60,6 +60,15 @@ class ChatClient:
     def __init__(self, socket_path: Path) -> None:
         self._path = socket_path
 
+    def is_served(self) -> bool:
+        """Return whether a training process listens, which it does as soon as it has loaded the base."""
+        try:
+            with socket.socket(socket.AF_UNIX) as probe, socket_address(self._path) as address:
+                probe.connect(address)
+        except OSError:
+            return False
+        return True
+
     async def ask(self, request: ChatRequest) -> AsyncGenerator[str | ChatEnd, None]:
         """Yield pieces of the answer as they come, and at last its `ChatEnd`. Raise ChatError.
 

@@ -20,6 +20,7 @@ from weftune.jobs.store.status import BASE_LOSS, RUNG_LOSS, JobStatus, RunStatus
 from weftune.plan.program.program import MicrobatchPlan
 from weftune.report.words import loss_text
 from weftune.service.ids import AdapterName, new_id
+from weftune.service.queue_order import DAY_SECONDS, QUEUE, decayed
 from weftune.service.settings import EPOCHS, ServiceSettings, adapter_folder
 from weftune.service.store.database import StoreUnavailable
 from weftune.service.store.records import (
@@ -40,12 +41,11 @@ log = logging.getLogger(__name__)
 JOB_ID = re.compile(r"\bftjob-[0-9a-f]+\b")
 FLUSH_SECONDS = 1.0
 """Seconds between two flushes, unless an immediate one is requested."""
-DAY_SECONDS = 86400
-RECENT_SECONDS = 3600.0
-"""Seconds after which a token counts half for the fair share of its tenant."""
 WINDOW_PASSES = 400
 """Maximum number of passes of a window that are recorded, the first ones."""
 RESUMPTION = "POST /v1/fine_tuning/jobs/ID/resume"
+ANNOUNCED = "announced"
+"""Key of the data of an event that says whether vLLM has loaded the adapter."""
 METRIC_NAMES = {
     "loss": "train_loss",
     "token_accuracy": "train_mean_token_accuracy",
@@ -108,7 +108,10 @@ class ServiceJobStore:
         self._receipts: dict[str, Receipt] = {}
         self._usage: dict[tuple[str, int], int] = {}
         self.describe_device: Callable[[], Mapping[str, Any]] = dict
-        """Function that returns the device's name, and what its memory is used for: part of every window."""
+        """Function that returns the device's name, what its memory is used for, and the queue: part of every
+        window."""
+        self.announce: Callable[[JobRow], object] = lambda row: None
+        """Function that is called with every job that has succeeded, once its adapter is written."""
         self._windows: list[WindowRow] = []
         self._passes: list[dict[str, Any]] = []
         """Passes since the end of the last window."""
@@ -175,6 +178,8 @@ class ServiceJobStore:
         if state is State.FAILED:
             changes["error"] = row.error or {"code": "training_failed", "message": reason, "param": None}
         self._set(replace(row, **changes))
+        if state is State.SUCCEEDED:
+            self.announce(self._jobs[name])
 
     def fail_job(self, name: str, error: Mapping[str, Any]) -> None:
         """Record that a queued job cannot be trained: `error` has code, message and param."""
@@ -336,7 +341,12 @@ class ServiceJobStore:
 
     def recent_tokens(self, tenant: str, now: float) -> float:
         tokens, at = self._recent.get(tenant, (0.0, now))
-        return float(tokens * 0.5 ** ((now - at) / RECENT_SECONDS))
+        return decayed(tokens, now - at)
+
+    def restore_recent_tokens(self, window: WindowRow) -> None:
+        """Continue with the recent tokens that the last process has recorded with its last window."""
+        recorded = window.values.get(QUEUE, {}).get("recent_tokens", {})
+        self._recent = {tenant: (tokens, window.at) for tenant, tokens in recorded.items()}
 
     def tokens_today(self, tenant: str, now: float) -> int:
         day = int(now // DAY_SECONDS)
@@ -457,8 +467,22 @@ class ServiceJobStore:
             case State.FAILED:
                 self._tell(name, f"Fine-tuning job failed: {reason}", "error")
 
-    def _tell(self, name: str, message: str, level: Literal["info", "warn", "error"] = "info") -> None:
+    def record_announcement(
+        self, name: str, message: str, level: Literal["info", "warn"], is_loaded: bool
+    ) -> None:
+        """Record what has come of announcing a finished adapter. Any thread may call it."""
+        self._tell(name, message, level, {ANNOUNCED: is_loaded})
+
+    def _tell(
+        self,
+        name: str,
+        message: str,
+        level: Literal["info", "warn", "error"] = "info",
+        data: Mapping[str, Any] | None = None,
+    ) -> None:
         log.info("%s: %s", name, message)
-        event = EventRow(id=new_id("ftevent"), job=name, at=time.time(), level=level, message=message)
+        event = EventRow(
+            id=new_id("ftevent"), job=name, at=time.time(), level=level, message=message, data=data or {}
+        )
         with self._lock:
             self._events.append(event)

@@ -46,6 +46,7 @@ class OtherJob:
     job: Mapping[str, Any]
     """Keys of jobs.yaml."""
     priority: int
+    """Effective priority, which the service's policy has given the job."""
     remaining_steps: int | None
     """None if the number of steps is not known yet."""
 
@@ -73,16 +74,17 @@ class Preview:
 async def preview(
     settings: ServiceSettings,
     job: Mapping[str, Any],
+    priority: int,
     others: Sequence[OtherJob],
     budget_bytes: int | None,
 ) -> Preview:
-    """Plan a job behind `others`, which come first among jobs of equal priority.
+    """Plan a job with an effective priority behind `others`, which come first among jobs of equal priority.
 
     `budget_bytes` is the host memory that training on a CPU may take, of which it has taken a part already;
     None if it is not known. Raise UserError for a mistake in the job, and PlanFailed if the plan takes too
     long.
     """
-    jobs = [_planned(one) for one in others] + [{**job, "name": NEW}]
+    jobs = [_planned(one) for one in others] + [{**job, "name": NEW, "priority": priority}]
     base = {key: value for key, value in settings.base.record().items() if value is not None}
     with TemporaryDirectory(prefix="weftune-plan-") as folder:
         file, answer = Path(folder, "jobs.yaml"), Path(folder, "plan.json")

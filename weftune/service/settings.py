@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,6 +64,10 @@ class ServiceSettings:
     """Maximum bytes of GPU memory for training and chat."""
     envelope: Envelope = field(default_factory=Envelope)
     quotas: Quotas = field(default_factory=Quotas)
+    announce: str | None = field(default=None, repr=False)
+    """Address of a running vLLM, without `/v1`, that is to load finished adapters. None announces none."""
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    """Maps the name of each Python metric that jobs may use to `FILE.py:NAME`, with an absolute path."""
 
     @property
     def files(self) -> Path:

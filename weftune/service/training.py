@@ -23,18 +23,21 @@ from weftune.core.interrupt import handle_interrupts
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.data.encode import Encoder
 from weftune.data.prepare import SharedData
-from weftune.errors import SpecError
+from weftune.data.spec import EXACT_MATCH
+from weftune.errors import Mistake, SpecError
 from weftune.jobs.courses import adapter_sizes
 from weftune.jobs.spec.checks import check_on_base
 from weftune.jobs.spec.spec import JobSpec
-from weftune.jobs.store.policy import FairShare, QueuedJob, Ranking, TenantUsage
+from weftune.jobs.store.policy import QueuedJob, Ranking, TenantUsage
 from weftune.jobs.store.status import State
 from weftune.run.events import Evaluated, Passed, Stepped
 from weftune.run.executor import Executor
 from weftune.run.training import checkpoint
+from weftune.service.announcer import Announcer
 from weftune.service.chat import ChatServer
 from weftune.service.inbox import ServiceInbox
-from weftune.service.job_store import ServiceJobStore
+from weftune.service.job_store import ANNOUNCED, ServiceJobStore
+from weftune.service.queue_order import QUEUE, policy_of, queue_values
 from weftune.service.settings import EPOCHS, Envelope, ServiceSettings
 from weftune.service.store.database import StoreUnavailable, open_requests, open_training
 from weftune.service.store.records import JobRow, LeaseLost, TrainingStore, process_name
@@ -52,6 +55,8 @@ log = logging.getLogger(__name__)
 LEASE_SECONDS = 15.0
 CHAT_BYTES, CHAT_BYTES_OF_CPU = 2 << 30, 256 << 20
 """Device bytes reserved for the keys and values of answers to prompts."""
+ANNOUNCED_JOBS = 100
+"""Maximum number of adapters of earlier processes that are announced at the start, the newest ones."""
 FINAL_SECONDS = 15.0
 """Seconds for which a database that is locked is waited for at the start and at the end."""
 LEASE_LOST = 75
@@ -120,8 +125,9 @@ class TrainingService:
         self.settings, self.training, self.requests = settings, training, requests
         self.store = ServiceJobStore(settings, training, end_process)
         self.inbox = ServiceInbox(requests, self.store, self.prepare)
-        quotas = settings.quotas
-        self.policy = FairShare(running_jobs=quotas.running_jobs, tokens_per_day=quotas.tokens_per_day)
+        self.policy = policy_of(settings.quotas)
+        self._queue: dict[str, Any] = {}
+        """Facts by which the jobs were ranked for the running window."""
         self.loop: Loop | None = None
         self._suspects: dict[str, int] = {}
         """Maps each job that may crash the process to the step at which it last did."""
@@ -157,13 +163,15 @@ class TrainingService:
         executor = engine.executor
         assert isinstance(executor, Executor), "a service trains in one process"
         with ExitStack() as stack:
+            self._announce_adapters(stack)
+            self._resume_jobs()
             stack.callback(executor.restore_base)
+            # `/readyz` is answered with 200 from here on, since the socket listens.
             chat = ChatServer(
                 executor.adapted, self.tokenizer, self.store.output, settings.chat_socket, chat_bytes
             )
             stack.callback(chat.close)
             executor.offer_turn, self.inbox.serve_idle = chat.turn, partial(serve_chat, chat)
-            self._resume_jobs()
             log.info("ready to train on %s", settings.base_name)
             loop.run(stop, self._on_event)
         self.store.flush(FINAL_SECONDS)
@@ -174,6 +182,8 @@ class TrainingService:
         """Queue the unfinished jobs of earlier processes again. Jobs that clients have paused stay paused."""
         assert self.loop is not None
         self.inbox.cursors |= self.training.cursors()
+        for window in self.training.last_windows(1):
+            self.store.restore_recent_tokens(window)
         for row in self.training.unfinished_jobs():
             submission = self.requests.submission(None, row.id)
             assert submission is not None, f"{row.id} was submitted"
@@ -189,6 +199,20 @@ class TrainingService:
                 self._rewind(row)
                 self.loop.enter(job)
         self.store.flush(FINAL_SECONDS)
+
+    def _announce_adapters(self, stack: ExitStack) -> None:
+        """Announce finished adapters from now on, and those of earlier processes whose outcome is unknown."""
+        settings = self.settings
+        if settings.announce is None:
+            return
+        announcer = Announcer(
+            settings.announce, settings.base, self.store.output, self.store.record_announcement
+        )
+        stack.callback(announcer.close)
+        self.store.announce = announcer.announce
+        for row in self.training.jobs(states=[State.SUCCEEDED], limit=ANNOUNCED_JOBS):
+            if not any(ANNOUNCED in event.data for event in self.training.events(row.id)):
+                announcer.announce(row)
 
     def _rewind(self, row: JobRow) -> None:
         found = checkpoint.newest_progress(self.store.output / row.id / CHECKPOINTS)
@@ -228,6 +252,10 @@ class TrainingService:
 
     def prepare(self, submission: Submission) -> PreparedJob:
         """Return a job with its tokens, which the HTTP side has put into the cache."""
+        metric = submission.job.get("eval", {}).get("metric")
+        if metric not in (None, EXACT_MATCH, *self.settings.metrics.values()):
+            sentence = "is no longer registered with this service; submit the job with another metric"
+            raise SpecError(Mistake("eval.metric", f"{metric.rpartition(':')[2]} {sentence}"))
         spec = JobSpec(**{**submission.job, "name": submission.id})
         if mistakes := check_on_base((spec,), self.shape, self.settings.base):
             raise SpecError(mistakes)
@@ -264,6 +292,7 @@ class TrainingService:
             )
             for tenant in {job.tenant for job in jobs}
         }
+        self._queue = queue_values(jobs, usage)
         held = self._held_suspects(waiting, attached)
         found = self.policy.rank([job for job in jobs if job.shape.name not in held], usage, now)
         return replace(found, held={**found.held, **held})
@@ -290,11 +319,12 @@ class TrainingService:
         self.store.record_pass(event.microbatch, one.seconds, predicted, one.training)
 
     def _describe_device(self) -> dict[str, Any]:
-        """Return the device's name, and the bytes that the base and each attached adapter hold."""
+        """Return the device's name, the bytes that the base and each attached adapter hold, and the queue."""
         assert self.loop is not None
         memory, device = self.loop.learned.memory, self.loop.base.device
         attached = [self.loop.jobs[name].shape for name in self.loop.executor.attached]
         return {
+            QUEUE: self._queue,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "memory": {
                 "budget_bytes": memory.budget_bytes,

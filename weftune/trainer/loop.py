@@ -23,7 +23,7 @@ from weftune.jobs.courses import MIN_SAVE_SECONDS, save_interval
 from weftune.jobs.spec.spec import JobSpec
 from weftune.jobs.store.policy import Ranking
 from weftune.jobs.store.scheduler import admit
-from weftune.jobs.store.status import State
+from weftune.jobs.store.status import ON_REQUEST, State
 from weftune.jobs.store.store import JobStore
 from weftune.plan.cost.learned import Learned, Outcome
 from weftune.plan.cost.memory import max_sample_tokens
@@ -207,9 +207,7 @@ class Loop:
         self.paused.add(name)
 
     def _pause_reason(self, name: str) -> str:
-        return (
-            f"paused on request at step {self.store.job(name).step}; resume with {self.store.resume_line()}"
-        )
+        return f"{ON_REQUEST} at step {self.store.job(name).step}; resume with {self.store.resume_line()}"
 
     def resume(self, name: str) -> None:
         """Queue a paused job again. Called between windows."""

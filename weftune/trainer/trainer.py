@@ -55,6 +55,7 @@ from weftune.report.read import JobRecord, Run, save_wall_time
 from weftune.report.read import read_run as read_records
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
+from weftune.run.workers.groups import restart_count
 from weftune.trainer.engine import Engine, open_engine
 from weftune.trainer.inbox import FolderInbox
 from weftune.trainer.job import PreparedJob, prepare_job
@@ -296,6 +297,10 @@ class Trainer:
                 stack.callback(engine.executor.restore_base)
                 for job in ready:
                     self.loop.enter(job)
+                if self.options.share is not None or restart_count() > 0:
+                    # The run goes on after the loss of a process. The user resumes what the user has paused.
+                    for name in store.paused_on_request & self.loop.waiting.keys():
+                        self.loop.pause(name)
                 # From here on the loop holds their data, as long as it needs them.
                 ready.clear()
                 try:

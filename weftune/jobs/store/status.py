@@ -263,6 +263,18 @@ def requeue_jobs(status: RunStatus, states: Container[State] = (State.RUNNING, S
     return replace(status, jobs=jobs)
 
 
+ON_REQUEST = "paused on request"
+"""First words of the reason of a job that was paused on request."""
+
+
+def paused_on_request(status: RunStatus) -> frozenset[str]:
+    return frozenset(
+        name
+        for name, job in status.jobs.items()
+        if job.state is State.PAUSED and job.reason.startswith(ON_REQUEST)
+    )
+
+
 UNKNOWN_COMMAND = "weftune train jobs.yaml --resume"
 """Command for outputs of versions that did not record it; the user inserts the name of the jobs file."""
 PYTHON_COMMAND = ""

@@ -28,6 +28,7 @@ from weftune.jobs.store.status import (
     State,
     lock_folder,
     move,
+    paused_on_request,
     read_status,
     requeue_jobs,
     resume_line,
@@ -113,7 +114,7 @@ def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
     try:
         status, rebuilt = _status_of(output, resume, command)
         status = status if command is None else replace(status, command=command)
-        store = Store(output, output, status, lock)
+        store = _store(output, output, status, lock)
         store.rebuilt = rebuilt
         if (output / SHARES).exists():
             store.gather()
@@ -143,10 +144,17 @@ def open_share(output: Path, number: int) -> Store:
     records = share_folder(output, number)
     lock = lock_folder(records, output)
     try:
-        return Store(output, records, _status_of(records, resume=True)[0], lock)
+        return _store(output, records, _status_of(records, resume=True)[0], lock)
     except BaseException:
         os.close(lock)
         raise
+
+
+def _store(output: Path, records: Path, status: RunStatus, lock: int) -> Store:
+    """Return a store whose unfinished jobs are queued."""
+    store = Store(output, records, requeue_jobs(status), lock)
+    store.paused_on_request = paused_on_request(status)
+    return store
 
 
 def _status_of(output: Path, resume: bool, command: str | None = None) -> tuple[RunStatus, str]:
@@ -169,7 +177,7 @@ def _status_of(output: Path, resume: bool, command: str | None = None) -> tuple[
             f"{output} holds no {STATUS}, so there is nothing to resume; choose another --output"
         )
     try:
-        return requeue_jobs(read_status(output)), ""
+        return read_status(output), ""
     except DamagedStatus as damaged:
         if output.parent.name == SHARES:
             # The status cannot be rebuilt: the folders of the jobs are not in the folder of the share.
@@ -194,6 +202,8 @@ class Store:
         """Status without the jobs and the time of the last write, which are separate attributes."""
         self._jobs = dict(status.jobs)
         self._updated = status.updated
+        self.paused_on_request: frozenset[str] = frozenset()
+        """Jobs that an earlier process has paused on request. They are queued when the store is opened."""
         self.rebuilt = ""
         """Sentence that the status was damaged and what is used instead; empty if it was not."""
         self._lock: int | None = lock

@@ -114,9 +114,12 @@ def require_secret(position: WorkerPosition) -> None:
         )
 
 
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+"""Environment variable that counts how often torchrun, or Weftune's launcher, has restarted all workers."""
+
+
 def restart_count() -> int:
-    """Return how often torchrun has restarted all workers; Weftune's launcher uses the command line."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return int(os.environ.get(RESTART_COUNT, "0"))
 
 
 def connect(position: WorkerPosition, device: torch.device) -> WorkerConnections:

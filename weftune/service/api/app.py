@@ -78,9 +78,10 @@ def add_health(app: FastAPI, telemetry: Telemetry) -> None:
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/readyz", tags=["Service"], summary="Whether the stores answer and training runs")
+    @app.get("/readyz", tags=["Service"], summary="Whether jobs can be submitted and trained")
     def readyz(request: Request) -> JSONResponse:
-        """Answer 200 if jobs can be submitted and are trained, 503 with the reasons otherwise."""
+        """Answer 200 if the stores answer, the base is loaded and jobs can train; 503 with the reasons
+        otherwise."""
         reasons = readiness(service_of(request))
         status = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
         return JSONResponse(status, 503 if reasons else 200, {"Retry-After": "2"} if reasons else {})
@@ -107,7 +108,9 @@ def readiness(service: Service) -> list[str]:
     try:
         lease = service.training.lease()
         if lease is None or not lease.holder or lease.expires_at < time.time():
-            reasons.append("The training process does not run, or has not finished its start.")
+            reasons.append("The training process does not run.")
+        elif not service.chat.is_served():
+            reasons.append("The training process is loading the base.")
     except StoreUnavailable as error:
         reasons.append(str(error))
     return reasons

@@ -25,7 +25,7 @@ AUTO_BETA = 0.1
 REFUSED_KEYS: Mapping[str, frozenset[str]] = {
     "adapter": frozenset({"init_from"}),
     "objective": frozenset({"reward_funcs"}),
-    "eval": frozenset({"path", "metric"}),
+    "eval": frozenset({"path"}),
 }
 """Maps each section of `weftune` to keys of jobs.yaml that name files or modules of the server."""
 METHODS = {"supervised": "sft", "dpo": "dpo"}
@@ -74,11 +74,12 @@ def job_keys(
     training_path: str,
     validation_path: str | None = None,
     start: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the job with the keys of jobs.yaml, or raise the error of the first wrong value.
 
     `rows` is the number of training rows. `start` has the adapter keys of the finished job that the new one
-    starts from, with `init_from`, its folder.
+    starts from, with `init_from`, its folder. `metrics` are those of `ServiceSettings`.
     """
     refuse_unsupported(body)
     extension = body.weftune or Extension()
@@ -102,7 +103,7 @@ def job_keys(
     keys["seed"] = secrets.randbelow(2**31) if body.seed is None else body.seed
     keys |= _given(extension, JOB_KEYS)
     keys |= _learning_rate(extension, given, kind)
-    keys |= _evaluation(extension, validation_path, epochs)
+    keys |= _evaluation(extension, validation_path, epochs, metrics or {})
     if epochs > 1 and extension.steps is None:
         keys["save_every"] = _share(epochs)
     validate(keys, body)
@@ -170,11 +171,20 @@ def _learning_rate(extension: Extension, given: Hyperparameters, kind: Any) -> d
     return {"learning_rate": OBJECTIVES[kind].learning_rate * multiplier}
 
 
-def _evaluation(extension: Extension, path: str | None, epochs: float) -> dict[str, Any]:
+def _evaluation(
+    extension: Extension, path: str | None, epochs: float, metrics: Mapping[str, str]
+) -> dict[str, Any]:
     own = dict(_section(extension.eval, "eval"))
-    if (metric := own.get("metric")) not in (None, EXACT_MATCH):
-        param = "weftune.eval.metric"
-        raise invalid(f"{param}: must be {EXACT_MATCH}, got {format_value(metric)}", param=param)
+    known = {EXACT_MATCH: EXACT_MATCH, **metrics}
+    if (metric := own.get("metric")) is not None:
+        if not isinstance(metric, str) or metric not in known:
+            param = "weftune.eval.metric"
+            raise invalid(
+                f"{param}: must be {' or '.join(known)}, got {format_value(metric)}",
+                param=param,
+                code="invalid_value",
+            )
+        own["metric"] = known[metric]
     if path is not None:
         if own.get("fraction") is not None:
             param = "weftune.eval.fraction"

@@ -178,6 +178,7 @@ def new_submission(
         str(settings.file_path(training.id)),
         None if validation is None else str(settings.file_path(validation.id)),
         start,
+        settings.metrics,
     )
     extension = body.weftune
     deadline = None if extension is None else extension.deadline
@@ -322,6 +323,8 @@ def without_paths(job: Mapping[str, Any]) -> dict[str, Any]:
     for section, hidden in (("data", "path"), ("eval", "path"), ("adapter", "init_from")):
         if section in job:
             shown[section] = {key: value for key, value in job[section].items() if key != hidden}
+    if "metric" in shown.get("eval", ()):
+        shown["eval"]["metric"] = shown["eval"]["metric"].rpartition(":")[2]
     return {key: value for key, value in shown.items() if value != {}}
 
 

@@ -33,6 +33,7 @@ from weftune.service.api.jobs import After, find_job, new_submission, without_pa
 from weftune.service.api.schemas import Body, Count, JobError, JobRequest, Page
 from weftune.service.ids import AdapterName
 from weftune.service.plan_preview import NEW, OtherJob, PlanFailed, preview
+from weftune.service.queue_order import names_in_order, new_job, rank_queue
 from weftune.service.store.database import StoreUnavailable
 from weftune.service.store.records import CheckpointRow, EventRow, JobRow, WindowRow
 from weftune.service.store.requests import Submission
@@ -219,6 +220,7 @@ class PlanPreview(BaseModel):
     waits_for: str = Field(
         description="Why the job would have to wait; empty if it starts at the next window."
     )
+    ahead: Count = Field(description="Number of waiting jobs that would be admitted before this one.")
     steps: Count
     seconds: float = Field(description="Predicted seconds until the job ends.")
     state_bytes: Count = Field(description="Memory of the adapter with its gradients and its optimizer.")
@@ -328,14 +330,17 @@ def job_name(submission: Submission) -> str:
 def _changes(service: Service, submissions: Sequence[Submission], names: Names) -> JobChanges:
     """Return these jobs as they are now."""
     unfinished = service.training.unfinished_jobs()
-    queue = [row for row in unfinished if row.state is State.QUEUED]
-    queue.sort(key=lambda row: (-row.priority, row.number))
-    places = {row.id: place for place, row in enumerate(queue)}
+    queue: list[str] = []
+    if any(row.state is State.QUEUED for row in unfinished):
+        ranking = rank_queue(service.settings, service.training, unfinished)
+        held = [row.id for row in unfinished if row.state is State.QUEUED and row.id in ranking.held]
+        queue = [*names_in_order(ranking.waiting), *held]
+    places = {id: place for place, id in enumerate(queue)}
     rows = service.training.jobs_by_id(one.id for one in submissions)
     jobs = []
     for one in submissions:
         place = places.get(one.id)
-        before = [names.own(row.id) or ANOTHER for row in queue[:3]] if place else []
+        before = [names.own(id) or ANOTHER for id in queue[:3]] if place else []
         row, base = rows.get(one.id), service.settings.base_name
         jobs.append(_summary(one, row, place, before[:place], names, base))
     lease = service.training.lease()
@@ -644,8 +649,10 @@ async def plan(request: Request, body: JobRequest, tenant: Tenant, service: Serv
     streams.plans += 1
     try:
         async with streams.planning:
-            others, running, budget = await asyncio.to_thread(_others, service)
-            found = await preview(service.settings, submission.job, others, budget)
+            queue = await asyncio.to_thread(_planned_queue, service, submission)
+            found = await preview(
+                service.settings, submission.job, queue.priority, queue.others, queue.budget_bytes
+            )
     except UserError as error:
         raise invalid(_without_file_ids(service, tenant, str(error)), code="invalid_job") from None
     except PlanFailed as error:
@@ -653,28 +660,54 @@ async def plan(request: Request, body: JobRequest, tenant: Tenant, service: Serv
     finally:
         streams.plans -= 1
     names = Names(service, tenant)
-    by_name = {one.name: names.own(str(one.job["name"])) or ANOTHER for one in others}
+    by_name = {one.name: names.own(str(one.job["name"])) or ANOTHER for one in queue.others}
     values = asdict(found)
+    if not found.why_not and queue.hold_reason:
+        values["waits_for"] = queue.hold_reason
     for key in ("waits_for", "why_not"):
         values[key] = _with_names(values[key], {**by_name, NEW: "this job"})
-    return PlanPreview(fits=not found.why_not, running_jobs=running, **values)
+    return PlanPreview(fits=not found.why_not, running_jobs=queue.running_jobs, ahead=queue.ahead, **values)
 
 
-def _others(service: Service) -> tuple[list[OtherJob], int, int | None]:
-    """Return the jobs that train or wait, those that train first; the number that train; and the memory that
-    training on a CPU may take, if a window has recorded it."""
-    rows = [row for row in service.training.unfinished_jobs() if row.state is not State.PAUSED]
-    rows.sort(key=lambda row: row.state is not State.RUNNING)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlannedQueue:
+    """The jobs beside which a new one is planned, with the priorities that the policy gives them."""
+
+    others: list[OtherJob]
+    """Jobs that train or wait, those that train first. Jobs that a quota holds back are left out."""
+    priority: int
+    """Effective priority of the new job."""
+    hold_reason: str
+    """Reason why a quota would hold the new job back; empty if none would."""
+    ahead: int
+    running_jobs: int
+    budget_bytes: int | None
+    """Memory that training on a CPU may take, if a window has recorded it."""
+
+
+def _planned_queue(service: Service, submission: Submission) -> _PlannedQueue:
+    rows = {row.id: row for row in service.training.unfinished_jobs()}
+    new = new_job(service.requests, submission, NEW)
+    ranking = rank_queue(service.settings, service.training, list(rows.values()), new)
+    waiting = names_in_order(ranking.waiting)
+    levels = {shape.name: shape.priority for shape in (*ranking.waiting, *ranking.attached)}
     others: list[OtherJob] = []
-    for row in rows[:PLANNED_JOBS]:
-        found = service.requests.submission(None, row.id)
+    names = [name for name in (*names_in_order(ranking.attached), *waiting) if name != NEW]
+    for name in names[:PLANNED_JOBS]:
+        row, found = rows[name], service.requests.submission(None, name)
         if found is not None:
             rest = row.status.steps - row.status.step if row.status.steps else None
-            others.append(OtherJob(f"other-{len(others)}", found.job, row.priority, rest))
+            others.append(OtherJob(f"other-{len(others)}", found.job, levels[name], rest))
     last = service.training.last_windows(1)
     values = last[0].values if last else {}
-    budget = values["memory"]["budget_bytes"] if values.get("device") == "cpu" else None
-    return others, sum(row.state is State.RUNNING for row in rows), budget
+    return _PlannedQueue(
+        others=others,
+        priority=levels.get(NEW, min(levels.values(), default=0) - 1),
+        hold_reason=ranking.held.get(NEW, ""),
+        ahead=waiting.index(NEW) if NEW in waiting else len(waiting),
+        running_jobs=sum(row.state is State.RUNNING for row in rows.values()),
+        budget_bytes=values["memory"]["budget_bytes"] if values.get("device") == "cpu" else None,
+    )
 
 
 def _with_names(text: str, names: Mapping[str, str]) -> str:

@@ -22,6 +22,7 @@ const planBox = (plan, busy) => h("section", { class: "plan", "aria-live": "poli
   h("h2", {}, "The plan"),
   h("div", { class: `verdict${plan.fits ? "" : " bad"}` },
     h("p", { class: "lead" }, !plan.fits ? "It does not fit." : plan.waits_for ? "It waits first." : "It starts at the next window."),
+    plan.fits && plan.ahead > 0 && h("p", {}, `${plural(plan.ahead, "job")} ahead.`),
     h("p", {}, plan.fits ? plan.waits_for || `Beside ${plural(plan.running_jobs, "job")} that ${plan.running_jobs === 1 ? "runs" : "run"} now.` : plan.why_not)),
   h("div", { class: "tiles" },
     tile("until it ends", plan.seconds === null ? "–" : `about ${seconds(plan.seconds)}`, "predicted, with the jobs that run now"),

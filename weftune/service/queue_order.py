@@ -1,0 +1,132 @@
+"""The order in which waiting jobs are admitted, as the HTTP process knows it.
+
+The training process records with every window the facts that its policy decides by. From these, the same
+policy ranks the jobs here, and a job that has not been submitted yet with them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weftune.core.shapes import JobShape
+from weftune.jobs.store.policy import FairShare, QueuedJob, Ranking, TenantUsage
+from weftune.jobs.store.status import State
+from weftune.service.settings import Quotas, ServiceSettings
+from weftune.service.store.records import JobRow, TrainingStore, WindowRow
+from weftune.service.store.requests import RequestStore, Submission
+
+QUEUE = "queue"
+"""Key of a window's values under which `queue_values` are recorded."""
+DAY_SECONDS = 86400
+RECENT_SECONDS = 3600.0
+"""Seconds after which a token counts half for the fair share of its tenant."""
+BYTES_PER_TOKEN = 4
+"""Bytes of an uploaded file per token, for jobs whose rows have not been tokenised."""
+
+
+def policy_of(quotas: Quotas) -> FairShare:
+    return FairShare(running_jobs=quotas.running_jobs, tokens_per_day=quotas.tokens_per_day)
+
+
+def decayed(tokens: float, seconds: float) -> float:
+    """Return how many of a tenant's tokens still count after so many seconds."""
+    return float(tokens * 0.5 ** (seconds / RECENT_SECONDS))
+
+
+def queue_values(jobs: Sequence[QueuedJob], usage: Mapping[str, TenantUsage]) -> dict[str, Any]:
+    """Return the facts by which the policy ranks these jobs, to be recorded with a window."""
+    return {
+        "recent_tokens": {tenant: one.recent_tokens for tenant, one in usage.items()},
+        "jobs": {
+            job.shape.name: {
+                "submitted": job.submitted,
+                "batch_tokens": job.shape.batch_tokens,
+                "queued_seconds": round(job.queued_seconds),
+                "remaining_seconds": round(job.remaining_seconds),
+                "deadline": job.deadline,
+            }
+            for job in jobs
+        },
+    }
+
+
+def rank_queue(
+    settings: ServiceSettings,
+    training: TrainingStore,
+    rows: Sequence[JobRow],
+    new: QueuedJob | None = None,
+) -> Ranking:
+    """Rank the jobs of `rows` that train or wait, and a new one, as the training process would rank them now.
+
+    Jobs that have entered since the last window count as large as the largest of the others.
+    """
+    now, windows = time.time(), training.last_windows(1)
+    last = windows[0] if windows else WindowRow(at=now, values={})
+    recorded = last.values.get(QUEUE, {"recent_tokens": {}, "jobs": {}})
+    largest = max((facts["batch_tokens"] for facts in recorded["jobs"].values()), default=1)
+    jobs = [
+        _queued_job(row, recorded["jobs"].get(row.id), largest, now, last.at)
+        for row in rows
+        if row.state in (State.QUEUED, State.RUNNING)
+    ]
+    today = training.usage_by_tenant(int(now // DAY_SECONDS))
+    usage = {
+        tenant: TenantUsage(
+            recent_tokens=decayed(recorded["recent_tokens"].get(tenant, 0.0), now - last.at),
+            tokens_today=today.get(tenant, 0),
+        )
+        for tenant in {row.tenant for row in rows} | ({new.tenant} if new is not None else set())
+    }
+    return policy_of(settings.quotas).rank([*jobs, *([] if new is None else [new])], usage, now)
+
+
+def _queued_job(
+    row: JobRow, facts: Mapping[str, Any] | None, largest: int, now: float, recorded_at: float
+) -> QueuedJob:
+    is_attached = row.state is State.RUNNING
+    if facts is None:
+        facts = {"submitted": row.number, "batch_tokens": largest, "deadline": None}
+        facts |= {"queued_seconds": now - row.created_at, "remaining_seconds": 0.0}
+        recorded_at = now
+    waited = 0.0 if is_attached else now - recorded_at
+    return QueuedJob(
+        shape=_shape(row.id, row.priority, facts["batch_tokens"]),
+        is_attached=is_attached,
+        tenant=row.tenant,
+        submitted=facts["submitted"],
+        queued_seconds=facts["queued_seconds"] + waited,
+        deadline=facts["deadline"],
+        remaining_seconds=facts["remaining_seconds"],
+    )
+
+
+def new_job(requests: RequestStore, submission: Submission, name: str) -> QueuedJob:
+    """Return a job that has not been submitted yet, behind all others of its tenant that are as urgent."""
+    file = requests.file(submission.tenant, submission.training_file)
+    row_bytes = 0.0 if file is None else file.bytes / max(1, file.rows)
+    tokens = round(submission.job["batch_size"] * row_bytes / BYTES_PER_TOKEN)
+    return QueuedJob(
+        shape=_shape(name, int(submission.job.get("priority", 0)), tokens),
+        tenant=submission.tenant,
+        submitted=2**62,
+        deadline=submission.deadline,
+    )
+
+
+def _shape(name: str, priority: int, batch_tokens: int) -> JobShape:
+    """Return a shape with the sizes that a policy reads."""
+    return JobShape(
+        name=name,
+        priority=priority,
+        file_position=0,
+        trainable_parameters=0,
+        max_sample_tokens=0,
+        batch_tokens=batch_tokens,
+    )
+
+
+def names_in_order(shapes: Sequence[JobShape]) -> list[str]:
+    """Return the names of ranked jobs, that of the next one to be admitted first."""
+    return [shape.name for shape in sorted(shapes, key=lambda one: (-one.priority, one.file_position))]
