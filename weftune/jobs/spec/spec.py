@@ -162,6 +162,7 @@ ADDED_TO_ADAPTERS: Mapping[str, Any] = {
     "layers": None,
     "loraplus_lr_ratio": 1.0,
     "trainable_token_indices": [],
+    "modules_to_save": [],
     "svd_iterations": None,
     "init": "random",
     "init_text": "",
