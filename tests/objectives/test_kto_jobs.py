@@ -119,12 +119,10 @@ def test_a_pipeline_equals_one_process(place):
     assert_same(place / "pipeline", place)
 
 
-@pytest.mark.parametrize("command", [("train", "--output", "replicas"), ("plan",)])
-def test_replicas_are_refused_because_of_the_kl_term(command, place, forks):
-    verb, *more = command
-    assert forks.weftune(verb, "jobs.yaml", "--replicas", "2", *more, cwd=place) == 2
-    sentence = "--replicas 2: kto has objective kto, whose KL term needs the whole batch in one replica"
-    assert sentence in " ".join((place / "log").read_text().split())
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_replicas_equal_one_process(workers, place):
+    assert Launch(place, fresh(place, "replicas"), workers, replicas=2).wait() == 0
+    assert_same(place / "replicas", place)
 
 
 @pytest.mark.slow

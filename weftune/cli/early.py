@@ -144,16 +144,6 @@ def refuse_base(base: BaseSpec) -> None:
         refuse_absent(base)
 
 
-def refuse_replicas(run: RunSpec, replicas: int) -> None:
-    """Refuse replicas if a job needs a number that is computed from all samples of a batch on one device."""
-    names = [job.name for job in run.jobs if job.objective.mismatched]
-    if replicas > 1 and names:
-        raise UserError(
-            f"--replicas {replicas}: {names[0]} has objective kto, whose KL term needs the whole batch in "
-            "one replica; leave --replicas out, or write loss_type: apo_zero_unpaired"
-        )
-
-
 def refuse_shards(run: RunSpec, shards: int) -> None:
     """Refuse shards if a job's adapter cannot be cut as its layers are."""
     if shards == 1:

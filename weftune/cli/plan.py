@@ -46,7 +46,6 @@ def plan(
     run = early.read_jobs_file(jobs)
     if options.gpus not in (None, 1):
         refuse_shares(run.sweeps)
-    early.refuse_replicas(run, options.replicas)
     early.refuse_rows(early.without_repeated_trials(run), name_jobs=True)
     found = read_cluster(cluster, options.gpu_memory, on_cpu=device == "cpu")
 

@@ -131,7 +131,6 @@ def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
     if options.gpus not in (None, 1, ALL):
         refuse_shares(run.sweeps)
     check_trackers(run.report_to)
-    early.refuse_replicas(run, options.replicas)
     refuse_output(run.output, options.resume, options.command)
     with phase(Phase.TOKENISING):
         early.refuse_rows(early.without_repeated_trials(run), name_jobs=True)
@@ -228,7 +227,6 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
         if staff is None:
             return
         run = read_run(jobs)
-        early.refuse_replicas(run, options.replicas)
         early.refuse_shards(run, options.shards)
         run = replace(run, output=Path(output or run.output))
         if restart_count() > 0:

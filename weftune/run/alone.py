@@ -84,6 +84,12 @@ class Alone:
     def send(self, action: Send, tensor_TD: Tensor | None) -> None:
         raise AssertionError(f"there is no other worker for {action}")
 
+    def send_scores(self, job: str, step: int, sums: Sequence[float]) -> None:
+        raise AssertionError(f"there is no replica for the scores of {job}")
+
+    def add_scores(self, job: str, step: int) -> Sequence[float] | None:
+        raise AssertionError(f"there is no replica with scores of {job}")
+
     def reduce(self, action: Reduce) -> None:
         raise AssertionError(f"there is no other worker for {action}")
 

@@ -294,6 +294,10 @@ class Executor:
             case Evaluate() | Score():
                 yield from self.agreement.arrive(action.stage)
                 yield from self._pass_only_forward(action)
+            case Reduce(job, step, "scores"):
+                self.agreement.send_scores(job, step, self.scorer.kl_sums(job, step))
+            case Reduce(job, step, "kl"):
+                yield from self._add_scores(job, step)
             case Reduce():
                 self.agreement.reduce(action)
             case Save(job, step):
@@ -371,6 +375,16 @@ class Executor:
             for one, laid, logprobs in zip(segments, flight.laid.microbatch.segments, sums, strict=True)
             if not laid.kl_of
         ]
+
+    def _add_scores(self, job: str, step: int) -> Iterator[Event]:
+        """Replace the sums of this replica's mismatched samples by those over all replicas."""
+        sums = self.agreement.add_scores(job, step)
+        if sums is not None:
+            self.scorer.note_kl_sums(job, step, sums)
+        elif not self.agreement.shortage:
+            # The loss of this replica's samples is not known either, and no Step may be made with another.
+            yield from self._drop()
+            self.agreement.fall_short(f"another replica could not score the samples of {job}")
 
     def _use(self, stage: int, plan: MicrobatchPlan, returning: bool) -> None:
         """Make the stage's weights, and the adapters of the microbatch's jobs, readable by the device."""

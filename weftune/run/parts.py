@@ -70,6 +70,12 @@ class Agreement(Protocol):
 
     def reduce(self, action: Reduce) -> None: ...
 
+    def send_scores(self, job: str, step: int, sums: Sequence[float]) -> None:
+        """Send what `Scorer.kl_sums` returns to the other replicas."""
+
+    def add_scores(self, job: str, step: int) -> Sequence[float] | None:
+        """Return the sums over all replicas. None if one of them could not score its samples."""
+
     def ran(self, action: Action, span: DeviceSpan, passed: TimedPass | None) -> Iterator[Event]:
         """Report that an action ran. `passed` is the pass that it completed on this worker, or None."""
 

@@ -18,6 +18,7 @@ from weftune.plan.program.program import (
     Forward,
     ForwardPass,
     IllegalProgram,
+    Reduce,
     Score,
     Send,
     Step,
@@ -182,5 +183,69 @@ def test_mismatched_samples_are_scored_before_their_batch_and_before_evaluations
 def test_mismatched_samples_are_scored_in_time_in_a_pipeline(jobs, stages, room):
     program = plan_pipeline(jobs, PipelineRules(40 + room, (PACE,) * stages))
     assert_scored_in_time(program, jobs, stages - 1)
-    if any(batch.mismatched for batch in program.batches):
-        assert {len([one for one in program.batches if one.job == job.job]) for job in jobs} <= {0, 1}
+
+
+def test_a_window_of_a_pipeline_holds_several_batches_with_mismatched_samples():
+    kto = course("a", [[9, 8], [7, 6], [5, 4]])
+    kto = replace(kto, batches=tuple(replace(one, mismatched=placed([9, 9])) for one in kto.batches))
+    program = plan_pipeline([kto, course("b", [[30]] * 4)], PipelineRules(40, (PACE,) * 2))
+    assert [(one.job, one.step) for one in program.batches] == [
+        *(("a", 1), ("b", 1), ("a", 2), ("b", 2)),
+        *(("a", 3), ("b", 3), ("b", 4)),
+    ]
+    own = [one for one in program.devices[1] if isinstance(one, Score | Step)]
+    before = [one.step for one in own if isinstance(one, Step) and one.job == "a"]
+    assert [type(one) for one in own if not isinstance(one, Step) or one.job == "a"] == [Score, Step] * 3
+    assert before == [1, 2, 3]
+
+
+@settings(max_examples=60, deadline=None)
+@given(mismatched_windows(), st.integers(1, 3), st.integers(2, 3), st.integers(0, 60))
+def test_replicas_exchange_their_scores_before_the_losses_that_need_them(jobs, stages, replicas, room):
+    program = plan_pipeline(jobs, PipelineRules(40 + room, (PACE,) * stages, replicas=replicas))
+    scored = {
+        (segment.job, segment.step)
+        for action, plan in program.forward_passes()
+        if isinstance(action, Score)
+        for segment in plan.segments
+    }
+    wanted = {Reduce(*key, payload) for key in scored for payload in ("scores", "kl")}
+    for device, actions in enumerate(program.devices):
+        found = [one for one in actions if isinstance(one, Reduce) and one.payload in ("scores", "kl")]
+        assert len(found) == len(set(found))
+        assert set(found) == (wanted if device % stages == stages - 1 else set())
+    simulate(
+        program, pace_prices(program.microbatches, (PACE,) * stages), PricedCluster(len(program.devices))
+    )
+
+
+def without(program, device, removed):
+    lists = list(program.devices)
+    lists[device] = tuple(one for one in lists[device] if one != removed)
+    return replace(program, devices=tuple(lists))
+
+
+def swapped(program, device, first, second):
+    other = {first: second, second: first}
+    lists = list(program.devices)
+    lists[device] = tuple(other.get(one, one) for one in lists[device])
+    return replace(program, devices=tuple(lists))
+
+
+def test_an_exchange_of_scores_that_is_missing_or_out_of_order_is_found():
+    kto = course("a", [[9, 8]])
+    kto = replace(kto, batches=(replace(kto.batches[0], mismatched=placed([9, 9])),))
+    program = plan_pipeline([kto], PipelineRules(20, (PACE,), replicas=2))
+    sent, added = Reduce("a", 0, "scores"), Reduce("a", 0, "kl")
+    score = next(one for one in program.devices[1] if isinstance(one, Score))
+    wrong = {
+        "before the scores of a in all replicas are known": without(program, 1, added),
+        "before the other replicas were sent the scores": without(program, 1, sent),
+        "before the last Score of this replica": swapped(program, 1, score, sent),
+    }
+    for sentence, tampered in wrong.items():
+        with pytest.raises(IllegalProgram, match=sentence):
+            check(tampered, {"a": 0})
+    alone = plan_pipeline([course("b", [[9, 8]])], PipelineRules(20, (PACE,), replicas=2))
+    with pytest.raises(IllegalProgram, match="replicas exchange different scores"):
+        check(replace(alone, devices=((sent, added, *alone.devices[0]), alone.devices[1])), {"b": 0})

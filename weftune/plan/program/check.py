@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from weftune.plan.program.layout import WorkerLayout
 from weftune.plan.program.program import (
+    SCORE_PAYLOADS,
     Action,
     Backward,
     Compute,
@@ -23,8 +25,10 @@ from weftune.plan.program.program import (
     Program,
     Recv,
     Reduce,
+    Reduced,
     Save,
     Score,
+    SegmentPlan,
     Send,
     Step,
     batch_samples,
@@ -47,7 +51,9 @@ def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
 
     With replicas: every microbatch runs in one of them; each replica sends the gradient of its part of a
     batch once, after its last Backward; the Reduce that adds the gradients waits for all of them, with an
-    accumulator that the previous Step has cleared; every device executes every Step.
+    accumulator that the previous Step has cleared; every device executes every Step. Every replica sends the
+    sums of a job's scores once, after it has scored all of its samples, and adds those of the others before
+    it trains or evaluates the job.
     """
     _check_microbatches(program)
     _check_samples(program)
@@ -60,10 +66,15 @@ def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
         batch_samples(one for action, one in program.replica_passes(replica) if isinstance(action, Forward))
         for replica in range(program.replicas)
     ]
+    scored = [
+        batch_samples(one for action, one in program.replica_passes(replica) if isinstance(action, Score))
+        for replica in range(program.replicas)
+    ]
     for number in range(len(program.devices)):
-        _DeviceCheck(program, number, shares[program.replica(number)], last_steps or {}).run()
+        _DeviceCheck(program, number, shares[program.replica(number)], scored, last_steps or {}).run()
     _check_coverage(program)
     _check_forward_only(program)
+    _check_exchanges(program)
     _check_transport(program)
     if program.chunk_rows:
         _check_chunks(program)
@@ -128,13 +139,28 @@ def _check_forward_only(program: Program) -> None:
                     seen.add(key)
 
 
+def _check_exchanges(program: Program) -> None:
+    """Check that the last stages of all replicas exchange the same scores."""
+    exchanges = [
+        {one for one in actions if isinstance(one, Reduce) and one.payload in SCORE_PAYLOADS}
+        for actions in (program.devices[device] for device in program.group(program.stages[-1]))
+    ]
+    _require(all(one == exchanges[0] for one in exchanges), "replicas exchange different scores")
+
+
 class _DeviceCheck:
     """Checks the actions of one device in order, and tracks the state that they lead to."""
 
     def __init__(
-        self, program: Program, device: int, share: Counter[tuple[str, int]], last_steps: dict[str, int]
+        self,
+        program: Program,
+        device: int,
+        share: Counter[tuple[str, int]],
+        scored: Sequence[Counter[tuple[str, int]]],
+        last_steps: dict[str, int],
     ) -> None:
-        """`share` maps each (job, step) to the number of samples that the device's replica trains."""
+        """`share` maps each (job, step) to the number of samples that the device's replica trains, and
+        `scored` to the number that each replica scores."""
         self.program = program
         self.device = device
         self.homes = program.stage_devices(program.replica(device))
@@ -142,6 +168,11 @@ class _DeviceCheck:
         self.left = {
             (one.job, one.step): share[one.job, one.step] * len(self.own_stages) for one in program.batches
         }
+        self.unscored = scored[program.replica(device)].copy()
+        self.scored_by_replicas = set().union(*scored) if program.replicas > 1 else set()
+        """Pairs of a job and a step at which replicas score its samples."""
+        self.exchanged: set[Reduce] = set()
+        """Reduces of scores that the device has executed."""
         self.stepped = dict(last_steps)
         self.open_rows: dict[tuple[str, int], int] = {}
         self.handed_out: set[tuple[str, int]] = set()
@@ -189,6 +220,8 @@ class _DeviceCheck:
             _require(came, "{} comes before its activation", action)
         self.passed.add((number, stage))
         for segment in self.program.microbatches[number].segments:
+            if stage + 1 == len(self.homes):
+                self._check_scores_of(action, segment)
             if isinstance(action, ForwardOnly):
                 now = self.stepped.setdefault(segment.job, segment.step)
                 _require(segment.step == now, "{}: {} is at step {}", action, segment.job, now)
@@ -198,6 +231,15 @@ class _DeviceCheck:
             self.open_rows.setdefault((segment.job, segment.step), 0)
         if isinstance(action, Forward):
             self.in_flight.add((number, stage))
+
+    def _check_scores_of(self, action: ForwardPass, segment: SegmentPlan) -> None:
+        """Check that scores are exchanged between replicas before the loss that needs them."""
+        job, before = segment.job, segment.step - isinstance(action, Forward)
+        if isinstance(action, Score):
+            self.unscored[job, before] -= len(segment.samples)
+        elif (job, before) in self.scored_by_replicas:
+            known = Reduce(job, before, "kl") in self.exchanged
+            _require(known, "{} comes before the scores of {} in all replicas are known", action, job)
 
     def _check_backward(self, action: Backward) -> None:
         number, stage = self._require_loaded(action)
@@ -228,6 +270,9 @@ class _DeviceCheck:
 
     def _check_reduce(self, action: Reduce) -> None:
         key = action.job, action.step
+        if action.payload in SCORE_PAYLOADS:
+            self._check_exchange(action)
+            return
         seen = self.handed_out if action.payload == "gradient" else self.reduced
         _require(key not in seen, "{} comes a second time", action)
         seen.add(key)
@@ -242,6 +287,20 @@ class _DeviceCheck:
             _require(told, "{} comes before the other replicas were told of this one's share", action)
             before = self.stepped.setdefault(action.job, action.step - 1)
             _require(before == action.step - 1, "{}: {} is at step {}", action, action.job, before)
+
+    def _check_exchange(self, action: Reduce) -> None:
+        self._require_own_stage(action, len(self.homes) - 1)
+        _require(self.program.replicas > 1, "{} has no replica to exchange scores with", action)
+        _require(action not in self.exchanged, "{} comes a second time", action)
+        self.exchanged.add(action)
+        if action.payload == "scores":
+            missing = self.unscored[action.job, action.step]
+            _require(not missing, "{} comes before the last Score of this replica", action)
+        else:
+            handed_out = replace(action, payload="scores") in self.exchanged
+            _require(
+                handed_out, "{} comes before the other replicas were sent the scores of this one", action
+            )
 
     def _check_streaming(self, action: Load | Evict) -> None:
         self._require_own_stage(action, action.stage)
@@ -385,6 +444,10 @@ class _TransportCheck:
         return True
 
 
+HANDED_OUT: dict[Reduced, Reduced] = {"norm": "gradient", "kl": "scores"}
+"""Maps the payload of a Reduce that adds to that of the Reduces of other replicas that it waits for."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepMessage:
     """A message that a device has reached a Reduce or a Step."""
@@ -397,15 +460,15 @@ class StepMessages:
     """The messages that a device needs before it executes a Reduce or a Step. Each device holds one stage, in
     one or more replicas.
 
-    Gradients go from each replica's device to the devices of the same stage. In the first replica, sums go
-    from each stage to the previous one. The first device decides about the Step; its decision goes to the
-    first device of every replica, and from there to the next stages.
+    Gradients and scores go from each replica's device to the devices of the same stage. In the first
+    replica, sums go from each stage to the previous one. The first device decides about the Step; its
+    decision goes to the first device of every replica, and from there to the next stages.
     """
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._handed_out = [
-            {one for one in actions if isinstance(one, Reduce) and one.payload == "gradient"}
+            {one for one in actions if isinstance(one, Reduce) and one.payload in HANDED_OUT.values()}
             for actions in program.devices
         ]
 
@@ -418,18 +481,21 @@ class StepMessages:
         if isinstance(action, Step):
             before = 0 if stage == 0 else device - 1
             return () if device == 0 else (StepMessage(before, action),)
-        if action.payload == "gradient":
+        if action.payload not in HANDED_OUT:
             return ()
-        share = Reduce(action.job, action.step, "gradient")
+        share = replace(action, payload=HANDED_OUT[action.payload])
         others = (one for one in program.group(device) if one != device and share in self._handed_out[one])
-        gradients = tuple(StepMessage(one, share) for one in others)
+        shares = tuple(StepMessage(one, share) for one in others)
         ends = program.replica(device) > 0 or stage + 1 == program.devices_per_replica
-        return gradients if ends else (*gradients, StepMessage(device + 1, action))
+        return shares if ends or action.payload == "kl" else (*shares, StepMessage(device + 1, action))
 
     def receivers(self, action: Reduce | Step, device: int) -> tuple[int, ...]:
         """Return the devices that wait for the message that `device` sends with this action."""
         message, program = StepMessage(device, action), self._program
-        waiting: Reduce | Step = Reduce(action.job, action.step) if isinstance(action, Reduce) else action
+        waiting = action
+        if isinstance(action, Reduce):
+            scores = action.payload in SCORE_PAYLOADS
+            waiting = replace(action, payload="kl" if scores else "norm")
         firsts = range(0, len(program.devices), program.devices_per_replica) if device == 0 else ()
         around = (one for one in (device - 1, device + 1) if 0 <= one < len(program.devices))
         near = sorted({*program.group(device), *firsts, *around} - {device})

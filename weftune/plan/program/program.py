@@ -167,12 +167,16 @@ class Score:
     stage: int = 0
 
 
-Reduced = Literal["norm", "gradient"]
+Reduced = Literal["norm", "gradient", "scores", "kl"]
+SCORE_PAYLOADS: tuple[Reduced, ...] = ("scores", "kl")
+"""What a Reduce sends and adds for the KL term of a loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Synchronisation after the last Backward of a batch, if several devices train a job together.
+    """Synchronisation of several devices that train a job together.
+
+    The first two are for the Step after the last Backward of a batch.
 
     `gradient`, only with replicas: the batch's local sums (gradient, losses, correct predictions) are sent to
     the devices that hold the same stage in other replicas, without waiting. A replica without samples of a
@@ -181,6 +185,14 @@ class Reduce:
     `norm`: the sums of the other replicas are added, in the same order on every device. In the first replica,
     losses, correct predictions and the squared norm of this stage's gradient are then added to those of the
     next stage and sent to the previous one. The first device decides for every Step.
+
+    The other two are for the KL term of the losses that follow, only with replicas, on the devices of the
+    last stage. `step` is the optimizer step that precedes them.
+
+    `scores`: the sums of the mismatched samples that this replica has scored are sent to the other replicas,
+    without waiting, even if it has scored none.
+
+    `kl`: the sums of the other replicas are added, in the same order on every device.
     """
 
     job: str
@@ -352,6 +364,25 @@ class Program:
             microbatches=microbatches,
             batches=tuple(batch for batch in self.batches if batch.job not in dead),
             devices=tuple(tuple(action for action in actions if is_kept(action)) for actions in self.devices),
+        )
+
+    def followed_by(self, later: Program) -> Program:
+        """Return the program that runs this one and then `later`, on the same devices."""
+        first = len(self.microbatches)
+
+        def moved(action: Action) -> Action:
+            if isinstance(action, Compute | Transport):
+                return replace(action, microbatch=first + action.microbatch)
+            return action
+
+        return replace(
+            self,
+            microbatches=(*self.microbatches, *later.microbatches),
+            batches=(*self.batches, *later.batches),
+            devices=tuple(
+                (*own, *map(moved, following))
+                for own, following in zip(self.devices, later.devices, strict=True)
+            ),
         )
 
     def without_saves(self, jobs: frozenset[str]) -> Program:

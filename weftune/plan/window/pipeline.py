@@ -25,6 +25,7 @@ from weftune.plan.program.program import (
     PlacedSample,
     Program,
     Recompute,
+    Reduce,
     Save,
     Score,
     SegmentPlan,
@@ -95,23 +96,22 @@ def plan_pipeline(windows: Sequence[JobWindow], rules: PipelineRules) -> Program
     beginners = [window for window in windows if window.begins_run]
     evaluating = [window for window in beginners if window.starts_with_evaluation]
     # A job that evaluates at its start needs the result before its first batch; no job trains meanwhile.
-    batches = [] if evaluating else _batches(windows)
-    if batches:
-        program = _plan_training(batches, windows, rules)
-    else:
-        lists = ((),) * (rules.stages * rules.replicas)
-        program = Program(rules.capacity, (), (), lists, tuple(range(rules.stages)), replicas=rules.replicas)
-    last = {batch.job: batch.step for batch in batches}
+    parts = [] if evaluating else _batches(windows)
+    lists = ((),) * (rules.stages * rules.replicas)
+    program = Program(rules.capacity, (), (), lists, tuple(range(rules.stages)), replicas=rules.replicas)
+    scored = [SegmentPlan(one.job, one.step, one.scored) for one in windows if one.scored]
+    program = _with_passes(program, Score, scored, rules)
+    for batches in parts:
+        program = _with_mismatched(program, mismatched_segments(batches), rules)
+        program = program.followed_by(_plan_training(batches, windows, rules))
+    last = {batch.job: batch.step for batch in program.batches}
     evaluated = evaluating or [one for one in windows if one.evaluates_at(last.get(one.job, -1))]
     after = step | last
     held_out = [SegmentPlan(one.job, after[one.job], one.evaluation) for one in evaluated]
     for_held_out = [
         SegmentPlan(one.job, after[one.job], one.mismatched) for one in evaluated if one.mismatched
     ]
-    scored = [SegmentPlan(one.job, one.step, one.scored) for one in windows if one.scored]
-    scored += mismatched_segments(batches)
-    program = _with_passes(program, Score, scored, rules, first=True)
-    program = _with_passes(program, Score, for_held_out, rules)
+    program = _with_mismatched(program, for_held_out, rules)
     program = _with_passes(program, Evaluate, held_out, rules)
     # A job that waits meanwhile begins in the next window, and must not save at the same step in both.
     program = _with_saves(program, windows, evaluating or beginners)
@@ -120,16 +120,17 @@ def plan_pipeline(windows: Sequence[JobWindow], rules: PipelineRules) -> Program
     return program
 
 
-def _batches(windows: Sequence[JobWindow]) -> list[GlobalBatch]:
-    """Return the batches round by round, up to and including the first round in which a job evaluates or
-    which has samples to be scored: those are scored before all training of a window."""
-    found: list[GlobalBatch] = []
+def _batches(windows: Sequence[JobWindow]) -> list[list[GlobalBatch]]:
+    """Return the batches round by round, up to and including the first round in which a job evaluates. A new
+    part of the window begins with every round that has mismatched samples: they are scored with the weights
+    after the round before, so that no later batch may begin earlier."""
+    found: list[list[GlobalBatch]] = []
     for turn in range(max((len(window.batches) for window in windows), default=0)):
         moving = [window for window in windows if turn < len(window.batches)]
-        found += [window.batches[turn] for window in moving]
+        if not found or any(window.batches[turn].mismatched for window in moving):
+            found.append([])
+        found[-1] += [window.batches[turn] for window in moving]
         if any(window.evaluates_at(window.batches[turn].step) for window in moving):
-            break
-        if any(window.batches[turn].mismatched for window in moving):
             break
     return found
 
@@ -299,10 +300,8 @@ def _with_passes(
     kind: type[Evaluate] | type[Score],
     segments: Sequence[SegmentPlan],
     rules: PipelineRules,
-    first: bool = False,
 ) -> Program:
-    """Add forward-only passes through all stages, divided among the replicas: before all other actions if
-    `first`, else after them."""
+    """Add forward-only passes through all stages, divided among the replicas, after all other actions."""
     packed = pack_segments(segments, _evaluation_capacity(segments, rules))
     before = len(program.microbatches)
     shares = deal_evaluation(packed, rules.replicas)
@@ -312,8 +311,23 @@ def _with_passes(
         replica, stage = divmod(device, rules.stages)
         added = (kind(one, stage) for one in passes[replica])
         sent = tuple(insert_transfers(added, program.stage_devices(replica)))
-        devices.append((*sent, *actions) if first else (*actions, *sent))
+        devices.append((*actions, *sent))
     return replace(program, microbatches=(*program.microbatches, *packed), devices=tuple(devices))
+
+
+def _with_mismatched(program: Program, segments: Sequence[SegmentPlan], rules: PipelineRules) -> Program:
+    """Add passes that score mismatched samples. Replicas then exchange the sums that they have scored."""
+    program = _with_passes(program, Score, segments, rules)
+    if rules.replicas == 1:
+        return program
+    sent = [Reduce(one.job, one.step, "scores") for one in segments]
+    added = [Reduce(one.job, one.step, "kl") for one in segments]
+    last = set(program.group(rules.stages - 1))
+    devices = (
+        (*actions, *sent, *added) if device in last else actions
+        for device, actions in enumerate(program.devices)
+    )
+    return replace(program, devices=tuple(devices))
 
 
 def _evaluation_capacity(segments: Sequence[SegmentPlan], rules: PipelineRules) -> int:

@@ -25,6 +25,9 @@ from weftune.ops.logprobs import run_counts, run_sums, target_logprobs
 from weftune.run.passes.rows import LaidMicrobatch
 from weftune.run.training.state import EvaluationSums
 
+PURPOSES = "batch", "held_out"
+"""Values of `Segment.kl_of` for mismatched samples."""
+
 
 @dataclass(slots=True)
 class Scores:
@@ -103,6 +106,18 @@ class Scorer:
             if segment.kl_of:
                 key = segment.job, segment.kl_of, segment.step
                 self._log_ratios.setdefault(key, []).extend(ratios)
+
+    def kl_sums(self, job: str, step: int) -> list[float]:
+        """Return sum and number of what has been noted for a job after a step: for the next global batch,
+        then for the held-out samples."""
+        noted = [self._log_ratios.get((job, purpose, step), []) for purpose in PURPOSES]
+        return [value for ratios in noted for value in (math.fsum(ratios), float(len(ratios)))]
+
+    def note_kl_sums(self, job: str, step: int, sums: Sequence[float]) -> None:
+        """Replace what has been noted after a step by sums over all replicas, ordered as in `kl_sums`."""
+        for purpose, total, count in zip(PURPOSES, sums[::2], sums[1::2], strict=True):
+            if count:
+                self._log_ratios[job, purpose, step] = [total / count]
 
     def _kl(self, job: str, purpose: str, step: int) -> float:
         """Return the KL term of a job's loss; its value does not depend on how samples were packed."""

@@ -170,6 +170,14 @@ class Agreed:
 
     # -- what a batch came to ----------------------------------------------------------------------------
 
+    def send_scores(self, job: str, step: int, sums: Sequence[float]) -> None:
+        sent = [ABANDONED] * len(sums) if self.shortage else sums
+        self._transport.scores.send_to_replicas((job, step), torch.tensor(sent, dtype=torch.float64))
+
+    def add_scores(self, job: str, step: int) -> Sequence[float] | None:
+        sums = self._transport.scores.sum((job, step), self._worker).tolist()
+        return None if ABANDONED in sums else sums
+
     def reduce(self, action: Reduce) -> None:
         is_first = action.payload == "gradient" or self._program.replicas == 1
         if self._shards is not None and is_first:

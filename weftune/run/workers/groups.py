@@ -156,8 +156,8 @@ def loopback_store() -> dist.TCPStore:
     )
 
 
-Purpose = Literal["activation", "gradient", "sums", "decision", "share", "command", "report"]
-HOST_PURPOSES: tuple[Purpose, ...] = ("sums", "decision", "command", "report")
+Purpose = Literal["activation", "gradient", "sums", "decision", "share", "scores", "command", "report"]
+HOST_PURPOSES: tuple[Purpose, ...] = ("sums", "decision", "scores", "command", "report")
 """Purposes whose messages stay in host memory."""
 
 
@@ -224,6 +224,8 @@ def _links_between_lists(position: WorkerPosition) -> Iterator[WorkerLink]:
         for receiver in range(sender % stages, lists, stages):
             if receiver != sender:
                 yield WorkerLink("share", sender, receiver)
+                if sender % stages == stages - 1:
+                    yield WorkerLink("scores", sender, receiver)
 
 
 def create_groups(position: WorkerPosition, device: torch.device) -> WorkerConnections:

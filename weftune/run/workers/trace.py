@@ -82,8 +82,8 @@ def _event_name(action: Action) -> str:
             return f"{type(action).__name__} {number}"
         case Send(number, _, what) | Recv(number, _, what):
             return f"{type(action).__name__} {what} {number}"
-        case Reduce(job, step, "gradient"):
-            return f"Reduce gradient {job} {step}"
+        case Reduce(job, step, "gradient" | "scores" | "kl" as what):
+            return f"Reduce {what} {job} {step}"
         case Reduce(job, step) | Step(job, step) | Save(job, step):
             return f"{type(action).__name__} {job} {step}"
     return type(action).__name__

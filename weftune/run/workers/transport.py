@@ -1,6 +1,6 @@
 """Messages between workers while a Program runs: hidden states and gradients of neighbours, moved while the
-device computes; the sums and decisions by which workers agree on Steps; and the gradients that replicas
-exchange. Receives are posted ahead in the order of the Program, which fixes their shapes.
+device computes; the sums and decisions by which workers agree on Steps; and the gradients and scores that
+replicas exchange. Receives are posted ahead in the order of the Program, which fixes their shapes.
 
 Shapes: T rows of a microbatch, D hidden width, N numbers of a replica's message: a stage's slice of the
 gradient, then loss, correct predictions and metrics.
@@ -9,13 +9,14 @@ gradient, then loss, correct predictions and metrics.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from weftune.objectives.spec import MAX_METRICS
-from weftune.plan.program.program import Program, Recv, Reduce, Send, Step
+from weftune.plan.program.program import Program, Recv, Reduce, Reduced, Send, Step
 from weftune.run.training.state import master_dtype
 from weftune.run.workers.groups import Purpose, WorkerConnections
 from weftune.run.workers.mailbox import DirectOutbox, Inbox, Outbox, PeerLane, outbox_for
@@ -27,6 +28,10 @@ SUMS_PER_MESSAGE = 2 + MAX_METRICS
 SUMS_VALUES = 2 + SUMS_PER_MESSAGE
 """Number of values in the sums of a batch: its index, the squared norm, then loss, correct predictions and
 metrics."""
+
+SCORE_VALUES = 4
+"""Number of values in a message with scores: sum and number of the mismatched samples of a batch, then of the
+held-out samples."""
 
 NOWHERE = slice(0, 0)
 StepKey = tuple[str, int]
@@ -64,12 +69,14 @@ class Transport:
         self._gradient_out = outbox("gradient", device, delay)
         self._sums_out = outbox("sums", cpu, 0.0)
         self._decisions_out = [outbox_for(lane, cpu) for lane in connections.outgoing("decision")]
-        self.exchange = Exchange(connections, master_dtype(dtype), device, delay)
+        self.exchange = Exchange(connections, "share", master_dtype(dtype), device, delay)
+        self.scores = Exchange(connections, "scores", torch.float64, cpu)
 
     def expect(self, program: Program, worker: int, sizes: Mapping[str, int]) -> None:
         """Post the receives of a worker's list ahead. `sizes` maps jobs to the parameters of their slice."""
         actions = program.devices[worker]
-        self.exchange.expect(program, sizes)
+        self.exchange.expect(program, lambda job: sizes[job] + SUMS_PER_MESSAGE)
+        self.scores.expect(program, lambda job: SCORE_VALUES)
         rows = [microbatch.rows for microbatch in program.microbatches]
         for inbox, what in ((self._activation_in, "activation"), (self._gradient_in, "gradient")):
             if inbox is not None:
@@ -127,7 +134,8 @@ class Transport:
 
     def _outboxes(self) -> list[Outbox | DirectOutbox]:
         outboxes = (self._activation_out, self._gradient_out, self._sums_out)
-        return [*(one for one in outboxes if one is not None), *self._decisions_out, *self.exchange.outboxes]
+        given = (one for one in outboxes if one is not None)
+        return [*given, *self._decisions_out, *self.exchange.outboxes, *self.scores.outboxes]
 
 
 def _single_lane(lanes: tuple[PeerLane, ...]) -> PeerLane | None:
@@ -138,21 +146,23 @@ def _single_lane(lanes: tuple[PeerLane, ...]) -> PeerLane | None:
 class _Replica:
     """The messages from one other replica's worker, in the order of that worker's list."""
 
-    def __init__(self, lane: PeerLane, shards: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.worker = lane.peer // shards
-        """Index of the worker's list of actions."""
+    def __init__(
+        self, lane: PeerLane, shards: int, payload: Reduced, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.worker, self._payload = lane.peer // shards, payload
+        """Index of the worker's list of actions, and the payload of the Reduces that send messages."""
         self._inbox = Inbox(lane, dtype, device)
         self._expected: deque[StepKey] = deque()
         self._received: dict[StepKey, Tensor] = {}
 
-    def expect(self, program: Program, sizes: Mapping[str, int]) -> None:
+    def expect(self, program: Program, size: Callable[[str], int]) -> None:
         expected = [
             one
             for one in program.devices[self.worker]
-            if isinstance(one, Reduce) and one.payload == "gradient"
+            if isinstance(one, Reduce) and one.payload == self._payload
         ]
         self._expected.extend((one.job, one.step) for one in expected)
-        self._inbox.expect((sizes[one.job] + SUMS_PER_MESSAGE,) for one in expected)
+        self._inbox.expect((size(one.job),) for one in expected)
 
     def has_message(self, key: StepKey) -> bool:
         return key in self._received or key in self._expected
@@ -165,24 +175,32 @@ class _Replica:
 
 
 class Exchange:
-    """Exchange of gradients with the workers that hold the same stage in other replicas, if there are any.
+    """Exchange of gradients, or of scores, with the workers that hold the same stage in other replicas.
 
     Every replica adds in the same order, so that all hold the same bits, and so do two runs. Sending never
     blocks: gradients are transferred while the workers continue to compute.
     """
 
     def __init__(
-        self, connections: WorkerConnections, dtype: torch.dtype, device: torch.device, delay: float
+        self,
+        connections: WorkerConnections,
+        purpose: Literal["share", "scores"],
+        dtype: torch.dtype,
+        device: torch.device,
+        delay: float = 0.0,
     ) -> None:
         shards = connections.position.shards
-        self._others = [_Replica(lane, shards, dtype, device) for lane in connections.incoming("share")]
-        self.outboxes = [outbox_for(lane, device, delay) for lane in connections.outgoing("share")]
+        payload: Reduced = "gradient" if purpose == "share" else "scores"
+        self._others = [
+            _Replica(lane, shards, payload, dtype, device) for lane in connections.incoming(purpose)
+        ]
+        self.outboxes = [outbox_for(lane, device, delay) for lane in connections.outgoing(purpose)]
         self._own: dict[StepKey, Tensor] = {}
 
-    def expect(self, program: Program, sizes: Mapping[str, int]) -> None:
-        """Post receives ahead. `sizes` maps each job to the parameters of its slice."""
+    def expect(self, program: Program, size: Callable[[str], int]) -> None:
+        """Post receives ahead. `size` returns the number of values in a message of a job."""
         for other in self._others:
-            other.expect(program, sizes)
+            other.expect(program, size)
 
     def send_to_replicas(self, key: StepKey, message_N: Tensor) -> None:
         """Send a message to all other replicas; `message_N` must not be changed afterwards."""
