@@ -285,7 +285,10 @@ def plot(rows: Sequence[Row], size: Size, path: Path) -> None:
     )
     series = [Series(name="streamed", points=points, pen=Pen("#3b7ddd"), dots=True)]
     figure = Figure(
-        x=x, y=value_axis("tokens per second", speeds, from_zero=True), series=series, reference_lines=levels
+        x=x,
+        y=value_axis("tokens per second", speeds, starts_at_zero=True),
+        series=series,
+        reference_lines=levels,
     )
     title = f"{size.name}, streamed from host memory: tokens per second by jobs"
     path.write_text(chart_page(title, figure), encoding="utf-8")

@@ -52,7 +52,7 @@ from weftune.bench.timing import Hardware, bench_hardware, reset_memory
 from weftune.core.clock import Phase
 from weftune.data.samples import SampleOrder
 from weftune.jobs.spec.read import read_run
-from weftune.jobs.spec.spec import JobSpec, RunSpec, in_steps
+from weftune.jobs.spec.spec import JobSpec, RunSpec, to_steps
 from weftune.jobs.sweeps.record import SweepRecord, TrialRecord, read_record
 from weftune.run.training.schedule import Recipe, learning_rate
 
@@ -156,7 +156,7 @@ def sample_lengths(case: Case) -> list[int]:
 def peft_task(work: Work, name: str, processes: int) -> SweepTask:
     job, case = work.job, work.case
     order = SampleOrder(SAMPLES, case.batch_size, job.seed)
-    recipe = Recipe(case.steps, 1.0, job.schedule, in_steps(job.warmup, case.steps))
+    recipe = Recipe(case.steps, 1.0, job.schedule, to_steps(job.warmup, case.steps))
     steps = range(1, case.steps + 1)
     assert job.clip is not None
     return SweepTask(

@@ -333,7 +333,7 @@ class PeftProcess:
         for step, loss in enumerate(values, start=held.step - len(values) + 1):
             if not math.isfinite(loss):
                 return TrialEnd.FAILED, step
-            held.trend.add(step, loss)
+            held.trend.add_loss(step, loss)
             if held.trend.leave_reason() is not None:
                 return TrialEnd.LEFT, step
         return None

@@ -28,7 +28,7 @@ from weftune.cli.plan_jobs import read_case
 from weftune.cli.plan_json import plan_numbers
 from weftune.cli.plan_predict import predict
 from weftune.jobs.spec.read import read_run
-from weftune.jobs.store.scheduler import admit
+from weftune.jobs.store.scheduler import admit_jobs
 from weftune.jobs.store.status import PROMISE
 from weftune.plan.cost import cluster
 from weftune.plan.cost.memory import SLACK_BYTES
@@ -179,12 +179,12 @@ def asked_alone(case: Case, file) -> dict[str, Any]:
     )
     shapes = [job.shape for job in ready.values()]
     choice = choose_layout(shape, shapes, describe_machine(options, run.base, CPU, shape))
-    admitted = admit(shapes, [], choice.memory.misfit_reason).admitted
+    admitted = admit_jobs(shapes, [], choice.memory.misfit_reason).admitted_names
     by_name = {one.name: one for one in shapes}
     window = first_window(
         choice,
         [by_name[name] for name in admitted],
-        lambda name, rounds: ready[name].job_window(0, rounds, begins=True),
+        lambda name, rounds: ready[name].job_window(0, rounds, is_first_window=True),
     )
     return json.loads(json.dumps(window.numbers))
 

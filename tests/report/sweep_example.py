@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from tests.report.example import START, Folder, Job, write_job_file, write_lines
-from weftune.jobs.sweeps.halving import Decision, quota
+from weftune.jobs.sweeps.halving import Decision, kept_trial_count
 from weftune.jobs.sweeps.record import BEST, SampleCount, SweepRecord, TrialRecord, number_text, write_record
 
 STEPS, RUNGS, SHARE = 200, (20, 60), 0.33
@@ -70,7 +70,7 @@ def sweep_record(
             at = {**trials[one].at_rungs, str(step): value}
             trials[one] = replace(trials[one], at_rungs=at, score=value, state="running")
         order = sorted(here, key=lambda one: by_name[one].loss(step))
-        kept = order[: quota(SHARE, len(began))]
+        kept = order[: kept_trial_count(SHARE, len(began))]
         decision = Decision(number, number, step, tuple(kept), tuple(order[len(kept) :]), len(began))
         decisions.append(replace(decision, generation=0))
         for one in decision.left:

@@ -17,8 +17,8 @@ from weftune.report.effort import (
     peak_error,
     prediction_errors,
     seconds_error,
-    wall_bar,
-    wall_sentence,
+    wall_time_bar,
+    wall_time_sentence,
     window_rows,
 )
 from weftune.report.page import write_report
@@ -43,7 +43,10 @@ RUN = (
 
 
 def test_only_windows_that_changed_and_compiled_nothing_are_counted() -> None:
-    changed, unsettled = prediction_errors(RUN, compiled=False), prediction_errors(RUN, compiled=True)
+    changed, unsettled = (
+        prediction_errors(RUN, with_compilation=False),
+        prediction_errors(RUN, with_compilation=True),
+    )
     assert changed.windows == 2
     assert changed.seconds == pytest.approx((0.1 + 0.3) / 2)
     assert changed.peak == pytest.approx(0.1)
@@ -75,7 +78,7 @@ def test_the_first_window_is_told_by_what_it_was_predicted_from() -> None:
 def test_a_run_without_windows_or_predictions_says_nothing() -> None:
     assert error_sentences(()) == []
     assert error_sentences([window(None, 1.0)]) == []
-    assert prediction_errors((), compiled=False).seconds is None
+    assert prediction_errors((), with_compilation=False).seconds is None
 
 
 def test_below_zero_is_too_little() -> None:
@@ -100,10 +103,10 @@ def wall(started=1000.0, **seconds):
 
 def test_the_sentence_tells_phases_in_their_order_and_leaves_out_those_that_took_nothing():
     found = wall(training=40.0, imports=6.04, trying=1.25, checking=0.5, other=2.0, saving=0.04)
-    assert wall_sentence(found) == (
+    assert wall_time_sentence(found) == (
         "Wall time 49.8 s: imports 6.0, checking the base 0.5, trying kernels 1.2, training 40.0, other 2.0"
     )
-    assert wall_sentence(wall(other=0.01)) == "Wall time 0.0 s"
+    assert wall_time_sentence(wall(other=0.01)) == "Wall time 0.0 s"
 
 
 def test_a_run_is_kept_once_beside_those_before_it(tmp_path):
@@ -141,8 +144,8 @@ def test_the_page_shows_each_run_as_a_stacked_bar_whose_parts_fill_it(tmp_path):
     assert "width: 75.00%" in page
     assert "training <b>3.0 s</b>" in page
     for bar in (
-        wall_bar(wall(training=3.0, report=1.0)),
-        wall_bar(wall(imports=2.0, training=9.5, other=1.0)),
+        wall_time_bar(wall(training=3.0, report=1.0)),
+        wall_time_bar(wall(imports=2.0, training=9.5, other=1.0)),
     ):
         assert sum(percent for *_, percent, _ in bar.parts) == pytest.approx(100)
         assert len({part[-1] for part in bar.parts}) == len(bar.parts)

@@ -19,8 +19,8 @@ from weftune.report.svg import (
     figure_html,
     linear_axis,
     log_axis,
-    smooth,
-    thin,
+    smooth_points,
+    thin_points,
     value_axis,
 )
 
@@ -72,7 +72,7 @@ def test_an_axis_is_logarithmic_where_one_outlier_would_flatten_the_rest(
 ) -> None:
     axis = value_axis("loss", values)
     assert axis.log is is_log
-    assert axis.low <= min(values) <= max(values) <= axis.high
+    assert axis.min_value <= min(values) <= max(values) <= axis.max_value
     places = sorted(axis.position(value) for value in values)
     if is_log:
         assert places[-2] - places[0] > 0.03, "the others can be told apart"
@@ -83,7 +83,7 @@ def test_an_axis_is_logarithmic_where_one_outlier_would_flatten_the_rest(
 )
 def test_an_axis_has_a_few_round_ticks_within_its_range(axis) -> None:
     assert 2 <= len(axis.ticks) <= 9
-    assert all(axis.low <= value <= axis.high for value, _ in axis.ticks)
+    assert all(axis.min_value <= value <= axis.max_value for value, _ in axis.ticks)
 
 
 def test_steps_have_whole_ticks() -> None:
@@ -92,13 +92,13 @@ def test_steps_have_whole_ticks() -> None:
 
 def test_an_axis_of_equal_values_has_room_around_them() -> None:
     axis = value_axis("loss", [2.0, 2.0])
-    assert axis.low < 2.0 < axis.high
+    assert axis.min_value < 2.0 < axis.max_value
 
 
 def test_parallel_coordinates_are_drawn_upright_for_wide_and_lying_for_narrow_screens() -> None:
     axes = [
-        Axis(label="rank", low=0, high=1, ticks=((0.0, "8"), (1.0, "64"))),
-        Axis(label="loss", low=0, high=1, ticks=((0.0, "1.2"),)),
+        Axis(label="rank", min_value=0, max_value=1, ticks=((0.0, "8"), (1.0, "64"))),
+        Axis(label="loss", min_value=0, max_value=1, ticks=((0.0, "1.2"),)),
     ]
     line = Series(name="a", points=[Point(0, 1.0), Point(1, 0.0)], pen=PEN, tooltips=["rank 64", "loss 1.2"])
     upright, lying = str(figure_html(Parallel(axes, [line]))).split('<div class="plot parallel lying"')
@@ -109,7 +109,7 @@ def test_parallel_coordinates_are_drawn_upright_for_wide_and_lying_for_narrow_sc
 
 def test_smoothing_leaves_a_constant_and_its_gaps_alone() -> None:
     points = [Point(x, None if x == 5 else 2.0) for x in range(20)]
-    smoothed = smooth(points)
+    smoothed = smooth_points(points)
     assert [point.y is None for point in smoothed] == [x == 5 for x in range(20)]
     assert all(point.y == pytest.approx(2.0) for point in smoothed if point.y is not None)
 
@@ -117,18 +117,20 @@ def test_smoothing_leaves_a_constant_and_its_gaps_alone() -> None:
 def test_smoothing_takes_away_noise_and_does_not_lag() -> None:
     noise = random.Random(1)
     points = [Point(x, 10 - x / 100 + noise.gauss(0, 1)) for x in range(1000)]
-    errors = [point.y - (10 - point.x / 100) for point in smooth(points)[100:900] if point.y is not None]
+    errors = [
+        point.y - (10 - point.x / 100) for point in smooth_points(points)[100:900] if point.y is not None
+    ]
     assert max(abs(error) for error in errors) < 0.6
     assert abs(sum(errors) / len(errors)) < 0.05
 
 
 def test_a_curve_of_nothing_but_gaps_stays_one() -> None:
-    assert [point.y for point in smooth([Point(1, None), Point(2, None)])] == [None, None]
+    assert [point.y for point in smooth_points([Point(1, None), Point(2, None)])] == [None, None]
 
 
 def test_thinning_keeps_the_ends_the_order_and_every_spike() -> None:
     points = [Point(x, 100.0 if x == 4321 else 1.0) for x in range(10_000)]
-    thinned = thin(points, limit=200)
+    thinned = thin_points(points, limit=200)
     assert len(thinned) <= 202
     assert (thinned[0], thinned[-1]) == (points[0], points[-1])
     assert Point(4321, 100.0) in thinned
@@ -137,4 +139,4 @@ def test_thinning_keeps_the_ends_the_order_and_every_spike() -> None:
 
 def test_a_short_curve_is_not_thinned() -> None:
     points = tuple(Point(x, 1.0) for x in range(100))
-    assert thin(points) == points
+    assert thin_points(points) == points

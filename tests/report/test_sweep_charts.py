@@ -61,7 +61,7 @@ def test_a_rung_is_compared_within_itself() -> None:
 def test_the_base_is_a_level_within_the_axis() -> None:
     figure = charts(sweep_record(), base_loss=9.0)["learning_rate"]
     assert [level.value for level in figure.reference_lines] == [9.0]
-    assert figure.y.low < 9.0 < figure.y.high
+    assert figure.y.min_value < 9.0 < figure.y.max_value
     assert charts(sweep_record())["learning_rate"].reference_lines == []
 
 
@@ -122,7 +122,9 @@ def test_losses_that_fall_far_from_rung_to_rung_are_all_drawn_on_a_logarithmic_a
     chart = charts(replace(record, trials=tuple(trials)))["learning_rate"]
     axis = chart.y
     assert axis.log
-    assert all(axis.low < (point.y or 0) < axis.high for one in chart.series for point in one.points)
+    assert all(
+        axis.min_value < (point.y or 0) < axis.max_value for one in chart.series for point in one.points
+    )
     assert [text for _, text in axis.ticks] == ["0.2", "0.5", "1", "2"]
 
 
@@ -132,7 +134,7 @@ def test_one_exploded_value_does_not_flatten_the_others() -> None:
     exploded = replace(first, at_rungs={"20": 4e6}, score=4e6, state="left", left_at=20)
     changed = replace(record, trials=(exploded, *record.trials[1:]))
     figure = charts(changed)["learning_rate"]
-    assert figure.y.high < 10
+    assert figure.y.max_value < 10
     ((value, tip),) = [
         (point.y, tip)
         for one in figure.series

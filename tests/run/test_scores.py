@@ -62,7 +62,7 @@ def attach(executor, jobs):
 def score_all(executor, jobs, layout=None, capacity=60, others=()):
     """Score all samples of the jobs in one window; return each job's numbers."""
     windows = [job.score_window(0, np.arange(sum(map(len, job.data.parts)))) for job in jobs]
-    windows += [job.job_window(0, 2, begins=False) for job in others]
+    windows += [job.job_window(0, 2, is_first_window=False) for job in others]
     events = run(executor, plan_window(windows, layout or one_device_layout(), capacity), [*jobs, *others])
     numbers = {job.name: {} for job in jobs}
     for event in events:
@@ -83,7 +83,7 @@ def as_worker(connections, cuts):
     attach(executor, jobs)
     windows = [job.score_window(0, np.arange(12)) for job in jobs[:2]]
     rules = PipelineRules(40, (PACE,) * position.stages, replicas=position.replicas)
-    program = plan_pipeline([*windows, jobs[2].job_window(0, 2, begins=False)], rules)
+    program = plan_pipeline([*windows, jobs[2].job_window(0, 2, is_first_window=False)], rules)
     by_name = {job.name: job for job in jobs}
     laid = {
         action.microbatch: collate_plan(plan, type(action), by_name)

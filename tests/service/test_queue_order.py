@@ -36,14 +36,14 @@ def test_the_http_process_ranks_jobs_by_the_facts_that_training_records(serving)
     assert facts["batch_tokens"] >= serving.row(first).status.trained_tokens / serving.step(first)
     rows = serving.training.unfinished_jobs()
     ranking = rank_queue(serving.settings, serving.training, rows)
-    assert names_in_order(ranking.attached) == [first]
-    assert ranking.held.keys() == {second}, "it waits for its tenant's quota, as training says"
-    assert ranking.held[second] == serving.row(second).status.reason
+    assert names_in_order(ranking.attached_jobs) == [first]
+    assert ranking.hold_reasons.keys() == {second}, "it waits for its tenant's quota, as training says"
+    assert ranking.hold_reasons[second] == serving.row(second).status.reason
     # A new job of another tenant waits for nobody; one of the same tenant is held back like the second.
     expected = {"umbrella": (["new"], {second}), "acme": ([], {second, "new"})}
     for tenant, (waiting, held) in expected.items():
         found = rank_queue(serving.settings, serving.training, rows, new_of(serving, tenant))
-        assert (names_in_order(found.waiting), found.held.keys()) == (waiting, held)
+        assert (names_in_order(found.waiting_jobs), found.hold_reasons.keys()) == (waiting, held)
 
 
 def new_of(serving, tenant) -> QueuedJob:

@@ -39,11 +39,11 @@ def list_jobs(run: RunOption = None, url: UrlOption = None, key: KeyOption = Non
         return
     from rich.console import Console
 
-    from weftune.report.ending import state_table
+    from weftune.report.ending import job_state_table
     from weftune.report.read import read_run
     from weftune.report.terminal import safe_output
 
-    Console(file=safe_output()).print(state_table(read_run(run).jobs), crop=False)
+    Console(file=safe_output()).print(job_state_table(read_run(run).jobs), crop=False)
 
 
 @app.command()
@@ -156,7 +156,7 @@ def download(
 
 
 def _request_for_job(run: Path, job: str, verb: str, value: int = 0) -> None:
-    from weftune.jobs.spec.keys import nearest
+    from weftune.jobs.spec.keys import nearest_word
     from weftune.jobs.store.inbox import FileRequest, folder_of_job, is_active, status_of_run
 
     _refuse_inactive(run)
@@ -164,7 +164,7 @@ def _request_for_job(run: Path, job: str, verb: str, value: int = 0) -> None:
     status = status_of_run(folder)
     # Before its first window, a run may not have written the status yet.
     if status.jobs and job not in status.jobs:
-        near = nearest(job, status_of_run(run).jobs)
+        near = nearest_word(job, status_of_run(run).jobs)
         hint = f"did you mean {near}?" if near else f"see weftune jobs list --run {run}"
         raise SpecError(f"there is no job {job} in {run}; {hint}")
     if folder != run and not is_active(folder):

@@ -29,7 +29,7 @@ from weftune.jobs.courses import (
     truncate_data,
 )
 from weftune.jobs.spec.checks import check_on_base
-from weftune.jobs.spec.spec import JobSpec, RunSpec, in_steps
+from weftune.jobs.spec.spec import JobSpec, RunSpec, to_steps
 from weftune.plan.cost.cluster import Cluster
 from weftune.plan.cost.estimate import JobOutline, Speed, data_sheet_speed
 from weftune.plan.cost.memory import MemoryModel
@@ -150,7 +150,7 @@ def outline_jobs(
                     if job.adapter.adapts(site)
                 },
                 batches=tuple(
-                    tuple(samples.train.lengths[planned.order.batch(step)].tolist())
+                    tuple(samples.train.lengths[planned.sample_order.batch(step)].tolist())
                     for step in range(1, min(rounds, planned.steps) + 1)
                 ),
             )
@@ -183,7 +183,7 @@ def _job_total(
     held_out = 0 if samples.evaluation is None else _tokens(samples.evaluation.parts)
     evaluations = 0
     if job.eval is not None:
-        every = steps if job.eval.every is None else max(1, in_steps(job.eval.every, steps))
+        every = steps if job.eval.every is None else max(1, to_steps(job.eval.every, steps))
         # At the start, at the interval of the job, and at the end.
         evaluations = len(range(0, steps, every)) + 1
     scored = 0.0

@@ -38,7 +38,7 @@ def plan_numbers(plan: Plan) -> dict[str, Any]:
         "capacity": plan.forecast.capacity,
         "forecast": _forecast_numbers(plan.forecast),
         "alternatives": [_forecast_numbers(one) for one in outlook.alternatives],
-        "waiting": dict(plan.admission.waiting),
+        "waiting": dict(plan.admission.wait_reasons),
         "too_large": dict(plan.admission.too_large),
         "ablations": [
             {

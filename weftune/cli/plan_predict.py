@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from weftune.cli.plan_jobs import PlanCase
 from weftune.core.shapes import JobShape
 from weftune.errors import Mistake, PlanError
-from weftune.jobs.store.scheduler import Admission, admit
+from weftune.jobs.store.scheduler import Admission, admit_jobs
 from weftune.plan.cost import profile_cost
 from weftune.plan.cost.cluster import first_gpu_name
 from weftune.plan.cost.memory import format_bytes
@@ -99,7 +99,7 @@ def predict(case: PlanCase, *, with_sentences: bool = False, with_ablations: boo
         outlook = stream_outlook(choice)
         window = first_window(choice, _shapes(case, admission), case.job_window)
         seconds = outlook.forecast.seconds
-        ends = job_ends(totals, admission.admitted, admission.waiting, lambda _: seconds)
+        ends = job_ends(totals, admission.admitted_names, admission.wait_reasons, lambda _: seconds)
         run = WholeRun(ends, choice.peak_device_bytes, outlook.case.device.budget_bytes)
         sentences = explain_streams(outlook, source) if with_sentences else []
         ablations = ablate_streams(outlook) if with_ablations else ()
@@ -107,7 +107,7 @@ def predict(case: PlanCase, *, with_sentences: bool = False, with_ablations: boo
         outlook = _predict_outlook(case, choice, admission) if shares is None else shares.parts[0]
         window = outlook.window
         if shares is None:
-            run = _whole_run(case, [outlook], [admission.waiting])
+            run = _whole_run(case, [outlook], [admission.wait_reasons])
         else:
             pairs = zip(shares.shares, shares.parts, strict=True)
             later = [[name for name in one.jobs if name not in part.window.shapes] for one, part in pairs]
@@ -131,8 +131,8 @@ def predict(case: PlanCase, *, with_sentences: bool = False, with_ablations: boo
 
 def _admit_jobs(jobs: Sequence[JobShape], choice: LayoutChoice) -> Admission:
     """Return the jobs admitted first, by the rule of the scheduler; raise PlanError if none can be."""
-    found = admit(jobs, [], choice.memory.misfit_reason)
-    if not found.admitted:
+    found = admit_jobs(jobs, [], choice.memory.misfit_reason)
+    if not found.admitted_names:
         raise PlanError(
             Mistake(f"job {name}", f"even alone it {why}") for name, why in found.too_large.items()
         )
@@ -142,7 +142,7 @@ def _admit_jobs(jobs: Sequence[JobShape], choice: LayoutChoice) -> Admission:
 def _shapes(case: PlanCase, admission: Admission) -> list[JobShape]:
     """Return the shapes of the admitted jobs, in the order of admission."""
     by_name = {job.name: job for job in case.shapes}
-    return [by_name[name] for name in admission.admitted]
+    return [by_name[name] for name in admission.admitted_names]
 
 
 def _predict_outlook(case: PlanCase, choice: LayoutChoice, admission: Admission) -> Prediction:
@@ -184,7 +184,7 @@ def _ablations(case: PlanCase, admission: Admission) -> tuple[Ablation, ...]:
     from weftune.plan.studies.placement import cluster_case
     from weftune.plan.studies.search import outlook
 
-    jobs = [one.job for one in case.jobs if one.name in admission.admitted]
+    jobs = [one.job for one in case.jobs if one.name in admission.admitted_names]
     try:
         return ablate(outlook(cluster_case(case.shape, case.cluster, case.speeds), jobs))
     except PlanError:

@@ -185,11 +185,11 @@ def _show_waiting(console: Console, plan: Plan) -> None:
     """Print the jobs that are not admitted."""
     sweeps, admission = plan.case.sweeps, plan.admission
     trials = {name: one.name for one in sweeps for name in one.known_trials}
-    for name, reason in admission.waiting.items():
+    for name, reason in admission.wait_reasons.items():
         if name not in trials:
             console.print(f"{name} waits: {reason}.", highlight=False, markup=False)
     for sweep in sweeps:
-        if waiting := [name for name in admission.waiting if trials.get(name) == sweep.name]:
+        if waiting := [name for name in admission.wait_reasons if trials.get(name) == sweep.name]:
             count = plural(len(waiting), "trial")
             console.print(f"{count} of {sweep.name} wait until seats become free.", markup=False)
     for name, reason in admission.too_large.items():

@@ -117,7 +117,7 @@ def collect_warnings(
     sweeps: Sequence[Sweep] = (),
 ) -> list[str]:
     """Return the warnings that `weftune train` will print."""
-    from weftune.jobs.spec.checks import data_warnings, merge_repeated, warnings
+    from weftune.jobs.spec.checks import data_warnings, merge_repeated_sentences, warnings
     from weftune.jobs.sweeps.read import sweep_warnings
 
     prepared = {name: shown.prepared for shown in sample_groups for name in shown.jobs}
@@ -127,7 +127,7 @@ def collect_warnings(
         steps[job.name] = job.total_steps(train.order(job.batch_size, job.seed).steps_per_epoch)
         sentences += [(job.name, one) for one in data_warnings(job, train.rows, steps[job.name], seen)]
     of_sweeps = sweep_warnings(sweeps, {job.name: job for job in jobs}, steps)
-    return [*warnings(jobs, shape), *merge_repeated(sentences), *of_sweeps]
+    return [*warnings(jobs, shape), *merge_repeated_sentences(sentences), *of_sweeps]
 
 
 def _show_trials(console: Console, run: RunSpec, sweeps: Sequence[Sweep]) -> None:

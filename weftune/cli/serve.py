@@ -161,7 +161,7 @@ def read_envelope(text: str) -> Envelope:
 
 def read_quotas(texts: Sequence[str]) -> Quotas:
     """Return the quotas, of which `KEY=VALUE` changes one; `none` disables it."""
-    from weftune.jobs.spec.keys import nearest
+    from weftune.jobs.spec.keys import nearest_word
     from weftune.service.settings import Quotas
 
     known = [item.name for item in fields(Quotas)]
@@ -169,7 +169,7 @@ def read_quotas(texts: Sequence[str]) -> Quotas:
     for text in texts:
         key, _, value = (part.strip() for part in text.partition("="))
         if key not in known:
-            near = nearest(key, known)
+            near = nearest_word(key, known)
             hint = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
             raise UserError(f"--quota {text}: {key} is not known; {hint}")
         if value == "none" and key in ("file_bytes", "file_rows"):

@@ -291,7 +291,7 @@ def _finish(console: Console, trainer: Trainer, results: Mapping[str, Result], c
     """Print all jobs and the wall time, and set the exit code; `codes` are the exit codes of shares."""
     from weftune.jobs.store.status import State
     from weftune.jobs.sweeps.record import records_in
-    from weftune.report.effort import wall_sentence
+    from weftune.report.effort import wall_time_sentence
     from weftune.report.ending import print_ending
     from weftune.report.read import read_run as read_records
 
@@ -299,7 +299,7 @@ def _finish(console: Console, trainer: Trainer, results: Mapping[str, Result], c
         print_ending(console, read_records(trainer.output))
     clock = current_clock()
     assert clock is not None, "the command started one"
-    console.print(wall_sentence(clock.read()), highlight=False, soft_wrap=True)
+    console.print(wall_time_sentence(clock.read()), highlight=False, soft_wrap=True)
     if early.USER_ERROR_CODE in codes:
         raise typer.Exit(early.USER_ERROR_CODE)
     if trainer.interrupted:

@@ -18,7 +18,7 @@ from weftune.core.shapes import JobShape, ModelShape, SiteShape, sum_parameters_
 from weftune.data.prepare import Prepared
 from weftune.data.samples import SampleOrder, Samples
 from weftune.data.spec import DataSpec
-from weftune.jobs.spec.spec import JobSpec, in_steps
+from weftune.jobs.spec.spec import JobSpec, to_steps
 from weftune.plan.program.program import GlobalBatch, PlacedSample, group_samples
 from weftune.plan.window.rounds import JobWindow
 
@@ -35,12 +35,14 @@ class Curriculum:
 
     job: str
     data: Prepared
-    order: SampleOrder
+    sample_order: SampleOrder
     steps: int
     evaluate_at: frozenset[int]
     save_at: frozenset[int]
 
-    def job_window(self, step: int, rounds: int, begins: bool, limit: int | None = None) -> JobWindow:
+    def job_window(
+        self, step: int, rounds: int, is_first_window: bool, limit: int | None = None
+    ) -> JobWindow:
         """Return the job's part of a window that starts after `step` and ends at step `limit` at the latest.
         If the job `begins`, it is first evaluated at its current step."""
         last = min(step + rounds, self.steps if limit is None else limit)
@@ -48,10 +50,10 @@ class Curriculum:
             job=self.job,
             step=step,
             batches=tuple(self._batch(number) for number in range(step + 1, last + 1)),
-            evaluation=self._held_out(),
-            evaluation_steps=self.evaluate_at | {step} if begins else self.evaluate_at,
+            evaluation=self._held_out_samples(),
+            evaluation_steps=self.evaluate_at | {step} if is_first_window else self.evaluate_at,
             save_steps=self.save_at,
-            begins_run=begins,
+            begins_run=is_first_window,
             mismatched=self._held_out_mismatched(),
         )
 
@@ -63,7 +65,7 @@ class Curriculum:
         )
 
     def _batch(self, step: int) -> GlobalBatch:
-        placed = _place_rows(self.data.train, self.order.batch(step))
+        placed = _place_rows(self.data.train, self.sample_order.batch(step))
         supervised, before = (
             sum(one.supervised_tokens for one in placed),
             len(placed) * self.data.train.before,
@@ -74,7 +76,7 @@ class Curriculum:
         """Return the mismatched samples of a global batch; indices count the samples of all parts."""
         if (train := self.data.train).mismatched is None:
             return ()
-        return _place_samples(train.parts, len(train) + self.order.batch(step))
+        return _place_samples(train.parts, len(train) + self.sample_order.batch(step))
 
     def _held_out_mismatched(self) -> tuple[PlacedSample, ...]:
         if (held_out := self.data.evaluation) is None or held_out.mismatched is None:
@@ -82,7 +84,7 @@ class Curriculum:
         parts = self.data.parts
         return _place_samples(parts, sum(map(len, parts[:-1])) + np.arange(len(held_out)))
 
-    def _held_out(self) -> tuple[PlacedSample, ...]:
+    def _held_out_samples(self) -> tuple[PlacedSample, ...]:
         held_out = self.data.evaluation
         return () if held_out is None else _place_rows(held_out, np.arange(len(held_out)))
 
@@ -95,23 +97,23 @@ def curriculum(spec: JobSpec, data: Prepared, max_steps: int | None = None) -> C
     return Curriculum(spec.name, data, order, steps, evaluations, _save_steps(spec, steps))
 
 
-def reference_data(spec: JobSpec, plain: Prepared, data: Prepared) -> Prepared | None:
+def reference_data(spec: JobSpec, unprefixed_data: Prepared, data: Prepared) -> Prepared | None:
     """Return the samples as the job's reference policy reads them, of samples without and with the rows that
     the adapter inserts. None if the objective needs no reference policy."""
     if not spec.objective.reference:
         return None
-    return plain if spec.adapter.init_from is None else data
+    return unprefixed_data if spec.adapter.init_from is None else data
 
 
-def adapt_to_objective(spec: JobSpec, prepared: Prepared, context: int) -> Prepared:
+def adapt_to_objective(spec: JobSpec, data: Prepared, context: int) -> Prepared:
     """Return the samples as the job's objective needs them: with supervised prompts, or with mismatched
     samples."""
     if spec.objective.prompts:
-        prepared = prepared.with_prompts()
+        data = data.with_prompts()
     if spec.objective.mismatched:
         max_tokens = truncate_data(spec, context).longest(context)
-        prepared = prepared.with_mismatched(spec.batch_size, spec.seed, max_tokens)
-    return prepared
+        data = data.with_mismatched(spec.batch_size, spec.seed, max_tokens)
+    return data
 
 
 def truncate_data(spec: JobSpec, context: int) -> DataSpec:
@@ -126,17 +128,19 @@ _ADAPTER_SIZES: deque[tuple[AdapterSpec, Sequence[SiteShape], JobShape]] = deque
 """Shapes of recent adapters: thousands of jobs may share a spec, and a base has hundreds of linears."""
 
 
-def job_shape(spec: JobSpec, order: int, data: Prepared, base: ModelShape, means: int = 0) -> JobShape:
+def job_shape(
+    spec: JobSpec, job_number: int, data: Prepared, base: ModelShape, mean_weight_count: int = 0
+) -> JobShape:
     """Return the shape of job number `order` in the jobs file, which keeps `means` means of weights."""
     return replace(
         adapter_sizes(spec.adapter, base),
         name=spec.name,
         priority=spec.priority,
-        file_position=order,
+        file_position=job_number,
         max_sample_tokens=max(part.longest for part in data.parts),
         batch_tokens=data.train.largest_batch(spec.batch_size),
         source_job=source_job(spec.adapter),
-        mean_vectors=means,
+        mean_vectors=mean_weight_count,
         answer_positions=_answer_positions(spec, data, base.context),
     )
 
@@ -205,8 +209,8 @@ def save_interval(spec: JobSpec, steps: int) -> int:
     """Return the steps between two checkpoints, the most that a kill may cost the job. A job without
     `save_every` may lose LEAST_SAVE_SECONDS of training if those are more steps."""
     if spec.save_every is None:
-        return max(in_steps(DEFAULT_SAVE_EVERY, steps), MIN_SAVE_STEPS)
-    return max(1, in_steps(spec.save_every, steps))
+        return max(to_steps(DEFAULT_SAVE_EVERY, steps), MIN_SAVE_STEPS)
+    return max(1, to_steps(spec.save_every, steps))
 
 
 def _save_steps(spec: JobSpec, steps: int) -> frozenset[int]:
@@ -229,4 +233,4 @@ def _evaluation_steps(interval: float | None, steps: int) -> frozenset[int]:
     is None, only the first and the last."""
     if interval is None:
         return frozenset({0, steps})
-    return frozenset({*range(0, steps, max(1, in_steps(interval, steps))), steps})
+    return frozenset({*range(0, steps, max(1, to_steps(interval, steps))), steps})

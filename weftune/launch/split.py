@@ -149,7 +149,7 @@ def _run_shares(
     store.write_status()
     create_shares(trainer.output, store.status, shares)
     ended, troubles = _supervise(members, trainer.output, trainer.view, store.resume_line())
-    store.gather()
+    store.merge_shares()
     reasons = {name: sentence for share, sentence in troubles.items() for name in shares[share].jobs}
     interrupted = any(one.code == INTERRUPTED for one in ended)
     for name in [job.name for job in prepared_jobs if store.job(job.name).state is State.QUEUED]:
@@ -212,7 +212,7 @@ def remaining_work(job: PreparedJob, progress: Progress) -> JobWork:
     steps = job.recipe.steps - progress.step
     count = min(SAMPLED_BATCHES, steps)
     spread = [progress.step + number * steps // count for number in range(count)]
-    windows = [job.job_window(step, 1, begins=False) for step in spread]
+    windows = [job.job_window(step, 1, is_first_window=False) for step in spread]
     return JobWork(
         shape=job.shape,
         steps=steps,

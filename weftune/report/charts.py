@@ -19,8 +19,8 @@ from weftune.report.svg import (
     ReferenceLine,
     Series,
     count_axis,
-    smooth,
-    thin,
+    smooth_points,
+    thin_points,
     value_axis,
 )
 from weftune.report.words import loss_text
@@ -89,20 +89,20 @@ def draw_charts(
     return tuple(chart for chart in charts if chart is not None)
 
 
-def _loss_chart(jobs: Sequence[JobRecord], dropped: Sequence[JobRecord]) -> Chart | None:
+def _loss_chart(jobs: Sequence[JobRecord], dropped_trials: Sequence[JobRecord]) -> Chart | None:
     def curve(job: JobRecord) -> list[Point]:
         return [Point(line.step, line.loss) for line in job.losses]
 
     curves = [curve(job) for job in jobs]
-    if not _has_line(curves):
+    if not _has_curve(curves):
         return None
-    grey = [_dropped_series(job, smooth(curve(job))) for job in dropped]
+    grey = [_dropped_series(job, smooth_points(curve(job))) for job in dropped_trials]
     faint = [
         replace(_job_series(jobs, index, points), opacity=0.25, ignores_pointer=True, dots=False)
         for index, points in enumerate(curves)
     ]
-    bold = [_job_series(jobs, index, smooth(points)) for index, points in enumerate(curves)]
-    words = f"Faint: the loss of each global batch. Bold: smoothed.{GREY_NOTE if dropped else ''}"
+    bold = [_job_series(jobs, index, smooth_points(points)) for index, points in enumerate(curves)]
+    words = f"Faint: the loss of each global batch. Bold: smoothed.{GREY_NOTE if dropped_trials else ''}"
     figure = Figure(
         x=_step_axis(curves),
         y=value_axis("loss", _axis_values(jobs, curves)),
@@ -112,7 +112,7 @@ def _loss_chart(jobs: Sequence[JobRecord], dropped: Sequence[JobRecord]) -> Char
 
 
 def _evaluation_chart(
-    jobs: Sequence[JobRecord], dropped: Sequence[JobRecord], *, accuracy: bool
+    jobs: Sequence[JobRecord], dropped_trials: Sequence[JobRecord], *, accuracy: bool
 ) -> Chart | None:
     """Draw validation losses, or token accuracies in percent, with that of the base as a dashed line."""
 
@@ -122,11 +122,11 @@ def _evaluation_chart(
         ]
 
     curves = [curve(job) for job in jobs]
-    if not _has_line(curves):
+    if not _has_curve(curves):
         return None
     bases = [(job, _percent(base_accuracy(job)) if accuracy else base_validation(job)) for job in jobs]
     levels = _base_levels(bases, digits=1 if accuracy else 3)
-    grey = [_dropped_series(job, curve(job)) for job in dropped if job.evaluations]
+    grey = [_dropped_series(job, curve(job)) for job in dropped_trials if job.evaluations]
     own = [replace(_job_series(jobs, index, one), dots=True) for index, one in enumerate(curves) if one]
     values = _finite_values(curves) if accuracy else _axis_values(jobs, curves)
     figure = Figure(
@@ -140,7 +140,7 @@ def _evaluation_chart(
         words = "Validation tokens that the model itself would have chosen."
         return Chart(name="accuracy", title="Token accuracy", words=words, figure=figure)
     words = "Dashed: the base without an adapter." if levels else ""
-    words = f"{words}{GREY_NOTE if dropped else ''}".strip()
+    words = f"{words}{GREY_NOTE if dropped_trials else ''}".strip()
     return Chart(name="validation", title="Validation loss", words=words, figure=figure)
 
 
@@ -171,12 +171,14 @@ def _throughput_chart(windows: Sequence[WindowLine]) -> Chart | None:
     if len(points) < _MIN_WINDOWS:
         return None
     series = [
-        Series(name="each window", points=thin(points), pen=_MEASURED, opacity=0.25, ignores_pointer=True),
-        Series(name="tokens per second", points=thin(smooth(points)), pen=_MEASURED),
+        Series(
+            name="each window", points=thin_points(points), pen=_MEASURED, opacity=0.25, ignores_pointer=True
+        ),
+        Series(name="tokens per second", points=thin_points(smooth_points(points)), pen=_MEASURED),
     ]
     figure = Figure(
         x=value_axis("minutes of work", [0.0, points[-1].x], margin=0.0),
-        y=value_axis("tokens per second", _finite_values([points]), from_zero=True),
+        y=value_axis("tokens per second", _finite_values([points]), starts_at_zero=True),
         series=series,
     )
     words = "Tokens of all jobs together, window by window."
@@ -197,16 +199,16 @@ def _predicted_chart(
         for promise, fact in zip(predicted, measured, strict=True)
         if promise is not None and fact
     ]
-    series = [Series(name="measured", points=thin(happened), pen=_MEASURED)]
+    series = [Series(name="measured", points=thin_points(happened), pen=_MEASURED)]
     words = "Nothing was predicted for this run."
     if errors:
-        series.append(Series(name="predicted", points=thin(promised), pen=_PREDICTED))
+        series.append(Series(name="predicted", points=thin_points(promised), pen=_PREDICTED))
         words = "Dashed: as predicted just before the window ran."
         if len(errors) >= MIN_WINDOWS and median(errors) <= MAX_ERROR:
             words += f" Half of the windows were within {max(1.0, 100 * median(errors)):.0f} % of it."
     figure = Figure(
         x=count_axis("window", 1, len(measured)),
-        y=value_axis(unit, _finite_values([happened, promised]), from_zero=True),
+        y=value_axis(unit, _finite_values([happened, promised]), starts_at_zero=True),
         series=series,
         legend=True,
         unit=f" {unit}",
@@ -227,7 +229,7 @@ def _dropped_series(job: JobRecord, points: Sequence[Point]) -> Series:
 def _thin_series(series: Sequence[Series]) -> list[Series]:
     """Thin the curves so that the page opens quickly; all curves share the limit on points."""
     limit = max(40, MAX_POINTS // max(1, len(series)))
-    return [replace(one, points=thin(one.points, min(800, limit))) for one in series]
+    return [replace(one, points=thin_points(one.points, min(800, limit))) for one in series]
 
 
 def _step_axis(curves: Sequence[Sequence[Point]]) -> Axis:
@@ -238,7 +240,7 @@ def _finite_values(curves: Sequence[Sequence[Point]]) -> list[float]:
     return [point.y for curve in curves for point in curve if point.y is not None]
 
 
-def _has_line(curves: Sequence[Sequence[Point]]) -> bool:
+def _has_curve(curves: Sequence[Sequence[Point]]) -> bool:
     """Return whether a curve has two points or more; a single point is in the table already."""
     return any(len(_finite_values([curve])) > 1 for curve in curves)
 

@@ -174,10 +174,10 @@ _MAX_GROUPS = 4
 class RunVerdict:
     """One sentence about jobs that can be compared, in the parts that the page formats differently."""
 
-    lead: str
+    introduction: str
     change: str = ""
     """Difference of the loss from the base."""
-    tone: str = ""
+    colour_class: str = ""
     """`good` or `worse` for the change; `bad` if there is no result."""
     losses: str = ""
     basis: str = ""
@@ -194,7 +194,7 @@ def verdicts(run: Run) -> tuple[RunVerdict, ...]:
     for rivals in groups[:_MAX_GROUPS]:
         lead = _comparison_lead(rivals[0], len(rivals)) if len(rivals) > 1 else _single_job_lead(rivals[0])
         rows_name = validation_rows(rivals[0]) if len(groups) > 1 else ""
-        found.append(_job_verdict(rivals[0], lead, rivals=len(rivals), rows_name=rows_name))
+        found.append(_job_verdict(rivals[0], lead, rival_count=len(rivals), rows_name=rows_name))
     return tuple(found) or (_no_verdict(run),)
 
 
@@ -206,7 +206,7 @@ def _sweep_verdict(run: Run, record: SweepRecord) -> RunVerdict | None:
     best_of = "is the best of" if has_enough_rows(job) and not is_worse_than_base(job) else "leads"
     so_far = "" if record.best else " so far"
     lead = f"{job.name} {best_of} {plural(len(record.trials), 'trial')}{so_far}."
-    return _job_verdict(job, lead, rivals=len(record.trials), rows_name="")
+    return _job_verdict(job, lead, rival_count=len(record.trials), rows_name="")
 
 
 def _comparison_lead(job: JobRecord, count: int) -> str:
@@ -227,7 +227,7 @@ def _single_job_lead(job: JobRecord) -> str:
     return f"{job.name} {'is better' if has_enough_rows(job) else 'has a lower loss'} than the base."
 
 
-def _job_verdict(job: JobRecord, lead: str, rivals: int, rows_name: str) -> RunVerdict:
+def _job_verdict(job: JobRecord, lead: str, rival_count: int, rows_name: str) -> RunVerdict:
     base, kept = base_validation(job), kept_validation(job)
     assert kept is not None
     change = tone = ""
@@ -238,13 +238,13 @@ def _job_verdict(job: JobRecord, lead: str, rivals: int, rows_name: str) -> RunV
         change = f"{100 * abs(share):.1f} % {direction} the base" if share else "as the base"
         tone = "worse" if share > 0 else "good" if share < 0 else ""
         losses += f", base {loss_text(base)}"
-    what = "which adapter is better" if rivals > 1 else "whether the adapter is better"
+    what = "which adapter is better" if rival_count > 1 else "whether the adapter is better"
     least = f"at least {MIN_ROWS} held-out rows and {MIN_TOKENS} tokens"
     basis = basis_text(job)
     return RunVerdict(
-        lead=lead,
+        introduction=lead,
         change=change,
-        tone=tone,
+        colour_class=tone,
         losses=losses,
         basis=f"{basis} of {rows_name}" if rows_name and basis else basis,
         caution="" if has_enough_rows(job) else f"Too few to tell {what}: that takes {least}.",
@@ -265,14 +265,16 @@ def _no_verdict(run: Run) -> RunVerdict:
     if jobs and all(job.state in ENDED_BADLY for job in jobs):
         states = " or ".join(sorted({job.state for job in jobs}))
         every = f"all {len(jobs)} jobs {states}" if len(jobs) > 1 else f"the job {states}"
-        return RunVerdict(lead=f"No adapter was trained: {every}.", tone="bad")
+        return RunVerdict(introduction=f"No adapter was trained: {every}.", colour_class="bad")
     based = next((job for job in jobs if base_validation(job) is not None), None)
     if based is not None:
         losses = f"validation loss of the base {loss_text(base_validation(based))}"
-        return RunVerdict(lead="No adapter has been evaluated yet.", losses=losses, basis=basis_text(based))
+        return RunVerdict(
+            introduction="No adapter has been evaluated yet.", losses=losses, basis=basis_text(based)
+        )
     if any(job.state == "succeeded" for job in jobs):
         caution = "Give the jobs `eval: {fraction: 0.1}` to see how they do against the base."
         return RunVerdict(
-            lead="No job has held-out rows, so no adapter can be called better.", caution=caution
+            introduction="No job has held-out rows, so no adapter can be called better.", caution=caution
         )
-    return RunVerdict(lead="No adapter has been evaluated yet.")
+    return RunVerdict(introduction="No adapter has been evaluated yet.")

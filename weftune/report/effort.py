@@ -30,9 +30,11 @@ class Errors:
     peak: float | None
 
 
-def prediction_errors(windows: Sequence[WindowLine], *, compiled: bool) -> Errors:
+def prediction_errors(windows: Sequence[WindowLine], *, with_compilation: bool) -> Errors:
     """Return the errors of changed windows: those that compiled or captured something, or the others."""
-    counted = [window for window in windows if window.changed and bool(window.compiled_passes) == compiled]
+    counted = [
+        window for window in windows if window.changed and bool(window.compiled_passes) == with_compilation
+    ]
     seconds = [abs(off) for window in counted if (off := seconds_error(window)) is not None]
     peaks = [abs(off) for window in counted if (off := peak_error(window)) is not None]
     return Errors(
@@ -73,7 +75,7 @@ def window_rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
 def headline(windows: Sequence[WindowLine]) -> str | None:
     """Return one line about the errors; None if too few windows were predicted, or they were predicted badly,
     which also happens on a busy machine."""
-    found = prediction_errors(windows, compiled=False)
+    found = prediction_errors(windows, with_compilation=False)
     if found.windows < MIN_WINDOWS or found.seconds is None or found.seconds > MAX_ERROR:
         return None
     memory = "" if found.peak is None else f", peak memory by {found.peak:.1%}"
@@ -83,7 +85,10 @@ def headline(windows: Sequence[WindowLine]) -> str | None:
 
 def error_sentences(windows: Sequence[WindowLine]) -> list[str]:
     """Return sentences for the table: the errors of predictions, and the source of the first one."""
-    changed, unsettled = prediction_errors(windows, compiled=False), prediction_errors(windows, compiled=True)
+    changed, unsettled = (
+        prediction_errors(windows, with_compilation=False),
+        prediction_errors(windows, with_compilation=True),
+    )
     told = []
     if changed.seconds is not None:
         memory = "" if changed.peak is None else f" and peak memory by {changed.peak:.1%}"
@@ -137,13 +142,13 @@ def phase_label(phase: Phase) -> str:
     return LABELS.get(phase, str(phase))
 
 
-def wall_sentence(wall: WallTime) -> str:
+def wall_time_sentence(wall_time: WallTime) -> str:
     parts = [
-        f"{phase_label(phase)} {wall.phases[phase]:.1f}"
+        f"{phase_label(phase)} {wall_time.phases[phase]:.1f}"
         for phase in Phase
-        if wall.phases[phase] >= MIN_SECONDS
+        if wall_time.phases[phase] >= MIN_SECONDS
     ]
-    return f"Wall time {wall.seconds:.1f} s" + (f": {', '.join(parts)}" if parts else "")
+    return f"Wall time {wall_time.seconds:.1f} s" + (f": {', '.join(parts)}" if parts else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +160,21 @@ class WallBar:
     """Label, seconds, percentage and colour of each phase."""
 
 
-def wall_bar(wall: WallTime) -> WallBar:
+def wall_time_bar(wall_time: WallTime) -> WallBar:
     """Return the phases in order. The page is drawn before the run ends, so the last phase may be missing."""
-    drawn_early = "" if wall.phases[Phase.REPORT] else ", until this page was drawn"
-    told = [phase for phase in Phase if wall.phases[phase] >= MIN_SECONDS]
-    whole = max(wall.seconds, sum(wall.phases[phase] for phase in told), 1e-9)
+    drawn_early = "" if wall_time.phases[Phase.REPORT] else ", until this page was drawn"
+    told = [phase for phase in Phase if wall_time.phases[phase] >= MIN_SECONDS]
+    whole = max(wall_time.seconds, sum(wall_time.phases[phase] for phase in told), 1e-9)
     parts = tuple(
-        (phase_label(phase), f"{wall.phases[phase]:.1f} s", 100 * wall.phases[phase] / whole, COLOURS[at])
+        (
+            phase_label(phase),
+            f"{wall_time.phases[phase]:.1f} s",
+            100 * wall_time.phases[phase] / whole,
+            COLOURS[at],
+        )
         for at, phase in enumerate(Phase)
         if phase in told
     )
-    return WallBar(f"Wall time {duration_text(wall.seconds)} ({wall.seconds:.1f} s){drawn_early}", parts)
+    return WallBar(
+        f"Wall time {duration_text(wall_time.seconds)} ({wall_time.seconds:.1f} s){drawn_early}", parts
+    )

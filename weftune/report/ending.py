@@ -16,11 +16,11 @@ from weftune.jobs.sweeps.record import (
     base_sentence,
     best_folder,
     counts,
-    flat_values,
+    flat_trial_values,
     leaders,
     metric_title,
     setting_text,
-    short_keys,
+    shorten_keys,
     swept_keys,
     trained_share,
     winners,
@@ -61,11 +61,11 @@ def print_ending(console: Console, run: Run) -> None:
 
 def _jobs(run: Run, jobs: tuple[JobRecord, ...], width: int) -> list[RenderableType]:
     below = _reasons(run, jobs)
-    whole = _table(run, jobs, with_paths=True)
+    whole = _table(run, jobs, shows_paths=True)
     if Console(width=10_000).measure(whole).maximum <= width:
         return [whole, *below]
     paths = [Text(_short_path(run.output / printable_line(job.name))) for job in jobs if job.spec]
-    return [_table(run, jobs, with_paths=False), *paths, *below]
+    return [_table(run, jobs, shows_paths=False), *paths, *below]
 
 
 def _reasons(run: Run, jobs: tuple[JobRecord, ...]) -> list[Text]:
@@ -84,13 +84,13 @@ def _unwrapped_text(text: str, style: str = "") -> Text:
     return Text(printable_line(text), style=style, no_wrap=True, overflow="ignore")
 
 
-def _table(run: Run, jobs: tuple[JobRecord, ...], with_paths: bool) -> Table:
+def _table(run: Run, jobs: tuple[JobRecord, ...], shows_paths: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("job", overflow="ellipsis", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for heading in ("steps", "loss", "validation", "change"):
         table.add_column(heading, justify="right", no_wrap=True)
-    if with_paths:
+    if shows_paths:
         table.add_column("path", no_wrap=True)
     best = best_jobs(jobs)
     for job in jobs:
@@ -101,17 +101,17 @@ def _table(run: Run, jobs: tuple[JobRecord, ...], with_paths: bool) -> Table:
             f"{job.step}/{job.steps}",
             _losses_text(*losses),
             _losses_text(*validation),
-            _change(losses, validation),
+            _change_text(losses, validation),
             *(
                 [Text(_short_path(run.output / printable_line(job.name)) if job.spec else NO_VALUE)]
-                if with_paths
+                if shows_paths
                 else []
             ),
         )
     return table
 
 
-def state_table(jobs: Sequence[JobRecord]) -> Table:
+def job_state_table(jobs: Sequence[JobRecord]) -> Table:
     """Return a table of jobs during a run: states, steps, last losses, and why a job does not train."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("job", "state"):
@@ -137,14 +137,14 @@ def _losses(job: JobRecord) -> Losses:
     return first_loss(job), job.loss if many else None
 
 
-def _losses_text(first: float | None, last: float | None) -> str:
+def _losses_text(first_loss: float | None, last_loss: float | None) -> str:
     """Format the first and the last loss, or the one that is known."""
-    if first is None or last is None:
-        return loss_text(first if last is None else last, 3)
-    return f"{loss_text(first, 3)} → {loss_text(last, 3)}"
+    if first_loss is None or last_loss is None:
+        return loss_text(first_loss if last_loss is None else last_loss, 3)
+    return f"{loss_text(first_loss, 3)} → {loss_text(last_loss, 3)}"
 
 
-def _change(losses: Losses, validation: Losses) -> Text:
+def _change_text(losses: Losses, validation: Losses) -> Text:
     """Format the change of the validation loss if there is one, else of the training loss; red if worse."""
     first, last = losses if validation == (None, None) else validation
     is_worse = first is not None and last is not None and last > first
@@ -192,13 +192,13 @@ def _trial_table(record: SweepRecord, trials: Sequence[TrialRecord], paths: Sequ
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("", justify="right")
     table.add_column("trial", overflow="ellipsis", no_wrap=True)
-    for key in short_keys(keys).values():
+    for key in shorten_keys(keys).values():
         table.add_column(printable_line(key), justify="right", no_wrap=True)
     table.add_column(Text(metric_title(record.metric)), justify="right", no_wrap=True)
     if paths:
         table.add_column("path", no_wrap=True)
     for number, trial in enumerate(trials):
-        values = flat_values(trial)
+        values = flat_trial_values(trial)
         table.add_row(
             f"{number + 1}.",
             Text(printable_line(trial.name), style="" if number else "bold"),

@@ -36,9 +36,9 @@ class Loggers:
     """All loggers of a run. A logger that fails is dropped with a note, and training continues without it."""
 
     def __init__(
-        self, openers: Mapping[str, Callable[[str, Spec], JobLogger]], jobs: Mapping[str, Spec]
+        self, logger_factories: Mapping[str, Callable[[str, Spec], JobLogger]], jobs: Mapping[str, Spec]
     ) -> None:
-        self._openers = dict(openers)
+        self._openers = dict(logger_factories)
         self._jobs = jobs
         self._open: dict[tuple[str, str], JobLogger] = {}
         self.notes: list[str] = []
@@ -54,14 +54,14 @@ class Loggers:
         }
         job = str(line["job"])
         for name in tuple(self._openers):
-            self._try_logger(name, partial(self._log_one, name, job, line["step"], line["time"], values))
+            self._try_logger(name, partial(self._log_values, name, job, line["step"], line["time"], values))
 
     def close(self) -> None:
         for (name, _), logger in self._open.items():
             self._try_logger(name, logger.close)
         self._open.clear()
 
-    def _log_one(self, name: str, job: str, step: int, time: float, values: Mapping[str, float]) -> None:
+    def _log_values(self, name: str, job: str, step: int, time: float, values: Mapping[str, float]) -> None:
         if (name, job) not in self._open:
             self._open[name, job] = self._openers[name](job, self._jobs.get(job, {}))
         self._open[name, job].log(step, time, values)

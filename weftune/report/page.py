@@ -27,7 +27,7 @@ from weftune.report.compare import (
     value_text,
     verdicts,
 )
-from weftune.report.effort import COLUMNS, error_sentences, headline, wall_bar, window_rows
+from weftune.report.effort import COLUMNS, error_sentences, headline, wall_time_bar, window_rows
 from weftune.report.evaluation import BARE_BASE, MAX_ROWS, metric_title, score_text
 from weftune.report.gantt import BUBBLE_COLUMNS, Timelines, bubble_rows, read_timelines, timeline_charts
 from weftune.report.read import JobRecord, Run, read_run
@@ -68,7 +68,7 @@ _NUMBERS = (
     ("accuracy", "token accuracy"),
     ("score", "metric of answers"),
     ("margin", "rewards/margins"),
-    ("preferred", "rewards/accuracies"),
+    ("preference_accuracy", "rewards/accuracies"),
     ("loss", "training loss"),
 )
 """Pairs of an attribute of `JobView` and the heading of its column of numbers."""
@@ -83,7 +83,7 @@ class Value:
 
     key: str
     text: str
-    whole: str
+    full_text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class Number:
     text: str = ""
     value: float | None = None
     detail: str = ""
-    tone: str = ""
+    colour_class: str = ""
     """`good` or `worse`, for the colour of the text."""
 
 
@@ -111,7 +111,7 @@ class JobView:
     accuracy: Number
     score: Number
     margin: Number
-    preferred: Number
+    preference_accuracy: Number
     snippet: str
     command: str
     remedies: tuple[Remedy, ...]
@@ -135,22 +135,22 @@ class JobView:
         return link_to(self.job.name, "") if self.job.spec else ""
 
     @property
-    def stopped(self) -> bool:
+    def lacks_adapter(self) -> bool:
         """Whether the job ended or waits without an adapter; such jobs are listed at the top of the page."""
         return self.job.state in _STOPPED and not self.dropped
 
     @property
-    def drawn(self) -> bool:
+    def has_curves(self) -> bool:
         """Whether the job's curves are in the charts, with a pen that no other job has."""
         return self.index < MAX_CURVES and not self.dropped
 
     @property
-    def detailed(self) -> bool:
+    def has_instructions(self) -> bool:
         """Whether the page says how to use the job's adapter, or how to resume the job."""
         if self.dropped or (self.trial and self.job.state == "failed"):
             # The sweep has decided without it, and does not admit it again.
             return False
-        return self.stopped or self.index < _MAX_DETAILS
+        return self.lacks_adapter or self.index < _MAX_DETAILS
 
 
 def write_report(output: Path, run: Run | None = None) -> Path:
@@ -197,9 +197,9 @@ def render_page(run: Run, timelines: Timelines | None = None) -> str:
         "effort_words": _effort_sentences(run),
         "window_columns": COLUMNS,
         "window_rows": window_rows(run.windows[:_MAX_WINDOWS]),
-        "walls": [wall_bar(one) for one in run.wall_times[-_MAX_RUNS:]],
-        "unfinished": [view for view in views if view.detailed and not view.snippet],
-        "usable": [view for view in views if view.detailed and view.snippet],
+        "walls": [wall_time_bar(one) for one in run.wall_times[-_MAX_RUNS:]],
+        "unfinished": [view for view in views if view.has_instructions and not view.snippet],
+        "usable": [view for view in views if view.has_instructions and view.snippet],
     }
     values["sections"] = _sections(values)
     return render("page.html.jinja", {chart.name: chart.data for chart in pipeline}, values)
@@ -349,7 +349,7 @@ def _job_views(run: Run, jobs: Sequence[JobRecord]) -> list[JobView]:
             accuracy=_accuracy_number(job),
             score=_score_number(job),
             margin=_metric_number(job, ("rewards/margins", "margin"), loss_text),
-            preferred=_metric_number(job, ("rewards/accuracies", "accuracy"), accuracy_text),
+            preference_accuracy=_metric_number(job, ("rewards/accuracies", "accuracy"), accuracy_text),
             snippet=load_snippet(base, folder) if usable and base is not None else "",
             command=generate_command(folder) if usable else "",
             remedies=remedies(job, run.command),
@@ -380,7 +380,7 @@ def _change_number(job: JobRecord) -> Number:
         return Number()
     tone = "" if kept == base else "good" if kept < base else "worse"
     text, share = change_text(base, kept), (kept - base) / abs(base)
-    return Number(text=text, value=share, detail=f"base {loss_text(base)}", tone=tone)
+    return Number(text=text, value=share, detail=f"base {loss_text(base)}", colour_class=tone)
 
 
 def _metric_number(job: JobRecord, names: Sequence[str], text: Callable[[float], str]) -> Number:
@@ -411,20 +411,20 @@ def _accuracy_number(job: JobRecord) -> Number:
         return number
     detail = f"{points_text(base, kept.accuracy)}, base {accuracy_text(base)}"
     tone = "worse" if kept.accuracy < base else ""
-    return Number(text=number.text, value=number.value, detail=detail, tone=tone)
+    return Number(text=number.text, value=number.value, detail=detail, colour_class=tone)
 
 
 def _setting_columns(jobs: Sequence[JobRecord]) -> list[list[Value]]:
     """Return, for each key in which jobs differ, the values of all jobs, unless all values look the same."""
     specs = [flat_spec(job) for job in jobs]
     columns = [_column(key, [spec.get(key) for spec in specs]) for key in differing_keys(jobs)]
-    return [column for column in columns if len({one.whole for one in column}) > 1]
+    return [column for column in columns if len({one.full_text for one in column}) > 1]
 
 
 def _column(key: str, values: Sequence[Any]) -> list[Value]:
     wholes = ["" if value is None or value in ("", [], {}) else value_text(value) for value in values]
     names = short_paths(sorted({whole for whole in wholes if PurePath(whole).is_absolute()}))
-    return [Value(key=key, text=_shorten(names.get(whole, whole)), whole=whole) for whole in wholes]
+    return [Value(key=key, text=_shorten(names.get(whole, whole)), full_text=whole) for whole in wholes]
 
 
 def _shorten(text: str) -> str:

@@ -229,10 +229,10 @@ def _read_curves(lines: list[Mapping[str, Any]]) -> tuple[dict[str, Curve], dict
             # These are losses of other weights than the trained ones, so they are no points of the curve.
             continue
         if "eval_loss" not in line and steps and step <= steps[-1].step:
-            _drop_from(step, steps)
-            _drop_from(step, evaluated)
+            _drop_lines_from(step, steps)
+            _drop_lines_from(step, evaluated)
         if "eval_loss" in line:
-            _drop_from(step, evaluated)
+            _drop_lines_from(step, evaluated)
             evaluated.append(
                 MetricLine(
                     step=step,
@@ -262,7 +262,7 @@ def _numbers(line: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, floa
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _drop_from(step: int, curve: Curve) -> None:
+def _drop_lines_from(step: int, curve: Curve) -> None:
     while curve and curve[-1].step >= step:
         curve.pop()
 
@@ -361,11 +361,12 @@ def _window(line: Mapping[str, Any]) -> WindowLine:
     )
 
 
-def save_wall_time(output: Path, wall: WallTime) -> None:
+def save_wall_time(output: Path, wall_time: WallTime) -> None:
     """Add a run's wall time to the output's records, or replace it if that run is already recorded."""
-    earlier = [one for one in read_wall_times(output) if one.started != wall.started]
+    earlier = [one for one in read_wall_times(output) if one.started != wall_time.started]
     replace_json(
-        output / WALL_TIME, {"format": FORMAT, "runs": [_wall_record(one) for one in (*earlier, wall)]}
+        output / WALL_TIME,
+        {"format": FORMAT, "runs": [_wall_time_record(one) for one in (*earlier, wall_time)]},
     )
 
 
@@ -378,9 +379,9 @@ def read_wall_times(output: Path) -> list[WallTime]:
         return []
 
 
-def _wall_record(wall: WallTime) -> dict[str, Any]:
-    phases = {str(phase): round(seconds, 3) for phase, seconds in wall.phases.items()}
-    return {"started": wall.started, "seconds": wall.seconds, "phases": phases}
+def _wall_time_record(wall_time: WallTime) -> dict[str, Any]:
+    phases = {str(phase): round(seconds, 3) for phase, seconds in wall_time.phases.items()}
+    return {"started": wall_time.started, "seconds": wall_time.seconds, "phases": phases}
 
 
 def _wall_time(run: Any) -> WallTime:

@@ -99,7 +99,7 @@ def load_snippet(base: BaseSpec, folder: Path) -> str:
     located = ", ".join(arguments)
     if base.dtype:
         arguments.append(f"dtype={base.dtype!r}")
-    model = "AutoModelForImageTextToText" if _in_wrapper(folder) else "AutoModelForCausalLM"
+    model = "AutoModelForImageTextToText" if _is_in_wrapper(folder) else "AutoModelForCausalLM"
     if is_reward_model(folder):
         model = "AutoModelForSequenceClassification"
         arguments.append("num_labels=1")
@@ -126,11 +126,11 @@ def load_snippet(base: BaseSpec, folder: Path) -> str:
     )
 
 
-def _rope_lines(scaling: RopeScaling, located: str) -> list[str]:
+def _rope_lines(scaling: RopeScaling, load_arguments: str) -> list[str]:
     """Return lines that load the base's config with the rope scaling that the adapter was trained with. They
     also fit families whose layers differ in their rope, of which only full attention is scaled."""
     return [
-        f"config = AutoConfig.from_pretrained({located})",
+        f"config = AutoConfig.from_pretrained({load_arguments})",
         "rope = config.get_text_config().rope_parameters",
         f'rope.get("full_attention", rope).update({scaling.values()!r})',
     ]
@@ -161,7 +161,7 @@ def _quantisation_lines(base: BaseSpec, folder: Path) -> list[str]:
     ]
 
 
-def _in_wrapper(folder: Path) -> bool:
+def _is_in_wrapper(folder: Path) -> bool:
     """Return whether the adapter is for the text tower of a model that also takes images."""
     try:
         targets = read_config(folder).get("target_modules")
@@ -193,7 +193,7 @@ def remedies(job: JobRecord, command: str | None = None) -> tuple[Remedy, ...]:
     if job.state == "cancelled":
         return (Remedy("Train it anew", anew),)
     if job.state == "failed" and _is_divergence(job.reason):
-        rate = _lower_rate(job.spec.get("learning_rate"))
+        rate = _lower_learning_rate(job.spec.get("learning_rate"))
         return (
             Remedy(
                 "Go on from its last good checkpoint with a lower learning rate",
@@ -212,7 +212,7 @@ def _is_divergence(reason: str) -> bool:
     return re.search(r"\b(nan|inf|infinite|not finite)\b", reason.lower()) is not None
 
 
-def _lower_rate(learning_rate: Any) -> str:
+def _lower_learning_rate(learning_rate: Any) -> str:
     """Return a tenth of the job's own learning rate."""
     known = isinstance(learning_rate, int | float) and learning_rate > 0
     return f"{learning_rate / 10:g}" if known else "1e-5"

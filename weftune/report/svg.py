@@ -25,7 +25,7 @@ class Point:
     """Value of the point. None is a gap in the curve."""
 
 
-def smooth(points: Sequence[Point]) -> tuple[Point, ...]:
+def smooth_points(points: Sequence[Point]) -> tuple[Point, ...]:
     """Smooth a curve by exponential means over about a twentieth of it, in both directions to avoid a lag.
     Gaps are kept."""
     keep = 1 - 1 / max(3.0, len(points) / 20)
@@ -37,19 +37,19 @@ def smooth(points: Sequence[Point]) -> tuple[Point, ...]:
     )
 
 
-def _running_mean(values: Sequence[float | None], keep: float) -> list[float]:
+def _running_mean(values: Sequence[float | None], decay: float) -> list[float]:
     """Return means with weights that fall by `keep` per step into the past, normalised to avoid bias."""
     mean = weight = 0.0
     means = []
     for value in values:
         if value is not None:
-            mean = keep * mean + (1 - keep) * value
-            weight = keep * weight + (1 - keep)
+            mean = decay * mean + (1 - decay) * value
+            weight = decay * weight + (1 - decay)
         means.append(mean / weight if weight else 0.0)
     return means
 
 
-def thin(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ...]:
+def thin_points(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ...]:
     """Return at most about `limit` points: the lowest and highest of each part, so that spikes are kept."""
     if len(points) <= limit:
         return tuple(points)
@@ -78,13 +78,13 @@ class Pen:
     """Colour and dashes of a line."""
 
     colour: str
-    dash: str = "solid"
+    dash_style: str = "solid"
     """A key of `DASHES`."""
 
     @property
     def dashes(self) -> str:
         """The value of `stroke-dasharray`."""
-        return DASHES[self.dash] or "none"
+        return DASHES[self.dash_style] or "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,17 +92,17 @@ class Axis:
     """The range of a quantity and the ticks along it."""
 
     label: str
-    low: float
-    high: float
+    min_value: float
+    max_value: float
     ticks: tuple[tuple[float, str], ...]
     log: bool = False
 
     def position(self, value: float) -> float:
         """Return the position of a value, from 0 to 1; values outside the range are at the nearer end."""
         if self.log:
-            value, low, high = (math.log(max(one, 1e-300)) for one in (value, self.low, self.high))
+            value, low, high = (math.log(max(one, 1e-300)) for one in (value, self.min_value, self.max_value))
         else:
-            low, high = self.low, self.high
+            low, high = self.min_value, self.max_value
         return min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 0.5
 
 
@@ -158,48 +158,55 @@ class Parallel:
 # -- axes -----------------------------------------------------------------------------------------------
 
 
-def value_axis(label: str, values: Iterable[float], *, from_zero: bool = False, margin: float = 0.05) -> Axis:
+def value_axis(
+    label: str, values: Iterable[float], *, starts_at_zero: bool = False, margin: float = 0.05
+) -> Axis:
     """Return an axis for measured values: logarithmic if an outlier would flatten the others."""
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(known), max(known)
     if low > 0 and high > LOG_RATIO * median(known):
         stretch = (high / low) ** margin
         return log_axis(label, low / stretch, high * stretch)
-    if from_zero:
+    if starts_at_zero:
         low = min(0.0, low)
     room = margin * (high - low) or 0.05 * abs(high) or 1.0
-    return linear_axis(label, low - (0.0 if from_zero and low == 0 else room), high + room)
+    return linear_axis(label, low - (0.0 if starts_at_zero and low == 0 else room), high + room)
 
 
-def linear_axis(label: str, low: float, high: float) -> Axis:
-    ticks = tuple((tick, number_label(tick)) for tick in round_ticks(low, high))
-    return Axis(label=label, low=low, high=high, ticks=ticks)
+def linear_axis(label: str, min_value: float, max_value: float) -> Axis:
+    ticks = tuple((tick, number_label(tick)) for tick in round_ticks(min_value, max_value))
+    return Axis(label=label, min_value=min_value, max_value=max_value, ticks=ticks)
 
 
-def log_axis(label: str, low: float, high: float) -> Axis:
-    decades = math.log10(high / low)
+def log_axis(label: str, min_value: float, max_value: float) -> Axis:
+    decades = math.log10(max_value / min_value)
     digits = (1, 2, 5) if decades < 2 else (1, 3) if decades < 3 else (1,)
     every = max(1, round(decades / MAX_TICKS))
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    powers = range(math.floor(math.log10(min_value)), math.ceil(math.log10(max_value)) + 1)
     ticks = [digit * 10.0**power for power in powers if power % every == 0 for digit in digits]
-    shown = tuple((tick, number_label(tick)) for tick in ticks if low <= tick <= high)
-    return Axis(label=label, low=low, high=high, ticks=shown, log=True)
+    shown = tuple((tick, number_label(tick)) for tick in ticks if min_value <= tick <= max_value)
+    return Axis(label=label, min_value=min_value, max_value=max_value, ticks=shown, log=True)
 
 
-def count_axis(label: str, low: float, high: float) -> Axis:
+def count_axis(label: str, min_value: float, max_value: float) -> Axis:
     """Return an axis of whole numbers, such as steps."""
-    ticks = tuple((tick, f"{tick:,.0f}") for tick in round_ticks(low, high) if tick == int(tick))
-    return Axis(label=label, low=low, high=high if high > low else low + 1, ticks=ticks)
+    ticks = tuple((tick, f"{tick:,.0f}") for tick in round_ticks(min_value, max_value) if tick == int(tick))
+    return Axis(
+        label=label,
+        min_value=min_value,
+        max_value=max_value if max_value > min_value else min_value + 1,
+        ticks=ticks,
+    )
 
 
-def round_ticks(low: float, high: float) -> list[float]:
+def round_ticks(min_value: float, max_value: float) -> list[float]:
     """Return round numbers between both ends, at distances of 1, 2 or 5 times a power of ten."""
-    if not high > low:
-        return [low]
-    rough = (high - low) / (MAX_TICKS - 1)
+    if not max_value > min_value:
+        return [min_value]
+    rough = (max_value - min_value) / (MAX_TICKS - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    first, last = math.ceil(min_value / step - 1e-9), math.floor(max_value / step + 1e-9)
     return [float(f"{number * step:.9g}") for number in range(first, last + 1)]
 
 
@@ -252,7 +259,7 @@ def _axis_ranges(figure: Figure) -> Markup:
     pairs = (("x", figure.x), ("y", figure.y))
     return Markup(" ").join(
         Markup('data-{0}="{1:.9g} {2:.9g} {3}" data-{0}-label="{4}"').format(
-            name, axis.low, axis.high, "log" if axis.log else "linear", axis.label
+            name, axis.min_value, axis.max_value, "log" if axis.log else "linear", axis.label
         )
         for name, axis in pairs
     )
@@ -316,7 +323,7 @@ def _series_html(figure: Figure, series: Series) -> Markup:
     known = [place for place in places if place is not None]
     drawn = Markup("")
     if series.line and len(known) > 1:
-        dash = f' stroke-dasharray="{DASHES[series.pen.dash]}"' if DASHES[series.pen.dash] else ""
+        dash = f' stroke-dasharray="{DASHES[series.pen.dash_style]}"' if DASHES[series.pen.dash_style] else ""
         drawn += Markup('<path class="curve" d="{}" {} stroke-width="{:g}"{}/>').format(
             _svg_path(places), attributes, series.width, Markup(dash)
         )
@@ -355,8 +362,8 @@ def _y_coordinate(position: float) -> str:
 def _parallel_html(chart: Parallel, vertical_axes: bool) -> Markup:
     count = len(chart.axes)
     places = [(number + 0.5) / count for number in range(count)]
-    across = Axis(label="", low=-0.5, high=count - 0.5, ticks=())
-    along = Axis(label="", low=0.0, high=1.0, ticks=())
+    across = Axis(label="", min_value=-0.5, max_value=count - 0.5, ticks=())
+    along = Axis(label="", min_value=0.0, max_value=1.0, ticks=())
     if vertical_axes:
         figure = Figure(x=across, y=along, series=chart.series)
         lines = "".join(f"M{_x_coordinate(place)} 0V{UNITS}" for place in places)

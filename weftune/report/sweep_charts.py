@@ -13,12 +13,12 @@ from weftune.jobs.sweeps.halving import sort_value
 from weftune.jobs.sweeps.record import (
     SweepRecord,
     TrialRecord,
-    flat_values,
+    flat_trial_values,
     metric_title,
     rank_trials,
     rung_value,
     setting_text,
-    short_keys,
+    shorten_keys,
     swept_keys,
 )
 from weftune.report.charts import DROPPED_COLOUR, Chart
@@ -77,26 +77,31 @@ def sweep_charts(record: SweepRecord, pens: Pens, base_loss: float | None = None
 def _drawn_keys(record: SweepRecord) -> list[str]:
     """Return the keys with the most values; of keys that vary together, such as rank and alpha, the first."""
     values = {
-        key: [repr(flat_values(trial).get(key)) for trial in record.trials] for key in swept_keys(record)
+        key: [repr(flat_trial_values(trial).get(key)) for trial in record.trials]
+        for key in swept_keys(record)
     }
     keys = [key for key in values if not any(_vary_together(values, other, key) for other in values)]
     widest = sorted(keys, key=lambda key: -len(set(values[key])))[:_MAX_KEYS]
     return [key for key in keys if key in widest]
 
 
-def _vary_together(values: Mapping[str, Sequence[str]], earlier: str, later: str) -> bool:
+def _vary_together(values: Mapping[str, Sequence[str]], first_key: str, second_key: str) -> bool:
     """Return whether each key determines the other, although several trials share a value."""
     names = list(values)
-    pairs = set(zip(values[earlier], values[later], strict=True))
-    kinds = {len(pairs), len(set(values[earlier])), len(set(values[later]))}
-    return names.index(earlier) < names.index(later) and len(kinds) == 1 and len(pairs) < len(values[later])
+    pairs = set(zip(values[first_key], values[second_key], strict=True))
+    kinds = {len(pairs), len(set(values[first_key])), len(set(values[second_key]))}
+    return (
+        names.index(first_key) < names.index(second_key)
+        and len(kinds) == 1
+        and len(pairs) < len(values[second_key])
+    )
 
 
 # -- parallel coordinates -------------------------------------------------------------------------------
 
 
 def _parallel_chart(record: SweepRecord, keys: Sequence[str], pens: Pens) -> Chart:
-    names = short_keys(keys)
+    names = shorten_keys(keys)
     axes = [_key_axis(record, key, names[key]) for key in keys]
     axes += [_metric_axis(record, rung) for rung in range(_rung_count(record))]
     # The best trial comes last, so that it is drawn over the others.
@@ -108,7 +113,9 @@ def _parallel_chart(record: SweepRecord, keys: Sequence[str], pens: Pens) -> Cha
         name=f"sweep-{record.name}",
         title="Values and results",
         words=f"A line is a trial.{ends}{failed} {better}",
-        figure=Parallel([Axis(label=axis.name, low=0, high=1, ticks=axis.ticks) for axis in axes], series),
+        figure=Parallel(
+            [Axis(label=axis.name, min_value=0, max_value=1, ticks=axis.ticks) for axis in axes], series
+        ),
     )
 
 
@@ -128,7 +135,7 @@ def _trial_series(trial: TrialRecord, axes: Sequence[TrialAxis], pens: Pens) -> 
 
 
 def _key_axis(record: SweepRecord, key: str, name: str) -> TrialAxis:
-    values = {trial.name: flat_values(trial).get(key) for trial in record.trials}
+    values = {trial.name: flat_trial_values(trial).get(key) for trial in record.trials}
     scale = _scale(list(values.values()))
     texts = {trial: setting_text(value) for trial, value in values.items()}
     positions = {trial: scale.position(value) for trial, value in values.items()}
@@ -166,9 +173,9 @@ def _rung_count(record: SweepRecord) -> int:
     return max(1, len(record.rungs))
 
 
-def _value_at(trial: TrialRecord, rung: int, *, last: bool) -> float | None:
+def _trial_rung_value(trial: TrialRecord, rung: int, *, is_last: bool) -> float | None:
     """Return a trial's value at a rung; if that is the last step, None unless the trial has finished."""
-    if last:
+    if is_last:
         return trial.score if trial.state == "finished" else None
     return rung_value(trial, rung)
 
@@ -179,14 +186,14 @@ def _value_at(trial: TrialRecord, rung: int, *, last: bool) -> float | None:
 def _key_chart(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
     count = _rung_count(record)
     span = _metric_span(record, count)
-    scale = _scale([flat_values(trial).get(key) for trial in record.trials])
+    scale = _scale([flat_trial_values(trial).get(key) for trial in record.trials])
     ticks = tuple((scale.position(value), setting_text(value)) for value in scale.ticks)
     drawn = (_rung_series(record, key, rung, count, scale) for rung in range(count))
     series = [one for one in drawn if one is not None]
     shown = span if base_loss is None else (min(span[0], base_loss), max(span[1], base_loss))
     figure = Figure(
         # With some room at both ends.
-        x=Axis(label="", low=-0.08, high=1.08, ticks=ticks),
+        x=Axis(label="", min_value=-0.08, max_value=1.08, ticks=ticks),
         y=_result_axis(metric_title(record.metric), shown, may_be_log=record.mode == "min"),
         series=series,
         reference_lines=[]
@@ -201,7 +208,7 @@ def _key_chart(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
 def _rung_values(record: SweepRecord, rung: int) -> dict[str, float]:
     """Return a mapping from each trial that was measured at a rung to its value there."""
     last = rung == _rung_count(record) - 1
-    values = {trial.name: _value_at(trial, rung, last=last) for trial in record.trials}
+    values = {trial.name: _trial_rung_value(trial, rung, is_last=last) for trial in record.trials}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -226,9 +233,9 @@ def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Sc
     """Return the points of the trials measured at a rung; a value beyond the axis is drawn at its end."""
     is_last = rung == count - 1
     found = [
-        (trial, flat_values(trial).get(key), value)
+        (trial, flat_trial_values(trial).get(key), value)
         for trial in record.trials
-        if (value := _value_at(trial, rung, last=is_last)) is not None
+        if (value := _trial_rung_value(trial, rung, is_last=is_last)) is not None
     ]
     if not found:
         return None
@@ -294,23 +301,25 @@ def _is_log(sorted_values: Sequence[float]) -> bool:
     return abs(along - 0.5) < abs((middle - low) / (high - low) - 0.5)
 
 
-def _spaced_ticks(low: float, high: float, candidates: Iterable[float], log: bool) -> tuple[float, ...]:
+def _spaced_ticks(
+    min_value: float, max_value: float, candidates: Iterable[float], log: bool
+) -> tuple[float, ...]:
     """Return both ends, and those `candidates` that are not too close to the ends or to each other."""
     along = math.log if log else float
-    least = _TICKS_APART * (along(high) - along(low))
-    found = [low]
+    least = _TICKS_APART * (along(max_value) - along(min_value))
+    found = [min_value]
     for tick in sorted(candidates):
-        if along(tick) - along(found[-1]) > least and along(high) - along(tick) > least:
+        if along(tick) - along(found[-1]) > least and along(max_value) - along(tick) > least:
             found.append(tick)
-    return (*found, high) if high > low else (low,)
+    return (*found, max_value) if max_value > min_value else (min_value,)
 
 
-def _round_numbers(low: float, high: float, log: bool) -> Iterator[float]:
+def _round_numbers(min_value: float, max_value: float, log: bool) -> Iterator[float]:
     if log:
-        for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1):
-            if low < 10.0**power < high:
+        for power in range(math.floor(math.log10(min_value)), math.ceil(math.log10(max_value)) + 1):
+            if min_value < 10.0**power < max_value:
                 yield 10.0**power
         return
-    step = 10.0 ** math.floor(math.log10(high - low)) / 2
-    first = math.ceil(low / step)
-    yield from (step * number for number in range(first, math.floor(high / step) + 1))
+    step = 10.0 ** math.floor(math.log10(max_value - min_value)) / 2
+    first = math.ceil(min_value / step)
+    yield from (step * number for number in range(first, math.floor(max_value / step) + 1))

@@ -13,13 +13,13 @@ from weftune.jobs.sweeps.record import (
     TrialRecord,
     best_folder,
     counts,
-    flat_values,
+    flat_trial_values,
     leaders,
     metric_title,
     rank_trials,
     rung_rows,
     setting_text,
-    short_keys,
+    shorten_keys,
     swept_keys,
     trained_share,
     winners,
@@ -77,7 +77,7 @@ class SweepView:
     keys: tuple[str, ...]
     trials: list[TrialView]
     """The best trials, which are not collapsed."""
-    others: list[TrialView]
+    other_trials: list[TrialView]
     rungs: list[tuple[str, ...]]
     """Rows of the table of rungs: step, trials that began, percentage and number that continue, the cut."""
     charts: tuple[Chart, ...]
@@ -97,7 +97,7 @@ def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> S
         for rank, trial in enumerate(rank_trials(record), start=1)
     ]
     shown = len(trials) if len(trials) <= _FEW_TRIALS else _OPEN_TRIALS
-    pens = {name: view.pen for name, view in views.items() if view.drawn}
+    pens = {name: view.pen for name, view in views.items() if view.has_curves}
     jobs = [views[trial.name].job for trial in record.trials if trial.name in views]
     base_losses = [loss for job in jobs if (loss := base_validation(job))]
     folders = [best_folder(output / record.name, trial.name) for trial in best]
@@ -109,9 +109,9 @@ def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> S
         facts=_facts(record),
         tiles=_tiles(run, record),
         metric=metric_title(record.metric),
-        keys=tuple(short_keys(keys).values()),
+        keys=tuple(shorten_keys(keys).values()),
         trials=trials[:shown],
-        others=trials[shown:],
+        other_trials=trials[shown:],
         rungs=[_rung_texts(row, show_generation=several) for row in rung_rows(record)],
         charts=sweep_charts(record, pens, base_losses[0] if base_losses else None),
         winners=[
@@ -171,7 +171,7 @@ def _tiles(run: Run, record: SweepRecord) -> list[Tile]:
 def _trial_view(
     record: SweepRecord, trial: TrialRecord, rank: int, view: JobView | None, keys: tuple[str, ...]
 ) -> TrialView:
-    values = flat_values(trial)
+    values = flat_trial_values(trial)
     steps = view.job.step if view is not None else trial.left_at or 0
     measured_at = trial.left_at if trial.score_step is None else trial.score_step
     badge = ""
@@ -183,8 +183,8 @@ def _trial_view(
     return TrialView(
         rank=f"{rank}" if trial.score is not None and trial.state != "failed" else NO_VALUE,
         name=trial.name,
-        pen=view.pen if view is not None and view.drawn else None,
-        index=view.index if view is not None and view.detailed else None,
+        pen=view.pen if view is not None and view.has_curves else None,
+        index=view.index if view is not None and view.has_instructions else None,
         badge=badge,
         values=tuple(setting_text(values[key]) if key in values else NO_VALUE for key in keys),
         score=loss_text(trial.score),
@@ -200,11 +200,11 @@ def _rung_texts(row: RungRow, *, show_generation: bool) -> tuple[str, ...]:
     step = f"{row.step:,}" + (f" (generation {row.generation + 1})" if show_generation else "")
     if row.kept_count is None:
         share = 100 * row.evaluated_count // max(1, row.started_count)
-        what = "ended" if row.last else "evaluated so far"
+        what = "ended" if row.is_last else "evaluated so far"
         return step, f"{row.started_count}", f"{share}", f"{row.evaluated_count} {what}", ""
     parts = []
-    if row.worst_kept is not None:
-        parts.append(f"the last to continue had {loss_text(row.worst_kept)}")
+    if row.worst_kept_score is not None:
+        parts.append(f"the last to continue had {loss_text(row.worst_kept_score)}")
     if row.best_dropped is not None:
         parts.append(f"the first dropped {loss_text(row.best_dropped)}")
     if row.lost_count:

@@ -38,13 +38,13 @@ def render(template: str, timelines: Mapping[str, Any], values: Mapping[str, Any
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        loader=FunctionLoader(_part),
+        loader=FunctionLoader(_read_part),
     )
-    script = _part("page.js")
+    script = _read_part("page.js")
     return environment.get_template(template).render(
         **values,
-        policy=_policy(script),
-        style=Markup(_part("page.css")),
+        policy=_security_policy(script),
+        style=Markup(_read_part("page.css")),
         timelines=Markup(_data_block(timelines)),
         script=Markup(script),
         figure=figure_html,
@@ -61,10 +61,10 @@ def chart_page(title: str, figure: Figure) -> str:
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>{0}</title><style>{1}</style>'
         "<main><figure><h3>{0}</h3>{2}</figure></main></html>"
     )
-    return text.format(title, Markup(_part("page.css")), figure_html(figure))
+    return text.format(title, Markup(_read_part("page.css")), figure_html(figure))
 
 
-def _part(name: str) -> str:
+def _read_part(name: str) -> str:
     """Return the content of a file beside this one, without the newline at its end."""
     return files("weftune.report").joinpath(name).read_text(encoding="utf-8").strip()
 
@@ -75,7 +75,7 @@ def _data_block(value: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _policy(script: str) -> str:
+def _security_policy(script: str) -> str:
     """Return a content security policy: nothing may be fetched, and only the page's own script runs. Inline
     styles, which place the labels of charts, can then send no data."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

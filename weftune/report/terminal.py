@@ -264,7 +264,7 @@ def _can_redraw(console: Console) -> bool:
 
 
 def _select_rows(
-    rows: Sequence[JobRecord], room: int, trials: Collection[str] = (), leading: Collection[str] = ()
+    rows: Sequence[JobRecord], room: int, trials: Collection[str] = (), leading_trials: Collection[str] = ()
 ) -> list[JobRecord]:
     """Return the rows that fit, running jobs before queued and ended ones, in the order of the jobs file. If
     not all fit, only the leading and running trials of a sweep are shown: lines above summarise the rest."""
@@ -274,9 +274,9 @@ def _select_rows(
     telling = [
         row
         for row in rows
-        if row.name not in trials or row.name in leading or row.state in ("running", "paused")
+        if row.name not in trials or row.name in leading_trials or row.state in ("running", "paused")
     ]
-    order = sorted(telling, key=lambda row: (row.name not in leading, importance.get(row.state, 3)))
+    order = sorted(telling, key=lambda row: (row.name not in leading_trials, importance.get(row.state, 3)))
     chosen = order[: max(room, 3)]
     names = {row.name for row in chosen}
     return [row for row in rows if row.name in names]

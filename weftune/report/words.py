@@ -17,20 +17,20 @@ def loss_text(loss: float | None, digits: int = 4) -> str:
     return f"{loss:.{digits}f}" if abs(loss) < 1000 else f"{loss:.3g}"
 
 
-def change_text(first: float | None, last: float | None) -> str:
+def change_text(first_value: float | None, last_value: float | None) -> str:
     """Format the change from `first` to `last`, in percent of `first`."""
-    if first is None or last is None or first == 0:
+    if first_value is None or last_value is None or first_value == 0:
         return NO_VALUE
-    return f"{100 * (last - first) / abs(first):+.1f} %".replace("-", "−")
+    return f"{100 * (last_value - first_value) / abs(first_value):+.1f} %".replace("-", "−")
 
 
 def accuracy_text(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def points_text(first: float, last: float) -> str:
+def points_text(first_share: float, last_share: float) -> str:
     """Format the change of a share in percentage points."""
-    return f"{100 * (last - first):+.1f} points".replace("-", "−")
+    return f"{100 * (last_share - first_share):+.1f} points".replace("-", "−")
 
 
 def duration_text(seconds: float | None) -> str:

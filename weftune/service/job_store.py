@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weftune.errors import OutputError
-from weftune.jobs.store.status import BASE_LOSS, RUNG_LOSS, JobStatus, RunStatus, State, move
+from weftune.jobs.store.status import BASE_LOSS, RUNG_LOSS, JobStatus, RunStatus, State, check_transition
 from weftune.plan.program.program import MicrobatchPlan
 from weftune.report.words import loss_text
 from weftune.service.ids import AdapterName, new_id
@@ -159,7 +159,7 @@ class ServiceJobStore:
             state, reason = State.QUEUED, ""
         if state is row.state:
             return
-        move(row.state, state)
+        check_transition(row.state, state)
         self._transitions.append(Transition(job=name, at=now, old=row.state, new=state, reason=reason))
         self._tell_transition(row, state, reason)
         status = replace(row.status, state=state, reason=reason)
@@ -404,14 +404,14 @@ class ServiceJobStore:
             time.sleep(FLUSH_SECONDS)
 
     def flush_soon(self) -> None:
-        if self.is_due():
+        if self.is_write_due():
             self.flush()
 
     def write_status_soon(self) -> None:
-        if self.is_due():
+        if self.is_write_due():
             self.write_status()
 
-    def is_due(self) -> bool:
+    def is_write_due(self) -> bool:
         return time.monotonic() - self._written >= FLUSH_SECONDS
 
     # -- pending changes ---------------------------------------------------------------------------------

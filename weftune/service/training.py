@@ -295,7 +295,7 @@ class TrainingService:
         self._queue = queue_values(jobs, usage)
         held = self._held_suspects(waiting, attached)
         found = self.policy.rank([job for job in jobs if job.shape.name not in held], usage, now)
-        return replace(found, held={**found.held, **held})
+        return replace(found, hold_reasons={**found.hold_reasons, **held})
 
     def _remaining_seconds(self, name: str, now: float) -> float:
         row = self.store.row(name)

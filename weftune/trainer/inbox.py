@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from weftune.errors import OutputError, SpecError, UserError
-from weftune.jobs.spec.keys import nearest
+from weftune.jobs.spec.keys import nearest_word
 from weftune.jobs.store.inbox import (
     FileRequest,
     RequestAnswer,
@@ -21,7 +21,7 @@ from weftune.jobs.store.inbox import (
     keep_added_file,
     pending_requests,
     read_request,
-    set_aside,
+    rename_damaged_request,
     write_answer,
 )
 from weftune.trainer.job import PreparedJob
@@ -131,7 +131,7 @@ def _apply(loop: Loop, request: Request) -> str:
 def _refuse_unknown(loop: Loop, name: str) -> None:
     """Refuse a job that the run does not have, or that has ended."""
     if name not in loop.store:
-        near = nearest(name, loop.jobs)
+        near = nearest_word(name, loop.jobs)
         raise SpecError(f"there is no job {name} in this run" + (f"; did you mean {near}?" if near else ""))
     status = loop.store.job(name)
     if status.state.ended:
@@ -190,7 +190,7 @@ class FolderInbox:
         except ValueError as error:
             what = str(error).splitlines()[0]
             self._show_note(f"warning: {path.name} in the inbox is no request ({what}); it is left aside.")
-            set_aside(path)
+            rename_damaged_request(path)
             self._answer(path, RequestAnswer(accepted=False, sentence=f"it is no request: {what}"))
             return ()
         job, name = found.job, str(path)

@@ -26,7 +26,7 @@ from weftune.jobs.courses import (
     reference_data,
     truncate_data,
 )
-from weftune.jobs.spec.spec import JobSpec, in_steps
+from weftune.jobs.spec.spec import JobSpec, to_steps
 from weftune.plan.program.program import Evaluate, ForwardPass, MicrobatchPlan, Score, SegmentPlan
 from weftune.plan.window.rounds import JobWindow
 from weftune.run.training.schedule import Recipe
@@ -80,15 +80,15 @@ class PreparedJob:
             held_out = held_out.with_references(references[sum(map(len, data.train.parts)) :])
         return replace(self, data=data, base_samples=held_out)
 
-    def job_window(self, step: int, rounds: int, begins: bool) -> JobWindow:
+    def job_window(self, step: int, rounds: int, is_first_window: bool) -> JobWindow:
         """Return the job's part of a window that starts after `step`."""
-        return self.curriculum.job_window(step, rounds, begins, self.limit)
+        return self.curriculum.job_window(step, rounds, is_first_window, self.limit)
 
     def base_window(self, step: int) -> JobWindow:
         """Return a part of a window: the base without adapters, evaluated on the held-out samples."""
         data = replace(self.data, evaluation=self.base_samples)
         planned = replace(self.curriculum, data=data, evaluate_at=frozenset(), save_at=frozenset())
-        return planned.job_window(step, 0, begins=True)
+        return planned.job_window(step, 0, is_first_window=True)
 
     @property
     def metric_name(self) -> str | None:
@@ -140,12 +140,12 @@ def prepare_job(
     return PreparedJob(
         spec=spec,
         data=data,
-        order=planned.order,
+        order=planned.sample_order,
         recipe=Recipe(
             steps=planned.steps,
             learning_rate=spec.learning_rate,
             schedule=spec.schedule,
-            warmup=in_steps(spec.warmup, planned.steps),
+            warmup=to_steps(spec.warmup, planned.steps),
             weight_decay=spec.weight_decay,
             betas=spec.betas,
             eps=spec.eps,

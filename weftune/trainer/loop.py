@@ -22,7 +22,7 @@ from weftune.errors import OutputError, SpecError, UserError
 from weftune.jobs.courses import MIN_SAVE_SECONDS, save_interval
 from weftune.jobs.spec.spec import JobSpec
 from weftune.jobs.store.policy import Ranking
-from weftune.jobs.store.scheduler import admit
+from weftune.jobs.store.scheduler import admit_jobs
 from weftune.jobs.store.status import ON_REQUEST, State
 from weftune.jobs.store.store import JobStore
 from weftune.plan.cost.learned import Learned, Outcome
@@ -241,9 +241,17 @@ class Loop:
         attached = self._shapes(self.executor.attached)
         waiting = [job.shape for job in self.waiting.values()]
         ranking = self.rank(waiting, attached)
-        decision = admit(ranking.waiting, ranking.attached, self._misfit_reason, self._overtaken)
-        self._overtaken = decision.overtaken
-        self._requeue({name: ranking.held[name] for name in self.executor.attached if name in ranking.held})
+        decision = admit_jobs(
+            ranking.waiting_jobs, ranking.attached_jobs, self._misfit_reason, self._overtaken
+        )
+        self._overtaken = decision.overtake_counts
+        self._requeue(
+            {
+                name: ranking.hold_reasons[name]
+                for name in self.executor.attached
+                if name in ranking.hold_reasons
+            }
+        )
         for name, reason in decision.too_large.items():
             advice = self.learned.memory.advice(self.waiting.pop(name).shape)
             self.journal.set_state(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
@@ -258,25 +266,26 @@ class Loop:
         if self._endings:
             # A job that cannot be saved is detached all the same.
             self._detach_ended()
-        held = {name: reason for name, reason in ranking.held.items() if name in self.waiting}
-        for name, reason in {**decision.waiting, **held}.items():
+        held = {name: reason for name, reason in ranking.hold_reasons.items() if name in self.waiting}
+        for name, reason in {**decision.wait_reasons, **held}.items():
             # A preempted job keeps its reason as long as the job that replaced it is attached.
             is_replaced = self._preempted_by.get(name) in self.executor.attached
             if not is_replaced and self.store.job(name).reason != reason:
                 self.store.explain_job(name, reason)
                 self.journal.show_job(name, reason=reason)
         written = {
-            name: self.result_writer.write_job_file_ahead(self.waiting[name]) for name in decision.admitted
+            name: self.result_writer.write_job_file_ahead(self.waiting[name])
+            for name in decision.admitted_names
         }
-        for name in decision.admitted:
+        for name in decision.admitted_names:
             self._preempted_by.pop(name, None)
             self.journal.set_state(name, State.RUNNING)
-        if decision.admitted:
+        if decision.admitted_names:
             # If the process dies while it attaches them, the next one knows which jobs these were.
             self.journal.flush()
-        for name in decision.admitted:
+        for name in decision.admitted_names:
             self._attach(self.waiting.pop(name), written[name])
-        if decision.admitted or decision.too_large:
+        if decision.admitted_names or decision.too_large:
             # Once for all of them, however many are admitted.
             self.journal.flush()
 
@@ -771,7 +780,7 @@ class Loop:
         for name, limit in orders.step_limits.items():
             if self.jobs[name].limit != limit:
                 self.jobs[name] = replace(self.jobs[name], limit=limit)
-        self.waiting = {name: self.jobs[name] for name in (*self.waiting, *orders.promoted)}
+        self.waiting = {name: self.jobs[name] for name in (*self.waiting, *orders.promoted_trials)}
         for name, reason in orders.leave_reasons.items():
             self._leave_sweep(name, reason)
         self._requeue(orders.rest_reasons, are_resting=True)

@@ -29,7 +29,7 @@ from weftune.core.files import FORMAT, disk_errors, json_text, set_file_modes, s
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.data.template import template_source
 from weftune.errors import OutputError
-from weftune.jobs.spec.retry import CHANGEABLE, Retry, value_at
+from weftune.jobs.spec.retry import CHANGEABLE, Retry, value_of_key
 from weftune.jobs.spec.spec import JobSpec, changed_keys, resolve_job
 from weftune.jobs.store.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file, write_job_file
 from weftune.jobs.store.status import State, resume_line
@@ -112,7 +112,7 @@ def refuse_changes(
     ]
     remedy = f"put them back, or {restart}"
     if changed and all(_is_covered(key, CHANGEABLE) for key in changed):
-        values = {key: value_at(description["job"], key) for key in changed}
+        values = {key: value_of_key(description["job"], key) for key in changed}
         remedy = f"put them back, or resume with {resume_line(command, retry=[name], changes=values)}"
     changed += [f"base.{key}" for key in BASE_KEYS if before["base"].get(key) != description["base"][key]]
     if not changed and before["steps"] != description["steps"]:
@@ -139,7 +139,7 @@ def finished_changes(folder: Path, job: JobSpec, base: BaseSpec, max_steps: int 
         return []
     before, now, base_now = found.values, resolve_job(job), base.record()
     keys = changed_keys(before["job"], now)
-    changed = {key: (value_at(before["job"], key), value_at(now, key)) for key in keys}
+    changed = {key: (value_of_key(before["job"], key), value_of_key(now, key)) for key in keys}
     changed |= {
         f"base.{key}": (before["base"].get(key), base_now[key])
         for key in BASE_KEYS
@@ -385,7 +385,7 @@ class ResultWriter:
             self._journal.set_state(name, ending.state, ending.reason)
             if ending.state is State.SUCCEEDED:
                 self.drop_checkpoints_of(name)
-        if self._spent and (self._store.is_due() or not self._begun):
+        if self._spent and (self._store.is_write_due() or not self._begun):
             # Deleted once the states are on disk: one write for all of them.
             if self._journal.flush():
                 for name in self._spent:

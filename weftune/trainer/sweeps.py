@@ -36,7 +36,7 @@ class Sweeps:
         sweep.enter(job.name, job.recipe.steps)
         rungs = frozenset() if sweep.evaluates_mean else frozenset(sweep.rungs.rungs(job.name))
         limit = sweep.rungs.limit(job.name)
-        if sweep.rungs.is_held(job.name):
+        if sweep.rungs.is_waiting_at_rung(job.name):
             found = checkpoint.newest_progress(sweep.store.output / job.name / CHECKPOINTS)
             if found is not None and found.step >= limit:
                 sweep.resting.add(job.name)
@@ -96,7 +96,7 @@ class Sweeps:
         found = [sweep.trial_orders(attached, delivering) for sweep in self.sweeps]
         return TrialOrders(
             {name: limit for one in found for name, limit in one.step_limits.items()},
-            [name for one in found for name in one.promoted],
+            [name for one in found for name in one.promoted_trials],
             {name: reason for one in found for name, reason in one.rest_reasons.items()},
             {name: reason for one in found for name, reason in one.leave_reasons.items()},
         )
@@ -104,7 +104,7 @@ class Sweeps:
     def propose(self, add_job: Callable[[JobSpec], Any], show_note: ShowNote) -> None:
         """Add the jobs of those generations of trials that can begin now."""
         for sweep in self.sweeps:
-            while new := sweep.proposed():
+            while new := sweep.propose_trials():
                 self._sweep_of_trial |= dict.fromkeys((trial.name for trial in new), sweep)
                 for trial in new:
                     try:

@@ -31,7 +31,7 @@ from weftune.jobs.spec.checks import (
     check_starts,
     check_targets,
     data_warnings,
-    merge_repeated,
+    merge_repeated_sentences,
     rope_warnings,
     warnings,
 )
@@ -48,7 +48,7 @@ from weftune.jobs.sweeps.running import RunningSweep
 from weftune.jobs.sweeps.search import TrialSearch
 from weftune.jobs.sweeps.spec import Sweep
 from weftune.report.compare import first_loss, first_validation, kept_validation
-from weftune.report.effort import wall_sentence
+from weftune.report.effort import wall_time_sentence
 from weftune.report.loggers import check_trackers, open_loggers
 from weftune.report.page import write_report
 from weftune.report.read import JobRecord, Run, save_wall_time
@@ -240,7 +240,7 @@ class Trainer:
             return self._run(callback)
         with use_clock(PhaseClock()) as clock:
             results = self._run(callback)
-            self.view.note(wall_sentence(clock.read()))
+            self.view.note(wall_time_sentence(clock.read()))
         return results
 
     def _run(self, callback: Callback | None) -> dict[str, Result]:
@@ -418,9 +418,10 @@ class Trainer:
         ]
         steps = {job.name: job.recipe.steps for job in prepared_jobs}
         found_of_sweeps = sweep_warnings((sweep for sweep, _ in self.sweeps.values()), self.jobs, steps)
-        self._show_job_warnings("warning", [*merge_repeated(found), *found_of_sweeps])
+        self._show_job_warnings("warning", [*merge_repeated_sentences(found), *found_of_sweeps])
         self._show_job_warnings(
-            "note", merge_repeated((job.name, note) for job in prepared_jobs for note in job.data.notes)
+            "note",
+            merge_repeated_sentences((job.name, note) for job in prepared_jobs for note in job.data.notes),
         )
 
     def _show_job_warnings(self, kind: str, sentences: Sequence[str]) -> None:

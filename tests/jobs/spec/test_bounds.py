@@ -5,7 +5,7 @@ import math
 import pytest
 
 from weftune.core.bounds import Bound
-from weftune.jobs.spec.schema import ANY, BOUNDS, bound_at, number_faults
+from weftune.jobs.spec.schema import ANY, BOUNDS, bound_of_key, number_faults
 
 WHOLE, SHARE = "must be a whole number", "must be below 1 (a share of the run) or a whole number of steps"
 LARGE = 10**12
@@ -76,9 +76,9 @@ def test_every_number_has_its_range_here():
 
 
 def test_the_range_of_a_key_is_found_by_the_way_to_it():
-    assert bound_at(("adapter", "rank")) is BOUNDS["adapter", "rank"]
-    assert bound_at(("adapter", "rank_pattern", "q_proj")) is BOUNDS["adapter", "rank_pattern", ANY]
-    assert bound_at(("adapter",)) is bound_at(("schedule",)) is None
+    assert bound_of_key(("adapter", "rank")) is BOUNDS["adapter", "rank"]
+    assert bound_of_key(("adapter", "rank_pattern", "q_proj")) is BOUNDS["adapter", "rank_pattern", ANY]
+    assert bound_of_key(("adapter",)) is bound_of_key(("schedule",)) is None
 
 
 def put(key, value):

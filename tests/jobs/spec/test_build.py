@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from weftune.jobs.spec.build import (
-    exists,
     is_hub_id,
     is_revision,
     locate_adapter,
     locate_rows,
     locate_template,
     missing_path_message,
+    path_exists,
     resolve_path,
 )
 
@@ -50,7 +50,7 @@ def test_a_path_is_made_absolute_from_its_folder_without_following_links(tmp_pat
 
 @pytest.mark.parametrize("text", ["x" * 5000, "a/" * 3000, "\0", "\ud800"])
 def test_a_path_that_no_system_can_have_is_not_there_and_is_a_sentence(tmp_path: Path, text: str) -> None:
-    assert not exists(resolve_path(tmp_path, text))
+    assert not path_exists(resolve_path(tmp_path, text))
     assert fault(locate_rows, tmp_path, text)
 
 

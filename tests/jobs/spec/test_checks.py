@@ -18,7 +18,7 @@ from weftune.jobs.spec.checks import (
     check_starts,
     check_targets,
     data_warnings,
-    merge_repeated,
+    merge_repeated_sentences,
     warnings,
 )
 from weftune.jobs.spec.read import parse_run, read_run
@@ -125,7 +125,7 @@ def test_a_learning_rate_that_nothing_trains_with_is_a_warning_before_the_run() 
 
 
 def test_an_evaluation_on_the_training_rows_is_a_warning() -> None:
-    (warning,) = data_warnings(with_keys(batch_size=16), samples=16, steps=5, evaluates_trained=True)
+    (warning,) = data_warnings(with_keys(batch_size=16), samples=16, steps=5, evaluates_trained_rows=True)
     assert warning.startswith("every row of its evaluation is also a training row")
 
 
@@ -145,10 +145,15 @@ def test_a_batch_over_the_data_and_a_warmup_over_the_run_are_warnings() -> None:
 
 def test_what_holds_for_many_jobs_is_told_once() -> None:
     same = [(name, "it is so") for name in "abcdefg"]
-    assert merge_repeated([*same, ("h", "it is not")]) == ["a, b, c, d and 3 more: it is so", "h: it is not"]
-    assert merge_repeated((name, "it is so") for name in "abcdef") == ["a, b, c, d and 2 more: it is so"]
-    assert merge_repeated((name, "it is so") for name in "abcde") == ["a, b, c, d, e: it is so"]
-    assert merge_repeated([("a", "it is so"), ("a", "it is so")]) == ["a: it is so"]
+    assert merge_repeated_sentences([*same, ("h", "it is not")]) == [
+        "a, b, c, d and 3 more: it is so",
+        "h: it is not",
+    ]
+    assert merge_repeated_sentences((name, "it is so") for name in "abcdef") == [
+        "a, b, c, d and 2 more: it is so"
+    ]
+    assert merge_repeated_sentences((name, "it is so") for name in "abcde") == ["a, b, c, d, e: it is so"]
+    assert merge_repeated_sentences([("a", "it is so"), ("a", "it is so")]) == ["a: it is so"]
 
 
 def test_a_rank_over_one_width_names_that_module_and_counts_no_other() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from weftune.core.bounds import format_value
 from weftune.jobs.spec.build import missing_path_message
-from weftune.jobs.spec.keys import name_fault, nearest, repeated_names, unknown_key
+from weftune.jobs.spec.keys import name_fault, nearest_word, repeated_names, unknown_key
 
 
 @pytest.mark.parametrize("name", ["a", "A-1_b.c", "x" * 64, "com10", "con-1", "metrics", "9"])
@@ -110,7 +110,7 @@ def test_a_value_is_quoted_short_and_as_yaml_writes_it(value, shown):
 def test_a_name_is_near_by_a_slip_or_as_an_abbreviation_and_not_by_rhyme(
     word: str, known: list[str], near: str | None
 ) -> None:
-    assert nearest(word, known) == near
+    assert nearest_word(word, known) == near
 
 
 def test_a_key_that_is_like_none_is_answered_with_the_keys_that_there_are() -> None:

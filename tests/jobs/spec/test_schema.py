@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from weftune.jobs.spec.layer import Fault
-from weftune.jobs.spec.schema import build, section_of
+from weftune.jobs.spec.schema import build, find_section
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def test_an_unknown_key_is_told_by_its_section() -> None:
 
 
 def test_a_section_is_named_by_the_way_to_it() -> None:
-    assert section_of(()) == "job"
-    assert section_of((), "base") == "base"
-    assert section_of(("adapter",)) == "adapter"
-    assert section_of(("data",)) == "data"
-    assert section_of(("data", "path", 0)) == "source"
-    assert section_of(("eval", "path")) == "eval"
+    assert find_section(()) == "job"
+    assert find_section((), "base") == "base"
+    assert find_section(("adapter",)) == "adapter"
+    assert find_section(("data",)) == "data"
+    assert find_section(("data", "path", 0)) == "source"
+    assert find_section(("eval", "path")) == "eval"

@@ -15,7 +15,7 @@ from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.errors import SpecError
 from weftune.jobs.spec.keys import SECTIONS
 from weftune.jobs.spec.read import parse_run
-from weftune.jobs.spec.spec import EarlyStop, JobSpec, changed_keys, in_steps, resolve_job
+from weftune.jobs.spec.spec import EarlyStop, JobSpec, changed_keys, resolve_job, to_steps
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 ROWS = [{"text": "one"}, {"text": "two"}]
@@ -145,12 +145,12 @@ def test_the_listed_keys_are_the_fields_of_the_records() -> None:
     [(0, 100, 0), (0.07, 100, 7), (0.1, 7, 1), (0.5, 3, 2), (1, 100, 1), (25, 10, 25), (0.001, 10, 1)],
 )
 def test_below_one_is_a_share_of_the_run_and_otherwise_steps(value: float, total: int, steps: int) -> None:
-    assert in_steps(value, total) == steps
+    assert to_steps(value, total) == steps
 
 
 def test_no_share_of_a_run_is_negative() -> None:
     with pytest.raises(AssertionError):
-        in_steps(-0.5, 100)
+        to_steps(-0.5, 100)
 
 
 def test_epochs_become_steps_and_the_last_partial_batch_counts() -> None:

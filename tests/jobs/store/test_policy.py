@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weftune.core.shapes import JobShape
 from weftune.jobs.store.policy import ByPriority, FairShare, Policy, QueuedJob, TenantUsage
-from weftune.jobs.store.scheduler import admit
+from weftune.jobs.store.scheduler import admit_jobs
 
 HOUR = 3600.0
 
@@ -46,8 +46,8 @@ def admitted(
     policy: Policy, jobs: Sequence[QueuedJob], room: int, now: float = 0.0
 ) -> tuple[set[str], set[str]]:
     found = policy.rank(jobs, {}, now)
-    decision = admit(found.waiting, found.attached, seats(room))
-    return set(decision.admitted), set(decision.preempted)
+    decision = admit_jobs(found.waiting_jobs, found.attached_jobs, seats(room))
+    return set(decision.admitted_names), set(decision.preempted)
 
 
 @dataclass
@@ -88,11 +88,11 @@ class Rounds:
             ]
             usage = {tenant: TenantUsage(recent_tokens=used) for tenant, used in self.tokens.items()}
             found = self.policy.rank(present, usage, 0.0)
-            decision = admit(found.waiting, found.attached, seats(self.room), self.overtaken)
-            self.overtaken = dict(decision.overtaken)
-            self.attached = (self.attached - decision.preempted.keys()) | set(decision.admitted)
-            self.moves += len(decision.admitted) + len(decision.preempted)
-            for number in decision.admitted:
+            decision = admit_jobs(found.waiting_jobs, found.attached_jobs, seats(self.room), self.overtaken)
+            self.overtaken = dict(decision.overtake_counts)
+            self.attached = (self.attached - decision.preempted.keys()) | set(decision.admitted_names)
+            self.moves += len(decision.admitted_names) + len(decision.preempted)
+            for number in decision.admitted_names:
                 self.started.setdefault(number, sum(self.tokens.values()))
             assert len(self.attached) <= self.room
             for one in present:
@@ -154,13 +154,13 @@ def test_a_job_near_its_deadline_goes_first_among_equals_and_not_before():
 def test_quotas_hold_jobs_back_with_the_reason_waiting_or_attached():
     jobs = [job("a1", "a", attached=True), job("a2", "a", submitted=1), job("b1", "b")]
     found = FairShare(running_jobs=1).rank(jobs, {}, 0.0)
-    assert list(found.held) == ["a2"]
-    assert "at most 1 of this account's jobs may train at a time" in found.held["a2"]
+    assert list(found.hold_reasons) == ["a2"]
+    assert "at most 1 of this account's jobs may train at a time" in found.hold_reasons["a2"]
     usage = {"a": TenantUsage(tokens_today=1000)}
     found = FairShare(tokens_per_day=1000).rank(jobs, usage, 0.0)
-    assert set(found.held) == {"a1", "a2"}
-    assert "1,000 tokens of today" in found.held["a1"]
-    assert [shape.name for shape in found.waiting] == ["b1"]
+    assert set(found.hold_reasons) == {"a1", "a2"}
+    assert "1,000 tokens of today" in found.hold_reasons["a1"]
+    assert [shape.name for shape in found.waiting_jobs] == ["b1"]
 
 
 def test_one_tenant_with_100_jobs_does_not_delay_nine_tenants_with_one_job_each():

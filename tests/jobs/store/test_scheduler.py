@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weftune.core.shapes import JobShape
-from weftune.jobs.store.scheduler import admit
+from weftune.jobs.store.scheduler import admit_jobs
 from weftune.plan.layout.seats import MAX_OVERTAKES
 
 ROOM = 100
@@ -27,91 +27,96 @@ def fits(jobs: Sequence[JobShape]) -> str | None:
 
 def test_priority_goes_before_the_order_of_the_file() -> None:
     waiting = [shape("a", 60, order=0), shape("b", 60, priority=1, order=1)]
-    admission = admit(waiting, [], fits)
-    assert admission.admitted == ("b",)
-    assert admission.waiting == {"a": "120 is over 100"}
+    admission = admit_jobs(waiting, [], fits)
+    assert admission.admitted_names == ("b",)
+    assert admission.wait_reasons == {"a": "120 is over 100"}
 
 
 def test_among_equals_the_earlier_in_the_file_goes_first() -> None:
-    admission = admit([shape("b", 60, order=1), shape("a", 60, order=0)], [], fits)
-    assert admission.admitted == ("a",)
+    admission = admit_jobs([shape("b", 60, order=1), shape("a", 60, order=0)], [], fits)
+    assert admission.admitted_names == ("a",)
 
 
 def test_those_aboard_take_room() -> None:
-    admission = admit([shape("a", 30)], [shape("x", 80)], fits)
-    assert admission.admitted == ()
-    assert admission.waiting == {"a": "110 is over 100"}
+    admission = admit_jobs([shape("a", 30)], [shape("x", 80)], fits)
+    assert admission.admitted_names == ()
+    assert admission.wait_reasons == {"a": "110 is over 100"}
 
 
 def test_the_lowest_priority_aboard_gives_way_to_a_higher_one() -> None:
     attached_jobs = [shape("low", 40, 0, 0), shape("lowest", 40, -1, 1), shape("high", 20, 5, 2)]
-    admission = admit([shape("urgent", 40, 9, 3)], attached_jobs, fits)
-    assert admission.admitted == ("urgent",)
+    admission = admit_jobs([shape("urgent", 40, 9, 3)], attached_jobs, fits)
+    assert admission.admitted_names == ("urgent",)
     assert admission.preempted == {"lowest": "urgent"}
-    assert admission.waiting == {}
+    assert admission.wait_reasons == {}
 
 
 def test_a_job_gives_way_to_the_newcomer_whose_priority_is_nearest_above_its_own() -> None:
     attached_jobs = [shape("low", 40, 0, 0)]
     waiting = [shape("most", 40, 9, 1), shape("more", 40, 5, 2), shape("equal", 20, 0, 3)]
-    admission = admit(waiting, attached_jobs, fits)
-    assert admission.admitted == ("most", "more", "equal")
+    admission = admit_jobs(waiting, attached_jobs, fits)
+    assert admission.admitted_names == ("most", "more", "equal")
     assert admission.preempted == {"low": "more"}
 
 
 def test_equals_never_preempt_each_other() -> None:
     attached_jobs = [shape("late", 60, 1, order=9)]
-    admission = admit([shape("early", 60, 1, order=0)], attached_jobs, fits)
-    assert (admission.admitted, admission.preempted) == ((), {})
+    admission = admit_jobs([shape("early", 60, 1, order=0)], attached_jobs, fits)
+    assert (admission.admitted_names, admission.preempted) == ((), {})
 
 
 def test_nobody_is_sent_away_where_that_makes_no_room() -> None:
     attached_jobs = [shape("equal", 60, 9, 0), shape("low", 10, 0, 1)]
-    admission = admit([shape("urgent", 60, 9, 2)], attached_jobs, fits)
-    assert (admission.admitted, admission.preempted) == ((), {})
-    assert admission.waiting == {"urgent": "130 is over 100"}
+    admission = admit_jobs([shape("urgent", 60, 9, 2)], attached_jobs, fits)
+    assert (admission.admitted_names, admission.preempted) == ((), {})
+    assert admission.wait_reasons == {"urgent": "130 is over 100"}
 
 
 def test_those_aboard_stay_although_they_are_said_not_to_fit_any_more() -> None:
     attached_jobs = [shape("a", 60, 0, 0), shape("b", 60, 0, 1)]
-    admission = admit([shape("small", 1, 0, 2)], attached_jobs, fits)
-    assert (admission.admitted, admission.preempted) == ((), {})
+    admission = admit_jobs([shape("small", 1, 0, 2)], attached_jobs, fits)
+    assert (admission.admitted_names, admission.preempted) == ((), {})
 
 
 def test_a_small_job_overtakes_a_large_one_that_does_not_fit() -> None:
     waiting = [shape("large", 90, order=0), shape("small", 10, order=1), shape("other", 90, order=2)]
-    admission = admit(waiting, [shape("x", 50)], fits)
-    assert admission.admitted == ("small",)
-    assert admission.waiting == {
+    admission = admit_jobs(waiting, [shape("x", 50)], fits)
+    assert admission.admitted_names == ("small",)
+    assert admission.wait_reasons == {
         "large": "150 is over 100",
         "other": "it waits behind large, which comes first",
     }
-    assert admission.overtaken == {"large": 1, "other": 0}
+    assert admission.overtake_counts == {"large": 1, "other": 0}
 
 
 def test_after_so_many_nobody_overtakes_it_any_more() -> None:
     waiting = [shape("large", 90, order=0), *(shape(f"small{n}", 1, order=n) for n in range(1, 21))]
-    admission = admit(waiting, [shape("x", 50)], fits, {"large": 3})
-    assert admission.admitted == tuple(f"small{n}" for n in range(1, MAX_OVERTAKES - 2))
-    assert admission.overtaken["large"] == MAX_OVERTAKES
-    assert admission.waiting["small20"] == "it waits behind large, which no job may overtake any more"
-    again = admit(waiting[6:], [shape("x", 50)], fits, admission.overtaken)
-    assert len(again.admitted) == 15, "the large one is gone, and with it what it was owed"
-    assert admit([waiting[0], *waiting[6:]], [shape("x", 50)], fits, admission.overtaken).admitted == ()
+    admission = admit_jobs(waiting, [shape("x", 50)], fits, {"large": 3})
+    assert admission.admitted_names == tuple(f"small{n}" for n in range(1, MAX_OVERTAKES - 2))
+    assert admission.overtake_counts["large"] == MAX_OVERTAKES
+    assert admission.wait_reasons["small20"] == "it waits behind large, which no job may overtake any more"
+    again = admit_jobs(waiting[6:], [shape("x", 50)], fits, admission.overtake_counts)
+    assert len(again.admitted_names) == 15, "the large one is gone, and with it what it was owed"
+    assert (
+        admit_jobs(
+            [waiting[0], *waiting[6:]], [shape("x", 50)], fits, admission.overtake_counts
+        ).admitted_names
+        == ()
+    )
 
 
 def test_a_higher_priority_goes_before_one_that_nobody_may_overtake() -> None:
     waiting = [shape("large", 90, order=0), shape("urgent", 10, priority=1, order=1)]
-    admission = admit(waiting, [shape("x", 50)], fits, {"large": MAX_OVERTAKES})
-    assert admission.admitted == ("urgent",)
-    assert admission.overtaken == {"large": MAX_OVERTAKES}
+    admission = admit_jobs(waiting, [shape("x", 50)], fits, {"large": MAX_OVERTAKES})
+    assert admission.admitted_names == ("urgent",)
+    assert admission.overtake_counts == {"large": MAX_OVERTAKES}
 
 
 def test_a_job_too_large_to_run_alone_blocks_nobody() -> None:
-    admission = admit([shape("huge", 101, priority=9), shape("a", 10, order=1)], [], fits)
-    assert admission.admitted == ("a",)
+    admission = admit_jobs([shape("huge", 101, priority=9), shape("a", 10, order=1)], [], fits)
+    assert admission.admitted_names == ("a",)
     assert admission.too_large == {"huge": "101 is over 100"}
-    assert admission.waiting == {}
+    assert admission.wait_reasons == {}
 
 
 @pytest.mark.parametrize(
@@ -126,10 +131,10 @@ def test_a_job_that_takes_more_of_one_thing_only_is_looked_at_by_itself(more: st
         return None if need <= ROOM else f"{need} is over {ROOM}"
 
     small, large = (replace(shape(f"job{need}", 0, order=need), **{more: need}) for need in (ROOM, ROOM + 1))
-    assert admit([small, large], [], full).too_large == {large.name: "101 is over 100"}
+    assert admit_jobs([small, large], [], full).too_large == {large.name: "101 is over 100"}
     smaller = replace(small, name="smaller", file_position=ROOM + 2, **{more: 1})
     attached_jobs = [replace(shape("x", 0), **{more: ROOM - 1})]
-    assert admit([small, smaller], attached_jobs, full).admitted == ("smaller",)
+    assert admit_jobs([small, smaller], attached_jobs, full).admitted_names == ("smaller",)
 
 
 WAITING = st.lists(st.tuples(st.integers(1, 120), st.integers(-1, 1), st.integers(0, 8)), max_size=8)
@@ -138,10 +143,10 @@ ABOARD = st.lists(st.tuples(st.integers(1, 40), st.integers(-1, 1)), max_size=4)
 
 def test_a_job_that_waits_for_another_is_not_in_the_queue() -> None:
     late = replace(shape("late", 10, priority=9), source_job="first")
-    admission = admit([late, shape("first", 60, order=1), shape("next", 40, order=2)], [], fits)
-    assert admission.admitted == ("first", "next")
-    assert admission.waiting == {"late": "waits for first"}
-    assert admission.overtaken == {}
+    admission = admit_jobs([late, shape("first", 60, order=1), shape("next", 40, order=2)], [], fits)
+    assert admission.admitted_names == ("first", "next")
+    assert admission.wait_reasons == {"late": "waits for first"}
+    assert admission.overtake_counts == {}
 
 
 @dataclass
@@ -188,11 +193,11 @@ def test_seats_are_given_as_one_by_one(
     waiting: list[tuple[int, int, int]], attached_jobs: list[tuple[int, int]]
 ) -> None:
     jobs, present, before = made(waiting, attached_jobs)
-    admission, places = admit(jobs, present, fits, before), one_by_one(jobs, present, before)
+    admission, places = admit_jobs(jobs, present, fits, before), one_by_one(jobs, present, before)
     names = [job.name for job in present]
-    assert admission.admitted == tuple(job.name for job in places.seated if job.name not in names)
+    assert admission.admitted_names == tuple(job.name for job in places.seated if job.name not in names)
     assert list(admission.preempted) == [job.name for job in places.unseated if job.name in names]
-    assert admission.overtaken == places.overtaken
+    assert admission.overtake_counts == places.overtaken
 
 
 @given(WAITING, ABOARD)
@@ -200,28 +205,28 @@ def test_every_job_gets_one_answer_and_nobody_waits_behind_a_lower_priority(
     waiting: list[tuple[int, int, int]], attached_jobs: list[tuple[int, int]]
 ) -> None:
     jobs, present, before = made(waiting, attached_jobs)
-    admission = admit(jobs, present, fits, before)
-    answers = [*admission.admitted, *admission.waiting, *admission.too_large]
+    admission = admit_jobs(jobs, present, fits, before)
+    answers = [*admission.admitted_names, *admission.wait_reasons, *admission.too_large]
     assert sorted(answers) == sorted(job.name for job in jobs)
     by_name = {job.name: job for job in (*jobs, *present)}
     together = [job for job in present if job.name not in admission.preempted]
-    together += [by_name[name] for name in admission.admitted]
-    if fits(present) is None or admission.admitted:
+    together += [by_name[name] for name in admission.admitted_names]
+    if fits(present) is None or admission.admitted_names:
         assert fits(together) is None
     for name, other in admission.preempted.items():
         assert by_name[other].priority > by_name[name].priority
-        assert other in admission.admitted
-        newcomers = [by_name[one] for one in admission.admitted]
+        assert other in admission.admitted_names
+        newcomers = [by_name[one] for one in admission.admitted_names]
         higher = [job for job in together if job.priority >= by_name[name].priority]
         assert fits([*higher, by_name[name]]) is not None, "there was room for it beside those before it"
         assert newcomers
     held = "which no job may overtake any more"
-    for name, reason in admission.waiting.items():
+    for name, reason in admission.wait_reasons.items():
         job = by_name[name]
         above = [one for one in together if one.priority >= job.priority]
         assert held in reason or fits([*above, job]) is not None, f"{name} waits behind a lower priority"
     if not present and len(jobs) > len(admission.too_large):
-        assert admission.admitted
+        assert admission.admitted_names
 
 
 def test_every_large_job_comes_aboard_however_many_small_ones_come() -> None:
@@ -236,9 +241,9 @@ def test_every_large_job_comes_aboard_however_many_small_ones_come() -> None:
         elif boundary == 2:
             waiting["large"] = large
         sizes = [shape(name, 20 if name != "large" else 100, order=0) for name in attached_jobs]
-        decision = admit(list(waiting.values()), sizes, fits, overtaken)
-        overtaken = decision.overtaken
-        for name in decision.admitted:
+        decision = admit_jobs(list(waiting.values()), sizes, fits, overtaken)
+        overtaken = decision.overtake_counts
+        for name in decision.admitted_names:
             del waiting[name]
             attached_jobs[name] = 3
         if "large" in attached_jobs:
@@ -257,10 +262,10 @@ class Counting:
 
 def test_many_jobs_are_not_counted_again_for_each_of_them() -> None:
     counting = Counting(700)
-    admission = admit([shape(f"job{n}", 1, order=n) for n in range(4096)], [], counting)
-    assert len(admission.admitted) == 700
-    assert admission.waiting["job700"] == "no room"
-    assert admission.waiting["job4095"] == "it waits behind job700, which comes first"
+    admission = admit_jobs([shape(f"job{n}", 1, order=n) for n in range(4096)], [], counting)
+    assert len(admission.admitted_names) == 700
+    assert admission.wait_reasons["job700"] == "no room"
+    assert admission.wait_reasons["job4095"] == "it waits behind job700, which comes first"
     assert counting.looks <= 20
 
 
@@ -268,13 +273,13 @@ def test_many_jobs_give_way_without_being_counted_again_for_each_of_them() -> No
     counting = Counting(700)
     attached_jobs = [shape(f"job{n}", 1, order=n) for n in range(700)]
     urgent = [shape(f"urgent{n}", 1, 9, order=n) for n in range(700, 1000)]
-    admission = admit(urgent, attached_jobs, counting)
-    assert (len(admission.admitted), len(admission.preempted)) == (300, 300)
+    admission = admit_jobs(urgent, attached_jobs, counting)
+    assert (len(admission.admitted_names), len(admission.preempted)) == (300, 300)
     assert list(admission.preempted) == [f"job{n}" for n in range(400, 700)]
     assert counting.looks <= 20
     counting.looks = 0
-    full = admit([shape(f"job{n}", 1, order=n) for n in range(1000, 5000)], attached_jobs, counting)
-    assert (full.admitted, full.preempted) == ((), {})
+    full = admit_jobs([shape(f"job{n}", 1, order=n) for n in range(1000, 5000)], attached_jobs, counting)
+    assert (full.admitted_names, full.preempted) == ((), {})
     assert counting.looks <= 20
 
 
@@ -287,5 +292,5 @@ def test_jobs_of_many_sizes_are_looked_at_only_where_they_are_smaller_than_one_t
         return fits(jobs)
 
     sizes = [20 + (n * 37) % 41 for n in range(1000)]
-    admit([shape(f"w{n}", size, order=n) for n, size in enumerate(sizes)], [shape("x", 81)], counting)
+    admit_jobs([shape(f"w{n}", size, order=n) for n, size in enumerate(sizes)], [shape("x", 81)], counting)
     assert looks <= 40

@@ -17,7 +17,7 @@ from weftune.jobs.store.shares import (
     combine_statuses,
     create_shares,
     delete_shares,
-    gather,
+    merge_shares,
     share_folder,
 )
 from weftune.jobs.store.status import RunStatus, State, lock_folder, to_json
@@ -133,7 +133,7 @@ def test_gathering_that_was_broken_off_at_its_very_end_is_repeated_without_doubl
 def test_gathering_that_was_broken_off_before_the_status_was_written_is_repeated(output: Path) -> None:
     work(output)
     with open_store(output.parent / "aside", resume=False) as aside:
-        gather(output, aside.status)
+        merge_shares(output, aside.status)
     with open_store(output, resume=True) as store:
         assert_gathered(store)
 

@@ -31,10 +31,10 @@ from weftune.jobs.store.status import (
     JobStatus,
     RunStatus,
     State,
+    check_transition,
     from_json,
     job_from_json,
     lock_folder,
-    move,
     read_status,
     requeue_jobs,
     resume_line,
@@ -51,10 +51,10 @@ def walk_by_moves(wishes: list[State]) -> None:
     for wish in wishes:
         if state.ended:
             with pytest.raises(ValueError, match=f"cannot go from {state} to {wish}"):
-                move(state, wish)
+                check_transition(state, wish)
             continue
         try:
-            new = move(state, wish)
+            new = check_transition(state, wish)
         except ValueError:
             assert (state, wish) in ILLEGAL
         else:

@@ -16,8 +16,8 @@ from weftune.jobs.sweeps.halving import (
     TrialWork,
     averaged_spans,
     expected_saving,
+    kept_trial_count,
     ordinal,
-    quota,
     rung_counts,
     rung_steps,
 )
@@ -165,9 +165,9 @@ def test_rungs_are_shares_of_a_trials_own_steps_and_before_its_last():
 
 
 def test_the_quota_is_rounded_up_from_the_decimal_that_was_written():
-    assert [quota(0.33, n) for n in (24, 8, 3, 1)] == [8, 3, 1, 1]
-    assert [quota(0.1, n) for n in (10, 11)] == [1, 2]
-    assert quota(1.0, 7) == 7
+    assert [kept_trial_count(0.33, n) for n in (24, 8, 3, 1)] == [8, 3, 1, 1]
+    assert [kept_trial_count(0.1, n) for n in (10, 11)] == [1, 2]
+    assert kept_trial_count(1.0, 7) == 7
 
 
 def test_ordinals():
@@ -231,7 +231,7 @@ def test_a_training_loss_that_does_not_fall_is_told_from_step_twenty_or_a_tenth_
     trend = LossTrend(steps)
     told = []
     for step in range(1, steps + 1):
-        trend.add(step, 2.0)
+        trend.add_loss(step, 2.0)
         if trend.leave_reason():
             told.append(step)
     assert told == list(range(first, steps)), "at the last step all is paid for"
@@ -243,7 +243,7 @@ def test_a_training_loss_that_does_not_fall_is_told_from_step_twenty_or_a_tenth_
 def trend_at(step, late):
     trend = LossTrend(100)
     for number in range(1, step + 1):
-        trend.add(number, 2.0 if number <= 10 else late)
+        trend.add_loss(number, 2.0 if number <= 10 else late)
     return trend.leave_reason()
 
 
@@ -251,7 +251,7 @@ def test_a_falling_loss_or_one_whose_first_steps_are_not_known_is_no_fault():
     assert trend_at(50, 1.999) is None
     trend = LossTrend(100)
     for step in range(5, 60):
-        trend.add(step, 3.0)
+        trend.add_loss(step, 3.0)
     assert trend.leave_reason() is None
 
 

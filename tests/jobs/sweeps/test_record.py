@@ -25,7 +25,7 @@ from weftune.jobs.sweeps.record import (
     read_record,
     rung_rows,
     rung_sentence,
-    short_keys,
+    shorten_keys,
     swept_keys,
     trained_share,
     winners,
@@ -157,10 +157,10 @@ def test_the_rungs_tell_who_came_who_went_on_and_where_the_cut_lies() -> None:
     first, second, last = rung_rows(sweep_record())
     assert (first.started_count, first.kept_count, first.lost_count) == (24, 8, 1)
     assert (second.started_count, second.kept_count, second.lost_count) == (8, 3, 0)
-    assert first.worst_kept is not None
+    assert first.worst_kept_score is not None
     assert first.best_dropped is not None
-    assert first.worst_kept < first.best_dropped
-    assert (last.step, last.started_count, last.evaluated_count, last.last) == (STEPS, 3, 3, True)
+    assert first.worst_kept_score < first.best_dropped
+    assert (last.step, last.started_count, last.evaluated_count, last.is_last) == (STEPS, 3, 3, True)
     assert rung_sentence(first) == "step 20: 8 of 24 went on"
     assert rung_sentence(last) == "step 200: 3 of 3 ended"
 
@@ -197,11 +197,11 @@ def test_mappings_and_dotted_keys_are_the_same_and_what_all_share_is_left_out() 
         ),
     )  # fmt: skip
     assert swept_keys(record) == ("adapter.rank",)
-    assert short_keys(("adapter.rank", "learning_rate")) == {
+    assert shorten_keys(("adapter.rank", "learning_rate")) == {
         "adapter.rank": "rank",
         "learning_rate": "learning_rate",
     }
-    assert short_keys(("a.rank", "b.rank")) == {"a.rank": "a.rank", "b.rank": "b.rank"}
+    assert shorten_keys(("a.rank", "b.rank")) == {"a.rank": "a.rank", "b.rank": "b.rank"}
 
 
 @pytest.mark.parametrize(

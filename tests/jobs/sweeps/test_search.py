@@ -17,7 +17,7 @@ from weftune.jobs.sweeps.search import (
     combinations,
     draw_combinations,
     generations,
-    grid,
+    grid_combinations,
     number_text,
     round_value,
     trial_names,
@@ -35,7 +35,7 @@ SEEDS = st.integers(0, 2**63 - 1)
 
 @given(LISTS)
 def test_a_grid_is_the_whole_product_in_the_order_written(over: dict[str, Any]) -> None:
-    found = grid(over)
+    found = grid_combinations(over)
     assert [tuple(values.values()) for values in found] == list(product(*over.values()))
     assert len(found) == combinations(over)
     assert all(list(values) == list(over) for values in found)
@@ -46,7 +46,7 @@ def test_draws_are_distinct_members_of_the_grid(over: dict[str, Any], seed: int,
     count = data.draw(st.integers(1, int(combinations(over))))
     found = draw_combinations(over, count, seed)
     assert len({combination_key(values) for values in found}) == count
-    assert all(values in grid(over) for values in found)
+    assert all(values in grid_combinations(over) for values in found)
 
 
 @st.composite
@@ -127,7 +127,7 @@ def test_generations_are_a_quarter_each(trials: int, sizes: list[int]) -> None:
 
 def names(over: dict[str, Any], sweep: str = "sql") -> list[str]:
     over = {key: tuple(values) for key, values in over.items()}
-    return trial_names(sweep, over, grid(over))
+    return trial_names(sweep, over, grid_combinations(over))
 
 
 @pytest.mark.parametrize(
@@ -228,12 +228,12 @@ def test_a_grid_and_random_draws_are_one_generation() -> None:
         SweepSpec(over={"steps": (1, 2)}, search="random", trials=2),
     ):
         found = TrialSearch("a", spec, 0)
-        assert {trial.name for trial in found.first()} == {"a-s1", "a-s2"}
-        assert found.next([(trial, 1.0) for trial in found.first()]) == ()
+        assert {trial.name for trial in found.first_generation()} == {"a-s1", "a-s2"}
+        assert found.next_generation([(trial, 1.0) for trial in found.first_generation()]) == ()
 
 
 def test_a_trial_holds_the_values_under_the_keys_of_over() -> None:
     spec = SweepSpec(over={"adapter": ({"rank": 8},), "learning_rate": (1e-4, 3e-4)})
-    assert TrialSearch("sql", spec, 0).first()[1] == Trial(
+    assert TrialSearch("sql", spec, 0).first_generation()[1] == Trial(
         "sql-lr3e-4", {"adapter": {"rank": 8}, "learning_rate": 3e-4}
     )

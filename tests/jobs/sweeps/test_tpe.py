@@ -32,10 +32,10 @@ def loss(values: Any) -> float:
 
 def swept(spec: SweepSpec = SPEC, seed: int = 0) -> list[tuple[Trial, ...]]:
     proposer = TrialSearch("a", spec, seed)
-    generations, ended = [proposer.first()], []
+    generations, ended = [proposer.first_generation()], []
     while generations[-1]:
         ended += [(trial, loss(trial.values)) for trial in generations[-1]]
-        generations.append(proposer.next(ended))
+        generations.append(proposer.next_generation(ended))
     return generations[:-1]
 
 
@@ -64,10 +64,10 @@ def test_told_the_same_ends_it_proposes_the_same_in_whatever_order_they_came() -
     first, second, third, _ = swept()
     ended: Ends = [(trial, loss(trial.values)) for trial in (*first, *second)]
     shuffled = random.Random(1).sample(ended, len(ended))
-    assert TrialSearch("a", SPEC, 0).next(ended) == third
-    assert TrialSearch("a", SPEC, 0).next(shuffled) == third
+    assert TrialSearch("a", SPEC, 0).next_generation(ended) == third
+    assert TrialSearch("a", SPEC, 0).next_generation(shuffled) == third
     other = [(trial, -value if value else None) for trial, value in ended]
-    assert TrialSearch("a", SPEC, 0).next(other) != third
+    assert TrialSearch("a", SPEC, 0).next_generation(other) != third
     assert swept(seed=1) != swept(seed=0)
 
 
@@ -78,22 +78,22 @@ def test_trials_as_a_record_gives_them_back_are_the_same_trials() -> None:
     }
     spec = SweepSpec(search="tpe", trials=4, over=over)
     proposer = TrialSearch("a", spec, 0)
-    ends: Ends = [(trial, 1.0) for trial in proposer.first()]
+    ends: Ends = [(trial, 1.0) for trial in proposer.first_generation()]
     record = json.loads(json.dumps([trial.values for trial, _ in ends], sort_keys=True))
     recalled: Ends = [
         (Trial(trial.name, values), 1.0) for (trial, _), values in zip(ends, record, strict=True)
     ]
-    assert proposer.next(recalled) == proposer.next(ends)
+    assert proposer.next_generation(recalled) == proposer.next_generation(ends)
     assert len({combination_key(trial.values) for trial, _ in (*recalled, *ends)}) == len(ends)
 
 
 def test_a_trial_without_a_value_is_avoided_and_stops_nothing() -> None:
     proposer = TrialSearch("a", SPEC, 0)
-    first = proposer.first()
+    first = proposer.first_generation()
     for value in (None, float("nan"), float("inf")):
-        assert len(proposer.next([(trial, value) for trial in first])) == 6
+        assert len(proposer.next_generation([(trial, value) for trial in first])) == 6
     mixed: Ends = [(trial, None if trial.values["warmup"] > 10 else 1.0) for trial in first]
-    assert len(proposer.next(mixed)) == 6
+    assert len(proposer.next_generation(mixed)) == 6
 
 
 def test_a_small_grid_is_tried_whole() -> None:
@@ -108,8 +108,10 @@ def test_accuracy_is_maximised() -> None:
     spec = SweepSpec(search="tpe", trials=24, metric="eval_mean_token_accuracy", mode="max", over=SPEC.over)
     least = TrialSearch("a", SPEC, 0)
     most = TrialSearch("a", spec, 0)
-    ends: Ends = [(trial, loss(trial.values)) for trial in least.first()]
-    assert most.next([(trial, -(value or 0)) for trial, value in ends]) == least.next(ends)
+    ends: Ends = [(trial, loss(trial.values)) for trial in least.first_generation()]
+    assert most.next_generation([(trial, -(value or 0)) for trial, value in ends]) == least.next_generation(
+        ends
+    )
 
 
 def test_every_generation_draws_with_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +131,7 @@ def test_every_generation_draws_with_a_seed_of_its_own(monkeypatch: pytest.Monke
 
 def test_names_of_other_jobs_are_not_taken() -> None:
     proposer = TrialSearch("a", SPEC, 0)
-    ends: Ends = [(trial, loss(trial.values)) for trial in proposer.first()]
-    (one, *_) = proposer.next(ends)
-    (renamed, *_) = TrialSearch("a", SPEC, 0, (one.name,)).next(ends)
+    ends: Ends = [(trial, loss(trial.values)) for trial in proposer.first_generation()]
+    (one, *_) = proposer.next_generation(ends)
+    (renamed, *_) = TrialSearch("a", SPEC, 0, (one.name,)).next_generation(ends)
     assert (renamed.name, renamed.values) == (f"{one.name}-2", one.values)

@@ -14,7 +14,7 @@ from tests.plan.outlooks import SHAPE, outline
 from tests.plan.profiles import profile
 from weftune.core.shapes import LayerRange
 from weftune.errors import PlanError
-from weftune.jobs.store.scheduler import admit
+from weftune.jobs.store.scheduler import admit_jobs
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel, decoder_row_bytes
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile_cost import memory_of
@@ -147,7 +147,8 @@ def test_those_aboard_are_whom_the_scheduler_admits(gib):
     jobs[4] = replace(jobs[4], priority=1)
     found = choose_layout(SHAPE, jobs, gpu(gib))
     assert (
-        tuple(job.name for job in found.attached_jobs) == admit(jobs, [], found.memory.misfit_reason).admitted
+        tuple(job.name for job in found.attached_jobs)
+        == admit_jobs(jobs, [], found.memory.misfit_reason).admitted_names
     )
     assert found.attached_jobs == fitting_jobs(jobs, found.memory)
 
@@ -168,7 +169,9 @@ def test_of_random_jobs_those_aboard_are_whom_the_scheduler_admits(seed):
     ]
     memory = MemoryModel(SHAPE, dice.randint(17, 30) * GIB, uses_fused_ops=True)
     attached_jobs = fitting_jobs(jobs, memory)
-    assert tuple(job.name for job in attached_jobs) == admit(jobs, [], memory.misfit_reason).admitted
+    assert (
+        tuple(job.name for job in attached_jobs) == admit_jobs(jobs, [], memory.misfit_reason).admitted_names
+    )
 
 
 def test_who_is_aboard_is_found_without_counting_all_of_them_for_each(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 from tests.plan.layout.test_choose import GIB, gpu, shapes
 from tests.plan.outlooks import SHAPE
 from weftune.core.shapes import JobShape
-from weftune.jobs.store.scheduler import admit
+from weftune.jobs.store.scheduler import admit_jobs
 from weftune.plan.cost.learned import Learned
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.prior import arithmetic
@@ -57,7 +57,7 @@ def test_a_run_and_a_plan_admit_the_jobs_that_it_was_chosen_for():
     assert found.layout == OFFLOADED
     known = Learned(initial_cost=arithmetic(SHAPE), memory=found.memory)
     for fits in (found.memory.misfit_reason, known.misfit_reason):
-        assert admit(asked, [], fits).admitted == tuple(job.name for job in found.attached_jobs)
+        assert admit_jobs(asked, [], fits).admitted_names == tuple(job.name for job in found.attached_jobs)
 
 
 def test_the_host_has_room_for_those_aboard_and_the_next_one_is_told_so():
@@ -67,9 +67,9 @@ def test_the_host_has_room_for_those_aboard_and_the_next_one_is_told_so():
     host = 12 * sum(job.trainable_parameters for job in asked[:most])
     found = choose_layout(SHAPE, asked, replace(gpu(32), host_budget_bytes=host))
     assert (found.layout, len(found.attached_jobs), found.host_bytes) == (OFFLOADED, most, host)
-    decision = admit(asked, [], found.memory.misfit_reason)
-    assert decision.waiting[asked[most].name].startswith("needs ")
-    assert "of the host's memory for master weights and moments" in decision.waiting[asked[most].name]
+    decision = admit_jobs(asked, [], found.memory.misfit_reason)
+    assert decision.wait_reasons[asked[most].name].startswith("needs ")
+    assert "of the host's memory for master weights and moments" in decision.wait_reasons[asked[most].name]
     short = 12 * sum(job.trainable_parameters for job in asked[:plain])
     assert choose_layout(SHAPE, asked, replace(gpu(32), host_budget_bytes=short)).layout == one_device_layout(
         SHAPE.layers

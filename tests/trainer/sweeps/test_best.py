@@ -18,9 +18,9 @@ def winner(output: Path, name: str) -> Path:
 def test_the_one_trial_that_is_kept_lies_in_best_itself(tmp_path: Path) -> None:
     sweep, first, second = tmp_path / "s", winner(tmp_path, "s-1"), winner(tmp_path, "s-2")
     sweep.mkdir()
-    link_winners(sweep, [first, second], single=False)
+    link_winners(sweep, [first, second], has_one_winner=False)
     assert best_folder(sweep, "s-2") == sweep / "best" / "s-2"
-    link_winners(sweep, [second], single=True)
+    link_winners(sweep, [second], has_one_winner=True)
     assert best_folder(sweep, "s-2") == sweep / "best"
     assert {path.name: path.read_text() for path in (sweep / "best").iterdir()} == {
         "adapter_config.json": "s-2",

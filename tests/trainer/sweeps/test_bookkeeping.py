@@ -73,10 +73,10 @@ def test_a_generation_that_could_not_be_recorded_is_proposed_again(store, monkey
 
     with monkeypatch.context() as patched:
         patched.setattr(running, "write_record", full)
-        assert made.proposed() == ()
+        assert made.propose_trials() == ()
     assert told == ["warning: no space left on device; training continues, and it is tried again."]
     assert read_record(made.folder) is None
-    assert [one.name for one in made.proposed()] == ["s-more4"]
+    assert [one.name for one in made.propose_trials()] == ["s-more4"]
     assert [one.generation for one in read_record(made.folder).trials] == [0, 0, 0, 0, 1]
 
 
@@ -136,7 +136,7 @@ def test_trials_that_had_ended_before_the_run_are_not_waited_for(store):
         store.move_job(name, State.FAILED, "the loss is not finite")
     sweep = sweep_of(search="tpe", trials=6)
     made = running_sweep(store, sweep, search=OneMore())
-    assert [one.name for one in made.proposed()] == ["s-more4"]
+    assert [one.name for one in made.propose_trials()] == ["s-more4"]
 
 
 def test_a_trial_that_rests_in_vain_is_told_which_other_has_not_come_as_far(store):

@@ -19,9 +19,9 @@ from weftune.core.limited import slow_pattern_error, suffix_expression
 from weftune.core.shapes import SCORE
 from weftune.data.spec import EXACT_MATCH, RESERVED_NAMES
 from weftune.errors import Mistake
-from weftune.jobs.spec.keys import SECTIONS, name_fault, nearest, shared_reason, unknown_key
-from weftune.jobs.spec.layer import ROWS, Fault, Layer, Loc, child_value, dotted_name, place_of
-from weftune.jobs.spec.schema import EXPECTED, bound_at, build, choice_sentence, number_faults
+from weftune.jobs.spec.keys import SECTIONS, name_fault, nearest_word, shared_value_reason, unknown_key
+from weftune.jobs.spec.layer import ROWS, Fault, Layer, Loc, child_value, dotted_name, find_place
+from weftune.jobs.spec.schema import EXPECTED, bound_of_key, build, choice_sentence, number_faults
 from weftune.objectives.spec import ANSWER_OBJECTIVES, OBJECTIVES, SFT_SPEC
 
 HUB_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
@@ -57,7 +57,7 @@ def resolve_path(folder: Path, text: str) -> Path:
     return Path(os.path.normpath((folder / Path(os.path.expanduser(text))).absolute()))
 
 
-def exists(path: Path) -> bool:
+def path_exists(path: Path) -> bool:
     """Return whether a path exists. Path.exists would raise for paths that are invalid on every system."""
     return os.path.exists(path)
 
@@ -77,7 +77,7 @@ def missing_path_message(folder: Path, text: str, description: str = "file") -> 
     # Compared without the suffix: a suffix that they share would make all of them near.
     by_stem = {Path(name).stem: name for name in beside if Path(name).suffix == path.suffix}
     by_stem |= {name: name for name in beside if Path(name).stem == path.stem}
-    near = nearest(path.stem, by_stem) or nearest(path.name, by_stem)
+    near = nearest_word(path.stem, by_stem) or nearest_word(path.name, by_stem)
     if near:
         return f"{sentence}; did you mean {Path(text).parent / by_stem[near]}?"
     return f"{sentence}; write a path relative to the jobs file, or an absolute one"
@@ -86,7 +86,7 @@ def missing_path_message(folder: Path, text: str, description: str = "file") -> 
 def locate_rows(folder: Path, text: str) -> str:
     """Locate an existing file or folder, or else an id on the Hub."""
     path = resolve_path(folder, text)
-    if exists(path):
+    if path_exists(path):
         return str(path)
     if not is_hub_id(text):
         raise ValueError(missing_path_message(folder, text))
@@ -97,7 +97,7 @@ def locate_template(folder: Path, text: str) -> str:
     path = resolve_path(folder, text)
     if text == CHATML:
         return text
-    if exists(path) and path.is_file():
+    if path_exists(path) and path.is_file():
         return str(path)
     if "." not in text and "/" not in text:
         raise ValueError(f"must be chatml or a Jinja file, got {format_value(text)}")
@@ -110,24 +110,24 @@ def locate_metric(folder: Path, text: str) -> str:
     if text == EXACT_MATCH:
         return text
     if not file.endswith(".py") or not function.isidentifier():
-        near = nearest(text, [EXACT_MATCH])
+        near = nearest_word(text, [EXACT_MATCH])
         hint = f"; did you mean {near}?" if near else ""
         raise ValueError(f"must be {EXPECTED['eval', 'metric']}, got {format_value(text)}{hint}")
     if function in RESERVED_NAMES:
         raise ValueError(f"{function} is already the name of a column; give the function another name")
     path = resolve_path(folder, file)
-    if not (exists(path) and path.is_file()):
+    if not (path_exists(path) and path.is_file()):
         raise ValueError(missing_path_message(folder, file))
     return f"{path}:{function}"
 
 
 def locate_adapter(folder: Path, text: str) -> str:
     path = resolve_path(folder, text)
-    if not exists(path):
+    if not path_exists(path):
         raise ValueError(missing_path_message(folder, text, "folder"))
-    if not exists(path / CONFIG):
+    if not path_exists(path / CONFIG):
         raise ValueError(f"{format_value(text)} holds no {CONFIG}; name a PEFT adapter folder")
-    if not exists(path / WEIGHTS):
+    if not path_exists(path / WEIGHTS):
         raise ValueError(missing_weights_message(path))
     return str(path)
 
@@ -160,23 +160,23 @@ def build_job(record: type[Record], layer: Layer, folder: Path) -> tuple[Record 
     note(_contradictions(values))
     if faults:
         return None, [
-            place_of(layer.places, loc).mistake(sentence + _hint(values, loc))
+            find_place(layer.places, loc).mistake(sentence + _sweep_hint(values, loc))
             for loc, sentence in faults.items()
         ]
     assert isinstance(made, record)
     return made, []
 
 
-def _hint(values: Mapping[str, Any], loc: Loc) -> str:
+def _sweep_hint(values: Mapping[str, Any], location: Loc) -> str:
     """Return the hint to use a sweep if a list was written where a single value belongs."""
     value: Any = values
-    for part in loc:
+    for part in location:
         value = child_value(value, part)
-    in_list = any(isinstance(part, int) for part in loc)
-    one_value = not in_list and (bound_at(loc) is not None or loc == ("schedule",))
-    if not one_value or shared_reason(loc) or not isinstance(value, list | tuple) or not value:
+    in_list = any(isinstance(part, int) for part in location)
+    one_value = not in_list and (bound_of_key(location) is not None or location == ("schedule",))
+    if not one_value or shared_value_reason(location) or not isinstance(value, list | tuple) or not value:
         return ""
-    return f"; to try each, write sweep: {{over: {{{dotted_name(loc)}: [...]}}}}"
+    return f"; to try each, write sweep: {{over: {{{dotted_name(location)}: [...]}}}}"
 
 
 def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,11 +255,11 @@ def _resolve_paths(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any]
     """Return the values with absolute paths, and a fault for every path that does not exist."""
     faults: list[Fault] = []
 
-    def resolve(value: Any, loc: Loc, locate: Locate) -> Any:
+    def resolve(value: Any, location: Loc, locate: Locate) -> Any:
         if isinstance(value, list):
-            return [resolve(item, (*loc, index), locate) for index, item in enumerate(value)]
+            return [resolve(item, (*location, index), locate) for index, item in enumerate(value)]
         if isinstance(value, Mapping) and "path" in value:
-            return {**value, "path": resolve(value["path"], (*loc, "path"), locate)}
+            return {**value, "path": resolve(value["path"], (*location, "path"), locate)}
         if not isinstance(value, str):
             return value
         try:
@@ -267,7 +267,7 @@ def _resolve_paths(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any]
                 raise ValueError("must not be empty")
             return locate(folder, value)
         except ValueError as error:
-            faults.append(Fault(loc, str(error)))
+            faults.append(Fault(location, str(error)))
             return value
 
     whole = dict(values)
@@ -462,17 +462,17 @@ def _layer_faults(layers: Any) -> Iterator[Fault]:
             yield Fault(loc, f"{error}; write {EXPECTED[loc]}")
 
 
-def _expression_faults(text: str, expression: str, loc: Loc) -> Iterator[Fault]:
+def _expression_faults(text: str, expression: str, location: Loc) -> Iterator[Fault]:
     """Check the regular expression `expression`, of which the user wrote the part `text`."""
     if not text:
-        yield Fault(loc, "must not be empty")
+        yield Fault(location, "must not be empty")
     if slow := slow_pattern_error([expression]):
-        yield Fault(loc, slow)
+        yield Fault(location, slow)
         return
     try:
         re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
-        yield Fault(loc, f"is no regular expression: {error}; a list names module endings without one")
+        yield Fault(location, f"is no regular expression: {error}; a list names module endings without one")
 
 
 ROPE: Loc = ("base", "rope_scaling")

@@ -17,9 +17,9 @@ from weftune.core.bounds import format_value
 from weftune.core.limited import slow_pattern_error
 from weftune.core.shapes import ModelShape, SiteShape, layer_of
 from weftune.errors import AdapterError, Mistake, OutputError
-from weftune.jobs.spec.keys import nearest
+from weftune.jobs.spec.keys import nearest_word
 from weftune.jobs.spec.layer import Fault, Loc
-from weftune.jobs.spec.spec import JobSpec, in_steps, locate_in_job
+from weftune.jobs.spec.spec import JobSpec, locate_in_job, to_steps
 from weftune.jobs.store.job_file import read_job_file
 from weftune.plan.cost.memory import format_bytes
 
@@ -68,13 +68,13 @@ def check_lengths(
         Mistake(
             place,
             f"max_length {length} of {_short_list(names)} is over the base's context of {shape.context} "
-            f"tokens; write {shape.context} or less, or {_longer(length, shape, base)}",
+            f"tokens; write {shape.context} or less, or {_longer_context_advice(length, shape, base)}",
         )
         for (place, length), names in over.items()
     ]
 
 
-def _longer(length: int, shape: ModelShape, base: BaseSpec) -> str:
+def _longer_context_advice(length: int, shape: ModelShape, base: BaseSpec) -> str:
     """Return what extends the base's context to `length` tokens."""
     if shape.unscaled_context is None:
         return "choose another base, for the positions of this one cannot be scaled"
@@ -130,7 +130,7 @@ def _virtual_token_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fa
     if (before := adapter.positions_before) > shape.context - MIN_TOKENS:
         sentence = f"{before} leave no room for a sample in the base's context of {shape.context} tokens"
         yield Fault(("num_virtual_tokens",), f"{sentence}; write fewer")
-    if adapter.rows_before and (outside := _outside_layers(shape)):
+    if adapter.rows_before and (outside := _linears_outside_layers(shape)):
         sentence = f"{kind} needs embeddings that go into the first layer as they are, and the base has"
         yield Fault(("kind",), f"{sentence} {outside} around its layers; choose another kind")
     # Not checked for kinds with targets: their expressions may take forever, and have been refused.
@@ -139,7 +139,7 @@ def _virtual_token_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fa
         yield Fault(("kind",), f"{sentence} {seen} of {shape.layers}; choose another kind")
 
 
-def _outside_layers(shape: ModelShape) -> str | None:
+def _linears_outside_layers(shape: ModelShape) -> str | None:
     return next((site.name for site in shape.sites if layer_of(site.name) is None), None)
 
 
@@ -153,7 +153,7 @@ def _no_match_message(expression: str, shape: ModelShape) -> str:
 
 def _suggest_targets(target: str, shape: ModelShape) -> str:
     endings = _linear_suffixes(shape)
-    near = nearest(target.rpartition(".")[2], endings)
+    near = nearest_word(target.rpartition(".")[2], endings)
     hint = f"did you mean {near}? " if near else ""
     experts = f"; for its experts write {_expert_parameters(shape)}" if _experts(shape) else ""
     return f"{hint}its modules end in {', '.join(endings)}{experts}"
@@ -183,7 +183,7 @@ def _token_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
         if token >= shape.vocabulary:
             sentence = f"there is no token {token}: the base has tokens 0 to {shape.vocabulary - 1}"
             yield Fault((key, index), sentence)
-    if adapter.trained_tokens and (outside := _outside_layers(shape)):
+    if adapter.trained_tokens and (outside := _linears_outside_layers(shape)):
         sentence = "needs embeddings that go into the first layer as they are, and the base has"
         yield Fault((key,), f"{sentence} {outside} around its layers; leave it out")
 
@@ -204,20 +204,24 @@ def _expert_parameters(shape: ModelShape) -> str:
 def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
     """Return warnings about jobs that will run but may not be what the user meant, one sentence each."""
     adapters = {job.name: job.adapter for job in jobs}
-    return merge_repeated(
+    return merge_repeated_sentences(
         (job.name, sentence) for job in jobs for sentence in _job_warnings(job, shape, adapters)
     )
 
 
 def rope_warnings(jobs: Sequence[JobSpec], base: BaseSpec) -> list[str]:
     """Return warnings about jobs that start from an adapter of which the base had another rope scaling."""
-    return merge_repeated((job.name, sentence) for job in jobs for sentence in _rope_warnings(job, base))
+    return merge_repeated_sentences(
+        (job.name, sentence) for job in jobs for sentence in _rope_warnings(job, base)
+    )
 
 
-def data_warnings(job: JobSpec, samples: int, steps: int, evaluates_trained: bool = False) -> Iterator[str]:
+def data_warnings(
+    job: JobSpec, samples: int, steps: int, evaluates_trained_rows: bool = False
+) -> Iterator[str]:
     """Yield warnings that depend on the data: the number of samples, the number of steps in the run, and
     whether all rows of the evaluation are also trained on."""
-    if evaluates_trained:
+    if evaluates_trained_rows:
         yield (
             "every row of its evaluation is also a training row, so its validation loss does not show what "
             "it learns for other rows; name another file as eval.path, or hold rows out with eval.fraction"
@@ -227,11 +231,11 @@ def data_warnings(job: JobSpec, samples: int, steps: int, evaluates_trained: boo
             f"batch_size {job.batch_size} is over the number of its training samples, {samples}: every step "
             "trains on all of them"
         )
-    if (warmup := in_steps(job.warmup, steps)) >= steps > 1:
+    if (warmup := to_steps(job.warmup, steps)) >= steps > 1:
         yield f"warmup takes {warmup} of its {steps} steps: its learning rate is never reached"
 
 
-def merge_repeated(sentences: Iterable[tuple[str, str]]) -> list[str]:
+def merge_repeated_sentences(sentences: Iterable[tuple[str, str]]) -> list[str]:
     """Return every sentence once, as `a, b: sentence` if several jobs have the same one."""
     jobs: dict[str, dict[str, None]] = {}
     for job, sentence in sentences:
@@ -394,7 +398,7 @@ def _sweep_source_message(source: str, trials: Mapping[str, str]) -> str:
 
 def _unknown_source_message(source: str, known_names: Sequence[str]) -> str:
     sentence = f"there is no job {format_value(source)} in this run"
-    if near := nearest(source, known_names):
+    if near := nearest_word(source, known_names):
         return f"{sentence}; did you mean {near}?"
     if not known_names:
         return f"{sentence}; for a folder write its path as init_from"

@@ -27,7 +27,7 @@ word, as in dora and lora."""
 MIN_LETTERS = 3
 
 
-def nearest(word: str, known_words: Iterable[str]) -> str | None:
+def nearest_word(word: str, known_words: Iterable[str]) -> str | None:
     """Return the known name that `word` misspells, or the only known name that it abbreviates or is an
     anagram of."""
     names = list(known_words)
@@ -128,26 +128,26 @@ class JobKeys(TypedDict, total=False):
     keep: Keep
 
 
-def _names(*records: type) -> tuple[str, ...]:
+def _field_names(*records: type) -> tuple[str, ...]:
     return tuple(dict.fromkeys(item.name for record in records for item in fields(record)))
 
 
 SECTIONS: Mapping[str, Sequence[str]] = {
     "run": ("base", "output", "report_to", "deterministic", "defaults", "jobs"),
-    "base": tuple(name for name in _names(BaseSpec) if name != "written"),
-    "rope_scaling": _names(RopeScaling),
+    "base": tuple(name for name in _field_names(BaseSpec) if name != "written"),
+    "rope_scaling": _field_names(RopeScaling),
     "job": (*JobKeys.__annotations__, "sweep"),
     # The objective decides whether a scalar head is trained.
-    "adapter": tuple(name for name in _names(*KINDS.values()) if name != "modules_to_save"),
-    "objective": _names(*OBJECTIVES.values()),
-    "data": tuple(name for name in _names(DataSpec) if name != "rows"),
-    "source": _names(Source),
-    "eval": _names(EvalSpec),
-    "generate": _names(GenerateSpec),
-    "early_stop": _names(EarlyStop),
-    "sweep": _names(SweepSpec),
-    "halving": _names(Halving),
-    "init_from": _names(FromJob),
+    "adapter": tuple(name for name in _field_names(*KINDS.values()) if name != "modules_to_save"),
+    "objective": _field_names(*OBJECTIVES.values()),
+    "data": tuple(name for name in _field_names(DataSpec) if name != "rows"),
+    "source": _field_names(Source),
+    "eval": _field_names(EvalSpec),
+    "generate": _field_names(GenerateSpec),
+    "early_stop": _field_names(EarlyStop),
+    "sweep": _field_names(SweepSpec),
+    "halving": _field_names(Halving),
+    "init_from": _field_names(FromJob),
 }
 """Maps each section of jobs.yaml to its keys, which are the fields of the records."""
 TITLES = {
@@ -170,12 +170,12 @@ SAME_FOR_ALL: Mapping[str, str] = {
 """Maps the first part of a key to the reason why all trials of a sweep share its value."""
 
 
-def shared_reason(loc: Sequence[str | int]) -> str | None:
+def shared_value_reason(location: Sequence[str | int]) -> str | None:
     """Return why all trials of a sweep share the value at `loc`, or None if they may differ: they may differ
     in numbers of the objective, such as `objective.beta`."""
-    if loc[0] == "objective" and len(loc) > 1 and loc[1] not in ("kind", "loss_type"):
+    if location[0] == "objective" and len(location) > 1 and location[1] not in ("kind", "loss_type"):
         return None
-    return SAME_FOR_ALL.get(str(loc[0]))
+    return SAME_FOR_ALL.get(str(location[0]))
 
 
 INNER = ("source", "generate", "halving", "init_from", "rope_scaling")
@@ -330,12 +330,12 @@ def unknown_key(section: str, key: str) -> str:
     homes = [home for home, keys in SECTIONS.items() if home not in (*INNER, section) and plain in keys]
     if homes:
         return f"is not a key of {title}; write {_relative_name(section, f'{homes[0]}.{plain}')}"
-    near = nearest(plain, known)
+    near = nearest_word(plain, known)
     if near:
         return f"is not a key of {title}; did you mean {near}?"
     skipped = (*INNER, "objective")
     everywhere = {name: home for home, keys in SECTIONS.items() if home not in skipped for name in keys}
-    near = nearest(plain, everywhere)
+    near = nearest_word(plain, everywhere)
     if near:
         name = _relative_name(section, f"{everywhere[near]}.{near}")
         return f"is not a key of {title}; did you mean {name}?"

@@ -57,48 +57,48 @@ def child_value(value: Any, part: str | int) -> Any:
     return ABSENT
 
 
-def dotted_name(loc: Loc) -> str:
+def dotted_name(location: Loc) -> str:
     """Return `("jobs", 2, "adapter")` as `jobs[2].adapter`."""
     text = ""
-    for part in loc:
+    for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
 
 
-def places_of(tree: Any, root: Loc = (), file: str = "", lines: Mapping[Loc, int] | None = None) -> Places:
+def all_places(values: Any, root: Loc = (), file: str = "", lines: Mapping[Loc, int] | None = None) -> Places:
     """Return the place of every value below `root`, keyed by its location relative to `root`; a value without
     a line gets that of its parent."""
     places: Places = {}
     known = lines or {}
 
-    def visit(value: Any, loc: Loc, line: int) -> None:
-        line = known.get(root + loc, line)
-        places[loc] = Place(file, line, dotted_name(root + loc))
-        if loc and loc[-1] == ROWS:
+    def visit(value: Any, location: Loc, line: int) -> None:
+        line = known.get(root + location, line)
+        places[location] = Place(file, line, dotted_name(root + location))
+        if location and location[-1] == ROWS:
             return
         if isinstance(value, Mapping):
             for key, below in value.items():
-                visit(below, (*loc, key), line)
+                visit(below, (*location, key), line)
         elif isinstance(value, list | tuple):
             for index, below in enumerate(value):
-                visit(below, (*loc, index), line)
+                visit(below, (*location, index), line)
 
-    visit(tree, (), known.get(root, 0))
+    visit(values, (), known.get(root, 0))
     return places
 
 
-def place_of(places: Places, loc: Loc) -> Place:
+def find_place(places: Places, location: Loc) -> Place:
     """Return the place of `loc`, or of the nearest enclosing value that was written."""
-    while loc and loc not in places:
-        loc = loc[:-1]
-    return places[loc]
+    while location and location not in places:
+        location = location[:-1]
+    return places[location]
 
 
-def nest_places(places: Places, outer_loc: Loc, key: str) -> None:
+def nest_places(places: Places, outer_location: Loc, key: str) -> None:
     """Expand a shorthand: move the places of all values at `outer_loc` one level deeper, under `key`."""
     for loc, place in list(places.items()):
-        if loc[: len(outer_loc)] == outer_loc:
-            places[(*outer_loc, key, *loc[len(outer_loc) :])] = place
+        if loc[: len(outer_location)] == outer_location:
+            places[(*outer_location, key, *loc[len(outer_location) :])] = place
 
 
 def sort_mistakes(mistakes: list[Mistake]) -> list[Mistake]:
@@ -145,14 +145,14 @@ def expand_shorthands(values: Mapping[str, Any], places: Places) -> Layer:
 
 def merge_layers(defaults: Layer, layer: Layer) -> Layer:
     """Return `layer` merged over `defaults`: mappings merge deeply, everything else is replaced."""
-    values = _merge(defaults.values, layer.values, ())
+    values = _merge_layers_at(defaults.values, layer.values, ())
     places = {loc: place for loc, place in defaults.places.items() if loc and _has_value(values, loc)}
     return Layer(values, places | layer.places)
 
 
-def _merge(defaults: Mapping[str, Any], values: Mapping[str, Any], loc: Loc) -> dict[str, Any]:
+def _merge_layers_at(defaults: Mapping[str, Any], values: Mapping[str, Any], location: Loc) -> dict[str, Any]:
     result = dict(defaults)
-    one, other = ALTERNATIVES.get(loc, ("", ""))
+    one, other = ALTERNATIVES.get(location, ("", ""))
     if values.get(one) is not None:
         result.pop(other, None)
     if values.get(other) is not None:
@@ -160,12 +160,12 @@ def _merge(defaults: Mapping[str, Any], values: Mapping[str, Any], loc: Loc) -> 
     for key, value in values.items():
         lower = result.get(key)
         both = isinstance(lower, Mapping) and isinstance(value, Mapping)
-        result[key] = _merge(lower, value, (*loc, key)) if both else value  # type: ignore[arg-type]
+        result[key] = _merge_layers_at(lower, value, (*location, key)) if both else value  # type: ignore[arg-type]
     return result
 
 
-def _has_value(values: Any, loc: Loc) -> bool:
-    for part in loc:
+def _has_value(values: Any, location: Loc) -> bool:
+    for part in location:
         values = child_value(values, part)
     return values is not ABSENT
 
@@ -173,13 +173,13 @@ def _has_value(values: Any, loc: Loc) -> bool:
 def layer_from_keywords(keywords: Mapping[str, Any]) -> Layer:
     """Return the keywords of a JobSpec as a layer, the same as for these keys in a file."""
     values = dict(keywords)
-    if is_rows(values.get("data")):
+    if is_row_data(values.get("data")):
         values["data"] = {ROWS: values["data"]}
     values = {key: plain_values(value) for key, value in values.items()}
-    return expand_shorthands(values, places_of(values))
+    return expand_shorthands(values, all_places(values))
 
 
-def is_rows(data: Any) -> bool:
+def is_row_data(data: Any) -> bool:
     """Whether `data` is the rows themselves, not a mixture of datasets: a list of paths or {path, weight}."""
     if isinstance(data, list | tuple):
         return not data or not all(isinstance(item, str | Path) or _is_source(item) for item in data)

@@ -42,21 +42,21 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _resolve(tag: str, pattern: str, first: str) -> None:
-    _Loader.add_implicit_resolver(TAG + tag, re.compile(rf"(?:{pattern})\Z"), list(first))
+def _add_yaml_resolver(tag: str, pattern: str, first_characters: str) -> None:
+    _Loader.add_implicit_resolver(TAG + tag, re.compile(rf"(?:{pattern})\Z"), list(first_characters))
 
 
-_resolve("bool", "true|True|TRUE|false|False|FALSE", "tTfF")
-_resolve("null", "~|null|Null|NULL|", "~nN")
+_add_yaml_resolver("bool", "true|True|TRUE|false|False|FALSE", "tTfF")
+_add_yaml_resolver("null", "~|null|Null|NULL|", "~nN")
 _Loader.add_implicit_resolver(TAG + "null", re.compile(r"\Z"), [""])
-_resolve("int", r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+", "-+0123456789")
-_resolve(
+_add_yaml_resolver("int", r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+", "-+0123456789")
+_add_yaml_resolver(
     "float",
     r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
     "-+.0123456789",
 )
-_resolve("merge", "<<", "<")
+_add_yaml_resolver("merge", "<<", "<")
 
 
 class Document:
@@ -74,50 +74,52 @@ class Document:
         self.lines[()] = node.start_mark.line + 1
         self.values = self._value(node, ())
 
-    def _fault(self, node: yaml.Node, loc: Loc, sentence: str) -> None:
-        place = Place(self.file, node.start_mark.line + 1, dotted_name(loc))
+    def _fault(self, node: yaml.Node, location: Loc, sentence: str) -> None:
+        place = Place(self.file, node.start_mark.line + 1, dotted_name(location))
         self.faults.append(place.mistake(sentence))
 
-    def _value(self, node: yaml.Node, loc: Loc) -> Any:
+    def _value(self, node: yaml.Node, location: Loc) -> Any:
         self._nodes += 1
         if self._nodes > MAX_NODES:
             raise SpecError(
                 Mistake(self.file, f"holds more than {MAX_NODES} values once aliases are followed")
             )
         if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, loc)
+            return self._scalar(node, location)
         if id(node) in self._open:
             # The node is the anchored value, which begins further up than its alias.
-            place = Place(self.file, self.lines[loc], dotted_name(loc))
+            place = Place(self.file, self.lines[location], dotted_name(location))
             self.faults.append(place.mistake("an alias stands inside the thing it names; remove it"))
             return None
         self._open.add(id(node))
         try:
             return (
-                self._mapping(node, loc) if isinstance(node, yaml.MappingNode) else self._sequence(node, loc)
+                self._mapping(node, location)
+                if isinstance(node, yaml.MappingNode)
+                else self._sequence(node, location)
             )
         finally:
             self._open.discard(id(node))
 
-    def _sequence(self, node: yaml.Node, loc: Loc) -> list[Any]:
+    def _sequence(self, node: yaml.Node, location: Loc) -> list[Any]:
         for index, item in enumerate(node.value):
-            self.lines[(*loc, index)] = item.start_mark.line + 1
-        return [self._value(item, (*loc, index)) for index, item in enumerate(node.value)]
+            self.lines[(*location, index)] = item.start_mark.line + 1
+        return [self._value(item, (*location, index)) for index, item in enumerate(node.value)]
 
-    def _mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:
+    def _mapping(self, node: yaml.MappingNode, location: Loc) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key, value in node.value:
             if key.tag == TAG + "merge":
-                result = self._merge_values(value, loc) | result
+                result = self._merge_values(value, location) | result
         first: dict[str, int] = {}
         for key, value in node.value:
             if key.tag == TAG + "merge":
                 continue
             if not isinstance(key, yaml.ScalarNode):
-                self._fault(key, loc, "a key must be plain text")
+                self._fault(key, location, "a key must be plain text")
                 continue
             line = key.start_mark.line + 1
-            here = (*loc, key.value)
+            here = (*location, key.value)
             if key.value in first:
                 self._fault(key, here, f"is written twice, first on line {first[key.value]}; remove one")
                 continue
@@ -125,18 +127,18 @@ class Document:
             result[key.value] = self._value(value, here)
         return result
 
-    def _merge_values(self, node: yaml.Node, loc: Loc) -> dict[str, Any]:
+    def _merge_values(self, node: yaml.Node, location: Loc) -> dict[str, Any]:
         """Return what `<<` merges in: one mapping, or a list of mappings, of which the earlier win."""
         parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
         result: dict[str, Any] = {}
         for part in reversed(parts):
             if isinstance(part, yaml.MappingNode):
-                result |= self._value(part, loc) or {}
+                result |= self._value(part, location) or {}
             else:
-                self._fault(part, loc, "<< takes a mapping, or a list of mappings")
+                self._fault(part, location, "<< takes a mapping, or a list of mappings")
         return result
 
-    def _scalar(self, node: yaml.ScalarNode, loc: Loc) -> Any:
+    def _scalar(self, node: yaml.ScalarNode, location: Loc) -> Any:
         text, tag = node.value, node.tag
         try:
             if tag == TAG + "null":
@@ -148,13 +150,13 @@ class Document:
             if tag == TAG + "float":
                 return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
         except ValueError:
-            self._fault(node, loc, "is a number that cannot be read")
+            self._fault(node, location, "is a number that cannot be read")
             return None
         if tag not in (TAG + "str", TAG + "merge"):
-            self._fault(node, loc, f"the tag {tag} means nothing here; remove it")
+            self._fault(node, location, f"the tag {tag} means nothing here; remove it")
             return None
         if any("\ud800" <= letter <= "\udfff" for letter in text):
-            self._fault(node, loc, "holds half a surrogate pair, which is no text; remove it")
+            self._fault(node, location, "holds half a surrogate pair, which is no text; remove it")
             return None
         return text
 

@@ -14,10 +14,10 @@ from weftune.core.shapes import ModelShape
 from weftune.errors import Mistake, SpecError, UserError
 from weftune.jobs.spec.build import (
     build_job,
-    exists,
     is_hub_id,
     is_revision,
     missing_path_message,
+    path_exists,
     resolve_path,
     rope_checked,
 )
@@ -29,12 +29,12 @@ from weftune.jobs.spec.layer import (
     Loc,
     Place,
     Places,
+    all_places,
     dotted_name,
     expand_shorthands,
-    is_rows,
+    find_place,
+    is_row_data,
     merge_layers,
-    place_of,
-    places_of,
     sort_mistakes,
 )
 from weftune.jobs.spec.lines import MAX_NODES, parse_yaml, read_yaml
@@ -147,9 +147,11 @@ class _Reader:
             return ()
         return check_on_base(run.jobs, shape, run.base, run.locate)
 
-    def fault(self, loc: Loc, sentence: str) -> None:
-        line = next((self.lines[loc[:n]] for n in range(len(loc), -1, -1) if loc[:n] in self.lines), 0)
-        self.mistakes.append(Place(self.file, line, dotted_name(loc)).mistake(sentence))
+    def fault(self, location: Loc, sentence: str) -> None:
+        line = next(
+            (self.lines[location[:n]] for n in range(len(location), -1, -1) if location[:n] in self.lines), 0
+        )
+        self.mistakes.append(Place(self.file, line, dotted_name(location)).mistake(sentence))
 
     def base(self, value: Any) -> BaseSpec | None:
         keys = {"model": value} if isinstance(value, str) else value
@@ -170,20 +172,20 @@ class _Reader:
         assert isinstance(base, BaseSpec)
         return self.resolve_base(base, ("base",) if isinstance(value, str) else ("base", "model"))
 
-    def resolve_base(self, base: BaseSpec, loc: Loc) -> BaseSpec:
+    def resolve_base(self, base: BaseSpec, location: Loc) -> BaseSpec:
         path = resolve_path(self.folder, base.model)
         if base.revision is not None and not is_revision(base.revision):
             self.fault(
                 ("base", "revision"), f"must be a branch, tag or commit, got {format_value(base.revision)}"
             )
         if not base.model:
-            self.fault(loc, "must not be empty")
+            self.fault(location, "must not be empty")
         elif base.model == DEMO:
             return base
-        elif exists(path):
+        elif path_exists(path):
             return replace(base, model=str(path), written=base.model)
         elif not is_hub_id(base.model):
-            self.fault(loc, missing_path_message(self.folder, base.model, "file or folder"))
+            self.fault(location, missing_path_message(self.folder, base.model, "file or folder"))
         return base
 
     def output(self, value: Any) -> Path:
@@ -191,7 +193,7 @@ class _Reader:
             self.fault(("output",), f"must be the path of a folder, got {format_value(value)}")
             value = None
         path = resolve_path(self.folder, value or OUTPUT)
-        if exists(path) and not path.is_dir():
+        if path_exists(path) and not path.is_dir():
             self.fault(("output",), f"{format_value(value or OUTPUT)} is a file; name a folder")
         return path
 
@@ -263,7 +265,7 @@ class _Reader:
         known = [*(name for name in names if isinstance(name, str)), *self.known_jobs]
         trial_names = {trial.name: sweep.name for sweep in sweeps for trial in sweep.trials}
         for name, sentence in name_faults(made, known, trial_names):
-            self.mistakes.append(place_of(places[name], SOURCE).mistake(sentence))
+            self.mistakes.append(find_place(places[name], SOURCE).mistake(sentence))
         return tuple(made), tuple(sweeps), places
 
     def defaults(self, values: Any) -> Layer:
@@ -279,12 +281,12 @@ class _Reader:
             del keys["sweep"]
         return self.layer(keys, ("defaults",))
 
-    def layer(self, keys: Mapping[str, Any], loc: Loc) -> Layer:
+    def layer(self, keys: Mapping[str, Any], location: Loc) -> Layer:
         """Return the keys at `loc` with shorthands expanded; rows can be passed from Python only."""
         data = keys.get("data")
         if not self.file:
-            keys = {**keys, "data": {ROWS: data}} if "data" in keys and is_rows(data) else keys
+            keys = {**keys, "data": {ROWS: data}} if "data" in keys and is_row_data(data) else keys
         elif isinstance(data, Mapping) and "rows" in data:
-            self.fault((*loc, "data", "rows"), "write the rows to a file, and its path as data.path")
+            self.fault((*location, "data", "rows"), "write the rows to a file, and its path as data.path")
             keys = {**keys, "data": {key: value for key, value in data.items() if key != "rows"}}
-        return expand_shorthands(keys, places_of(keys, loc, self.file, self.lines))
+        return expand_shorthands(keys, all_places(keys, location, self.file, self.lines))

@@ -11,7 +11,7 @@ from typing import Any
 from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.build import build_job
 from weftune.jobs.spec.keys import SECTIONS, unknown_key
-from weftune.jobs.spec.layer import expand_shorthands, layer_from_keywords, merge_layers, places_of
+from weftune.jobs.spec.layer import all_places, expand_shorthands, layer_from_keywords, merge_layers
 from weftune.jobs.spec.lines import parse_yaml
 from weftune.jobs.spec.spec import JobSpec, changed_keys, resolve_job
 from weftune.jobs.store.status import resume_line
@@ -88,7 +88,7 @@ def with_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
     below = layer_from_keywords({item.name: getattr(job, item.name) for item in fields(JobSpec)})
     nested = _nest_keys(changes)
     made, found = build_job(
-        JobSpec, merge_layers(below, expand_shorthands(nested, places_of(nested))), Path.cwd()
+        JobSpec, merge_layers(below, expand_shorthands(nested, all_places(nested))), Path.cwd()
     )
     if made is None:
         raise SpecError([Mistake(f"--set {one.location}", one.sentence) for one in found])
@@ -104,13 +104,16 @@ def apply_retries(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec
             known.setdefault(key, []).extend((change["from"], change["to"]))
     plain = resolve_job(job)
     return with_changes(
-        job, {key: values[-1] for key, values in known.items() if value_at(plain, key) in values}
+        job, {key: values[-1] for key, values in known.items() if value_of_key(plain, key) in values}
     )
 
 
-def new_retry(old: Mapping[str, Any], new: Mapping[str, Any], step: int, reason: str) -> Retry:
+def new_retry(old_values: Mapping[str, Any], new_values: Mapping[str, Any], step: int, reason: str) -> Retry:
     """Create a Retry from the job's keys before (`old`, as in job.yaml) and after the change (`new`)."""
-    changed = {key: (value_at(old, key), value_at(new, key)) for key in changed_keys(old, new)}
+    changed = {
+        key: (value_of_key(old_values, key), value_of_key(new_values, key))
+        for key in changed_keys(old_values, new_values)
+    }
     return Retry(step, reason, changed, time.time())
 
 
@@ -126,7 +129,7 @@ def _nest_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def value_at(values: Mapping[str, Any], key: str) -> Any:
+def value_of_key(values: Mapping[str, Any], key: str) -> Any:
     """Return the value of a dotted key in a resolved job; None if the job has no such key."""
     value: Any = values
     for part in key.split("."):

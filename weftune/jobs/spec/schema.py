@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from weftune.adapters.kinds import KINDS as ADAPTER_KINDS
 from weftune.base.spec import RopeScaling
 from weftune.core.bounds import Bound, format_value
-from weftune.jobs.spec.keys import JobKeys, nearest, unknown_key
+from weftune.jobs.spec.keys import JobKeys, nearest_word, unknown_key
 from weftune.jobs.spec.layer import ABSENT, Fault, Loc, child_value
 from weftune.jobs.sweeps.spec import SweepSpec
 from weftune.objectives.spec import OBJECTIVES
@@ -130,33 +130,33 @@ def _location(item: ErrorDetails, values: Any) -> Loc:
     return tuple(found)
 
 
-def _fault(loc: Loc, item: ErrorDetails, section: str) -> Fault:
+def _fault(location: Loc, item: ErrorDetails, section: str) -> Fault:
     kind, value = item["type"], item["input"]
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return Fault(loc, unknown_key(section_of(loc[:-1], section), str(loc[-1])))
+        return Fault(location, unknown_key(find_section(location[:-1], section), str(location[-1])))
     if kind in MISSING:
-        return Fault(loc[:-1], f"needs {REQUIRED.get(str(loc[-1]), loc[-1])}")
+        return Fault(location[:-1], f"needs {REQUIRED.get(str(location[-1]), location[-1])}")
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", item["ctx"]["expected"])
-        return Fault(loc, choice_sentence(choices, value))
-    expected = EXPECTED.get(loc) or KINDS.get(kind)
+        return Fault(location, choice_sentence(choices, value))
+    expected = EXPECTED.get(location) or KINDS.get(kind)
     if expected is None:
-        return Fault(loc, f"cannot be used: {item['msg']}")
+        return Fault(location, f"cannot be used: {item['msg']}")
     hint = "; write it in quotes" if kind == "string_type" and isinstance(value, int | float) else ""
-    return Fault(loc, f"must be {expected}, got {format_value(value)}{hint}")
+    return Fault(location, f"must be {expected}, got {format_value(value)}{hint}")
 
 
-def section_of(loc: Loc, section: str = "job") -> str:
+def find_section(location: Loc, section: str = "job") -> str:
     """Return the section of the spec whose keys are at `loc`."""
-    if not loc:
+    if not location:
         return section
-    return INNER.get(loc[:2], str(loc[0]))
+    return INNER.get(location[:2], str(location[0]))
 
 
 def choice_sentence(choices: Sequence[str], value: Any) -> str:
     """Return the error message for a value that is none of the choices."""
     listed = ", ".join(choices[:-1]) + " or " + choices[-1] if len(choices) > 1 else choices[0]
-    near = nearest(str(value).lower(), choices)
+    near = nearest_word(str(value).lower(), choices)
     hint = f"; did you mean {near}?" if near else "; there is no other yet" if len(choices) == 1 else ""
     return f"must be {listed}, got {format_value(value)}{hint}"
 
@@ -164,36 +164,36 @@ def choice_sentence(choices: Sequence[str], value: Any) -> str:
 # -- numbers --------------------------------------------------------------------------------------------
 
 
-def _bounds(hint: Any, loc: Loc) -> Iterator[tuple[Loc, Bound]]:
+def _type_bounds(hint: Any, location: Loc) -> Iterator[tuple[Loc, Bound]]:
     """Yield the location and range of every number below a type that has a `Bound` in its annotation."""
     if is_dataclass(hint) or is_typeddict(hint):
         for name, below in get_type_hints(hint, include_extras=True).items():
-            yield from _bounds(below, (*loc, name))
+            yield from _type_bounds(below, (*location, name))
     elif get_origin(hint) is Annotated:
         kinds = get_args(hint.__origin__) or (hint.__origin__,)
         whole, none = int in kinds, NoneType in kinds
-        yield from ((loc, replace(one, whole=whole, none=none)) for one in hint.__metadata__)
+        yield from ((location, replace(one, whole=whole, none=none)) for one in hint.__metadata__)
     else:
         is_same = get_origin(hint) in (Union, UnionType, Required)
         for below in get_args(hint):
-            yield from _bounds(below, loc if is_same else (*loc, ANY))
+            yield from _type_bounds(below, location if is_same else (*location, ANY))
 
 
 BOUNDS: Mapping[Loc, Bound] = {
-    **{loc: bound for kind in ADAPTER_KINDS.values() for loc, bound in _bounds(kind, ("adapter",))},
-    **{loc: bound for spec in OBJECTIVES.values() for loc, bound in _bounds(spec, ("objective",))},
-    **dict(_bounds(JobKeys, ())),
-    **dict(_bounds(SweepSpec, ("sweep",))),
-    **dict(_bounds(RopeScaling, ("base", "rope_scaling"))),
+    **{loc: bound for kind in ADAPTER_KINDS.values() for loc, bound in _type_bounds(kind, ("adapter",))},
+    **{loc: bound for spec in OBJECTIVES.values() for loc, bound in _type_bounds(spec, ("objective",))},
+    **dict(_type_bounds(JobKeys, ())),
+    **dict(_type_bounds(SweepSpec, ("sweep",))),
+    **dict(_type_bounds(RopeScaling, ("base", "rope_scaling"))),
 }
 """Maps the location of every number in a job, and in the base, to its allowed range."""
 
 
-def bound_at(loc: Loc) -> Bound | None:
+def bound_of_key(location: Loc) -> Bound | None:
     """Return the allowed range of the number at `loc`; None if no number belongs there."""
     for pattern, bound in BOUNDS.items():
-        if len(pattern) == len(loc) and all(
-            part in (ANY, own) for part, own in zip(pattern, loc, strict=True)
+        if len(pattern) == len(location) and all(
+            part in (ANY, own) for part, own in zip(pattern, location, strict=True)
         ):
             return bound
     return None
@@ -206,15 +206,15 @@ def number_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
                 yield Fault(loc, sentence)
 
 
-def _matching_values(value: Any, pattern: Loc, loc: Loc = ()) -> Iterator[tuple[Loc, Any]]:
+def _matching_values(value: Any, pattern: Loc, location: Loc = ()) -> Iterator[tuple[Loc, Any]]:
     """Yield every value that `pattern` matches, with its location; absent keys are skipped."""
-    if len(loc) == len(pattern):
-        yield loc, value
+    if len(location) == len(pattern):
+        yield location, value
         return
-    part = pattern[len(loc)]
+    part = pattern[len(location)]
     if isinstance(value, Mapping):
         for key in value if part == ANY else [part] if part in value else []:
-            yield from _matching_values(value[key], pattern, (*loc, key))
+            yield from _matching_values(value[key], pattern, (*location, key))
     elif isinstance(value, list | tuple) and part == ANY:
         for index, item in enumerate(value):
-            yield from _matching_values(item, pattern, (*loc, index))
+            yield from _matching_values(item, pattern, (*location, index))

@@ -22,8 +22,8 @@ from weftune.jobs.spec.layer import (
     Loc,
     Places,
     dotted_name,
+    find_place,
     layer_from_keywords,
-    place_of,
     sort_mistakes,
 )
 from weftune.jobs.sweeps.spec import Sweep
@@ -97,17 +97,21 @@ class RunSpec:
     places: Mapping[str, Places] = field(default_factory=dict, repr=False, compare=False)
     """Maps each job name to the places where its keys were written."""
 
-    def locate(self, job: str, *loc: str | int) -> str:
+    def locate(self, job: str, *location: str | int) -> str:
         """Return where `loc` of a job was written, for mistakes found only when the base is known."""
-        return str(place_of(self.places[job], loc)) if job in self.places else locate_in_job(job, *loc)
+        return (
+            str(find_place(self.places[job], location))
+            if job in self.places
+            else locate_in_job(job, *location)
+        )
 
 
-def locate_in_job(job: str, *loc: str | int) -> str:
+def locate_in_job(job: str, *location: str | int) -> str:
     """Return the place of a key in a job that was made in Python."""
-    return f"job {job} {dotted_name(loc)}"
+    return f"job {job} {dotted_name(location)}"
 
 
-def in_steps(value: float, total: int) -> int:
+def to_steps(value: float, total: int) -> int:
     """Return `value` in steps: below 1 it is a share of the run's `total`, rounded up."""
     assert value >= 0
     return math.ceil(_decimal_fraction(value) * total) if value < 1 else int(value)
@@ -122,12 +126,12 @@ def resolve_job(job: JobSpec) -> dict[str, Any]:
     """Return the job with all defaults filled in, as keys and values of jobs.yaml."""
     whole = {item.name: getattr(job, item.name) for item in fields(JobSpec)}
     whole["betas"] = list(job.betas)
-    whole["adapter"] = _plain(job.adapter)
-    objective = _plain(job.objective)
+    whole["adapter"] = _to_plain_values(job.adapter)
+    objective = _to_plain_values(job.objective)
     whole["objective"] = job.objective.kind if len(objective) == 1 else objective
     whole["data"] = _data(job.data)
-    whole["eval"] = None if job.eval is None else _plain(job.eval)
-    whole["early_stop"] = None if job.early_stop is None else _plain(job.early_stop)
+    whole["eval"] = None if job.eval is None else _to_plain_values(job.eval)
+    whole["early_stop"] = None if job.early_stop is None else _to_plain_values(job.early_stop)
     return whole
 
 
@@ -144,7 +148,7 @@ def _data(data: DataSpec) -> dict[str, Any]:
     return whole
 
 
-def _plain(record: Any) -> dict[str, Any]:
+def _to_plain_values(record: Any) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
             return dict(value)
@@ -170,9 +174,9 @@ ADDED_TO_ADAPTERS: Mapping[str, Any] = {
 ADDED_TO_EVAL: Mapping[str, Any] = {"generate": None, "metric": None}
 
 
-def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def changed_keys(old_values: Mapping[str, Any], new_values: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys in which two resolved jobs differ; a list is compared as a whole."""
-    return sorted(_changed_names(_with_added_keys(old), _with_added_keys(new), ()))
+    return sorted(_changed_names(_with_added_keys(old_values), _with_added_keys(new_values), ()))
 
 
 def _with_added_keys(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,12 +190,14 @@ def _with_added_keys(job: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def _changed_names(old: Any, new: Any, loc: Loc) -> list[str]:
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
+def _changed_names(old_value: Any, new_value: Any, location: Loc) -> list[str]:
+    if isinstance(old_value, Mapping) and isinstance(new_value, Mapping):
         absent = object()
         return [
             name
-            for key in {**old, **new}
-            for name in _changed_names(old.get(key, absent), new.get(key, absent), (*loc, str(key)))
+            for key in {**old_value, **new_value}
+            for name in _changed_names(
+                old_value.get(key, absent), new_value.get(key, absent), (*location, str(key))
+            )
         ]
-    return [] if old == new else [".".join(map(str, loc))]
+    return [] if old_value == new_value else [".".join(map(str, location))]

@@ -21,7 +21,14 @@ from weftune.errors import OutputError
 from weftune.jobs.spec.read import read_added_run
 from weftune.jobs.spec.spec import JobSpec
 from weftune.jobs.store.shares import share_folders
-from weftune.jobs.store.status import LOCK, DamagedStatus, RunStatus, lock_folder, read_status, typed_record
+from weftune.jobs.store.status import (
+    LOCK,
+    DamagedStatus,
+    RunStatus,
+    lock_folder,
+    read_status,
+    validate_record,
+)
 
 INBOX, ADDED, ANSWERS, REFUSED = "inbox", "added", "answers", "refused"
 Verb = Literal["add", "pause", "resume", "cancel", "priority"]
@@ -73,7 +80,7 @@ def read_request(path: Path) -> FileRequest:
     value = json.loads(path.read_bytes())
     if not isinstance(value, dict) or "verb" not in value:
         raise ValueError("it is no request")
-    found: FileRequest = typed_record(FileRequest, value)
+    found: FileRequest = validate_record(FileRequest, value)
     return found
 
 
@@ -96,7 +103,7 @@ def take_answer(request: Path) -> RequestAnswer | None:
     """Return the answer to a request and delete it; None if there is none yet."""
     path = answer_path(request)
     try:
-        found: RequestAnswer = typed_record(RequestAnswer, json.loads(path.read_bytes()))
+        found: RequestAnswer = validate_record(RequestAnswer, json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
     path.unlink(missing_ok=True)
@@ -117,7 +124,7 @@ def keep_added_file(request: Path) -> None:
         raise OutputError(f"cannot write {target}: {error.strerror}") from error
 
 
-def set_aside(request: Path) -> None:
+def rename_damaged_request(request: Path) -> None:
     """Move a file that is no request to the folder `refused`."""
     with suppress(OSError):
         (request.parent / REFUSED).mkdir(exist_ok=True)

@@ -113,7 +113,7 @@ def rebuild_status(output: Path, complaint: str) -> RunStatus:
     told = _ended_jobs(output / STATUS)
     folders = sorted(path.parent for path in output.glob(f"*/{JOB_FILE}") if not path.parent.is_symlink())
     lines: dict[str, list[Mapping[str, Any]]] = {}
-    for line in _lines(output / METRICS):
+    for line in _read_lines(output / METRICS):
         lines.setdefault(str(line.get("job")), []).append(line)
     jobs = {
         folder.name: told.get(folder.name) or status_from_folder(folder, lines.get(folder.name, ()))
@@ -123,7 +123,7 @@ def rebuild_status(output: Path, complaint: str) -> RunStatus:
     note = f"{STATUS} was damaged ({complaint}) and has been rebuilt from the folders of the jobs: {done}."
     return RunStatus(
         started=time.time(),
-        seconds=sum(_number(line.get("seconds")) for line in _lines(output / WINDOWS)),
+        seconds=sum(_number(line.get("seconds")) for line in _read_lines(output / WINDOWS)),
         notes=(note,),
         jobs=jobs,
     )
@@ -133,7 +133,7 @@ def status_from_folder(folder: Path, lines: Sequence[Mapping[str, Any]] | None =
     """Derive the status of a job from its folder: finished if its adapter exists, else queued to resume.
     `lines` are the job's metrics, if they were read already."""
     if lines is None:
-        lines = [line for line in _lines(folder.parent / METRICS) if line.get("job") == folder.name]
+        lines = [line for line in _read_lines(folder.parent / METRICS) if line.get("job") == folder.name]
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if isinstance(line.get("eval_loss"), int | float)]
     last = max(evaluations, key=lambda line: _number(line.get("step")), default={})
@@ -188,7 +188,7 @@ def _state_phrase(job: JobStatus) -> str:
     return "resumes from its last checkpoint" if job.step else "has not begun"
 
 
-def _lines(path: Path) -> list[Mapping[str, Any]]:
+def _read_lines(path: Path) -> list[Mapping[str, Any]]:
     with suppress(OSError):
         return [json.loads(line) for line in filtered_lines(path, lambda _: True).splitlines()]
     return []

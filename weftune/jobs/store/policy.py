@@ -48,14 +48,14 @@ class TenantUsage:
 class Ranking:
     """The shapes of all jobs that may train, with effective priorities and orders."""
 
-    waiting: tuple[JobShape, ...]
-    attached: tuple[JobShape, ...]
-    held: Mapping[str, str] = field(default_factory=dict)
+    waiting_jobs: tuple[JobShape, ...]
+    attached_jobs: tuple[JobShape, ...]
+    hold_reasons: Mapping[str, str] = field(default_factory=dict)
     """Maps each job that may not train now, waiting or attached, to the reason."""
 
 
 class Policy(Protocol):
-    def rank(self, jobs: Sequence[QueuedJob], usage: Mapping[str, TenantUsage], now: float) -> Ranking:
+    def rank(self, jobs: Sequence[QueuedJob], tenant_usage: Mapping[str, TenantUsage], now: float) -> Ranking:
         """Rank the jobs. `usage` maps tenants to their usage; `now` is in seconds since 1970."""
         ...
 
@@ -64,7 +64,7 @@ class Policy(Protocol):
 class ByPriority:
     """Jobs by their priority, and in the order of submission among equals."""
 
-    def rank(self, jobs: Sequence[QueuedJob], usage: Mapping[str, TenantUsage], now: float) -> Ranking:
+    def rank(self, jobs: Sequence[QueuedJob], tenant_usage: Mapping[str, TenantUsage], now: float) -> Ranking:
         return ranking(jobs, lambda job: (-job.shape.priority,))
 
 
@@ -89,7 +89,7 @@ class FairShare:
     tokens_per_day: int | None = None
     """Maximum number of tokens per tenant and day. None means unlimited."""
 
-    def rank(self, jobs: Sequence[QueuedJob], usage: Mapping[str, TenantUsage], now: float) -> Ranking:
+    def rank(self, jobs: Sequence[QueuedJob], tenant_usage: Mapping[str, TenantUsage], now: float) -> Ranking:
         nothing = TenantUsage()
         by_tenant: dict[str, list[QueuedJob]] = defaultdict(list)
         for job in sorted(
@@ -100,10 +100,10 @@ class FairShare:
         positions: dict[str, tuple[float, float]] = {}
         for tenant, own in by_tenant.items():
             weight = self.weights.get(tenant, 1.0)
-            turns = usage.get(tenant, nothing).recent_tokens / weight // self.quantum_tokens
+            turns = tenant_usage.get(tenant, nothing).recent_tokens / weight // self.quantum_tokens
             tokens, training = 0.0, 0
             for job in own:
-                if reason := self._hold_reason(training, usage.get(tenant, nothing)):
+                if reason := self._hold_reason(training, tenant_usage.get(tenant, nothing)):
                     held[job.shape.name] = reason
                     continue
                 training += 1
@@ -111,7 +111,7 @@ class FairShare:
                 positions[job.shape.name] = turns, tokens
         allowed = [job for job in jobs if job.shape.name not in held]
         found = ranking(allowed, lambda job: (*self._urgency(job, now), *positions[job.shape.name]))
-        return replace(found, held=held)
+        return replace(found, hold_reasons=held)
 
     def _urgency(self, job: QueuedJob, now: float) -> tuple[int, bool]:
         """Return the job's aged priority, negated, and whether it can still wait."""
@@ -119,10 +119,10 @@ class FairShare:
         can_wait = job.deadline is None or now + DEADLINE_MARGIN * job.remaining_seconds < job.deadline
         return -aged, can_wait
 
-    def _hold_reason(self, training_jobs: int, usage: TenantUsage) -> str:
+    def _hold_reason(self, training_jobs: int, tenant_usage: TenantUsage) -> str:
         if self.running_jobs is not None and training_jobs >= self.running_jobs:
             return f"at most {training_jobs} of this account's jobs may train at a time; one has to end first"
-        if self.tokens_per_day is not None and usage.tokens_today >= self.tokens_per_day:
+        if self.tokens_per_day is not None and tenant_usage.tokens_today >= self.tokens_per_day:
             return f"this account has used its {self.tokens_per_day:,} tokens of today; it continues tomorrow"
         return ""
 
@@ -141,6 +141,6 @@ def ranking(jobs: Sequence[QueuedJob], key: Callable[[QueuedJob], Any]) -> Ranki
         for job in jobs
     }
     return Ranking(
-        waiting=tuple(ranked[job.shape.name] for job in jobs if not job.is_attached),
-        attached=tuple(ranked[job.shape.name] for job in jobs if job.is_attached),
+        waiting_jobs=tuple(ranked[job.shape.name] for job in jobs if not job.is_attached),
+        attached_jobs=tuple(ranked[job.shape.name] for job in jobs if job.is_attached),
     )

@@ -19,51 +19,51 @@ from weftune.plan.layout.seats import MAX_OVERTAKES, Fits, Seats, in_order, seat
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    admitted: tuple[str, ...]
+    admitted_names: tuple[str, ...]
     preempted: Mapping[str, str]
     """Maps each preempted job to the admitted job of higher priority that replaces it."""
-    waiting: Mapping[str, str]
+    wait_reasons: Mapping[str, str]
     """Maps each waiting job, except those preempted now, to the reason why it must wait."""
     too_large: Mapping[str, str]
     """Maps each job that cannot run even alone to the reason."""
-    overtaken: Mapping[str, int]
+    overtake_counts: Mapping[str, int]
     """Maps each waiting job to the number of jobs behind it that were admitted before it; needed at the next
     boundary."""
 
 
-def admit(
-    waiting: Sequence[JobShape],
-    attached: Sequence[JobShape],
+def admit_jobs(
+    waiting_jobs: Sequence[JobShape],
+    attached_jobs: Sequence[JobShape],
     fits: Fits,
-    overtaken: Mapping[str, int] | None = None,
+    overtake_counts: Mapping[str, int] | None = None,
 ) -> Admission:
     """Decide which jobs are admitted and preempted at this boundary; `overtaken` is that of the last
     Admission. A job with `source_job` waits: once that adapter exists, the caller clears the field."""
-    never = too_large(waiting, fits)
-    early = {job.name: f"waits for {job.source_job}" for job in waiting if job.source_job}
-    possible = [job for job in waiting if job.name not in never and job.name not in early]
-    seats = seat(possible, attached, fits, overtaken)
-    present, seated = {job.name for job in attached}, {job.name for job in seats.seated}
+    never = too_large(waiting_jobs, fits)
+    early = {job.name: f"waits for {job.source_job}" for job in waiting_jobs if job.source_job}
+    possible = [job for job in waiting_jobs if job.name not in never and job.name not in early]
+    seats = seat(possible, attached_jobs, fits, overtake_counts)
+    present, seated = {job.name for job in attached_jobs}, {job.name for job in seats.seated}
     admitted = [job for job in seats.seated if job.name not in present]
-    order = in_order(possible, attached)
-    counts = _count_overtakes(order, seated, present, overtaken or {})
+    order = in_order(possible, attached_jobs)
+    counts = _count_overtakes(order, seated, present, overtake_counts or {})
     return Admission(
-        admitted=tuple(job.name for job in admitted),
+        admitted_names=tuple(job.name for job in admitted),
         preempted={job.name: _replacing_job(job, admitted) for job in seats.unseated if job.name in present},
-        waiting=_reasons(seats, present, counts, fits)
+        wait_reasons=_reasons(seats, present, counts, fits)
         | {name: reason for name, reason in early.items() if name not in never},
         too_large=never,
-        overtaken=counts,
+        overtake_counts=counts,
     )
 
 
-def _replacing_job(job: JobShape, admitted: Sequence[JobShape]) -> str:
+def _replacing_job(job: JobShape, admitted_jobs: Sequence[JobShape]) -> str:
     """Return the admitted job of higher priority whose priority is closest to that of `job`."""
-    return [other.name for other in admitted if other.priority > job.priority][-1]
+    return [other.name for other in admitted_jobs if other.priority > job.priority][-1]
 
 
 def _count_overtakes(
-    order: Sequence[JobShape],
+    ranked_jobs: Sequence[JobShape],
     admitted_names: set[str],
     attached_names: set[str],
     previous_counts: Mapping[str, int],
@@ -71,7 +71,7 @@ def _count_overtakes(
     """Return how often each job that is not admitted has been overtaken."""
     counts: dict[str, int] = {}
     came = 0
-    for job in reversed(order):
+    for job in reversed(ranked_jobs):
         if job.name not in admitted_names:
             counts[job.name] = previous_counts.get(job.name, 0) + came
         elif job.name not in attached_names:

@@ -60,7 +60,7 @@ def create_shares(output: Path, status: RunStatus, shares: Sequence[DeviceShare]
     for number, share in enumerate(shares):
         folder = fresh / str(number)
         folder.mkdir(parents=True)
-        replace_file(folder / METRICS, _lines(output, share.jobs))
+        replace_file(folder / METRICS, _share_lines(output, share.jobs))
         if (output / LEARNED).exists():
             shutil.copyfile(output / LEARNED, folder / LEARNED)
         jobs = {name: status.jobs[name] for name in share.jobs}
@@ -74,7 +74,7 @@ def create_shares(output: Path, status: RunStatus, shares: Sequence[DeviceShare]
     sync_folder(output)
 
 
-def _lines(folder: Path, jobs: Collection[str]) -> bytes:
+def _share_lines(folder: Path, jobs: Collection[str]) -> bytes:
     """Return the metrics of these jobs."""
     return filtered_lines(folder / METRICS, lambda line: line.get("job") in jobs)
 
@@ -82,7 +82,7 @@ def _lines(folder: Path, jobs: Collection[str]) -> bytes:
 # -- after ----------------------------------------------------------------------------------------------
 
 
-def gather(output: Path, run_status: RunStatus) -> RunStatus:
+def merge_shares(output: Path, run_status: RunStatus) -> RunStatus:
     """Merge the shares' lines and learned models into the output's files, and return the combined status. The
     caller writes it and calls `delete_shares`."""
     folders = share_folders(output)
@@ -92,8 +92,8 @@ def gather(output: Path, run_status: RunStatus) -> RunStatus:
         statuses = [read_status(folder) for folder in folders]
         owned = frozenset(name for status in statuses for name in status.jobs)
         others = filtered_lines(output / METRICS, lambda line: line.get("job") not in owned)
-        replace_file(output / METRICS, others + b"".join(_lines(folder, owned) for folder in folders))
-        replace_file(output / WINDOWS, _windows([output, *folders]))
+        replace_file(output / METRICS, others + b"".join(_share_lines(folder, owned) for folder in folders))
+        replace_file(output / WINDOWS, _read_windows([output, *folders]))
         _save_learned(output, folders)
         _save_seconds(output, statuses)
     # Paused jobs stay paused: the run may be about to end.
@@ -153,7 +153,7 @@ def _totals_before(output: Path, run_status: RunStatus) -> RunStatus:
         return run_status
 
 
-def _windows(folders: Sequence[Path]) -> bytes:
+def _read_windows(folders: Sequence[Path]) -> bytes:
     """Return every line once: each has its timestamp, so equal lines are copies from an earlier gathering."""
     lines = (
         line

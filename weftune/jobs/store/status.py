@@ -55,11 +55,11 @@ MOVES: Mapping[State, frozenset[State]] = {
 }
 
 
-def move(old: State, new: State) -> State:
+def check_transition(old_state: State, new_state: State) -> State:
     """Return `new` if a job may change from `old` to it; raise an error otherwise."""
-    if new not in MOVES[old]:
-        raise ValueError(f"a job cannot go from {old} to {new}")
-    return new
+    if new_state not in MOVES[old_state]:
+        raise ValueError(f"a job cannot go from {old_state} to {new_state}")
+    return new_state
 
 
 CHECKSUM = "checksum"
@@ -160,7 +160,7 @@ def from_json(value: Any, path: Path) -> RunStatus:
     if not isinstance(value.get("jobs"), dict):
         raise ValueError("it is no status")
     jobs = {name: job_from_json(job) for name, job in value["jobs"].items()}
-    return typed_record(RunStatus, {**value, "jobs": jobs})
+    return validate_record(RunStatus, {**value, "jobs": jobs})
 
 
 def checksum_of(values: Mapping[str, Any]) -> str:
@@ -175,10 +175,10 @@ def _text_checksum(text: str) -> str:
 def job_from_json(value: Any) -> JobStatus:
     if not isinstance(value, dict):
         raise ValueError("a job in it is no mapping")
-    return typed_record(JobStatus, {**value, "state": State(str(value.get("state")))})
+    return validate_record(JobStatus, {**value, "state": State(str(value.get("state")))})
 
 
-def typed_record(record: type, value: Mapping[str, Any]) -> Any:
+def validate_record(record: type, value: Mapping[str, Any]) -> Any:
     """Create a record from the keys that it has. Pydantic checks the types, so that a hand-edited file fails
     here and not in the middle of a run."""
     names = {item.name for item in fields(record)}
@@ -207,7 +207,7 @@ WORKER_LOGS = "ranks"
 LOCK_TRIES = 3
 
 
-def lock_folder(folder: Path, shown_folder: Path) -> int:
+def lock_folder(folder: Path, displayed_folder: Path) -> int:
     """Lock a folder until the process ends. Messages call it `shown_folder`; the lock file is not deleted."""
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -223,7 +223,7 @@ def lock_folder(folder: Path, shown_folder: Path) -> int:
             time.sleep(0.02)
     os.close(handle)
     raise OutputError(
-        f"another weftune train is writing to {shown_folder}; wait for it, or choose another --output"
+        f"another weftune train is writing to {displayed_folder}; wait for it, or choose another --output"
     )
 
 
@@ -257,7 +257,9 @@ def write_status(folder: Path, status: RunStatus) -> None:
 def requeue_jobs(status: RunStatus, states: Container[State] = (State.RUNNING, State.PAUSED)) -> RunStatus:
     """Queue the jobs again that were paused, or running when their process was killed; return the status."""
     jobs = {
-        name: replace(job, state=move(job.state, State.QUEUED), reason="") if job.state in states else job
+        name: replace(job, state=check_transition(job.state, State.QUEUED), reason="")
+        if job.state in states
+        else job
         for name, job in status.jobs.items()
     }
     return replace(status, jobs=jobs)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from weftune.core.files import LineFile, temporary_path
 from weftune.errors import OutputError
 from weftune.jobs.store.job_file import JOB_FILE, rebuild_status, status_from_folder
-from weftune.jobs.store.shares import SHARES, delete_shares, gather, share_folder
+from weftune.jobs.store.shares import SHARES, delete_shares, merge_shares, share_folder
 from weftune.jobs.store.status import (
     BASE_LOSS,
     LOCK,
@@ -26,8 +26,8 @@ from weftune.jobs.store.status import (
     JobStatus,
     RunStatus,
     State,
+    check_transition,
     lock_folder,
-    move,
     paused_on_request,
     read_status,
     requeue_jobs,
@@ -92,7 +92,7 @@ class JobStore(Protocol):
 
     def write_status_soon(self) -> None: ...
 
-    def is_due(self) -> bool: ...
+    def is_write_due(self) -> bool: ...
 
 
 def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
@@ -117,7 +117,7 @@ def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
         store = _store(output, output, status, lock)
         store.rebuilt = rebuilt
         if (output / SHARES).exists():
-            store.gather()
+            store.merge_shares()
             store.set_status(requeue_jobs(store.status))
     except BaseException:
         os.close(lock)
@@ -273,7 +273,9 @@ class Store:
         self.note_job(name, sentence)
 
     def move_job(self, name: str, state: State, reason: str = "") -> None:
-        self._set_job(name, replace(self.job(name), state=move(self.job(name).state, state), reason=reason))
+        self._set_job(
+            name, replace(self.job(name), state=check_transition(self.job(name).state, state), reason=reason)
+        )
 
     def explain_job(self, name: str, reason: str) -> None:
         """Record why a queued job still waits."""
@@ -370,7 +372,7 @@ class Store:
         if troubles:
             raise troubles[0]
 
-    def is_due(self) -> bool:
+    def is_write_due(self) -> bool:
         """Whether the last write of the status is so long ago that the next change is written at once."""
         return self._wait() <= 0
 
@@ -402,13 +404,13 @@ class Store:
             self._late.cancel()
             self._late = None
 
-    def gather(self) -> None:
+    def merge_shares(self) -> None:
         """Merge the records of the shares into this store, and delete the shares' stores."""
         # The files of lines are about to be replaced.
         with self._disk:
             self._metrics.close()
             self._windows.close()
-        self.set_status(gather(self.output, self.status))
+        self.set_status(merge_shares(self.output, self.status))
         self.write_status()
         delete_shares(self.output)
 
@@ -422,10 +424,10 @@ class Store:
             self._lock = None
 
 
-def _collect_errors(writes: Iterable[Callable[[], None]]) -> list[OutputError]:
+def _collect_errors(write_functions: Iterable[Callable[[], None]]) -> list[OutputError]:
     """Attempt every write and return the errors."""
     found = []
-    for write in writes:
+    for write in write_functions:
         try:
             write()
         except OutputError as error:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 
-from weftune.jobs.spec.spec import in_steps
+from weftune.jobs.spec.spec import to_steps
 from weftune.jobs.sweeps.search import combinations, generations
 from weftune.jobs.sweeps.spec import Halving, Mode, SweepSpec
 
@@ -81,7 +81,7 @@ def ordinal(number: int) -> str:
 def rung_steps(halving: Halving | None, steps: int) -> tuple[int, ...]:
     """Return the steps of a trial's rungs, all of them before its last."""
     shares = () if halving is None else sorted(halving.at)
-    return tuple(min(in_steps(share, steps), steps - 1) for share in shares)
+    return tuple(min(to_steps(share, steps), steps - 1) for share in shares)
 
 
 def averaged_spans(halving: Halving | None, steps: int) -> tuple[tuple[int, int], ...]:
@@ -94,9 +94,9 @@ def averaged_spans(halving: Halving | None, steps: int) -> tuple[tuple[int, int]
     return tuple((first, rung) for first, rung in zip(firsts, rungs, strict=True) if first <= rung)
 
 
-def quota(keep: float, count: int) -> int:
+def kept_trial_count(kept_share: float, count: int) -> int:
     """Return how many of `count` trials continue."""
-    return count if keep >= 1 else max(1, in_steps(keep, count))
+    return count if kept_share >= 1 else max(1, to_steps(kept_share, count))
 
 
 def sort_value(value: float | None, mode: Mode) -> float:
@@ -165,7 +165,7 @@ class Rungs:
         generation = self._generation[trial]
         rung = len(self._decided_rungs(generation))
         rungs = self.rungs(trial)
-        if rung < len(rungs) and self._begins(trial, rung):
+        if rung < len(rungs) and self._begins_rung(trial, rung):
             return rungs[rung]
         return self.steps(trial)
 
@@ -173,7 +173,7 @@ class Rungs:
         """Whether the trial has yet to be evaluated at the rung up to which it may train."""
         return self.limit(trial) < self.steps(trial) and self.limit(trial) not in self.values.get(trial, {})
 
-    def is_held(self, trial: str) -> bool:
+    def is_waiting_at_rung(self, trial: str) -> bool:
         """Whether a trial that has reached its limit can only wait for other trials."""
         return self.limit(trial) < self.steps(trial) and not self.awaits_evaluation(trial)
 
@@ -216,7 +216,7 @@ class Rungs:
         halving, rung = self.spec.halving, len(self._decided_rungs(generation))
         if halving is None or rung >= len(halving.at):
             return None
-        began = [trial for trial in self.generations[generation] if self._begins(trial, rung)]
+        began = [trial for trial in self.generations[generation] if self._begins_rung(trial, rung)]
         values = {
             trial: self.values[trial][rungs[rung]]
             for trial in began
@@ -228,7 +228,7 @@ class Rungs:
         if not here:
             return None
         ranked = sorted(here, key=lambda trial: sort_value(values[trial], self.spec.mode))
-        count = quota(halving.keep, len(began))
+        count = kept_trial_count(halving.keep, len(began))
         step = self.rungs(here[0])[rung]
         return Decision(generation, rung, step, tuple(ranked[:count]), tuple(ranked[count:]), len(began))
 
@@ -240,7 +240,7 @@ class Rungs:
     def _decided_rungs(self, generation: int) -> list[Decision]:
         return [decision for decision in self.decisions if decision.generation == generation]
 
-    def _begins(self, trial: str, rung: int) -> bool:
+    def _begins_rung(self, trial: str, rung: int) -> bool:
         """Whether a trial begins a rung: all trials begin the first, and those that continue the next one."""
         return rung == 0 or trial in self._decided_rungs(self._generation[trial])[rung - 1].kept
 
@@ -251,13 +251,13 @@ class LossTrend:
     checked, since no work would be saved."""
 
     def __init__(self, steps: int) -> None:
-        self._from = max(FIRST_TREND, in_steps(TREND_SHARE, steps))
+        self._from = max(FIRST_TREND, to_steps(TREND_SHARE, steps))
         self._steps = steps
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=TREND_STEPS)
         self._step = 0
 
-    def add(self, step: int, loss: float) -> None:
+    def add_loss(self, step: int, loss: float) -> None:
         self._step = step
         if step <= TREND_STEPS:
             self._first.append(loss)
@@ -284,7 +284,7 @@ class TrialWork:
     """A trial's training: its number of steps, and its work (samples, tokens or seconds) per step."""
 
     steps: int
-    per_step: float
+    work_per_step: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,19 +316,19 @@ def rung_counts(spec: SweepSpec) -> tuple[int, ...]:
 def _trials_at_rungs(trials: int, halving: Halving | None) -> list[int]:
     counts = [trials]
     for _ in halving.at if halving else ():
-        counts.append(quota(halving.keep if halving else 1.0, counts[-1]))
+        counts.append(kept_trial_count(halving.keep if halving else 1.0, counts[-1]))
     return counts
 
 
-def expected_saving(spec: SweepSpec, works: Sequence[TrialWork]) -> Saving:
+def expected_saving(spec: SweepSpec, trial_work: Sequence[TrialWork]) -> Saving:
     """Return the expected saving of work by halving. Trials that leave are assumed to need the mean work;
     `works` may cover only some of the trials."""
     counts = rung_counts(spec)
-    scale = counts[0] / len(works)
+    scale = counts[0] / len(trial_work)
     parts = []
-    for work in works:
+    for work in trial_work:
         ends = (0, *rung_steps(spec.halving, work.steps), work.steps)
-        parts.append([(end - start) * work.per_step for start, end in pairwise(ends)])
+        parts.append([(end - start) * work.work_per_step for start, end in pairwise(ends)])
     spans = [sum(part) * scale for part in zip(*parts, strict=True)]
     expected = sum(span * count / counts[0] for span, count in zip(spans, counts, strict=True))
     return Saving(counts, sum(spans), expected)

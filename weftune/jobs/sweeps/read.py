@@ -13,22 +13,22 @@ from typing import Any
 from weftune.core.bounds import format_value
 from weftune.errors import Mistake, SpecError, UserError
 from weftune.jobs.spec.build import build_job
-from weftune.jobs.spec.keys import SECTIONS, shared_reason, unknown_key
+from weftune.jobs.spec.keys import SECTIONS, shared_value_reason, unknown_key
 from weftune.jobs.spec.layer import (
     Fault,
     Layer,
     Loc,
     Places,
     expand_shorthands,
+    find_place,
     merge_layers,
-    place_of,
     plain_values,
     sort_mistakes,
 )
-from weftune.jobs.spec.schema import EXPECTED, bound_at, build, choice_sentence, number_faults
-from weftune.jobs.spec.spec import JobSpec, in_steps
+from weftune.jobs.spec.schema import EXPECTED, bound_of_key, build, choice_sentence, number_faults
+from weftune.jobs.spec.spec import JobSpec, to_steps
 from weftune.jobs.sweeps.halving import rung_counts, rung_steps
-from weftune.jobs.sweeps.search import TrialSearch, combinations, grid
+from weftune.jobs.sweeps.search import TrialSearch, combinations, grid_combinations
 from weftune.jobs.sweeps.spec import (
     MAX_TRIALS,
     Choices,
@@ -37,7 +37,7 @@ from weftune.jobs.sweeps.spec import (
     SweepSpec,
     Trial,
     ValueRange,
-    leaves_of,
+    leaf_locations,
     location_of,
     nest_values,
 )
@@ -91,10 +91,10 @@ def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
 
 
 def _contradictions(
-    value: Mapping[str, Any], job: Mapping[str, Any], over: Mapping[str, Choices], over_is_invalid: bool
+    value: Mapping[str, Any], job: Mapping[str, Any], over: Mapping[str, Choices], has_invalid_over: bool
 ) -> Iterator[Fault]:
     """Yield faults of keys that contradict each other; `over_is_invalid` if a part of `over` is."""
-    yield from _search_faults(value, over, over_is_invalid or not over)
+    yield from _search_faults(value, over, has_invalid_over or not over)
     if job.get("eval") is None:
         at = next((key for key in ("halving", "metric") if value.get(key) is not None), None)
         yield Fault(
@@ -129,7 +129,7 @@ def _metric_of_answers(job: Mapping[str, Any]) -> str | None:
 
 
 def _search_faults(
-    value: Mapping[str, Any], over: Mapping[str, Choices], over_is_invalid: bool
+    value: Mapping[str, Any], over: Mapping[str, Choices], has_invalid_over: bool
 ) -> Iterator[Fault]:
     search, trials = value.get("search", "grid"), value.get("trials")
     count = combinations(over)
@@ -143,14 +143,14 @@ def _search_faults(
         if trials is not None:
             all_of_them = (
                 f"all of its {count:,.0f} combinations"
-                if not over_is_invalid and not ranges
+                if not has_invalid_over and not ranges
                 else "all combinations"
             )
             yield Fault(
                 ("sweep", "trials"),
                 f"a grid trains {all_of_them}: leave trials out, or write search: random",
             )
-        elif count > MAX_TRIALS and not ranges and not over_is_invalid:
+        elif count > MAX_TRIALS and not ranges and not has_invalid_over:
             yield Fault(
                 ("sweep", "over"),
                 f"is a grid of {count:,.0f} trials, and a sweep has at most {MAX_TRIALS:,}; write search: "
@@ -161,7 +161,7 @@ def _search_faults(
         return
     if trials is None:
         yield Fault(("sweep",), f"needs trials: how many to try, for search: {search}")
-    elif isinstance(trials, int) and not over_is_invalid and trials > count:
+    elif isinstance(trials, int) and not has_invalid_over and trials > count:
         yield Fault(
             ("sweep", "trials"),
             f"must be at most {count:,.0f}, the number of combinations, got {trials}; for all write "
@@ -193,24 +193,24 @@ def _halving_faults(halving: Any, steps: Any) -> Iterator[Fault]:
             )
 
 
-def _read_over(written_over: Any) -> tuple[dict[str, Choices], list[Fault]]:
+def _read_over(over_values: Any) -> tuple[dict[str, Choices], list[Fault]]:
     loc: Loc = ("sweep", "over")
-    if not isinstance(written_over, Mapping) or not written_over:
-        return {}, [Fault(loc, f"must be {EXPECTED[loc]}, got {format_value(written_over)}")]
+    if not isinstance(over_values, Mapping) or not over_values:
+        return {}, [Fault(loc, f"must be {EXPECTED[loc]}, got {format_value(over_values)}")]
     over: dict[str, Choices] = {}
     faults: list[Fault] = []
-    for key, value in written_over.items():
+    for key, value in over_values.items():
         found = [Fault((*loc, key), sentence)] if (sentence := _key_fault(str(key))) else []
         found = found or list(_choice_faults(str(key), value, (*loc, key)))
         faults += found
         if not found:
             over[str(key)] = ValueRange(**value) if isinstance(value, Mapping) else tuple(plain_values(value))
-    return over, faults + list(_overlaps(over))
+    return over, faults + list(_overlap_faults(over))
 
 
 def _key_fault(key: str) -> str | None:
     first, *below = location_of(key)
-    if (shared := shared_reason((first, *below))) is not None:
+    if (shared := shared_value_reason((first, *below))) is not None:
         return f"cannot be swept: {shared}"
     if first not in SECTIONS["job"]:
         return unknown_key("job", str(below[-1] if first in ("job", "jobs", "defaults") and below else first))
@@ -221,67 +221,71 @@ def _key_fault(key: str) -> str | None:
     return None if below[0] in SECTIONS[str(first)] else unknown_key(str(first), str(below[0]))
 
 
-def _choice_faults(key: str, value: Any, loc: Loc) -> Iterator[Fault]:
+def _choice_faults(key: str, value: Any, location: Loc) -> Iterator[Fault]:
     if isinstance(value, Mapping):
-        yield from _range_faults(key, value, loc)
+        yield from _range_faults(key, value, location)
     elif not isinstance(value, list | tuple):
         yield Fault(
-            loc, f"must be a list of values, or a range {{min: ..., max: ...}}, got {format_value(value)}; "
+            location,
+            f"must be a list of values, or a range {{min: ..., max: ...}}, got {format_value(value)}; "
             "one value for all trials is written in the job itself"
         )  # fmt: skip
     elif not value:
-        yield Fault(loc, "must hold at least one value, got an empty list")
+        yield Fault(location, "must hold at least one value, got an empty list")
     else:
         for index, item in enumerate(value):
             earlier = next(at for at, other in enumerate(value) if _is_same_value(item, other))
             if earlier < index:
                 yield Fault(
-                    (*loc, index), f"{format_value(item)} is already there as {key}[{earlier}]; remove one"
+                    (*location, index),
+                    f"{format_value(item)} is already there as {key}[{earlier}]; remove one",
                 )
 
 
-def _is_same_value(first: Any, second: Any) -> bool:
+def _is_same_value(first_value: Any, second_value: Any) -> bool:
     """Return whether two values are equal and both or neither are booleans: in Python, true equals 1."""
-    return isinstance(first, bool) == isinstance(second, bool) and first == second
+    return isinstance(first_value, bool) == isinstance(second_value, bool) and first_value == second_value
 
 
-def _range_faults(key: str, value: Mapping[str, Any], loc: Loc) -> Iterator[Fault]:
+def _range_faults(key: str, value: Mapping[str, Any], location: Loc) -> Iterator[Fault]:
     if not {"min", "max"} & value.keys():
-        yield Fault(loc, _not_a_range_message(key, value))
+        yield Fault(location, _not_a_range_message(key, value))
         return
     foreign = [name for name in value if name not in RANGE_KEYS]
     for name in foreign:
-        yield Fault((*loc, name), _range_key(str(name)))
+        yield Fault((*location, name), _range_key(str(name)))
     if foreign:
         return
-    bound = bound_at(location_of(key))
+    bound = bound_of_key(location_of(key))
     if bound is None:
-        yield Fault(loc, "takes no range, for it is no number; write a list of values")
+        yield Fault(location, "takes no range, for it is no number; write a list of values")
         return
     ends = [(name, value[name]) for name in ("min", "max") if name in value]
     wrong = [
-        Fault((*loc, name), sentence)
+        Fault((*location, name), sentence)
         for name, end in ends
         if (sentence := replace(bound, none=False).fault(end))
     ]
     yield from wrong
     if len(ends) < 2:
-        yield Fault(loc, "needs min and max")
+        yield Fault(location, "needs min and max")
     if not isinstance(value.get("log", False), bool):
-        yield Fault((*loc, "log"), f"must be true or false, got {format_value(value['log'])}")
+        yield Fault((*location, "log"), f"must be true or false, got {format_value(value['log'])}")
     if wrong or len(ends) < 2:
         return
     low, high = value["min"], value["max"]
     if low >= high:
         yield Fault(
-            (*loc, "max"), f"must be above min, which is {format_value(low)}, got {format_value(high)}"
+            (*location, "max"), f"must be above min, which is {format_value(low)}, got {format_value(high)}"
         )
     elif value.get("log") is True and low <= 0:
-        yield Fault((*loc, "min"), f"must be above 0 where log is true, got {format_value(low)}")
+        yield Fault((*location, "min"), f"must be above 0 where log is true, got {format_value(low)}")
     elif not isinstance(low, int) and high - low < MIN_RANGE * high:
-        yield Fault(loc, "is too narrow to draw from; write a list of values")
+        yield Fault(location, "is too narrow to draw from; write a list of values")
     elif bound.share and high > 1 and not (isinstance(low, int) and isinstance(high, int)):
-        yield Fault(loc, "must go over shares of the run (below 1) or over whole numbers of steps, not both")
+        yield Fault(
+            location, "must go over shares of the run (below 1) or over whole numbers of steps, not both"
+        )
 
 
 def _range_key(name: str) -> str:
@@ -300,9 +304,9 @@ def _not_a_range_message(key: str, value: Mapping[str, Any]) -> str:
     return "must be a list of values, or a range {min: ..., max: ...}"
 
 
-def _overlaps(over: Mapping[str, Choices]) -> Iterator[Fault]:
+def _overlap_faults(over: Mapping[str, Choices]) -> Iterator[Fault]:
     """Yield a fault for every key of `over` that sets the same value as an earlier key."""
-    ways = {key: leaves_of(key, choices) for key, choices in over.items()}
+    ways = {key: leaf_locations(key, choices) for key, choices in over.items()}
     keys = list(over)
     for index, key in enumerate(keys):
         for earlier in keys[:index]:
@@ -314,9 +318,9 @@ def _overlaps(over: Mapping[str, Choices]) -> Iterator[Fault]:
                 break
 
 
-def _shared_location(first: Sequence[Loc], second: Sequence[Loc]) -> Loc | None:
-    for a in first:
-        for b in second:
+def _shared_location(first_locations: Sequence[Loc], second_locations: Sequence[Loc]) -> Loc | None:
+    for a in first_locations:
+        for b in second_locations:
             if a[: len(b)] == b[: len(a)]:
                 return max(a, b, key=len)
     return None
@@ -335,7 +339,7 @@ def trial_layer(sweep: Sweep, trial: Trial) -> Layer:
     job = own_keys(sweep.keys)
     places = {loc: place for loc, place in job.places.items() if not loc}
     for key, value in trial.values.items():
-        places |= _places(sweep, key, value)
+        places |= _value_places(sweep, key, value)
     laid = merge_layers(job, expand_shorthands(nest_values(trial.values), places))
     return Layer({**laid.values, "name": trial.name}, laid.places)
 
@@ -346,7 +350,7 @@ def own_keys(keys: Layer) -> Layer:
     return Layer(values, {loc: place for loc, place in keys.places.items() if loc[:1] != ("sweep",)})
 
 
-def _places(sweep: Sweep, key: str, value: Any) -> Places:
+def _value_places(sweep: Sweep, key: str, value: Any) -> Places:
     written: Loc = ("sweep", "over", key)
     choices = sweep.spec.over[key]
     if (
@@ -363,7 +367,7 @@ def expand_sweep(
     """Return a job's sweep, and the jobs of its trials with the places of their keys; or else the
     mistakes."""
     spec, faults = read_sweep(keys.values)
-    found = [place_of(keys.places, fault.loc).mistake(fault.sentence) for fault in faults]
+    found = [find_place(keys.places, fault.loc).mistake(fault.sentence) for fault in faults]
     job, wrong = build_job(JobSpec, own_keys(keys), folder)
     if spec is None:
         return None, [], [*found, *wrong]
@@ -371,11 +375,11 @@ def expand_sweep(
     sweep = Sweep(name, spec, (), keys, folder)
     for key, choices in spec.over.items():
         # Every value by itself, including those that no draw has hit yet.
-        for values in () if isinstance(choices, ValueRange) else grid({key: choices}):
+        for values in () if isinstance(choices, ValueRange) else grid_combinations({key: choices}):
             wrong += build_job(JobSpec, trial_layer(sweep, Trial(name, values)), folder)[1]
     if job is None or wrong:
         return None, [], wrong
-    sweep = replace(sweep, trials=TrialSearch(name, spec, job.seed).first())
+    sweep = replace(sweep, trials=TrialSearch(name, spec, job.seed).first_generation())
     jobs: list[tuple[JobSpec, Places]] = []
     mistakes: dict[str, Mistake] = {}
     for trial in sweep.trials:
@@ -429,7 +433,7 @@ def _rung_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec], steps: Mapping[str
     known = [trial.name for trial in sweep.trials if trial.name in steps]
     early = []
     for name in known:
-        rungs, warmup = rung_steps(sweep.spec.halving, steps[name]), in_steps(jobs[name].warmup, steps[name])
+        rungs, warmup = rung_steps(sweep.spec.halving, steps[name]), to_steps(jobs[name].warmup, steps[name])
         if rungs and rungs[0] <= warmup:
             early.append((rungs[0], warmup))
     if early:

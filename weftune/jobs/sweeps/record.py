@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from weftune.adapters.folder import CONFIG
 from weftune.core.files import FORMAT, refuse_unknown_format, replace_json
 from weftune.errors import OutputError
-from weftune.jobs.store.status import CHECKSUM, checksum_of, resume_line, typed_record
-from weftune.jobs.sweeps.halving import Decision, quota, sort_value
+from weftune.jobs.store.status import CHECKSUM, checksum_of, resume_line, validate_record
+from weftune.jobs.sweeps.halving import Decision, kept_trial_count, sort_value
 from weftune.jobs.sweeps.spec import Judge, Mode, Search
 
 SWEEP_FILE = "sweep.json"
@@ -115,7 +115,7 @@ def write_record(folder: Path, record: SweepRecord) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot write {folder / SWEEP_FILE}: {error.strerror}") from error
-    whole = {"format": FORMAT, **_plain(record)}
+    whole = {"format": FORMAT, **_plain_number_text(record)}
     replace_json(folder / SWEEP_FILE, {**whole, CHECKSUM: checksum_of(whole)})
 
 
@@ -135,7 +135,7 @@ def read_record(folder: Path) -> SweepRecord | None:
         raise DamagedSweep(path, "it does not match its checksum")
     refuse_unknown_format(value.pop("format", None), path)
     try:
-        record: SweepRecord = typed_record(SweepRecord, value)
+        record: SweepRecord = validate_record(SweepRecord, value)
     except ValidationError:
         raise DamagedSweep(path, "it is no record of a sweep") from None
     return record
@@ -157,12 +157,12 @@ def proposed_trials(output: Path, sweeps: Collection[str]) -> list[str]:
     return [trial.name for record in mine for trial in record.trials if trial.generation > 0]
 
 
-def _plain(value: Any) -> Any:
+def _plain_number_text(value: Any) -> Any:
     if is_dataclass(value):
-        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+        return {item.name: _plain_number_text(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(below) for key, below in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+        return {str(key): _plain_number_text(below) for key, below in value.items()}
+    return [_plain_number_text(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 _METRIC_TITLES = {
@@ -193,7 +193,7 @@ class RungRow:
 
     step: int
     generation: int
-    last: bool
+    is_last: bool
     started_count: int
     """Number of trials that begin this rung."""
     evaluated_count: int
@@ -202,7 +202,7 @@ class RungRow:
     """Number of trials that continue. None until that is decided."""
     lost_count: int = 0
     """Number of trials that failed or left before this step."""
-    worst_kept: float | None = None
+    worst_kept_score: float | None = None
     best_dropped: float | None = None
 
 
@@ -263,20 +263,20 @@ def flatten(prefix: str, mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-def flat_values(trial: TrialRecord) -> dict[str, Any]:
+def flat_trial_values(trial: TrialRecord) -> dict[str, Any]:
     """Return a mapping from dotted keys to values; `adapter: {rank: 8}` becomes `adapter.rank: 8`."""
     return dict(flatten("", trial.values))
 
 
 def swept_keys(record: SweepRecord) -> tuple[str, ...]:
     """Return the keys in which trials differ, in the order of the file."""
-    flats = [flat_values(trial) for trial in record.trials]
+    flats = [flat_trial_values(trial) for trial in record.trials]
     keys = dict.fromkeys(key for flat in flats for key in flat)
     apart = [key for key in keys if any(flat.get(key) != flats[0].get(key) for flat in flats)]
     return tuple(apart or keys)
 
 
-def short_keys(keys: Sequence[str]) -> Mapping[str, str]:
+def shorten_keys(keys: Sequence[str]) -> Mapping[str, str]:
     """Return a mapping from each key to its last part, if that is unique: `rank` for `adapter.rank`."""
     tails = Counter(key.rpartition(".")[2] for key in keys)
     return {key: tail if tails[tail := key.rpartition(".")[2]] == 1 else key for key in keys}
@@ -324,7 +324,7 @@ def _generation_rows(record: SweepRecord, generation: int) -> Iterator[RungRow]:
             last = rung == len(record.rungs) - 1
             here = sum(one.state in _ENDED or (not last and len(one.at_rungs) > rung) for one in began)
             yield RungRow(
-                step=step, generation=generation, last=last, started_count=len(began), evaluated_count=here
+                step=step, generation=generation, is_last=last, started_count=len(began), evaluated_count=here
             )
             return
         kept, dropped = decision.kept, decision.left
@@ -332,12 +332,12 @@ def _generation_rows(record: SweepRecord, generation: int) -> Iterator[RungRow]:
         yield RungRow(
             step=decision.step,
             generation=generation,
-            last=False,
+            is_last=False,
             started_count=decision.began,
             evaluated_count=decision.began,
             kept_count=len(kept),
             lost_count=max(0, decision.began - len(kept) - len(dropped)),
-            worst_kept=rung_value(worst, rung) if worst is not None else None,
+            worst_kept_score=rung_value(worst, rung) if worst is not None else None,
             best_dropped=rung_value(best, rung) if best is not None else None,
         )
         began = [trials[name] for name in kept if name in trials]
@@ -361,7 +361,7 @@ def expected_steps_left(record: SweepRecord, steps: Mapping[str, int]) -> int:
         total += sum(max(0, ends[0] - steps.get(name, 0)) for name in still)
         count = len(began) if still else 0
         for earlier, later in pairwise(ends):
-            count = quota(record.share or 1.0, count) if count else 0
+            count = kept_trial_count(record.share or 1.0, count) if count else 0
             total += count * (later - earlier)
     return total
 
@@ -370,5 +370,5 @@ def rung_sentence(row: RungRow) -> str:
     """Format one rung for the terminal."""
     if row.kept_count is not None:
         return f"step {row.step}: {row.kept_count} of {row.started_count} went on"
-    verb = "ended" if row.last else "evaluated"
+    verb = "ended" if row.is_last else "evaluated"
     return f"step {row.step}: {row.evaluated_count} of {row.started_count} {verb}"

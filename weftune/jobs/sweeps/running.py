@@ -38,7 +38,7 @@ from weftune.jobs.sweeps.search import TrialSearch
 from weftune.jobs.sweeps.spec import Judge, Sweep, Trial
 
 
-def link_winners(folder: Path, winners: Sequence[Path], single: bool) -> None:
+def link_winners(folder: Path, winners: Sequence[Path], has_one_winner: bool) -> None:
     """Put the winners' folders into `best`, all of them or none, as hard links if the file system supports
     them.
 
@@ -50,11 +50,11 @@ def link_winners(folder: Path, winners: Sequence[Path], single: bool) -> None:
         shutil.rmtree(path, ignore_errors=True)
     if not winners:
         return
-    assert len(winners) == 1 or not single, "one folder cannot be that of several"
+    assert len(winners) == 1 or not has_one_winner, "one folder cannot be that of several"
     for winner in winners:
         shutil.copytree(
             winner,
-            partial if single else partial / winner.name,
+            partial if has_one_winner else partial / winner.name,
             copy_function=_link_or_copy,
             ignore=shutil.ignore_patterns(".*", CHECKPOINTS),
         )
@@ -92,7 +92,7 @@ class TrialOrders:
 
     step_limits: Mapping[str, int] = field(default_factory=dict)
     """Maps each trial to the step up to which it may train."""
-    promoted: Sequence[str] = ()
+    promoted_trials: Sequence[str] = ()
     """Trials that waited at a rung and now continue."""
     rest_reasons: Mapping[str, str] = field(default_factory=dict)
     """Maps each attached trial that must wait at a rung to the reason."""
@@ -171,10 +171,10 @@ class RunningSweep:
             self.store.add_job(name)
             self.store.move_job(name, State.CANCELLED, reason)
         if record is not None and self.store.rebuilt:
-            self._copy_ends(record, retried_trials)
+            self._copy_ended_trials(record, retried_trials)
         self._drop_checkpoints()
         self.read_metrics()
-        self._record_ends((), retried_trials)
+        self._record_ended_trials((), retried_trials)
         return [trial for generation in generations[1:] for trial in generation]
 
     def _drop_checkpoints(self) -> None:
@@ -229,7 +229,7 @@ class RunningSweep:
             self.rungs.apply_decision(decision)
         self.best, self._written = record.best, record
 
-    def _copy_ends(self, record: SweepRecord, retried_trials: Collection[str]) -> None:
+    def _copy_ended_trials(self, record: SweepRecord, retried_trials: Collection[str]) -> None:
         """Copy the ends of trials from the record to the status, which may have been rebuilt without them."""
         states = {"left": State.CANCELLED, "failed": State.FAILED}
         for trial in record.trials:
@@ -283,7 +283,7 @@ class RunningSweep:
                 found = line["eval_loss"], line.get("eval_token_accuracy"), _metrics_in(line, "eval_")
                 self.record_evaluation(job, step, *found)
             elif line.get("loss") is not None:
-                self._trend(job).add(step, line["loss"])
+                self._trend(job).add_loss(step, line["loss"])
 
     def enter(self, name: str, steps: int) -> None:
         """Record that a trial with this number of steps is about to train."""
@@ -301,14 +301,14 @@ class RunningSweep:
         """Record a step's loss; return the reason if the trial leaves now, else None. The last trial never
         leaves, whatever its loss, so that a sweep ends with an adapter."""
         trend = self._trend(name)
-        trend.add(step, loss)
+        trend.add_loss(step, loss)
         reason = trend.leave_reason()
-        if reason is None or not self._has_others(name):
+        if reason is None or not self._has_other_trials(name):
             return None
         self._leaving.add(name)
         return reason
 
-    def _has_others(self, name: str) -> bool:
+    def _has_other_trials(self, name: str) -> bool:
         """Whether another trial has finished or may still finish."""
         lost = {one for one, ended in self.rungs.ended.items() if ended.kind is not TrialEnd.FINISHED}
         return bool(self.trials.keys() - lost - self._leaving - {name})
@@ -322,7 +322,7 @@ class RunningSweep:
         metrics: Metrics = NO_METRICS,
     ) -> None:
         """Record an evaluation of the weights that a trial is training."""
-        self._values.setdefault(name, {})[step] = self._value(loss, token_accuracy, metrics)
+        self._values.setdefault(name, {})[step] = self._trial_metric(loss, token_accuracy, metrics)
         if not self.evaluates_mean:
             self.record_rung_evaluation(name, step, loss, token_accuracy, metrics)
 
@@ -335,12 +335,14 @@ class RunningSweep:
         metrics: Metrics = NO_METRICS,
     ) -> None:
         """Record an evaluation of the weights that the rungs compare."""
-        value = self._value(loss, token_accuracy, metrics)
+        value = self._trial_metric(loss, token_accuracy, metrics)
         # At a rung a trial has a warning only if it has collapsed: then it is the worst by any metric.
         has_collapsed = name in self.store and bool(self.store.job(name).warning)
         self.rungs.evaluate(name, step, None if has_collapsed else value)
 
-    def _value(self, loss: float | None, token_accuracy: float | None, metrics: Metrics) -> float | None:
+    def _trial_metric(
+        self, loss: float | None, token_accuracy: float | None, metrics: Metrics
+    ) -> float | None:
         """Return the metric of an evaluation by which trials are compared."""
         metric = self.sweep.spec.metric
         known = {"loss": loss, "mean_token_accuracy": token_accuracy, **metrics}
@@ -353,21 +355,25 @@ class RunningSweep:
 
     # -- between windows ---------------------------------------------------------------------------------
 
-    def trial_orders(self, attached: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
+    def trial_orders(self, attached: Mapping[str, int], delivering_trials: Collection[str]) -> TrialOrders:
         """Record ended trials and the rungs that can be decided; return the resulting orders."""
         if self._finished:
             return TrialOrders()
-        self._record_ends(delivering)
+        self._record_ended_trials(delivering_trials)
         if self.rungs.is_over() and self._exhausted:
             self.finish()
-        self._decide(attached)
+        self._decide_rungs(attached)
         living = [name for name in self.trials if name not in self.rungs.ended]
-        promoted = [name for name in living if name in self.resting and not self.rungs.is_held(name)]
+        promoted = [
+            name for name in living if name in self.resting and not self.rungs.is_waiting_at_rung(name)
+        ]
         self.resting -= set(promoted)
         rest = {
             name: self.rungs.wait_reason(name)
             for name in living
-            if name in attached and attached[name] >= self.rungs.limit(name) and self.rungs.is_held(name)
+            if name in attached
+            and attached[name] >= self.rungs.limit(name)
+            and self.rungs.is_waiting_at_rung(name)
         }
         return TrialOrders(
             {name: self.rungs.limit(name) for name in living if name in self._entered},
@@ -376,7 +382,7 @@ class RunningSweep:
             dict(self._unfinished_leaves()),
         )
 
-    def _decide(self, attached: Mapping[str, int]) -> None:
+    def _decide_rungs(self, attached: Mapping[str, int]) -> None:
         """Decide the rungs and record the decisions. A decision that cannot be recorded has no effect, and is
         tried again later."""
         decided = deepcopy(self.rungs) if self.rungs.pending_decisions() else self.rungs
@@ -386,21 +392,23 @@ class RunningSweep:
         if self._write(decided, attached):
             self.rungs = decided
 
-    def _record_ends(self, delivering: Collection[str], excluded: Collection[str] = ()) -> None:
+    def _record_ended_trials(
+        self, delivering_trials: Collection[str], excluded_trials: Collection[str] = ()
+    ) -> None:
         for name in self.trials:
-            if name not in self.store or name in self.rungs.ended or name in excluded:
+            if name not in self.store or name in self.rungs.ended or name in excluded_trials:
                 continue
             status = self.store.job(name)
-            state = State.SUCCEEDED if name in delivering else status.state
+            state = State.SUCCEEDED if name in delivering_trials else status.state
             if state in ENDS:
                 self.rungs.end(name, ENDS[state], status.step)
 
-    def proposed(self) -> Sequence[Trial]:
+    def propose_trials(self) -> Sequence[Trial]:
         """Record and return the next generation, once all trials have ended."""
         if self._search is None or self._exhausted or not self.rungs.is_over():
             return ()
         ended = [(trial, self.score(trial.name)) for trial in self.trials.values()]
-        if not (found := self._search.next(ended)):
+        if not (found := self._search.next_generation(ended)):
             self._exhausted = True
             return ()
         before = deepcopy(self.rungs)
@@ -481,7 +489,9 @@ class RunningSweep:
     def _state(self, rungs: Rungs, name: str, attached: Mapping[str, int]) -> TrialState:
         if name in rungs.ended:
             return rungs.ended[name].kind.value
-        if rungs.is_held(name) and (name in self.resting or attached.get(name, -1) >= rungs.limit(name)):
+        if rungs.is_waiting_at_rung(name) and (
+            name in self.resting or attached.get(name, -1) >= rungs.limit(name)
+        ):
             return "resting"
         return "running" if name in attached else "waiting"
 
@@ -534,15 +544,15 @@ class RunningSweep:
 
     def finish(self) -> None:
         """Record the state of the sweep; if every trial has ended, put the winners' adapters into `best`."""
-        self._record_ends(())
-        self._decide({})
+        self._record_ended_trials(())
+        self._decide_rungs({})
         trained = [name for name in self.trials if name not in self._reasons]
         has_ended = all(name in self.store and self.store.job(name).state.ended for name in trained)
         if self.rungs.is_over() and self._exhausted and has_ended:
-            self._put_best()
+            self._publish_winners()
         self._write(self.rungs, {})
 
-    def _put_best(self) -> None:
+    def _publish_winners(self) -> None:
         doubtful = {
             name: self.store.job(name).eval_loss
             for name in self.trials
@@ -558,7 +568,7 @@ class RunningSweep:
         try:
             if not self._has_winners(winners):
                 paths = [self.store.output / name for name in winners]
-                link_winners(self.folder, paths, single=self.sweep.spec.keep == 1)
+                link_winners(self.folder, paths, has_one_winner=self.sweep.spec.keep == 1)
             self.best, self._finished = winners, True
         except OSError as error:
             self._show_note(

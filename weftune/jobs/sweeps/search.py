@@ -23,8 +23,8 @@ from weftune.jobs.sweeps.spec import (
     SweepSpec,
     Trial,
     ValueRange,
-    leaves,
-    leaves_of,
+    leaf_locations,
+    leaf_values,
     location_of,
 )
 
@@ -40,7 +40,7 @@ PATIENCE = 20
 """Maximum number of draws in a row that repeat others; then ranges are drawn with one more digit."""
 
 
-def grid(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
+def grid_combinations(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
     """Return every combination, the last key changing fastest."""
     lists = [choices for choices in over.values() if not isinstance(choices, ValueRange)]
     assert len(lists) == len(over), "a grid has no ranges"
@@ -49,17 +49,20 @@ def grid(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
 
 def combinations(over: Mapping[str, Choices]) -> float:
     """Return the number of distinct trials; infinite if a range contains fractions."""
-    return math.prod(_count(choices) for choices in over.values())
+    return math.prod(_count_choices(choices) for choices in over.values())
 
 
-def _count(choices: Choices) -> float:
+def _count_choices(choices: Choices) -> float:
     if not isinstance(choices, ValueRange):
         return len(choices)
-    return choices.max - choices.min + 1 if is_whole(choices) else math.inf
+    return choices.max - choices.min + 1 if is_integer_range(choices) else math.inf
 
 
 def draw_combinations(
-    over: Mapping[str, Choices], count: int, seed: int, excluded: Iterable[Mapping[str, Any]] = ()
+    over: Mapping[str, Choices],
+    count: int,
+    seed: int,
+    excluded_combinations: Iterable[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
     """Return `count` random combinations, distinct from one another and from those in `excluded`.
 
@@ -67,7 +70,7 @@ def draw_combinations(
     that names contain all digits and rounding differences between machines do not matter.
     """
     uniform = Random(seed).random
-    seen = {combination_key(values) for values in excluded}
+    seen = {combination_key(values) for values in excluded_combinations}
     drawn: list[dict[str, Any]] = []
     repeats = 0
     while len(drawn) < count:
@@ -87,24 +90,24 @@ def combination_key(values: Mapping[str, Any]) -> str:
     return json.dumps(values, sort_keys=True, default=repr)
 
 
-def _draw_value(choices: Choices, uniform: float, digits: int) -> Any:
+def _draw_value(choices: Choices, quantile: float, digits: int) -> Any:
     """Return the value of `choices` at the quantile `uniform`, from 0 (included) to 1 (excluded)."""
     if not isinstance(choices, ValueRange):
-        return choices[int(uniform * len(choices))]
+        return choices[int(quantile * len(choices))]
     low, high = choices.min, choices.max
-    if is_whole(choices):
+    if is_integer_range(choices):
         count = int(high) - int(low) + 1
-        value = _interpolate_log(low, low + count, uniform) if choices.log else low + int(uniform * count)
+        value = _interpolate_log(low, low + count, quantile) if choices.log else low + int(quantile * count)
         return min(max(int(value), int(low)), int(high))
-    value = _interpolate_log(low, high, uniform) if choices.log else low + uniform * (high - low)
+    value = _interpolate_log(low, high, quantile) if choices.log else low + quantile * (high - low)
     return round_value(choices, value, digits)
 
 
-def _interpolate_log(low: float, high: float, uniform: float) -> float:
-    return math.exp(math.log(low) + uniform * (math.log(high) - math.log(low)))
+def _interpolate_log(min_value: float, max_value: float, quantile: float) -> float:
+    return math.exp(math.log(min_value) + quantile * (math.log(max_value) - math.log(min_value)))
 
 
-def is_whole(choices: ValueRange) -> bool:
+def is_integer_range(choices: ValueRange) -> bool:
     return isinstance(choices.min, int) and isinstance(choices.max, int)
 
 
@@ -157,7 +160,7 @@ def trial_names(
     used = {sweep.lower(), *(name.lower() for name in used_names)}
     names = []
     for values in combinations_drawn:
-        name = _unique(_name(sweep, locations, values), used)
+        name = _unique_name(_trial_name(sweep, locations, values), used)
         used.add(name.lower())
         names.append(name)
     return names
@@ -172,15 +175,15 @@ def _named_locations(over: Mapping[str, Choices]) -> list[Loc]:
             locations.append(location_of(key))
         elif len(choices) > 1:
             locations += _distinguishing_locations(key, choices)
-    return locations or [loc for key, choices in over.items() for loc in leaves_of(key, choices)[:1]]
+    return locations or [loc for key, choices in over.items() for loc in leaf_locations(key, choices)[:1]]
 
 
 def _distinguishing_locations(key: str, choices: Sequence[Any]) -> list[Loc]:
     locations: list[Loc] = []
     apart = 1
-    for loc in leaves_of(key, tuple(choices)):
+    for loc in leaf_locations(key, tuple(choices)):
         kinds = {
-            tuple(repr(dict(leaves(location_of(key), value)).get(one)) for one in (*locations, loc))
+            tuple(repr(dict(leaf_values(location_of(key), value)).get(one)) for one in (*locations, loc))
             for value in choices
         }
         if len(kinds) > apart:
@@ -189,20 +192,22 @@ def _distinguishing_locations(key: str, choices: Sequence[Any]) -> list[Loc]:
     return locations
 
 
-def _name(sweep: str, locations: Sequence[Loc], values: Mapping[str, Any]) -> str:
-    held = {loc: value for key, value in values.items() for loc, value in leaves(location_of(key), value)}
+def _trial_name(sweep: str, locations: Sequence[Loc], values: Mapping[str, Any]) -> str:
+    held = {
+        loc: value for key, value in values.items() for loc, value in leaf_values(location_of(key), value)
+    }
     tail = "-".join(part for loc in locations if loc in held and (part := _name_part(loc, held[loc])))
     head = sweep[: max(LEAST_OF_SWEEP, MAX_NAME_LETTERS - 1 - len(tail))]
     return f"{head}-{tail}"[:MAX_NAME_LETTERS].rstrip("-.") if tail else head
 
 
-def _name_part(loc: Loc, value: Any) -> str:
-    key, text = str(loc[-1]), value_text(value)
+def _name_part(location: Loc, value: Any) -> str:
+    key, text = str(location[-1]), value_text(value)
     if key in BY_VALUE:
         return text
     if isinstance(value, bool):
         return _name_text(key if value else f"no-{key}")
-    short = SHORT.get(key, _name_text(key)) if len(loc) < 3 else _name_text(key)
+    short = SHORT.get(key, _name_text(key)) if len(location) < 3 else _name_text(key)
     is_number = isinstance(value, int | float)
     return f"{short}{text}" if is_number else f"{short}-{text}"
 
@@ -239,9 +244,9 @@ def _name_text(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")
 
 
-def _unique(name: str, used: set[str]) -> str:
+def _unique_name(name: str, used_names: set[str]) -> str:
     number, found = 1, name
-    while found.lower() in used:
+    while found.lower() in used_names:
         number += 1
         found = f"{name[: MAX_NAME_LETTERS - 1 - len(str(number))]}-{number}"
     return found
@@ -258,15 +263,15 @@ class TrialSearch:
     used_names: tuple[str, ...] = ()
     """Names of the run's other jobs."""
 
-    def first(self) -> tuple[Trial, ...]:
+    def first_generation(self) -> tuple[Trial, ...]:
         """Return all trials of a grid or of random draws; for `tpe`, a first generation drawn at random."""
         over, count = self.spec.over, self.spec.trials
         if count is None:
-            return self._name_trials(grid(over))
+            return self._name_trials(grid_combinations(over))
         count = next(generations(count)) if self.spec.search == "tpe" else count
         return self._name_trials(draw_combinations(over, count, self.seed))
 
-    def next(self, ended_trials: Ends) -> tuple[Trial, ...]:
+    def next_generation(self, ended_trials: Ends) -> tuple[Trial, ...]:
         """Return the generation that follows the trials in `ended_trials`, which are all so far; empty if
         there is none. The sampler is given all ended trials again, and its seed is their number."""
         # Sorted by name: the order in which trials ended depends on the clock and must not matter.
@@ -299,7 +304,7 @@ class TrialSearch:
         repeats = 0
         while len(proposed) < count and repeats < MAX_REPEATS:
             params = study.ask(distributions).params
-            values = {key: _value(choices, params[key]) for key, choices in over.items()}
+            values = {key: _optuna_choice(choices, params[key]) for key, choices in over.items()}
             if combination_key(values) in seen:
                 repeats += 1
                 continue
@@ -334,7 +339,7 @@ def _study(spec: SweepSpec, ended_trials: Ends, seed: int) -> optuna.Study:
                 # A trial without a value counts as worse than every other, so that similar ones are avoided.
                 state=complete if is_known else pruned,
                 value=value if is_known else None,
-                params={key: _param(choices, trial.values[key]) for key, choices in spec.over.items()},
+                params={key: _optuna_value(choices, trial.values[key]) for key, choices in spec.over.items()},
                 distributions={key: _distribution(choices) for key, choices in spec.over.items()},
             )
         )
@@ -347,19 +352,19 @@ def _distribution(choices: Choices) -> optuna.distributions.BaseDistribution:
 
     if not isinstance(choices, ValueRange):
         return CategoricalDistribution(range(len(choices)))
-    if is_whole(choices):
+    if is_integer_range(choices):
         return IntDistribution(int(choices.min), int(choices.max), log=choices.log)
     return FloatDistribution(choices.min, choices.max, log=choices.log)
 
 
-def _param(choices: Choices, value: Any) -> Any:
+def _optuna_value(choices: Choices, value: Any) -> Any:
     return value if isinstance(choices, ValueRange) else choices.index(value)
 
 
-def _value(choices: Choices, param: Any) -> Any:
+def _optuna_choice(choices: Choices, param: Any) -> Any:
     if not isinstance(choices, ValueRange):
         return choices[param]
-    return param if is_whole(choices) else round_value(choices, param)
+    return param if is_integer_range(choices) else round_value(choices, param)
 
 
 @contextmanager

@@ -107,20 +107,20 @@ def nest_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def leaves(loc: Loc, value: Any) -> Iterator[tuple[Loc, Any]]:
+def leaf_values(location: Loc, value: Any) -> Iterator[tuple[Loc, Any]]:
     """Yield the locations and values that a `value` for the key at `loc` sets: one, or those in a mapping."""
     if isinstance(value, Mapping):
         for name, below in value.items():
-            yield from leaves((*loc, name), below)
+            yield from leaf_values((*location, name), below)
     else:
-        yield loc, value
+        yield location, value
 
 
-def leaves_of(key: str, choices: Choices) -> list[Loc]:
+def leaf_locations(key: str, choices: Choices) -> list[Loc]:
     """Return the locations of everything that any value of `choices` sets."""
     if isinstance(choices, ValueRange):
         return [location_of(key)]
-    return list(dict.fromkeys(loc for value in choices for loc, _ in leaves(location_of(key), value)))
+    return list(dict.fromkeys(loc for value in choices for loc, _ in leaf_values(location_of(key), value)))
 
 
 def _merge_values(one: dict[str, Any], other: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from weftune.core.bounds import format_value
 from weftune.data.spec import EXACT_MATCH
 from weftune.errors import Mistake, SpecError
-from weftune.jobs.spec.keys import SECTIONS, nearest
+from weftune.jobs.spec.keys import SECTIONS, nearest_word
 from weftune.jobs.spec.spec import JobSpec
 from weftune.objectives.spec import OBJECTIVES
 from weftune.service.api.errors import ApiError, invalid
@@ -135,7 +135,7 @@ def _section(values: Mapping[str, Any] | None, section: str) -> Mapping[str, Any
         if key in refused:
             raise invalid(f"{param}: is not taken over HTTP", param=param, code="unknown_parameter")
         if key not in SECTIONS[section]:
-            near = nearest(key, [one for one in SECTIONS[section] if one not in refused])
+            near = nearest_word(key, [one for one in SECTIONS[section] if one not in refused])
             hint = f"; did you mean {near}?" if near else ""
             raise invalid(f"{param[:200]}: is not known{hint}", param=param[:200], code="unknown_parameter")
     return values or {}

@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field
 from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS
 from weftune.errors import UserError
 from weftune.jobs.store.status import MOVES, JobStatus, State
-from weftune.report.svg import Point, thin
+from weftune.report.svg import Point, thin_points
 from weftune.service.api.context import BEARER, ERRORS, Service, ServiceHere, StrictRoute, Tenant
 from weftune.service.api.errors import ApiError, invalid, not_found, over_quota
 from weftune.service.api.files import page_ends
@@ -333,8 +333,8 @@ def _changes(service: Service, submissions: Sequence[Submission], names: Names) 
     queue: list[str] = []
     if any(row.state is State.QUEUED for row in unfinished):
         ranking = rank_queue(service.settings, service.training, unfinished)
-        held = [row.id for row in unfinished if row.state is State.QUEUED and row.id in ranking.held]
-        queue = [*names_in_order(ranking.waiting), *held]
+        held = [row.id for row in unfinished if row.state is State.QUEUED and row.id in ranking.hold_reasons]
+        queue = [*names_in_order(ranking.waiting_jobs), *held]
     places = {id: place for place, id in enumerate(queue)}
     rows = service.training.jobs_by_id(one.id for one in submissions)
     jobs = []
@@ -419,7 +419,7 @@ def _curve(job: str, rows: Sequence[EventRow]) -> Curve:
 
 
 def _thin(losses: Losses) -> Losses:
-    kept = thin([Point(step, loss) for step, loss in losses], CURVE_POINTS)
+    kept = thin_points([Point(step, loss) for step, loss in losses], CURVE_POINTS)
     return [(int(point.x), point.y) for point in kept if point.y is not None]
 
 
@@ -689,10 +689,10 @@ def _planned_queue(service: Service, submission: Submission) -> _PlannedQueue:
     rows = {row.id: row for row in service.training.unfinished_jobs()}
     new = new_job(service.requests, submission, NEW)
     ranking = rank_queue(service.settings, service.training, list(rows.values()), new)
-    waiting = names_in_order(ranking.waiting)
-    levels = {shape.name: shape.priority for shape in (*ranking.waiting, *ranking.attached)}
+    waiting = names_in_order(ranking.waiting_jobs)
+    levels = {shape.name: shape.priority for shape in (*ranking.waiting_jobs, *ranking.attached_jobs)}
     others: list[OtherJob] = []
-    names = [name for name in (*names_in_order(ranking.attached), *waiting) if name != NEW]
+    names = [name for name in (*names_in_order(ranking.attached_jobs), *waiting) if name != NEW]
     for name in names[:PLANNED_JOBS]:
         row, found = rows[name], service.requests.submission(None, name)
         if found is not None:
@@ -703,7 +703,7 @@ def _planned_queue(service: Service, submission: Submission) -> _PlannedQueue:
     return _PlannedQueue(
         others=others,
         priority=levels.get(NEW, min(levels.values(), default=0) - 1),
-        hold_reason=ranking.held.get(NEW, ""),
+        hold_reason=ranking.hold_reasons.get(NEW, ""),
         ahead=waiting.index(NEW) if NEW in waiting else len(waiting),
         running_jobs=sum(row.state is State.RUNNING for row in rows.values()),
         budget_bytes=values["memory"]["budget_bytes"] if values.get("device") == "cpu" else None,

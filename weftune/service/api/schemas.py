@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from weftune.core.bounds import SEED, format_value
-from weftune.jobs.spec.keys import nearest
+from weftune.jobs.spec.keys import nearest_word
 from weftune.service.api.errors import UNKNOWN_KEY
 
 MAX_SUFFIX = 64
@@ -38,7 +38,7 @@ class Body(BaseModel):
         known = list(cls.model_fields)
         for key in values if isinstance(values, dict) else ():
             if key not in known:
-                near = nearest(key, known)
+                near = nearest_word(key, known)
                 hint = f"did you mean {near}?" if near else f"known keys are {', '.join(known)}"
                 raise PydanticCustomError(
                     UNKNOWN_KEY, "is not known; {hint}", {"key": format_value(key)[1:-1], "hint": hint}

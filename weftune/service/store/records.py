@@ -13,7 +13,7 @@ from typing import Any, Literal
 from sqlalchemy import Connection, Row, delete, func, select, text, update
 
 from weftune.errors import WeftuneError
-from weftune.jobs.store.status import JobStatus, State, job_from_json, move
+from weftune.jobs.store.status import JobStatus, State, check_transition, job_from_json
 from weftune.service.store.database import Database, insert_rows, record_of, values_of
 from weftune.service.store.requests import Order, after_row
 from weftune.service.store.tables import (
@@ -316,7 +316,7 @@ class TrainingStore:
             before = states[one.job]
             if one.old != before:
                 raise ValueError(f"{one.job} is {before}, so it cannot go from {one.old} to {one.new}")
-            states[one.job] = one.new if before is None else move(before, one.new)
+            states[one.job] = one.new if before is None else check_transition(before, one.new)
         for name in names:
             if states[name] != new_states.get(name):
                 raise ValueError(
