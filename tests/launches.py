@@ -103,13 +103,21 @@ class Launch(Started):
 
 
 class Shares(Started):
-    """`weftune train --device cpu --gpus N`."""
+    """`weftune train --device cpu --gpus N`, with more options such as `pipeline="2"`."""
 
     def __init__(
-        self, folder: Path, output: str, count: int, *, resume: bool = False, restart: Sequence[str] = ()
+        self,
+        folder: Path,
+        output: str,
+        count: int,
+        *,
+        resume: bool = False,
+        restart: Sequence[str] = (),
+        **more: Any,
     ) -> None:
         where = folder / output
-        super().__init__(where, lambda: _train(folder / "jobs.yaml", where, count, resume, list(restart)))
+        more |= {"resume": resume, "restart": list(restart)}
+        super().__init__(where, lambda: _train(folder / "jobs.yaml", where, count, **more))
 
     def interrupt(self) -> None:
         """As Ctrl-C would, every share; one that has just ended hears nothing."""
@@ -137,9 +145,9 @@ def _count_lines(path: Path) -> int:
         return 0
 
 
-def _train(jobs: Path, output: Path, count: int, resume: bool, restart: list[str]) -> int:
+def _train(jobs: Path, output: Path, count: int, **more: Any) -> int:
     try:
-        train(jobs, output=output, device="cpu", gpus=str(count), resume=resume, restart=restart)
+        train(jobs, output=output, device="cpu", gpus=str(count), **more)
     except typer.Exit as end:
         return end.exit_code
     return 0

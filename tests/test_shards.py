@@ -88,7 +88,6 @@ def test_it_resumes_with_another_number_of_shards_and_with_none(place, forks):
     [
         (("--shards", "3"), "which 3 shards cannot divide evenly; choose another number for --shards"),
         (("--shards", "2", "--gpu-memory", "1MiB"), "cannot be combined with --gpu-memory yet"),
-        (("--shards", "2", "--gpus", "2", "--device", "cpu"), "cannot be combined with --gpus yet"),
     ],
 )
 def test_what_shards_cannot_do_is_a_mistake_with_a_sentence(place, forks, words, sentence):

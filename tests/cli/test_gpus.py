@@ -31,8 +31,8 @@ def test_a_number_that_is_none_is_a_mistake(jobs: Path, text: str) -> None:
         train(jobs, device="cpu", gpus=text)
 
 
-def test_beside_stages_it_is_a_mistake_that_says_why(jobs: Path) -> None:
-    with pytest.raises(UserError, match="--gpus 2 puts the whole base on each GPU, --pipeline 4 a stage"):
+def test_beside_auto_or_more_stages_than_layers_it_is_a_mistake_that_says_why(jobs: Path) -> None:
+    with pytest.raises(UserError, match=r"^--pipeline 4: the base has 2 layers, and each stage needs one"):
         train(jobs, device="cpu", gpus="2", pipeline="4")
     with pytest.raises(UserError, match="--pipeline auto inspects every GPU by itself; omit it or"):
         train(jobs, gpus="all", pipeline="auto")
@@ -62,6 +62,17 @@ def test_more_gpus_than_there_are_is_a_mistake_with_their_number(
     gpus_here(monkeypatch, 2)
     with pytest.raises(UserError, match=r"^--gpus 3: this machine has 2; write all, or at most 2$"):
         train(jobs, gpus="3")
+
+
+def test_shares_of_several_workers_need_as_many_gpus_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus_here(monkeypatch, 9)
+    assert requested_devices(2, None, 4) == ("cuda:0", "cuda:4")
+    assert requested_devices(None, "cuda", 3) == ("cuda:0", "cuda:3", "cuda:6")
+    assert requested_devices(3, "cpu", 4) == ("cpu", "cpu", "cpu")
+    with pytest.raises(UserError, match=r"^--gpus 3: .* needs 4 GPUs .* so 3 need 12, and this machine has 9"):
+        requested_devices(3, None, 4)
+    with pytest.raises(UserError, match=r"^--gpus all: .* so 1 need 10, and this machine has 9"):
+        requested_devices(None, None, 10)
 
 
 def test_all_means_gpus_and_a_device_that_is_one_gpu_is_a_mistake(jobs: Path) -> None:

@@ -123,6 +123,31 @@ def urgent_main(moment: tuple[str, int], keys: dict[str, Any]) -> None:
     _main()
 
 
+def exact_main() -> None:
+    _keep_norms_exact()
+    _main()
+
+
+def exact_share(*arguments: Any) -> None:
+    """The main function of a share's processes."""
+    from weftune.launch.split import run_share
+
+    _keep_norms_exact()
+    run_share(*arguments)
+
+
+def _keep_norms_exact() -> None:
+    """Llama's norms compute in float32 whatever they are given, so that the order of a sum can move a result
+    by a rounding of float32. Here they keep float64."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    from tests.families import ExactNorm
+
+    LlamaRMSNorm.shift = 0.0
+    LlamaRMSNorm.eps = property(lambda norm: norm.variance_epsilon)
+    LlamaRMSNorm.forward = ExactNorm.forward
+
+
 def tell_wall_time() -> None:
     """Write the seconds that the clock of this process has counted to the file that the first word names."""
     import sys

@@ -43,6 +43,11 @@ def plan(
     options = early.read_options(
         device=device, memory=memory, gpu_memory=gpu_memory, pipeline=pipeline, replicas=replicas, gpus=gpus
     )
+    if options.gpus is not None and options.workers_per_share > 1:
+        raise UserError(
+            f"--gpus {gpus}: a plan does not know shares of several workers yet; leave out --gpus, or "
+            "--pipeline and --replicas"
+        )
     run = early.read_jobs_file(jobs)
     if options.gpus not in (None, 1):
         refuse_shares(run.sweeps)

@@ -63,21 +63,22 @@ def train(
         "--max-steps": max_steps,
         "--memory": memory,
         "--gpu-memory": gpu_memory,
+    }
+    processes = {
         "--pipeline": pipeline,
         "--gpus": gpus,
         "--replicas": replicas if replicas > 1 else None,
         "--shards": shards if shards > 1 else None,
     }
-    words = [word for key, value in named.items() if value is not None for word in (key, str(value))]
-    again = ["train", str(jobs), *words, "--resume"]
+    again = ["train", str(jobs), *_flags(named)]
     repeated = {"--restart": restart, "--retry": retry, "--set": changes}
-    first = [*(again if resume else again[:-1])]
-    first += [word for key, values in repeated.items() for one in values or () for word in (key, one)]
+    more = ["--resume"] * resume
+    more += [word for key, values in repeated.items() for one in values or () for word in (key, one)]
     with use_clock(process_clock()):
         from weftune.jobs.spec.retry import read_changes
 
         _refuse_without_resume(resume, restart, retry, changes)
-        command = shlex.join(["weftune", *again])
+        command = shlex.join(["weftune", *again, *_flags(processes), "--resume"])
         options = replace(
             early.read_options(
                 device=device,
@@ -98,7 +99,12 @@ def train(
         if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ:
             _run_worker(jobs, output, options, max_steps)
         else:
-            _train_locally(_read_run(jobs, output, options), options, max_steps, first, again)
+            _train_locally(_read_run(jobs, output, options), options, max_steps, again, more)
+
+
+def _flags(values: Mapping[str, object]) -> list[str]:
+    """Return the words of the options that have a value."""
+    return [word for key, value in values.items() if value is not None for word in (key, str(value))]
 
 
 def _refuse_without_resume(
@@ -138,33 +144,39 @@ def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
 
 
 def _train_locally(
-    run: RunSpec,
-    options: Options,
-    max_steps: int | None,
-    first_arguments: Sequence[str],
-    restart_arguments: Sequence[str],
+    run: RunSpec, options: Options, max_steps: int | None, arguments: Sequence[str], more: Sequence[str]
 ) -> None:
     """Train on this machine, in the requested number of processes or the number that the planner chooses.
-    `first_arguments` and `restart_arguments` are the command lines that start and restart the processes."""
+    `arguments` is the command line of a worker without the numbers of processes, and `more` are further words
+    that are said the first time only."""
     from weftune.trainer.options import AUTO
 
-    stages, shares = options.pipeline or 1, options.gpus
     if options.pipeline == AUTO:
         choice = _choose_processes(run, options)
-        stages, shares = choice.stages, choice.shares if choice.shares > 1 else None
-    if shares is not None:
+        stages, shares = (count if count > 1 else None for count in (choice.stages, choice.shares))
+        options = replace(options, pipeline=stages, gpus=shares)
+    workers = options.workers_per_share
+    if options.shards > 1:
+        from weftune.base.shards import refuse_sharding
+
+        early.refuse_shards(run, options.shards)
+        refuse_sharding(run.base, options.shards)
+    devices: Sequence[str] = ()
+    if options.gpus is not None:
         from weftune.run.measure.memory import requested_devices
 
-        _train(run, options, max_steps, requested_devices(shares or None, options.device))
-    elif (workers := stages * options.replicas * options.shards) > 1:
-        if options.shards > 1:
-            from weftune.base.shards import refuse_sharding
+        devices = requested_devices(options.gpus or None, options.device, workers)
+    if workers > 1:
+        from weftune.base.load import inspect
+        from weftune.plan.layout.stages import cut_layers
 
-            early.refuse_shards(run, options.shards)
-            refuse_sharding(run.base, options.shards)
-        raise typer.Exit(_launch(run, stages, workers, first_arguments, restart_arguments))
+        shape = inspect(run.base)
+        if options.pipeline is not None:
+            cut_layers(shape, options.pipeline)
+    if len(devices) > 1 or workers == 1:
+        _train(run, options, max_steps, devices)
     else:
-        _train(run, options, max_steps)
+        raise typer.Exit(_launch(run, options, arguments, more))
 
 
 def _choose_processes(run: RunSpec, options: Options) -> StageCount:
@@ -188,20 +200,19 @@ def _choose_processes(run: RunSpec, options: Options) -> StageCount:
     return choice
 
 
-def _launch(
-    run: RunSpec, stages: int, workers: int, first_arguments: Sequence[str], restart_arguments: Sequence[str]
-) -> int:
-    """Start a process for every stage of every replica and wait for them."""
-    from weftune.base.load import inspect
+def _launch(run: RunSpec, options: Options, arguments: Sequence[str], more: Sequence[str]) -> int:
+    """Start a process for every shard of every stage of every replica and wait for them."""
     from weftune.launch.workers import launch
-    from weftune.plan.layout.stages import cut_layers
 
-    shape = inspect(run.base)
-    if stages > 1:
-        cut_layers(shape, stages)
+    processes = {
+        "--pipeline": options.pipeline,
+        "--replicas": options.replicas if options.replicas > 1 else None,
+        "--shards": options.shards if options.shards > 1 else None,
+    }
+    words = [*arguments, *_flags(processes)]
     # The command line's module is given by name: a newly started process imports it for itself.
     main = partial(runpy.run_module, "weftune", run_name="__main__")
-    return launch(main, first_arguments, restart_arguments, workers, run.output)
+    return launch(main, [*words, *more], [*words, "--resume"], options.workers_per_share, run.output)
 
 
 def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: int | None) -> None:
@@ -247,9 +258,9 @@ def _train(run: RunSpec, options: Options, max_steps: int | None, devices: Seque
     if options.staff is not None:
         workers = f", in {_workers_text(options.staff.connections.position)}"
     else:
-        options = replace(options, pipeline=None, gpus=None)
-    if len(devices) > 1:
-        workers = f", shared by {len(devices)} devices"
+        shares = len(devices)
+        workers = _shares_text(shares, options) if shares > 1 else ""
+        options = options if shares > 1 else replace(options, pipeline=None, gpus=None)
     console = Console(file=safe_output())
     console.print(f"Weftune: {_job_count_text(run)} on {run.base.model}{workers}", highlight=False)
     codes: set[int] = set()
@@ -273,6 +284,17 @@ def _job_count_text(run: RunSpec) -> str:
     trials = sum(trial_count(sweep.spec) for sweep in run.sweeps)
     counts = ((jobs, "job"), (trials, "trial"))
     return " and ".join(plural(count, noun) for count, noun in counts if count)
+
+
+def _shares_text(shares: int, options: Options) -> str:
+    """Return `, shared by 2 devices`, or `, in 2 shares of 2 stages` with several workers each."""
+    workers = options.workers_per_share
+    if workers == 1:
+        return f", shared by {shares} devices"
+    from weftune.run.workers.groups import WorkerPosition
+
+    team = WorkerPosition(0, workers, replicas=options.replicas, shards=options.shards)
+    return f", in {shares} shares of {_workers_text(team)}"
 
 
 def _workers_text(worker: WorkerPosition) -> str:

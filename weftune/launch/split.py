@@ -1,7 +1,8 @@
-"""Training in shares: every device holds a copy of the base and trains its own jobs, without communication.
+"""Training in shares: the jobs are divided among teams of workers, which train without communication.
 
-The jobs are divided by predicted time. Each share runs in a process with its own store; when all have ended,
-their records are merged into the store of the output folder.
+A team is one process that holds the whole base, or several workers that hold its stages, replicas and shards.
+The jobs are divided by predicted time. Each share has its own store; when all have ended, their records are
+merged into the store of the output folder.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -30,6 +32,7 @@ from weftune.jobs.store.store import Store, open_store
 from weftune.jobs.sweeps.read import refuse_shares
 from weftune.jobs.sweeps.record import SweepRecord
 from weftune.launch.supervise import INTERRUPTED, POLL_SECONDS, ProcessSpec, Supervisor, Team, TeamEnd
+from weftune.launch.workers import WorkerMain, connect_workers, connected_team
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile_cost import cost_of
@@ -42,7 +45,9 @@ from weftune.report.read import JobRecord
 from weftune.report.words import duration_text, plural
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
+from weftune.run.workers.groups import read_position
 from weftune.run.workers.heartbeat import LOST
+from weftune.run.workers.messages import WorkerControl
 from weftune.trainer.job import PreparedJob
 from weftune.trainer.journal import View
 from weftune.trainer.machine import launcher_machine
@@ -70,8 +75,9 @@ class ShareMistake:
 def train_shares(
     run: RunSpec, trainer: Trainer, devices: Sequence[str]
 ) -> tuple[dict[str, Result], set[int]]:
-    """Train all jobs of a run, a share of them on each of `devices`. Return the results of all jobs and the
-    exit codes of the shares."""
+    """Train all jobs of a run in shares, each in the processes that the trainer's options request for one
+    base. `devices` has the device of each share's first process. Return the results of all jobs and the exit
+    codes of the shares."""
     refuse_shares(run.sweeps)
     options, device = trainer.options, torch.device(devices[0])
     shape = inspect(trainer.spec, device)
@@ -82,17 +88,20 @@ def train_shares(
         ready = trainer.prepare_unfinished(store, shape)
         ended: list[TeamEnd] = []
         if ready:
-            fits = fitting_jobs(shape, machine, ready, trainer.view)
+            # Several workers find by themselves which jobs fit beside their part of the base.
+            alone = options.workers_per_share == 1
+            names = frozenset(job.name for job in ready)
+            fits = fitting_jobs(shape, machine, ready, trainer.view) if alone else names
             trainer.prepare_output(store, ready)
             cost = share_cost(shape, machine, len(devices))
             shares = divide_jobs(ready, cost, machine, len(devices), trainer.output, fits)
             for number, share in enumerate(shares):
-                time = f", predicted {duration_text(share.seconds)}" if cost.measured else ""
+                time = f", predicted {duration_text(share.seconds)}" if cost.measured and alone else ""
                 jobs = plural(len(share.jobs), "job")
                 trainer.view.note(f"share {number} on {devices[number]}: {jobs}{time}")
             memory = options.memory if machine.on_gpu else machine.budget_bytes
-            members = _share_processes(run, trainer, shares, devices, memory)
-            ended = _run_shares(trainer, store, ready, shares, members)
+            teams = _share_teams(run, trainer, shares, devices, memory)
+            ended = _run_shares(trainer, store, ready, shares, teams)
         results = trainer.results(store)
     codes = {one.code for one in ended}
     have_ended = all(result.state.ended for result in results.values())
@@ -135,7 +144,7 @@ def _run_shares(
     store: Store,
     prepared_jobs: Sequence[PreparedJob],
     shares: Sequence[DeviceShare],
-    members: Sequence[ProcessSpec],
+    teams: Sequence[Team],
 ) -> list[TeamEnd]:
     """Run the shares and merge their records into the store; return how each share ended."""
     for job in prepared_jobs:
@@ -148,7 +157,7 @@ def _run_shares(
     store.set_description(trainer.spec.model, store.status.device, store.status.dtype)
     store.write_status()
     create_shares(trainer.output, store.status, shares)
-    ended, troubles = _supervise(members, trainer.output, trainer.view, store.resume_line())
+    ended, troubles = _supervise(teams, trainer.output, trainer.view, store.resume_line())
     store.merge_shares()
     reasons = {name: sentence for share, sentence in troubles.items() for name in shares[share].jobs}
     interrupted = any(one.code == INTERRUPTED for one in ended)
@@ -162,10 +171,10 @@ def _run_shares(
 
 @phase(Phase.TRAINING)
 def _supervise(
-    members: Sequence[ProcessSpec], output: Path, view: View, resume: str
+    teams: Sequence[Team], output: Path, view: View, resume: str
 ) -> tuple[list[TeamEnd], dict[int, str]]:
-    """Run every share in a process that is restarted if it crashes or hangs. Return how each share ended, and
-    a map from failed shares to reasons. `resume` is the command line that resumes the run."""
+    """Run every share in a team that is restarted if a process crashes or hangs. Return how each share ended,
+    and a map from failed shares to reasons. `resume` is the command line that resumes the run."""
     failures: dict[int, str] = {}
     shown_sentences: set[str] = set()
 
@@ -181,10 +190,7 @@ def _supervise(
             shown_sentences.add(message)
             view.note(message)
 
-    def share_team(member: ProcessSpec) -> Team:
-        return Team(members=lambda _attempt: [member], silent_seconds=SILENT_SECONDS)
-
-    ended = Supervisor([share_team(one) for one in members], output, view.note, show_message, resume).run()
+    ended = Supervisor(teams, output, view.note, show_message, resume).run()
     lost = {share: one.loss_reason for share, one in enumerate(ended) if one.code == LOST}
     return ended, failures | {share: f"{loss}; resume with {resume}" for share, loss in lost.items()}
 
@@ -222,18 +228,26 @@ def remaining_work(job: PreparedJob, progress: Progress) -> JobWork:
     )
 
 
-def _share_processes(
+def _share_teams(
     run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], devices: Sequence[str], memory: int | None
-) -> list[ProcessSpec]:
-    """Return one process description per share, each with only the jobs of that share."""
-    options = replace(trainer.options, memory=memory, resume=True, restart=(), retry=())
+) -> list[Team]:
+    """Return one team per share, each with only the jobs of that share."""
+    options = replace(trainer.options, gpus=None, memory=memory, resume=True, restart=(), retry=())
     found = []
     for number, share in enumerate(shares):
         own = replace(run, jobs=tuple(job for job in trainer.jobs.values() if job.name in share.jobs))
         mine = replace(options, device=devices[number], share=number, shares=len(shares))
         main = partial(run_share, own, trainer.output.absolute(), trainer.max_steps, mine)
-        found.append(ProcessSpec(f"share {number}", main))
+        found.append(_share_team(f"share {number}", main, options.workers_per_share))
     return found
+
+
+def _share_team(name: str, main: WorkerMain, workers: int) -> Team:
+    if workers > 1:
+        names = [f"{name} worker {number}" for number in range(workers)]
+        return connected_team(main, names, f"all workers of {name}")
+    alone = ProcessSpec(name, partial(main, 0, {}))
+    return Team(members=lambda _attempt: [alone], silent_seconds=SILENT_SECONDS)
 
 
 # -- one share ------------------------------------------------------------------------------------------
@@ -270,19 +284,27 @@ class ShareView:
 
 
 def run_share(
-    run: RunSpec, output: Path, max_steps: int | None, options: Options, connection: Connection
+    run: RunSpec,
+    output: Path,
+    max_steps: int | None,
+    options: Options,
+    _attempt: int,
+    environment: Mapping[str, str],
+    connection: Connection,
 ) -> None:
-    """Train the jobs of one share. This is the main function of its process."""
+    """Train the jobs of one share. This is the main function of all of its processes: of several, the first
+    trains, and the others follow its commands."""
     view = ShareView(connection)
     threading.Thread(target=_exit_with_launcher, daemon=True).start()
     threading.Thread(target=view.send_heartbeats, daemon=True).start()
-    device = torch.device(options.device or "cpu")
-    if device.type == "cuda":
-        # Kernels are launched on the current device, whatever device their tensors are on.
-        torch.cuda.set_device(device)
-    trainer = trainer_for(run, output=output, max_steps=max_steps, options=options, view=view)
+    os.environ.update(environment)
+    make_trainer = partial(trainer_for, run, output=output, max_steps=max_steps, view=view)
     try:
-        trainer.run()
+        with _connected(options, options.workers_per_share) as staff:
+            if staff is None and options.workers_per_share > 1:
+                return
+            trainer = make_trainer(options=replace(options, staff=staff))
+            trainer.run()
     except UserError as error:
         print(error, file=sys.stderr)
         assert options.share is not None, "a share has a number"
@@ -290,6 +312,23 @@ def run_share(
         raise SystemExit(USER_ERROR) from None
     if trainer.interrupted:
         raise SystemExit(INTERRUPTED)
+
+
+@contextmanager
+def _connected(options: Options, workers: int) -> Iterator[WorkerControl | None]:
+    """Connect this process to the other workers of its share, if there are any."""
+    device = torch.device(options.device or "cpu")
+    if workers > 1:
+        position = read_position()
+        assert position is not None, "the launcher has set the environment"
+        position = replace(position, replicas=options.replicas, shards=options.shards)
+        with connect_workers(position, options.device, device.index or 0) as staff:
+            yield staff
+        return
+    if device.type == "cuda":
+        # Kernels are launched on the current device, whatever device their tensors are on.
+        torch.cuda.set_device(device)
+    yield None
 
 
 def _exit_with_launcher() -> None:

@@ -2,10 +2,11 @@
 its members is lost.
 
 Workers that hold a base together are one team, since none can continue without the others. Each share of the
-jobs is a team of one process, so that other shares continue without it. Torch's elastic agent is not used: it
-restarts the whole group, treats every exit code but 0 as a failure, although user errors and interruptions
-must not be retried, sends SIGTERM to all workers, although the first finishes the step for all, and repeats
-all imports. Workers that torchrun starts are supported through its environment variables.
+jobs is a team, of one process or of several workers, so that other shares continue without it. Torch's
+elastic agent is not used: it restarts the whole group, treats every exit code but 0 as a failure, although
+user errors and interruptions must not be retried, sends SIGTERM to all workers, although the first finishes
+the step for all, and repeats all imports. Workers that torchrun starts are supported through its environment
+variables.
 
 Processes are forked from a server that has already imported torch and Weftune, so a restart is fast.
 """

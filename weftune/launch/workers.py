@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
@@ -46,9 +46,12 @@ from weftune.run.workers.worker import serve
 
 
 @contextmanager
-def connect_workers(worker: WorkerPosition, device: str | None) -> Iterator[WorkerControl | None]:
+def connect_workers(
+    worker: WorkerPosition, device: str | None, first_gpu: int = 0
+) -> Iterator[WorkerControl | None]:
     """Connect to the other workers. On the first worker, yield the `WorkerControl` that commands the
-    others. Any other worker executes its commands until the end, and then yields None."""
+    others. Any other worker executes its commands until the end, and then yields None. If every worker has a
+    separate GPU, the first has GPU `first_gpu`."""
     if worker.worker > 0:
         # Only the first worker handles an interruption; the others end when it tells them to.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -61,7 +64,7 @@ def connect_workers(worker: WorkerPosition, device: str | None) -> Iterator[Work
         found = select_device(device)
         if has_separate_gpus(worker, found):
             numbers = assign_gpus(worker.local_workers) if worker.ring else range(worker.local_workers)
-            found = torch.device("cuda", numbers[worker.local_worker])
+            found = torch.device("cuda", first_gpu + numbers[worker.local_worker])
             torch.cuda.set_device(found)
         connections = connect(worker, found)
         if worker.worker > 0:
@@ -96,6 +99,9 @@ def _disconnect(heartbeat: Heartbeat) -> None:
 
 Main = Callable[[], object]
 """A function that a worker runs, with its command line in `sys.argv`."""
+WorkerMain = Callable[[int, Mapping[str, str], Connection], object]
+"""A function that a process runs, given how often its team was started before, and environment variables with
+which `connect_workers` finds the other workers of its team."""
 
 
 def launch(
@@ -103,26 +109,34 @@ def launch(
 ) -> int:
     """Run `weftune FIRST` in `workers` processes, and `weftune AGAIN` after a process was lost. Return the
     exit code of the first process."""
+    run = partial(run_worker, main, (list(first_arguments), list(restart_arguments)))
+    names = [f"worker {number}" for number in range(workers)]
+    team = connected_team(run, names, "all workers", first_prints=True)
+    say = partial(print, "weftune:", file=sys.stderr, flush=True)
+    (ended,) = Supervisor([team], output, say, resume=shlex.join(["weftune", *restart_arguments])).run()
+    return ended.code
 
-    def members(attempt: int) -> list[ProcessSpec]:
-        stores[:] = [loopback_store()]
-        words, port = list(restart_arguments if attempt else first_arguments), stores[0].port
-        told = [
-            worker_environment(worker, workers, port, command_started, attempt) for worker in range(workers)
-        ]
-        started = [partial(run_worker, main, words, one) for one in told]
-        return [
-            ProcessSpec(f"worker {number}", one, prints_output=number == 0)
-            for number, one in enumerate(started)
-        ]
 
-    stores: list[TCPStore] = []
+def connected_team(main: WorkerMain, names: Sequence[str], name: str, first_prints: bool = False) -> Team:
+    """Return a team of workers that connect to one another, one for each of `names`. `name` is that of the
+    team. With `first_prints`, the first worker prints to the launcher's output."""
     clock = current_clock()
     command_started = time.time() if clock is None else clock.started
-    say = partial(print, "weftune:", file=sys.stderr, flush=True)
-    team, resume = Team(members=members, name="all workers"), shlex.join(["weftune", *restart_arguments])
-    (ended,) = Supervisor([team], output, say, resume=resume).run()
-    return ended.code
+    stores: list[TCPStore] = []
+
+    def members(attempt: int) -> list[ProcessSpec]:
+        # A new store, in which no worker that is gone has left anything.
+        stores[:] = [loopback_store()]
+        environments = [
+            worker_environment(worker, len(names), stores[0].port, command_started, attempt)
+            for worker in range(len(names))
+        ]
+        return [
+            ProcessSpec(process, partial(main, attempt, environments[worker]), first_prints and worker == 0)
+            for worker, process in enumerate(names)
+        ]
+
+    return Team(members=members, name=name)
 
 
 def worker_environment(
@@ -143,8 +157,14 @@ def worker_environment(
     }
 
 
-def run_worker(main: Main, arguments: list[str], variables: dict[str, str], _: Connection) -> None:
-    """Run the command `weftune WORDS` in the new process, with these environment variables."""
+def run_worker(
+    main: Main,
+    command_lines: tuple[list[str], list[str]],
+    attempt: int,
+    variables: Mapping[str, str],
+    _: Connection,
+) -> None:
+    """Run `weftune` in the new process with the first of two command lines, or the second after a loss."""
     os.environ.update(variables)
-    sys.argv = ["weftune", *arguments]
+    sys.argv = ["weftune", *command_lines[min(attempt, 1)]]
     main()

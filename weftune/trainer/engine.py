@@ -147,7 +147,8 @@ def _workers_engine(
         choice,
         # Not the shape of this worker: the layers of its stages may not be consecutive.
         arithmetic(choice.memory.shape if choice.is_streamed else driver.base.shape),
-        timeline=TimelineWatcher(driver),
+        # There is one trace in an output: of several shares, that of the first.
+        timeline=None if options.share else TimelineWatcher(driver),
         pacing=lambda: Pacing(paces(), spare_microbatches=SPARE) if choice.layout.is_pipeline else None,
         price=partial(_price, driver, choice),
         other_peaks=lambda: driver.peaks,

@@ -56,7 +56,7 @@ class Options:
     share: int | None = None
     """Number of this process's share of the jobs, if other processes train the other shares."""
     shares: int = 1
-    """Number of processes that train one share of the jobs each; they also share the host's memory."""
+    """Number of shares of the jobs, each with processes of its own; they also share the host's memory."""
     command: str = PYTHON_COMMAND
     """Shell command that resumes the run, for messages. Empty if the jobs are in no file."""
     pipeline: int | None = None
@@ -66,21 +66,14 @@ class Options:
     shards: int = 1
     """Number of processes that hold a slice of every layer each."""
     gpus: int | None = None
-    """Number of devices that each hold the base and train a share of the jobs; `ALL` means every device."""
+    """Number of shares of the jobs, each trained on one device that holds the base, or on as many devices as
+    its stages, replicas and shards need. `ALL` means as many shares as the devices suffice for."""
 
     def __post_init__(self) -> None:
         """Refuse options that exclude each other."""
         number = "all" if self.gpus == ALL else self.gpus
-        if self.shards > 1 and (
-            self.gpus is not None or self.gpu_memory is not None or self.pipeline == AUTO
-        ):
-            name = (
-                "--gpus"
-                if self.gpus is not None
-                else "--gpu-memory"
-                if self.gpu_memory
-                else "--pipeline auto"
-            )
+        if self.shards > 1 and (self.gpu_memory is not None or self.pipeline == AUTO):
+            name = "--gpu-memory" if self.gpu_memory else "--pipeline auto"
             raise UserError(
                 f"--shards {self.shards} divides every layer among {self.shards} devices, which cannot be "
                 f"combined with {name} yet; leave one of them out"
@@ -95,23 +88,17 @@ class Options:
                 "--gpu-memory: --pipeline auto counts the GPUs that hold the base without streaming; write "
                 "how many to stream it over, such as --pipeline 2"
             )
-        if self.gpus is not None and self.replicas > 1:
-            raise UserError(
-                f"--gpus {number} gives every GPU jobs of its own, --replicas {self.replicas} a part of "
-                "every batch; choose one: with several jobs, --gpus is faster"
-            )
         if self.gpus is not None and self.pipeline == AUTO:
             raise UserError(f"--pipeline auto inspects every GPU by itself; omit it or --gpus {number}")
-        if self.gpus is not None and self.pipeline is not None:
-            raise UserError(
-                f"--gpus {number} puts the whole base on each GPU, --pipeline {self.pipeline} a stage; "
-                "choose one: where the base fits one GPU, --gpus is faster"
-            )
 
     @property
     def starts_processes(self) -> bool:
-        several = self.replicas > 1 or self.shards > 1
-        return self.pipeline is not None or self.gpus is not None or several
+        return self.pipeline is not None or self.gpus is not None or self.workers_per_share > 1
+
+    @property
+    def workers_per_share(self) -> int:
+        """Number of processes that hold one base together, or its replicas."""
+        return (self.pipeline or 1) * self.replicas * self.shards
 
     def machine(
         self,

@@ -125,8 +125,6 @@ class Trainer:
         self.max_steps = max_steps
         self.report_to = tuple(report_to)
         self.options = options or Options()
-        if self.options.staff is None and self.options.starts_processes:
-            raise UserError("pipeline, replicas and gpus start processes: give them to `weftune train`")
         self.view: View = view or Quiet()
         self.jobs: dict[str, JobSpec] = {}
         self.sweeps: dict[str, tuple[Sweep, TrialSearch | None]] = {}
@@ -244,6 +242,8 @@ class Trainer:
         return results
 
     def _run(self, callback: Callback | None) -> dict[str, Result]:
+        if self.options.staff is None and self.options.starts_processes:
+            raise UserError("pipeline, replicas, shards and gpus start processes: give them to weftune train")
         device = self.base.device if isinstance(self.base, Base) else select_device(self.options.device)
         if not isinstance(self.base, Base):
             refuse_without_fp8(self.spec, device)

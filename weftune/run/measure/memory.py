@@ -94,9 +94,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return any(words in str(error) for words in CPU_SHORTAGE) or is_out_of_memory(error.__context__)
 
 
-def requested_devices(count: int | None, kind: str | None) -> tuple[str, ...]:
-    """Return the devices that `--gpus COUNT` requests. None means all. With `--device cpu`, that many
-    processes on the CPU."""
+def requested_devices(count: int | None, kind: str | None, workers: int = 1) -> tuple[str, ...]:
+    """Return the first device of each share that `--gpus COUNT` requests, where a share has `workers`
+    devices. None means as many shares as possible. With `--device cpu`, all processes are on the CPU."""
     text = "all" if count is None else str(count)
     if kind == "cpu":
         if count is None:
@@ -114,6 +114,12 @@ def requested_devices(count: int | None, kind: str | None) -> tuple[str, ...]:
             f"--gpus {text}: no GPU is found here, see weftune doctor; leave it out, or start processes on "
             f"the CPU with --device cpu --gpus {count or 2}"
         )
-    if count is not None and count > here:
+    shares = count or max(1, here // workers)
+    if workers == 1 and shares > here:
         raise UserError(f"--gpus {count}: this machine has {here}; write all, or at most {here}")
-    return tuple(f"cuda:{number}" for number in range(count or here))
+    if shares * workers > here:
+        raise UserError(
+            f"--gpus {text}: a share of the jobs needs {workers} GPUs for its stages, replicas and shards, "
+            f"so {shares} need {shares * workers}, and this machine has {here}; write smaller numbers"
+        )
+    return tuple(f"cuda:{number}" for number in range(0, shares * workers, workers))
