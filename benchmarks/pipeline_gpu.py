@@ -23,9 +23,9 @@ from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size
 from weftune.bench.table import aligned
 from weftune.bench.timing import Hardware, bench_hardware, reset_memory
+from weftune.launch.api import train
 from weftune.plan.layout.choose import MAX_TOKENS
 from weftune.trainer.options import Options
-from weftune.trainer.train import train
 
 RANKS = (8, 16, 4, 32)
 SAMPLES, TOKENS, BATCH = 64, 256, 8

@@ -4,18 +4,26 @@ worker restarts its own share only."""
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import subprocess
+import sys
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 import weftune.launch.split
 from tests.launch.mains import exact_main, exact_share
 from tests.launches import Launch, Shares, dealt, deep_folder, fresh, share_metrics
-from tests.outputs import FOUR_JOBS, assert_same_results, states
+from tests.outputs import FOUR_JOBS, assert_same_results, states, status
+from weftune import Options
 
 EXPLODING = {"name": "exploding", "steps": 6, "learning_rate": 1e200, "clip": None, "save_every": 1}
 JOBS = [EXPLODING, *FOUR_JOBS]
+CALM_JOBS = [job for job in JOBS if job["name"] != "stops"]
+"""On the model of the tests with shards, the other job multiplies a rounding by thousands in a few steps."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +37,7 @@ def place(tmp_path_factory, forks):
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
     """As `place`, for a model whose layers can be divided."""
-    folder = deep_folder(tmp_path_factory.mktemp("sharded"), JOBS, family="llama")
+    folder = deep_folder(tmp_path_factory.mktemp("sharded"), CALM_JOBS, family="llama")
     assert Launch(folder, "undisturbed", 1, runs=exact_main).wait() == 1
     return folder
 
@@ -56,6 +64,65 @@ def test_two_shares_of_two_shards_equal_one_process_beside_a_job_that_explodes(s
     output = sharded / fresh(sharded, "out")
     assert Shares(sharded, "out", 2, shards=2).wait() == 1
     assert_equal(output, sharded / "undisturbed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", [{"gpus": 2, "pipeline": 2}, {"pipeline": 2}, {"gpus": 2}, {"gpus": 1}])
+def test_from_python_the_results_are_those_of_one_process(place, numbers):
+    output = place / fresh(place, "python")
+    shown = Shown()
+    settings = Options(device="cpu")
+    results = weftune.train(place / "jobs.yaml", output=output, options=settings, view=shown, **numbers)
+    assert_equal(output, place / "undisturbed")
+    assert {name: result.state for name, result in results.items()} == states(output)
+    assert results["best"].metrics["step"] == 12
+    assert {row.name for row in shown.rows} == set(results)
+    assert sum(note.startswith("Wall time") for note in shown.notes) == 1
+    words = [word for key, number in numbers.items() for word in (f"--{key}", str(number))]
+    line = shlex.join(["weftune", "train", str(place / "jobs.yaml"), "--output", str(output), *words])
+    assert status(output)["command"] == f"{line} --resume"
+    again = weftune.train(
+        place / "jobs.yaml", output=output, resume=True, options=settings, progress=False, **numbers
+    )
+    assert again == results, "nothing is left to do"
+
+
+class Shown:
+    def __init__(self) -> None:
+        self.rows, self.notes = [], []
+
+    def update(self, row) -> None:
+        self.rows.append(row)
+
+    def note(self, text) -> None:
+        self.notes.append(text)
+
+
+SCRIPT = """
+import weftune
+
+def train():
+    jobs = [{"name": "a", "steps": 2, "data": [{"text": "w7 w8 w9"}] * 8}]
+    job = weftune.train({"base": "model", "jobs": jobs}, output="by-script", pipeline=2, progress=False)["a"]
+    print(job.state, flush=True)
+
+"""
+GUARD = 'if __name__ == "__main__":\n    '
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_gets_a_sentence_and_a_guarded_one_trains(place):
+    (place / "script.py").write_text(f"{SCRIPT}train()\n")
+    run = partial(subprocess.run, [sys.executable, "script.py"], cwd=place, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    told = run(env=environment)
+    assert told.returncode == 1
+    assert "weftune.errors.UserError: weftune.train starts processes that import the script" in told.stderr
+    assert told.stderr.count("Traceback") == 1
+    assert not (place / "by-script" / "a").exists()
+    (place / "script.py").write_text(f"{SCRIPT}{GUARD}train()\n")
+    told = run(env=environment)
+    assert (told.returncode, told.stdout) == (0, "succeeded\n"), told.stderr
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weftune.errors import UserError
     from weftune.jobs.spec.spec import JobSpec
+    from weftune.launch.api import SweepResult, sweep, train
     from weftune.trainer.options import Options
-    from weftune.trainer.train import SweepResult, sweep, train
     from weftune.trainer.trainer import Result, Trainer
 
     __version__: str
@@ -41,9 +41,9 @@ def __getattr__(name: str) -> Any:
 
         return UserError
     if name in __all__:
-        from weftune.trainer import train
+        from weftune.launch import api
 
-        return getattr(train, name)
+        return getattr(api, name)
     raise AttributeError(f"module 'weftune' has no attribute {name!r}")
 
 

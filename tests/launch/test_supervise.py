@@ -1,5 +1,6 @@
 """One supervisor for all processes of a run: who is lost is started again with its team, and nobody else."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -12,14 +13,17 @@ import weftune.launch.supervise
 from tests.launch.mains import tell_wall_time
 from tests.run.processes import context
 from weftune.core.clock import PhaseClock, use_clock
+from weftune.errors import UserError
 from weftune.launch import supervise
 from weftune.launch.supervise import (
     INTERRUPTED,
     THREADS,
+    UNGUARDED,
     ProcessSpec,
     Supervisor,
     Team,
     TeamEnd,
+    end_unguarded_script,
     fork_context,
 )
 from weftune.launch.workers import launch
@@ -120,6 +124,22 @@ def test_ends_of_the_first_member_that_no_other_try_would_change_are_no_losses(t
     told = Told(tmp_path, [[partial(ends, code), partial(ends, 0)]])
     assert told.supervisor.run() == [TeamEnd(code)]
     assert told.said == []
+
+
+def test_a_script_that_would_train_in_its_processes_gets_a_sentence_and_they_end(tmp_path, monkeypatch):
+    told = Told(tmp_path, [[waits, partial(ends, UNGUARDED)]])
+    with pytest.raises(UserError, match=r'write `if __name__ == "__main__":` before the call'):
+        told.supervisor.run()
+    assert told.attempts == [(0, 0)]
+
+
+def test_only_a_process_that_imports_the_script_that_has_started_it_is_ended(monkeypatch):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    end_unguarded_script()
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    end_unguarded_script()
+    assert codes == [UNGUARDED]
 
 
 @pytest.mark.timed

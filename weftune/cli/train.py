@@ -155,25 +155,13 @@ def _train_locally(
         choice = _choose_processes(run, options)
         stages, shares = (count if count > 1 else None for count in (choice.stages, choice.shares))
         options = replace(options, pipeline=stages, gpus=shares)
-    workers = options.workers_per_share
-    if options.shards > 1:
-        from weftune.base.shards import refuse_sharding
-
-        early.refuse_shards(run, options.shards)
-        refuse_sharding(run.base, options.shards)
+    early.refuse_shards(run, options.shards)
     devices: Sequence[str] = ()
-    if options.gpus is not None:
-        from weftune.run.measure.memory import requested_devices
+    if options.starts_processes:
+        from weftune.launch.requests import requested_shares
 
-        devices = requested_devices(options.gpus or None, options.device, workers)
-    if workers > 1:
-        from weftune.base.load import inspect
-        from weftune.plan.layout.stages import cut_layers
-
-        shape = inspect(run.base)
-        if options.pipeline is not None:
-            cut_layers(shape, options.pipeline)
-    if len(devices) > 1 or workers == 1:
+        devices = requested_shares(run, options)
+    if len(devices) > 1 or options.workers_per_share == 1:
         _train(run, options, max_steps, devices)
     else:
         raise typer.Exit(_launch(run, options, arguments, more))

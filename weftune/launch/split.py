@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 
 from weftune.base.load import inspect
-from weftune.core.clock import Phase, phase
+from weftune.core.clock import Phase, PhaseClock, phase, use_clock
 from weftune.core.shapes import ModelShape
 from weftune.errors import Mistake, PlanError, UserError
 from weftune.jobs.spec.spec import RunSpec
 from weftune.jobs.store.shares import create_shares
-from weftune.jobs.store.status import State
+from weftune.jobs.store.status import WORKER_LOGS, State, resume_line
 from weftune.jobs.store.store import Store, open_store
 from weftune.jobs.sweeps.read import refuse_shares
 from weftune.jobs.sweeps.record import SweepRecord
@@ -41,6 +41,7 @@ from weftune.plan.layout.choose import Machine
 from weftune.plan.layout.seats import too_large
 from weftune.plan.layout.split import DeviceShare, JobWork, job_seconds, share_jobs, sheet_cost
 from weftune.plan.window.pace import data_sheet_device_speed
+from weftune.report.effort import wall_sentence
 from weftune.report.read import JobRecord
 from weftune.report.words import duration_text, plural
 from weftune.run.training import checkpoint
@@ -70,6 +71,11 @@ class ShareMistake:
 
     share: int
     sentence: str
+
+
+ShareMessage = JobRecord | SweepRecord | str | ShareMistake | dict[str, Result]
+"""A message from a process to the launcher: progress, a sentence, or the results of a team that trains all
+jobs."""
 
 
 def train_shares(
@@ -107,6 +113,39 @@ def train_shares(
     have_ended = all(result.state.ended for result in results.values())
     trainer.interrupted = INTERRUPTED in codes and not have_ended
     return results, codes
+
+
+def train_in_processes(run: RunSpec, trainer: Trainer, devices: Sequence[str]) -> dict[str, Result]:
+    """Train all jobs of a run in new processes: in shares if there are several `devices`, else in one team of
+    workers. Return the results of all jobs. Raise UserError if a user error has ended a process."""
+    if len(devices) < 2:
+        return _train_team(run, trainer, devices)
+    with use_clock(PhaseClock()) as clock:
+        results, codes = train_shares(run, trainer, devices)
+        trainer.view.note(wall_sentence(clock.read()))
+    if USER_ERROR in codes:
+        paused = (result.reason for result in results.values() if result.state is State.PAUSED)
+        raise UserError(Mistake("", reason) for reason in dict.fromkeys(paused))
+    return results
+
+
+def _train_team(run: RunSpec, trainer: Trainer, devices: Sequence[str]) -> dict[str, Result]:
+    """Train all jobs of a run in one team of workers, whose first worker opens the output folder."""
+    options = replace(trainer.options, gpus=None)
+    options = replace(options, device=devices[0]) if devices else options
+    main = partial(run_share, run, trainer.output.absolute(), trainer.max_steps, options)
+    names = [f"worker {number}" for number in range(options.workers_per_share)]
+    team, resume = connected_team(main, names, "all workers"), resume_line(options.command)
+    (ended,), failures, results = _supervise([team], trainer.output, trainer.view, resume)
+    if failures:
+        raise UserError(failures[0])
+    if ended.code == INTERRUPTED and not results:
+        raise KeyboardInterrupt
+    if not results:
+        logs = trainer.output / WORKER_LOGS
+        raise UserError(f"the first worker ended with code {ended.code}; its output is in {logs}")
+    trainer.interrupted = ended.code == INTERRUPTED
+    return results
 
 
 def fitting_jobs(
@@ -157,7 +196,7 @@ def _run_shares(
     store.set_description(trainer.spec.model, store.status.device, store.status.dtype)
     store.write_status()
     create_shares(trainer.output, store.status, shares)
-    ended, troubles = _supervise(teams, trainer.output, trainer.view, store.resume_line())
+    ended, troubles, _ = _supervise(teams, trainer.output, trainer.view, store.resume_line())
     store.merge_shares()
     reasons = {name: sentence for share, sentence in troubles.items() for name in shares[share].jobs}
     interrupted = any(one.code == INTERRUPTED for one in ended)
@@ -172,27 +211,34 @@ def _run_shares(
 @phase(Phase.TRAINING)
 def _supervise(
     teams: Sequence[Team], output: Path, view: View, resume: str
-) -> tuple[list[TeamEnd], dict[int, str]]:
+) -> tuple[list[TeamEnd], dict[int, str], dict[str, Result]]:
     """Run every share in a team that is restarted if a process crashes or hangs. Return how each share ended,
-    and a map from failed shares to reasons. `resume` is the command line that resumes the run."""
+    a map from failed shares to reasons, and the results that a team without a store of its own has sent.
+    `resume` is the command line that resumes the run."""
     failures: dict[int, str] = {}
+    results: dict[str, Result] = {}
     shown_sentences: set[str] = set()
 
-    def show_message(message: JobRecord | str | ShareMistake) -> None:
-        if isinstance(message, JobRecord):
-            view.update(message)
-            return
-        if isinstance(message, ShareMistake):
-            failures[message.share] = message.sentence
-            message = message.sentence
-        # Shown once: all shares send the same sentence about what concerns them all.
-        if message not in shown_sentences:
-            shown_sentences.add(message)
-            view.note(message)
+    def show_message(message: ShareMessage) -> None:
+        match message:
+            case JobRecord():
+                view.update(message)
+            case SweepRecord():
+                view.sweep(message)
+            case dict():
+                results.update(message)
+            case ShareMistake():
+                failures[message.share] = message.sentence
+                show_message(message.sentence)
+            case str() if message not in shown_sentences:
+                # Shown once: all shares send the same sentence about what concerns them all.
+                shown_sentences.add(message)
+                view.note(message)
 
     ended = Supervisor(teams, output, view.note, show_message, resume).run()
     lost = {share: one.loss_reason for share, one in enumerate(ended) if one.code == LOST}
-    return ended, failures | {share: f"{loss}; resume with {resume}" for share, loss in lost.items()}
+    lost_reasons = {share: f"{loss}; resume with {resume}" for share, loss in lost.items()}
+    return ended, failures | lost_reasons, results
 
 
 def divide_jobs(
@@ -270,12 +316,12 @@ class ShareView:
         self.send(row)
 
     def sweep(self, record: SweepRecord) -> None:
-        raise AssertionError("trials are not divided into shares")
+        self.send(record)
 
     def note(self, text: str) -> None:
         self.send(text)
 
-    def send(self, message: JobRecord | str | ShareMistake | None) -> None:
+    def send(self, message: ShareMessage | None) -> None:
         try:
             with self._one_at_a_time:
                 self._connection.send(message)
@@ -288,28 +334,31 @@ def run_share(
     output: Path,
     max_steps: int | None,
     options: Options,
-    _attempt: int,
+    attempt: int,
     environment: Mapping[str, str],
     connection: Connection,
 ) -> None:
-    """Train the jobs of one share. This is the main function of all of its processes: of several, the first
-    trains, and the others follow its commands."""
+    """Train the jobs of one share, or all jobs if there are no shares. This is the main function of all of
+    its processes: of several, the first trains, and the others follow its commands."""
     view = ShareView(connection)
     threading.Thread(target=_exit_with_launcher, daemon=True).start()
     threading.Thread(target=view.send_heartbeats, daemon=True).start()
     os.environ.update(environment)
-    make_trainer = partial(trainer_for, run, output=output, max_steps=max_steps, view=view)
+    if attempt > 0:
+        options = replace(options, resume=output.exists(), restart=(), retry=(), changes={})
     try:
         with _connected(options, options.workers_per_share) as staff:
             if staff is None and options.workers_per_share > 1:
                 return
-            trainer = make_trainer(options=replace(options, staff=staff))
-            trainer.run()
+            mine = replace(options, staff=staff)
+            trainer = trainer_for(run, output=output, max_steps=max_steps, options=mine, view=view)
+            results = trainer.run()
     except UserError as error:
         print(error, file=sys.stderr)
-        assert options.share is not None, "a share has a number"
-        view.send(ShareMistake(options.share, str(error)))
+        view.send(ShareMistake(options.share or 0, str(error)))
         raise SystemExit(USER_ERROR) from None
+    if options.share is None:
+        view.send(results)
     if trainer.interrupted:
         raise SystemExit(INTERRUPTED)
 

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from weftune.core.files import replace_file
+from weftune.errors import UserError
 from weftune.jobs.store.status import UNKNOWN_COMMAND, WORKER_LOGS
 from weftune.run.workers.heartbeat import LOST
 
@@ -41,6 +42,8 @@ CRASHED = 70
 """Exit code of a process that ended with an unexpected exception."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that was interrupted and has saved its jobs."""
+UNGUARDED = 64
+"""Exit code of a process that was started by a script without a guard against being imported."""
 PIDS = "pids"
 """Name of the file, in the folder of logs, that lists the index and the id of each process."""
 PRELOADED = [
@@ -188,6 +191,11 @@ class Supervisor:
     def _check_team(self, number: int) -> None:
         """End or restart a team if one of its members has ended."""
         first, *others = self._processes[number]
+        if UNGUARDED in (one.code for one in self._processes[number]):
+            raise UserError(
+                "weftune.train starts processes that import the script that calls it, and would train there "
+                'again: write `if __name__ == "__main__":` before the call, and indent it'
+            )
         lost = [one for one in others if one.code]
         if first.code is not None and (first.code < 0 or first.code in (LOST, CRASHED)):
             lost.append(first)
@@ -267,6 +275,12 @@ def fork_context(neighbours: int) -> Any:
 
 def _thread_count(neighbours: int) -> int:
     return max(1, (os.cpu_count() or 1) // neighbours)
+
+
+def end_unguarded_script() -> None:
+    """End this process if it was started to train and is still importing the script that started it."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(UNGUARDED)
 
 
 @contextmanager

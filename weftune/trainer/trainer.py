@@ -243,7 +243,10 @@ class Trainer:
 
     def _run(self, callback: Callback | None) -> dict[str, Result]:
         if self.options.staff is None and self.options.starts_processes:
-            raise UserError("pipeline, replicas, shards and gpus start processes: give them to weftune train")
+            raise UserError(
+                "gpus, pipeline, replicas and shards start processes, which a Trainer cannot: give them to "
+                "weftune.train or to the command line"
+            )
         device = self.base.device if isinstance(self.base, Base) else select_device(self.options.device)
         if not isinstance(self.base, Base):
             refuse_without_fp8(self.spec, device)

@@ -283,12 +283,17 @@ PYTHON_COMMAND = ""
 """Recorded command of a run that was started from Python with jobs that are in no file."""
 
 
-def train_command(jobs: str | Path, output: str | Path | None, max_steps: int | None = None) -> str:
-    """Return the command that resumes a run started by `weftune.train` with these arguments."""
-    words = ["weftune", "train", str(jobs)]
-    words += [] if output is None else ["--output", str(output)]
-    words += [] if max_steps is None else ["--max-steps", str(max_steps)]
-    return shlex.join([*words, "--resume"])
+def train_command(
+    jobs: str | Path,
+    output: str | Path | None,
+    max_steps: int | None = None,
+    processes: Mapping[str, object] | None = None,
+) -> str:
+    """Return the command that resumes a run started by `weftune.train` with these arguments. `processes` maps
+    options such as `gpus` to their values."""
+    named = {"output": output, "max-steps": max_steps, **(processes or {})}
+    given = [f"--{key} {shlex.quote(str(value))}" for key, value in named.items() if value is not None]
+    return " ".join(["weftune", "train", shlex.quote(str(jobs)), *given, "--resume"])
 
 
 def resume_line(

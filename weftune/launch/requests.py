@@ -1,0 +1,26 @@
+"""The processes that a run requests, checked before they start."""
+
+from __future__ import annotations
+
+from weftune.base.load import inspect
+from weftune.base.shards import refuse_sharding
+from weftune.jobs.spec.spec import RunSpec
+from weftune.plan.layout.stages import cut_layers
+from weftune.run.measure.memory import requested_devices
+from weftune.trainer.options import Options
+
+
+def requested_shares(run: RunSpec, options: Options) -> tuple[str, ...]:
+    """Return the device of the first worker of each share of the jobs; empty if `gpus` is None. Raise
+    UserError if the base or this machine does not allow the numbers of `gpus`, `pipeline` and `shards`."""
+    workers = options.workers_per_share
+    devices: tuple[str, ...] = ()
+    if options.shards > 1:
+        refuse_sharding(run.base, options.shards)
+    if options.gpus is not None:
+        devices = requested_devices(options.gpus or None, options.device, workers)
+    if workers > 1:
+        shape = inspect(run.base)
+        if options.pipeline is not None:
+            cut_layers(shape, options.pipeline)
+    return devices
