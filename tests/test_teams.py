@@ -17,7 +17,7 @@ import pytest
 import weftune.launch.split
 from tests.launch.mains import exact_main, exact_share
 from tests.launches import Launch, Shares, dealt, deep_folder, fresh, share_metrics
-from tests.outputs import FOUR_JOBS, assert_same_results, states, status
+from tests.outputs import FOUR_JOBS, assert_same_results, lines, states, status
 from weftune import Options
 
 EXPLODING = {"name": "exploding", "steps": 6, "learning_rate": 1e200, "clip": None, "save_every": 1}
@@ -153,7 +153,7 @@ def test_killed_with_its_launcher_it_resumes_in_more_shares_and_ends_in_one_proc
     pids = [int(line.split()[1]) for line in (output / "ranks" / "pids").read_text().splitlines()]
     forks.signal(signal.SIGKILL)
     assert forks.wait() == -signal.SIGKILL
-    interrupt(Shares(place, "changing", 3, resume=True, replicas=2), 8)
+    interrupt(place, 3, resume=True, replicas=2)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
     assert forks.weftune("train", "jobs.yaml", "--resume", "--output", "changing", cwd=place) == 1
     assert_equal(output, place / "undisturbed")
@@ -163,16 +163,18 @@ def test_killed_with_its_launcher_it_resumes_in_more_shares_and_ends_in_one_proc
 def test_interrupted_it_resumes_with_other_numbers_of_stages_and_shards(sharded, monkeypatch):
     monkeypatch.setattr(weftune.launch.split, "run_share", exact_share)
     output = sharded / fresh(sharded, "changing")
-    interrupt(Shares(sharded, "changing", 2, shards=2), 8)
-    interrupt(Shares(sharded, "changing", 2, resume=True, pipeline="2", shards=2), 8)
+    interrupt(sharded, 2, shards=2)
+    interrupt(sharded, 2, resume=True, pipeline="2", shards=2)
     assert Shares(sharded, "changing", 3, resume=True).wait() == 1
     assert_equal(output, sharded / "undisturbed")
 
 
-def interrupt(run, count):
-    """Press Ctrl-C when `count` further lines of metrics have been written; no step may be made again."""
-    before = run.lines()
-    run.wait_for_lines(before + count)
+def interrupt(folder, count, **more):
+    """Press Ctrl-C when the shares of the run `changing` have written some further lines of metrics."""
+    output = folder / "changing"
+    before = len(lines(output)) if (output / "metrics.jsonl").exists() else 0
+    run = Shares(folder, "changing", count, **more)
+    run.wait_for_lines(before + 8)
     run.interrupt()
     assert run.wait() == 130
-    assert "paused" in states(run.output).values()
+    assert "paused" in states(output).values()
