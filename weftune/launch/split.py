@@ -41,7 +41,7 @@ from weftune.plan.layout.choose import Machine
 from weftune.plan.layout.seats import too_large
 from weftune.plan.layout.split import DeviceShare, JobWork, job_seconds, share_jobs, sheet_cost
 from weftune.plan.window.pace import data_sheet_device_speed
-from weftune.report.effort import wall_sentence
+from weftune.report.effort import wall_time_sentence
 from weftune.report.read import JobRecord
 from weftune.report.words import duration_text, plural
 from weftune.run.training import checkpoint
@@ -122,7 +122,7 @@ def train_in_processes(run: RunSpec, trainer: Trainer, devices: Sequence[str]) -
         return _train_team(run, trainer, devices)
     with use_clock(PhaseClock()) as clock:
         results, codes = train_shares(run, trainer, devices)
-        trainer.view.note(wall_sentence(clock.read()))
+        trainer.view.note(wall_time_sentence(clock.read()))
     if USER_ERROR in codes:
         paused = (result.reason for result in results.values() if result.state is State.PAUSED)
         raise UserError(Mistake("", reason) for reason in dict.fromkeys(paused))
