@@ -175,9 +175,6 @@ class PlainKind:
 
     name: str
     """Name of the kind, as in the key `kind` of an adapter spec."""
-    runs_on_shards: bool = False
-    """Whether the kind works where each layer is divided into shards. Its parameters at a site are then cut
-    as the site is; of those that are not cut, each shard computes a part of the gradient."""
 
     # -- what a kind defines -----------------------------------------------------------------------------
 

@@ -66,6 +66,9 @@ class TargetSpec:
     """Whether an adapter has at least as many parameters as its target modules have weights."""
     served: ClassVar[bool] = False
     """Whether vLLM loads the adapter files of the kind."""
+    runs_on_shards: ClassVar[bool] = False
+    """Whether the kind works where each layer is divided into shards. Its parameters at a site are then cut
+    as the site is; of those that are not cut, each shard computes a part of the gradient."""
     unused: ClassVar[frozenset[str]] = frozenset()
     """Keys of this class that have no meaning for the kind."""
 

@@ -121,6 +121,46 @@ def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelSha
     return replace(shape, site_bytes_per_value=stored, multiplies_stored_format=as_stored)
 
 
+def refuse_shards(spec: BaseSpec, config: Config, shards: int) -> None:
+    """Raise BaseModelError if the layers of a base with this config.json cannot be divided into this many
+    shards."""
+    if shards == 1:
+        return
+    if quantised(config, spec) is not None:
+        raise BaseModelError(quantised_shards_reason(spec.model))
+    text = text_values(config) if config.get("model_type") in WRAPPERS else config
+    family = str(text.get("model_type"))
+    refuse_family_on_shards(family, spec.model)
+    whole = {**DEFAULTS[family], **_given(text)}
+    heads = int(whole["num_attention_heads"])
+    keys = int(whole.get("num_key_value_heads") or heads)
+    refuse_uneven_shards(heads, keys, int(whole["intermediate_size"]), spec.model, shards)
+
+
+def quantised_shards_reason(name: str) -> str:
+    return (
+        f"{name} is quantised, and layers of quantised bases cannot be divided into shards yet; leave "
+        "--shards out, or base.quantize"
+    )
+
+
+def refuse_family_on_shards(family: str, name: str) -> None:
+    if family not in DECODERS:
+        raise BaseModelError(
+            f"{name} ({family}) cannot be divided into shards; Weftune knows how to divide "
+            f"{', '.join(sorted(DECODERS))}. Train it without --shards."
+        )
+
+
+def refuse_uneven_shards(heads: int, key_heads: int, inner: int, name: str, shards: int) -> None:
+    """Raise BaseModelError if shards cannot have equal parts. `inner` is the width of the feed-forward."""
+    if heads % shards or inner % shards or (key_heads % shards and shards % key_heads):
+        raise BaseModelError(
+            f"{name} has {heads} attention heads, {key_heads} key/value heads and a feed-forward of width "
+            f"{inner}, which {shards} shards cannot divide evenly; choose another number for --shards"
+        )
+
+
 def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
     """Return the sizes of the base `name` without quantisation. Raise BaseModelError if its family is
     unknown."""

@@ -22,6 +22,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from weftune.base.architecture import (
+    quantised_shards_reason,
+    refuse_family_on_shards,
+    refuse_uneven_shards,
+)
 from weftune.base.check import refuse_modules
 from weftune.base.decoders import DECODERS, DecoderFacts
 from weftune.base.load import load_config, load_plain, model_source
@@ -88,26 +93,14 @@ def refuse_sharding(spec: BaseSpec, shards: int) -> None:
     """Raise BaseModelError if the layers of a base cannot be divided into this many shards."""
     config = load_config(spec, model_source(spec))
     if config.quantised is not None:
-        raise BaseModelError(
-            f"{spec.model} is quantised, and layers of quantised bases cannot be divided into shards yet; "
-            "leave --shards out, or base.quantize"
-        )
+        raise BaseModelError(quantised_shards_reason(spec.model))
     _refuse_config(config.text, spec.model, shards)
 
 
 def _refuse_config(config: PretrainedConfig, name: str, shards: int) -> None:
-    if config.model_type not in DECODERS:
-        raise BaseModelError(
-            f"{name} ({config.model_type}) cannot be divided into shards; Weftune knows how to divide "
-            f"{', '.join(sorted(DECODERS))}. Train it without --shards."
-        )
+    refuse_family_on_shards(config.model_type, name)
     sizes = _sizes(config)
-    keys = sizes.key_heads
-    if sizes.heads % shards or sizes.inner % shards or (keys % shards and shards % keys):
-        raise BaseModelError(
-            f"{name} has {sizes.heads} attention heads, {keys} key/value heads and a feed-forward of width "
-            f"{sizes.inner}, which {shards} shards cannot divide evenly; choose another number for --shards"
-        )
+    refuse_uneven_shards(sizes.heads, sizes.key_heads, sizes.inner, name, shards)
 
 
 def _sizes(config: PretrainedConfig) -> _Sizes:

@@ -146,15 +146,11 @@ def refuse_base(base: BaseSpec) -> None:
 
 def refuse_shards(run: RunSpec, shards: int) -> None:
     """Refuse shards if a job's adapter cannot be cut as its layers are."""
-    if shards == 1:
-        return
-    from weftune.adapters.registry import get_kind
-
     for job in run.jobs:
-        kind = job.adapter.kind
-        if not get_kind(kind).runs_on_shards:
+        if shards > 1 and not job.adapter.runs_on_shards:
             raise UserError(
-                f"--shards {shards}: {job.name} has a {kind} adapter, which cannot be trained where every "
+                f"--shards {shards}: {job.name} has a {job.adapter.kind} adapter, which cannot be trained "
+                "where every "
                 "layer is divided among processes; leave --shards out, or give the job a lora adapter"
             )
 

@@ -26,6 +26,7 @@ def plan(
     device: early.DeviceOption = None,
     pipeline: early.PipelineOption = None,
     replicas: early.ReplicasOption = 1,
+    shards: early.ShardsOption = 1,
     gpus: early.GpusOption = None,
     max_steps: early.MaxStepsOption = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print a sentence for each decision.")] = False,
@@ -41,7 +42,13 @@ def plan(
     if gantt is not None:
         _refuse_picture(gantt)
     options = early.read_options(
-        device=device, memory=memory, gpu_memory=gpu_memory, pipeline=pipeline, replicas=replicas, gpus=gpus
+        device=device,
+        memory=memory,
+        gpu_memory=gpu_memory,
+        pipeline=pipeline,
+        replicas=replicas,
+        shards=shards,
+        gpus=gpus,
     )
     if options.gpus is not None and options.workers_per_share > 1:
         raise UserError(
@@ -51,6 +58,7 @@ def plan(
     run = early.read_jobs_file(jobs)
     if options.gpus not in (None, 1):
         refuse_shares(run.sweeps)
+    early.refuse_shards(run, options.shards)
     early.refuse_rows(early.without_repeated_trials(run), name_jobs=True)
     found = read_cluster(cluster, options.gpu_memory, on_cpu=device == "cpu")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weftune.base.architecture import spec_shape
+from weftune.base.architecture import refuse_shards, spec_shape
 from weftune.base.config import bytes_per_value, read_config, read_tokenizer
 from weftune.base.spec import BaseSpec
 from weftune.cli.plan_sweeps import SweepOutlook, averaged_trials, sweep_outlooks
@@ -109,7 +109,9 @@ def read_case(
     run: RunSpec, cluster: Cluster, options: Options, *, on_this_machine: bool, max_steps: int | None = None
 ) -> PlanCase:
     """Return the plan's input for a run's jobs on a cluster; the base's sizes come from its config.json."""
-    shape = spec_shape(run.base, read_config(run.base), bytes_per_value(run.base, cluster.devices[0].is_gpu))
+    config = read_config(run.base)
+    refuse_shards(run.base, config, options.shards)
+    shape = spec_shape(run.base, config, bytes_per_value(run.base, cluster.devices[0].is_gpu))
     if mistakes := check_on_base(run.jobs, shape, run.base, run.locate):
         # Trials share the line of a wrong target.
         raise SpecError(dict.fromkeys(mistakes))

@@ -208,7 +208,8 @@ def planned_machine(case: PlanCase) -> Machine:
     if options.gpus is not None:
         return _machine_in_shares(case, options.gpus or devices)
     if options.pipeline is None:
-        return _machine_of_workers(case, 1 if devices == 1 or options.replicas > 1 else AUTO)
+        divided = options.replicas > 1 or options.shards > 1
+        return _machine_of_workers(case, 1 if devices == 1 or divided else AUTO)
     return _machine_of_workers(case, options.pipeline)
 
 
@@ -246,7 +247,7 @@ def _machine_in_shares(case: PlanCase, devices: int) -> Machine:
 def _machine_of_workers(case: PlanCase, workers: int) -> Machine:
     """Return the machine for this number of workers, which may be `AUTO`."""
     options, devices = case.options, case.cluster.devices
-    on_gpu, processes = devices[0].is_gpu, max(1, workers) * options.replicas
+    on_gpu, processes = devices[0].is_gpu, max(1, workers) * options.replicas * options.shards
     profile = _profile(case)
     worker_profile = profile if processes == 1 else _profile(case, processes)
     known = worker_profile or profile
@@ -261,6 +262,7 @@ def _machine_of_workers(case: PlanCase, workers: int) -> Machine:
         workers_per_device=max(1, processes // len(devices)) if on_gpu else processes,
         # Trials are not divided into shares: they are compared while they train.
         shares=AUTO if workers == AUTO and options.replicas == 1 and not case.sweeps else 1,
+        device_flops=case.speeds[0].flops if on_gpu and len(devices) > 1 else None,
         profile=profile,
         worker_profile=worker_profile,
         gpu=partial(_gpu, case),
@@ -281,10 +283,12 @@ def stage_times(case: PlanCase, machine: Machine) -> StageTimes:
     shape, profile = case.shape, machine.worker_profile or machine.profile
     if profile is not None:
         rate = profile_cost.step_rate(profile)
-        return StageTimes(shape.layers, profile_cost.directions(profile, shape), rate)
-    sheet = counted_terms(shape).times(1 / case.speeds[0].flops)
-    handed = shape.hidden * shape.bytes_per_value
-    return StageTimes(shape.layers, sheet, Rate(), case.cluster.link, handed)
+        times = StageTimes(shape.layers, profile_cost.directions(profile, shape), rate)
+    else:
+        sheet = counted_terms(shape).times(1 / case.speeds[0].flops)
+        handed = shape.hidden * shape.bytes_per_value
+        times = StageTimes(shape.layers, sheet, Rate(), case.cluster.link, handed)
+    return times.for_shards(shape, machine.shards)
 
 
 def time_source(case: PlanCase, choice: LayoutChoice) -> str:

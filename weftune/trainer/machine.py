@@ -58,6 +58,7 @@ def describe_machine(
         host_bytes=host_budget(steady) * workers.workers // (workers.local_workers * options.shares),
         workers=workers.stages,
         workers_per_device=workers_per_device(options, device),
+        device_flops=_device_flops(on_gpu and workers.workers > 1),
         profile=profile,
         worker_profile=profile if workers.workers == 1 else find_profile(worker_key),
         gpu=data_sheet_gpu if steady else partial(measure_gpu, spec, device),
@@ -94,6 +95,12 @@ def launcher_machine(
         profile=find_profile(key_here(shape, device)),
         gpu=data_sheet_gpu,
     )
+
+
+def _device_flops(is_needed: bool) -> float | None:
+    """Return the operations per second in the data sheet of this machine's GPUs."""
+    speed = data_sheet_device_speed(on_gpu=True) if is_needed else None
+    return None if speed is None else speed.flops
 
 
 def _worker_position(options: Options) -> WorkerPosition:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from tests.plan.costs import SHAPE
@@ -11,6 +14,8 @@ from weftune.core.shapes import JobShape, LayerRange
 from weftune.plan.cost.profile_cost import cost_of, directions, step_rate
 from weftune.plan.layout.foresee import StageTimes, taking_turns
 from weftune.plan.program.layout import Layout, StageLayers, one_device_layout, pipeline_layout
+from weftune.plan.program.prices import Link
+from weftune.plan.program.program import Forward, Recompute
 from weftune.plan.window.pace import LoadPace, guess_pace
 from weftune.plan.window.window import Pacing, plan_window
 
@@ -53,3 +58,58 @@ def test_stages_that_take_turns_recompute_all_but_the_last_and_wait_for_their_lo
     assert plain == pytest.approx(known.program_seconds(program, SHAPES), rel=0.02)
     slow = LoadPace((10**6, 10**6), bandwidth=10**7)
     assert seconds(program, turns, slow) > plain + 0.05
+
+
+LINK = Link(bandwidth=1e9, latency=1e-5)
+LINKED = replace(TIMES, link=LINK, output_bytes=1000)
+
+
+def test_shards_divide_what_grows_with_rows_and_wait_for_sums_in_every_branch():
+    whole = [LayerRange(0, SHAPE.layers, SHAPE.layers)]
+    layout, one = pipeline_layout(whole, shards=2), pipeline_layout(whole)
+    program = plan_window([course("b", [[50]])], one, 100, pacing=Pacing((guess_pace(SHAPE.layers),)))
+    shared = LINKED.for_shards(SHAPE, 2)
+    assert LINKED.for_shards(SHAPE, 1) == LINKED
+    timeline = shared.timeline(program, layout, SHAPES)
+    hidden = LINK.all_reduce_seconds(1000 * 50, 2)
+    gradient = LINK.all_reduce_seconds(4 * 10**5, 2)
+    ends = 2 * hidden if shared.divides_vocabulary else 0.0
+    assert timeline.sum_seconds == pytest.approx(2 * 2 * SHAPE.layers * hidden + gradient + ends)
+    busy = timeline.busy()[0] * timeline.makespan
+    assert timeline.makespan == pytest.approx(busy + timeline.sum_seconds)
+    alone = LINKED.timeline(program, one, SHAPES)
+    assert alone.sum_seconds == 0.0
+    assert busy < alone.makespan
+    assert shared.terms.forward.layer.token == pytest.approx(KNOWN.forward.layer.token / 2)
+    assert shared.terms.forward.layer.fixed == KNOWN.forward.layer.fixed
+
+
+def test_a_sum_over_a_ring_sends_all_but_one_part_twice():
+    assert LINK.all_reduce_seconds(4000, 4) == pytest.approx(6 * (1e-5 + 1000 / 1e9))
+    assert LINK.all_reduce_seconds(4000, 1) == 0.0
+
+
+def test_the_gradients_that_replicas_exchange_take_the_time_of_their_size():
+    layout = pipeline_layout([LayerRange(0, SHAPE.layers, SHAPE.layers)], replicas=2)
+    pacing = Pacing((guess_pace(SHAPE.layers),))
+    program = plan_window([course("a", [[40, 60], [40, 60]])], layout, 100, pacing=pacing)
+    fast, slow = (
+        replace(LINKED, link=Link(bandwidth)).timeline(program, layout, SHAPES).makespan
+        for bandwidth in (math.inf, 1e9)
+    )
+    # Two batches, each with a gradient of a million values.
+    assert slow - fast == pytest.approx(2 * 4 * 10**6 / 1e9)
+
+
+def test_recomputed_layers_take_their_forward_again():
+    layout = pipeline_layout(HALVES)
+    program = plan_window(
+        [course("b", [[50]])], layout, 100, pacing=Pacing((guess_pace(HALF), guess_pace(HALF)))
+    )
+    again = replace(program, recompute=Recompute(recomputed_layers=HALF))
+    forwards = [
+        event.stop - event.start
+        for event in TIMES.timeline(program, layout, SHAPES).events
+        if isinstance(event.action, Forward)
+    ]
+    assert seconds(again, layout) - seconds(program, layout) == pytest.approx(sum(forwards))

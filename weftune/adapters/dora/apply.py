@@ -33,7 +33,6 @@ from weftune.ops.lora.tiling import DIRECT_RANKS
 
 class Dora(PlainKind):
     name = "dora"
-    runs_on_shards = True
 
     def part(self, at: JobAt) -> JobPart:
         spec: DoraSpec = at.adapter.spec

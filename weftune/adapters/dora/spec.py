@@ -16,6 +16,7 @@ class DoraSpec(LoraSpec):
     """DoRA: W + scale · BA with every row scaled to a trained length."""
 
     implementation: ClassVar[str] = "weftune.adapters.dora.apply:Dora"
+    runs_on_shards: ClassVar[bool] = True
     served: ClassVar[bool] = False
 
     kind: Literal["dora"] = "dora"  # type: ignore[assignment]

@@ -19,7 +19,6 @@ from weftune.ops.lora.scales import SiteScale
 
 class Ia3(PlainKind):
     name = "ia3"
-    runs_on_shards = True
 
     def part(self, at: JobAt) -> JobPart:
         scale = at.trained(SCALE)

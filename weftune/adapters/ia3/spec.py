@@ -18,6 +18,7 @@ class Ia3Spec(TargetSpec):
     """IA³: trained scales of each output of the linears `targets`, or of each input of `feedforward`."""
 
     implementation: ClassVar[str] = "weftune.adapters.ia3.apply:Ia3"
+    runs_on_shards: ClassVar[bool] = True
     peft_type: ClassVar[str | None] = "IA3"
 
     kind: Literal["ia3"] = "ia3"

@@ -101,7 +101,6 @@ def draw_lora(new: NewAdapter) -> None:
 
 class Lora(PlainKind):
     name = "lora"
-    runs_on_shards = True
 
     def start(self, new: NewAdapter) -> None:
         draw_lora(new)

@@ -48,6 +48,7 @@ class LoraSpec(TargetSpec):
     """LoRA: y = xWᵀ + scale · drop(x)AᵀBᵀ at every linear that `targets` names."""
 
     implementation: ClassVar[str] = "weftune.adapters.lora.apply:Lora"
+    runs_on_shards: ClassVar[bool] = True
     peft_type: ClassVar[str | None] = "LORA"
     served: ClassVar[bool] = True
 

@@ -40,7 +40,6 @@ OVERSAMPLING = 8
 
 class Pissa(PlainKind):
     name = "pissa"
-    runs_on_shards = True
 
     def part(self, at: JobAt) -> JobPart:
         scale = at.adapter.spec.scale_at(at.site.name)

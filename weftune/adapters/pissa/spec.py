@@ -18,6 +18,7 @@ class PissaSpec(LoraSpec):
     """y = xWᵀ + scale · (drop(x)AᵀBᵀ − xA₀ᵀB₀ᵀ); A and B start at A₀ and B₀, the principal part of W."""
 
     implementation: ClassVar[str] = "weftune.adapters.pissa.apply:Pissa"
+    runs_on_shards: ClassVar[bool] = True
 
     kind: Literal["pissa"] = "pissa"  # type: ignore[assignment]
     svd_iterations: Annotated[int | None, Bound(at_least=0, at_most=1000)] = None

@@ -28,7 +28,6 @@ of the second layer, and so on."""
 
 class PrefixTuning(PlainKind):
     name = "prefix"
-    runs_on_shards = True
 
     def gathers(self, spec: PrefixSpec) -> bool:
         return True

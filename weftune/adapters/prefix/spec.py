@@ -19,6 +19,7 @@ class PrefixSpec(TargetSpec):
     """Prefix tuning: trained keys and values in every layer, to which all tokens of a sample attend."""
 
     implementation: ClassVar[str] = "weftune.adapters.prefix.apply:PrefixTuning"
+    runs_on_shards: ClassVar[bool] = True
     peft_type: ClassVar[str | None] = "PREFIX_TUNING"
     merges: ClassVar[bool] = False
     unused: ClassVar[frozenset[str]] = frozenset({"targets", "layers"})

@@ -23,7 +23,6 @@ from weftune.ops.draw import draw_integers, fill_normal
 
 class Prompt(PlainKind):
     name = "prompt"
-    runs_on_shards = True
 
     def start(self, new: NewAdapter) -> None:
         for (site, name), value in new.parameters.items():

@@ -16,6 +16,7 @@ class PromptSpec(TargetSpec):
     """Prompt tuning: trained embeddings of virtual tokens before every sample. The layers are not adapted."""
 
     implementation: ClassVar[str] = "weftune.adapters.prompt.apply:Prompt"
+    runs_on_shards: ClassVar[bool] = True
     peft_type: ClassVar[str | None] = "PROMPT_TUNING"
     merges: ClassVar[bool] = False
     unused: ClassVar[frozenset[str]] = frozenset({"targets", "layers"})

@@ -27,7 +27,6 @@ A, B = "vera_A", "vera_B"
 
 class Vera(PlainKind):
     name = "vera"
-    runs_on_shards = True
 
     def part(self, at: JobAt) -> JobPart:
         first = at.site.first_input

@@ -17,6 +17,7 @@ class VeraSpec(TargetSpec):
     """VeRA: y = xWᵀ + e ⊙ (d ⊙ drop(x)Aᵀ)Bᵀ with trained d and e, and A and B drawn once for all sites."""
 
     implementation: ClassVar[str] = "weftune.adapters.vera.apply:Vera"
+    runs_on_shards: ClassVar[bool] = True
     peft_type: ClassVar[str | None] = "VERA"
 
     kind: Literal["vera"] = "vera"

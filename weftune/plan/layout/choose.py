@@ -44,7 +44,7 @@ from weftune.plan.layout.stages import (
 from weftune.plan.layout.stream_choice import StreamChoice, choose_for_jobs, choose_for_workers, fits_whole
 from weftune.plan.program.layout import Layout, one_device_layout, pipeline_layout
 from weftune.plan.program.program import Program
-from weftune.plan.window.pace import LoadPace, WindowPace, first_pace
+from weftune.plan.window.pace import LoadPace, WindowPace, data_sheet_pace, first_pace
 
 WINDOW_ROUNDS, PIPELINE_ROUNDS = 4, 16
 """Global batches of each job per window. Windows of several workers are long: they fill and drain once."""
@@ -89,6 +89,8 @@ class Machine:
     """Number of workers that hold each layer together."""
     shares: int = 1
     """Number of machines like this one that each train a share of the jobs, or `AUTO`."""
+    device_flops: float | None = None
+    """Operations per second of each of several GPUs. None if they are unknown, or if there is one device."""
     profile: Profile | None = None
     """Profile used to cut stages and to predict the times of a single worker."""
     worker_profile: Profile | None = None
@@ -184,9 +186,13 @@ class LayoutChoice:
         """Predicted pace of a round before the run has measured anything."""
         if self.round_seconds is not None:
             return WindowPace(round_seconds=self.round_seconds)
-        cost = self.cost_model or arithmetic(self.shape)
-        # Stages are assumed to work one after another.
-        return first_pace(cost, self.shape, on_gpu=self.memory.uses_fused_ops, max_tokens=self.capacity)
+        cost, machine = self.cost_model or arithmetic(self.shape), self.machine
+        if machine.on_gpu and machine.device_flops is not None and not cost.measured:
+            # A shard has a part of every matrix product. Stages and replicas work at the same time.
+            workers = self.layout.workers * self.layout.replicas
+            return data_sheet_pace(self.shape, workers * machine.device_flops)
+        # Processes on a CPU share it, so that stages are assumed to work one after another.
+        return first_pace(cost, self.shape, on_gpu=machine.on_gpu, max_tokens=self.capacity)
 
     def predict_seconds(self, program: Program, shapes: JobShapes) -> float | None:
         """Return the seconds of a window predicted from the profile. None without a profile."""
@@ -549,7 +555,8 @@ def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
     profile = machine.worker_profile
     if profile is None:
         return None
-    return StageTimes(shape.layers, directions(profile, shape), step_rate(profile))
+    times = StageTimes(shape.layers, directions(profile, shape), step_rate(profile))
+    return times.for_shards(shape, machine.shards)
 
 
 # -- admission ------------------------------------------------------------------------------------------

@@ -1,12 +1,17 @@
-"""Prediction of a window's time from a profile of the device. The times of one worker's passes are summed;
-several workers are simulated."""
+"""Prediction of a window's time from a profile or data sheet of the device. The times of one worker's passes
+are summed; several workers are simulated.
+
+Where shards divide the layers, a branch of a layer has a sum over shards in its forward and one in its
+backward, of as many values as the hidden states have. Nothing is computed meanwhile.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from weftune.core.shapes import LayerRange
+from weftune.core.shapes import JobShape, LayerRange, ModelShape, shard_shape
 from weftune.plan.cost.prior import DirectionTerms, KindTerms
 from weftune.plan.cost.time import (
     CostModel,
@@ -19,9 +24,14 @@ from weftune.plan.cost.time import (
 )
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.prices import Link, PassPrice, Prices
-from weftune.plan.program.program import ForwardOnly, Program
+from weftune.plan.program.program import ForwardOnly, Program, Recompute
 from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pace import LoadPace, simulate_timeline
+
+SUMS_PER_LAYER = 2
+"""Sums over shards in a layer's forward, and in its backward: one for each of its two branches."""
+GRADIENT_BYTES = 4
+"""Bytes per adapter parameter of the gradients that shards and replicas sum."""
 
 
 def taking_turns(cost: CostModel, terms: DirectionTerms, layout: Layout, layers: int) -> CostModel:
@@ -47,7 +57,31 @@ class StageTimes:
     link: Link | None = None
     """Link between two workers. None means that sending takes no time."""
     output_bytes: int = 0
-    """Bytes per token passed from stage to stage."""
+    """Bytes per token passed from stage to stage, and of each sum over shards."""
+    shards: int = 1
+    """Number of workers that hold each layer together. `terms` are those of one of them."""
+    divides_vocabulary: bool = False
+    """Whether shards also divide the embedding and the head, which adds a sum at either end of the base."""
+
+    def for_shards(self, shape: ModelShape, shards: int) -> StageTimes:
+        """Return the times where `shards` workers hold each layer of this base together. The fixed times of
+        passes, samples and segments are not divided."""
+        if shards == 1:
+            return self
+        local = shard_shape(shape, shards)
+        adapters = _values_per_token(local) / _values_per_token(shape)
+        head = local.vocabulary / shape.vocabulary
+
+        def divide(kind: KindTerms) -> KindTerms:
+            return replace(
+                kind,
+                layer=_scale_rows(kind.layer, 1 / shards),
+                head=_scale_rows(kind.head, head),
+                adapter=_scale_rows(kind.adapter, adapters),
+            )
+
+        terms = DirectionTerms(*map(divide, (self.terms.forward, self.terms.backward, self.terms.evaluation)))
+        return replace(self, terms=terms, shards=shards, divides_vocabulary=head < 1)
 
     def timeline(
         self, program: Program, layout: Layout, shapes: JobShapes, loads: LoadPace | None = None
@@ -62,19 +96,70 @@ class StageTimes:
         passes, met = [], active_parameters_by_job(shapes)
         for number, microbatch in enumerate(program.microbatches):
             work = work_of(microbatch, met)
-            passes.append(tuple(self._price(one, work, number in evaluated, layout) for one in held))
+            passes.append(
+                tuple(
+                    self._evaluation_price(one, work)
+                    if number in evaluated
+                    else self._price(one, work, self._recomputed_share(one, layout, program.recompute))
+                    for one in held
+                )
+            )
         jobs = {batch.job for batch in program.batches}
         step = sum(self.step(1, shapes[job].trainable_parameters) for job in jobs) / max(1, len(jobs))
-        return Prices(tuple(passes), step=step / layout.workers)
+        return Prices(
+            tuple(passes),
+            step=step / layout.workers,
+            adapter_bytes={job: self._exchanged_bytes(shapes[job], held, layout.replicas) for job in jobs},
+            gradient_sums={job: self._gradient_sums(shapes[job], held) for job in jobs},
+        )
 
-    def _price(self, layer_range: LayerRange, work: PassWork, evaluated: bool, layout: Layout) -> PassPrice:
-        handed = self.output_bytes * work.tokens
-        if evaluated:
-            return PassPrice(self._part_seconds(self.terms.evaluation, layer_range, work), 0.0, handed)
+    def _evaluation_price(self, layer_range: LayerRange, work: PassWork) -> PassPrice:
+        sums = self._sum_seconds(layer_range, work)
+        seconds = self._part_seconds(self.terms.evaluation, layer_range, work) + sums
+        return PassPrice(seconds, 0.0, self.output_bytes * work.tokens, forward_sums=sums)
+
+    def _price(self, layer_range: LayerRange, work: PassWork, recomputed_share: float) -> PassPrice:
+        """Return the price of a pass that is trained. `recomputed_share` is the share of its forward that the
+        backward repeats."""
+        handed, sums = self.output_bytes * work.tokens, self._sum_seconds(layer_range, work)
         forward = self._part_seconds(self.terms.forward, layer_range, work)
-        backward = self._part_seconds(self.terms.backward, layer_range, work)
-        recomputes = not (layout.is_pipeline or layer_range.is_last)
-        return PassPrice(forward, backward + forward if recomputes else backward, handed, handed)
+        backward = self._part_seconds(self.terms.backward, layer_range, work) + recomputed_share * forward
+        backward_sums = (1.0 + recomputed_share) * sums
+        return PassPrice(
+            forward + sums,
+            backward + backward_sums,
+            handed,
+            handed,
+            forward_sums=sums,
+            backward_sums=backward_sums,
+        )
+
+    def _recomputed_share(self, layer_range: LayerRange, layout: Layout, recompute: Recompute) -> float:
+        if not (layout.is_pipeline or layer_range.is_last):
+            return 1.0
+        layers = layer_range.stop - layer_range.start
+        return min(recompute.recomputed_layers, layers) / layers
+
+    def _sum_seconds(self, layer_range: LayerRange, work: PassWork) -> float:
+        """Return the seconds of all sums over shards in a forward of a stage."""
+        if self.shards == 1 or self.link is None:
+            return 0.0
+        count = SUMS_PER_LAYER * (layer_range.stop - layer_range.start)
+        count += self.divides_vocabulary * (layer_range.is_first + layer_range.is_last)
+        return count * self.link.all_reduce_seconds(self.output_bytes * work.tokens, self.shards)
+
+    def _gradient_sums(self, job: JobShape, stages: Sequence[LayerRange]) -> tuple[float, ...]:
+        """Return the seconds in which shards sum a job's gradient, for each stage."""
+        if self.shards == 1 or self.link is None:
+            return ()
+        sizes = (GRADIENT_BYTES * job.parameters_in_layers(one) for one in stages)
+        return tuple(self.link.all_reduce_seconds(size, self.shards) for size in sizes)
+
+    def _exchanged_bytes(self, job: JobShape, stages: Sequence[LayerRange], replicas: int) -> tuple[int, ...]:
+        """Return the bytes that a worker of each stage sends to other replicas before a Step of the job."""
+        if replicas == 1:
+            return ()
+        return tuple((replicas - 1) * GRADIENT_BYTES * job.parameters_in_layers(one) for one in stages)
 
     def _part_seconds(self, terms: KindTerms, layer_range: LayerRange, work: PassWork) -> float:
         count = layer_range.stop - layer_range.start
@@ -82,3 +167,18 @@ class StageTimes:
         # The fixed cost of a pass is counted with the embedding.
         begins = terms.embedding(work) if layer_range.is_first else terms.embedding.fixed
         return begins + layers + (terms.head(work) if layer_range.is_last else 0.0)
+
+
+def _scale_rows(terms: Terms, factor: float) -> Terms:
+    """Return the terms with everything multiplied by `factor` that grows with the rows of a pass."""
+    return replace(
+        terms,
+        token=factor * terms.token,
+        square=factor * terms.square,
+        supervised=factor * terms.supervised,
+        adapter=factor * terms.adapter,
+    )
+
+
+def _values_per_token(shape: ModelShape) -> int:
+    return sum(site.values_per_token for site in shape.sites)

@@ -41,6 +41,8 @@ class Forecast:
     fits: bool
     """Whether each device has memory for its peak."""
     capacity: int
+    sum_seconds: float = 0.0
+    """Seconds in which devices wait for sums over shards, added over devices."""
 
     @property
     def step_seconds(self) -> float:
@@ -108,15 +110,18 @@ def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:
     program, promise = window.program, window.promise
     seconds = timeline.makespan if promise.seconds is None else promise.seconds
     counts = Counter(batch.job for batch in program.batches)
+    # Each list of actions is run by all shards of its layers.
+    shards = window.choice.layout.shards
     return Forecast(
         name="weftune",
         seconds=seconds,
         steps=max(counts.values()),
         tokens=sum(batch.tokens for batch in program.batches),
         microbatches=len(program.microbatches),
-        busy_seconds=sum(timeline.busy()) * seconds,
-        devices=timeline.devices,
-        peaks=(promise.peak_bytes,) * timeline.devices,
+        busy_seconds=shards * sum(timeline.busy()) * seconds,
+        sum_seconds=shards * timeline.sum_seconds,
+        devices=shards * timeline.devices,
+        peaks=(promise.peak_bytes,) * shards * timeline.devices,
         fits=promise.peak_bytes <= window.choice.memory.budget_bytes,
         capacity=program.capacity,
     )
@@ -137,7 +142,8 @@ def _alternatives(
         )
         parts.append(_forecast(alone, _timeline(alone, times)))
     piped = replace(sum_forecasts(parts), name=PIPED)
-    alone_way = replace(piped, name=ALONE, seconds=piped.busy_seconds)
+    alone_seconds = (piped.busy_seconds + piped.sum_seconds) / choice.layout.shards
+    alone_way = replace(piped, name=ALONE, seconds=alone_seconds)
     several = choice.layout.is_pipeline and choice.layout.workers > 1
     return [alone_way, piped] if several else [alone_way]
 
@@ -149,6 +155,7 @@ def _scale_to_window(part: Forecast, whole: Forecast) -> Forecast:
         part,
         seconds=factor * part.seconds,
         busy_seconds=factor * part.busy_seconds,
+        sum_seconds=factor * part.sum_seconds,
         steps=whole.steps,
         tokens=whole.tokens,
         microbatches=round(factor * part.microbatches),
@@ -164,6 +171,7 @@ def sum_forecasts(parts: Sequence[Forecast]) -> Forecast:
         tokens=sum(part.tokens for part in parts),
         microbatches=sum(part.microbatches for part in parts),
         busy_seconds=sum(part.busy_seconds for part in parts),
+        sum_seconds=sum(part.sum_seconds for part in parts),
         devices=parts[0].devices,
         peaks=tuple(map(max, zip(*(part.peaks for part in parts), strict=True))),
         fits=all(part.fits for part in parts),

@@ -105,6 +105,6 @@ def _pacing(layout: Layout, order: PipelineOrder | None) -> Pacing | None:
 def _price(choice: LayoutChoice, shapes: Mapping[str, JobShape]) -> Callable[[Program], float | None] | None:
     """Return a function that simulates a program on several workers and returns its seconds. None for one
     worker, whose windows the time model predicts."""
-    if choice.layout.workers * choice.layout.replicas == 1:
+    if choice.layout.workers * choice.layout.replicas * choice.layout.shards == 1:
         return None
     return partial(choice.predict_seconds, shapes=shapes)

@@ -14,6 +14,7 @@ class PassPrice:
     forward: float
     """Duration of a Forward, an Evaluate or a Score, in seconds."""
     backward: float
+    """Duration of a Backward, in seconds."""
     activation_bytes: int = 0
     """Bytes of activations sent to the next stage."""
     gradient_bytes: int = 0
@@ -22,6 +23,10 @@ class PassPrice:
     """Bytes kept on the device from the Forward to the Backward."""
     working_bytes: int = 0
     """Additional bytes during the Backward, for recomputed activations."""
+    forward_sums: float = 0.0
+    """Seconds of `forward` in which the device waits for sums over shards."""
+    backward_sums: float = 0.0
+    """Seconds of `backward` in which the device waits for sums over shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,8 @@ class Prices:
     """Weight bytes of each stage; empty if weights are not counted."""
     adapter_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Maps each job to the bytes of its gradient on each stage, which replicas exchange."""
+    gradient_sums: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Maps each job to the seconds on each stage in which shards sum its gradient before a Step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +49,13 @@ class Link:
     """Bytes per second."""
     latency: float = 0.0
 
-    def seconds(self, size: int) -> float:
+    def seconds(self, size: float) -> float:
         return self.latency + size / self.bandwidth
+
+    def all_reduce_seconds(self, size: float, members: int) -> float:
+        """Return the seconds of a sum of `size` bytes over `members` devices in a ring, in which every device
+        sends all but its own part twice."""
+        return 2 * (members - 1) * self.seconds(size / members)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ lanes keep their order in the device's list. A pass waits for its Recv and for t
 waits for its pass and for the lanes of both devices; received data stays in memory until it is used. A Load
 begins once the preceding compute action in the list has begun. A Reduce waits for the Reduce of the next
 device, a Step for the Step of the previous one: these messages are small, so they take the link's latency and
-occupy no lane. Gradients that replicas exchange take the time of their size, and occupy no lane either.
+occupy no lane. Gradients that replicas exchange take the time of their size, and occupy no lane either. Sums
+over shards occupy the compute lane: each list of actions stands for all shards of its layers, which wait for
+every sum together. A gradient is summed over shards at its first Reduce, or at its Step if there is none.
 """
 
 from __future__ import annotations
@@ -61,6 +63,14 @@ class Span:
     def seconds(self) -> float:
         return self.stop - self.start
 
+    def computing_seconds(self, event: Event) -> float:
+        """Return the seconds of the span in which the event's device computes, if its waits are spread evenly
+        over the event."""
+        inside = min(event.stop, self.stop) - max(event.start, self.start)
+        if inside <= 0:
+            return 0.0
+        return inside * (1.0 - event.waited / (event.stop - event.start)) if event.waited else inside
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -71,6 +81,8 @@ class Event:
     action: Action
     start: float
     stop: float
+    waited: float = 0.0
+    """Seconds of the action in which its device waits for sums over shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +124,12 @@ class Timeline:
     def busy_share(self, device: int, span: Span) -> float:
         if span.seconds <= 0:
             return 1.0
-        inside = (min(one.stop, span.stop) - max(one.start, span.start) for one in self.events_of(device))
-        return sum(seconds for seconds in inside if seconds > 0) / span.seconds
+        return sum(map(span.computing_seconds, self.events_of(device))) / span.seconds
+
+    @property
+    def sum_seconds(self) -> float:
+        """Seconds in which devices wait for sums over shards, added over all lists of actions."""
+        return sum(event.waited for event in self.events)
 
     def steady_span(self) -> Span:
         """Return the steady state: from when every device has begun until one has no Forward left.
@@ -236,7 +252,8 @@ class _Simulation:
         self._load(device)
 
     def _record_event(self, device: int, lane: Lane, action: Action, start: float) -> None:
-        self.events.append(Event(device, lane, action, start, self.now))
+        waited = self._sum_seconds(action, device) if lane is Lane.compute else 0.0
+        self.events.append(Event(device, lane, action, start, self.now, waited))
 
     def _change_memory(self, device: int, size: int) -> None:
         if size:
@@ -253,7 +270,8 @@ class _Simulation:
         lanes.begun_count += 1
         start = self.now
         self._begin(device, action)
-        self._schedule(start + self._seconds(action), lambda: self._end_compute(device, action, start))
+        seconds = self._seconds(action, device)
+        self._schedule(start + seconds, lambda: self._end_compute(device, action, start))
         self._load(device)
 
     def _is_ready(self, lanes: _Lanes, action: Action, loads: int, device: int) -> bool:
@@ -287,15 +305,36 @@ class _Simulation:
         self.lanes[device].decisions.add(message)
         self._compute(device)
 
-    def _seconds(self, action: Action) -> float:
+    def _seconds(self, action: Action, device: int) -> float:
         match action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
                 return self.prices.passes[number][stage].forward
             case Backward(number, stage):
                 return self.prices.passes[number][stage].backward
+            case Reduce():
+                return self._sum_seconds(action, device)
             case Step():
-                return self.prices.step
+                return self.prices.step + self._sum_seconds(action, device)
         return 0.0
+
+    def _sum_seconds(self, action: Action, device: int) -> float:
+        """Return the seconds of an action in which its device waits for sums over shards."""
+        match action:
+            case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
+                return self.prices.passes[number][stage].forward_sums
+            case Backward(number, stage):
+                return self.prices.passes[number][stage].backward_sums
+            case Reduce(job):
+                is_first = action.payload == "gradient" or self.program.replicas == 1
+                return self._gradient_seconds(job, device) if is_first else 0.0
+            case Step(job) if len(self.program.devices) == 1:
+                return self._gradient_seconds(job, device)
+        return 0.0
+
+    def _gradient_seconds(self, job: str, device: int) -> float:
+        """Return the seconds in which shards sum a job's gradient on one stage."""
+        by_stage = self.prices.gradient_sums.get(job, ())
+        return by_stage[device % self.program.devices_per_replica] if by_stage else 0.0
 
     def _begin(self, device: int, action: Action) -> None:
         if isinstance(action, Compute) and (result := self._result_of(action, device)):

@@ -103,8 +103,7 @@ def _with_collectives(priced: PricedWork, shards: Placement, count: int, interle
 
 
 def _all_reduce(size: int, shards: Placement, count: int) -> float:
-    """Return the seconds of a ring all-reduce: every device sends all but its own part twice."""
-    return 2 * (count - 1) * shards.case.cluster.link.seconds(size // count)
+    return shards.case.cluster.link.all_reduce_seconds(size, count)
 
 
 def _interleaved_ratio(layers: int, forward: float, collective: float) -> float:

@@ -181,7 +181,12 @@ def first_pace(cost: CostModel, shape: ModelShape, on_gpu: bool, max_tokens: int
         )
         return WindowPace(cost.pass_seconds(full) / max_tokens)
     speed = data_sheet_device_speed(on_gpu)
-    return WindowPace(ROW_FLOPS * shape.active_parameters / speed.flops if speed else 0.0)
+    return data_sheet_pace(shape, speed.flops) if speed else WindowPace()
+
+
+def data_sheet_pace(shape: ModelShape, flops: float) -> WindowPace:
+    """Return the pace of devices that compute `flops` operations per second together."""
+    return WindowPace(ROW_FLOPS * shape.active_parameters / flops)
 
 
 def data_sheet_device_speed(on_gpu: bool) -> Speed | None:
