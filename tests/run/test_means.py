@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import bench
+from tests.cases import slow_but
 from tests.interpreter import interpret
 from tests.run import executors
 from tests.run.models import LAYERS, deep
@@ -94,7 +95,7 @@ def assert_means(executor, jobs, masters, first, last, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", slow_but([torch.float64, torch.float32], [torch.float64]))
 def test_the_mean_is_that_of_the_masters_of_its_steps_and_is_dropped_behind_the_last_span(layout, dtype):
     executor, masters = executor_of(layout, dtype), {}
     jobs = averaged(evaluated_jobs(executor.base)[:1])
@@ -124,7 +125,7 @@ def test_with_the_kernels_of_a_gpu_too(monkeypatch):
     assert_means(executor, jobs, masters, 2, 3, torch.float32)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, ["resident", "streamed, adapters travel"]))
 def test_a_mean_that_is_shown_is_evaluated_as_its_own_adapter_and_training_goes_on_from_the_master(layout):
     executor, undisturbed = executor_of(layout), executor_of(layout)
     jobs = averaged(evaluated_jobs(executor.base))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests import bench
+from tests.cases import slow_but
 from tests.run import executors
 from tests.run.models import LAYERS, deep
 from tests.run.processes import run_workers
@@ -60,7 +61,7 @@ def wanted():
     return resident("llama", torch.float32)
 
 
-@pytest.mark.parametrize(("travels", "offloads"), WAYS)
+@pytest.mark.parametrize(("travels", "offloads"), slow_but(WAYS, [(False, False), (True, True)]))
 def test_one_worker_whose_stages_take_turns(travels, offloads, wanted):
     cut = layout(travels, offloads)
     executor = streamed_executor(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import slow_but
 from tests.ops.lora.site_cases import Case, Job, Values, attached, scale, values
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.scales import SiteScale, put_scales, scale_table
@@ -103,8 +105,13 @@ def plain(case: Case, by_slot: dict[int, list[LowRank | None]], found: Values) -
     return {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
 
 
-@pytest.mark.parametrize("plan", [ProductPlan.wide, ProductPlan.fused, ProductPlan.fused_beside])
-@pytest.mark.parametrize("name", CASES)
+PLANS = [ProductPlan.wide, ProductPlan.fused, ProductPlan.fused_beside]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    slow_but(product(CASES, PLANS), [*product(["parts"], PLANS), ("bias and residual", PLANS[1])]),
+)
 def test_scaled_outputs_and_their_gradients_equal_plain_autograd(name: str, plan: ProductPlan) -> None:
     case = CASES[name]
     if not case.residual and plan is ProductPlan.fused_beside and name != "parts":

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.cases import slow_but
 from tests.plan.stream_cases import NEVER, base, gpu, job
 from weftune.plan.layout.need import LayoutDraft, StreamCase
 from weftune.plan.layout.search import EvaluatedDraft, _changes, filled_drafts, largest_drafts
@@ -24,7 +25,7 @@ def changes(found_case, draft):
 # -- starting points ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", slow_but([1, 2, 3], [3]))
 def test_the_largest_stages_take_the_memory_to_the_byte(size):
     """What Steps of adapters that travel pass through is counted once, and once more for each layer."""
     roomy = case(travels=True)

@@ -139,12 +139,15 @@ def test_fused_layers_train_as_the_plain_ones_do(family, monkeypatch):
 
 @pytest.mark.parametrize(
     ("kernel", "captures"),
-    [
-        ("site_gradients.da", False),
-        ("site.down", False),
-        ("norm.norm_backward", True),
-        ("adamw.update", True),
-    ],
+    slow_but(
+        [
+            ("site_gradients.da", False),
+            ("site.down", False),
+            ("norm.norm_backward", True),
+            ("adamw.update", True),
+        ],
+        [("site.down", False), ("adamw.update", True)],
+    ),
 )
 def test_a_run_in_which_a_kernel_fails_trains_on_by_plain_torch(kernel, captures, monkeypatch):
     from weftune.ops import triton as kernels
@@ -187,7 +190,10 @@ def test_on_a_quantised_base_too_and_each_matrix_is_computed_once_a_pass_for_all
 
 @pytest.mark.parametrize(
     "recompute",
-    [NOTHING, Recompute(recomputes_outputs=True, recomputed_layers=1), Recompute(True, 1, tile_rows=16)],
+    slow_but(
+        [NOTHING, Recompute(recomputes_outputs=True, recomputed_layers=1), Recompute(True, 1, tile_rows=16)],
+        [Recompute(True, 1, tile_rows=16)],
+    ),
 )
 def test_virtual_tokens_train_in_fused_layers_as_in_the_plain_ones(recompute, monkeypatch):
     """Rows before samples, and keys and values before them, beside a job that has neither."""

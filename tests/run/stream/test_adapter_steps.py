@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.bench import CPU
+from tests.cases import slow_but
 from tests.interpreter import interpret
 from tests.run.host_steps import (
     WEIGHTS,
@@ -140,7 +141,7 @@ def test_piece_by_piece_a_step_has_the_bits_of_the_whole(cut, outside, dtype, se
 # -- what comes of Steps ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("piece", [64, 320, 1 << 21])
+@pytest.mark.parametrize("piece", slow_but([64, 320, 1 << 21], [320, 1 << 21]))
 def test_outcomes_and_weights_are_those_of_steps_that_are_waited_for(dtypes, piece, monkeypatch):
     monkeypatch.setattr(adapter_steps, "PIECE", piece)
     dtype, weights = dtypes
@@ -164,7 +165,7 @@ def test_outcomes_and_weights_are_those_of_steps_that_are_waited_for(dtypes, pie
     assert [one.progress.step for one in together] == [3, 3, 3]
 
 
-@pytest.mark.parametrize("at", [0, 301, -1])
+@pytest.mark.parametrize("at", slow_but([0, 301, -1], [301]))
 @pytest.mark.parametrize(
     ("loss", "gradient", "weights", "sentence"),
     [
@@ -431,7 +432,7 @@ def test_pieces_that_share_a_buffer_begin_at_multiples_in_it():
 
 
 @pytest.mark.parametrize("halfway", [False, True], ids=["before the update", "behind the update"])
-@pytest.mark.parametrize("at", range(0, 12, 2))
+@pytest.mark.parametrize("at", slow_but(range(0, 12, 2), [0, 6]))
 def test_an_error_within_a_step_that_is_made_good_later_repeats_no_piece(at, halfway, dtypes, monkeypatch):
     """Whether or not the buffer was updated when the error came."""
     monkeypatch.setattr(adapter_steps, "PIECE", 192)
