@@ -3,6 +3,7 @@
 Llama's norms compute in float32, so that a sum in another order can move a result by a rounding of float32.
 """
 
+import json
 import signal
 
 import pytest
@@ -102,3 +103,25 @@ def test_a_kind_that_cannot_be_cut_is_refused_before_anything_starts(tmp_path, f
     assert forks.weftune("train", "jobs.yaml", "--shards", "2", cwd=folder) == 2
     assert "--shards 2: a has a bottleneck adapter, which cannot be trained" in (folder / "log").read_text()
     assert not (folder / "out").exists()
+
+
+@pytest.mark.slow
+def test_preferences_labels_and_rewards_equal_one_process(tmp_path, forks):
+    """With reference policies and mismatched answers, which are scored without gradients, in two stages."""
+    pairs = [{"prompt": f"w{n}", "chosen": f"w{n + 7} w9", "rejected": f"w{n + 20}"} for n in range(6, 26)]
+    labelled = [{"prompt": f"w{n}", "completion": f"w{n + 3} w8", "label": n % 3 > 0} for n in range(6, 26)]
+    kinds = {"dpo": pairs, "orpo": pairs, "reward": pairs, "kto": labelled}
+    jobs = [
+        {"name": kind, "objective": kind, "steps": 4, "batch_size": 4, "data": f"{kind}.jsonl",
+         "adapter": {"rank": 2}, "eval": {"fraction": 0.2, "every": 2}}
+        for kind in kinds
+    ]  # fmt: skip
+    folder = deep_folder(tmp_path, jobs, family="llama")
+    for kind, rows in kinds.items():
+        (folder / f"{kind}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    words = ("train", "jobs.yaml", "--output")
+    assert forks.weftune(*words, "one", cwd=folder) == 0, (folder / "log").read_text()
+    assert forks.weftune(*words, "four", "--shards", "2", "--pipeline", "2", cwd=folder) == 0, (
+        folder / "log"
+    ).read_text()
+    assert_equal(folder / "four", folder / "one")

@@ -1,9 +1,13 @@
 """Chunked log-probabilities against plain torch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from tests.shards import on_shards
 from weftune.core import shapes
+from weftune.core.shards import VocabularyShard
 from weftune.core.weights import Head, HeadRows
 from weftune.ops.logprobs import run_counts, run_sums, target_logprobs
 
@@ -137,3 +141,96 @@ def test_a_nan_stays_in_its_run() -> None:
 def test_what_is_true_is_counted_run_by_run() -> None:
     found_S = torch.tensor([1, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1], dtype=torch.bool)
     assert run_counts(found_S, LENGTHS).tolist() == [2, 0, 1, 2, 2]
+
+
+def by_shards(shards, h, targets, head, coefficients, own=None):
+    """What every shard of a head returns: log-probabilities, whether the targets are the argmax, and the
+    gradients of the hidden states and of a job's own rows."""
+
+    def on_shard(team):
+        shard = VocabularyShard(team, len(head.weight_VD))
+        rows = slice(shard.start, shard.stop)
+        bias_V = None if head.bias_V is None else head.bias_V[rows]
+        part = replace(head, weight_VD=head.weight_VD[rows], bias_V=bias_V, shard=shard)
+        leaf = h.detach().requires_grad_()
+        rows_nD = own.rows_nD.detach().requires_grad_() if own else None
+        logprobs, correct = target_logprobs(leaf, targets, part, own and HeadRows(own.ids_n, rows_nD))
+        leaves = [leaf] if rows_nD is None else [leaf, rows_nD]
+        return logprobs.detach(), correct, *torch.autograd.grad((logprobs * coefficients).sum(), leaves)
+
+    first, *others = on_shards(shards, on_shard)
+    for one in others:
+        torch.testing.assert_close(one, first, rtol=0, atol=0, equal_nan=True)
+    return first
+
+
+@pytest.mark.parametrize("shards", [2, 4, 53])
+@pytest.mark.parametrize("rows", [13, 0])
+@pytest.mark.parametrize(("softcap", "multiplier", "bias"), [(None, 1.0, False), (3.0, 0.25, True)])
+def test_a_head_divided_by_tokens_gives_what_the_whole_one_gives(shards, rows, softcap, multiplier, bias):
+    torch.manual_seed(rows)
+    bias_V = torch.randn(53, dtype=torch.float64) if bias else None
+    head = Head(torch.randn(53, 16, dtype=torch.float64), bias_V, softcap, multiplier)
+    h = torch.randn(rows, 16, dtype=torch.float64)
+    targets = torch.randint(0, 53, (rows,))
+    targets[::2] = head.logits(h).argmax(-1)[::2]
+    coefficients = torch.randn(rows, dtype=torch.float64)
+    leaf = h.clone().requires_grad_()
+    want, hits = target_logprobs(leaf, targets, head)
+    (gradient,) = torch.autograd.grad((want * coefficients).sum(), leaf)
+
+    got = by_shards(shards, h, targets, head, coefficients)
+
+    torch.testing.assert_close(got[0], want.detach(), rtol=1e-12, atol=1e-12)
+    assert torch.equal(got[1], hits)
+    torch.testing.assert_close(got[2], gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_logits_of_any_size_are_normalised_across_shards():
+    """The largest logit of one shard may be far above all those of another."""
+    head = Head(torch.eye(4, dtype=torch.float64))
+    h = torch.tensor([[900.0, 0, -900, 1], [-900, -901, 900, 899], [0, 0, 0, 0]], dtype=torch.float64)
+    targets = torch.tensor([3, 2, 1])
+    got = by_shards(2, h, targets, head, torch.ones(3))
+    want, hits = target_logprobs(h, targets, head)
+    torch.testing.assert_close(got[0], want, rtol=1e-12, atol=0)
+    assert torch.equal(got[1], hits)
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_the_argmax_across_shards_is_the_lowest_index_among_equals(shards):
+    head = Head(torch.eye(4))
+    h = torch.tensor([[1.0, 2.0, 2.0, 0.0], [1.0, 2.0, 2.0, 0.0], [3.0, 3.0, 3.0, 3.0], [0.0, 1.0, 0.0, 1.0]])
+    correct = by_shards(shards, h, torch.tensor([1, 2, 0, 1]), head, torch.ones(4))[1]
+    assert correct.tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_rows_of_a_jobs_own_in_a_divided_head_get_the_gradient_of_the_whole_one(shards):
+    """The rows are on several shards, and some shards have none of them."""
+    torch.manual_seed(0)
+    head = Head(torch.randn(53, 16, dtype=torch.float64), softcap=3.0, multiplier=0.5)
+    own = HeadRows(torch.tensor([5, 3, 30]), torch.randn(3, 16, dtype=torch.float64, requires_grad=True))
+    h = torch.randn(13, 16, dtype=torch.float64, requires_grad=True)
+    targets, coefficients = torch.randint(0, 53, (13,)), torch.randn(13, dtype=torch.float64)
+    targets[:3] = own.ids_n
+    want, hits = target_logprobs(h, targets, head, own)
+    expected = torch.autograd.grad((want * coefficients).sum(), (h, own.rows_nD))
+
+    got = by_shards(shards, h.detach(), targets, head, coefficients, own)
+
+    torch.testing.assert_close(got[0], want.detach(), rtol=1e-12, atol=1e-12)
+    assert torch.equal(got[1], hits)
+    torch.testing.assert_close(got[2:], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_nan_row_leaves_the_other_rows_of_a_divided_head_alone():
+    torch.manual_seed(1)
+    head = Head(torch.randn(53, 16))
+    h, targets = torch.randn(6, 16), torch.randint(0, 53, (6,))
+    clean = by_shards(2, h, targets, head, torch.ones(6))
+    h[2] = torch.nan
+    poisoned = by_shards(2, h, targets, head, torch.ones(6))
+    keep = torch.arange(6) != 2
+    assert all(torch.equal(a[keep], b[keep]) for a, b in zip(clean, poisoned, strict=True))
+    assert poisoned[0][2].isnan()

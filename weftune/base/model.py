@@ -23,6 +23,7 @@ from weftune.base.shape import embedding_module, model_shape, site_modules, site
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import EMBED_SCALE, SCORE, LayerRange, ModelShape, SiteShape, SiteSlice
+from weftune.core.shards import VocabularyShard
 from weftune.core.weights import Head, WeightHolder
 from weftune.errors import BaseModelError
 
@@ -50,6 +51,8 @@ class Base:
     slices: Mapping[str, SiteSlice] = field(default_factory=dict)
     """Maps each site to the part of it that is local, if every layer is divided into shards. `shape` has the
     sizes of the local parts."""
+    vocabulary_shard: VocabularyShard | None = None
+    """The tokens whose rows of embedding and head are local, if these are divided among shards."""
 
     @property
     def first(self) -> bool:
@@ -134,8 +137,13 @@ class Base:
         return read
 
     def _read_parameter(self, site: str, name: str, default: Tensor) -> Tensor:
-        """Return a site's parameter from the host if it is streamed, otherwise `default`."""
+        """Return a site's parameter from the host if it is streamed or divided, otherwise `default`."""
         stored = None if self.stored is None else self.stored(f"{site}.{name}")
+        if stored is None and self.slices:
+            raise BaseModelError(
+                f"{site}.{name} is divided among shards, and the files of {self.spec.model} hold it under "
+                "another name, so that adapters cannot start from it; train without --shards"
+            )
         return default if stored is None else stored
 
     def hidden(
@@ -165,6 +173,7 @@ class Base:
             output.bias,
             getattr(config, "final_logit_softcapping", None),
             logit_multiplier(config),
+            self.vocabulary_shard,
         )
 
 

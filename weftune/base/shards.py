@@ -5,7 +5,9 @@ The linears that read the hidden states (q, k, v, gate, up) are cut by their out
 them (o, down) by their inputs. A shard computes the attention of its own heads and its part of the
 feed-forward. The outputs of o and of down are summed over the shards in the forward, and the gradients at the
 inputs of attention and feed-forward in the backward. Adapters are part of the linears, so that these sums
-include them. Norms, embedding and head are whole on every shard.
+include them. Embedding and head are cut by the tokens of the vocabulary: an embedding is a sum over the
+shards, of which one has the token's row, and `ops/logprobs.py` combines the logits of all shards. Norms are
+whole on every shard.
 
 Shapes: T rows, D hidden width.
 """
@@ -20,6 +22,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weftune.base.architecture import (
@@ -32,30 +35,13 @@ from weftune.base.decoders import DECODERS, DecoderFacts
 from weftune.base.load import load_config, load_plain, model_source
 from weftune.base.model import Base, isolate_samples, own_config
 from weftune.base.quant.linear import matrix_dtype
-from weftune.base.shape import model_shape, model_sites, values
+from weftune.base.shape import embedding_module, model_shape, model_sites, values
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import ENDS, Elsewhere, decoder_of, keep_stages
 from weftune.base.weights import file_reader, weight_files
-from weftune.core.shapes import LayerRange, SiteShape, SiteSlice
+from weftune.core.shapes import EMBED_SCALE, LayerRange, SiteShape, SiteSlice
+from weftune.core.shards import ShardTeam, SumOverShards, VocabularyShard
 from weftune.errors import BaseModelError
-
-SumOverShards = Callable[[Tensor], None]
-"""Function that replaces a tensor by its sum over all shards, on every shard."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardTeam:
-    """The workers that hold each layer together, as one of them sees them."""
-
-    shard: int
-    """Index of this worker's shard."""
-    shards: int
-    sum_over_shards: SumOverShards
-
-    def part(self, size: int) -> tuple[int, int]:
-        """Return this shard's equal part of `size` consecutive numbers, as (start, stop)."""
-        each = size // self.shards
-        return self.shard * each, (self.shard + 1) * each
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +61,11 @@ def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam, layer_rang
     model = load_plain(spec, torch.device("cpu"))
     files = weight_files(model_source(spec), spec.revision)
     read = None if files is None else file_reader(model, files, torch.device("cpu"))
-    whole = {site.name: (site.out_features, site.in_features) for site in model_sites(model)}
+    whole: dict[str, tuple[int, ...]] = {
+        site.name: (site.out_features, site.in_features) for site in model_sites(model)
+    }
+    for path, module in embedding_module(model).items():
+        whole[path] = cast(nn.Embedding, module).weight.shape
     dtype = matrix_dtype(model)
 
     def read_whole(name: str) -> Tensor | None:
@@ -122,8 +112,8 @@ def shard_of(
     read_whole: Callable[[str], Tensor | None] = lambda name: None,
 ) -> Base:
     """Cut `model` in place to one shard of a stage, and return it as a frozen base with Weftune's attention.
-    `read_whole` returns the whole weight of a site by its name, for kinds that start from it, or None for any
-    other parameter."""
+    `read_whole` returns the whole weight of a site or of the embedding by its name, for kinds that start from
+    it, or None for any other parameter."""
     _refuse_config(model.config, spec.model, team.shards)
     refuse_modules(model, spec.model)
     whole = model_shape(model, matrix_dtype(model))
@@ -134,12 +124,14 @@ def shard_of(
     slices = dict(_cut_layers(model, team))
     for layer in _layers(model):
         _sum_over_shards(layer, DECODERS[model.config.model_type], team.sum_over_shards)
+    vocabulary = VocabularyShard(team, whole.vocabulary)
+    _cut_ends(model, vocabulary)
     nn.Module.to(model, device)
     sites = tuple(local_site(site, slices[site.name]) for site in whole.sites if site.name in slices)
     layers = layer_range.stop - layer_range.start
     shape = replace(whole, layers=layers, parameters=values(model), sites=sites)
     dtype = matrix_dtype(model)
-    return Base(model, spec, shape, device, dtype, layer_range, whole.sites, read_whole, slices)
+    return Base(model, spec, shape, device, dtype, layer_range, whole.sites, read_whole, slices, vocabulary)
 
 
 def local_site(site: SiteShape, part: SiteSlice) -> SiteShape:
@@ -234,6 +226,49 @@ def _set_head_counts(attention: nn.Module, sizes: _Sizes, team: ShardTeam) -> No
     attention.config = config
     groups = counts["num_attention_heads"] // counts["num_key_value_heads"]
     setattr(attention, "num_key_value_groups", groups)  # noqa: B010 (nn.Module declares tensors or modules)
+
+
+# -- embedding and head ----------------------------------------------------------------------------------
+
+
+class ShardedEmbedding(nn.Module):
+    """The embeddings of one shard's tokens. Every shard gets the embeddings of all tokens, as a sum to which
+    one shard adds the embedding and the others add zeros."""
+
+    def __init__(self, whole: nn.Embedding, shard: VocabularyShard) -> None:
+        super().__init__()
+        self.weight = _rows(whole.weight, shard)
+        self.padding_idx = whole.padding_idx
+        self._shard = shard
+        if (scale := getattr(whole, EMBED_SCALE, None)) is not None:
+            self.register_buffer(EMBED_SCALE, torch.as_tensor(scale), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        row, is_local = self._shard.local_rows(tokens)
+        h = torch.where(is_local[..., None], embedding(row, self.weight), 0.0)
+        self._shard.team.sum_over_shards(h)
+        scale = getattr(self, EMBED_SCALE, None)
+        return h if scale is None else h * scale.to(h.dtype)
+
+
+def _cut_ends(model: PreTrainedModel, shard: VocabularyShard) -> None:
+    """Keep only the shard's rows of the embedding and of the head, those of both that this stage has. A head
+    that is tied to the embedding stays tied."""
+    decoder, ends = decoder_of(model), ENDS[model.config.model_type]
+    whole, head = getattr(decoder, ends.embedding), model.get_output_embeddings()
+    is_tied = getattr(whole, "weight", None) is getattr(head, "weight", head)
+    if isinstance(whole, nn.Embedding):
+        setattr(decoder, ends.embedding, ShardedEmbedding(whole, shard))
+    if isinstance(head, nn.Linear):
+        head.weight = getattr(decoder, ends.embedding).weight if is_tied else _rows(head.weight, shard)
+        head.out_features = len(head.weight)
+        if head.bias is not None:
+            head.bias = _rows(head.bias, shard)
+
+
+def _rows(whole: Tensor, shard: VocabularyShard) -> nn.Parameter:
+    """Return the shard's rows of a parameter, without the memory of the others."""
+    return nn.Parameter(whole.detach()[shard.start : shard.stop].clone(), requires_grad=False)
 
 
 # -- sums over shards ------------------------------------------------------------------------------------

@@ -152,6 +152,12 @@ class ModelShape:
         return self.parameters - sum(site.weight_count - site.active_weights for site in self.sites)
 
     @property
+    def ties_head(self) -> bool:
+        """Whether embedding and head are one matrix, which is counted once."""
+        inside = sum(site.weight_count for site in self.sites if layer_of(site.name) is not None)
+        return self.parameters < inside + 2 * self.vocabulary * self.hidden
+
+    @property
     def weight_bytes_per_value(self) -> float:
         """Bytes per value of the sites' weights; adapters, activations and head may have another size."""
         return self.bytes_per_value if self.site_bytes_per_value is None else self.site_bytes_per_value
@@ -262,8 +268,8 @@ def sum_parameters_by_layer(parameters: Iterable[tuple[str, int]], layers: int) 
 
 
 def shard_shape(shape: ModelShape, shards: int) -> ModelShape:
-    """Return the sizes of one shard of a base, whose linears in the layers are cut and nothing else.
-    Key/value heads that several shards repeat are counted once."""
+    """Return the sizes of the largest shard of a base, of which the linears in the layers are cut, and the
+    embedding and the head by tokens. Key/value heads that several shards repeat are counted once."""
     sites = tuple(
         replace(site, in_features=site.in_features // shards)
         if site.name.rpartition(".")[2] in CUT_BY_INPUTS
@@ -271,4 +277,7 @@ def shard_shape(shape: ModelShape, shards: int) -> ModelShape:
         for site in shape.sites
     )
     cut = sum(site.weight_count for site in shape.sites) - sum(site.weight_count for site in sites)
-    return replace(shape, parameters=shape.parameters - cut, sites=sites)
+    vocabulary = -(-shape.vocabulary // shards)
+    matrices = 1 if shape.ties_head else 2
+    cut += matrices * shape.hidden * (shape.vocabulary - vocabulary)
+    return replace(shape, vocabulary=vocabulary, parameters=shape.parameters - cut, sites=sites)

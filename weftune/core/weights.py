@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from weftune.core.shards import VocabularyShard
+
 CODES = torch.float8_e4m3fn
 LARGEST = 448.0
 """Largest finite value of e4m3."""
@@ -325,9 +327,13 @@ class Head:
     bias_V: Tensor | None = None
     softcap: float | None = None
     multiplier: float = 1.0
+    shard: VocabularyShard | None = None
+    """The tokens whose rows are in `weight_VD` and `bias_V`, if these are divided among shards. V is then the
+    number of these tokens."""
 
     def logits(self, h_SD: Tensor, replaced_rows: HeadRows | None = None) -> Tensor:
-        """Return the logits in at least float32. The rows in `replaced_rows` replace those of the head."""
+        """Return the logits in at least float32. The rows in `replaced_rows` replace those of the head with
+        these indices."""
         logits_SV = linear(h_SD, self.weight_VD, self.bias_V)
         if replaced_rows is not None:
             bias_n = None if self.bias_V is None else self.bias_V[replaced_rows.ids_n]

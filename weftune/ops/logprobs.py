@@ -7,8 +7,12 @@ hidden state is computed in the forward pass, chunk by chunk; the backward only 
 If a job trains some rows of the head, the gradients of these rows' logits are saved too, and the backward
 computes the gradient of the rows from them.
 
-Shapes: S supervised rows, J jobs (the rows of a job are contiguous), D hidden width, V vocabulary, n tokens
-whose head rows a job trains.
+If the head is divided among shards, each shard computes the logits of its own tokens. The shards exchange a
+few statistics of each row, from which all compute the same log-probabilities, and they add up their parts of
+the gradient.
+
+Shapes: S supervised rows, J jobs (the rows of a job are contiguous), D hidden width, V vocabulary (on a shard
+its own tokens), K shards, n tokens whose head rows a job trains.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from torch.nn.functional import linear
 
 from weftune.core.batch import to_device
 from weftune.core.shapes import logit_rows
+from weftune.core.shards import VocabularyShard
 from weftune.core.weights import Head, HeadRows
 from weftune.ops import triton as kernels
 from weftune.ops.fallback import attempt
@@ -36,6 +41,9 @@ def target_logprobs(
     Among equal logits the argmax is the lowest index, as in `torch.argmax`: a row whose logits are all equal
     predicts token 0.
     """
+    if head.shard is not None:
+        rows_nD, ids_n = (None, None) if own is None else (own.rows_nD, own.ids_n)
+        return _ShardedTargetLogprobs.apply(h_SD, rows_nD, ids_n, targets_S, head, head.shard)
     if own is not None:
         return _OwnTargetLogprobs.apply(h_SD, own.rows_nD, own.ids_n, targets_S, head)
     return _TargetLogprobs.apply(h_SD, targets_S, head)
@@ -104,6 +112,99 @@ class _OwnTargetLogprobs(torch.autograd.Function):
         return (dh_SD * d_S[:, None]).to(h_SD.dtype), drows_nD.to(h_SD.dtype), None, None, None
 
 
+class _ShardedTargetLogprobs(torch.autograd.Function):
+    """Target log-probabilities where every shard has some rows of the head, in plain torch. All sums over
+    shards are in the forward, which every shard runs, also for a job that has ended on one of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_SD: Tensor,
+        rows_nD: Tensor | None,
+        ids_n: Tensor | None,
+        targets_S: Tensor,
+        head: Head,
+        shard: VocabularyShard,
+    ) -> tuple[Tensor, Tensor]:
+        size = logit_rows(h_SD.device.type, shard.max_rows)
+        own = None if rows_nD is None or ids_n is None else _OwnRowsOnShard(rows_nD, ids_n, shard)
+        found = [
+            _by_shard(h, targets, head, shard, own, ctx.needs_input_grad[0])
+            for h, targets in zip(h_SD.split(size), targets_S.split(size), strict=True)
+        ]
+        logprobs_S, correct_S, dh_SD, dlogits_Sn = (torch.cat(parts) for parts in zip(*found, strict=True))
+        if ctx.needs_input_grad[0]:
+            shard.team.sum_over_shards(dh_SD)
+            if own is not None:
+                shard.team.sum_over_shards(dlogits_Sn)
+            ctx.save_for_backward(h_SD, dh_SD, dlogits_Sn)
+        ctx.mark_non_differentiable(correct_S)
+        return logprobs_S, correct_S
+
+    @staticmethod
+    def backward(ctx: Any, d_S: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        h_SD, dh_SD, dlogits_Sn = ctx.saved_tensors
+        drows_nD = None
+        if ctx.needs_input_grad[1]:
+            drows_nD = ((dlogits_Sn * d_S[:, None]).T @ h_SD.to(dlogits_Sn.dtype)).to(h_SD.dtype)
+        return (dh_SD * d_S[:, None]).to(h_SD.dtype), drows_nD, None, None, None, None
+
+
+class _OwnRowsOnShard:
+    """The rows of the head that a job trains, of which this shard replaces those of its own tokens."""
+
+    def __init__(self, rows_nD: Tensor, ids_n: Tensor, shard: VocabularyShard) -> None:
+        index_n, self.is_local_n = shard.local_rows(ids_n)
+        self.replaced = HeadRows(index_n[self.is_local_n], rows_nD[self.is_local_n])
+
+    def take_gradient(self, gradient_SV: Tensor) -> Tensor:
+        """Return the gradient at the logits of all trained rows, 0 at those of other shards, and set the
+        local ones to 0 in `gradient_SV`."""
+        dlogits_Sn = gradient_SV.new_zeros(len(gradient_SV), len(self.is_local_n))
+        dlogits_Sn[:, self.is_local_n] = gradient_SV[:, self.replaced.ids_n]
+        gradient_SV[:, self.replaced.ids_n] = 0.0
+        return dlogits_Sn
+
+
+def _by_shard(
+    h: Tensor,
+    targets_S: Tensor,
+    head: Head,
+    shard: VocabularyShard,
+    own: _OwnRowsOnShard | None,
+    wants_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log-probabilities, whether the targets are the argmax, this shard's part of the gradient at `h`,
+    and its part of the gradient at the logits of a job's own rows, [S, 0] if there are none."""
+    logits_SV = head.logits(h, None if own is None else own.replaced)
+    row_S, is_local_S = shard.local_rows(targets_S)
+    target_S = torch.where(is_local_S, logits_SV.gather(1, row_S[:, None])[:, 0], 0.0)
+    best_S = logits_SV.argmax(dim=-1)
+    max_S = logits_SV.gather(1, best_S[:, None])[:, 0]
+    sum_S = (logits_SV - max_S[:, None]).exp_().sum(dim=-1)
+    # A float32 represents every token's number exactly.
+    statistics_4S = torch.stack([target_S, max_S, sum_S, (best_S + shard.start).to(logits_SV.dtype)])
+    target_KS, max_KS, sum_KS, best_KS = shard.team.gather(statistics_4S).unbind(dim=1)
+    # The first of several equal maxima: shards are in the order of their tokens.
+    holder_1S = max_KS.argmax(dim=0, keepdim=True)
+    top_S = max_KS.gather(0, holder_1S)[0]
+    normaliser_S = (sum_KS * (max_KS - top_S).exp()).sum(dim=0).log()
+    logprobs_S = target_KS.sum(dim=0) - top_S - normaliser_S
+    correct_S = best_KS.gather(0, holder_1S)[0] == targets_S
+    dlogits_Sn = logits_SV.new_empty(len(h), 0)
+    if not wants_gradient:
+        return logprobs_S, correct_S, h, dlogits_Sn
+    normalised_SV = logits_SV - top_S[:, None] - normaliser_S[:, None]
+    counts_S = is_local_S.to(logits_SV.dtype)
+    gradient_SV = _product_gradient(normalised_SV, logits_SV, row_S, head, counts_S)
+    through_own: Tensor | float = 0.0
+    if own is not None:
+        dlogits_Sn = own.take_gradient(gradient_SV)
+        through_own = dlogits_Sn[:, own.is_local_n].to(h.dtype) @ own.replaced.rows_nD
+    dh = gradient_SV.to(h.dtype) @ head.weight_VD + through_own
+    return logprobs_S, correct_S, dh.to(h.dtype), dlogits_Sn
+
+
 def _by_attempt(
     h: Tensor, targets: Tensor, head: Head, wants_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,10 +222,13 @@ def _by_torch(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> t
     return logprobs, correct, (gradient.to(head.weight_VD.dtype) @ head.weight_VD).to(h.dtype)
 
 
-def _product_gradient(normalised: Tensor, logits: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """Return d log p(target) / d hWᵀ, including soft-cap and multiplier. Overwrites `normalised`."""
+def _product_gradient(
+    normalised: Tensor, logits: Tensor, targets: Tensor, head: Head, counts: Tensor | float = 1.0
+) -> Tensor:
+    """Return d log p(target) / d hWᵀ, including soft-cap and multiplier. Overwrites `normalised`. `counts` is
+    1, or for each row 1 if its target is on this shard and 0 otherwise."""
     gradient = normalised.exp_().neg_()
-    gradient[torch.arange(len(targets), device=targets.device), targets] += 1.0
+    gradient[torch.arange(len(targets), device=targets.device), targets] += counts
     if head.softcap is not None:
         gradient *= 1.0 - (logits / head.softcap) ** 2
     if head.multiplier != 1.0:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from weftune.base.host.streamed import StreamedBase, stage_view
 from weftune.base.model import Base
-from weftune.base.shards import ShardTeam
+from weftune.core.shards import ShardTeam
 from weftune.ops.adamw import update
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import WorkerLayout, one_device_layout

@@ -19,7 +19,7 @@ from weftune.adapters.registry import layout_of
 from weftune.adapters.shards import shard_positions
 from weftune.adapters.vector import VectorLayout
 from weftune.base.model import Base
-from weftune.base.shards import ShardTeam
+from weftune.core.shards import ShardTeam
 from weftune.run.training.state import Training
 
 

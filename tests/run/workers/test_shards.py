@@ -26,9 +26,10 @@ from tests.run.workers.test_agreed import (
     whole_base,
 )
 from weftune.adapters.kind import JobAdapter
-from weftune.base.shards import ShardTeam, shard_of
+from weftune.base.shards import shard_of
 from weftune.base.spec import BaseSpec
 from weftune.core.shapes import LayerRange
+from weftune.core.shards import ShardTeam
 from weftune.errors import BaseModelError
 from weftune.plan.program.layout import pipeline_layout
 from weftune.plan.program.program import Forward
@@ -54,8 +55,8 @@ def kind_jobs(base, kind, family="llama"):
 
 
 def token_jobs(base):
-    """A job that trains rows of the embedding, which every shard has."""
-    adapter = {"rank": 2, "trainable_token_indices": [5, 9, 11]}
+    """A job that trains rows of the embedding, which are on both of two shards."""
+    adapter = {"rank": 2, "trainable_token_indices": [5, 9, 11, 60]}
     return [executors.prepare(base, "own", steps=4, adapter=adapter, data=bench.rows(bench.samples(12)))]
 
 
@@ -66,7 +67,7 @@ def reward_jobs(base):
 
 
 def sites_only(read):
-    return lambda name: read(name).detach() if "_proj" in name else None
+    return lambda name: read(name).detach() if "_proj" in name or "embed_tokens" in name else None
 
 
 def training_of(base, job):
@@ -194,8 +195,11 @@ def test_kinds_are_cut_in_other_families_and_with_repeated_key_value_heads(kind,
     assert_equal_to_one_process(family, 4, partial(kind_jobs, kind=kind, family=family))
 
 
-def test_trained_rows_of_the_embedding_get_their_gradient_once():
-    assert_equal_to_one_process("llama", 2, token_jobs)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_trained_rows_of_the_embedding_get_their_gradient_once(family):
+    """In a family whose head is tied to the embedding, too."""
+    assert whole_base(family, torch.float64).tied == (family == "gemma3")
+    assert_equal_to_one_process(family, 2, token_jobs)
 
 
 def test_the_scalar_head_of_a_reward_model_gets_its_gradient_once():

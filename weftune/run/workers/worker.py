@@ -12,10 +12,11 @@ from torch import Tensor
 
 from weftune.base.host.streamed import StreamedBase, load_streamed
 from weftune.base.model import Base
-from weftune.base.shards import ShardTeam, load_shard
+from weftune.base.shards import load_shard
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import load_stage
 from weftune.core.deterministic import deterministic_kernels
+from weftune.core.shards import ShardTeam
 from weftune.errors import UserError
 from weftune.plan.program.layout import WorkerLayout
 from weftune.run.assemble import resident_executor, streamed_executor

@@ -1,0 +1,67 @@
+"""The workers that hold the layers of a base together, each of them a slice of every linear, and the parts of
+the vocabulary that they hold.
+
+Shapes: K shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SumOverShards = Callable[[Tensor], None]
+"""Function that replaces a tensor by its sum over all shards, on every shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTeam:
+    """The workers that hold each layer together, as one of them sees them."""
+
+    shard: int
+    """Index of this worker's shard."""
+    shards: int
+    sum_over_shards: SumOverShards
+
+    def part(self, size: int) -> tuple[int, int]:
+        """Return this shard's part of `size` consecutive numbers, as (start, stop). The sizes of two parts
+        differ by at most 1."""
+        return size * self.shard // self.shards, size * (self.shard + 1) // self.shards
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return the values of every shard, [K, ...]. They are gathered by a sum, to which every shard adds
+        zeros except in its own row."""
+        gathered = values.new_zeros(self.shards, *values.shape)
+        gathered[self.shard] = values
+        self.sum_over_shards(gathered)
+        return gathered
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """The consecutive tokens whose rows of the embedding and of the head are on one shard."""
+
+    team: ShardTeam
+    vocabulary: int
+    """Number of tokens of all shards together."""
+
+    @property
+    def start(self) -> int:
+        return self.team.part(self.vocabulary)[0]
+
+    @property
+    def stop(self) -> int:
+        return self.team.part(self.vocabulary)[1]
+
+    @property
+    def max_rows(self) -> int:
+        """Number of tokens of the largest shard."""
+        return -(-self.vocabulary // self.team.shards)
+
+    def local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the index of each token's row among the local rows, and whether the row is local. The index
+        is 0 if it is not."""
+        is_local = (tokens >= self.start) & (tokens < self.stop)
+        return torch.where(is_local, tokens - self.start, 0), is_local
