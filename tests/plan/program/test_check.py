@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.works import work
+from weftune.core.shapes import LayerRange
 from weftune.plan.program.check import check
-from weftune.plan.program.layout import one_device_layout
+from weftune.plan.program.layout import one_device_layout, pipeline_layout
 from weftune.plan.program.program import (
     Backward,
     Evaluate,
@@ -322,8 +323,23 @@ def test_devices_that_wait_for_each_other_are_refused():
     """Device 0 would send the last activation only after a gradient that device 1 makes from it."""
     program = one_forward_one_backward(work(jobs=1, steps=1, microbatches=1), 2)
     forward, send, receive, backward, *rest = program.devices[0]
-    with pytest.raises(IllegalProgram, match="waits forever"):
+    with pytest.raises(IllegalProgram) as refused:
         check(with_list(program, 0, (forward, receive, backward, send, *rest)))
+    assert str(refused.value) == (
+        f"device 0 waits forever at {receive} for device 1, which waits at {program.devices[1][0]} for "
+        f"device 0, which waits at {receive}"
+    )
+
+
+def test_a_device_that_waits_for_one_that_has_ended_is_refused():
+    layers = [LayerRange(0, 1, 2), LayerRange(1, 2, 2)]
+    only_evaluates = course("a", [], evaluation=[3], evaluate_at={0}, begins=True)
+    program = plan_window([only_evaluates], pipeline_layout(layers), 10)
+    send = next(one for one in program.devices[0] if isinstance(one, Send))
+    with pytest.raises(
+        IllegalProgram, match=r"at Recv.* for device 0, which has reached the end of its list"
+    ):
+        check(left_out(program, 0, send))
 
 
 def test_the_first_device_steps_at_once_and_the_others_right_before_the_next_forward():
@@ -359,7 +375,7 @@ def test_a_step_that_holds_up_what_it_waits_for_is_refused():
     """Device 1 would send the gradient only after a Step for which device 0 needs that gradient."""
     program = one_forward_one_backward(work(jobs=1, steps=1, microbatches=1), 2)
     receive, forward, backward, send, reduce, step = program.devices[1]
-    with pytest.raises(IllegalProgram, match="waits forever"):
+    with pytest.raises(IllegalProgram, match=r"at Recv.* for device 1, which waits at Step.* for device 0"):
         check(with_list(program, 1, (receive, forward, backward, reduce, step, send)))
 
 
