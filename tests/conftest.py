@@ -18,6 +18,8 @@ settings.register_profile("weftune", deadline=None)
 settings.load_profile("weftune")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Workers on a CPU exchange tensors by NCCL's rules, so that an order which would hang with NCCL fails here.
+os.environ.setdefault("WEFTUNE_NCCL_RULES", "1")
 # Torch looks for it once, at the first product on a GPU: tests of deterministic runs may come later.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Torch's allocator on ARM takes a GiB of addresses ahead, which no limit of tests/forks.py would count.

@@ -13,6 +13,7 @@ from multiprocessing.forkserver import ensure_running
 from typing import Any
 
 from weftune.launch.supervise import PRELOADED
+from weftune.run.workers.groups import NCCL_RULES
 
 MODULES = [
     *PRELOADED,
@@ -39,8 +40,12 @@ def run_workers(
     replicas: int = 1,
     ring: bool = False,
     shards: int = 1,
+    rules: bool = True,
 ) -> list[Any]:
-    """What `target(connections, *arguments)` returns on every worker; `workers` are those of all replicas."""
+    """What `target(connections, *arguments)` returns on every worker; `workers` are those of all replicas.
+
+    They exchange tensors by NCCL's rules, or without `rules` as runs on a CPU do.
+    """
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -58,6 +63,7 @@ def run_workers(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
             "WEFTUNE_CACHE": os.environ.get("WEFTUNE_CACHE", ""),
+            NCCL_RULES: str(int(rules)),
         }
         process = made.Process(
             target=_be_worker, args=(environment, theirs, replicas, ring, shards, target, arguments)

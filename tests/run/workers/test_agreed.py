@@ -176,6 +176,13 @@ def test_losses_and_adapters_equal_one_process_in_float64(order, workers):
     assert not any(isinstance(event, Stepped) for events, _, _ in answers[1:] for event in events)
 
 
+def test_workers_that_exchange_tensors_as_runs_on_a_cpu_do_train_the_same():
+    """Other tests follow NCCL's rules instead (tests/run/workers/test_ordered.py)."""
+    answers = run_workers(2, as_worker, "llama", torch.float64, CUTS[2], None, None, rules=False)
+    weights = {key: value for _, slices, _ in answers for key, value in slices.items()}
+    assert_equal((losses_of(answers[0][0]), weights), alone("llama", torch.float64), 1e-9, 1e-8)
+
+
 @pytest.mark.parametrize("family", slow_but(["gpt2", "opt", "gemma3", *MIXTURES], ["gemma3"]))
 def test_families_with_positions_windows_tied_heads_and_experts_train_the_same_in_stages(family):
     answers = run_workers(2, as_worker, family, torch.float64, CUTS[2], None, None)

@@ -6,13 +6,16 @@ import socket
 
 import psutil
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 from weftune.errors import UserError
 from weftune.run.workers.groups import (
     INTERFACE_VARIABLES,
+    NCCL_RULES,
     WorkerPosition,
     bind_interface,
+    choose_library,
     find_interface,
     loopback_store,
     read_position,
@@ -63,6 +66,26 @@ def test_the_workers_of_a_replica_stand_together_in_the_order_of_stages():
     assert {place.stages for place in places} == {2}
     assert [place.stage for place in places] == [0, 1, 0, 1, 0, 1]
     assert [place.replica for place in places] == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpus", "rules", "library"),
+    [
+        ("cuda", 2, "0", "nccl"),
+        ("cuda", 4, "1", "nccl"),
+        ("cuda", 1, "0", "gloo"),
+        ("cuda", 1, "1", "gloo"),
+        ("cpu", 0, "0", "gloo"),
+        ("cpu", 2, "0", "gloo"),
+        ("cpu", 0, "1", "ordered"),
+    ],
+)
+def test_nccl_is_used_where_every_worker_has_a_gpu_and_gloo_elsewhere(
+    monkeypatch, kind, gpus, rules, library
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv(NCCL_RULES, rules)
+    assert choose_library(WorkerPosition(1, 4, 1, 2), torch.device(kind)) == library
 
 
 # -- the network interface -------------------------------------------------------------------------------

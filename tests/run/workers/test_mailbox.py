@@ -16,7 +16,7 @@ from weftune.run.workers.worker import Worker
 
 
 def test_a_send_that_failed_is_told_by_the_next_send_and_when_the_outbox_settles():
-    outbox = Outbox(PeerLane(None, 7))
+    outbox = Outbox(PeerLane(None, 7), bench.CPU)
     # There is no process group here: whatever is sent fails, in the outbox's own thread.
     outbox.send(torch.zeros(3))
     with pytest.raises(PeerLost, match="worker 7 is gone"):

@@ -14,7 +14,7 @@ from weftune.plan.program.program import Forward, Send
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 from weftune.run.parts import delivered
 from weftune.run.workers.groups import create_groups
-from weftune.run.workers.mailbox import Inbox
+from weftune.run.workers.mailbox import inbox_for
 from weftune.run.workers.transport import Transport
 from weftune.trainer.job import collate_plan
 
@@ -82,8 +82,9 @@ def test_a_link_slower_than_the_compute_sets_the_pace_by_itself(without_delay):
     assert passes * delay <= seconds < 0.85 * (passes * delay + base_seconds)
 
 
-def test_a_transport_keeps_what_it_sends_until_the_peer_has_it():
-    got = run_workers(2, exchange)
+@pytest.mark.parametrize("rules", [True, False])
+def test_a_transport_keeps_what_it_sends_until_the_peer_has_it(rules):
+    got = run_workers(2, exchange, rules=rules)
     assert got == [None, [float(number) for number in range(20)]]
 
 
@@ -96,7 +97,7 @@ def exchange(connections):
         transport.flush()
         return None
     time.sleep(0.3)
-    inbox = Inbox(connections.incoming("activation")[0], torch.float64, bench.CPU)
+    inbox = inbox_for(connections.incoming("activation")[0], torch.float64, bench.CPU)
     inbox.expect([(50, 1000)] * 20)
     taken = [inbox.receive() for _ in range(20)]
     assert all(bool((one == one[0, 0]).all()) for one in taken)
@@ -158,7 +159,7 @@ def settle_each_way(connections):
             elif lanes := connections.incoming(way):
                 time.sleep(LATE)
                 asked = time.monotonic()
-                inbox = Inbox(lanes[0], torch.float64, bench.CPU)
+                inbox = inbox_for(lanes[0], torch.float64, bench.CPU)
                 inbox.expect([(4,)])
                 assert inbox.receive().tolist() == [7.0] * 4
         found[way] = settled, asked
@@ -166,11 +167,12 @@ def settle_each_way(connections):
     return found
 
 
+@pytest.mark.parametrize("rules", [True, False])
 @pytest.mark.parametrize(
     ("replicas", "ways"), [(1, {"activation", "gradient", "sums", "decision"}), (2, {"decision", "share"})]
 )
-def test_whatever_a_transport_sends_is_with_its_receiver_once_it_has_settled(replicas, ways):
-    first, second = run_workers(2, settle_each_way, replicas=replicas)
+def test_whatever_a_transport_sends_is_with_its_receiver_once_it_has_settled(replicas, ways, rules):
+    first, second = run_workers(2, settle_each_way, replicas=replicas, rules=rules)
     seen = set()
     for way in SENDS:
         for (settled, _), (_, asked) in ((first[way], second[way]), (second[way], first[way])):

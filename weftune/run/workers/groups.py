@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from weftune.errors import UserError
+from weftune.run.workers import ordered
 from weftune.run.workers.mailbox import PeerLane
+from weftune.run.workers.ordered import WaitWatch
 
 NO_TIMEOUT = timedelta(days=30)
 """Timeout that never expires: a slow worker is not an error, and a lost one is found by the heartbeat."""
@@ -179,17 +181,23 @@ class WorkerConnections:
     """Maps each connection to its process group."""
     shard_group: Any = None
     """Process group of the shards that hold this worker's layers. None if layers are not divided."""
+    token_groups: Mapping[WorkerLink, Any] = field(default_factory=dict)
+    """Maps each connection whose operations occupy a device to the process group of its tokens."""
+    watch: WaitWatch | None = None
 
     def incoming(self, purpose: Purpose) -> tuple[PeerLane, ...]:
         """Return the connections to this worker, in the order of their senders where there are several."""
         mine = self.position.worker
         links = [one for one in self.groups if one.purpose == purpose and one.receiver == mine]
-        return tuple(PeerLane(self.groups[one], one.sender) for one in links)
+        return tuple(self._lane(one, one.sender) for one in links)
 
     def outgoing(self, purpose: Purpose) -> tuple[PeerLane, ...]:
         mine = self.position.worker
         links = [one for one in self.groups if one.purpose == purpose and one.sender == mine]
-        return tuple(PeerLane(self.groups[one], one.receiver) for one in links)
+        return tuple(self._lane(one, one.receiver) for one in links)
+
+    def _lane(self, link: WorkerLink, peer: int) -> PeerLane:
+        return PeerLane(self.groups[link], peer, self.token_groups.get(link), self.watch)
 
 
 def _links(position: WorkerPosition) -> Iterator[WorkerLink]:
@@ -228,16 +236,37 @@ def _links_between_lists(position: WorkerPosition) -> Iterator[WorkerLink]:
                     yield WorkerLink("scores", sender, receiver)
 
 
+Library = Literal["nccl", "gloo", "ordered"]
+"""Library that moves tensors between workers; `ordered` is gloo with NCCL's rules (`workers/ordered.py`)."""
+NCCL_RULES = "WEFTUNE_NCCL_RULES"
+"""Environment variable that is 1 in tests: workers on a CPU then exchange tensors by NCCL's rules."""
+
+
+def has_separate_gpus(position: WorkerPosition, device: torch.device) -> bool:
+    """Return whether every worker of this machine has a separate GPU, as NCCL requires."""
+    return device.type == "cuda" and torch.cuda.device_count() >= position.local_workers
+
+
+def choose_library(position: WorkerPosition, device: torch.device) -> Library:
+    """Return the library for hidden states, gradients and sums over shards: NCCL where every worker of this
+    machine has a separate GPU, and gloo otherwise."""
+    if has_separate_gpus(position, device):
+        return "nccl"
+    follows_rules = device.type == "cpu" and os.environ.get(NCCL_RULES) == "1"
+    return "ordered" if follows_rules else "gloo"
+
+
 def create_groups(position: WorkerPosition, device: torch.device) -> WorkerConnections:
     """Create all groups. Every worker creates every group in the same order, as torch requires."""
-    library = "nccl" if has_separate_gpus(position, device) else "gloo"
-    groups = {
-        link: dist.new_group(
-            sorted((link.sender, link.receiver)),
-            backend="gloo" if link.purpose in HOST_PURPOSES else library,
-            timeout=NO_TIMEOUT,
-        )
-        for link in _links(position)
+    library = choose_library(position, device)
+    if library == "ordered":
+        ordered.register()
+    links = list(_links(position))
+    groups = {link: _pair_group(link, "gloo" if link.purpose in HOST_PURPOSES else library) for link in links}
+    tokens = {
+        link: _pair_group(link, "gloo")
+        for link in links
+        if library != "gloo" and link.purpose not in HOST_PURPOSES
     }
     # NCCL connects two workers at their first message, and the first of them waits for the other. With
     # receives posted ahead, neighbours would wait for each other forever.
@@ -247,10 +276,16 @@ def create_groups(position: WorkerPosition, device: torch.device) -> WorkerConne
             dist.send(greeting, link.receiver, group=group)
         if link.purpose not in HOST_PURPOSES and position.worker == link.receiver:
             dist.recv(greeting, link.sender, group=group)
-    return WorkerConnections(position, groups, _shard_group(position, library, greeting))
+    watch = ordered.make_watch(position.worker) if library == "ordered" else None
+    shard_group = _shard_group(position, library, greeting)
+    return WorkerConnections(position, groups, shard_group, tokens, watch)
 
 
-def _shard_group(position: WorkerPosition, library: str, greeting: torch.Tensor) -> Any:
+def _pair_group(link: WorkerLink, library: Library) -> Any:
+    return dist.new_group(sorted((link.sender, link.receiver)), backend=library, timeout=NO_TIMEOUT)
+
+
+def _shard_group(position: WorkerPosition, library: Library, greeting: torch.Tensor) -> Any:
     """Create the groups of all workers that hold layers together; return this worker's, or None."""
     if position.shards == 1:
         return None
@@ -262,11 +297,6 @@ def _shard_group(position: WorkerPosition, library: str, greeting: torch.Tensor)
             found = group
             dist.all_reduce(greeting, group=group)
     return found
-
-
-def has_separate_gpus(position: WorkerPosition, device: torch.device) -> bool:
-    """Return whether every worker of this machine has a separate GPU, as NCCL requires."""
-    return device.type == "cuda" and torch.cuda.device_count() >= position.local_workers
 
 
 # -- the network interface that reaches the other workers, for the libraries that must bind one -------------

@@ -1,4 +1,10 @@
-"""Tensors between workers: receives are posted ahead, and a sender never waits for an arrival."""
+"""Tensors between workers: receives are posted ahead, and a sender never waits for an arrival.
+
+With NCCL, an operation that waits for its peer occupies the device, and whatever synchronises the device (the
+capture of a graph, memory that is returned to the driver) waits for it. The peer may be waiting for what this
+worker does next. So a transfer starts on both devices only when both workers are ready for it: each tensor is
+announced by a token, which threads of both workers exchange in host memory.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +12,16 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from weftune.run.workers.ordered import POLL_SECONDS, WaitWatch
 
 POSTED_AHEAD = 2
 """Number of receives posted beyond the one that is waited for."""
@@ -28,6 +37,21 @@ class PeerLane:
 
     group: Any
     peer: int
+    token_group: Any = None
+    """Process group in host memory that announces each tensor. None if the operations of `group` wait in host
+    memory themselves, as those of gloo do."""
+    watch: WaitWatch | None = None
+    """Watch for workers that wait for one another, in tests."""
+
+    @contextmanager
+    def waiting(self, awaited: object) -> Iterator[None]:
+        """Wait for the peer inside the context; raise PeerLost if it is gone."""
+        recorded = nullcontext() if self.watch is None else self.watch.waiting([self.peer], str(awaited))
+        try:
+            with recorded:
+                yield
+        except RuntimeError as error:
+            raise PeerLost(f"worker {self.peer} is gone: {error}") from error
 
 
 class Inbox:
@@ -36,7 +60,7 @@ class Inbox:
     def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
         self._lane = lane
         self._dtype, self._device = dtype, device
-        self._staged = device.type == "cuda" and dist.get_backend(lane.group) == "gloo"
+        self._staged = device.type == "cuda"
         self._shapes: deque[tuple[int, ...]] = deque()
         self._posted: deque[tuple[Tensor, Any]] = deque()
         self._number = 0
@@ -45,52 +69,117 @@ class Inbox:
         self._shapes.extend(shapes)
         self._post()
 
-    def receive(self) -> Tensor:
+    def receive(self, awaited: object = "a tensor") -> Tensor:
+        """Return the next tensor. `awaited` describes it in messages about workers that wait in a circle."""
         buffer, work = self._posted.popleft()
-        try:
+        with self._lane.waiting(awaited):
             work.wait()
-        except RuntimeError as error:
-            raise PeerLost(f"worker {self._lane.peer} is gone: {error}") from error
         self._post()
         return buffer.to(self._device, non_blocking=True) if self._staged else buffer
 
+    def close(self) -> None:
+        pass
+
     def _post(self) -> None:
         while self._shapes and len(self._posted) <= POSTED_AHEAD:
-            shape = self._shapes.popleft()
-            if self._staged:
-                buffer = torch.empty(shape, dtype=self._dtype, pin_memory=True)
-            else:
-                buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
+            buffer = torch.empty(self._shapes.popleft(), dtype=self._dtype, pin_memory=self._staged)
             work = dist.irecv(buffer, self._lane.peer, group=self._lane.group, tag=self._number)
             self._posted.append((buffer, work))
             self._number += 1
 
 
+class DirectInbox:
+    """The tensors from a worker with a separate GPU. A thread starts each receive when its token has come."""
+
+    def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
+        self._lane = lane
+        self._dtype, self._device = dtype, device
+        self._free_buffers = threading.Semaphore(1 + POSTED_AHEAD)
+        self._shapes: queue.Queue[tuple[int, ...] | None] = queue.Queue()
+        self._started: queue.Queue[tuple[Tensor, Any] | Exception] = queue.Queue()
+        self._thread = threading.Thread(target=self._serve, name=f"from worker {lane.peer}", daemon=True)
+        self._thread.start()
+
+    def expect(self, shapes: Iterable[tuple[int, ...]]) -> None:
+        for shape in shapes:
+            self._shapes.put(shape)
+
+    def receive(self, awaited: object = "a tensor") -> Tensor:
+        """Return the next tensor. `awaited` describes it in messages about workers that wait in a circle."""
+        with self._lane.waiting(awaited):
+            started = self._next_started()
+            if isinstance(started, Exception):
+                self._started.put(started)
+                raise started
+            buffer, work = started
+            work.wait()
+        self._free_buffers.release()
+        if buffer.is_cuda:
+            # It was allocated for the thread's stream.
+            buffer.record_stream(torch.cuda.current_stream(self._device))
+        return buffer
+
+    def close(self) -> None:
+        self._shapes.put(None)
+
+    def _next_started(self) -> tuple[Tensor, Any] | Exception:
+        if self._lane.watch is None:
+            return self._started.get()
+        while True:
+            try:
+                return self._started.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                self._lane.watch.look()
+
+    def _serve(self) -> None:
+        with _separate_stream(self._device):
+            try:
+                while (shape := self._shapes.get()) is not None:
+                    self._free_buffers.acquire()
+                    self._started.put(self._start(shape))
+            except Exception as error:
+                self._started.put(error)
+
+    def _start(self, shape: tuple[int, ...]) -> tuple[Tensor, Any]:
+        lane, buffer = self._lane, torch.empty(shape, dtype=self._dtype, device=self._device)
+        dist.recv(_new_token(), lane.peer, group=lane.token_group)
+        return buffer, dist.irecv(buffer, lane.peer, group=lane.group)
+
+
 class Outbox:
     """The tensors to one worker, sent in order by a thread: the sender never waits for its peer."""
 
-    def __init__(self, lane: PeerLane, delay: float = 0.0) -> None:
+    def __init__(self, lane: PeerLane, device: torch.device, delay: float = 0.0) -> None:
+        """`delay` is added to the seconds of every message."""
         self._lane = lane
+        self._device = device
         self._delay = delay
         self._queue: queue.Queue[tuple[Tensor, torch.cuda.Event | None] | None] = queue.Queue()
+        self._started: deque[tuple[Tensor, Any]] = deque()
+        """Tensors whose transfer between devices has started, and may not have ended."""
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name=f"to worker {lane.peer}", daemon=True)
         self._thread.start()
 
     def send(self, tensor: Tensor) -> None:
         self._raise()
-        if not tensor.is_cuda:
-            self._queue.put((tensor.detach().contiguous(), None))
+        kept = tensor.detach().contiguous()
+        if not kept.is_cuda:
+            self._queue.put((kept, None))
             return
-        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        staged.copy_(tensor.detach(), non_blocking=True)
+        if self._lane.token_group is None:
+            device_tensor, kept = kept, torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
+            kept.copy_(device_tensor, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        self._queue.put((staged, ready))
+        self._queue.put((kept, ready))
 
     def flush(self) -> None:
         """Wait until everything has been received."""
-        self._queue.join()
+        with self._lane.waiting("the last of its messages to be received"):
+            self._queue.join()
+            while self._started and self._error is None:
+                self._started.popleft()[1].wait()
         self._raise()
 
     def close(self) -> None:
@@ -102,45 +191,45 @@ class Outbox:
             raise PeerLost(f"worker {self._lane.peer} is gone: {self._error}") from self._error
 
     def _serve(self) -> None:
-        number = 0
-        while (item := self._queue.get()) is not None:
-            tensor, ready = item
-            try:
-                if self._error is None:
-                    if ready is not None:
-                        ready.synchronize()
-                    if self._delay:
+        is_direct, number = self._lane.token_group is not None, 0
+        transfer = self._start if is_direct else self._send
+        with _separate_stream(self._device) if is_direct else nullcontext():
+            while (item := self._queue.get()) is not None:
+                try:
+                    if self._error is None:
                         time.sleep(self._delay)
-                    dist.send(tensor, self._lane.peer, group=self._lane.group, tag=number)
-            except Exception as error:
-                self._error = error
-            finally:
-                number += 1
-                self._queue.task_done()
+                        transfer(*item, number)
+                except Exception as error:
+                    self._error = error
+                finally:
+                    number += 1
+                    self._queue.task_done()
+
+    def _send(self, tensor: Tensor, ready: torch.cuda.Event | None, number: int) -> None:
+        """Send a tensor in host memory, and return when it has been received."""
+        if ready is not None:
+            ready.synchronize()
+        dist.send(tensor, self._lane.peer, group=self._lane.group, tag=number)
+
+    def _start(self, tensor: Tensor, ready: torch.cuda.Event | None, number: int) -> None:
+        """Start a transfer between devices, as soon as the receiver is ready for it."""
+        dist.send(_new_token(), self._lane.peer, group=self._lane.token_group)
+        if ready is not None:
+            ready.wait()
+        while self._started and self._started[0][1].is_completed():
+            self._started.popleft()
+        self._started.append((tensor, dist.isend(tensor, self._lane.peer, group=self._lane.group)))
 
 
-class DirectOutbox:
-    """The tensors to a worker with a separate GPU: the library orders them after the compute."""
-
-    def __init__(self, lane: PeerLane) -> None:
-        self._lane = lane
-        self._works: deque[tuple[Tensor, Any]] = deque()
-
-    def send(self, tensor: Tensor) -> None:
-        while self._works and self._works[0][1].is_completed():
-            self._works.popleft()
-        kept = tensor.detach().contiguous()
-        self._works.append((kept, dist.isend(kept, self._lane.peer, group=self._lane.group)))
-
-    def flush(self) -> None:
-        while self._works:
-            self._works.popleft()[1].wait()
-
-    def close(self) -> None:
-        pass
+def inbox_for(lane: PeerLane, dtype: torch.dtype, device: torch.device) -> Inbox | DirectInbox:
+    made = Inbox if lane.token_group is None else DirectInbox
+    return made(lane, dtype, device)
 
 
-def outbox_for(lane: PeerLane, device: torch.device, delay: float = 0.0) -> Outbox | DirectOutbox:
-    """Return an outbox for a lane; `delay` is added to the seconds of every message."""
-    direct = device.type == "cuda" and dist.get_backend(lane.group) == "nccl"
-    return DirectOutbox(lane) if direct else Outbox(lane, delay)
+def _new_token() -> Tensor:
+    return torch.zeros(1)
+
+
+def _separate_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context for a thread whose work on a GPU waits for nothing else."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()

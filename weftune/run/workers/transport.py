@@ -19,7 +19,7 @@ from weftune.objectives.spec import MAX_METRICS
 from weftune.plan.program.program import Program, Recv, Reduce, Reduced, Send, Step
 from weftune.run.training.state import master_dtype
 from weftune.run.workers.groups import Purpose, WorkerConnections
-from weftune.run.workers.mailbox import DirectOutbox, Inbox, Outbox, PeerLane, outbox_for
+from weftune.run.workers.mailbox import DirectInbox, Inbox, Outbox, PeerLane, inbox_for
 
 DECISION_VALUES = 2
 """Number of values in a decision: the batch's index in the Program, and the norm of its gradient."""
@@ -34,6 +34,7 @@ SCORE_VALUES = 4
 held-out samples."""
 
 NOWHERE = slice(0, 0)
+AnyInbox = Inbox | DirectInbox
 StepKey = tuple[str, int]
 """A job and its step."""
 
@@ -53,13 +54,13 @@ class Transport:
         self._width, self._dtype, self._device = width, dtype, device
         cpu = torch.device("cpu")
 
-        def inbox(purpose: Purpose, dtype: torch.dtype, device: torch.device) -> Inbox | None:
+        def inbox(purpose: Purpose, dtype: torch.dtype, device: torch.device) -> AnyInbox | None:
             lane = _single_lane(connections.incoming(purpose))
-            return None if lane is None else Inbox(lane, dtype, device)
+            return None if lane is None else inbox_for(lane, dtype, device)
 
-        def outbox(purpose: Purpose, device: torch.device, delay: float) -> Outbox | DirectOutbox | None:
+        def outbox(purpose: Purpose, device: torch.device, delay: float) -> Outbox | None:
             lane = _single_lane(connections.outgoing(purpose))
-            return None if lane is None else outbox_for(lane, device, delay)
+            return None if lane is None else Outbox(lane, device, delay)
 
         self._activation_in = inbox("activation", dtype, device)
         self._gradient_in = inbox("gradient", dtype, device)
@@ -68,7 +69,7 @@ class Transport:
         self._activation_out = outbox("activation", device, delay)
         self._gradient_out = outbox("gradient", device, delay)
         self._sums_out = outbox("sums", cpu, 0.0)
-        self._decisions_out = [outbox_for(lane, cpu) for lane in connections.outgoing("decision")]
+        self._decisions_out = [Outbox(lane, cpu) for lane in connections.outgoing("decision")]
         self.exchange = Exchange(connections, "share", master_dtype(dtype), device, delay)
         self.scores = Exchange(connections, "scores", torch.float64, cpu)
 
@@ -91,7 +92,7 @@ class Transport:
     def receive(self, action: Recv) -> Tensor:
         inbox = self._activation_in if action.payload == "activation" else self._gradient_in
         assert inbox is not None, f"{action}: there is no neighbour on that side"
-        return inbox.receive()
+        return inbox.receive(action)
 
     def send(self, action: Send, tensor_TD: Tensor) -> None:
         outbox = self._activation_out if action.payload == "activation" else self._gradient_out
@@ -105,7 +106,7 @@ class Transport:
     def receive_sums(self) -> Tensor:
         """Return the next sums of a batch over all stages after."""
         assert self._sums_in is not None, "the last stage, and other replicas than the first, receive no sums"
-        return self._sums_in.receive()
+        return self._sums_in.receive("the sums of a batch")
 
     def send_sums(self, sums: Tensor) -> None:
         assert self._sums_out is not None, "the first stage keeps its sums"
@@ -114,7 +115,7 @@ class Transport:
     def receive_decision(self) -> Tensor:
         """Return the first worker's next decision, after passing it on."""
         assert self._decision_in is not None, "the first worker decides by itself"
-        decision = self._decision_in.receive()
+        decision = self._decision_in.receive("a decision")
         self.send_decision(decision)
         return decision
 
@@ -131,8 +132,12 @@ class Transport:
     def close(self) -> None:
         for outbox in self._outboxes():
             outbox.close()
+        inboxes = self._activation_in, self._gradient_in, self._sums_in, self._decision_in
+        for inbox in (*inboxes, *self.exchange.inboxes, *self.scores.inboxes):
+            if inbox is not None:
+                inbox.close()
 
-    def _outboxes(self) -> list[Outbox | DirectOutbox]:
+    def _outboxes(self) -> list[Outbox]:
         outboxes = (self._activation_out, self._gradient_out, self._sums_out)
         given = (one for one in outboxes if one is not None)
         return [*given, *self._decisions_out, *self.exchange.outboxes, *self.scores.outboxes]
@@ -151,7 +156,7 @@ class _Replica:
     ) -> None:
         self.worker, self._payload = lane.peer // shards, payload
         """Index of the worker's list of actions, and the payload of the Reduces that send messages."""
-        self._inbox = Inbox(lane, dtype, device)
+        self.inbox = inbox_for(lane, dtype, device)
         self._expected: deque[StepKey] = deque()
         self._received: dict[StepKey, Tensor] = {}
 
@@ -162,7 +167,7 @@ class _Replica:
             if isinstance(one, Reduce) and one.payload == self._payload
         ]
         self._expected.extend((one.job, one.step) for one in expected)
-        self._inbox.expect((size(one.job),) for one in expected)
+        self.inbox.expect((size(one.job),) for one in expected)
 
     def has_message(self, key: StepKey) -> bool:
         return key in self._received or key in self._expected
@@ -170,7 +175,9 @@ class _Replica:
     def receive(self, key: StepKey) -> Tensor:
         """Return the message of a job's batch; messages of other jobs that came earlier are kept."""
         while key not in self._received:
-            self._received[self._expected.popleft()] = self._inbox.receive()
+            self._received[self._expected.popleft()] = self.inbox.receive(
+                f"the {self._payload} of a batch from list {self.worker}"
+            )
         return self._received.pop(key)
 
 
@@ -194,7 +201,8 @@ class Exchange:
         self._others = [
             _Replica(lane, shards, payload, dtype, device) for lane in connections.incoming(purpose)
         ]
-        self.outboxes = [outbox_for(lane, device, delay) for lane in connections.outgoing(purpose)]
+        self.outboxes = [Outbox(lane, device, delay) for lane in connections.outgoing(purpose)]
+        self.inboxes = [other.inbox for other in self._others]
         self._own: dict[StepKey, Tensor] = {}
 
     def expect(self, program: Program, size: Callable[[str], int]) -> None:

@@ -1,0 +1,264 @@
+"""A process group with NCCL's rules on top of gloo, for tests of several workers on a CPU.
+
+The operations of a communicator complete one after another, in the order in which each member enqueued
+them. A send completes only when its receive has been enqueued, since nothing is buffered. All members must
+enqueue operations that match in kind, size and order. Gloo tolerates orders that break these rules; here a
+mismatch raises OrderError on every member, and so does a circle of workers that wait for one another.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BACKEND = "ordered"
+POLL_SECONDS = 0.5
+"""Seconds between two looks at what the other workers wait for."""
+STABLE_POLLS = 4
+"""Number of times in a row that the same circle must be seen: a message may be under way."""
+
+
+class OrderError(AssertionError):
+    """An order of operations that hangs, or mixes up messages, with NCCL. This is always a bug in Weftune."""
+
+
+# -- circles of workers that wait for one another ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The operation for which a worker waits, and the workers that are late."""
+
+    number: int
+    """Number of this wait among those of its worker."""
+    peers: tuple[int, ...]
+    """Workers of which at least one is late."""
+    operation: str
+    operation_key: str = ""
+    """Communicator and index of the operation."""
+
+    def is_at_operation_of(self, other: Wait) -> bool:
+        """Return whether both wait at one operation, and so for somebody else."""
+        return self.operation_key != "" and self.operation_key == other.operation_key
+
+
+class WaitWatch:
+    """Records what this worker waits for in a store that all workers share, and finds circles in it."""
+
+    def __init__(self, store: Any, worker: int) -> None:
+        self._store, self._worker = store, worker
+        self._numbers = count()
+        self._circle: tuple[tuple[int, Wait], ...] = ()
+        """Workers and waits of the last circle that was seen."""
+        self._seen = 0
+        """Number of times in a row that it was seen."""
+
+    @contextmanager
+    def waiting(self, peers: Sequence[int], operation: str, operation_key: str = "") -> Iterator[None]:
+        """Record that this worker waits inside the context. After an OrderError the record stays, so that the
+        other workers of the circle find it, too."""
+        wait = Wait(next(self._numbers), tuple(peers), operation, operation_key)
+        self._store.set(_key(self._worker), json.dumps(asdict(wait)))
+        try:
+            yield
+        except OrderError:
+            raise
+        except BaseException:
+            self._store.set(_key(self._worker), "")
+            raise
+        self._store.set(_key(self._worker), "")
+
+    def look(self) -> None:
+        """Raise OrderError if this worker has been part of one circle for a while. Called while it waits."""
+        circle = self._find_circle()
+        self._seen = self._seen + 1 if circle and circle == self._circle else 0
+        self._circle = circle
+        if self._seen >= STABLE_POLLS:
+            told = ", ".join(f"worker {worker} waits for {wait.operation}" for worker, wait in circle)
+            raise OrderError(f"workers wait for one another, as they would with NCCL: {told}")
+
+    def _find_circle(self) -> tuple[tuple[int, Wait], ...]:
+        """Return the workers of a circle through this one, each with what it waits for."""
+        own = self._read(self._worker)
+        if own is None:
+            return ()
+        paths: list[tuple[tuple[int, Wait], ...]] = [((self._worker, own),)]
+        seen = {self._worker}
+        while paths:
+            path = paths.pop()
+            wait = path[-1][1]
+            for peer in wait.peers:
+                if (found := self._read(peer)) is None or wait.is_at_operation_of(found):
+                    continue
+                if peer == self._worker:
+                    return path
+                if peer not in seen:
+                    seen.add(peer)
+                    paths.append((*path, (peer, found)))
+        return ()
+
+    def _read(self, worker: int) -> Wait | None:
+        if not self._store.check([_key(worker)]) or not (text := self._store.get(_key(worker))):
+            return None
+        said = json.loads(text)
+        return Wait(**{**said, "peers": tuple(said["peers"])})
+
+
+def make_watch(worker: int) -> WaitWatch:
+    """Return a watch whose store is that of the default process group."""
+    return WaitWatch(dist.distributed_c10d._get_default_store(), worker)
+
+
+def _key(worker: int) -> str:
+    return f"waits/{worker}"
+
+
+# -- the process group ------------------------------------------------------------------------------------
+
+OperationKind = Literal["send", "receive", "sum"]
+KINDS: tuple[OperationKind, ...] = ("send", "receive", "sum")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    kind: OperationKind
+    values: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, kind: OperationKind, tensor: Tensor) -> Operation:
+        return cls(kind, tensor.numel(), tensor.dtype)
+
+    @classmethod
+    def from_header(cls, header: Tensor) -> Operation:
+        kind, values, dtype = header.tolist()
+        return cls(KINDS[kind], values, DTYPES[dtype])
+
+    def header(self) -> Tensor:
+        return torch.tensor([KINDS.index(self.kind), self.values, DTYPES.index(self.dtype)])
+
+    def matches(self, other: Operation) -> bool:
+        kinds = {self.kind, other.kind}
+        fits = kinds in ({"send", "receive"}, {"sum"})
+        return fits and (self.values, self.dtype) == (other.values, other.dtype)
+
+    def __str__(self) -> str:
+        return f"a {self.kind} of {self.values} values of {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(slots=True)
+class OrderedWork:
+    """An operation that has been enqueued, with the interface of torch's `Work`."""
+
+    operation: Operation
+    operation_key: str
+    run: Callable[[], Any]
+    peers: tuple[int, ...]
+    watch: WaitWatch
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+    def wait(self, timeout: object = None) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            # Of a worker with several threads, only the main thread can be part of a circle.
+            self.done.wait()
+        elif not self.done.wait(POLL_SECONDS):
+            others = " and ".join(map(str, self.peers))
+            with self.watch.waiting(self.peers, f"{self.operation} with worker {others}", self.operation_key):
+                while not self.done.wait(POLL_SECONDS):
+                    self.watch.look()
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+class OrderedGroup(dist.ProcessGroup):
+    """A communicator of some workers. Two of them send and receive; any number of them sum."""
+
+    def __init__(self, options: Any) -> None:
+        rank, size = options.group_rank, options.group_size
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo: Any = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
+        self._members = tuple(options.global_ranks_in_group)
+        self._name = options.group_id
+        self._worker = self._members[rank]
+        self._watch = make_watch(self._worker)
+        self._enqueued = 0
+        self._queue: queue.Queue[OrderedWork] = queue.Queue()
+        threading.Thread(target=self._serve, name=f"ordered group {self._name}", daemon=True).start()
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def send(  # type: ignore[override]
+        self, tensors: Sequence[Tensor], peer: int, tag: int
+    ) -> OrderedWork:
+        (tensor,) = tensors
+        return self._enqueue("send", tensor, lambda: self._gloo.send([tensor], peer, 0))
+
+    def recv(  # type: ignore[override]
+        self, tensors: Sequence[Tensor], peer: int, tag: int
+    ) -> OrderedWork:
+        (tensor,) = tensors
+        return self._enqueue("receive", tensor, lambda: self._gloo.recv([tensor], peer, 0))
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: Sequence[Tensor], options: Any = None
+    ) -> OrderedWork:
+        (tensor,) = tensors
+        assert options is None or options.reduceOp == dist.ReduceOp.SUM, "only sums are implemented"
+        return self._enqueue("sum", tensor, lambda: self._gloo.allreduce([tensor]))
+
+    def _enqueue(self, kind: OperationKind, tensor: Tensor, run: Callable[[], Any]) -> OrderedWork:
+        assert kind == "sum" or len(self._members) == 2, "messages have communicators of two workers"
+        others = tuple(one for one in self._members if one != self._worker)
+        operation_key = f"{self._name}/{self._enqueued}"
+        self._enqueued += 1
+        work = OrderedWork(Operation.of(kind, tensor), operation_key, run, others, self._watch)
+        self._queue.put(work)
+        return work
+
+    def _serve(self) -> None:
+        failed: Exception | None = None
+        while True:
+            work = self._queue.get()
+            try:
+                if failed is None:
+                    self._meet(work.operation)
+                    work.run().wait()
+            except Exception as error:
+                failed = error
+            work.error = failed
+            work.done.set()
+
+    def _meet(self, operation: Operation) -> None:
+        """Wait until every member has reached its operation; raise OrderError unless all match."""
+        header = operation.header()
+        headers = [torch.zeros_like(header) for _ in self._members]
+        self._gloo.allgather([headers], [header]).wait()
+        for member, found in zip(self._members, map(Operation.from_header, headers), strict=True):
+            if member != self._worker and not operation.matches(found):
+                raise OrderError(
+                    f"worker {self._worker} is at {operation}, where worker {member} is at {found}; the "
+                    "members of a communicator must enqueue operations of one kind and size in one order"
+                )
+
+
+def register() -> None:
+    """Make the backend known to torch, unless it is."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, lambda options, _: OrderedGroup(options), True, ["cpu"])
