@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 # Modules are compiled when they are first imported, which few of them ever are: half of the installation's time.
 INSTALL := $(PIP) install --quiet --no-compile
 
-.PHONY: quickstart serve test test-slow test-gpu smoke-gpu mutants check format dist clean
+.PHONY: quickstart serve test test-slow test-gpu smoke-gpu smoke-multi-gpu mutants check format dist clean
 
 quickstart: $(VENV)/.demo
 	$(BIN)/python examples/quickstart/quickstart.py
@@ -49,6 +49,12 @@ test-gpu: $(GPU_SETUP)
 
 smoke-gpu: $(GPU_SETUP)
 	$(GPU_PYTHON) -m pytest -m smoke tests/smoke -n 4 --dist loadfile
+
+# On a machine with several GPUs, one layout after another; with SMOKE_DEVICE=cpu in processes on a CPU.
+SMOKE_DEVICE ?= cuda
+smoke-multi-gpu: $(GPU_SETUP)
+	WEFTUNE_SMOKE_DEVICE=$(SMOKE_DEVICE) $(GPU_PYTHON) -m pytest -m smoke -rs tests/smoke_multi
+
 # How many small changes to the code its tests find (docs/mutants.md). MODULES=plan/check takes a part, SAMPLE=200
 # so many of each module at random by SEED, JOBS so many processes at a time.
 JOBS ?= 2

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import yaml
@@ -28,11 +30,22 @@ class Ended:
     said: str
 
 
-def weftune(*words: str | Path, code: int = 0, cwd: Path | None = None) -> Ended:
-    """Run one command to its end, which must be the exit code that is expected."""
+def weftune(
+    *words: str | Path,
+    code: int = 0,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Ended:
+    """Run one command to its end, which must be the exit code that is expected; `environment` is added."""
     asked = [sys.executable, "-m", "weftune", *map(str, words)]
     ended = subprocess.run(
-        asked, capture_output=True, text=True, cwd=cwd, env=surroundings(), timeout=200, check=False
+        asked,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**surroundings(), **environment},
+        timeout=200,
+        check=False,
     )
     said = ended.stdout + ended.stderr + worker_logs(words)
     assert ended.returncode == code, f"{' '.join(map(str, words))} ended with {ended.returncode}:\n{said}"
