@@ -24,7 +24,7 @@ from torch import Tensor
 BACKEND = "ordered"
 POLL_SECONDS = 0.5
 """Seconds between two looks at what the other workers wait for."""
-STABLE_POLLS = 4
+STABLE_POLLS = 6
 """Number of times in a row that the same circle must be seen: a message may be under way."""
 
 
