@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.plan.works import work
 from weftune.core.shapes import LayerRange
+from weftune.plan.cost.time import Line
 from weftune.plan.program.check import check
 from weftune.plan.program.layout import one_device_layout, pipeline_layout
 from weftune.plan.program.program import (
@@ -29,8 +30,10 @@ from weftune.plan.program.program import (
     Step,
 )
 from weftune.plan.window.orders import one_forward_one_backward
+from weftune.plan.window.pace import StagePace
+from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import JobWindow
-from weftune.plan.window.window import plan_window
+from weftune.plan.window.window import Pacing, plan_window
 
 
 def placed(lengths):
@@ -329,6 +332,31 @@ def test_devices_that_wait_for_each_other_are_refused():
         f"device 0 waits forever at {receive} for device 1, which waits at {program.devices[1][0]} for "
         f"device 0, which waits at {receive}"
     )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    stages=st.integers(1, 4),
+    replicas=st.integers(1, 3),
+    shards=st.sampled_from([1, 2, 4]),
+    order=st.sampled_from([None, *PipelineOrder]),
+    jobs=st.lists(st.lists(lengths, min_size=1, max_size=3), min_size=1, max_size=4),
+)
+def test_no_planned_window_of_stages_replicas_and_shards_makes_devices_wait_forever(
+    stages, replicas, shards, order, jobs
+):
+    if stages * replicas == 1:
+        return
+    layers = [LayerRange(stage, stage + 1, stages) for stage in range(stages)]
+    pace = StagePace(Line(0.0, 1.0), Line(0.0, 2.0))
+    planned = plan_window(
+        [course(str(number), batches) for number, batches in enumerate(jobs)],
+        pipeline_layout(layers, replicas, shards),
+        64,
+        pacing=Pacing((pace,) * stages, order if replicas == 1 else None),
+    )
+    check(planned)
+    assert len(planned.devices) == stages * replicas, "shards of a device have one list"
 
 
 def test_a_device_that_waits_for_one_that_has_ended_is_refused():
