@@ -76,8 +76,10 @@ def rung_losses(output):
         ("--pipeline", "2"),
         pytest.param(("--replicas", "2"), marks=pytest.mark.slow),
         pytest.param(("--device", "cpu", "--gpu-memory", "512KiB"), marks=pytest.mark.slow),
+        pytest.param(("--device", "cpu", "--gpus", "2"), marks=pytest.mark.slow),
+        pytest.param(("--device", "cpu", "--gpus", "3", "--pipeline", "2"), marks=pytest.mark.slow),
     ],
-    ids=["two stages", "two replicas", "streamed"],
+    ids=["two stages", "two replicas", "streamed", "two shares", "three shares of two stages"],
 )
 def test_rungs_judge_the_same_means_in_every_layout(forks, place, words):
     folder, _ = place
@@ -90,6 +92,29 @@ def test_rungs_judge_the_same_means_in_every_layout(forks, place, words):
     assert rung_losses(output) == pytest.approx(judged, rel=1e-9)
     streamed = any("The base is streamed in" in note for note in status(output)["notes"])
     assert streamed == ("--gpu-memory" in words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resumed", [("--device", "cpu", "--gpus", "3"), ()], ids=["three shares", "alone"])
+def test_killed_in_any_round_of_shares_it_resumes_to_the_same_decisions_and_adapters(forks, place, resumed):
+    folder, _ = place
+    output, want = folder / "out", folder / "undisturbed"
+    shutil.rmtree(output, ignore_errors=True)
+    rng, codes = random.Random(SEED), []
+    for number in range(5):
+        words = ("--device", "cpu", "--gpus", "2", *(["--resume"] if number else []))
+        forks.start("train", "jobs.yaml", *words, cwd=folder)
+        # Later than the first steps, where nothing would be lost.
+        while forks.running() and not list(output.glob(".shares/*/metrics.jsonl")):
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0.0, 3.0))
+        forks.signal(signal.SIGKILL)
+        codes.append(forks.wait())
+        assert codes[-1] in (0, -signal.SIGKILL), log(folder)
+    assert codes[0] == -signal.SIGKILL
+    words = ("train", "jobs.yaml", "--resume", *resumed)
+    assert forks.weftune(*words, cwd=folder) == 0, log(folder)
+    assert_same_sweep(output, want)
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(24, marks=pytest.mark.slow)])

@@ -122,10 +122,8 @@ def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
     """Read the jobs file, and raise all mistakes that can be found without importing torch."""
     from weftune.jobs.store.inbox import added_jobs
     from weftune.jobs.store.store import refuse_output
-    from weftune.jobs.sweeps.read import refuse_shares
     from weftune.jobs.sweeps.record import proposed_trials
     from weftune.report.loggers import check_trackers
-    from weftune.trainer.options import ALL
 
     run = early.read_jobs_file(jobs)
     run = replace(run, output=Path(output or run.output))
@@ -134,8 +132,6 @@ def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
     names += [job.name for job in added_jobs(run.output, names)] if options.resume else []
     if unknown := [name for name in options.restart if name not in names]:
         raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(names)}")
-    if options.gpus not in (None, 1, ALL):
-        refuse_shares(run.sweeps)
     check_trackers(run.report_to)
     refuse_output(run.output, options.resume, options.command)
     with phase(Phase.TOKENISING):

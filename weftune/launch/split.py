@@ -29,7 +29,6 @@ from weftune.jobs.spec.spec import RunSpec
 from weftune.jobs.store.shares import create_shares
 from weftune.jobs.store.status import WORKER_LOGS, State, resume_line
 from weftune.jobs.store.store import Store, open_store
-from weftune.jobs.sweeps.read import refuse_shares
 from weftune.jobs.sweeps.record import SweepRecord
 from weftune.launch.supervise import INTERRUPTED, POLL_SECONDS, ProcessSpec, Supervisor, Team, TeamEnd
 from weftune.launch.workers import WorkerMain, connect_workers, connected_team
@@ -54,6 +53,7 @@ from weftune.trainer.journal import View
 from weftune.trainer.machine import launcher_machine
 from weftune.trainer.options import Options
 from weftune.trainer.results import CHECKPOINTS
+from weftune.trainer.sweeps import Sweeps
 from weftune.trainer.train import trainer_for
 from weftune.trainer.trainer import Result, Trainer
 
@@ -84,13 +84,13 @@ def train_shares(
     """Train all jobs of a run in shares, each in the processes that the trainer's options request for one
     base. `devices` has the device of each share's first process. Return the results of all jobs and the exit
     codes of the shares."""
-    refuse_shares(run.sweeps)
     options, device = trainer.options, torch.device(devices[0])
     shape = inspect(trainer.spec, device)
     machine = launcher_machine(options, device, shape, len(devices))
     trainer.restore_added_jobs()
     trainer.check(shape)
     with open_store(trainer.output, options.resume, options.command) as store:
+        sweeps = trainer.restore_sweeps(store)
         ready = trainer.prepare_unfinished(store, shape)
         ended: list[TeamEnd] = []
         if ready:
@@ -100,19 +100,61 @@ def train_shares(
             fits = fitting_jobs(shape, machine, ready, trainer.view) if alone else names
             trainer.prepare_output(store, ready)
             cost = share_cost(shape, machine, len(devices))
-            shares = divide_jobs(ready, cost, machine, len(devices), trainer.output, fits)
-            for number, share in enumerate(shares):
-                time = f", predicted {duration_text(share.seconds)}" if cost.measured and alone else ""
-                jobs = plural(len(share.jobs), "job")
-                trainer.view.note(f"share {number} on {devices[number]}: {jobs}{time}")
             memory = options.memory if machine.on_gpu else machine.budget_bytes
-            teams = _share_teams(run, trainer, shares, devices, memory)
-            ended = _run_shares(trainer, store, ready, shares, teams)
+            for jobs in _rounds(trainer, store, sweeps, ready, shape):
+                fits |= {job.name for job in jobs if sweeps.is_trial(job.name)}
+                shares = divide_jobs(jobs, cost, machine, len(devices), trainer.output, fits)
+                for number, share in enumerate(shares):
+                    time = f", predicted {duration_text(share.seconds)}" if cost.measured and alone else ""
+                    count = plural(len(share.jobs), "job")
+                    trainer.view.note(f"share {number} on {devices[number]}: {count}{time}")
+                teams = _share_teams(run, trainer, shares, devices, memory)
+                ended = _run_shares(trainer, store, jobs, shares, teams)
+                if any(one.code for one in ended):
+                    break
+            sweeps.decide(store)
+            for name in filter(sweeps.is_waiting_at_rung, trainer.jobs):
+                if name in store and not store.job(name).state.ended:
+                    reason = f"waits for other trials of its sweep; resume with {store.resume_line()}"
+                    store.move_job(name, State.PAUSED, reason)
+            store.write_status()
+        sweeps.finish()
         results = trainer.results(store)
     codes = {one.code for one in ended}
     have_ended = all(result.state.ended for result in results.values())
     trainer.interrupted = INTERRUPTED in codes and not have_ended
     return results, codes
+
+
+def _rounds(
+    trainer: Trainer, store: Store, sweeps: Sweeps, prepared_jobs: Sequence[PreparedJob], shape: ModelShape
+) -> Iterator[list[PreparedJob]]:
+    """Yield the jobs that can train now, until none is left. Without sweeps, there is one round.
+
+    In a round, trials train up to their next rung. Between rounds, when the trials of all shares have been
+    evaluated, the rungs are decided. Every round divides its jobs anew, so that all devices have trials.
+    """
+    prepared = {job.name: job for job in prepared_jobs}
+    before: dict[str, int] | None = None
+    while True:
+        for job in prepared.values():
+            sweeps.enter(job)
+        sweeps.decide(store)
+        sweeps.propose(trainer.add, trainer.view.note)
+        new = [job for name, job in trainer.jobs.items() if name not in prepared and sweeps.is_trial(name)]
+        new = [job for job in new if job.name not in store or not store.job(job.name).state.ended]
+        for job in trainer.prepare_all(new, shape, store):
+            prepared[job.name] = sweeps.enter(job)
+            store.add_job(job.name)
+        going = [job for job in prepared.values() if not store.job(job.name).state.ended]
+        steps = {job.name: store.job(job.name).step for job in going}
+        able = [job for job in going if not sweeps.is_waiting_at_rung(job.name)]
+        if before is not None:
+            able = [job for job in able if sweeps.is_trial(job.name)]
+        if not able or steps == before:
+            return
+        yield able
+        before = steps
 
 
 def train_in_processes(run: RunSpec, trainer: Trainer, devices: Sequence[str]) -> dict[str, Result]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from weftune.errors import UserError
 from weftune.jobs.spec.spec import JobSpec
 from weftune.jobs.store.job_file import CHECKPOINTS
+from weftune.jobs.store.status import State
+from weftune.jobs.store.store import Store
 from weftune.jobs.sweeps.halving import averaged_spans
 from weftune.jobs.sweeps.read import trial_job
 from weftune.jobs.sweeps.running import RunningSweep, ShowNote, TrialOrders
@@ -113,15 +116,29 @@ class Sweeps:
                         sweep.record_refusal(trial.name, str(error))
                         show_note(f"warning: {trial.name} cannot be trained: {error}")
 
+    def decide(self, store: Store) -> None:
+        """Decide the rungs that all trials have reached, from the metrics in the store, while nothing trains;
+        trials that leave are cancelled there."""
+        for sweep in self.sweeps:
+            sweep.read_metrics()
+        for name, reason in self.trial_orders({}, ()).leave_reasons.items():
+            store.move_job(name, State.CANCELLED, reason)
+            shutil.rmtree(store.output / name / CHECKPOINTS, ignore_errors=True)
+
+    def is_waiting_at_rung(self, name: str) -> bool:
+        """Whether the trial has been evaluated at a rung and waits there for other trials."""
+        sweep = self._sweep_of_trial.get(name)
+        return sweep is not None and sweep.rungs.is_waiting_at_rung(name)
+
     def finish(self) -> None:
         for sweep in self.sweeps:
             sweep.finish()
 
     def stranded_trials(self) -> Iterator[tuple[str, str]]:
         """Yield the trials that still wait at a rung when no job is attached, with the reason: a trial that
-        they wait for is paused."""
+        they wait for is paused. Nothing strands in a share, since the launcher trains its trials again."""
         for sweep in self.sweeps:
-            for name in sorted(sweep.resting - sweep.rungs.ended.keys()):
+            for name in sorted(sweep.resting - sweep.rungs.ended.keys()) if sweep.decides else ():
                 step, other = sweep.rungs.limit(name), sweep.waiting_for()
                 yield (
                     name,

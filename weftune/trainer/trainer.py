@@ -44,7 +44,7 @@ from weftune.jobs.store.status import State, resume_line
 from weftune.jobs.store.store import Store, open_share, open_store
 from weftune.jobs.sweeps.read import sweep_warnings, trial_job
 from weftune.jobs.sweeps.record import SweepRecord, proposed_trials
-from weftune.jobs.sweeps.running import RunningSweep
+from weftune.jobs.sweeps.running import RunningSweep, SweepInShare
 from weftune.jobs.sweeps.search import TrialSearch
 from weftune.jobs.sweeps.spec import Sweep
 from weftune.report.compare import first_loss, first_validation, kept_validation
@@ -161,7 +161,7 @@ class Trainer:
         shape = self.loop.choice.shape
         self._refuse_mistakes(jobs, shape, place)
         try:
-            ready = self._prepare_all(jobs, shape, self._store_of(self.loop))
+            ready = self.prepare_all(jobs, shape, self._store_of(self.loop))
         finally:
             end_workers()
         for job in ready:
@@ -220,7 +220,7 @@ class Trainer:
     def add_sweep(self, sweep: Sweep, search: TrialSearch | None = None) -> Trainer:
         """Add a sweep whose trials have been added as jobs; `search` proposes later generations."""
         missing = [trial.name for trial in sweep.trials if trial.name not in self.jobs]
-        assert not missing, f"{missing} are no jobs"
+        assert not missing or self.options.share is not None, f"{missing} are no jobs"
         if sweep.name in self.jobs or sweep.name in self.sweeps:
             raise SpecError(Mistake(f"sweep {sweep.name}", "there is already a job or a sweep of that name"))
         self.sweeps[sweep.name] = sweep, search
@@ -260,7 +260,7 @@ class Trainer:
             else:
                 store = open_share(self.output, self.options.share)
             stack.enter_context(store)
-            sweeps = self._restore_sweeps(store)
+            sweeps = self.restore_sweeps(store)
             with nullcontext() if isinstance(self.base, Base) else base_read_ahead(self.spec):
                 ready = self.prepare_unfinished(store, shape)
             shapes = [sweeps.with_weight_means(job).shape for job in ready]
@@ -351,15 +351,18 @@ class Trainer:
         if mistakes := [*mistakes, *check_lengths(jobs, shape, self.spec, place)]:
             raise SpecError(dict.fromkeys(mistakes))
 
-    def _restore_sweeps(self, store: Store) -> Sweeps:
-        """Return the sweeps in their state after earlier runs, and add the trials proposed there as jobs."""
+    def restore_sweeps(self, store: Store) -> Sweeps:
+        """Return the sweeps in their state after earlier runs, and add the trials proposed there as jobs. A
+        share has the trials that it was given."""
         again = {"--restart": self.options.restart, "--retry": self.options.retry}
+        is_alone = self.options.share is None
         running = []
         for sweep, search in self.sweeps.values():
-            one = RunningSweep(sweep, store, self.jobs, self._note_recorder(store), search)
+            kind = RunningSweep if is_alone else SweepInShare
+            one = kind(sweep, store, self.jobs, self._note_recorder(store), search)
             one.show = self.view.sweep
             for trial in one.restore([name for names in again.values() for name in names]):
-                if trial.name not in self.jobs:
+                if is_alone and trial.name not in self.jobs:
                     self.add(trial_job(sweep, trial))
             for option, names in again.items():
                 one.refuse_retries(option, names, self.options.changes)
@@ -386,7 +389,7 @@ class Trainer:
                 restart = resume_line(self.options.command, restart=[name])
                 raise SpecError(f"--retry {name}: it has succeeded; restart it with {restart}")
         try:
-            ready = self._prepare_all(
+            ready = self.prepare_all(
                 [job for job in jobs if not self._has_lost_checkpoints(store, job.name)], shape, store
             )
         finally:
@@ -469,7 +472,7 @@ class Trainer:
         return name in store and store.job(name).state.ended
 
     @phase(Phase.TOKENISING)
-    def _prepare_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[PreparedJob]:
+    def prepare_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[PreparedJob]:
         """Prepare all jobs for training, or raise the mistakes of all of them at once."""
         ready: list[PreparedJob] = []
         mistakes: list[Mistake] = []

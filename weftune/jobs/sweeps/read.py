@@ -411,11 +411,11 @@ def trial_clashes(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tup
 
 
 def refuse_shares(sweeps: Sequence[Sweep]) -> None:
-    """Raise UserError if there is a sweep: its trials cannot be divided among processes."""
+    """Raise UserError if there is a sweep: a plan does not divide its trials among processes."""
     if sweeps:
         raise UserError(
-            f"The trials of sweep {sweeps[0].name} are compared with one another while they train, which "
-            "processes with jobs of their own cannot do; leave --gpus out"
+            f"A plan does not know the rounds in which shares of the jobs train the trials of sweep "
+            f"{sweeps[0].name}; leave --gpus out"
         )
 
 

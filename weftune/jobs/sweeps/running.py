@@ -140,6 +140,11 @@ class RunningSweep:
         self._reasons: dict[str, str] = {}
         """Maps each trial that could not become a job to the reason."""
 
+    @property
+    def decides(self) -> bool:
+        """Whether rungs are decided here."""
+        return True
+
     # -- before the jobs are made ready ------------------------------------------------------------------
 
     def restore(self, retried_trials: Collection[str] = ()) -> list[Trial]:
@@ -584,3 +589,33 @@ class RunningSweep:
             return self.best == winners and (folder / CONFIG).is_file()
         there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         return self.best == winners and there == set(winners)
+
+
+class SweepInShare(RunningSweep):
+    """A sweep as one share of the jobs sees it: its trials train up to their next rung, and rest there.
+
+    The launcher, which sees the trials of all shares, decides the rungs between rounds of training, proposes
+    trials and writes the record.
+    """
+
+    @property
+    def decides(self) -> bool:
+        return False
+
+    def _has_other_trials(self, name: str) -> bool:
+        """Whether another trial of this share may still finish, since those of other shares may all leave."""
+        own = {one for one in self.trials if one in self.store}
+        lost = {one for one, ended in self.rungs.ended.items() if ended.kind is not TrialEnd.FINISHED}
+        return bool(own - lost - self._leaving - {name})
+
+    def _unfinished_leaves(self) -> Iterator[tuple[str, str]]:
+        return iter(())
+
+    def _decide_rungs(self, attached: Mapping[str, int]) -> None:
+        pass
+
+    def propose_trials(self) -> Sequence[Trial]:
+        return ()
+
+    def finish(self) -> None:
+        pass
