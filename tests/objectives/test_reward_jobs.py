@@ -102,6 +102,12 @@ def test_every_step_and_evaluation_of_a_reward_model_has_its_metrics(place):
                 assert own["min_reward"] < own["mean_reward"] < own["max_reward"]
 
 
+def test_token_accuracies_are_recorded_for_all_jobs_but_reward_models(place):
+    for line in lines(place / "undisturbed"):
+        found = {key for key in line if key.endswith("token_accuracy")}
+        assert bool(found) == (line["job"] not in OURS), line
+
+
 @pytest.mark.parametrize("name", OURS[:-2])
 def test_peft_computes_the_same_rewards_from_the_files(name, place, monkeypatch):
     monkeypatch.chdir(place)

@@ -83,7 +83,7 @@ def test_the_metric_of_the_answers_is_a_column_of_the_table(tmp_path: Path) -> N
     write_example(tmp_path, [Job(name="a")])
     assert "metric of answers" not in render_page(read_run(tmp_path))
     status = json.loads((tmp_path / "status.json").read_text())
-    status["jobs"]["a"]["score"] = 0.75
+    status["jobs"]["a"] |= {"score": 0.75, "base_score": 0.5}
     status.pop("checksum", None)
     (tmp_path / "status.json").write_text(json.dumps(status))
     file = tmp_path / "a" / "job.yaml"
@@ -93,6 +93,7 @@ def test_the_metric_of_the_answers_is_a_column_of_the_table(tmp_path: Path) -> N
     page = render_page(read_run(tmp_path))
     assert "metric of answers" in page
     assert "75.0 %" in page
+    assert "base 50.0 %" in page
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")

@@ -153,6 +153,20 @@ def test_jobs_on_one_validation_file_can_be_compared_whatever_they_train_on(tmp_
     assert validation_key(one) == validation_key(two) != validation_key(cut)
 
 
+def test_losses_of_different_objectives_are_not_compared(tmp_path: Path) -> None:
+    floors = {"a": 2.0, "b": 1.9, "c": 1.0, "d": 1.1}
+    jobs = jobs_of(tmp_path, *(Job(name=name, floor=floor) for name, floor in floors.items()))
+    tuned = [
+        replace(
+            job, spec={**job.spec, "objective": {"kind": "dpo", "beta": 0.1 if job.name in "ab" else 0.5}}
+        )
+        for job in jobs
+    ]
+    best = best_jobs(tuned)
+    assert set(best) == {"b", "c"}
+    assert all(rows.endswith(" by dpo") for rows in best.values())
+
+
 def run_of(folder: Path, *jobs: Job) -> Run:
     return read_run(write_example(folder, jobs))
 

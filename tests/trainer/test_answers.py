@@ -76,6 +76,11 @@ def values(output: Path, key: str, name: str = "a") -> dict[int, float]:
     return {line["step"]: line[key] for line in lines(output) if line["job"] == name and key in line}
 
 
+def mean_length(rows: list[dict[str, Any]], key: str) -> float:
+    """The metric `length` of the answers under this key."""
+    return sum(len(row[key].split()) / 10 for row in rows) / len(rows)
+
+
 def without_times(output: Path) -> list[dict[str, Any]]:
     """The lines of the metrics, job by job, without what differs from run to run."""
     found = [{key: value for key, value in line.items() if key != "time"} for line in lines(output)]
@@ -94,6 +99,21 @@ def test_answers_and_their_metric_are_recorded_at_every_evaluation(base, tmp_pat
     assert all(row["base"].strip() not in ("", ANSWER) for row in shown["rows"])
     kept = status(tmp_path / "out")["jobs"]["a"]["score"]
     assert results["a"].metrics["eval_exact_match"] == kept == found[8]
+    assert results["a"].metrics["base_eval_exact_match"] == found[0]
+
+
+def test_the_metric_of_the_base_is_recorded_for_an_adapter_that_does_not_start_as_the_base(
+    base, metric, tmp_path
+):
+    keys = {"adapter": {"kind": "prompt", "num_virtual_tokens": 2}, "eval": {"metric": f"{metric}:length"}}
+    found = run(base, tmp_path / "out", job(steps=2, **keys))["a"].metrics
+    rows = answers(tmp_path / "out")["rows"]
+    assert found["base_eval_length"] == pytest.approx(mean_length(rows, "base"))
+    assert found["eval_length"] == pytest.approx(mean_length(rows, "answer"))
+    written = status(tmp_path / "out")["jobs"]["a"]
+    assert (written["base_score"], written["score"]) == (found["base_eval_length"], found["eval_length"])
+    is_worse = found["eval_length"] < found["base_eval_length"]
+    assert ("metric of its answers" in written["warning"]) == is_worse
 
 
 def test_an_evaluation_is_answered_by_the_adapter_of_its_step(base, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -65,6 +66,15 @@ def test_a_step_with_a_gradient_or_another_loss_has_not_collapsed(loss, grad_nor
 def test_a_job_that_ends_above_the_base_has_a_warning(kept, base, best_step, warning):
     found = base_warning(JobStatus(eval_loss=kept, base_loss=base, best_step=best_step))
     assert found.partition(";")[0] == warning
+
+
+def test_a_job_whose_answers_are_worse_than_those_of_the_base_has_a_warning():
+    better = JobStatus(eval_loss=1.0, base_loss=1.1, best_step=3, score=0.5, base_score=0.5)
+    assert base_warning(better) == ""
+    found = base_warning(replace(better, score=0.25))
+    assert found.startswith(
+        "the metric of its answers, 0.25, is below that of the base without the adapter (0.5)"
+    )
 
 
 def test_a_collapsed_job_scores_no_hits_and_succeeds_with_a_warning(tmp_path):

@@ -52,6 +52,11 @@ class Prepared:
         held_out = None if self.evaluation is None else self.evaluation.with_prompts()
         return replace(self, train=self.train.with_prompts(), evaluation=held_out)
 
+    def without_targets(self) -> Prepared:
+        """Return the samples with no supervised token, as reward models train them."""
+        held_out = None if self.evaluation is None else self.evaluation.without_targets()
+        return replace(self, train=self.train.without_targets(), evaluation=held_out)
+
     def with_mismatched(self, batch_size: int, seed: int, max_tokens: int) -> Prepared:
         """Return the samples with mismatched ones, which KTO needs: those of the training samples follow the
         order of the first epoch, those of the held-out samples the order of the rows."""

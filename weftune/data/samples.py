@@ -34,6 +34,8 @@ class Samples:
         self.fingerprint = fingerprint
         self.together = together
         """Number of consecutive samples that come from one row: 2 for preference pairs, otherwise 1."""
+        self.has_targets = True
+        """Whether the tokens of answers are supervised."""
         self.supervises_prompts = False
         """Whether the first sample of each pair is supervised from its first token."""
         self.before = 0
@@ -93,6 +95,12 @@ class Samples:
         changed.supervised[0::2] = self.lengths[0::2] - 1
         return changed
 
+    def without_targets(self) -> Samples:
+        """Return the samples with no supervised token, for an objective that reads no log-probabilities."""
+        changed = copy.copy(self)
+        changed.has_targets, changed.supervised = False, np.zeros_like(self.supervised)
+        return changed
+
     def with_mismatched(self, rows: NDArray[np.int64], batch_size: int, max_tokens: int) -> Samples:
         """Return the samples with `mismatched`, as in TRL: of each `batch_size` consecutive rows of `rows`,
         every prompt has the answer of the row before it, and the first prompt that of the last row. A sample
@@ -133,7 +141,7 @@ class Samples:
         first = self._begins_supervised()
         if self.supervises_prompts:
             first[0::2] = True
-        moved.supervised = self.supervised + first
+        moved.supervised = self.supervised + (first & self.has_targets)
         return moved
 
     def _begins_supervised(self) -> NDArray[np.bool_]:
@@ -183,6 +191,8 @@ class Samples:
             other, other_mask = self._stored(int(self._partners[i]))
             tokens = np.concatenate([tokens[~mask], other[other_mask]])[: self.lengths[i] - self.before]
             return tokens, np.arange(len(tokens)) >= len(mask) - mask.sum()
+        if not self.has_targets:
+            return tokens, np.zeros_like(mask)
         return tokens, np.ones_like(mask) if self.supervises_prompts and i % 2 == 0 else mask
 
     def _stored(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:

@@ -106,10 +106,12 @@ def reference_data(spec: JobSpec, unprefixed_data: Prepared, data: Prepared) -> 
 
 
 def adapt_to_objective(spec: JobSpec, data: Prepared, context: int) -> Prepared:
-    """Return the samples as the job's objective needs them: with supervised prompts, or with mismatched
-    samples."""
+    """Return the samples as the job's objective needs them: with supervised prompts, without supervised
+    tokens, or with mismatched samples."""
     if spec.objective.prompts:
         data = data.with_prompts()
+    if spec.objective.scalar_head:
+        data = data.without_targets()
     if spec.objective.mismatched:
         max_tokens = truncate_data(spec, context).longest(context)
         data = data.with_mismatched(spec.batch_size, spec.seed, max_tokens)

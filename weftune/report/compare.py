@@ -119,21 +119,26 @@ def is_worse_than_base(job: JobRecord) -> bool:
 
 
 def validation_key(job: JobRecord) -> str:
-    """Return a key that is equal for jobs evaluated on the same rows with the same tokenisation."""
+    """Return a key that is equal for jobs evaluated on the same rows with the same tokenisation and the same
+    loss."""
     held_out = {key: value for key, value in _section(job, "eval").items() if key in ("path", "fraction")}
     data = dict(_section(job, "data"))
     if held_out.get("path"):
         for key in ("path", "split", "limit", "skip_bad_rows"):
             data.pop(key, None)
-    return json.dumps([held_out, data], sort_keys=True, default=str)
+    sections = [held_out, data, dict(_section(job, "objective"))]
+    return json.dumps(sections, sort_keys=True, default=str)
 
 
 def validation_rows(job: JobRecord) -> str:
-    """Return a short name of the files that the validation rows come from."""
+    """Return a short name of the files that the validation rows come from, and of the objective that they are
+    scored by if that is not supervised fine-tuning."""
     path = _section(job, "eval").get("path") or _section(job, "data").get("path") or "validation"
     sources = path if isinstance(path, list | tuple) else [path]
     paths = [str(source.get("path", "")) if isinstance(source, dict) else str(source) for source in sources]
-    return " + ".join(path.rsplit("/", 1)[-1] for path in paths)
+    named = " + ".join(path.rsplit("/", 1)[-1] for path in paths)
+    kind = str(_section(job, "objective").get("kind") or "sft")
+    return named if kind == "sft" else f"{named} by {kind}"
 
 
 def differing_keys(jobs: Sequence[JobRecord]) -> tuple[str, ...]:

@@ -395,11 +395,13 @@ def _metric_number(job: JobRecord, names: Sequence[str], text: Callable[[float],
 
 
 def _score_number(job: JobRecord) -> Number:
-    """Return the job's own metric for the adapter that is kept."""
-    name = job.metric_name
+    """Return the job's own metric for the adapter that is kept, and for the base."""
+    name, base = job.metric_name, job.base_score
     if job.score is None or name is None:
         return Number()
-    return Number(text=score_text(name, job.score), value=job.score, detail=metric_title(name))
+    detail = metric_title(name) + (f", base {score_text(name, base)}" if base is not None else "")
+    tone = "worse" if base is not None and job.score < base else ""
+    return Number(text=score_text(name, job.score), value=job.score, detail=detail, colour_class=tone)
 
 
 def _accuracy_number(job: JobRecord) -> Number:

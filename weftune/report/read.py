@@ -311,6 +311,7 @@ def _job(
         losses=tuple(losses),
         evaluations=tuple(evaluations),
         score=_as_number(status.get("score")),
+        base_score=_as_number(status.get("base_score")),
         answers=read_answers(output / name) if saved else None,
     )
 

@@ -29,7 +29,8 @@ class Evaluated:
     step: int
     loss: float
     tokens: int
-    token_accuracy: float
+    token_accuracy: float | None
+    """Share of supervised tokens that were predicted. None if no token is supervised."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Maps the name of each metric of the job's objective to its mean over the held-out rows."""
 
@@ -89,7 +90,7 @@ def evaluation_event(sums: EvaluationSums, objective: ObjectiveSpec) -> Evaluate
         step=sums.step,
         loss=sums.loss / sums.count,
         tokens=sums.tokens,
-        token_accuracy=sums.correct / sums.tokens,
+        token_accuracy=sums.correct / sums.tokens if sums.tokens else None,
         metrics=objective.named_metrics(sums.mean_metrics()),
     )
 

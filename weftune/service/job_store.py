@@ -226,6 +226,9 @@ class ServiceJobStore:
     def score_base(self, name: str, loss: float) -> None:
         self._change(name, base_loss=loss)
 
+    def measure_base(self, name: str, score: float) -> None:
+        self._change(name, base_score=score)
+
     def warn_job(self, name: str, sentence: str) -> None:
         self._change(name, warning=sentence)
         if sentence:

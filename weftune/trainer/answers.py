@@ -9,12 +9,13 @@ all of them, each with the weights of its step. Training continues when the eval
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from weftune.core.evaluation import AnsweredRow
 from weftune.errors import Mistake, SpecError, UserError
 from weftune.generate.answers import StreamedAnswer, stop_ids
 from weftune.generate.decoder import PROMPT_ROWS, Decoder, Generation
@@ -113,12 +114,22 @@ class JobAnswers:
             rows = prompts.answered({BARE_BASE: base, name: own})
             try:
                 scores = prompts.scores(rows, name)
+                self._score_base(event, rows, scores)
             except UserError as error:
                 yield self._failure(name, str(error))
                 continue
             yield replace(event, metrics={**event.metrics, **scores})
             if name not in judged and self._is_kept(name, event.step):
                 self._journal.record_answers(name, event.step, rows)
+
+    def _score_base(self, event: Evaluated, rows: Sequence[AnsweredRow], scores: Mapping[str, float]) -> None:
+        """Record the metric of the base's answers, once. `scores` is that of the adapter's answers."""
+        prompts = self._jobs[event.job].prompts
+        if prompts is None or self._journal.has_base_score(event.job):
+            return
+        is_base = self._answers_as_base(event.job, event.step)
+        for score in (scores if is_base else prompts.scores(rows, BARE_BASE)).values():
+            self._journal.record_base_score(event.job, score)
 
     def _is_kept(self, name: str, step: int) -> bool:
         """Return whether the job would keep the adapter of this step if it ended now."""

@@ -58,7 +58,7 @@ class Journal:
                 "tokens": outcome.tokens,
                 "learning_rate": outcome.learning_rate,
                 "grad_norm": outcome.grad_norm,
-                "token_accuracy": outcome.token_accuracy,
+                **_accuracy("token_accuracy", outcome.token_accuracy),
                 **outcome.metrics,
                 "time": time.time(),
             }
@@ -81,6 +81,14 @@ class Journal:
         self.store.score_base(job, event.loss)
         self._try_write(self.store.write_status_soon)
 
+    def has_base_score(self, job: str) -> bool:
+        return self.store.job(job).base_score is not None
+
+    def record_base_score(self, job: str, score: float) -> None:
+        """Record the value of a job's own metric for the base without adapters."""
+        self.store.measure_base(job, score)
+        self._try_write(self.store.write_status_soon)
+
     def record_rung(self, event: Evaluated) -> None:
         """Record the evaluation of a trial at a rung of its sweep."""
         self._write_evaluation(event, event.job, RUNG_LOSS, "rung")
@@ -93,7 +101,7 @@ class Journal:
                 "step": event.step,
                 loss: event.loss,
                 f"{prefix}_tokens": event.tokens,
-                f"{prefix}_token_accuracy": event.token_accuracy,
+                **_accuracy(f"{prefix}_token_accuracy", event.token_accuracy),
                 **{f"{prefix}_{name}": value for name, value in event.metrics.items()},
                 "time": time.time(),
             }
@@ -212,3 +220,8 @@ class Journal:
                 self.note(f"warning: {error}; training continues, and the write is tried again.")
             return False
         return True
+
+
+def _accuracy(key: str, value: float | None) -> dict[str, float]:
+    """Return the token accuracy under its key; empty for jobs without supervised tokens."""
+    return {} if value is None else {key: value}

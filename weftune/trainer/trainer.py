@@ -47,7 +47,7 @@ from weftune.jobs.sweeps.record import SweepRecord, proposed_trials
 from weftune.jobs.sweeps.running import RunningSweep, SweepInShare
 from weftune.jobs.sweeps.search import TrialSearch
 from weftune.jobs.sweeps.spec import Sweep
-from weftune.report.compare import first_loss, first_validation, kept_validation
+from weftune.report.compare import first_loss, first_validation, kept_evaluation, kept_validation
 from weftune.report.effort import wall_time_sentence
 from weftune.report.loggers import check_trackers, open_loggers
 from weftune.report.page import write_report
@@ -78,7 +78,11 @@ from weftune.trainer.sweeps import Sweeps
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of a job: its state, its folder, and its last metrics."""
+    """The outcome of a job: its state, its folder, and its metrics.
+
+    Keys that begin with `eval_` are of the adapter that is kept, those with `base_eval_` of the base without
+    it; `rewards/chosen` and the like, without a prefix, are of the last step.
+    """
 
     state: State
     path: Path
@@ -602,7 +606,7 @@ class Trainer:
                 save_wall_time(self.output, clock.read())
 
     def _result(self, store: Store, name: str, record: JobRecord) -> Result:
-        status = store.job(name)
+        status, kept = store.job(name), kept_evaluation(record)
         metrics: dict[str, float] = {"step": status.step, "trained_tokens": status.trained_tokens}
         found = {
             "first_loss": first_loss(record),
@@ -611,7 +615,13 @@ class Trainer:
             "first_eval_loss": first_validation(record),
             "eval_loss": kept_validation(record),
         }
+        if record.losses:
+            found |= record.losses[-1].metrics
+        if kept is not None:
+            found["eval_token_accuracy"] = kept.accuracy
+            found |= {f"eval_{key}": value for key, value in kept.metrics.items()}
         if (evaluation := self.jobs[name].eval) is not None and evaluation.metric is not None:
+            found[f"base_eval_{evaluation.metric_name}"] = status.base_score
             found[f"eval_{evaluation.metric_name}"] = status.score
         metrics |= {key: value for key, value in found.items() if value is not None}
         return Result(status.state, self.output / name, metrics, status.reason, status.warning)

@@ -39,6 +39,11 @@ def collapse_warning(outcome: StepOutcome, vocabulary: int) -> str:
 
 def base_warning(job: JobStatus) -> str:
     """Return the warning for a finished job that is no better than the base; empty if it is better."""
+    if job.score is not None and job.base_score is not None and job.score < job.base_score:
+        return (
+            f"the metric of its answers, {job.score:.4g}, is below that of the base without the adapter "
+            f"({job.base_score:.4g}); train it longer, or with another learning_rate"
+        )
     kept, base = job.eval_loss, job.base_loss
     if kept is None or base is None:
         return ""

@@ -276,6 +276,14 @@ def test_numbers_of_an_objective_are_swept_and_compared_by_its_rewards():
     assert (spec.mode, spec.over) == ("max", {"objective.beta": (0.1, 0.3)})
 
 
+def test_reward_models_are_not_compared_by_a_token_accuracy_that_they_lack():
+    keys = {"over": {"adapter.rank": [2, 4]}, "metric": "eval_mean_token_accuracy"}
+    _, faults = read_sweep({"eval": EVAL, "objective": "reward", "sweep": keys})
+    assert [fault.sentence for fault in faults] == [
+        "is not measured for objective: reward; write eval_accuracy or eval_margin"
+    ]
+
+
 @pytest.mark.parametrize(
     ("key", "sentence"),
     [

@@ -80,6 +80,8 @@ class JobStore(Protocol):
 
     def score_base(self, name: str, loss: float) -> None: ...
 
+    def measure_base(self, name: str, score: float) -> None: ...
+
     def warn_job(self, name: str, sentence: str) -> None: ...
 
     def note_job(self, name: str, sentence: str) -> None: ...
@@ -303,6 +305,10 @@ class Store:
     def score_base(self, name: str, loss: float) -> None:
         """Record the validation loss of the base without the job's adapter."""
         self._set_job(name, replace(self.job(name), base_loss=loss))
+
+    def measure_base(self, name: str, score: float) -> None:
+        """Record the value of the job's own metric for the base without the job's adapter."""
+        self._set_job(name, replace(self.job(name), base_score=score))
 
     def warn_job(self, name: str, sentence: str) -> None:
         """Record a warning about the job's adapter; an empty sentence withdraws it."""

@@ -118,6 +118,9 @@ def _contradictions(
         names = " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
         sentence = f"needs a job that learns from preferences, objective: {names}"
         yield Fault(("sweep", "metric"), sentence)
+    if named == "mean_token_accuracy" and kind in OBJECTIVES and OBJECTIVES[kind].scalar_head:
+        sentence = f"is not measured for objective: {kind}; write eval_accuracy or eval_margin"
+        yield Fault(("sweep", "metric"), sentence)
     yield from _halving_faults(value.get("halving"), job.get("steps"))
 
 

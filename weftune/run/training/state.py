@@ -64,7 +64,8 @@ class StepOutcome:
     loss: float
     grad_norm: float
     learning_rate: float
-    token_accuracy: float
+    token_accuracy: float | None
+    """Share of supervised tokens that were predicted. None if no token is supervised."""
     tokens: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Maps the name of each metric of the job's objective to its mean over the global batch."""

@@ -31,6 +31,10 @@ class StepRequest:
     training: Training
     supervised: int
 
+    def token_accuracy(self, correct: float) -> float | None:
+        """Return the share of supervised tokens that were predicted. None if no token is supervised."""
+        return correct / self.supervised if self.supervised else None
+
 
 Outcome = StepOutcome | str
 """The outcome of an optimizer step, or the reason why the step could not be made and the job fails."""
@@ -243,7 +247,7 @@ def outcome_over_workers(outcome: Outcome, request: StepRequest, sums: BatchSums
     return replace(
         outcome,
         loss=sums.loss,
-        token_accuracy=sums.correct / request.supervised,
+        token_accuracy=request.token_accuracy(sums.correct),
         metrics=_named_metrics(request, sums),
     )
 
@@ -258,7 +262,7 @@ def _finish_step(request: StepRequest, sums: BatchSums, rate: float, tokens: int
         loss=sums.loss,
         grad_norm=sums.norm,
         learning_rate=rate,
-        token_accuracy=sums.correct / request.supervised,
+        token_accuracy=request.token_accuracy(sums.correct),
         tokens=tokens,
         metrics=_named_metrics(request, sums),
     )
