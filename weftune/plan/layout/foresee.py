@@ -114,7 +114,7 @@ class StageTimes:
         )
 
     def _evaluation_price(self, layer_range: LayerRange, work: PassWork) -> PassPrice:
-        sums = self._sum_seconds(layer_range, work)
+        sums = self._sum_seconds(layer_range, work) + self._end_sum_seconds(layer_range.is_first, work)
         seconds = self._part_seconds(self.terms.evaluation, layer_range, work) + sums
         return PassPrice(seconds, 0.0, self.output_bytes * work.tokens, forward_sums=sums)
 
@@ -125,12 +125,13 @@ class StageTimes:
         forward = self._part_seconds(self.terms.forward, layer_range, work)
         backward = self._part_seconds(self.terms.backward, layer_range, work) + recomputed_share * forward
         backward_sums = (1.0 + recomputed_share) * sums
+        ends = self._end_sum_seconds(layer_range.is_first + layer_range.is_last, work)
         return PassPrice(
-            forward + sums,
+            forward + sums + ends,
             backward + backward_sums,
             handed,
             handed,
-            forward_sums=sums,
+            forward_sums=sums + ends,
             backward_sums=backward_sums,
         )
 
@@ -141,12 +142,18 @@ class StageTimes:
         return min(recompute.recomputed_layers, layers) / layers
 
     def _sum_seconds(self, layer_range: LayerRange, work: PassWork) -> float:
-        """Return the seconds of all sums over shards in a forward of a stage."""
+        """Return the seconds of all sums over shards in the layers of a stage in a forward."""
         if self.shards == 1 or self.link is None:
             return 0.0
         count = SUMS_PER_LAYER * (layer_range.stop - layer_range.start)
-        count += self.divides_vocabulary * (layer_range.is_first + layer_range.is_last)
         return count * self.link.all_reduce_seconds(self.output_bytes * work.tokens, self.shards)
+
+    def _end_sum_seconds(self, ends: int, work: PassWork) -> float:
+        """Return the seconds of the sums at the ends of the base, of which a stage has `ends`. Embeddings are
+        summed in the forward, and so is the gradient at the last hidden states in training."""
+        if not self.divides_vocabulary or self.link is None:
+            return 0.0
+        return ends * self.link.all_reduce_seconds(self.output_bytes * work.tokens, self.shards)
 
     def _gradient_sums(self, job: JobShape, stages: Sequence[LayerRange]) -> tuple[float, ...]:
         """Return the seconds in which shards sum a job's gradient, for each stage."""
