@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from weftune.adapters.vector import VectorLayout
-from weftune.core.shapes import SiteSlice
+from weftune.core.shapes import SiteShape, SiteSlice
 
 
-def shard_positions(whole: VectorLayout, local: VectorLayout, slices: Mapping[str, SiteSlice]) -> Tensor:
+def shard_positions(
+    whole: VectorLayout,
+    local: VectorLayout,
+    slices: Mapping[str, SiteSlice],
+    whole_sites: Sequence[SiteShape],
+) -> Tensor:
     """Return the position in a flat vector of the layout `whole` of every value of the shard's flat vector,
     whose layout is `local`. `slices` maps each site to its local part."""
     position = whole.views(torch.arange(whole.size))
+    outputs = {site.name: site.out_features for site in whole_sites}
     found = []
     for parameter in local.parameters:
         own = position[parameter.site, parameter.name]
@@ -22,6 +28,10 @@ def shard_positions(whole: VectorLayout, local: VectorLayout, slices: Mapping[st
             if own.shape[dim] != size:
                 ranges = slices[parameter.site].ranges
                 kept = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+                if len(ranges) > 1 and len(kept) != size:
+                    # A prefix is as wide as the values, which are the last outputs of a fused linear.
+                    first_value = outputs[parameter.site] - own.shape[dim]
+                    kept = torch.arange(*ranges[-1]) - first_value
                 assert len(kept) == size, f"{parameter.site}.{parameter.name} is not cut as its site is"
                 own = own.index_select(dim, kept)
         found.append(own.flatten())

@@ -55,7 +55,8 @@ class Shards:
     def attach(self, training: Training) -> LocalPart:
         base, state = self._base, training.state
         layout = layout_of(training.adapter.spec, base.shape.sites)
-        positions = shard_positions(training.layout, layout, base.slices).to(state.master.device)
+        positions = shard_positions(training.layout, layout, base.slices, base.whole_sites)
+        positions = positions.to(state.master.device)
         counts = [one.site in base.slices or self._team.shard == 0 for one in layout.parameters]
         sizes = torch.tensor([one.size for one in layout.parameters], dtype=torch.int64)
         part = LocalPart(

@@ -40,7 +40,12 @@ class PrefixSpec(TargetSpec):
         return self.num_virtual_tokens
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
-        alone = ends_with(site.name, VALUE_LINEAR)
-        # The linear also has as many outputs for queries as it has inputs.
-        width = site.out_features if alone else (site.out_features - site.in_features) // 2
+        if site.part is not None:
+            start, stop = site.part.ranges[-1]
+            width = stop - start
+        elif ends_with(site.name, VALUE_LINEAR):
+            width = site.out_features
+        else:
+            # The linear also has as many outputs for queries as it has inputs.
+            width = (site.out_features - site.in_features) // 2
         return dict.fromkeys((KEYS, VALUES), (self.num_virtual_tokens, width))
