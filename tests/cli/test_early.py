@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ CONFIG = {
 
 
 def lay_out(folder: Path) -> None:
-    """A model folder without weights, good and bad jobs files, a used output, an adapter without weights."""
+    """A model folder without weights, good and bad jobs files, a used output, incomplete adapters."""
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
     (folder / "hollow").mkdir()
@@ -63,6 +64,9 @@ def lay_out(folder: Path) -> None:
     (folder / "used" / "notes.txt").write_text("mine")
     (folder / "adapter").mkdir()
     (folder / "adapter" / "job.yaml").write_text("base: {model: demo}\njob: {name: adapter}\n")
+    shutil.copytree(folder / "adapter", folder / "trained")
+    (folder / "trained" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (folder / "trained" / "adapter_model.safetensors").touch()
 
     def jobs(name: str, base: str = "model", job: str = "", data: str = "rows.jsonl", rest: str = "") -> None:
         text = f"base: {base}\noutput: fresh\njobs:\n- {{name: a, data: {data}{job}}}\n{rest}"
@@ -118,7 +122,7 @@ CASES = [
     Case(("generate", "nowhere", "hello"), "nowhere is no folder"),
     Case(("eval", "nowhere", "--data", "rows.jsonl"), "nowhere is no folder"),
     Case(("eval", "adapter", "--data", "rows.jsonl"), "has not finished"),
-    Case(("eval", "adapter", "--data", "rows.jsonl", "--metric", "bleu"), "bleu is no metric"),
+    Case(("eval", "trained", "--data", "rows.jsonl", "--metric", "bleu"), "bleu is no metric"),
     Case(("generate", "adapter", "hello"), "has not finished"),
     Case(("export", "nowhere", "--portable"), "is no adapter folder"),
     Case(("export", "adapter", "--merged"), "has not finished"),
