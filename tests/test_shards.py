@@ -125,3 +125,14 @@ def test_preferences_labels_and_rewards_equal_one_process(tmp_path, forks):
         folder / "log"
     ).read_text()
     assert_equal(folder / "four", folder / "one")
+
+
+@pytest.mark.slow
+def test_a_base_in_nf4_equals_one_process(tmp_path, forks):
+    folder = deep_folder(tmp_path, FOUR_JOBS[:2], family="llama")
+    file = folder / "jobs.yaml"
+    file.write_text(file.read_text().replace("  dtype: float64", "  dtype: float64\n  quantize: nf4"))
+    words = ("train", "jobs.yaml", "--output")
+    assert forks.weftune(*words, "one", cwd=folder) == 0, (folder / "log").read_text()
+    assert forks.weftune(*words, "two", "--shards", "2", cwd=folder) == 0, (folder / "log").read_text()
+    assert_equal(folder / "two", folder / "one")

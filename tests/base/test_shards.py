@@ -2,13 +2,22 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
 
+from tests.base.folders import model_folder, wrapper_folder
 from tests.base.packs import CPU, base_of, packed, random_samples
-from tests.families import tiny
+from tests.base.quant.bases import stored_folder
+from tests.families import config, tiny
 from tests.shards import on_shards
-from weftune.base.shards import shard_of
+from weftune.base import weights
+from weftune.base.load import load_base, load_plain
+from weftune.base.quant.linear import QuantLinear
+from weftune.base.shards import load_shard, refuse_sharding, shard_of
 from weftune.base.spec import BaseSpec
 from weftune.core.shapes import LayerRange, shard_shape
+from weftune.core.shards import ShardTeam, kept_indices
+from weftune.errors import BaseModelError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3")
 SPEC = BaseSpec(model="tiny")
@@ -58,3 +67,100 @@ def test_the_largest_shard_has_the_planned_number_of_parameters(family):
     assert max(base.shape.parameters for base in found) == planned.parameters
     assert all(base.tied == whole.shape.ties_head == (family == "gemma3") for base in found)
     assert all(base.shape.vocabulary == 97 for base in found)
+
+
+def load(spec, shard, shards, held):
+    return load_shard(spec, CPU, ShardTeam(shard, shards, lambda tensor: None), held)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_a_shards_parts_are_read_from_the_files(family, tmp_path, monkeypatch):
+    """With key/value heads that two shards repeat."""
+    monkeypatch.setattr("weftune.base.shards.load_plain", lambda *_: pytest.fail("the whole base was read"))
+    read = []
+    read_slice = weights._read_slice
+    monkeypatch.setattr(weights, "_read_slice", lambda *given: read.append(read_slice(*given)) or read[-1])
+    spec = BaseSpec(model=str(model_folder(tmp_path, family, torch.float32)), dtype="float32")
+    whole, layers = load_base(spec, CPU), config(family).num_hidden_layers
+    for shard in range(4):
+        team, held = ShardTeam(shard, 4, lambda tensor: None), LayerRange(0, layers, layers)
+        read.clear()
+        base = load_shard(spec, CPU, team, held)
+        assert sum(part.numel() for part in read) == base.shape.parameters
+        want = shard_of(load_plain(spec, CPU), spec, CPU, team, held)
+        for parts in (nn.Module.named_parameters, nn.Module.named_buffers):
+            got, expected = dict(parts(base.model)), dict(parts(want.model))
+            assert got.keys() == expected.keys()
+            assert all(torch.equal(value, expected[name]) for name, value in got.items())
+        own, original = base.weight_reader(), whole.weight_reader()
+        names = (base.shape.sites[0].name, base.shape.sites[-1].name, "model.embed_tokens")
+        assert all(torch.equal(own(name), original(name)) for name in names)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral3"])
+def test_text_towers_are_read_in_parts(family, tmp_path):
+    spec = BaseSpec(model=str(wrapper_folder(tmp_path, family)), dtype="float32")
+    whole = load_base(spec, CPU)
+    layers = whole.shape.layers
+    base, original = load(spec, 1, 2, LayerRange(0, layers, layers)), whole.weight_reader()
+    assert torch.equal(base.head().weight_VD, whole.head().weight_VD[48:])
+    for site in base.shape.sites:
+        want = original(site.name).index_select(1 if site.part.cuts_inputs else 0, kept_indices(site.part))
+        assert torch.equal(base.sites()[site.name].weight, want)
+
+
+def test_a_shard_of_a_stage_reads_only_what_the_stage_has(tmp_path):
+    spec = BaseSpec(model=str(model_folder(tmp_path, "gemma3", torch.float32)), dtype="float32")
+    first, last = (load(spec, 1, 2, LayerRange(start, stop, 3)) for start, stop in ((0, 1), (1, 3)))
+    whole = load_base(spec, CPU)
+    assert torch.equal(first.model.get_input_embeddings().weight, whole.head().weight_VD[48:])
+    assert torch.equal(last.head().weight_VD, whole.head().weight_VD[48:])
+    assert first.model.get_output_embeddings().__class__ is last.model.get_input_embeddings().__class__
+
+
+def test_a_file_with_another_vocabulary_than_the_config_is_refused(tmp_path):
+    folder = model_folder(tmp_path, "llama", torch.float32)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = torch.zeros(200, 32)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(BaseModelError, match=r"lm_head.weight is \[200, 32\] in its file, but \[97, 32\]"):
+        load(BaseSpec(model=str(folder)), 0, 2, LayerRange(0, 2, 2))
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_shards_of_a_quantised_base_have_its_weights(quantize, family, tmp_path):
+    """Plain files are quantised while they are read, whole matrices as without shards."""
+    folder = model_folder(tmp_path, family, torch.float32)
+    spec = BaseSpec(model=str(folder), dtype="float32", quantize=quantize)
+    assert_shards_have_the_weights_of(load_base(spec, CPU), spec)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_shards_of_a_base_stored_in_nf4_have_its_weights(nested, tmp_path):
+    folder = stored_folder(tmp_path, tiny("llama", torch.float32), nested=nested)
+    spec = BaseSpec(model=str(folder), dtype="float32")
+    assert_shards_have_the_weights_of(load_base(spec, CPU), spec)
+
+
+def assert_shards_have_the_weights_of(whole, spec):
+    original = whole.weight_reader()
+    for shard in range(2):
+        base = load(spec, shard, 2, LayerRange(0, 2, 2))
+        modules, own = base.sites(), base.weight_reader()
+        assert any(isinstance(module, QuantLinear) for module in modules.values())
+        assert not any(value.is_meta for value in base.model.parameters())
+        for site in base.shape.sites:
+            module, want = modules[site.name], original(site.name)
+            quantised = isinstance(module, QuantLinear)
+            got = module.frozen_weight().matrix() if quantised else module.weight
+            dim = 1 if site.part.cuts_inputs else 0
+            assert torch.equal(got, want.index_select(dim, kept_indices(site.part)))
+            assert torch.equal(own(site.name), want)
+
+
+def test_fp8_is_refused_in_a_sentence(tmp_path):
+    spec = BaseSpec(model=str(model_folder(tmp_path)), quantize="fp8")
+    with pytest.raises(BaseModelError, match="in fp8 cannot be divided into shards: activations are rounded"):
+        refuse_sharding(spec, 2)

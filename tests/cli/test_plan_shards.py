@@ -37,6 +37,11 @@ def test_a_base_that_shards_cannot_divide_gets_a_sentence(config, shards, words)
         refuse_shards(SPEC, config, shards)
 
 
-def test_a_quantised_base_gets_a_sentence():
-    with pytest.raises(BaseModelError, match="base is quantised, and layers of quantised bases cannot"):
-        refuse_shards(replace(SPEC, quantize="nf4"), LLAMA, 2)
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_formats_with_plain_products_are_accepted(quantize):
+    refuse_shards(replace(SPEC, quantize=quantize), LLAMA, 2)
+
+
+def test_fp8_gets_a_sentence():
+    with pytest.raises(BaseModelError, match="base in fp8 cannot be divided into shards: activations are"):
+        refuse_shards(replace(SPEC, quantize="fp8"), LLAMA, 2)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weftune.adapters.vector import VectorLayout
 from weftune.core.shapes import SiteShape, SiteSlice
+from weftune.core.shards import kept_indices
 
 
 def shard_positions(
@@ -26,12 +27,12 @@ def shard_positions(
         own = position[parameter.site, parameter.name]
         for dim, size in enumerate(parameter.shape):
             if own.shape[dim] != size:
-                ranges = slices[parameter.site].ranges
-                kept = torch.cat([torch.arange(start, stop) for start, stop in ranges])
-                if len(ranges) > 1 and len(kept) != size:
+                part = slices[parameter.site]
+                kept = kept_indices(part)
+                if len(part.ranges) > 1 and len(kept) != size:
                     # A prefix is as wide as the values, which are the last outputs of a fused linear.
                     first_value = outputs[parameter.site] - own.shape[dim]
-                    kept = torch.arange(*ranges[-1]) - first_value
+                    kept = torch.arange(*part.ranges[-1]) - first_value
                 assert len(kept) == size, f"{parameter.site}.{parameter.name} is not cut as its site is"
                 own = own.index_select(dim, kept)
         found.append(own.flatten())

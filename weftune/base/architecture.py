@@ -21,7 +21,7 @@ from weftune.base.decoders import (
     text_values,
     within,
 )
-from weftune.base.quant.stored import MULTIPLIED_AS_STORED, quantised, site_bytes_per_value
+from weftune.base.quant.stored import MULTIPLIED_AS_STORED, Quantised, quantised, site_bytes_per_value
 from weftune.base.rope import Config, context, scaled_values, unscaled_context
 from weftune.base.spec import BaseSpec
 from weftune.core.shapes import ModelShape, SiteShape
@@ -126,8 +126,7 @@ def refuse_shards(spec: BaseSpec, config: Config, shards: int) -> None:
     shards."""
     if shards == 1:
         return
-    if quantised(config, spec) is not None:
-        raise BaseModelError(quantised_shards_reason(spec.model))
+    refuse_format_on_shards(quantised(config, spec), spec.model)
     text = text_values(config) if config.get("model_type") in WRAPPERS else config
     family = str(text.get("model_type"))
     refuse_family_on_shards(family, spec.model)
@@ -137,11 +136,14 @@ def refuse_shards(spec: BaseSpec, config: Config, shards: int) -> None:
     refuse_uneven_shards(heads, keys, int(whole["intermediate_size"]), spec.model, shards)
 
 
-def quantised_shards_reason(name: str) -> str:
-    return (
-        f"{name} is quantised, and layers of quantised bases cannot be divided into shards yet; leave "
-        "--shards out, or base.quantize"
-    )
+def refuse_format_on_shards(found: Quantised | None, name: str) -> None:
+    """Raise BaseModelError if shards do not compute the products of a quantised base in this format."""
+    if found is not None and found.quantize in MULTIPLIED_AS_STORED:
+        raise BaseModelError(
+            f"{name} in {found.quantize} cannot be divided into shards: activations are rounded by the "
+            "largest value of a whole row, of which a shard has a part; write quantize: nf4 or int8, or "
+            "leave --shards out"
+        )
 
 
 def refuse_family_on_shards(family: str, name: str) -> None:

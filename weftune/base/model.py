@@ -124,6 +124,8 @@ class Base:
             module = modules[path]
             if path != site:
                 return torch.as_tensor(getattr(module, EMBED_SCALE, 1.0))
+            if self.slices:
+                return self._read_parameter(site, "weight", cast(Tensor, module.weight))
             if isinstance(module, QuantLinear):
                 return module.matrix_of(
                     {name: self._read_parameter(site, name, own) for name, own in module.parts.items()}

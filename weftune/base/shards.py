@@ -15,7 +15,7 @@ Shapes: T rows, D hidden width.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -26,22 +26,21 @@ from torch.nn.functional import embedding
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weftune.base.architecture import (
-    quantised_shards_reason,
     refuse_family_on_shards,
+    refuse_format_on_shards,
     refuse_uneven_shards,
 )
 from weftune.base.check import refuse_modules
 from weftune.base.decoders import DECODERS, DecoderFacts
-from weftune.base.load import load_config, load_plain, model_source
+from weftune.base.load import load_config, load_plain, model_source, wrap_load_errors
 from weftune.base.model import Base, isolate_samples, own_config
-from weftune.base.quant.linear import matrix_dtype
+from weftune.base.quant.linear import QuantLinear, cut_quantised, matrix_dtype, quant_paths
 from weftune.base.shape import embedding_module, model_shape, model_sites, values
 from weftune.base.spec import BaseSpec
-from weftune.base.stages import ENDS, Elsewhere, decoder_of, keep_stages
-from weftune.base.weights import file_reader, weight_files
-from weftune.core.shapes import EMBED_SCALE, LayerRange, SiteShape, SiteSlice
-from weftune.core.shards import ShardTeam, SumOverShards, VocabularyShard
-from weftune.errors import BaseModelError
+from weftune.base.stages import ENDS, Elsewhere, decoder_of, keep_stages, outline_model
+from weftune.base.weights import ParameterSlice, WeightFiles, file_reader, read_weights, stored_names
+from weftune.core.shapes import EMBED_SCALE, LayerRange, ModelShape, SiteShape, SiteSlice
+from weftune.core.shards import ShardTeam, SumOverShards, VocabularyShard, kept_indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,35 +54,63 @@ class _Sizes:
     """Width of the feed-forward."""
 
 
-def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam, layer_range: LayerRange) -> Base:
-    """Load one shard of a stage. The whole base passes through host memory."""
-    refuse_sharding(spec, team.shards)
-    model = load_plain(spec, torch.device("cpu"))
-    files = weight_files(model_source(spec), spec.revision)
-    read = None if files is None else file_reader(model, files, torch.device("cpu"))
-    whole: dict[str, tuple[int, ...]] = {
-        site.name: (site.out_features, site.in_features) for site in model_sites(model)
-    }
-    for path, module in embedding_module(model).items():
-        whole[path] = cast(nn.Embedding, module).weight.shape
-    dtype = matrix_dtype(model)
+class StoredWeights:
+    """The weights in a base's files, of which shards read parts."""
 
-    def read_whole(name: str) -> Tensor | None:
-        shape = whole.get(name.removesuffix(".weight"))
-        if shape is None or read is None:
+    def __init__(self, model: PreTrainedModel, files: WeightFiles, device: torch.device) -> None:
+        """`model` is the whole model without weights. Weights are read to `device`, and quantised there."""
+        read = file_reader(model, files, device)
+        assert read is not None, "the files hold the model's parameters under its names"
+        self._read, self._files, self._device, self._dtype = read, files, device, matrix_dtype(model)
+        self._quantised = {path: cast(QuantLinear, model.get_submodule(path)) for path in quant_paths(model)}
+        self._shapes = {site.name: (site.out_features, site.in_features) for site in model_sites(model)}
+        for path, module in embedding_module(model).items():
+            outputs, inputs = cast(nn.Embedding, module).weight.shape
+            self._shapes[path] = outputs, inputs
+
+    def read_whole(self, name: str) -> Tensor | None:
+        """Return the whole weight of a site or of the embedding, or None for any other parameter."""
+        path = name.removesuffix(".weight")
+        if path in self._quantised:
+            return self._quantised[path].matrix_of(self.read_quantised(path))
+        if path not in self._shapes:
             return None
-        weight_NK = torch.empty(shape, dtype=dtype)
-        read(name, weight_NK)
-        return weight_NK.to(device)
+        weight_NK = torch.empty(self._shapes[path], dtype=self._dtype, device=self._device)
+        self._read(name, weight_NK)
+        return weight_NK
 
-    return shard_of(model, spec, device, team, layer_range, read_whole)
+    def read_quantised(self, path: str) -> dict[str, Tensor]:
+        """Return the tensors of the whole weight of a quantised linear."""
+        parts = {
+            name: torch.empty_like(part, device=self._device)
+            for name, part in self._quantised[path].parts.items()
+        }
+        for name, part in parts.items():
+            self._read(f"{path}.{name}", part)
+        return parts
+
+    def read_slices(self, model: PreTrainedModel, slices: Mapping[str, ParameterSlice]) -> None:
+        """Read the parameters that `model`, which has been cut, does not have yet."""
+        read_weights(model, self._files, self._device, slices)
+
+
+def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam, layer_range: LayerRange) -> Base:
+    """Load one shard of a stage. Only its parts of plain tensors are read from the base's files; of quantised
+    weights, one at a time is whole in memory."""
+    refuse_sharding(spec, team.shards)
+    model, files = outline_model(spec, device)
+    if files is None or stored_names(model, files) is None:
+        # The names in the files differ from the model's; transformers can map them.
+        return shard_of(load_plain(spec, torch.device("cpu")), spec, device, team, layer_range)
+    with wrap_load_errors(spec):
+        stored = StoredWeights(model, files, device)
+        return shard_of(model, spec, device, team, layer_range, stored.read_whole, stored)
 
 
 def refuse_sharding(spec: BaseSpec, shards: int) -> None:
     """Raise BaseModelError if the layers of a base cannot be divided into this many shards."""
     config = load_config(spec, model_source(spec))
-    if config.quantised is not None:
-        raise BaseModelError(quantised_shards_reason(spec.model))
+    refuse_format_on_shards(config.quantised, spec.model)
     _refuse_config(config.text, spec.model, shards)
 
 
@@ -110,10 +137,12 @@ def shard_of(
     team: ShardTeam,
     layer_range: LayerRange,
     read_whole: Callable[[str], Tensor | None] = lambda name: None,
+    stored: StoredWeights | None = None,
 ) -> Base:
     """Cut `model` in place to one shard of a stage, and return it as a frozen base with Weftune's attention.
     `read_whole` returns the whole weight of a site or of the embedding by its name, for kinds that start from
-    it, or None for any other parameter."""
+    it, or None for any other parameter. If `stored` is given, `model` has no weights, and the parts are read
+    from there."""
     _refuse_config(model.config, spec.model, team.shards)
     refuse_modules(model, spec.model)
     whole = model_shape(model, matrix_dtype(model))
@@ -121,12 +150,16 @@ def shard_of(
     own_config(model)
     keep_stages(model, layer_range)
     isolate_samples(model)
-    slices = dict(_cut_layers(model, team))
-    for layer in _layers(model):
-        _sum_over_shards(layer, DECODERS[model.config.model_type], team.sum_over_shards)
+    slices = dict(_cut_layers(model, team, stored))
     vocabulary = VocabularyShard(team, whole.vocabulary)
     _cut_ends(model, vocabulary)
-    nn.Module.to(model, device)
+    if stored is None:
+        nn.Module.to(model, device)
+    else:
+        stored.read_slices(model, dict(_parameter_slices(model, whole, slices, vocabulary)))
+    for layer in _layers(model):
+        _sum_over_shards(layer, DECODERS[model.config.model_type], team.sum_over_shards)
+    _divide_embedding(model, vocabulary)
     sites = tuple(local_site(site, slices[site.name]) for site in whole.sites if site.name in slices)
     layers = layer_range.stop - layer_range.start
     shape = replace(whole, layers=layers, parameters=values(model), sites=sites)
@@ -141,22 +174,52 @@ def local_site(site: SiteShape, part: SiteSlice) -> SiteShape:
     return replace(site, out_features=part.size, part=part)
 
 
+def _parameter_slices(
+    model: PreTrainedModel, whole: ModelShape, slices: Mapping[str, SiteSlice], vocabulary: VocabularyShard
+) -> Iterator[tuple[str, ParameterSlice]]:
+    """Yield the name of each parameter of which only a part is local, and this part."""
+    for site in whole.sites:
+        if (part := slices.get(site.name)) is None:
+            continue
+        if part.cuts_inputs:
+            yield f"{site.name}.weight", ParameterSlice(1, part.ranges, site.in_features)
+        else:
+            rows = ParameterSlice(0, part.ranges, site.out_features)
+            yield from ((f"{site.name}.{name}", rows) for name in ("weight", "bias"))
+    rows = ParameterSlice(0, ((vocabulary.start, vocabulary.stop),), whole.vocabulary)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    for path, module in model.named_modules():
+        if module in ends:
+            yield from ((f"{path}.{name}", rows) for name in ("weight", "bias"))
+
+
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the local layers."""
     layers = cast(nn.ModuleList, getattr(decoder_of(model), ENDS[model.config.model_type].layers))
     return [layer for layer in layers if not isinstance(layer, Elsewhere)]
 
 
-def _cut_layers(model: PreTrainedModel, team: ShardTeam) -> Iterator[tuple[str, SiteSlice]]:
-    """Cut every layer's linears, and yield the path of each with its local part."""
+def _cut_layers(
+    model: PreTrainedModel, team: ShardTeam, stored: StoredWeights | None
+) -> Iterator[tuple[str, SiteSlice]]:
+    """Cut every layer's linears, and yield the path of each with its local part. Quantised linears are read
+    from `stored`, if that is given."""
     facts, sizes = DECODERS[model.config.model_type], _sizes(model.config)
     parts = _slices(facts, sizes, team)
     paths = {id(module): path for path, module in model.named_modules()}
     for layer in _layers(model):
         for name, part in parts.items():
             linear = cast(nn.Linear, layer.get_submodule(name))
-            _cut_linear(linear, part, keeps_bias=not part.cuts_inputs or team.shard == 0)
-            yield paths[id(linear)], part
+            path, bias = paths[id(linear)], linear.bias
+            if isinstance(linear, QuantLinear):
+                tensors = linear.parts if stored is None else stored.read_quantised(path)
+                linear = cut_quantised(linear, tensors, part)
+                layer.set_submodule(name, linear)
+            else:
+                _cut_weight(linear, part)
+            keeps_bias = not part.cuts_inputs or team.shard == 0
+            linear.register_parameter("bias", _cut_bias(bias, part) if keeps_bias else None)
+            yield path, part
         _set_head_counts(layer.get_submodule(facts.o.rpartition(".")[0]), sizes, team)
 
 
@@ -200,18 +263,19 @@ def _shifted(part: tuple[int, int], first: int) -> tuple[int, int]:
     return part[0] + first, part[1] + first
 
 
-def _cut_linear(linear: nn.Linear, part: SiteSlice, keeps_bias: bool) -> None:
-    """Keep only a part of a linear's weight. The bias of outputs that are summed is on one shard only."""
-    kept = torch.cat([torch.arange(start, stop) for start, stop in part.ranges])
+def _cut_weight(linear: nn.Linear, part: SiteSlice) -> None:
+    """Keep only a part of a linear's weight."""
+    kept = kept_indices(part, linear.weight.device)
     weight_NK = linear.weight.index_select(1 if part.cuts_inputs else 0, kept)
     linear.weight = nn.Parameter(weight_NK, requires_grad=False)
     linear.out_features, linear.in_features = weight_NK.shape
-    if linear.bias is None:
-        return
-    if not keeps_bias:
-        linear.register_parameter("bias", None)
-    elif not part.cuts_inputs:
-        linear.bias = nn.Parameter(linear.bias[kept], requires_grad=False)
+
+
+def _cut_bias(bias: nn.Parameter | None, part: SiteSlice) -> nn.Parameter | None:
+    """Return the local part of a linear's bias. The bias of outputs that are summed is whole on one shard."""
+    if bias is None or part.cuts_inputs:
+        return bias
+    return nn.Parameter(bias[kept_indices(part, bias.device)], requires_grad=False)
 
 
 def _set_head_counts(attention: nn.Module, sizes: _Sizes, team: ShardTeam) -> None:
@@ -235,12 +299,11 @@ class ShardedEmbedding(nn.Module):
     """The embeddings of one shard's tokens. Every shard gets the embeddings of all tokens, as a sum to which
     one shard adds the embedding and the others add zeros."""
 
-    def __init__(self, whole: nn.Embedding, shard: VocabularyShard) -> None:
+    def __init__(self, local: nn.Embedding, shard: VocabularyShard) -> None:
+        """`local` is the base's embedding, of which only the shard's rows are left."""
         super().__init__()
-        self.weight = _rows(whole.weight, shard)
-        self.padding_idx = whole.padding_idx
-        self._shard = shard
-        if (scale := getattr(whole, EMBED_SCALE, None)) is not None:
+        self.weight, self.padding_idx, self._shard = local.weight, local.padding_idx, shard
+        if (scale := getattr(local, EMBED_SCALE, None)) is not None:
             self.register_buffer(EMBED_SCALE, torch.as_tensor(scale), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -252,15 +315,15 @@ class ShardedEmbedding(nn.Module):
 
 
 def _cut_ends(model: PreTrainedModel, shard: VocabularyShard) -> None:
-    """Keep only the shard's rows of the embedding and of the head, those of both that this stage has. A head
-    that is tied to the embedding stays tied."""
-    decoder, ends = decoder_of(model), ENDS[model.config.model_type]
-    whole, head = getattr(decoder, ends.embedding), model.get_output_embeddings()
-    is_tied = getattr(whole, "weight", None) is getattr(head, "weight", head)
-    if isinstance(whole, nn.Embedding):
-        setattr(decoder, ends.embedding, ShardedEmbedding(whole, shard))
+    """Keep only the shard's rows of the embedding and of the head, as far as this stage has them. A head that
+    is tied to the embedding stays tied."""
+    first, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = isinstance(first, nn.Embedding) and getattr(head, "weight", None) is first.weight
+    if isinstance(first, nn.Embedding):
+        first.weight = _rows(first.weight, shard)
+        first.num_embeddings = len(first.weight)
     if isinstance(head, nn.Linear):
-        head.weight = getattr(decoder, ends.embedding).weight if is_tied else _rows(head.weight, shard)
+        head.weight = cast(nn.Embedding, first).weight if is_tied else _rows(head.weight, shard)
         head.out_features = len(head.weight)
         if head.bias is not None:
             head.bias = _rows(head.bias, shard)
@@ -269,6 +332,13 @@ def _cut_ends(model: PreTrainedModel, shard: VocabularyShard) -> None:
 def _rows(whole: Tensor, shard: VocabularyShard) -> nn.Parameter:
     """Return the shard's rows of a parameter, without the memory of the others."""
     return nn.Parameter(whole.detach()[shard.start : shard.stop].clone(), requires_grad=False)
+
+
+def _divide_embedding(model: PreTrainedModel, shard: VocabularyShard) -> None:
+    """Make an embedding of which only the shard's rows are left return the embeddings of all tokens."""
+    decoder, name = decoder_of(model), ENDS[model.config.model_type].embedding
+    if isinstance(local := getattr(decoder, name), nn.Embedding):
+        setattr(decoder, name, ShardedEmbedding(local, shard))
 
 
 # -- sums over shards ------------------------------------------------------------------------------------

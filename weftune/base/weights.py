@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -65,6 +65,17 @@ class WeightFiles:
         if found is None:
             raise OSError(f"{self.files[name]} is missing, which its index names")
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSlice:
+    """The part of a parameter that is read from its file."""
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+    """Consecutive indices along `dim` as (start, stop), in order."""
+    size: int
+    """Size of the whole parameter along `dim`."""
 
 
 def weight_files(location: str, revision: str | None) -> WeightFiles | None:
@@ -175,16 +186,22 @@ def quantised_forms(
     }
 
 
-def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> bool:
+def read_weights(
+    model: PreTrainedModel,
+    files: WeightFiles,
+    device: torch.device,
+    slices: Mapping[str, ParameterSlice] | None = None,
+) -> bool:
     """Load the parameters of `model`, which is on the meta device, to `device`. Return False without any
-    change if a parameter is missing in the files."""
+    change if a parameter is missing in the files. If `slices` are given, parameters that are not on the meta
+    device are kept, and of those in `slices`, by name, only parts are read."""
     known = stored_names(model, files)
     if known is None:
         return False
-    if quant_paths(model):
+    if slices is None and quant_paths(model):
         _read_each(model, files, device)
         return True
-    shared = shared_names(model)
+    shared = {name: names for name, names in shared_names(model).items() if model.get_parameter(name).is_meta}
     by_file: dict[Path, list[str]] = {}
     for name in shared:
         if len(known[name]) == 1:
@@ -192,13 +209,25 @@ def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.devic
     for path, names in by_file.items():
         with open_safetensors(path) as file:
             for name in names:
-                _set_parameter(model, shared[name], file.get_tensor(known[name][0]), device)
+                value = _read_slice(file, known[name][0], (slices or {}).get(name))
+                _set_parameter(model, shared[name], value, device)
     for name in (name for name in shared if len(known[name]) > 1):
         value = torch.empty_like(model.get_parameter(name), device=device)
         _read(files, known, name, value)
         _set_parameter(model, shared[name], value, device)
     create_buffers(model, device)
     return True
+
+
+def _read_slice(file: Any, name: str, part: ParameterSlice | None) -> Tensor:
+    """Return a tensor of an open safetensors file, or a part of it without reading the rest."""
+    if part is None:
+        return cast(Tensor, file.get_tensor(name))
+    stored = file.get_slice(name)
+    shape = torch.Size(stored.get_shape())
+    refuse_other_shape(name, shape, torch.Size([*shape[: part.dim], part.size, *shape[part.dim + 1 :]]))
+    before = (slice(None),) * part.dim
+    return torch.cat([stored[(*before, slice(start, stop))] for start, stop in part.ranges], part.dim)
 
 
 def _read_each(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> None:

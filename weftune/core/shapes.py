@@ -267,6 +267,11 @@ def sum_parameters_by_layer(parameters: Iterable[tuple[str, int]], layers: int) 
     return tuple(sums)
 
 
+FOUR_BIT_MAXIMA = 3 / 64
+"""Bytes per value by which nf4 weights are larger on shards, where the maximum of each block of 64 values is
+a float32 instead of one byte."""
+
+
 def shard_shape(shape: ModelShape, shards: int) -> ModelShape:
     """Return the sizes of the largest shard of a base, of which the linears in the layers are cut, and the
     embedding and the head by tokens. Key/value heads that several shards repeat are counted once."""
@@ -280,4 +285,10 @@ def shard_shape(shape: ModelShape, shards: int) -> ModelShape:
     vocabulary = -(-shape.vocabulary // shards)
     matrices = 1 if shape.ties_head else 2
     cut += matrices * shape.hidden * (shape.vocabulary - vocabulary)
-    return replace(shape, vocabulary=vocabulary, parameters=shape.parameters - cut, sites=sites)
+    stored = shape.site_bytes_per_value
+    if stored is not None and stored < 1:
+        stored += FOUR_BIT_MAXIMA
+    parameters = shape.parameters - cut
+    return replace(
+        shape, vocabulary=vocabulary, parameters=parameters, sites=sites, site_bytes_per_value=stored
+    )

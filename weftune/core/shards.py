@@ -12,8 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weftune.core.shapes import SiteSlice
+
 SumOverShards = Callable[[Tensor], None]
 """Function that replaces a tensor by its sum over all shards, on every shard."""
+
+
+def kept_indices(part: SiteSlice, device: torch.device | None = None) -> Tensor:
+    """Return the indices of a part among the inputs or the outputs of the whole linear."""
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in part.ranges])
 
 
 @dataclass(frozen=True, slots=True)

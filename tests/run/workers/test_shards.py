@@ -26,6 +26,7 @@ from tests.run.workers.test_agreed import (
     whole_base,
 )
 from weftune.adapters.kind import JobAdapter
+from weftune.base.quant.linear import QuantLinear
 from weftune.base.shards import shard_of
 from weftune.base.spec import BaseSpec
 from weftune.core.shapes import LayerRange
@@ -66,8 +67,18 @@ def reward_jobs(base):
     return [executors.prepare(base, "own", steps=4, adapter={"rank": 2}, objective="reward", data=rows)]
 
 
-def sites_only(read):
-    return lambda name: read(name).detach() if "_proj" in name or "embed_tokens" in name else None
+def whole_reader(model):
+    """A function that returns the weight of a linear or of the embedding as one matrix."""
+
+    def read(name):
+        if "_proj" not in name and "embed_tokens" not in name:
+            return None
+        module = model.get_submodule(name.removesuffix(".weight"))
+        if isinstance(module, QuantLinear):
+            return module.frozen_weight().matrix()
+        return module.weight.detach()
+
+    return read
 
 
 def training_of(base, job):
@@ -83,7 +94,7 @@ def as_shard(connections, family, dtype, jobs_of, cuts, poison, cancelled):
     whole = whole_base(family, dtype)
     jobs = jobs_of(whole)
     spec, team, held = BaseSpec(model=f"tiny/{family}"), shard_team(connections), ranges(cuts)
-    read_whole = sites_only(deep(family, dtype).get_parameter)
+    read_whole = whole_reader(deep(family, dtype))
     base = shard_of(deep(family, dtype), spec, bench.CPU, team, held[position.stage], read_whole)
     transport = Transport(connections, base.shape.hidden, base.dtype, base.device)
     layout = pipeline_layout(held, position.replicas, position.shards)

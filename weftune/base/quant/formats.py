@@ -26,6 +26,8 @@ from torch.nn.functional import pad
 from weftune.base.quant.stored import NESTED_BLOCK, NESTED_CODES, NF4_BLOCK, NF4_CODES
 from weftune.base.spec import BaseSpec, Quantize
 from weftune.core.device_class import class_of
+from weftune.core.shapes import SiteSlice
+from weftune.core.shards import kept_indices
 from weftune.core.weights import CODES, quantise_rows
 from weftune.errors import BaseModelError
 
@@ -83,6 +85,16 @@ class Int8:
         # A row of zeros has the scale 0, and its codes do not matter.
         codes_NK = (weight_NK / scale_N.where(scale_N != 0, 1)[:, None]).round_().clamp_(-MAX_CODE, MAX_CODE)
         return codes_NK.to(torch.int8), scale_N
+
+    def cut(
+        self, parts: Mapping[str, Tensor], shape: tuple[int, int], part: SiteSlice
+    ) -> tuple[WeightFormat, dict[str, Tensor]] | None:
+        """Return the format and the tensors of a part of the matrix of this shape, which dequantise to the
+        same values. None if the part is not made of whole blocks."""
+        kept = kept_indices(part, parts["weight"].device)
+        codes_NK = parts["weight"].index_select(1 if part.cuts_inputs else 0, kept)
+        scale_N = parts["scale"] if part.cuts_inputs else parts["scale"].index_select(0, kept)
+        return self, {"weight": codes_NK, "scale": scale_N}
 
     def write(self, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
         """Dequantise `parts` into `out_NK`, which is contiguous, in its dtype."""
@@ -149,11 +161,39 @@ class Nf4:
             "offset": offset,
         }
 
+    def cut(
+        self, parts: Mapping[str, Tensor], shape: tuple[int, int], part: SiteSlice
+    ) -> tuple[WeightFormat, dict[str, Tensor]] | None:
+        """Return the format and the tensors of a part of the matrix of this shape, which dequantise to the
+        same values. None if the part is not made of whole blocks. The maxima of a part are not quantised,
+        since their own blocks do not end where the part does."""
+        outputs, inputs = shape
+        edges = [edge * (1 if part.cuts_inputs else inputs) for one in part.ranges for edge in one]
+        if outputs * inputs % NF4_BLOCK or any(edge % NF4_BLOCK for edge in edges):
+            return None
+        if part.cuts_inputs and inputs % NF4_BLOCK:
+            return None
+        device = parts["weight"].device
+        blocks = [start // NF4_BLOCK for start in edges[::2]], [stop // NF4_BLOCK for stop in edges[1::2]]
+        kept = torch.cat([torch.arange(*one, device=device) for one in zip(*blocks, strict=True)])
+        if part.cuts_inputs:
+            rows = torch.arange(outputs, device=device) * (inputs // NF4_BLOCK)
+            kept = (rows[:, None] + kept).flatten()
+        return Nf4(nested=False), {
+            "weight": parts["weight"].view(-1, NF4_BLOCK // 2).index_select(0, kept).view(-1, 1),
+            "absmax": self._maxima(parts).index_select(0, kept),
+            "code": parts["code"].clone(),
+        }
+
+    def _maxima(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return the maximum of each block."""
+        if not self.nested:
+            return parts["absmax"]
+        values_B = parts["nested_code"].index_select(0, parts["absmax"].int())
+        return _scale_blocks(values_B, parts["nested_absmax"], NESTED_BLOCK) + parts["offset"]
+
     def write(self, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
-        absmax_B = parts["absmax"]
-        if self.nested:
-            values_B = parts["nested_code"].index_select(0, absmax_B.int())
-            absmax_B = _scale_blocks(values_B, parts["nested_absmax"], NESTED_BLOCK) + parts["offset"]
+        absmax_B = self._maxima(parts)
         # Both values of a byte are looked up at once.
         pair_C2 = torch.stack(
             (parts["code"].repeat_interleave(NF4_CODES), parts["code"].repeat(NF4_CODES)), dim=1

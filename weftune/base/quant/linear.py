@@ -17,6 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 from weftune.base.quant.formats import Fp8, Int8, Nf4, WeightFormat
 from weftune.base.spec import Quantize
+from weftune.core.shapes import SiteSlice
+from weftune.core.shards import kept_indices
 from weftune.core.weights import (
     FrozenWeight,
     MultiplyCodes,
@@ -163,6 +165,26 @@ def quantise_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) 
         made.set_parts(form.quantise(weight.T if made.fan_in_fan_out else weight))
         made.register_parameter("bias", cast(nn.Parameter | None, plain.bias))
         model.set_submodule(path, made)
+
+
+def cut_quantised(linear: QuantLinear, parts: Mapping[str, Tensor], part: SiteSlice) -> nn.Linear:
+    """Return a part of a quantised linear, without a bias, whose weight dequantises to the same values. It is
+    quantised if the part is made of whole blocks, and plain otherwise. `parts` are the tensors of the whole
+    weight."""
+    shape = (linear.out_features, linear.in_features)
+    outputs, inputs = (shape[0], part.size) if part.cuts_inputs else (part.size, shape[1])
+    meta = torch.device("meta")
+    if (cut := linear.form.cut(parts, shape, part)) is None:
+        made = nn.Linear(inputs, outputs, bias=False, device=meta)
+        matrix_NK = linear.matrix_of(parts)
+        kept = kept_indices(part, matrix_NK.device)
+        weight_NK = matrix_NK.index_select(1 if part.cuts_inputs else 0, kept)
+        made.weight = nn.Parameter(weight_NK, requires_grad=False)
+        return made
+    form, local = cut
+    quantised = QuantLinear((outputs, inputs), form, False, linear.matrix_dtype, meta)
+    quantised.set_parts(local)
+    return quantised
 
 
 def compute_by(
