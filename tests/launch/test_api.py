@@ -63,6 +63,13 @@ def test_one_of_everything_is_the_ordinary_run_with_its_callback(jobs: Path) -> 
     assert not (jobs.parent / "out" / "ranks").exists()
 
 
+def test_a_kind_that_cannot_be_divided_is_refused_with_its_job(tmp_path: Path) -> None:
+    jobs = [{"name": "a", "steps": 1, "adapter": {"kind": "bottleneck", "size": 2}}]
+    folder = jobs_folder(tmp_path, jobs)
+    with pytest.raises(UserError, match=r"^--shards 2: a has a bottleneck adapter"):
+        weftune.train(folder / "jobs.yaml", options=SETTINGS, progress=False, shards=2)
+
+
 def test_a_trainer_does_not_start_processes_and_names_what_does(tmp_path: Path) -> None:
     trainer = Trainer("demo", output=tmp_path / "out", options=Options(pipeline=2))
     with pytest.raises(UserError, match=r"which a Trainer cannot: give them to weftune\.train"):

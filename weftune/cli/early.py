@@ -144,17 +144,6 @@ def refuse_base(base: BaseSpec) -> None:
         refuse_absent(base)
 
 
-def refuse_shards(run: RunSpec, shards: int) -> None:
-    """Refuse shards if a job's adapter cannot be cut as its layers are."""
-    for job in run.jobs:
-        if shards > 1 and not job.adapter.runs_on_shards:
-            raise UserError(
-                f"--shards {shards}: {job.name} has a {job.adapter.kind} adapter, which cannot be trained "
-                "where every "
-                "layer is divided among processes; leave --shards out, or give the job a lora adapter"
-            )
-
-
 def refuse_rows(jobs: Iterable[JobSpec], name_jobs: bool) -> None:
     """Refuse invalid rows of small files, of all jobs at once; `name_jobs` adds the job to each mistake."""
     from weftune.data.prepare import check_rows

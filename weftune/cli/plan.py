@@ -37,6 +37,7 @@ def plan(
     json: Annotated[Path | None, typer.Option(help="Write the numbers as JSON.")] = None,
 ) -> None:
     """Predict what `weftune train` would do with the jobs: layout, memory, times. No weights are loaded."""
+    from weftune.jobs.spec.checks import refuse_kinds_on_shards
     from weftune.jobs.sweeps.read import refuse_shares
 
     if gantt is not None:
@@ -58,7 +59,7 @@ def plan(
     run = early.read_jobs_file(jobs)
     if options.gpus not in (None, 1):
         refuse_shares(run.sweeps)
-    early.refuse_shards(run, options.shards)
+    refuse_kinds_on_shards(run.jobs, options.shards)
     early.refuse_rows(early.without_repeated_trials(run), name_jobs=True)
     found = read_cluster(cluster, options.gpu_memory, on_cpu=device == "cpu")
 

@@ -151,7 +151,6 @@ def _train_locally(
         choice = _choose_processes(run, options)
         stages, shares = (count if count > 1 else None for count in (choice.stages, choice.shares))
         options = replace(options, pipeline=stages, gpus=shares)
-    early.refuse_shards(run, options.shards)
     devices: Sequence[str] = ()
     if options.starts_processes:
         from weftune.launch.requests import requested_shares
@@ -201,6 +200,7 @@ def _launch(run: RunSpec, options: Options, arguments: Sequence[str], more: Sequ
 
 def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: int | None) -> None:
     """Run as one worker of a pipeline: the first worker trains, the others follow its instructions."""
+    from weftune.jobs.spec.checks import refuse_kinds_on_shards
     from weftune.jobs.spec.read import read_run
     from weftune.launch.workers import connect_workers
     from weftune.run.workers.groups import read_position, restart_count
@@ -222,7 +222,7 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
         if staff is None:
             return
         run = read_run(jobs)
-        early.refuse_shards(run, options.shards)
+        refuse_kinds_on_shards(run.jobs, options.shards)
         run = replace(run, output=Path(output or run.output))
         if restart_count() > 0:
             # torchrun has restarted all workers with the original command line.

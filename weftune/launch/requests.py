@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weftune.base.load import inspect
 from weftune.base.shards import refuse_sharding
+from weftune.jobs.spec.checks import refuse_kinds_on_shards
 from weftune.jobs.spec.spec import RunSpec
 from weftune.plan.layout.stages import cut_layers
 from weftune.run.measure.memory import requested_devices
@@ -12,9 +13,10 @@ from weftune.trainer.options import Options
 
 def requested_shares(run: RunSpec, options: Options) -> tuple[str, ...]:
     """Return the device of the first worker of each share of the jobs; empty if `gpus` is None. Raise
-    UserError if the base or this machine does not allow the numbers of `gpus`, `pipeline` and `shards`."""
+    UserError if the base, a job or this machine does not allow these numbers of processes."""
     workers = options.workers_per_share
     devices: tuple[str, ...] = ()
+    refuse_kinds_on_shards(run.jobs, options.shards)
     if options.shards > 1:
         refuse_sharding(run.base, options.shards)
     if options.gpus is not None:

@@ -16,7 +16,7 @@ from weftune.base.spec import BaseSpec
 from weftune.core.bounds import format_value
 from weftune.core.limited import slow_pattern_error
 from weftune.core.shapes import ModelShape, SiteShape, layer_of
-from weftune.errors import AdapterError, Mistake, OutputError
+from weftune.errors import AdapterError, Mistake, OutputError, UserError
 from weftune.jobs.spec.keys import nearest_word
 from weftune.jobs.spec.layer import Fault, Loc
 from weftune.jobs.spec.spec import JobSpec, locate_in_job, to_steps
@@ -464,3 +464,14 @@ def _mismatch_reason(source: str, source_adapter: TargetSpec, adapter: TargetSpe
         if adapter.adapts(site) and source_adapter.shapes_at(site) != adapter.shapes_at(site):
             return f"{source} has weights of other shapes at {site.name}; write adapter as {source} has it"
     return ""
+
+
+def refuse_kinds_on_shards(jobs: Iterable[JobSpec], shards: int) -> None:
+    """Raise UserError if a job's adapter cannot be divided as its layers are."""
+    for job in jobs:
+        if shards > 1 and not job.adapter.runs_on_shards:
+            raise UserError(
+                f"--shards {shards}: {job.name} has a {job.adapter.kind} adapter, which cannot be trained "
+                "where every layer is divided among processes; leave --shards out, or give the job a lora "
+                "adapter"
+            )
