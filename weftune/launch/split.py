@@ -104,20 +104,13 @@ def train_shares(
             for jobs in _rounds(trainer, store, sweeps, ready, shape):
                 fits |= {job.name for job in jobs if sweeps.is_trial(job.name)}
                 shares = divide_jobs(jobs, cost, machine, len(devices), trainer.output, fits)
-                for number, share in enumerate(shares):
-                    time = f", predicted {duration_text(share.seconds)}" if cost.measured and alone else ""
-                    count = plural(len(share.jobs), "job")
-                    trainer.view.note(f"share {number} on {devices[number]}: {count}{time}")
+                _show_shares(trainer.view, shares, devices, has_seconds=cost.measured and alone)
                 teams = _share_teams(run, trainer, shares, devices, memory)
                 ended = _run_shares(trainer, store, jobs, shares, teams)
                 if any(one.code for one in ended):
                     break
             sweeps.decide(store)
-            for name in filter(sweeps.is_waiting_at_rung, trainer.jobs):
-                if name in store and not store.job(name).state.ended:
-                    reason = f"waits for other trials of its sweep; resume with {store.resume_line()}"
-                    store.move_job(name, State.PAUSED, reason)
-            store.write_status()
+            _pause_waiting_trials(trainer, store, sweeps)
         sweeps.finish()
         results = trainer.results(store)
     codes = {one.code for one in ended}
@@ -146,15 +139,32 @@ def _rounds(
         for job in trainer.prepare_all(new, shape, store):
             prepared[job.name] = sweeps.enter(job)
             store.add_job(job.name)
-        going = [job for job in prepared.values() if not store.job(job.name).state.ended]
-        steps = {job.name: store.job(job.name).step for job in going}
-        able = [job for job in going if not sweeps.is_waiting_at_rung(job.name)]
+        unfinished = [job for job in prepared.values() if not store.job(job.name).state.ended]
+        steps = {job.name: store.job(job.name).step for job in unfinished}
+        jobs = [job for job in unfinished if not sweeps.is_waiting_at_rung(job.name)]
         if before is not None:
-            able = [job for job in able if sweeps.is_trial(job.name)]
-        if not able or steps == before:
+            jobs = [job for job in jobs if sweeps.is_trial(job.name)]
+        if not jobs or steps == before:
             return
-        yield able
+        yield jobs
         before = steps
+
+
+def _show_shares(
+    view: View, shares: Sequence[DeviceShare], devices: Sequence[str], has_seconds: bool
+) -> None:
+    for number, share in enumerate(shares):
+        time = f", predicted {duration_text(share.seconds)}" if has_seconds else ""
+        view.note(f"share {number} on {devices[number]}: {plural(len(share.jobs), 'job')}{time}")
+
+
+def _pause_waiting_trials(trainer: Trainer, store: Store, sweeps: Sweeps) -> None:
+    """Pause the trials that still wait at a rung when the last round has ended."""
+    for name in filter(sweeps.is_waiting_at_rung, trainer.jobs):
+        if name in store and not store.job(name).state.ended:
+            reason = f"waits for other trials of its sweep; resume with {store.resume_line()}"
+            store.move_job(name, State.PAUSED, reason)
+    store.write_status()
 
 
 def train_in_processes(run: RunSpec, trainer: Trainer, devices: Sequence[str]) -> dict[str, Result]:
