@@ -26,24 +26,29 @@ __all__ = [
 ]
 
 
+MODULES = {
+    "JobSpec": "weftune.jobs.spec.spec",
+    "Options": "weftune.trainer.options",
+    "Result": "weftune.trainer.trainer",
+    "SweepResult": "weftune.launch.api",
+    "Trainer": "weftune.trainer.trainer",
+    "UserError": "weftune.errors",
+    "sweep": "weftune.launch.api",
+    "train": "weftune.launch.api",
+}
+"""Maps each name of the API to its module."""
+
+
 def __getattr__(name: str) -> Any:
-    """Import what is asked for and no more: `weftune --help` needs no torch."""
+    """Import what is requested and no more: `weftune --help` needs no torch."""
     if name == "__version__":
         from importlib.metadata import version
 
         return version("weftune")
-    if name == "JobSpec":
-        from weftune.jobs.spec.spec import JobSpec
+    if name in MODULES:
+        from importlib import import_module
 
-        return JobSpec
-    if name == "UserError":
-        from weftune.errors import UserError
-
-        return UserError
-    if name in __all__:
-        from weftune.launch import api
-
-        return getattr(api, name)
+        return getattr(import_module(MODULES[name]), name)
     raise AttributeError(f"module 'weftune' has no attribute {name!r}")
 
 
