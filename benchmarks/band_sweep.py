@@ -28,6 +28,8 @@ from weftune.ops.lora.choice_trial import HEAD_START, TrialSite, synthetic_site
 from weftune.ops.lora.products import fused_dx, fused_y
 from weftune.ops.lora.table import bands_for
 from weftune.ops.lora.tiled_kernels import (
+    allocate_da,
+    allocate_db,
     da,
     db,
     down,
@@ -35,8 +37,6 @@ from weftune.ops.lora.tiled_kernels import (
     ds_db,
     large_dx,
     large_y,
-    room_for_da,
-    room_for_db,
 )
 from weftune.ops.lora.tiling import KernelLaunch, ProductPlan, SiteCall, choose_tiling, rank_block
 
@@ -76,12 +76,12 @@ def of_ds_db(site: TrialSite, call: SiteCall) -> Step:
 
 
 def of_db(site: TrialSite, call: SiteCall) -> Step:
-    s_TPR, partial = down(site.x_TK, call), room_for_db(site.dy_TN, call)
+    s_TPR, partial = down(site.x_TK, call), allocate_db(site.dy_TN, call)
     return lambda: db(site.dy_TN, s_TPR, partial, call)
 
 
 def of_da(site: TrialSite, call: SiteCall) -> Step:
-    ds_TPR, partial = ds(site.dy_TN, call), room_for_da(site.x_TK, call)
+    ds_TPR, partial = ds(site.dy_TN, call), allocate_da(site.x_TK, call)
     return lambda: da(site.x_TK, ds_TPR, partial, call)
 
 

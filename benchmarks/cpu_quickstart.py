@@ -85,7 +85,7 @@ def _one_with_peft(model: PreTrainedModel, job: PreparedJob) -> float:
 
 def padded(job: PreparedJob, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     samples = job.data.train
-    chosen = job.order.batch(step)
+    chosen = job.sample_order.batch(step)
     longest = int(samples.lengths[chosen].max())
     ids = torch.zeros(len(chosen), longest, dtype=torch.long)
     present = torch.zeros_like(ids)
@@ -107,7 +107,9 @@ def least_operations(base: Base, jobs: Sequence[PreparedJob]) -> float:
 
 def _least_of_job(base: Base, job: PreparedJob) -> float:
     shape, samples = base.shape, job.data.train
-    chosen = [index for step in range(1, job.recipe.steps + 1) for index in job.order.batch(step).tolist()]
+    chosen = [
+        index for step in range(1, job.recipe.steps + 1) for index in job.sample_order.batch(step).tolist()
+    ]
     lengths = [int(samples.lengths[index]) for index in chosen]
     supervised = sum(int(samples.mask(index).sum()) for index in chosen)
     linears = sum(site.in_features * site.out_features for site in shape.sites)

@@ -19,7 +19,7 @@ import torch
 
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.adapters.registry import layout_of
+from weftune.adapters.registry import adapter_layout
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.bench.result import arguments, finish
@@ -71,7 +71,7 @@ def attach(adapted: AdaptedBase, count: int, rank: int) -> int:
     """Attach random adapters on all linears until there are `count`, and return the bytes of one of them."""
     sites = adapted.base.shape.sites
     spec = LoraSpec(rank=rank, alpha=2.0 * rank, targets="all-linear")
-    layout = layout_of(spec, sites)
+    layout = adapter_layout(spec, sites)
     for number in range(len(adapted.banks.attached), count):
         weights = 0.02 * torch.randn(layout.size, dtype=adapted.base.dtype, device=adapted.base.device)
         attach_frozen(adapted, JobAdapter(f"adapter{number}", spec, seed=0), layout, weights)

@@ -48,7 +48,7 @@ def results(case: SiteCase, call: SiteCall) -> dict[str, Tensor]:
         entry.da_RK.zero_()
         entry.db_RN.zero_()
     y_TN, s_TPR, u_TN = forward(case.x[0], case.weight_NK, None, None, call)
-    dx_TK = backward(case.dy[0], case.x[0], case.weight_NK, s_TPR, call, wants_dx=True, u_TN=u_TN)
+    dx_TK = backward(case.dy[0], case.x[0], case.weight_NK, s_TPR, call, needs_dx=True, u_TN=u_TN)
     assert dx_TK is not None
     return {"y": y_TN, "dx": dx_TK, **_gradients(case.entries)}
 

@@ -26,7 +26,7 @@ from weftune.base.model import Base
 from weftune.base.quant.linear import quantise_linears
 from weftune.base.quant.stored import Quantised
 from weftune.base.spec import DEMO, BaseSpec, Quantize
-from weftune.base.weights import quantised_forms
+from weftune.base.weights import quantised_formats
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.jobs.spec.spec import JobSpec
@@ -77,7 +77,7 @@ def spec_of(name: str, steps: int, batch_size: int) -> JobSpec:
 def base_in(model: PreTrainedModel, quantize: Quantize | None, spec: BaseSpec) -> Base:
     """The model is taken over."""
     if quantize is not None:
-        quantise_linears(model, quantised_forms(model, Quantised(quantize), None))
+        quantise_linears(model, quantised_formats(model, Quantised(quantize), None))
     return Base.from_model(model, spec, CPU)
 
 

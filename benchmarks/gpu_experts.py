@@ -88,7 +88,9 @@ def layer_of(size: Size, jobs: int, tokens: int, rank: int, hardware: Hardware) 
     for job in range(jobs):
         weights = torch.randn(layout.size, device=hardware.device, dtype=hardware.dtype) * 0.01
         totals = torch.zeros(layout.size, device=hardware.device)
-        bank.attach(JobAdapter(str(job), spec, job), layout.views(weights), layout.views(totals))
+        bank.attach(
+            JobAdapter(str(job), spec, job), layout.parameter_views(weights), layout.parameter_views(totals)
+        )
     scores_TE = torch.randn(tokens, size.experts, device=hardware.device)
     weights_Tk, chosen_Tk = scores_TE.softmax(dim=-1).topk(size.active, dim=-1)
     owner_T = torch.arange(tokens, device=hardware.device) * jobs // tokens

@@ -27,7 +27,7 @@ from weftune.adapters.ia3.spec import Ia3Spec
 from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.prefix.spec import PrefixSpec
-from weftune.adapters.registry import layout_of
+from weftune.adapters.registry import adapter_layout
 from weftune.adapters.vera.spec import VeraSpec
 from weftune.base.shape import model_shape
 from weftune.bench.baselines import TARGETS, job_step
@@ -121,7 +121,7 @@ def predicted_bytes(case: Case, hardware: Hardware, kinds: Sequence[str]) -> int
     tokens, jobs = case.batch * case.length, []
     for at, kind in enumerate(kinds):
         spec = case.spec(kind)
-        trainable, scaled = layout_of(spec, shape.sites).size, spec.scaled_outputs(shape.sites)
+        trainable, scaled = adapter_layout(spec, shape.sites).size, spec.scaled_outputs(shape.sites)
         jobs.append(JobShape(f"{kind}{at}", 0, at, trainable, case.length, tokens, scaled_outputs=scaled))
     memory = MemoryModel(shape, 0, uses_fused_ops=hardware.device.type == "cuda")
     return memory.peak_bytes(jobs, min(case.capacity, tokens * len(jobs)))

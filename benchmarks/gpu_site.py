@@ -23,16 +23,16 @@ from benchmarks.site_floor import Rates, Timed, beside_floors, needs
 from benchmarks.site_plain import plain_steps
 from benchmarks.site_sweep import KERNELS, sweep
 from weftune.bench.result import arguments, finish
-from weftune.ops.lora.products import fused_dx, fused_y, in_float32
+from weftune.ops.lora.products import fused_dx, fused_y, product_in_float32
 from weftune.ops.lora.tiled_kernels import (
     ColumnSpan,
     add_dx,
     add_gradients,
+    allocate_da,
     da,
     db,
     down,
     ds_db,
-    room_for_da,
     sum_rows,
     up,
 )
@@ -75,7 +75,7 @@ def launches(case: SiteCase) -> dict[str, Callable[[int], object]]:
     x, dy = case.x[0], case.dy[0]
     s = down(x, call)
     ds, partial_db = ds_db(dy, s, call)
-    partial_da = room_for_da(x, call)
+    partial_da = allocate_da(x, call)
     da(x, ds, partial_da, call)
     return {
         "y = xWt": lambda turn: case.x[turn] @ weight_NK.T,
@@ -106,12 +106,12 @@ def _wide_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[in
     """The library's products in float32, whole, and what adds the adapters' part to them."""
     call, weight_NK = case.call(), case.weight_NK
     outputs, features = weight_NK.shape
-    y_TN, dx_TK = in_float32(case.x[0], weight_NK.T), in_float32(case.dy[0], weight_NK)
+    y_TN, dx_TK = product_in_float32(case.x[0], weight_NK.T), product_in_float32(case.dy[0], weight_NK)
     columns = call.tiling.up.columns
     of_y, of_dx = (ColumnSpan(0, -(-width // columns), 0, width) for width in (outputs, features))
     return {
-        "xWt in float32": lambda turn: in_float32(case.x[turn], weight_NK.T),
-        "dyW in float32": lambda turn: in_float32(case.dy[turn], weight_NK),
+        "xWt in float32": lambda turn: product_in_float32(case.x[turn], weight_NK.T),
+        "dyW in float32": lambda turn: product_in_float32(case.dy[turn], weight_NK),
         "up": lambda turn: up(s, y_TN, of_y, None, None, torch.empty_like(case.dy[turn]), None, call),
         "add dx": lambda turn: add_dx(ds, dx_TK, of_dx, torch.empty_like(case.x[turn]), call),
     }

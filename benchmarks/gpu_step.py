@@ -31,7 +31,7 @@ from benchmarks.where import Spent, drawn, spent, traced
 from weftune.base.quant.linear import quantise_linears
 from weftune.base.quant.stored import Quantised
 from weftune.base.spec import Quantize
-from weftune.base.weights import quantised_forms
+from weftune.base.weights import quantised_formats
 from weftune.bench.baselines import BaselineWork, peft_one_by_one
 from weftune.bench.gpu_step import (
     BASELINES,
@@ -80,7 +80,7 @@ def attached(task: ProcessTask, options: RowOptions) -> AttachedJobs:
     """Return an executor with every job attached."""
     model = build(task.size, task.hardware)
     if options.quantize is not None:
-        quantise_linears(model, quantised_forms(model, Quantised(options.quantize), None))
+        quantise_linears(model, quantised_formats(model, Quantised(options.quantize), None))
     jobs = resident_jobs(model, task.hardware.device, options.offloaded)
     attach_jobs(jobs, task.size, task.work)
     return jobs

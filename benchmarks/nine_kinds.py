@@ -101,7 +101,7 @@ def write_start(folder: Path, base: Base, job: PreparedJob) -> Path:
     adapter = JobAdapter(job.name, spec, job.spec.seed)
     begun = new_training(adapter, job.recipe, base.shape.sites, base.dtype, CPU, frozen=base.weight_reader())
     kind = get_kind(spec.kind)
-    kind.save(folder, spec, begun.layout.views(begun.master), base.shape.sites, DEMO)
+    kind.save(folder, spec, begun.layout.parameter_views(begun.master), base.shape.sites, DEMO)
     return folder
 
 

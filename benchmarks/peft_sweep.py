@@ -119,9 +119,9 @@ Train = Callable[[Mapping[str, int]], Iterable[Outcome]]
 
 def begun(spec: SweepSpec, trials: Sequence[str], steps: int) -> Rungs:
     rungs = Rungs(spec)
-    rungs.begin(trials)
+    rungs.begin_first_rung(trials)
     for trial in trials:
-        rungs.enter(trial, steps)
+        rungs.add_trial(trial, steps)
     return rungs
 
 
@@ -133,10 +133,10 @@ def search(rungs: Rungs, train: Train) -> Found:
         for outcome in train({name: rungs.limit(name) for name in rungs.trials if name not in rungs.ended}):
             made += outcome.made
             if outcome.end is not None:
-                rungs.end(outcome.name, outcome.end, outcome.step)
+                rungs.end_trial(outcome.name, outcome.end, outcome.step)
             elif outcome.step == rungs.steps(outcome.name):
                 scores[outcome.name] = outcome.value
-                rungs.end(outcome.name, TrialEnd.FINISHED, outcome.step)
+                rungs.end_trial(outcome.name, TrialEnd.FINISHED, outcome.step)
             else:
                 rungs.evaluate(outcome.name, outcome.step, outcome.value)
         while pending := rungs.pending_decisions():

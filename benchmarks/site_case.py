@@ -69,7 +69,7 @@ class SiteCase:
 
     def tiled(self, call: SiteCall, turn: int) -> Tensor | None:
         _, s, _ = forward(self.x[turn], self.weight_NK, None, None, call)
-        return backward(self.dy[turn], self.x[turn], self.weight_NK, s, call, wants_dx=True)
+        return backward(self.dy[turn], self.x[turn], self.weight_NK, s, call, needs_dx=True)
 
 
 def site_case(adapters: SiteAdapters, features: int, outputs: int) -> SiteCase:

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.site_case import SiteAdapters, SiteCase, microseconds, site_case
 from weftune.ops.lora.products import fused_dx, fused_y
-from weftune.ops.lora.tiled_kernels import da, down, ds_db, room_for_da
+from weftune.ops.lora.tiled_kernels import allocate_da, da, down, ds_db
 from weftune.ops.lora.tiling import KernelLaunch, ProductPlan, product_blocks
 
 Step = Callable[[int], object]
@@ -123,7 +123,7 @@ def _da_options() -> Iterator[Option]:
 def _da_step(launch: KernelLaunch, piece: int, case: SiteCase) -> Step:
     call = case.call(piece=piece)
     call = replace(call, tiling=replace(call.tiling, da=launch))
-    ds, partial_da = down(case.x[0], call), room_for_da(case.x[0], call)
+    ds, partial_da = down(case.x[0], call), allocate_da(case.x[0], call)
     return lambda turn: da(case.x[turn], ds, partial_da, call)
 
 

@@ -22,7 +22,7 @@ from weftune.base.quant.read import QuantReader
 from weftune.base.quant.stored import Quantised
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec, Quantize
-from weftune.base.weights import quantised_forms
+from weftune.base.weights import quantised_formats
 from weftune.bench.baselines import BaselineWork
 from weftune.bench.sizes import Size, build_frozen
 from weftune.bench.timing import Hardware
@@ -189,7 +189,7 @@ def random_base(size: Size, hardware: Hardware, quantize: Quantize | None = None
 def _outline(size: Size, hardware: Hardware, quantize: Quantize | None) -> PreTrainedModel:
     model = build_frozen(size, torch.device("meta"), hardware.dtype)
     if quantize is not None:
-        replace_linears(model, quantised_forms(model, Quantised(quantize), None))
+        replace_linears(model, quantised_formats(model, Quantised(quantize), None))
     return model
 
 

@@ -101,7 +101,7 @@ def start(model: Base, job: JobSpec) -> dict[str, torch.Tensor]:
         JobAdapter(job.name, job.adapter, job.seed), Recipe(1), model.shape.sites, model.dtype, CPU
     )
     named = {}
-    for (site, name), value in training.layout.views(training.master).items():
+    for (site, name), value in training.layout.parameter_views(training.master).items():
         a_name, b_name = weight_names(site)
         named[a_name if name == A else b_name] = value if name == A else value.T
     return named

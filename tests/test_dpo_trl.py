@@ -36,7 +36,7 @@ def write_start(base, folder, changes: bool):
     """Write an adapter that changes the base, or the one with which a job without `init_from` begins."""
     job = executors.prepare(base, "start", seed=SEED)
     made, spec = executors.job_training(base, job), job.spec.adapter
-    views = made.layout.views(made.master)
+    views = made.layout.parameter_views(made.master)
     if changes:
         for number, value in enumerate(views.values()):
             value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(number)) * 0.3)

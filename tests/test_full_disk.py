@@ -12,7 +12,7 @@ from tests import bench
 from tests.faults import Disk, largest_file
 from tests.outputs import assert_same_results, assert_whole, jobs_folder, lines, states, status
 from weftune import JobSpec, Options
-from weftune.adapters.registry import layout_of
+from weftune.adapters.registry import adapter_layout
 from weftune.errors import OutputError
 from weftune.plan.cost.memory import format_bytes
 from weftune.run.events import Stepped
@@ -28,8 +28,8 @@ def jobs(steps=5):
     ]  # fmt: skip
 
 
-def adapter_layout(job):
-    return layout_of(job.adapter, bench.base().shape.sites)
+def layout_of_job(job):
+    return adapter_layout(job.adapter, bench.base().shape.sites)
 
 
 class Told:

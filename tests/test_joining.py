@@ -271,7 +271,9 @@ def test_keep_best_exports_the_weights_of_the_best_evaluation(base, tmp_path):
     def callback(event):
         if isinstance(event, Evaluated) and event.step == best:
             training = trainer.loop.executor.attached["a"]
-            at_best.update({key: v.clone() for key, v in training.layout.views(training.master).items()})
+            at_best.update(
+                {key: v.clone() for key, v in training.layout.parameter_views(training.master).items()}
+            )
 
     trainer.run(callback)
     exported = bench.adapter(tmp_path / "out" / "a")

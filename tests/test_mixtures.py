@@ -261,11 +261,16 @@ def test_a_row_meets_the_adapters_of_its_own_experts_only():
     sites, kind = bench.base("qwen3_moe").shape.sites, get_kind("lora")
     attention = kind.layout(LoraSpec(rank=2), sites)
     both = kind.layout(LoraSpec(rank=2, target_parameters=EXPERTS), sites)
-    assert attention.met == attention.size
-    assert 2 * (both.met - attention.met) == both.size - attention.size, "three of six experts"
+    assert attention.active_size == attention.size
+    assert 2 * (both.active_size - attention.active_size) == both.size - attention.size, (
+        "three of six experts"
+    )
     spec = LoraSpec(rank=2, target_parameters=EXPERTS)
     adapted = [site for site in sites if spec.adapts(site)]
-    assert sum(site.inactive_parameters(spec.parameters_at(site)) for site in adapted) == both.size - both.met
+    assert (
+        sum(site.inactive_parameters(spec.parameters_at(site)) for site in adapted)
+        == both.size - both.active_size
+    )
 
 
 # -- files -----------------------------------------------------------------------------------------------
@@ -369,7 +374,7 @@ def test_targets_that_peft_would_seek_among_experts_are_written_as_names(express
     base, kind = bench.base("mixtral", torch.float32), get_kind("lora")
     lora = LoraSpec(rank=2, targets=expression)
     layout = kind.layout(lora, base.shape.sites)
-    views = layout.views(torch.randn(layout.size))
+    views = layout.parameter_views(torch.randn(layout.size))
     kind.save(tmp_path, lora, views, base.shape.sites, "b")
     peft = PeftModel.from_pretrained(tiny("mixtral", torch.float32), tmp_path)
     names = {name for name, _ in peft.named_parameters() if "lora_A" in name}

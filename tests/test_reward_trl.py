@@ -14,7 +14,7 @@ from tests.families import tiny
 from tests.outputs import lines
 from weftune import JobSpec
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.adapters.registry import get_kind, layout_of
+from weftune.adapters.registry import adapter_layout, get_kind
 from weftune.data.samples import SampleOrder
 
 RATE, SEED, BATCH = 1e-2, 5, 4
@@ -73,9 +73,9 @@ def trained_by_trl(start, output, coefficient):
 
 def write_start(base, folder):
     """Write an adapter with a scalar head that changes the base."""
-    layout = layout_of(SPEC, base.shape.sites)
+    layout = adapter_layout(SPEC, base.shape.sites)
     flat = torch.randn(layout.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.3
-    get_kind("lora").save(folder, SPEC, layout.views(flat), base.shape.sites, "tiny/llama")
+    get_kind("lora").save(folder, SPEC, layout.parameter_views(flat), base.shape.sites, "tiny/llama")
 
 
 @pytest.mark.parametrize("coefficient", [None, 0.1])

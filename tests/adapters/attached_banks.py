@@ -28,7 +28,7 @@ def weights_of(base: Base, job: str, spec: LoraSpec, seed: int = 0) -> Tensor:
     kind = get_kind(spec.kind)
     layout = kind.layout(spec, base.shape.sites)
     flat = torch.zeros(layout.size, dtype=base.dtype)
-    kind.initialise(NewAdapter(JobAdapter(job, spec, seed), layout.views(flat)), base.shape.sites)
+    kind.initialise(NewAdapter(JobAdapter(job, spec, seed), layout.parameter_views(flat)), base.shape.sites)
     return flat
 
 

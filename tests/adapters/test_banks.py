@@ -86,7 +86,9 @@ def test_each_job_of_a_mixed_pack_gets_the_logits_that_peft_gives_it_alone(famil
     for seed, (job, spec) in enumerate(specs.items()):
         weights = random_weights(base, spec, seed)
         attach(banks, base, job, spec, weights)
-        LORA.save(tmp_path / job, spec, banks.attached[job].layout.views(weights), base.shape.sites, "b")
+        LORA.save(
+            tmp_path / job, spec, banks.attached[job].layout.parameter_views(weights), base.shape.sites, "b"
+        )
     jobs = ["a", "b", "c", "d"]
     samples = random_samples((9, 5, 12, 7))
     plain = [tiny(family)(input_ids=tokens[None], use_cache=False).logits[0].detach() for tokens in samples]
@@ -299,7 +301,7 @@ def raising(error):
 def seat(bank: TiledBank, sites: Sequence[SiteShape], slot: int, rank: int) -> None:
     spec = LoraSpec(rank=rank)
     layout = LORA.layout(spec, sites)
-    views = layout.views(torch.zeros(layout.size))
+    views = layout.parameter_views(torch.zeros(layout.size))
     adapter = JobAdapter(f"job{slot}", spec, 0)
     parts = [LORA.tiled_part(SiteTensors(adapter, site, views, views)) for site in sites]
     bank.attach(adapter.job, slot, parts)
@@ -309,8 +311,10 @@ def test_tables_are_sent_once_however_many_jobs_come_and_go(llama, monkeypatch: 
     sites = llama.shape.sites[:1]
     bank, sent = TiledBank(sites, 64), list[int]()
     seat(bank, sites, 0, rank=1)
-    bank._group(torch.zeros(()))
-    monkeypatch.setattr(SlotTable, "send", lambda table: sent.append(int((table.host_views[2] > 0).sum())))
+    bank._table_group(torch.zeros(()))
+    monkeypatch.setattr(
+        SlotTable, "copy_to_device", lambda table: sent.append(int((table.host_views[2] > 0).sum()))
+    )
     for slot in range(1, 40):
         seat(bank, sites, slot, rank=1)
     for slot in range(10, 20):
@@ -325,11 +329,11 @@ def test_a_pass_begins_with_the_tables_of_all_who_are_aboard() -> None:
     llama = tiny_base("llama", torch.float32)
     banks = banks_with(llama, {"a": LoraSpec(rank=3)})
     (bank, *_) = (group.tiled for group in banks._groups.values())
-    assert bank._group(torch.zeros(())).table.rank_PS[0, :2].tolist() == [3, 0]
+    assert bank._table_group(torch.zeros(())).table.rank_PS[0, :2].tolist() == [3, 0]
     attach(banks, llama, "b", LoraSpec(rank=5), random_weights(llama, LoraSpec(rank=5), 0))
     seats = banks.seats(together(["a", "b"], random_samples((4, 6))))
     assert [(seat.start, seat.stop, seat.slot) for seat in seats] == [(0, 4, 0), (4, 10, 1)]
-    assert bank._group(torch.zeros(())).table.rank_PS[0, :2].tolist() == [3, 5]
+    assert bank._table_group(torch.zeros(())).table.rank_PS[0, :2].tolist() == [3, 5]
 
 
 class Asked(Choices):
@@ -349,7 +353,7 @@ def test_kernels_are_compiled_ahead_once_and_only_for_sites_that_have_adapters(
 ) -> None:
     llama = tiny_base("llama", torch.float32)
     choices, site = Asked(tmp_path), llama.shape.sites[0]
-    monkeypatch.setattr(all_banks, "choices_on", lambda device: choices)
+    monkeypatch.setattr(all_banks, "device_choices", lambda device: choices)
     banks = banks_with(llama, {"a": LoraSpec(rank=3, targets=(site.name,))})
     microbatch = together(["a"], random_samples((6,)))
     for _ in range(2):
@@ -365,7 +369,7 @@ def test_one_kind_alone_at_a_site_adds_to_the_products_own_dtype_as_peft_does() 
     spec, site = LoraSpec(rank=4, alpha=8.0), base.shape.sites[0]
     banks, weights = empty_banks(base), random_weights(base, spec, 0)
     attach(banks, base, "a", spec, weights)
-    a_rK, b_rN = (banks.attached["a"].layout.views(weights)[site.name, name] for name in (A, B))
+    a_rK, b_rN = (banks.attached["a"].layout.parameter_views(weights)[site.name, name] for name in (A, B))
     module, microbatch = base.sites()[site.name], together(["a"], random_samples((9,)))
     x_TK = torch.randn(9, site.in_features, generator=torch.Generator().manual_seed(1)).to(base.dtype)
     with torch.no_grad(), banks.bound(microbatch, Route.reference, training=False):
@@ -379,14 +383,14 @@ def test_a_large_job_leaves_the_limits_of_a_bank_as_it_found_them(llama) -> None
     sites = llama.shape.sites[:1]
     bank = TiledBank(sites, 8)
     seat(bank, sites, 0, rank=3)
-    group = bank._group(torch.zeros(()))
+    group = bank._table_group(torch.zeros(()))
     small = bank.limits()
     assert (group.rank, group.bands) == (16, 1)
     seat(bank, sites, 1, rank=100)
     bank.send_tables()
     large = bank.limits()
-    assert bank._group(torch.zeros(())).rank == 128
-    assert bank._group(torch.zeros(())).table is group.table
+    assert bank._table_group(torch.zeros(())).rank == 128
+    assert bank._table_group(torch.zeros(())).table is group.table
     bank.detach("job1")
     assert bank.limits() == small
     seat(bank, sites, 1, rank=70)
@@ -400,7 +404,7 @@ def test_a_rank_of_several_bands_has_another_table_and_keeps_it(llama) -> None:
     for slot, rank in enumerate((3, 300, 4)):
         seat(bank, sites, slot, rank)
         bank.send_tables()
-        group = bank._group(torch.zeros(()))
+        group = bank._table_group(torch.zeros(()))
         seen.append((bank.limits(), group.rank, group.bands, group.table.rank_PS[:, :3].tolist()))
     assert [one[1:] for one in seen] == [
         (16, 1, [[3, 0, 0]]),
@@ -409,6 +413,6 @@ def test_a_rank_of_several_bands_has_another_table_and_keeps_it(llama) -> None:
     ]
     bank.detach("job1")
     bank.send_tables()
-    left = bank._group(torch.zeros(()))
+    left = bank._table_group(torch.zeros(()))
     assert (left.rank, left.bands, left.table) == (16, 4, group.table)
     assert bank.limits() not in [limits for limits, *_ in seen]

@@ -72,7 +72,7 @@ def test_what_is_written_is_read_back_bit_for_bit(family, tmp_path):
     spec = LoraSpec(rank=3, alpha=4.5, rslora=True, rank_pattern={ending: 5}, alpha_pattern={ending: 8.0})
     layout = LORA.layout(spec, base.shape.sites)
     weights = torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
-    LORA.save(tmp_path, spec, layout.views(weights), base.shape.sites, "some/base")
+    LORA.save(tmp_path, spec, layout.parameter_views(weights), base.shape.sites, "some/base")
     read_spec, _ = read_adapter(tmp_path)
     for site in base.shape.sites:
         assert read_spec.targets_site(site.name)
@@ -84,7 +84,7 @@ def test_what_is_written_is_read_back_bit_for_bit(family, tmp_path):
 
 def test_the_files_have_the_names_and_values_that_servers_look_for(tmp_path, llama):
     layout = LORA.layout(SPEC, sites_of(llama))
-    LORA.save(tmp_path, SPEC, layout.views(torch.randn(layout.size)), sites_of(llama), "some/base")
+    LORA.save(tmp_path, SPEC, layout.parameter_views(torch.randn(layout.size)), sites_of(llama), "some/base")
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert {
         key: config[key] for key in ("peft_type", "task_type", "r", "bias", "use_rslora", "use_dora")
@@ -112,7 +112,7 @@ def test_all_linear_is_written_as_names_that_peft_reads_as_the_same_sites(family
     model = tiny(family, torch.float32)
     sites, spec = sites_of(model), LoraSpec(rank=2)
     layout = LORA.layout(spec, sites)
-    LORA.save(tmp_path, spec, layout.views(torch.zeros(layout.size)), sites, "b")
+    LORA.save(tmp_path, spec, layout.parameter_views(torch.zeros(layout.size)), sites, "b")
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert isinstance(config["target_modules"], list)
     peft = get_peft_model(model, lora_config(model, 2, 4, config["target_modules"]))
@@ -252,9 +252,9 @@ def test_a_damaged_weights_file_is_refused_or_read_and_nothing_else(start, llama
 
 def test_a_start_is_copied_and_a_new_adapter_is_drawn_from_its_seed(start):
     base = base_of(tiny("llama", torch.float32))
-    own = LORA.layout(SPEC, base.shape.sites).views(weights_of(base, "a", SPEC, seed=3))
-    again = LORA.layout(SPEC, base.shape.sites).views(weights_of(base, "b", SPEC, seed=3))
-    other = LORA.layout(SPEC, base.shape.sites).views(weights_of(base, "a", SPEC, seed=4))
+    own = LORA.layout(SPEC, base.shape.sites).parameter_views(weights_of(base, "a", SPEC, seed=3))
+    again = LORA.layout(SPEC, base.shape.sites).parameter_views(weights_of(base, "b", SPEC, seed=3))
+    other = LORA.layout(SPEC, base.shape.sites).parameter_views(weights_of(base, "a", SPEC, seed=4))
     for (site, name), value in own.items():
         assert torch.equal(value, again[site, name])
         if name.startswith("b"):
@@ -264,7 +264,7 @@ def test_a_start_is_copied_and_a_new_adapter_is_drawn_from_its_seed(start):
             bound = value.shape[1] ** -0.5
             assert 0.9 * bound < value.abs().max() <= bound
     flat = torch.zeros(LORA.layout(SPEC, base.shape.sites).size)
-    views = LORA.layout(SPEC, base.shape.sites).views(flat)
+    views = LORA.layout(SPEC, base.shape.sites).parameter_views(flat)
     adapter = JobAdapter("a", replace(SPEC, init_from=str(start)), 0)
     LORA.initialise(NewAdapter(adapter, views), base.shape.sites)
     saved = load_file(start / "adapter_model.safetensors")

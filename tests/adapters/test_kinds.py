@@ -101,8 +101,8 @@ def test_a_captured_pass_refuses_rows_of_a_kind_without_kernels_and_no_others():
         attach(banks, base, job, specs[job], drawn(base, specs[job], 0))
         limits.append(banks.limits())
     samples = random_samples((4, 3))
-    assert banks.capturable(together(["lora", "stranger"], samples))
-    assert not banks.capturable(together(["lora", "gate"], samples))
+    assert banks.is_capturable(together(["lora", "stranger"], samples))
+    assert not banks.is_capturable(together(["lora", "gate"], samples))
     # Who has no kernels changes nothing for the passes that are captured.
     assert limits[0] == limits[1]
 
@@ -206,7 +206,7 @@ def test_what_all_sites_share_is_refused_where_not_all_sites_are_or_where_it_wou
         attach(half, base, "a", TiedSpec(), weights)
     banks = empty_banks(base)
     layout = get_kind("tied").layout(TiedSpec(), sites)
-    views = layout.views(weights)
+    views = layout.parameter_views(weights)
     with pytest.raises(AdapterError, match="kept in host memory"):
         banks.attach(JobAdapter("a", TiedSpec(), 0), layout, weights, weights.clone(), views, views)
     assert not banks.attached

@@ -42,7 +42,7 @@ def test_a_kind_with_two_learning_rates_trains_beside_lora_as_torchs_adamw_with_
 
 
 def plain_run(layout, adapter, recipe, start, batches):
-    leaves = [view.clone().requires_grad_() for view in layout.views(start).values()]
+    leaves = [view.clone().requires_grad_() for view in layout.parameter_views(start).values()]
     groups = [
         {"params": [leaf], "lr": recipe.learning_rate * shape.rate}
         for leaf, shape in zip(leaves, layout.parameters, strict=True)

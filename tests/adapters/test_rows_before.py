@@ -94,6 +94,6 @@ def test_a_captured_pass_refuses_rows_before_a_sample_and_restoring_takes_them_o
     banks = banks_of(base)
     attach(banks, base, "prompt", PromptSpec(), torch.zeros(96, dtype=torch.float64))
     microbatch = collate([Part("prompt", 1, samples(base, (5,), 0), 0, 0, 3)])
-    assert not banks.capturable(microbatch)
+    assert not banks.is_capturable(microbatch)
     banks.restore_base()
     assert "forward" not in base.model.get_input_embeddings().__dict__

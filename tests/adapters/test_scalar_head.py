@@ -15,7 +15,7 @@ from tests import bench
 from tests.families import tiny
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.adapters.registry import get_kind, layout_of
+from weftune.adapters.registry import adapter_layout, get_kind
 from weftune.adapters.scalar_head import STORED_HEAD
 from weftune.adapters.target import HEAD, last_width
 from weftune.core.shapes import SCORE, SiteShape
@@ -31,7 +31,7 @@ def started(base, seed, spec=SPEC):
     made = new_training(
         JobAdapter("job", spec, seed), Recipe(1), base.shape.sites, base.dtype, bench.CPU, frozen=frozen
     )
-    return made.layout.views(made.master)
+    return made.layout.parameter_views(made.master)
 
 
 def test_a_head_is_drawn_as_transformers_draws_it_and_from_the_seed():
@@ -50,11 +50,11 @@ def test_only_a_stage_with_the_last_layer_has_the_head():
     sites = bench.base("llama").shape.sites
     last = [site for site in sites if site.in_last_layer]
     first = [site for site in sites if not site.in_last_layer]
-    assert (SCORE, HEAD) in {(one.site, one.name) for one in layout_of(SPEC, last).parameters}
-    assert (SCORE, HEAD) not in {(one.site, one.name) for one in layout_of(SPEC, first).parameters}
-    whole = layout_of(SPEC, sites).size
-    assert whole == layout_of(SPEC, first).size + layout_of(SPEC, last).size
-    assert sum(count for _, count in SPEC.counts(sites)) == whole
+    assert (SCORE, HEAD) in {(one.site, one.name) for one in adapter_layout(SPEC, last).parameters}
+    assert (SCORE, HEAD) not in {(one.site, one.name) for one in adapter_layout(SPEC, first).parameters}
+    whole = adapter_layout(SPEC, sites).size
+    assert whole == adapter_layout(SPEC, first).size + adapter_layout(SPEC, last).size
+    assert sum(count for _, count in SPEC.parameter_counts(sites)) == whole
 
 
 def test_the_head_is_as_wide_as_the_projection_after_the_last_layer():

@@ -14,7 +14,7 @@ LAYOUT = VectorLayout(
 
 def test_views_cover_the_vector_in_order_and_share_its_memory():
     flat = torch.arange(LAYOUT.size, dtype=torch.float64)
-    views = LAYOUT.views(flat)
+    views = LAYOUT.parameter_views(flat)
     assert LAYOUT.size == 6 + 8 + 5
     assert torch.equal(torch.cat([view.flatten() for view in views.values()]), flat)
     views["x", "b"].fill_(-1)
@@ -37,7 +37,7 @@ def test_views_are_the_same_however_parameters_of_one_shape_lie():
     layout = VectorLayout(tuple(parameters))
     whole = torch.arange(layout.size + 5, dtype=torch.float32)
     flat = whole[5:]
-    views = layout.views(flat)
+    views = layout.parameter_views(flat)
     assert list(views) == [(one.site, one.name) for one in parameters]
     assert [tuple(view.shape) for view in views.values()] == [one.shape for one in parameters]
     assert all(view.is_contiguous() for view in views.values())
@@ -54,7 +54,7 @@ def test_the_views_of_one_module_in_all_layers_are_made_by_one_call(monkeypatch)
 
 def test_a_vector_of_another_size_is_a_bug():
     with pytest.raises(AssertionError):
-        LAYOUT.views(torch.zeros(LAYOUT.size + 1))
+        LAYOUT.parameter_views(torch.zeros(LAYOUT.size + 1))
 
 
 def test_neighbours_that_learn_at_one_rate_are_one_run():
@@ -70,5 +70,7 @@ def test_an_adapter_without_a_site_here_has_nothing_to_draw():
     """A stage may have none of the layers that a job adapts."""
     lora = get_kind("lora")
     empty = VectorLayout(())
-    lora.initialise(NewAdapter(JobAdapter("a", LoraSpec(), seed=1), empty.views(torch.empty(0))), ())
-    assert empty.views(torch.empty(0)) == {}
+    lora.initialise(
+        NewAdapter(JobAdapter("a", LoraSpec(), seed=1), empty.parameter_views(torch.empty(0))), ()
+    )
+    assert empty.parameter_views(torch.empty(0)) == {}

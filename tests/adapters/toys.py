@@ -188,7 +188,7 @@ def plain_model(
     kind = registry.get_kind(adapter.spec.kind)
     modules = linears(model)
     sites = [site_shape(name, module) for name, module in modules.items()]
-    views = kind.layout(adapter.spec, sites).views(flat)
+    views = kind.layout(adapter.spec, sites).parameter_views(flat)
     constants = kind.constants(adapter.spec, sites, flat)
     for site in sites:
         if kind.adapts(adapter.spec, site.name):

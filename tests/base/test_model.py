@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tests.base.packs import base_of, packed, random_samples
 from tests.families import CONTEXT, FAMILIES, VOCABULARY, tiny
-from weftune.base.rope import context
+from weftune.base.rope import context_length
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,7 +69,7 @@ def test_long_rope_ends_the_context_where_it_would_change_the_rotation_of_neighb
         "long_factor": factors,
         "original_max_position_embeddings": 16,
     }
-    assert context(config.to_dict()) == 16
+    assert context_length(config.to_dict()) == 16
 
 
 def test_a_sample_longer_than_the_context_is_a_bug_that_shows() -> None:

@@ -17,7 +17,7 @@ from weftune.base.architecture import spec_shape
 from weftune.base.config import read_config
 from weftune.base.host.streamed import load_streamed
 from weftune.base.load import inspect, load_base, load_plain
-from weftune.base.rope import context, scaled_values, unscaled_context
+from weftune.base.rope import context_length, scaled_rope_values, unscaled_context
 from weftune.base.spec import BaseSpec, RopeScaling
 from weftune.base.stages import load_stage
 from weftune.core.shapes import LayerRange
@@ -38,31 +38,31 @@ LLAMA3 = {
 
 def scaled(config: dict[str, Any], rope_type: str, factor: float, **keys: Any) -> dict[str, Any]:
     scaling = RopeScaling(rope_type=rope_type, factor=factor, **keys)  # type: ignore[arg-type]
-    return {**config, **scaled_values(config, BaseSpec(model="mine", rope_scaling=scaling))}
+    return {**config, **scaled_rope_values(config, BaseSpec(model="mine", rope_scaling=scaling))}
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "yarn", "llama3"])
 def test_a_factor_multiplies_the_context_and_the_unscaled_one_stays(rope_type: str) -> None:
     found = scaled(PLAIN, rope_type, 2.5)
-    assert context(found) == 10240
+    assert context_length(found) == 10240
     assert unscaled_context(found) == unscaled_context(PLAIN) == 4096
-    assert scaled_values(PLAIN, BaseSpec(model="mine")) == {}
+    assert scaled_rope_values(PLAIN, BaseSpec(model="mine")) == {}
 
 
 def test_the_original_context_may_be_named_and_is_never_below_what_the_base_has() -> None:
     qwen = {**PLAIN, "max_position_embeddings": 40960}
-    assert context(scaled(qwen, "yarn", 4.0, original_max_position_embeddings=32768)) == 131072
-    assert context(scaled(qwen, "yarn", 1.0, original_max_position_embeddings=32768)) == 40960
+    assert context_length(scaled(qwen, "yarn", 4.0, original_max_position_embeddings=32768)) == 131072
+    assert context_length(scaled(qwen, "yarn", 1.0, original_max_position_embeddings=32768)) == 40960
 
 
 def test_the_factor_of_a_scaled_base_counts_from_the_context_before() -> None:
     base = {**PLAIN, "max_position_embeddings": 131072, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}
     assert unscaled_context(base) == 8192
     again = scaled(base, "llama3", 32.0, low_freq_factor=1.0, high_freq_factor=4.0)
-    assert context(again) == 262144
+    assert context_length(again) == 262144
     assert again["rope_parameters"] == {"rope_theta": 5e5, **LLAMA3, "factor": 32.0}
     other = scaled(base, "yarn", 2.0)
-    assert context(other) == 16384, "what the base says of its context holds for its own rope"
+    assert context_length(other) == 16384, "what the base says of its context holds for its own rope"
     assert other["rope_parameters"] == {
         "rope_theta": 5e5, "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8192
     }  # fmt: skip
@@ -71,10 +71,10 @@ def test_the_factor_of_a_scaled_base_counts_from_the_context_before() -> None:
 def test_a_base_that_does_not_name_its_context_before_is_asked_for_it() -> None:
     older = {**PLAIN, "rope_scaling": {"type": "linear", "factor": 4.0}}
     assert unscaled_context(older) == 1024
-    assert context(scaled(older, "linear", 8.0)) == 8192
+    assert context_length(scaled(older, "linear", 8.0)) == 8192
     with pytest.raises(BaseModelError, match=r"mine is linear already.* write original_max_position_embeddi"):
         scaled(older, "yarn", 8.0)
-    assert context(scaled(older, "yarn", 8.0, original_max_position_embeddings=2048)) == 16384
+    assert context_length(scaled(older, "yarn", 8.0, original_max_position_embeddings=2048)) == 16384
 
 
 def test_where_layers_differ_full_attention_is_scaled() -> None:
@@ -84,7 +84,7 @@ def test_where_layers_differ_full_attention_is_scaled() -> None:
     gemma |= {"rope_parameters": {"sliding_attention": local, "full_attention": own}}
     found = scaled(gemma, "linear", 16.0)
     assert found["rope_parameters"] == {"sliding_attention": local, "full_attention": {**own, "factor": 16.0}}
-    assert context(found) == 262144
+    assert context_length(found) == 262144
 
 
 @pytest.mark.parametrize(

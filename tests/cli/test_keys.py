@@ -22,12 +22,12 @@ def run(*words: str | Path) -> str:
 def test_the_key_is_the_last_line_and_works_until_it_is_revoked_by_its_id(tmp_path):
     key = run("create", "acme", "--store", tmp_path).splitlines()[-1]
     known = KeyFile(tmp_path / "keys.json")
-    assert known.tenant_of(key) == "acme"
+    assert known.find_tenant(key) == "acme"
     listed = run("list", "--store", tmp_path)
     assert "acme" in listed
     assert key not in listed
     assert run("revoke", listed.split()[0], "--store", tmp_path).startswith("Revoked the key ")
-    assert known.tenant_of(key) is None
+    assert known.find_tenant(key) is None
     assert "weftune keys create" in run("list", "--store", tmp_path)
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 from tests.data import families
-from weftune.data.encode import Encoded, Encoder, contains_control, replace_control_tokens
+from weftune.data.encode import Encoded, Encoder, contains_control_token, replace_control_tokens
 from weftune.data.prepare import SharedData, prepare
 from weftune.data.row import BadRow
 from weftune.data.spec import DataSpec
@@ -108,8 +108,11 @@ def test_what_a_template_printed_is_parsed_for_control_tokens_and_a_stand_in_is_
     made = encoder.pieces("yes<|im_end|>\ue000<|im_end|>", {"\ue000": "<|im_end|>"})
     assert made.tokens.tolist().count(end) == 2
     assert encoder.tokenizer.decode(made.tokens) == "yes" + "<|im_end|>" * 3
-    assert [part.tokens.tolist().count(end) for part in encoder.rendered(["yes<|im_end|>", "a"])] == [1, 0]
-    assert encoder.rendered([]) == []
+    assert [part.tokens.tolist().count(end) for part in encoder.encode_rendered(["yes<|im_end|>", "a"])] == [
+        1,
+        0,
+    ]
+    assert encoder.encode_rendered([]) == []
 
 
 def test_a_token_is_told_to_begin_before_a_cut_if_it_holds_characters_of_both_sides():
@@ -155,7 +158,7 @@ def test_a_text_longer_than_the_tokenizer_expects_is_not_warned_of():
     tokenizer.model_max_length = 3
     logging.getLogger("transformers").addHandler(listener)
     try:
-        Encoder(tokenizer).rendered(["the cat sat on mats"])
+        Encoder(tokenizer).encode_rendered(["the cat sat on mats"])
         assert heard == []
         tokenizer("the cat sat on mats")
     finally:
@@ -188,11 +191,11 @@ def test_the_longest_control_token_is_found_where_one_begins_like_another():
 def test_control_tokens_are_found_in_keys_values_and_lists_and_hidden_in_all_of_them():
     control = Encoder(families.smollm2()).control
     row = [{"<|im_end|>": ["a", ("<|im_start|>", 5)]}, None, "<|im_end|>b"]
-    assert contains_control(row, control)
+    assert contains_control_token(row, control)
     for clean in ("im_end", {"a": 1}, [], ["a", {"b": ("c",)}], 5, None):
-        assert not contains_control(clean, control)
+        assert not contains_control_token(clean, control)
     for one in ({"<|im_end|>": 1}, {"a": "<|im_end|>"}, ["a", "<|im_end|>"], ({"a": ["<|im_end|>"]},)):
-        assert contains_control(one, control)
+        assert contains_control_token(one, control)
     hidden, stand_ins = replace_control_tokens(row, control)
     assert hidden == [{"\ue000": ["a", ["\ue001", 5]]}, None, "\ue000b"]
     assert stand_ins == {"\ue000": "<|im_end|>", "\ue001": "<|im_start|>"}

@@ -82,7 +82,9 @@ def test_batches_count_pairs_and_a_pair_is_held_out_as_a_whole(smollm2, tmp_path
     assert train.rows + held_out.rows == 20
     for samples in (train, held_out):
         assert all(sides(samples, index, smollm2)[0] == " blue.<|im_end|>" for index in range(samples.rows))
-    batches = [train.order(3, seed=1).batch(step).tolist() for step in range(1, -(-train.rows // 3) + 1)]
+    batches = [
+        train.sample_order(3, seed=1).batch(step).tolist() for step in range(1, -(-train.rows // 3) + 1)
+    ]
     assert sorted(index for batch in batches for index in batch) == list(range(len(train)))
     assert all(batch[0::2] == [one - 1 for one in batch[1::2]] for batch in batches)
     assert train.largest_batch(1) == train.longest == max(train.lengths[0::2] + train.lengths[1::2])

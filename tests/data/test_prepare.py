@@ -420,7 +420,7 @@ def test_a_column_that_is_not_ours_is_a_sentence(gpt2, tmp_path):
 def test_what_nobody_says_about_data_is_one_share_of_whole_rows_none_of_them_bad():
     assert Source(path="a").weight == 1.0
     assert (DataSpec().max_length, DataSpec().skip_bad_rows, DataSpec().limit) == (None, False, None)
-    assert [DataSpec().longest(context) for context in (None, 4096, 64)] == [2048, 2048, 64]
+    assert [DataSpec().max_sample_tokens(context) for context in (None, 4096, 64)] == [2048, 2048, 64]
     assert DataSpec(path="a").sources == (Source(path="a"),)
     assert DataSpec(path=(Source(path="a"), Source(path="b"))).sources == (Source(path="a"), Source(path="b"))
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weftune.data.cache import SampleStore, Tally
-from weftune.data.row import as_row, canonical, json_type_name, row_hash
+from weftune.data.row import canonical_json, json_type_name, row_hash, to_row
 from weftune.data.samples import SampleOrder, Samples, Share
 
 
@@ -53,19 +53,19 @@ def test_the_largest_batch_holds_the_longest_samples_once_or_with_weights_the_lo
 
 
 def test_a_row_hashes_alike_whatever_the_order_of_its_columns_and_never_changes():
-    assert canonical({"b": 1, "a": "ä"}) == b'{"a":"\\u00e4","b":1}'
+    assert canonical_json({"b": 1, "a": "ä"}) == b'{"a":"\\u00e4","b":1}'
     assert row_hash({"b": 1, "a": "x"}) == row_hash({"a": "x", "b": 1}) == 12949928158578775435
     assert row_hash({"a": "x"}) != row_hash({"a": "y"})
-    assert canonical({("a",): 1}) == b"{('a',): 1}"
+    assert canonical_json({("a",): 1}) == b"{('a',): 1}"
     endless = {}
     endless["self"] = endless
-    assert canonical(endless) == b"{'self': {...}}"
+    assert canonical_json(endless) == b"{'self': {...}}"
 
 
 def test_what_is_no_row_says_what_it_is():
-    assert as_row("f:1", {"a": 1}).problem is None
-    assert as_row("f:1", [1]).problem == "a row must be an object with named columns, not a list"
-    assert as_row("f:1", {1: 2}).problem == "the names of the columns must be text"
+    assert to_row("f:1", {"a": 1}).problem is None
+    assert to_row("f:1", [1]).problem == "a row must be an object with named columns, not a list"
+    assert to_row("f:1", {1: 2}).problem == "the names of the columns must be text"
     values = [None, True, 1, 1.5, "a", {}, (), b""]
     kinds = ["null", "true or false", "a number", "a number", "text", "an object", "a list", "a bytes"]
     assert [json_type_name(value) for value in values] == kinds

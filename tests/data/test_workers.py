@@ -83,7 +83,7 @@ def test_started_ahead_workers_are_there_without_having_made_anything():
         assert pool.has_answered
         assert [made for _, made in pool.map_items(doubled, os.getpid(), [3])] == [6]
     finally:
-        pool.end()
+        pool.shutdown()
 
 
 def test_what_a_lost_worker_was_at_is_made_here_and_the_others_go_on():
@@ -91,7 +91,7 @@ def test_what_a_lost_worker_was_at_is_made_here_and_the_others_go_on():
     try:
         found = list(pool.map_items(doubled, os.getpid(), [1, 2, "lost", 3, 4, "lost", 5]))
     finally:
-        pool.end()
+        pool.shutdown()
     assert [made for _, made in found] == [2, 4, "here", 6, 8, "here", 10]
 
 
@@ -103,5 +103,5 @@ def test_an_error_is_raised_here_and_an_item_that_cannot_be_sent_is_made_here():
         unsendable = lambda: None  # noqa: E731
         ((_, made),) = pool.map_items(lambda shared, item: "here", 0, [unsendable])
     finally:
-        pool.end()
+        pool.shutdown()
     assert made == "here"

@@ -27,7 +27,7 @@ def test_a_published_page_is_found_until_its_memory_is_needed():
     for page, key in zip(pages, keys, strict=True):
         pool.publish(page, key)
     pool.release(pages)
-    assert pool.available == 4
+    assert pool.available_pages == 4
     again, known = pool.acquire(keys[:2], 3)
     assert (again[:2], known) == (pages[:2], 2)
     assert pool.acquire((), 2) is None
@@ -52,4 +52,4 @@ def test_no_page_has_two_writers_and_none_is_lost(steps):
         if ends and held:
             pool.release(held.pop(0))
         in_use = {page for pages in held for page in pages}
-        assert pool.available == 8 - len(in_use)
+        assert pool.available_pages == 8 - len(in_use)

@@ -19,7 +19,7 @@ from tests.base.quant.bases import plain_folder
 from tests.cases import slow_but
 from tests.families import EVERY, MORE, WRAPPERS, tiny
 from weftune.adapters.kinds import KINDS
-from weftune.adapters.registry import get_kind, layout_of
+from weftune.adapters.registry import adapter_layout, get_kind
 from weftune.base.load import load_base
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
@@ -44,9 +44,9 @@ MIB = 1 << 20
 def other_folder(folder: Path, base: Base, kind: str, family: str) -> Path:
     """A random adapter of a kind that PEFT lacks."""
     spec = KINDS[kind](**{key: value for key, value in case(kind, family).adapter.items() if key != "kind"})
-    layout = layout_of(spec, base.shape.sites)
+    layout = adapter_layout(spec, base.shape.sites)
     weights = 0.1 * torch.randn(layout.size, generator=torch.Generator().manual_seed(1), dtype=base.dtype)
-    get_kind(kind).save(folder, spec, layout.views(weights), base.shape.sites, "tiny")
+    get_kind(kind).save(folder, spec, layout.parameter_views(weights), base.shape.sites, "tiny")
     return folder
 
 
@@ -292,7 +292,7 @@ def test_a_prompt_that_was_computed_before_is_read_from_the_cache(tmp_path):
         adapted.banks.attached["lora"].version = version
         one = decoder.submit(PROMPTS[3], Sampling(max_tokens=1), "lora")
         decoder.turn()
-        computed.append(one.cached_prompt)
+        computed.append(one.cached_prompt_positions)
         assert one.versions == [version]
     assert computed == [0, 2 * PAGE_ROWS, 0]
 
@@ -307,7 +307,7 @@ def test_another_adapter_under_the_same_name_computes_its_own_prefixes(tmp_path)
     again = decoder.submit(PROMPTS[3], Sampling(max_tokens=NEW), "lora")
     same = decoder.submit(PROMPTS[3], Sampling(max_tokens=NEW), "dora")
     decoder.run()
-    assert again.cached_prompt == 0
+    assert again.cached_prompt_positions == 0
     assert again.tokens == same.tokens
     assert again.logprobs == pytest.approx(same.logprobs, abs=1e-6)
     assert again.logprobs != pytest.approx(first.logprobs, abs=1e-3)

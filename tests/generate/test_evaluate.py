@@ -167,7 +167,7 @@ def test_an_answer_is_generated_after_the_tokens_that_stand_before_it_in_trainin
 def test_a_completion_is_expected_after_its_prompt_without_a_template(tmp_path: Path) -> None:
     base, adapter = model_folder(tmp_path / "base"), adapter_folder(tmp_path / "job", 1)
     answers = Answers(BaseSpec(model=str(base)), {"job": adapter}, CPU)
-    plain = answers.prompt("job", "w10 w20", is_plain=True)
+    plain = answers.prompt("job", "w10 w20", is_plain_text=True)
     (spoken,) = answers.ask([("job", plain)])
     rows = [{"prompt": "w10 w20", "completion": spoken.text}, {"prompt": "w10 w21", "completion": "w3"}]
     found = evaluated(base, {"job": adapter}, write_lines(tmp_path / "rows.jsonl", rows))
@@ -296,7 +296,7 @@ def test_samples_of_all_adapters_share_passes_and_a_long_one_has_its_own(tmp_pat
     )
     samples = prepare(DataSpec(path=str(data)), None, word_tokenizer(), tmp_path / "cache").train
     rows = EncodedRows(Encoder(word_tokenizer()), samples, 4, [])
-    found = list(microbatches({"b": rows, "base": rows.on_base(), "a": rows}, max_rows=25))
+    found = list(microbatches({"b": rows, "base": rows.for_base(), "a": rows}, max_rows=25))
     assert [segment.job for segment in found[0].segments] == ["a", "b", "base"]
     assert [segment.adapter_job for segment in found[0].segments] == ["a", "b", None]
     assert sum(len(one.sample_lengths) for one in found) == 12

@@ -63,7 +63,7 @@ def samples() -> Samples:
         rows=np.repeat(np.arange(len(LENGTHS)), 2).astype(np.uint64),
         tally=Tally(),
     )
-    return Samples([Share(store, np.arange(len(masks)))], "pairs", together=2)
+    return Samples([Share(store, np.arange(len(masks)))], "pairs", group_size=2)
 
 
 def labelled_samples() -> Samples:
@@ -78,7 +78,7 @@ def labelled_samples() -> Samples:
         tally=Tally(),
         desirable=np.array(LABELS),
     )
-    whole = Samples([Share(store, np.arange(len(found)))], "labelled", labelled=True)
+    whole = Samples([Share(store, np.arange(len(found)))], "labelled", has_labels=True)
     return whole.with_mismatched(np.arange(len(found)), len(found), 10**6)
 
 

@@ -39,7 +39,7 @@ class OwnWords:
         weights = torch.tensor(scores.counts, dtype=torch.float64)
         return -(scores.sums() * weights).sum() / batch.supervised
 
-    def evaluated(self, scores: SampleScores) -> HeldOutSums:
+    def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
         raise NotImplementedError
 
     def metrics(self, scores: SampleScores) -> None:

@@ -55,7 +55,7 @@ def test_pairs_are_planned_and_trained_as_plain_torch_trains_them():
     for step in range(STEPS):
         course = pairs.job_window(step, 1, False)
         (batch,) = course.batches
-        batch = replace(batch, samples=group_samples(batch.samples, objective.needs.together))
+        batch = replace(batch, samples=group_samples(batch.samples, objective.needs.group_size))
         courses = [replace(course, batches=(batch,)), plain.job_window(step, 1, False)]
         program = plan_window(courses, one_device_layout(), CAPACITY)
         widths |= {len(s.samples) for m in program.microbatches for s in m.segments if s.job == "pairs"}

@@ -68,12 +68,12 @@ def microbatch(
 class Preference:
     """The first sample of each pair is preferred, more than the reference policy prefers it."""
 
-    needs = Needs(together=2, reference=True)
+    needs = Needs(group_size=2, reference=True)
 
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
         return self._total(scores) / (batch.samples // 2)
 
-    def evaluated(self, scores: SampleScores) -> HeldOutSums:
+    def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
         wins = self._gaps(scores) > 0
         return HeldOutSums(self._total(scores), len(wins))
 
@@ -99,7 +99,7 @@ class Value:
         assert scores.values_B is not None
         return (scores.values_B - torch.tensor(scores.counts)).pow(2).sum() / batch.samples
 
-    def evaluated(self, scores: SampleScores) -> HeldOutSums:
+    def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
         raise NotImplementedError
 
     def metrics(self, scores: SampleScores) -> None:

@@ -36,7 +36,7 @@ from weftune.ops import adamw, dequantise, fp8, logprobs, norm, rotary, swiglu
 from weftune.ops import triton as kernels
 from weftune.ops.experts import ExpertSite
 from weftune.ops.lora.computed import computed_table
-from weftune.ops.lora.experts import ExpertLinears, _gated, _gated_backward, _summed, sort_choices
+from weftune.ops.lora.experts import ExpertLinears, _apply_gate, _gated_backward, _sum_choices, sort_choices
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.scales import scale_table
 from weftune.ops.lora.table import Group, SlotTable, bands_for
@@ -216,7 +216,7 @@ def launch_linear(case: LinearCase) -> None:
         g_out=scale_table(count, SLOTS, CPU) if case.kind in ("dora", "ia3") else None,
         g_in=scale_table(count, SLOTS, CPU) if case.kind == "ia3 in" else None,
         lengths=case.kind == "dora",
-        computed=computed_table(count, SLOTS, CPU) if case.kind == "vera" else None,
+        computed_table=computed_table(count, SLOTS, CPU) if case.kind == "vera" else None,
     )
     rows = Rows.empty(case.rows, SLOTS, CPU)
     empty = partial(torch.empty, dtype=case.dtype, device=META)
@@ -234,7 +234,7 @@ def launch_linear(case: LinearCase) -> None:
         y_TN, s_TPR, u_TN = forward(x_TK, right, None, residual_TN, call)
         assert y_TN.shape == dy_TN.shape
         if training:
-            backward(dy_TN, x_TK, right, s_TPR, call, wants_dx=True, u_TN=u_TN)
+            backward(dy_TN, x_TK, right, s_TPR, call, needs_dx=True, u_TN=u_TN)
 
 
 def launch_others(device_class: DeviceClass, quick: bool) -> None:
@@ -288,7 +288,7 @@ def _launch_logprobs(dtype: torch.dtype, softcap: float | None, wants_gradient: 
 
     head = Head(torch.empty(128256, 4096, dtype=dtype, device=META), softcap=softcap)
     targets_S = torch.empty(64, dtype=torch.int64, device=META)
-    logprobs._by_kernel(torch.empty(64, 4096, dtype=dtype, device=META), targets_S, head, wants_gradient)
+    logprobs._run_kernel(torch.empty(64, 4096, dtype=dtype, device=META), targets_S, head, wants_gradient)
 
 
 def _launch_adamw(dtype: torch.dtype) -> None:
@@ -314,16 +314,16 @@ def _launch_experts(dtype: torch.dtype, quick: bool) -> None:
             for own in (group, None):
                 site = ExpertSite(empty(experts, outputs, features), own)
                 with patch("weftune.ops.lora.experts.grouped_product", _like_grouped_product):
-                    linears = ExpertLinears.of(site, choices)
+                    linears = ExpertLinears.from_site(site, choices)
                     x_SK, dy_SN = empty(tokens * 8, features), empty(tokens * 8, outputs)
                     _, s_SR = linears.forward(x_SK)
                     ds_SR = linears.ds(dy_SN, s_SR)
                     linears.add_da(x_SK, ds_SR)
                     linears.dx(dy_SN, ds_SR)
         weight_S = empty(tokens * 8)
-        act_SI = _gated(empty(tokens * 8, 2 * inner), weight_S)
+        act_SI = _apply_gate(empty(tokens * 8, 2 * inner), weight_S)
         _gated_backward(act_SI, empty(tokens * 8, 2 * inner), weight_S)
-        _summed(empty(tokens * 8, hidden), choices.places_Tk)
+        _sum_choices(empty(tokens * 8, hidden), choices.places_Tk)
 
 
 def _like_grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ def test_many_parameters_drawn_at_once_have_the_bits_of_each_by_itself(size, dty
 
 def test_hundreds_of_matrices_of_an_adapter_take_as_many_launches_as_one(monkeypatch):
     launched = []
-    mixed = draw.mixed
-    monkeypatch.setattr(draw, "mixed", lambda value: (launched.append(value.shape), mixed(value))[1])
+    mixed = draw.mix_bits
+    monkeypatch.setattr(draw, "mix_bits", lambda value: (launched.append(value.shape), mixed(value))[1])
     values = [torch.empty(4, 8) for _ in range(200)]
     fill_uniform_alike(values, list(range(200)), 1.0)
     assert launched == [(200, 32)]
@@ -57,7 +57,7 @@ def test_many_parameters_drawn_at_once_on_a_gpu_have_the_bits_of_a_cpu():
     keys = [parameter_key(7, f"site.{at}", "a_rK") for at in range(70)]
     for home in ("cuda", "cpu"):
         values = [torch.full((8, 2048), math.nan, device=home) for _ in keys]
-        fill_uniform_alike(values, keys, 0.0221, drawn_on=torch.device("cuda", 0))
+        fill_uniform_alike(values, keys, 0.0221, draw_device=torch.device("cuda", 0))
         for value, key in zip(values, keys, strict=True):
             assert torch.equal(value.flatten().cpu(), drawn(key, 8 * 2048, bound=0.0221, dtype=torch.float32))
 
@@ -146,7 +146,7 @@ def test_a_gpu_draws_the_same_bits(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_draws_for_a_parameter_in_host_memory():
     value = torch.full((200_001,), math.nan)
-    fill_uniform(value, 11, 0.0221, start=5, drawn_on=torch.device("cuda", 0))
+    fill_uniform(value, 11, 0.0221, start=5, draw_device=torch.device("cuda", 0))
     assert torch.equal(value, drawn(11, len(value), 5, 0.0221, torch.float32))
 
 

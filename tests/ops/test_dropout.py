@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from weftune.ops import dropout
-from weftune.ops.dropout import kept_TK, key, mix, odd, threshold
+from weftune.ops.dropout import kept_TK, key, mix_int, threshold, to_odd
 
 
 def fmix32(values: np.ndarray) -> np.ndarray:
@@ -24,8 +24,8 @@ def signed(values: np.ndarray) -> torch.Tensor:
 
 def test_the_hash_is_murmur3s_finaliser():
     values = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32)
-    assert [mix(int(v)) for v in values[:100]] == fmix32(values)[:100].tolist()
-    assert (odd(signed(values)).numpy().view(np.uint32) == fmix32(values) | 1).all()
+    assert [mix_int(int(v)) for v in values[:100]] == fmix32(values)[:100].tolist()
+    assert (to_odd(signed(values)).numpy().view(np.uint32) == fmix32(values) | 1).all()
 
 
 def test_a_value_is_kept_if_its_bits_reach_the_threshold():
@@ -93,7 +93,7 @@ def test_a_gpus_way_gives_the_same_bits():
     for site in (123, 0xFFFFFFFF):
         whole = kept_TK(site, torch.arange(50), 16, 0.3)
         assert torch.equal(
-            dropout._kept_by_torch(site, torch.arange(50), range(1, 17), threshold(0.3)), whole
+            dropout._keep_mask_by_torch(site, torch.arange(50), range(1, 17), threshold(0.3)), whole
         )
 
 
@@ -130,7 +130,7 @@ def test_how_many_are_drawn_at_a_time_changes_nothing(monkeypatch):
 
 def test_32_bits_read_as_signed():
     values = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1]
-    assert [dropout.signed(value) for value in values] == [0, 1, 2**31 - 1, -(2**31), 1 - 2**31, -1]
+    assert [dropout.to_signed(value) for value in values] == [0, 1, 2**31 - 1, -(2**31), 1 - 2**31, -1]
     assert (threshold(0.0), threshold(0.5), threshold(1.0)) == (-(2**31), 0, 2**31 - 1)
 
 

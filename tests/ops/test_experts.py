@@ -88,12 +88,12 @@ def test_a_nan_of_one_job_stays_with_it(poisoned):
 
 def test_rows_of_one_expert_lie_together_and_in_the_order_of_tokens():
     chosen_Tk = torch.tensor([[2, 0], [0, 1], [2, 1]])
-    routes = Routes.of(chosen_Tk, 4)
+    routes = Routes.from_choices(chosen_Tk, 4)
     assert routes.experts_S.tolist() == [0, 0, 1, 1, 2, 2]
     assert routes.stops_E.tolist() == [2, 4, 6, 6]
     tokens_31 = torch.arange(3.0)[:, None]
     assert routes.rows(tokens_31)[:, 0].tolist() == [0, 1, 1, 2, 0, 2]
-    assert routes.gathered(routes.rows(tokens_31), torch.ones(3, 2))[:, 0].tolist() == [0, 2, 4]
+    assert routes.gather_outputs(routes.rows(tokens_31), torch.ones(3, 2))[:, 0].tolist() == [0, 2, 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,10 +17,10 @@ from weftune.ops.adamw import AdamState, Update, gradient_norms, update
 from weftune.ops.fallback import (
     KernelsFailed,
     KernelWarning,
-    attempt,
     has_failed,
     is_kernel_failure,
     rehearse,
+    run_with_fallback,
 )
 from weftune.ops.logprobs import target_logprobs
 from weftune.ops.lora.tiled import lora_linear
@@ -45,7 +45,7 @@ def refuse(*arguments):
 
 def test_a_kernel_that_fails_is_tried_once_and_warned_of_once():
     with pytest.warns(KernelWarning, match="AdamW is computed by plain torch.*`make smoke-gpu`") as found:
-        assert attempt("AdamW", CPU, refuse, lambda: "plain") == "plain"
+        assert run_with_fallback("AdamW", CPU, refuse, lambda: "plain") == "plain"
     assert len(found) == 1
     assert "does not run on CPU" in str(found[0].message)
     assert "out of resource: shared memory" in str(found[0].message)
@@ -53,8 +53,8 @@ def test_a_kernel_that_fails_is_tried_once_and_warned_of_once():
     assert not has_failed("LoRA")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert attempt("AdamW", CPU, lambda: "kernel", lambda: "plain") == "plain"
-        assert attempt("LoRA", CPU, lambda: "kernel", lambda: "plain") == "kernel"
+        assert run_with_fallback("AdamW", CPU, lambda: "kernel", lambda: "plain") == "plain"
+        assert run_with_fallback("LoRA", CPU, lambda: "kernel", lambda: "plain") == "kernel"
 
 
 REFUSED = [
@@ -83,7 +83,7 @@ def test_lack_of_memory_and_errors_of_kernels_that_ran_are_raised(error):
         raise error
 
     for use in (
-        lambda: attempt("op", CPU, raising, lambda: "plain"),
+        lambda: run_with_fallback("op", CPU, raising, lambda: "plain"),
         lambda: rehearse("op", "key", torch.device("cpu"), raising),
     ):
         with pytest.MonkeyPatch.context() as patch:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from weftune.ops.paged import _by_torch, paged_attention
+from weftune.ops.paged import _run_torch, paged_attention
 
 PAGE = 16
 LENGTHS = (1, 16, 17, 50, 133)
@@ -42,7 +42,7 @@ def gathered(q, keys, values, tables, lengths, scale=None, window=None):
 def test_kernels_and_torch_equal_an_attention_over_gathered_rows(heads, groups, width, window, device):
     given = pages(heads, groups, width, device)
     expected = gathered(*given, scale=0.3, window=window)
-    for attend in (paged_attention, _by_torch):
+    for attend in (paged_attention, _run_torch):
         got = attend(*given, PAGE, 0.3, window, None)
         assert torch.allclose(got.double(), expected, atol=1e-5), attend
         assert not got.isnan().any()
@@ -51,5 +51,5 @@ def test_kernels_and_torch_equal_an_attention_over_gathered_rows(heads, groups, 
 def test_capped_scores_are_those_of_torch(device):
     given = pages(4, 2, 16, device)
     got = paged_attention(*given, PAGE, softcap=0.7)
-    assert torch.allclose(got, _by_torch(*given, PAGE, 0.25, None, 0.7), atol=1e-5)
+    assert torch.allclose(got, _run_torch(*given, PAGE, 0.25, None, 0.7), atol=1e-5)
     assert not torch.allclose(got, paged_attention(*given, PAGE), atol=1e-3)

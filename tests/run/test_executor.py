@@ -58,7 +58,7 @@ def test_a_step_is_reported_with_the_values_of_a_plain_forward(base):
     (stepped,) = (
         e for e in run(executors.executor_with(base, jobs), jobs, 1, capacity=24) if isinstance(e, Stepped)
     )
-    chosen = job.order.batch(1)
+    chosen = job.sample_order.batch(1)
     loss, correct, supervised = plain_sums(job.data.train, chosen)
     assert (stepped.job, stepped.step) == ("a", 1)
     assert stepped.outcome.loss == pytest.approx(loss / supervised, rel=1e-12)

@@ -52,7 +52,7 @@ def attach(executor, jobs):
         made = new_training(
             adapter, job.recipe, base.shape.sites, base.dtype, executor.home, base.whole_sites
         )
-        for value in made.layout.views(made.master).values():
+        for value in made.layout.parameter_views(made.master).values():
             # The same on every worker, whichever sites it has.
             value.copy_(torch.linspace(-0.2, 0.3, value.numel(), dtype=value.dtype).view(value.shape))
         made.state.weights.copy_(made.master)

@@ -25,12 +25,12 @@ def keys(tmp_path: Path) -> KeyFile:
 
 
 def test_a_key_belongs_to_its_tenant_and_others_to_none(keys):
-    assert keys.tenant_of(PREFIX + "anything") is None
+    assert keys.find_tenant(PREFIX + "anything") is None
     acme, globex = keys.create("acme"), keys.create("globex")
     assert acme.startswith("tml-")
-    assert (keys.tenant_of(acme), keys.tenant_of(globex)) == ("acme", "globex")
+    assert (keys.find_tenant(acme), keys.tenant_of(globex)) == ("acme", "globex")
     for wrong in ("", acme[:-1], acme + "x", acme.upper(), "\ud800", "ключ"):
-        assert keys.tenant_of(wrong) is None
+        assert keys.find_tenant(wrong) is None
     assert len({keys.create("acme") for _ in range(20)}) == 20
 
 
@@ -56,7 +56,7 @@ def test_fault_27_every_key_is_compared_whole_with_a_function_of_constant_time(k
     monkeypatch.setattr(module, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
     for key in (created[0], created[4], "tml-wft-unknown"):
         compared.clear()
-        keys.tenant_of(key)
+        keys.find_tenant(key)
         assert len(compared) == 5, "the first match does not end the search"
         assert all(len(one) == len(other) == 64 for one, other in compared), (
             "hashes, whose length says nothing"
@@ -65,13 +65,13 @@ def test_fault_27_every_key_is_compared_whole_with_a_function_of_constant_time(k
 
 def test_fault_27_a_key_revoked_by_another_process_is_refused_within_a_second(keys):
     key, other = keys.create("acme"), keys.create("acme")
-    assert keys.tenant_of(key) == "acme"
+    assert keys.find_tenant(key) == "acme"
     process, pipe = start(revoke, keys.path, key)
     pipe.recv()
     began = time.monotonic()
-    while keys.tenant_of(key) is not None:
+    while keys.find_tenant(key) is not None:
         assert time.monotonic() - began < 1
-    assert keys.tenant_of(other) == "acme"
+    assert keys.find_tenant(other) == "acme"
     process.join()
 
 
@@ -83,7 +83,7 @@ def revoke(pipe: Connection, path: Path, key: str) -> None:
 def test_fault_27_no_key_is_in_a_log_or_a_message(keys, caplog, monkeypatch, capfd):
     caplog.set_level(logging.DEBUG)
     key = keys.create("acme")
-    keys.tenant_of(key)
+    keys.find_tenant(key)
     unknown = PREFIX + "unknown-key"
     with pytest.raises(UserError) as raised:
         keys.revoke(unknown)
@@ -96,7 +96,7 @@ def test_fault_27_no_key_is_in_a_log_or_a_message(keys, caplog, monkeypatch, cap
 def test_keys_created_at_the_same_time_are_all_kept(keys):
     with ThreadPoolExecutor(10) as threads:
         created = list(threads.map(lambda number: keys.create(f"tenant-{number}"), range(30)))
-    assert [keys.tenant_of(key) for key in created] == [f"tenant-{number}" for number in range(30)]
+    assert [keys.find_tenant(key) for key in created] == [f"tenant-{number}" for number in range(30)]
 
 
 def test_readers_see_the_old_or_the_new_file_while_it_is_replaced(keys):
@@ -106,7 +106,7 @@ def test_readers_see_the_old_or_the_new_file_while_it_is_replaced(keys):
     def read() -> bool:
         reader = KeyFile(keys.path)
         while not stop.is_set():
-            if reader.tenant_of(key) != "acme":
+            if reader.find_tenant(key) != "acme":
                 return False
         return True
 
@@ -130,11 +130,11 @@ def test_a_damaged_file_is_one_sentence(keys, content):
     keys.create("acme")
     keys.path.write_text(content)
     with pytest.raises(UserError, match="cannot be read"):
-        keys.tenant_of("tml-wft-x")
+        keys.find_tenant("tml-wft-x")
 
 
 def test_a_file_of_a_later_version_is_refused(keys):
     keys.create("acme")
     keys.path.write_text(json.dumps({"format": 99, "keys": []}))
     with pytest.raises(UserError, match="format 99"):
-        keys.tenant_of("tml-wft-x")
+        keys.find_tenant("tml-wft-x")

@@ -10,7 +10,7 @@ import pytest
 from tests.service.serving import Serving
 from weftune.jobs.store.policy import QueuedJob
 from weftune.jobs.store.status import State
-from weftune.service.queue_order import QUEUE, decayed, names_in_order, new_job, rank_queue
+from weftune.service.queue_order import QUEUE, decay_usage, new_job, ordered_names, rank_queue
 from weftune.service.settings import Quotas
 
 
@@ -36,14 +36,14 @@ def test_the_http_process_ranks_jobs_by_the_facts_that_training_records(serving)
     assert facts["batch_tokens"] >= serving.row(first).status.trained_tokens / serving.step(first)
     rows = serving.training.unfinished_jobs()
     ranking = rank_queue(serving.settings, serving.training, rows)
-    assert names_in_order(ranking.attached_jobs) == [first]
+    assert ordered_names(ranking.attached_jobs) == [first]
     assert ranking.hold_reasons.keys() == {second}, "it waits for its tenant's quota, as training says"
     assert ranking.hold_reasons[second] == serving.row(second).status.reason
     # A new job of another tenant waits for nobody; one of the same tenant is held back like the second.
     expected = {"umbrella": (["new"], {second}), "acme": ([], {second, "new"})}
     for tenant, (waiting, held) in expected.items():
         found = rank_queue(serving.settings, serving.training, rows, new_of(serving, tenant))
-        assert (names_in_order(found.waiting_jobs), found.hold_reasons.keys()) == (waiting, held)
+        assert (ordered_names(found.waiting_jobs), found.hold_reasons.keys()) == (waiting, held)
 
 
 def new_of(serving, tenant) -> QueuedJob:
@@ -61,5 +61,5 @@ def test_recent_tokens_outlive_the_training_process(serving):
     serving.start()
     serving.until(lambda: serving.training.last_windows(1)[0].number > window.number)
     (later,) = serving.training.last_windows(1)
-    assert later.values[QUEUE]["recent_tokens"]["acme"] >= decayed(before, later.at - window.at)
+    assert later.values[QUEUE]["recent_tokens"]["acme"] >= decay_usage(before, later.at - window.at)
     assert serving.state(job) is State.RUNNING

@@ -56,7 +56,7 @@ def test_the_retry_of_one_job_is_recorded_whichever_jobs_train_beside_it(base, t
 class NextRate:
     """Proposes the learning rates in their order, one after another."""
 
-    def next(self, ended):
+    def next_generation(self, ended):
         rates = RATES[len(ended) : len(ended) + 1] if len(ended) < 5 else []
         return tuple(Trial(f"s-lr{rate:g}", {"learning_rate": rate}) for rate in rates)
 

@@ -24,10 +24,10 @@ from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import SiteShape, layer_of
 from weftune.core.weights import HeadRows
 from weftune.errors import AdapterError
-from weftune.ops.accumulate import accumulated
+from weftune.ops.accumulate import accumulate_gradient
 from weftune.ops.dropout import step_key
 from weftune.ops.fallback import has_failed
-from weftune.ops.lora.choice_trial import choices_on
+from weftune.ops.lora.choice_trial import device_choices
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows, Seat
 from weftune.ops.lora.tiled import OP
@@ -58,7 +58,7 @@ class AttachedJob:
     """Optimizer step that computed the current weights; 0 for an adapter that is not trained."""
     tiled: bool
     """Whether the tiled kernels compute the job's whole adapter."""
-    gathers: bool
+    gathers_rows: bool
     """Whether a captured pass can apply the adapter to rows selected by index (`PlainKind.gathers`)."""
     tiled_linears: bool
     """Whether the tiled kernels compute the adapter's part at linears."""
@@ -80,7 +80,7 @@ class Banks:
         self,
         modules: Mapping[str, nn.Module],
         sites: Sequence[SiteShape],
-        like: Tensor,
+        example: Tensor,
         groups: Sequence[Sequence[str]] = (),
         whole_sites: Sequence[SiteShape] | None = None,
         embedding: nn.Module | None = None,
@@ -95,13 +95,13 @@ class Banks:
         tiled kernels. `sum_over_shards` is given if linears are divided among workers."""
         self.attached: dict[str, AttachedJob] = {}
         self.slots = SLOTS
-        self.choices = choices_on(like.device)
+        self.choices = device_choices(example.device)
         """Measured choices between kernels on this device."""
         self._attachments = 0
         self._free: list[int] = []
         """Heap of the slots freed by detached jobs, all lower than the slots that were never used."""
-        self._like, self._embedding, self._tied, self._tiled = like, embedding, tied, tiled
-        self.anchor = torch.zeros((), device=like.device, requires_grad=True)
+        self._like, self._embedding, self._tied, self._tiled = example, embedding, tied, tiled
+        self.anchor = torch.zeros((), device=example.device, requires_grad=True)
         """A scalar that requires a gradient and never gets one, so that outputs of sites require one."""
         self._compiled: set[Hashable] = set()
         self._sum_over_shards = sum_over_shards
@@ -124,7 +124,7 @@ class Banks:
         for experts in self._experts.values():
             self._replace_forward(experts.module, experts.forward)
         if embedding is not None:
-            self._replace_forward(embedding, self._embed)
+            self._replace_forward(embedding, self._embed_tokens)
 
     def _replace_forward(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
         """Replace a module's forward by one that gets the original forward as its first argument."""
@@ -154,8 +154,8 @@ class Banks:
         kind, spec, slot = get_kind(adapter.spec.kind), adapter.spec, self._free_slot()
         linears = self._linear_groups(kind, spec)
         at_experts = self._expert_groups(kind, layout)
-        totals = totals or layout.views(gradient)
-        views = {**(read or layout.views(weights)), **self._constants_for(spec)}
+        totals = totals or layout.parameter_views(gradient)
+        views = {**(read or layout.parameter_views(weights)), **self._constants_for(spec)}
         # Only the stage with the first layer has these rows.
         before = views.get((SHARED, ROWS)) if kind.rows_before(spec) else None
         tokens = trained_tokens(spec, views, totals)
@@ -182,7 +182,7 @@ class Banks:
             serial=self._attachments,
             version=0,
             tiled=not (inserted or prefix_sites or at_experts) and tiled_parts is not None,
-            gathers=not inserted and not at_experts and kind.gathers(spec),
+            gathers_rows=not inserted and not at_experts and kind.gathers(spec),
             tiled_linears=tiled_parts is not None,
             rows_before=before,
             prefix_sites=prefix_sites,
@@ -218,8 +218,8 @@ class Banks:
         return None if shared else found
 
     def _linear_groups(self, kind: PlainKind, spec: Any) -> list[SiteGroup]:
-        """Return the groups of linears to which an adapter attaches. Banks of its kind that these groups lack
-        are created."""
+        """Return the groups of linears to which an adapter attaches, after creating the banks of the
+        adapter's kind that are missing in these groups."""
         adapted = {id(group) for site, group in self._groups.items() if kind.adapts(spec, site)}
         groups = [group for group in self._all_groups if id(group) in adapted]
         for group in groups:
@@ -293,16 +293,16 @@ class Banks:
         dropout."""
         return self.slots, tuple(bank.limits() for bank in self._tiled_banks())
 
-    def capturable(self, microbatch: Microbatch, gathers: bool = False) -> bool:
+    def is_capturable(self, microbatch: Microbatch, gathers_rows: bool = False) -> bool:
         """Whether a captured pass can run the microbatch. A pass is captured before its jobs are known, so
-        every adapter must be in the form of the tiled kernels or, if `gathers`, apply to rows selected by
-        index. If kernels have failed, plain torch reads the segments of each microbatch on the host."""
+        every adapter must be in the form of the tiled kernels or, if `gathers_rows`, apply to rows selected
+        by index. If kernels have failed, plain torch reads the segments of each microbatch on the host."""
         if has_failed(OP):
             return False
         found = self._segments(microbatch)
-        return all(attached.tiled or (gathers and attached.gathers) for _, attached in found)
+        return all(attached.tiled or (gathers_rows and attached.gathers_rows) for _, attached in found)
 
-    def capturable_decode(self, microbatch: Microbatch) -> bool:
+    def is_decode_capturable(self, microbatch: Microbatch) -> bool:
         """Whether a captured decode step can run the microbatch: every adapter must be in the form of the
         tiled kernels, or change nothing behind its sample's first row. Trained embeddings are looked up on
         the host."""
@@ -311,7 +311,7 @@ class Banks:
             attached.tokens is None and (attached.tiled_linears or not attached.groups) for attached in found
         )
 
-    def gathered(self, microbatch: Microbatch) -> list[tuple[Segment, AttachedJob]]:
+    def gather_rows(self, microbatch: Microbatch) -> list[tuple[Segment, AttachedJob]]:
         """Return the jobs whose rows a captured pass selects by index, each with one segment of its rows."""
         found: dict[str, tuple[Segment, AttachedJob]] = {}
         for segment, attached in self._segments(microbatch):
@@ -351,18 +351,18 @@ class Banks:
         route: Route,
         training: bool,
         rows: Rows | None = None,
-        gathered: Mapping[str, GatheredRows] | None = None,
+        gathered_rows: Mapping[str, GatheredRows] | None = None,
         in_tiles: bool = False,
     ) -> Iterator[None]:
         """Apply the adapters of `microbatch` in every forward within the context, also in recomputation. The
-        rows of the jobs in `gathered` are selected by index, not by segment. If `in_tiles`, linears run only
-        within `tile`."""
+        rows of the jobs in `gathered_rows` are selected by index, not by segment. If `in_tiles`, linears run
+        only within `bind_tile`."""
         assert self._current.bound is None, "a pass is already bound"
         own = all(segment.adapter_job in (segment.job, None) for segment in microbatch.segments)
         assert own or not training, "rows are trained through their own adapter only, or through none"
         if route is Route.tiled and rows is None and not in_tiles:
             rows = self._rows(microbatch)
-        self._current.replace(self._pass(microbatch, route, training, rows, gathered))
+        self._current.replace(self._make_pass(microbatch, route, training, rows, gathered_rows))
         try:
             yield
         finally:
@@ -370,14 +370,14 @@ class Banks:
             self._tiles.clear()
 
     @contextmanager
-    def tile(self, rows: slice) -> Iterator[None]:
+    def bind_tile(self, rows: slice) -> Iterator[None]:
         """Apply the adapters of the bound pass to a part of its rows in every forward within the context."""
         bound = self._current.bound
         assert bound is not None, "no pass is bound"
         if rows.start not in self._tiles:
             part = bound.microbatch.part(rows)
             own = self._rows(part) if bound.route is Route.tiled else None
-            self._tiles[rows.start] = self._pass(part, bound.route, bound.training, own)
+            self._tiles[rows.start] = self._make_pass(part, bound.route, bound.training, own)
         whole = self._current.replace(self._tiles[rows.start])
         try:
             yield
@@ -387,7 +387,7 @@ class Banks:
     @contextmanager
     def graph_only(self) -> Iterator[None]:
         """Let linears within the context return arbitrary values where their backward does not need them."""
-        bound, untiled = self._current.bound, self._current.untiled
+        bound, untiled = self._current.bound, self._current.untiled_pass
         assert bound is not None, "no pass is bound"
         whole = self._current.replace(CurrentPass(replace(bound, graph_only=True), untiled))
         try:
@@ -400,13 +400,13 @@ class Banks:
         rows.fill(self.seats(microbatch), microbatch.token_index_T.cpu().numpy())
         return rows
 
-    def _pass(
+    def _make_pass(
         self,
         microbatch: Microbatch,
         route: Route,
         training: bool,
         rows: Rows | None,
-        gathered: Mapping[str, GatheredRows] | None = None,
+        gathered_rows: Mapping[str, GatheredRows] | None = None,
     ) -> CurrentPass:
         found = list(self._segments(microbatch))
         totals = {attached.adapter.job: attached.totals for _, attached in found}
@@ -418,7 +418,7 @@ class Banks:
             totals,
             rows,
             self.choices,
-            gathered or {},
+            gathered_rows or {},
             self._sum_over_shards,
         )
         plain = tuple(segment for segment, attached in found if not attached.tiled_linears)
@@ -431,7 +431,7 @@ class Banks:
         if launches in self._compiled or not self.choices.compiles:
             return
         self._compiled.add(launches)
-        found = (group.trial(bound) for group in self._all_groups)
+        found = (group.timing_trial(bound) for group in self._all_groups)
         self.choices.compile_ahead(one for one in found if one is not None)
 
     def linear(self, site: str, adds_residual: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
@@ -439,7 +439,7 @@ class Banks:
         self._groups[site].adds_residual = adds_residual
         return self._groups[site].linear
 
-    def _embed(self, plain: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    def _embed_tokens(self, plain: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
         """Compute the embedding with the virtual tokens and the trained token embeddings of the adapters."""
         h, bound = plain(tokens), self._current.bound
         if bound is None:
@@ -448,10 +448,12 @@ class Banks:
             # Rows that continue a sample, as in decoding, have no virtual tokens before them.
             if attached.rows_before is not None and segment.prefix_rows:
                 total = bound.totals[attached.adapter.job][SHARED, ROWS]
-                rows_ID = accumulated(attached.rows_before, total, bound.anchor)
+                rows_ID = accumulate_gradient(attached.rows_before, total, bound.anchor)
                 h = insert_rows_before(h, rows_ID, bound.microbatch, segment)
             if attached.tokens is not None and self._embedding is not None:
-                h = attached.tokens.embedded(h, bound.microbatch, segment, self._embedding, bound.anchor)
+                h = attached.tokens.replace_embeddings(
+                    h, bound.microbatch, segment, self._embedding, bound.anchor
+                )
         return h
 
     def rows_in_head(self, segment: Segment) -> HeadRows | None:
@@ -459,7 +461,7 @@ class Banks:
         attached = self.attached.get(segment.adapter_job or "")
         if not self._tied or attached is None or attached.tokens is None:
             return None
-        return attached.tokens.in_head(self.anchor)
+        return attached.tokens.head_rows(self.anchor)
 
     def keys_before(self, microbatch: Microbatch) -> list[tuple[Segment, int]]:
         """Return the segments whose jobs have prefix keys and values, each with the number of its keys."""
@@ -473,8 +475,8 @@ class Banks:
         for _, attached in self._segments(bound.microbatch):
             if attached.keys:
                 site, totals = attached.prefix_sites[layer], bound.totals[attached.adapter.job]
-                keys = accumulated(attached.read[site, KEYS], totals[site, KEYS], bound.anchor)
-                values = accumulated(attached.read[site, VALUES], totals[site, VALUES], bound.anchor)
+                keys = accumulate_gradient(attached.read[site, KEYS], totals[site, KEYS], bound.anchor)
+                values = accumulate_gradient(attached.read[site, VALUES], totals[site, VALUES], bound.anchor)
                 found.append((keys, values))
         return found
 

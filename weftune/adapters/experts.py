@@ -14,7 +14,7 @@ from torch import Tensor
 from weftune.adapters.kind import JobAdapter, Parameters, Pass
 from weftune.adapters.lora.spec import A, B
 from weftune.core.shapes import SiteShape
-from weftune.ops.accumulate import accumulated
+from weftune.ops.accumulate import accumulate_gradient
 from weftune.ops.experts import ExpertPart
 from weftune.ops.lora.table import Group, LowRank, SlotTable, bands_for
 from weftune.ops.lora.tiling import MIN_RANK
@@ -68,7 +68,7 @@ class ExpertBank:
     def _clear_tables(self) -> None:
         self._tables, self._adapter_indices = {}, {}
 
-    def has_rows(self, bound: Pass) -> bool:
+    def has_expert_rows(self, bound: Pass) -> bool:
         """Whether a job of this bank has rows in the pass."""
         return any(segment.adapter_job in self._slots_by_job for segment in bound.microbatch.segments)
 
@@ -81,7 +81,8 @@ class ExpertBank:
                 continue
             totals = bound.totals[slot.adapter.job]
             a_ErK, b_ErN = (
-                accumulated(slot.weights[site, name], totals[site, name], bound.anchor) for name in (A, B)
+                accumulate_gradient(slot.weights[site, name], totals[site, name], bound.anchor)
+                for name in (A, B)
             )
             yield ExpertPart(segment.start, segment.stop, a_ErK, b_ErN, slot.adapter.spec.scale_at(site))
 
@@ -100,15 +101,15 @@ class ExpertBank:
             return None
         shape = self._sites[site]
         if site not in self._tables:
-            self._tables[site] = self._table(shape, device)
-        return Group(((0, shape.out_features),), self._tables[site], self._rank, drops=False)
+            self._tables[site] = self._expert_table(shape, device)
+        return Group(((0, shape.out_features),), self._tables[site], self._rank, has_dropout=False)
 
-    def _table(self, site: SiteShape, device: torch.device) -> SlotTable:
+    def _expert_table(self, site: SiteShape, device: torch.device) -> SlotTable:
         aligned = all(width % 8 == 0 for width in (site.in_features, site.out_features))
         slots, bands = self._slots * site.experts, bands_for(self._rank)
         table = SlotTable.empty([site.name], slots, device, aligned, bands)
         for slot in self._slots_by_job.values():
             if (entry := slot.entry(site.name)) is not None:
-                table.put_experts(slot.index * site.experts, entry)
-        table.send()
+                table.set_experts(slot.index * site.experts, entry)
+        table.copy_to_device()
         return table

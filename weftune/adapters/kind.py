@@ -25,7 +25,8 @@ from weftune.ops.lora.table import LowRank
 from weftune.ops.site import GatheredRows, RowScale, summed_product
 
 Parameters = Mapping[tuple[str, str], Tensor]
-"""Maps (site, name) to a tensor, as in `VectorLayout.views`. Shared parameters have the site SHARED."""
+"""Maps (site, name) to a tensor, as in `VectorLayout.parameter_views`. Shared parameters have the site
+SHARED."""
 
 WeightOf = Callable[[str], Tensor]
 """Function that returns the frozen weight [N, K] of a site by its name, wherever the weight is stored."""
@@ -51,7 +52,7 @@ class NewAdapter:
     adapter: JobAdapter
     parameters: Parameters
     """Parameters of all sites of the adapter, or of the sites of one stage, on any device."""
-    drawn_on: torch.device | None = None
+    draw_device: torch.device | None = None
     """Device on which random numbers are drawn. None draws them on the device of the parameters."""
     frozen: WeightOf | None = None
     """Function that returns the base's weight at a site, for kinds that are initialised from it."""
@@ -79,7 +80,8 @@ class Frozen:
     bias_N: Tensor | None
 
     def product(self, x_TK: Tensor) -> Tensor:
-        """Compute xWᵀ + b as a new tensor, never a view, since the kinds add to it in place."""
+        """Compute xWᵀ + b. The result is a new tensor, never a view, since the adapters add to the result in
+        place."""
         return frozen_product(x_TK, self.weight, self.bias_N)
 
     def summed(self, x_TK: Tensor) -> Tensor:
@@ -106,7 +108,7 @@ class Pass:
     """The assignment of rows to the programs of the tiled kernels. None if the pass does not use them."""
     choices: Choices | None = None
     """Measured choices between kernels on this device."""
-    gathered: Mapping[str, GatheredRows] = field(default_factory=dict)
+    gathered_rows: Mapping[str, GatheredRows] = field(default_factory=dict)
     """Maps jobs whose rows a captured pass selects by index, not by segment, to these rows."""
     sum_over_shards: Callable[[Tensor], None] | None = None
     """Function that replaces a tensor by its sum over all shards. None if linears are not divided."""
@@ -123,7 +125,7 @@ class SiteParts:
     """Function (x_TK, y_TN) that returns y_TN plus every job's output for x_TK. May overwrite y_TN."""
     g_in: tuple[RowScale, ...] = ()
     g_out: tuple[RowScale, ...] = ()
-    after: tuple[tuple[slice | GatheredRows, Callable[[Tensor], Tensor]], ...] = ()
+    output_changes: tuple[tuple[slice | GatheredRows, Callable[[Tensor], Tensor]], ...] = ()
     """Pairs of a job's rows and a function that returns changed outputs from their outputs y_LN."""
 
 
@@ -159,7 +161,7 @@ class TiledPart:
     low_rank: LowRank | None = None
     g_out: SiteScale | None = None
     g_in: SiteScale | None = None
-    computed: ComputedPair | None = None
+    computed_pair: ComputedPair | None = None
     """Inputs from which A and B are computed, for kinds that do not train A and B themselves."""
 
 

@@ -38,13 +38,13 @@ from weftune.adapters.vector import SHARED, ParameterShape, VectorLayout
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
-from weftune.ops.accumulate import accumulated
+from weftune.ops.accumulate import accumulate_gradient
 from weftune.ops.dropout import kept_TK, key
-from weftune.ops.site import RowScale, with_rows
+from weftune.ops.site import RowScale, replace_rows
 
 PREFIX = "base_model.model."
 KIND, BASE = "weftune_kind", "base_model_name_or_path"
-"""Config keys, besides those of the spec, of an adapter whose kind PEFT does not have."""
+"""Keys of the adapter's config file that are not keys of the spec, for kinds that PEFT does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,8 @@ class JobAt:
         return self.weights[SHARED, name]
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `make`, computed once from the frozen weight of this site and then cached."""
+        """Return the result of `make`, which is computed once from the frozen weight of the site and then
+        cached."""
         if (self.site.name, name) not in self.cache:
             self.cache[self.site.name, name] = make()
         return self.cache[self.site.name, name]
@@ -111,7 +112,7 @@ class JobAt:
 
     def _trained(self, site: str, name: str) -> Tensor:
         total = self.bound.totals[self.adapter.job][site, name]
-        return accumulated(self.weights[site, name], total, self.bound.anchor)
+        return accumulate_gradient(self.weights[site, name], total, self.bound.anchor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,19 +142,21 @@ class PlainBank(SiteBank):
             at = JobAt(adapter, self._sites[site], segment, bound, weights, frozen, self._cache)
             part = self._part(at)
             others = part.add is part.g_in_K is part.g_out_N is None
-            assert others or adapter.job not in bound.gathered, "only outputs are changed in gathered rows"
+            assert others or adapter.job not in bound.gathered_rows, (
+                "only outputs are changed in gathered rows"
+            )
             start, stop = segment.start, segment.stop
             if part.add is not None:
                 added.append((segment.rows, part.add))
             if part.after is not None:
-                behind.append((bound.gathered.get(adapter.job, segment.rows), part.after))
+                behind.append((bound.gathered_rows.get(adapter.job, segment.rows), part.after))
             if part.g_in_K is not None:
                 g_in.append(RowScale(start, stop, part.g_in_K))
             if part.g_out_N is not None:
                 g_out.append(RowScale(start, stop, part.g_out_N, part.scales_bias))
 
         def add(x_TK: Tensor, y_TN: Tensor) -> Tensor:
-            return with_rows(y_TN, [(rows, y_TN[rows] + one(x_TK[rows])) for rows, one in added])
+            return replace_rows(y_TN, [(rows, y_TN[rows] + one(x_TK[rows])) for rows, one in added])
 
         return SiteParts(add if added else None, tuple(g_in), tuple(g_out), tuple(behind))
 
@@ -171,7 +174,7 @@ class MergeAt:
 
 
 class PlainKind:
-    """A kind of adapter. The methods that a new kind has to define come first."""
+    """A kind of adapter, such as LoRA. The methods that a new kind has to define come first."""
 
     name: str
     """Name of the kind, as in the key `kind` of an adapter spec."""
@@ -363,13 +366,13 @@ class PlainKind:
         """Write an equivalent of the adapter in `folder` with one rank and one alpha everywhere, for servers
         that support nothing else. Return the rank."""
         remedy = "nor can it be merged into a model that they load"
-        if KINDS[self.name].merges:
+        if KINDS[self.name].is_mergeable:
             remedy = "for a model that they load, run weftune export --merged"
         raise AdapterError(f"{folder} is a {self.name} adapter, which servers do not load; {remedy}")
 
     def merge(self, folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
         """Merge the adapter in `folder` into the weights of `modules`, the base's modules by site."""
-        if not KINDS[self.name].merges:
+        if not KINDS[self.name].is_mergeable:
             raise self._unmergeable_error()
         spec = self.spec_of(folder)
         refuse_slow_patterns(folder, spec, [site.name for site in sites])

@@ -40,7 +40,7 @@ def get_kind(name: str) -> PlainKind:
 _KNOWN_LAYOUTS: deque[tuple[Any, Sequence[SiteShape], VectorLayout]] = deque(maxlen=16)
 
 
-def layout_of(spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
+def adapter_layout(spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
     """Return the layout of an adapter's parameters on these sites. Recent layouts are cached: one has
     hundreds of parameters, and thousands of jobs may share it."""
     for known_spec, known_sites, layout in tuple(_KNOWN_LAYOUTS):

@@ -20,7 +20,7 @@ def shard_positions(
 ) -> Tensor:
     """Return the position in a flat vector of the layout `whole` of every value of the shard's flat vector,
     whose layout is `local`. `slices` maps each site to its local part."""
-    position = whole.views(torch.arange(whole.size))
+    position = whole.parameter_views(torch.arange(whole.size))
     outputs = {site.name: site.out_features for site in whole_sites}
     found = []
     for parameter in local.parameters:

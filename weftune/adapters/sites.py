@@ -38,7 +38,7 @@ from weftune.ops.fallback import KernelsFailed
 from weftune.ops.lora.choice import PlanTrial
 from weftune.ops.lora.experts import lora_experts, multiplies_at_once
 from weftune.ops.lora.routes import Route
-from weftune.ops.site import changed_rows, scaled_outputs, scaled_rows, with_rows, zero_where_changed
+from weftune.ops.site import change_rows, replace_rows, scaled_outputs, scaled_rows, zero_where_changed
 
 
 @dataclass(slots=True)
@@ -46,15 +46,15 @@ class CurrentPass:
     """The currently bound pass, if any, shared by all groups of a base."""
 
     bound: Pass | None = None
-    untiled: Pass | None = None
+    untiled_pass: Pass | None = None
     """The pass with only the segments of jobs whose adapters the tiled kernels do not compute."""
     owners: tuple[Tensor, tuple[str | None, ...]] | None = None
     """Index of each row's job, and the jobs, computed when the first layer with experts needs them."""
 
-    def replace(self, by: CurrentPass) -> CurrentPass:
+    def replace(self, new_pass: CurrentPass) -> CurrentPass:
         """Bind another pass, and return the one that was bound."""
-        before = CurrentPass(self.bound, self.untiled, self.owners)
-        self.bound, self.untiled, self.owners = by.bound, by.untiled, by.owners
+        before = CurrentPass(self.bound, self.untiled_pass, self.owners)
+        self.bound, self.untiled_pass, self.owners = new_pass.bound, new_pass.untiled_pass, new_pass.owners
         return before
 
 
@@ -72,9 +72,9 @@ class SiteGroup:
     adds_residual: bool = False
     """Whether the caller of `linear` passes a residual to which the outputs are added."""
 
-    def trial(self, bound: Pass) -> PlanTrial | None:
+    def timing_trial(self, bound: Pass) -> PlanTrial | None:
         """Return the timing trial of the linear's kernels. None unless kernels compute all of the linear."""
-        return None if self.tiled is None else self.tiled.trial(self.frozen, self.adds_residual, bound)
+        return None if self.tiled is None else self.tiled.timing_trial(self.frozen, self.adds_residual, bound)
 
     def forward(self, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Compute the module of the group's only site, with adapters if a pass is bound."""
@@ -91,14 +91,14 @@ class SiteGroup:
                 return found
         kinds = [] if bound is None else [bank for bank in self.banks.values() if bank.segments(bound)]
         pieces = []
-        for name, low, high in self._columns():
+        for name, low, high in self._output_columns():
             frozen = self.frozen.part(low, high)
             parts = [] if bound is None else [bank.parts(name, frozen, bound) for bank in kinds]
             pieces.append(_site_output(frozen, x_TK, parts))
         y_TN = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
         return (y_TN if residual_TN is None else residual_TN + y_TN).to(x_TK.dtype)
 
-    def _columns(self) -> Iterator[tuple[str, int, int]]:
+    def _output_columns(self) -> Iterator[tuple[str, int, int]]:
         low = 0
         for site in self.sites:
             yield site.name, low, low + site.out_features
@@ -108,12 +108,12 @@ class SiteGroup:
         """Return the outputs of the tiled kernels, with changes by other jobs' adapters applied afterwards.
         None if one of those adapters changes more than the outputs of its rows, or if the kernels do not run
         on the device."""
-        untiled = self.current.untiled
+        untiled = self.current.untiled_pass
         assert untiled is not None
         banks = [bank for bank in self.banks.values() if bank.segments(untiled)]
         if not banks:
             return self._kernel_output(x_TK, residual_TN, bound)
-        columns = list(self._columns())
+        columns = list(self._output_columns())
         parts = [
             [bank.parts(name, self.frozen.part(low, high), untiled) for bank in banks]
             for name, low, high in columns
@@ -124,12 +124,12 @@ class SiteGroup:
             (rows, slice(low, high), change)
             for (_, low, high), own in zip(columns, parts, strict=True)
             for part in own
-            for rows, change in part.after
+            for rows, change in part.output_changes
         ]
         bound = replace(bound, graph_only=False)  # The changes read the outputs.
         around_TN = None if residual_TN is None else zero_where_changed(residual_TN, changes)
         y_TN = self._kernel_output(x_TK, around_TN, bound)
-        return None if y_TN is None else changed_rows(y_TN, residual_TN, changes, bound.anchor)
+        return None if y_TN is None else change_rows(y_TN, residual_TN, changes, bound.anchor)
 
     def _kernel_output(self, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass) -> Tensor | None:
         """Compute the outputs, with the tiled kernels if the group has adapters for them. None if the kernels
@@ -154,10 +154,10 @@ def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Te
             y_TN = part.add(x_TK, y_TN)
     y_TN = y_TN if alone else scaled_outputs(y_TN, frozen.bias_N, g_out)
     behind = []
-    for rows, change in (one for part in parts for one in part.after):
+    for rows, change in (one for part in parts for one in part.output_changes):
         assert isinstance(rows, slice), "rows are gathered where kernels run"
         behind.append((rows, change(y_TN[rows])))
-    return with_rows(y_TN, behind) if behind else y_TN
+    return replace_rows(y_TN, behind) if behind else y_TN
 
 
 @dataclass(slots=True)
@@ -175,10 +175,12 @@ class ExpertGroup:
         """Compute the experts: with adapters if a job in the pass adapts them, with kernels that multiply all
         experts at once where available, otherwise with their own forward."""
         bound = self.current.bound
-        banks = [] if bound is None else [bank for bank in self.banks.values() if bank.has_rows(bound)]
+        banks = [] if bound is None else [bank for bank in self.banks.values() if bank.has_expert_rows(bound)]
         if bound is not None and bound.route is Route.tiled and len(banks) <= 1 and self._is_gated():
             sites = [
-                ExpertSite(self._weight(site), banks[0].group(site.name, x_TD.device) if banks else None)
+                ExpertSite(
+                    self._stacked_weight(site), banks[0].group(site.name, x_TD.device) if banks else None
+                )
                 for site in self.sites
             ]
             if banks or all(map(multiplies_at_once, sites)):
@@ -195,7 +197,7 @@ class ExpertGroup:
             return plain(x_TD, chosen_Tk, weights_Tk)
         gate_up, down = (
             ExpertSite(
-                self._weight(site),
+                self._stacked_weight(site),
                 parts=[part for bank in self.banks.values() for part in bank.parts(site.name, bound)],
             )
             for site in self.sites
@@ -203,7 +205,7 @@ class ExpertGroup:
         activation = cast(Callable[[Tensor], Tensor], self.module.act_fn)
         return experts_output(x_TD, chosen_Tk, weights_Tk, gate_up, down, activation)
 
-    def _weight(self, site: SiteShape) -> Tensor:
+    def _stacked_weight(self, site: SiteShape) -> Tensor:
         return cast(Tensor, getattr(self.module, site.name.rpartition(".")[2]))
 
     def _is_gated(self) -> bool:
@@ -276,7 +278,7 @@ def _stack_any_weights(modules: Sequence[nn.Module]) -> FrozenWeight:
 
 def _stack_codes(modules: Sequence[nn.Module], name: str, dim: int) -> None:
     """Make the modules' parameters of this name views of one tensor. Parameters that share a storage with
-    others, as in a streamed base, stay where they are."""
+    other parameters, as in a streamed base, are not moved."""
     parts = [cast(Tensor, getattr(module, name)) for module in modules]
     alone = all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
     if len(parts) == 1 or not alone:

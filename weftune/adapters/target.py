@@ -60,7 +60,7 @@ class TargetSpec:
     """`package.module:Class` of the kind. It is imported only for training, because it needs torch."""
     peft_type: ClassVar[str | None] = None
     """PEFT's name for the kind. None if PEFT does not have it."""
-    merges: ClassVar[bool] = True
+    is_mergeable: ClassVar[bool] = True
     """Whether adapters of the kind can be merged into the weights of a base."""
     dense: ClassVar[bool] = False
     """Whether an adapter has at least as many parameters as its target modules have weights."""
@@ -141,7 +141,8 @@ class TargetSpec:
         return False
 
     def shapes_outside(self, sites: Sequence[SiteShape]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the parameters that belong to none of these sites of a base or stage."""
+        """Return the shapes of the adapter's parameters that belong to none of the given sites of a base or
+        stage."""
         return {}
 
     def shapes_in_embedding(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
@@ -150,11 +151,12 @@ class TargetSpec:
         return {} if path is None else {path: {TOKENS: (len(self.trained_tokens), embedding_width(sites))}}
 
     def shapes_in_head(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """Return the shape of the scalar head by its site and name, if these sites have the last layer."""
+        """Return the shape of the scalar head by its site and name, if the given sites include the last
+        layer."""
         width = last_width(sites) if self.scalar_head else 0
         return {SCORE: {HEAD: (width,)}} if width else {}
 
-    def counts(self, sites: Sequence[SiteShape]) -> Iterator[tuple[str, int]]:
+    def parameter_counts(self, sites: Sequence[SiteShape]) -> Iterator[tuple[str, int]]:
         """Yield (site, number of trained values). The name is empty for values that belong to no site."""
         yield "", sum(map(math.prod, self.shapes_outside(sites).values()))
         for path, shapes in {**self.shapes_in_embedding(sites), **self.shapes_in_head(sites)}.items():
@@ -227,14 +229,15 @@ def embedding_width(sites: Sequence[SiteShape]) -> int:
 
 def last_width(sites: Sequence[SiteShape]) -> int:
     """Return the width of the last hidden states of a base with these sites: the input width of most linears
-    of the last layer, or the output width of a projection after it (OPT). 0 if they lack the last layer."""
+    of the last layer, or the output width of a projection after it (OPT). 0 if the sites are not in the last
+    layer."""
     width = _usual_width(site for site in sites if site.in_last_layer)
     projections = (site.out_features for site in sites if ends_with(site.name, PROJECTION))
     return next(projections, width) if width else 0
 
 
 def _usual_width(sites: Iterable[SiteShape]) -> int:
-    """Return the input width of most of these sites, or 0 if there are none."""
+    """Return the most frequent input width of the sites, or 0 if there are no sites."""
     widths = Counter(site.in_features for site in sites)
     return max(widths, key=lambda width: widths[width], default=0)
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from weftune.adapters.kind import Frozen, Pass, TiledPart
 from weftune.core.shapes import SiteShape
 from weftune.ops.lora.choice import PlanTrial
-from weftune.ops.lora.computed import computed_table, put_computed
-from weftune.ops.lora.scales import put_scales, scale_table
+from weftune.ops.lora.computed import computed_table, set_computed_pairs
+from weftune.ops.lora.scales import scale_table, set_scales
 from weftune.ops.lora.table import Group, SlotTable, bands_for
-from weftune.ops.lora.tiled import lora_linear, trial_at
+from weftune.ops.lora.tiled import lora_linear, plan_trial
 from weftune.ops.lora.tiling import DIRECT_RANKS, MIN_RANK
 
 
@@ -57,7 +57,7 @@ class TiledBank:
         """Raise the limits to include a job. Limits only grow, so that detaching a job does not invalidate a
         captured graph. Large ranks are an exception: they count only while a job with one is attached, so
         that there are two limits, and graphs of both are kept."""
-        before = self._bands, self._table_flags
+        before = self._band_count, self._table_flags
         largest = max((part.low_rank.rank for part in parts if part and part.low_rank), default=1)
         rank = 1 << (largest - 1).bit_length()
         if rank > DIRECT_RANKS:
@@ -70,8 +70,8 @@ class TiledBank:
             self._scales_out |= part.g_out is not None
             self._scales_in |= part.g_in is not None
             self._lengths |= part.g_out is not None and part.g_out.inverse_M is not None
-            self._computes |= part.computed is not None
-        if before != (self._bands, self._table_flags):
+            self._computes |= part.computed_pair is not None
+        if before != (self._band_count, self._table_flags):
             self._tables = None
 
     @property
@@ -80,12 +80,12 @@ class TiledBank:
         return max(self._rank, self._large_rank) if self._large else self._rank
 
     @property
-    def _bands(self) -> int:
+    def _band_count(self) -> int:
         return bands_for(self._large_rank)
 
     @property
     def _table_flags(self) -> tuple[bool, ...]:
-        """Flags that say which tables exist besides that of A and B."""
+        """Flags that say which tables exist in addition to the table of A and B."""
         return self._scales_out, self._scales_in, self._lengths, self._computes
 
     def resize(self, slots: int) -> None:
@@ -102,21 +102,23 @@ class TiledBank:
         """Write a slot to the tables on the host only: many jobs may change before the next pass."""
         if self._tables is not None:
             self._put_parts(self._tables, slot, parts)
-            self._tables = replace(self._tables, rank=self._rank_limit, drops=self._drops)
+            self._tables = replace(self._tables, rank=self._rank_limit, has_dropout=self._drops)
             self._needs_copy = True
 
     def _put_parts(self, tables: Group, slot: int, parts: Sequence[TiledPart | None]) -> None:
-        tables.table.put(slot, [part.low_rank if part else None for part in parts])
+        tables.table.set_slot(slot, [part.low_rank if part else None for part in parts])
         if tables.g_out is not None:
-            put_scales(tables.g_out, slot, [part.g_out if part else None for part in parts])
+            set_scales(tables.g_out, slot, [part.g_out if part else None for part in parts])
         if tables.g_in is not None:
-            put_scales(tables.g_in, slot, [part.g_in if part else None for part in parts])
-        if tables.computed is not None:
-            put_computed(tables.computed, slot, [part.computed if part else None for part in parts])
+            set_scales(tables.g_in, slot, [part.g_in if part else None for part in parts])
+        if tables.computed_table is not None:
+            set_computed_pairs(
+                tables.computed_table, slot, [part.computed_pair if part else None for part in parts]
+            )
 
     def limits(self) -> tuple[object, ...]:
         """Return the values for which kernels are compiled and launched: equal limits mean equal launches."""
-        return self._rank_limit, self._bands, self._drops, self._table_flags
+        return self._rank_limit, self._band_count, self._drops, self._table_flags
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
         """Compute the frozen products of all sites, concatenated, with every job's adapter."""
@@ -127,24 +129,24 @@ class TiledBank:
             frozen.bias_N,
             residual_TN,
             bound.anchor,
-            self._group(x_TK),
+            self._table_group(x_TK),
             bound.rows,
             bound.training,
             bound.choices,
             bound.graph_only,
         )
 
-    def trial(self, frozen: Frozen, residual: bool, bound: Pass) -> PlanTrial | None:
+    def timing_trial(self, frozen: Frozen, residual: bool, bound: Pass) -> PlanTrial | None:
         """Return the timing trial of `linear`, for compilation ahead of time. None if no trial is needed."""
         weight = frozen.weight
         if bound.rows is None or (isinstance(weight, Tensor) and weight.dim() != 2):
             return None
         like = weight if isinstance(weight, Tensor) else weight.empty_rows
-        return trial_at(weight, residual, self._group(like), bound.rows, like.dtype)
+        return plan_trial(weight, residual, self._table_group(like), bound.rows, like.dtype)
 
-    def _group(self, like: Tensor) -> Group:
+    def _table_group(self, example: Tensor) -> Group:
         if self._tables is None:
-            self._tables = self._new_tables(like.device)
+            self._tables = self._new_tables(example.device)
             self._needs_copy = False
         assert not self._needs_copy, "jobs were attached or detached after the tables were sent"
         return self._tables
@@ -154,7 +156,11 @@ class TiledBank:
         widths = [width for site in self.sites for width in (site.in_features, site.out_features)]
         names, count = [site.name for site in self.sites], len(self.sites)
         table = SlotTable.empty(
-            names, self._slots, device, aligned=all(width % 8 == 0 for width in widths), bands=self._bands
+            names,
+            self._slots,
+            device,
+            aligned=all(width % 8 == 0 for width in widths),
+            bands=self._band_count,
         )
         tables = Group(
             self._columns,
@@ -164,7 +170,7 @@ class TiledBank:
             g_out=scale_table(count, self._slots, device) if self._scales_out else None,
             g_in=scale_table(count, self._slots, device) if self._scales_in else None,
             lengths=self._lengths,
-            computed=computed_table(count, self._slots, device) if self._computes else None,
+            computed_table=computed_table(count, self._slots, device) if self._computes else None,
         )
         for slot, parts in self._parts.values():
             self._put_parts(tables, slot, parts)
@@ -173,6 +179,6 @@ class TiledBank:
 
 
 def _copy_tables(tables: Group) -> None:
-    for table in (tables.table, tables.g_out, tables.g_in, tables.computed):
+    for table in (tables.table, tables.g_out, tables.g_in, tables.computed_table):
         if table is not None:
-            table.send()
+            table.copy_to_device()

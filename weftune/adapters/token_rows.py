@@ -19,7 +19,7 @@ from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import EMBED_SCALE
 from weftune.core.weights import HeadRows
 from weftune.errors import AdapterError
-from weftune.ops.accumulate import accumulated
+from weftune.ops.accumulate import accumulate_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +30,28 @@ class TrainedTokens:
     rows_nD: Tensor
     total_nD: Tensor
 
-    def in_head(self, anchor: Tensor) -> HeadRows:
+    def head_rows(self, anchor: Tensor) -> HeadRows:
         """Return the rows for a head that is tied to the embedding."""
-        return HeadRows(self.ids_n, accumulated(self.rows_nD, self.total_nD, anchor))
+        return HeadRows(self.ids_n, accumulate_gradient(self.rows_nD, self.total_nD, anchor))
 
-    def embedded(
+    def replace_embeddings(
         self, h: Tensor, microbatch: Microbatch, segment: Segment, embedding: nn.Module, anchor: Tensor
     ) -> Tensor:
         """Return h with the job's trained rows at the positions of its trained tokens. As in the embedding
         itself, the padding token gets no gradient."""
         tokens_L = microbatch.tokens_T[segment.rows]
         places, which = (tokens_L[:, None] == self.ids_n).nonzero(as_tuple=True)
-        rows_nD = accumulated(self.rows_nD, self.total_nD, anchor)
+        rows_nD = accumulate_gradient(self.rows_nD, self.total_nD, anchor)
         if (padding := getattr(embedding, "padding_idx", None)) is not None:
             rows_nD = torch.where((self.ids_n != padding)[:, None], rows_nD, self.rows_nD)
-        values = rows_nD[which] * _scale(embedding, rows_nD)
+        values = rows_nD[which] * _embedding_scale(embedding, rows_nD)
         flat_TD = h.flatten(0, -2).index_copy(0, places + segment.start, values.to(h.dtype))
         return flat_TD.view(h.shape)
 
 
 def insert_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segment: Segment) -> Tensor:
-    """Return h with these rows at the beginning of every sample of the segment."""
+    """Return the hidden states `h` with the given rows inserted at the beginning of every sample of the
+    segment."""
     stops = accumulate(microbatch.sample_lengths)
     starts = [stop - length for stop, length in zip(stops, microbatch.sample_lengths, strict=True)]
     own = [start for start in starts if segment.start <= start < segment.stop]
@@ -59,10 +60,10 @@ def insert_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segme
     return flat_TD.view(h.shape)
 
 
-def _scale(embedding: nn.Module, like: Tensor) -> Tensor | float:
+def _embedding_scale(embedding: nn.Module, example: Tensor) -> Tensor | float:
     """Return the factor by which the model multiplies embeddings, which is not 1 in some families."""
     scale = getattr(embedding, EMBED_SCALE, 1.0)
-    return scale.to(like.dtype) if isinstance(scale, Tensor) else float(scale)
+    return scale.to(example.dtype) if isinstance(scale, Tensor) else float(scale)
 
 
 def trained_tokens(spec: Any, weights: Parameters, totals: Parameters) -> TrainedTokens | None:
@@ -86,7 +87,8 @@ def fill_tokens(new: NewAdapter) -> None:
 def merge_tokens(
     folder: object, path: str, ids: Sequence[int], rows_nD: Tensor, modules: Mapping[str, nn.Module]
 ) -> None:
-    """Write the trained rows into the embedding, and thereby into a head tied to it."""
+    """Write the trained rows into the embedding, which also changes an output layer that is tied to the
+    embedding."""
     weight_VD = modules[path].weight if path in modules else None
     if not isinstance(weight_VD, Tensor) or weight_VD.shape[1:] != rows_nD.shape[1:]:
         raise AdapterError(f"{folder} is for another base: this one has no embedding {path} of that width")

@@ -32,7 +32,7 @@ class ParameterShape:
         return math.prod(self.shape)
 
     @property
-    def met(self) -> int:
+    def active_size(self) -> int:
         return self.size if self.active_experts is None else self.active_experts * math.prod(self.shape[1:])
 
 
@@ -45,9 +45,10 @@ class VectorLayout:
         return sum(parameter.size for parameter in self.parameters)
 
     @cached_property
-    def met(self) -> int:
-        """Number of parameters that one token uses: all except those of experts to which it is not routed."""
-        return sum(parameter.met for parameter in self.parameters)
+    def active_size(self) -> int:
+        """Number of parameters that one token uses: all except the parameters of experts that the token is
+        not routed to."""
+        return sum(parameter.active_size for parameter in self.parameters)
 
     @cached_property
     def rates(self) -> tuple[RateRun, ...]:
@@ -79,7 +80,7 @@ class VectorLayout:
             start += parameter.size
         return runs
 
-    def views(self, flat: Tensor) -> dict[tuple[str, str], Tensor]:
+    def parameter_views(self, flat: Tensor) -> dict[tuple[str, str], Tensor]:
         """Return the parameters in `flat` by (site, name), as views of its memory."""
         assert flat.shape == (self.size,), "the vector does not fit the layout"
         assert flat.is_contiguous()
@@ -94,9 +95,10 @@ class VectorLayout:
         return {(one.site, one.name): view for one, view in zip(self.parameters, found, strict=True)}
 
     def slice_of(self, other: VectorLayout, flat: Tensor) -> Tensor:
-        """Return a vector of this layout from `flat`, whose layout `other` contains all its parameters."""
+        """Return a vector of this layout, taken from the vector `flat`. Its layout `other` contains all
+        parameters of this layout."""
         if other == self:
             return flat
-        views = other.views(flat)
+        views = other.parameter_views(flat)
         pieces = [views[parameter.site, parameter.name].flatten() for parameter in self.parameters]
         return torch.cat(pieces) if pieces else flat.new_zeros(0)

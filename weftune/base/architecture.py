@@ -16,13 +16,13 @@ from weftune.base.decoders import (
     WRAPPERS,
     DecoderFacts,
     MixtureFacts,
-    extra_values,
+    extra_value_count,
     query_width,
     text_values,
     within,
 )
 from weftune.base.quant.stored import MULTIPLIED_AS_STORED, Quantised, quantised, site_bytes_per_value
-from weftune.base.rope import Config, context, scaled_values, unscaled_context
+from weftune.base.rope import Config, context_length, scaled_rope_values, unscaled_context
 from weftune.base.spec import BaseSpec
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import BaseModelError
@@ -58,7 +58,7 @@ class _Parts:
     stem: str = "model.layers"
     """Module path of the list of layers."""
     outside: tuple[SiteShape, ...] = ()
-    """Sites that belong to no layer. They precede those of the layers."""
+    """Sites that belong to no layer. They precede the sites of the layers."""
 
 
 DEFAULTS: Mapping[str, Config] = {
@@ -112,8 +112,8 @@ def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelSha
     if spec.rope_scaling is not None:
         text = text_values(config) if config.get("model_type") in WRAPPERS else config
         scaled = {**DEFAULTS[str(text["model_type"])], **_given(text)}
-        scaled |= scaled_values(scaled, spec)
-        shape = replace(shape, context=context(scaled), unscaled_context=unscaled_context(scaled))
+        scaled |= scaled_rope_values(scaled, spec)
+        shape = replace(shape, context=context_length(scaled), unscaled_context=unscaled_context(scaled))
     if found is None:
         return shape
     stored = site_bytes_per_value(shape.sites, found.quantize, bytes_per_value, found.nested)
@@ -178,7 +178,7 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
     whole = {**DEFAULTS[family], **_given(config)}
     try:
         parts = FAMILIES[family](whole)
-        longest, unscaled = context(whole), unscaled_context(whole)
+        longest, unscaled = context_length(whole), unscaled_context(whole)
     except (TypeError, ValueError, ArithmeticError):
         raise BaseModelError(f"The config.json of {name} has sizes that are no whole numbers.") from None
     sites = [
@@ -205,7 +205,7 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
         sites=tuple(sites),
         context=longest,
         unscaled_context=unscaled,
-        extra_values=extra_values(family, sites),
+        extra_values=extra_value_count(family, sites),
         query_width=query_width(family, sites),
     )
 
@@ -217,7 +217,7 @@ def _given(config: Config) -> dict[str, Any]:
 def _decoder(facts: DecoderFacts, config: Config) -> _Parts:
     """Return the parts of a Llama-like model: q, k, v and o, then gate, up and down."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
-    bias = facts.heeds_biases and bool(config["mlp_bias"])
+    bias = facts.uses_biases and bool(config["mlp_bias"])
     gate_up = (inner, inner) if len(facts.gate_up) == 2 else (2 * inner,)
     linears = _attention(facts, config)
     linears += [(name, hidden, out, bias) for name, out in zip(facts.gate_up, gate_up, strict=True)]
@@ -228,8 +228,8 @@ def _decoder(facts: DecoderFacts, config: Config) -> _Parts:
 
 def _attention(facts: DecoderFacts, config: Config) -> list[tuple[str, int, int, bool]]:
     hidden = int(config["hidden_size"])
-    _, wide, narrow = _heads(config)
-    bias = facts.heeds_biases and bool(config["attention_bias"])
+    _, wide, narrow = _head_counts(config)
+    bias = facts.uses_biases and bool(config["attention_bias"])
     qkv_bias = bias if facts.qkv_bias is None else facts.qkv_bias
     qkv = (wide, narrow, narrow) if len(facts.qkv) == 3 else (wide + 2 * narrow,)
     linears = [(name, hidden, out, qkv_bias) for name, out in zip(facts.qkv, qkv, strict=True)]
@@ -238,7 +238,7 @@ def _attention(facts: DecoderFacts, config: Config) -> list[tuple[str, int, int,
 
 
 def _norms(facts: DecoderFacts, config: Config) -> int:
-    head, _, _ = _heads(config)
+    head, _, _ = _head_counts(config)
     return len(facts.norms) * int(config["hidden_size"]) + (2 * head if facts.head_norms else 0)
 
 
@@ -260,7 +260,7 @@ def _mixture(facts: MixtureFacts, config: Config) -> _Parts:
     return _Parts(hidden, found, _ends(config, hidden) + hidden)
 
 
-def _heads(config: Config) -> tuple[int, int, int]:
+def _head_counts(config: Config) -> tuple[int, int, int]:
     """Return the widths of one head, of all query heads together, and of all key heads together."""
     heads = int(config["num_attention_heads"])
     head = int(config.get("head_dim") or config["hidden_size"] // heads)
@@ -313,7 +313,7 @@ def _qwen3_5(config: Config) -> _Parts:
     """Return the parts of a model with Gated DeltaNet in most layers and, in the others, attention whose q is
     gated."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
-    head, wide, narrow = _heads(config)
+    head, wide, narrow = _head_counts(config)
     bias = bool(config["attention_bias"])
     mlp = (
         ("mlp.gate_proj", hidden, inner, False),

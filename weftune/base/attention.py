@@ -40,7 +40,8 @@ class Pack:
     even: bool = False
     """Whether all samples are equally long and so form a plain batch, for which faster kernels exist."""
     apart: bool = False
-    """Whether samples are so long that separate kernels for each of them are faster than one for all."""
+    """Whether the samples are so long that one kernel per sample is faster than one kernel for all
+    samples."""
     prefixes: Prefixes | GatheredPrefixes | None = None
     cache: KeyValueCache | None = None
     """Keys and values of earlier rows of the samples, to which the rows of the pack also attend. None in
@@ -93,7 +94,8 @@ class GatheredPrefixes:
 
 @dataclass(frozen=True, slots=True)
 class SampleRun:
-    """Consecutive samples of a pack: those of one job with prefix keys, or samples without prefix keys."""
+    """Consecutive samples of a pack: all samples of one job with prefix keys, or samples without prefix
+    keys."""
 
     rows: int
     """Number of rows of the samples, not counting prefix keys."""
@@ -145,7 +147,7 @@ def _prefixed_run(lengths: Sequence[int], count: int, device: torch.device) -> S
     return SampleRun(sum(lengths), pack(whole, device), rows_T, keys_T)
 
 
-def register() -> None:
+def register_attention() -> None:
     """Register `attend` in transformers under the name `weftune`. Repeated calls are harmless. No mask
     function is registered, since `attend` keeps samples apart: with one, transformers would query the device
     in every pass whether positions restart, and wait for the answer."""
@@ -175,17 +177,17 @@ def attend(
         raise BaseModelError(f"{type(module).__name__} brings an attention mask of its own.")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise BaseModelError(f"{type(module).__name__} lets rows see the rows after them; it is not causal.")
-    refuse_others(type(module).__name__, others)
+    refuse_other_options(type(module).__name__, others)
     assert dropout == 0.0, "the base runs in eval mode"
     assert q_1HTD.shape[2] == sum(weftune_pack.lengths), "samples and rows disagree"
 
     rule = Rule(scaling, sliding_window, softcap)
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (q_1HTD, k_1GTD, v_1GTD))
     layer = getattr(module, "layer_idx", None)
-    return attend_behind(q_THD, k_TGD, v_TGD, weftune_pack, rule, layer)[None], None
+    return attend_with_prefixes(q_THD, k_TGD, v_TGD, weftune_pack, rule, layer)[None], None
 
 
-def attend_behind(
+def attend_with_prefixes(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule, layer: int | None
 ) -> Tensor:
     """Compute the attention of packed samples, including cached keys and adapters' prefix keys."""
@@ -207,13 +209,13 @@ def attend_behind(
             continue
         # Prefix keys get queries of zeros, so that every sample has as many queries as keys, as all kernels
         # require; the results of these queries are dropped.
-        q, k, v = (_spread(x, run.pack, run.rows_T) for x in (q, k, v))
+        q, k, v = (_spread_rows(x, run.pack, run.rows_T) for x in (q, k, v))
         k, v = (_insert_prefix_rows(x, own, run.keys_T) for x, own in zip((k, v), next(before), strict=True))
         seen.append(attend_packed(q, k, v, run.pack, rule)[run.rows_T])
     return torch.cat(seen)
 
 
-def _spread(x_TGD: Tensor, pack: Pack, rows_T: Tensor) -> Tensor:
+def _spread_rows(x_TGD: Tensor, pack: Pack, rows_T: Tensor) -> Tensor:
     """Scatter the rows to the indices `rows_T` of a pack. All other rows of the result are zero."""
     return x_TGD.new_zeros(sum(pack.lengths), *x_TGD.shape[1:]).index_copy(0, rows_T, x_TGD)
 
@@ -296,7 +298,7 @@ def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule:
     return attend_by_sample(q_1HTD, k_1GTD, v_1GTD, pack, rule)[0]
 
 
-def refuse_others(module: str, others: dict[str, Any]) -> None:
+def refuse_other_options(module: str, others: dict[str, Any]) -> None:
     """Raise for unknown arguments, such as attention sinks or position biases, which change the result."""
     given = {name for name, value in others.items() if value is not None and value is not False}
     if unknown := [name for name in others if name in given - HARMLESS]:
@@ -313,7 +315,8 @@ def attend_by_sample(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, pack: Pack,
 
 
 def attend_within(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) -> Tensor:
-    """Compute the attention of one sample. If there are fewer queries than keys, they are the last rows."""
+    """Compute the attention of one sample. If there are fewer queries than keys, the queries belong to the
+    last rows."""
     rows, length = q_1HLD.shape[2], k_1GLD.shape[2]
     windowed = rule.window is not None and rule.window < length
     is_masked = windowed or 1 < rows < length
@@ -321,7 +324,7 @@ def attend_within(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) ->
         q_1HLD,
         k_1GLD,
         v_1GLD,
-        attn_mask=visible(rows, length, rule.window, q_1HLD.device) if is_masked else None,
+        attn_mask=visible_keys(rows, length, rule.window, q_1HLD.device) if is_masked else None,
         is_causal=rows == length and not is_masked,
         scale=rule.scale,
         enable_gqa=q_1HLD.shape[1] != k_1GLD.shape[1],
@@ -336,13 +339,13 @@ def attend_within_capped(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: R
     q_1GRLD = q_1HLD.unflatten(1, (groups, -1))
     scores_1GRLL = q_1GRLD @ k_1GLD.unsqueeze(2).mT * scale
     scores_1GRLL = rule.softcap * torch.tanh(scores_1GRLL / rule.softcap)
-    hidden_LL = ~visible(q_1HLD.shape[2], k_1GLD.shape[2], rule.window, q_1HLD.device)
+    hidden_LL = ~visible_keys(q_1HLD.shape[2], k_1GLD.shape[2], rule.window, q_1HLD.device)
     precise = torch.promote_types(scores_1GRLL.dtype, torch.float32)
     weights_1GRLL = scores_1GRLL.masked_fill(hidden_LL, -torch.inf).softmax(dim=-1, dtype=precise)
     return (weights_1GRLL.to(v_1GLD.dtype) @ v_1GLD.unsqueeze(2)).flatten(1, 2)
 
 
-def visible(rows: int, length: int, window: int | None, device: torch.device) -> Tensor:
+def visible_keys(rows: int, length: int, window: int | None, device: torch.device) -> Tensor:
     """Return a mask [rows, L]: whether each of the last `rows` rows of a sample attends to row j."""
     row_L = torch.arange(length, device=device)
     distance_LL = row_L[length - rows :, None] - row_L

@@ -128,12 +128,12 @@ def check_packing(base: Base, plain: str) -> None:
         )
 
 
-def sample_lengths(base: Base, is_known: bool) -> tuple[int, ...]:
+def sample_lengths(base: Base, is_known_family: bool) -> tuple[int, ...]:
     """Return three sample lengths, one beyond the sliding window if the check has to cover the window."""
     config, context = base.model.config, base.shape.context
     window = getattr(config, "sliding_window", None)
     longest = 12
-    if window is not None and window < context and (window <= CHEAP_WINDOW or not is_known):
+    if window is not None and window < context and (window <= CHEAP_WINDOW or not is_known_family):
         if window > MAX_WINDOW:
             raise BaseModelError(
                 f"{base.spec.model} ({config.model_type}) is no family that Weftune knows, and its sliding "

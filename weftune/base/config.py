@@ -41,7 +41,7 @@ CONVERT = (
 def read_config(spec: BaseSpec) -> dict[str, Any]:
     """Return the values of config.json. Whether the model can be a base is checked only when it is loaded."""
     folder = model_folder(spec)
-    file = Path(folder) / CONFIG if Path(folder).is_dir() else _fetched(spec)
+    file = Path(folder) / CONFIG if Path(folder).is_dir() else _fetch_from_hub(spec)
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -88,7 +88,7 @@ def local_folder(spec: BaseSpec) -> str | None:
     return str(path)
 
 
-def refuse_absent(spec: BaseSpec) -> None:
+def refuse_missing_base(spec: BaseSpec) -> None:
     """Raise if the Hub does not have this base. This sends one request."""
     if sentence := absence_reason(spec.model, "model", spec.revision):
         raise BaseModelError(sentence)
@@ -106,11 +106,11 @@ def _converted(folder: Path, pattern: str, spec: BaseSpec) -> str:
     return str(max(made, key=lambda one: one.stat().st_mtime_ns))
 
 
-def _fetched(spec: BaseSpec) -> Path:
+def _fetch_from_hub(spec: BaseSpec) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    refuse_absent(spec)
+    refuse_missing_base(spec)
     try:
         return Path(hf_hub_download(spec.model, CONFIG, revision=spec.revision))
     except (OSError, HfHubHTTPError, HFValidationError):

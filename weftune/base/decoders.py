@@ -31,11 +31,12 @@ class DecoderFacts:
     down: str = "mlp.down_proj"
     qkv_bias: bool | None = None
     """Whether q, k and v have biases. None means that `attention_bias` in the config decides."""
-    heeds_biases: bool = True
+    uses_biases: bool = True
     """Whether `attention_bias` and `mlp_bias` in the config have an effect."""
     before_attention: str = "input_layernorm"
     after_attention: str | None = None
-    """Norm of the attention branch's output, before the residual is added. None if there is no such norm."""
+    """Norm of the attention branch's output, before the residual is added. None if the family has no such
+    norm."""
     before_mlp: str = "post_attention_layernorm"
     after_mlp: str | None = None
     head_norms: tuple[str, str] | None = None
@@ -47,7 +48,8 @@ class DecoderFacts:
     activation_key: str = "hidden_act"
     """Key of the activation in the config."""
     activations: tuple[str, ...] = ("silu",)
-    """Activations that fused layers support. With any other, the layers run as in transformers."""
+    """Activation functions that fused layers support. Layers with other activation functions run as in
+    transformers."""
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -107,7 +109,7 @@ DECODERS: Mapping[str, DecoderFacts] = {
         qkv=("self_attn.qkv_proj",),
         o_first=True,
         gate_up=("mlp.gate_up_proj",),
-        heeds_biases=False,
+        uses_biases=False,
     ),
     "gemma3_text": DecoderFacts(
         config={
@@ -135,7 +137,7 @@ DECODERS: Mapping[str, DecoderFacts] = {
 """Maps a model type to its properties."""
 
 
-def extra_values(family: str, sites: Sequence[SiteShape]) -> int:
+def extra_value_count(family: str, sites: Sequence[SiteShape]) -> int:
     """Return the number of values per token that a fused layer of this family keeps beyond those of a Llama
     layer with the same linears. 0 if the family's layers are not fused."""
     if (facts := DECODERS.get(family)) is None:
@@ -177,7 +179,7 @@ class MixtureFacts:
     attention: DecoderFacts
     inner: str
     """Config key of an expert's inner width."""
-    stored: tuple[str, str, str]
+    stored_names: tuple[str, str, str]
     """Names of one expert's gate, up and down projections in weight files."""
     stored_mlp: str = "mlp"
     """Name in weight files of the module that contains the experts."""
@@ -195,10 +197,10 @@ MIXTURES: Mapping[str, MixtureFacts] = {
                 "num_local_experts": 8,
                 "num_experts_per_tok": 2,
             },
-            heeds_biases=False,
+            uses_biases=False,
         ),
         inner="intermediate_size",
-        stored=("w1", "w3", "w2"),
+        stored_names=("w1", "w3", "w2"),
         stored_mlp="block_sparse_moe",
     ),
     "qwen3_moe": MixtureFacts(
@@ -220,7 +222,7 @@ MIXTURES: Mapping[str, MixtureFacts] = {
             head_norms=HEAD_NORMS,
         ),
         inner="moe_intermediate_size",
-        stored=("gate_proj", "up_proj", "down_proj"),
+        stored_names=("gate_proj", "up_proj", "down_proj"),
     ),
 }
 """Maps a model type to its properties."""
@@ -265,7 +267,7 @@ def within(name: str) -> str:
     return f"{TEXT_TOWER}.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
-def older_name(name: str) -> str:
+def old_module_name(name: str) -> str:
     """Return the name of a wrapper's weight in files written before transformers 4.52."""
     if name_in_wrapper(name):
         return f"language_model.model.{name.removeprefix(f'{TEXT_TOWER}.')}"

@@ -29,7 +29,7 @@ from weftune.core.deterministic import are_kernels_deterministic
 MODULES = frozenset({"Qwen3_5GatedDeltaNet"})
 """Names of the layer classes in transformers that this module supports."""
 CHUNK = 64
-"""Number of rows per chunk of the recurrence. Transformers pads samples to a multiple of it."""
+"""Number of rows per chunk of the recurrence. Transformers pads samples to a multiple of this number."""
 
 
 def separate_samples(model: PreTrainedModel) -> None:
@@ -63,21 +63,21 @@ class PackedDeltaNet:
         if weftune_pack.cache is not None:
             mixed_THV = self._continued(*arguments, weftune_pack.cache.states)
         elif torch.is_grad_enabled():
-            mixed_THV = checkpoint(self._mixed, *arguments, use_reentrant=False, preserve_rng_state=False)
+            mixed_THV = checkpoint(self._mix_rows, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
-            mixed_THV = self._mixed(*arguments)
+            mixed_THV = self._mix_rows(*arguments)
         gate_THV = module.in_proj_z(hidden_states)[0].unflatten(-1, (-1, module.head_v_dim))
         normed_RV = module.norm(mixed_THV.flatten(0, 1), gate_THV.flatten(0, 1))
         return module.out_proj(normed_RV.view(1, len(mixed_THV), -1))
 
-    def _mixed(self, qkv_TN: Tensor, b_TH: Tensor, a_TH: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _mix_rows(self, qkv_TN: Tensor, b_TH: Tensor, a_TH: Tensor, lengths: Sequence[int]) -> Tensor:
         samples = self._samples(qkv_TN, b_TH, a_TH, lengths)
         found: dict[int, Tensor] = {}
-        for together in equally_long(lengths):
+        for together in have_equal_lengths(lengths):
             qkv_SLN, beta_SLH, decay_SLH = (
                 pad_sequence([samples[i][n] for i in together], batch_first=True) for n in range(3)
             )
-            mixed_SLHV, _ = self._mixed_batch(qkv_SLN, beta_SLH, decay_SLH)
+            mixed_SLHV, _ = self._mix_batch(qkv_SLN, beta_SLH, decay_SLH)
             found |= {i: mixed_SLHV[at, : lengths[i]] for at, i in enumerate(together)}
         return torch.cat([found[i] for i in range(len(lengths))])
 
@@ -105,14 +105,14 @@ class PackedDeltaNet:
             if before_KN is None:
                 before_KN = qkv_LN.new_zeros(module.conv_kernel_size - 1, qkv_LN.shape[1])
             inputs_LN = torch.cat([before_KN, qkv_LN])
-            mixed_1LHV, matrix = self._mixed_batch(
+            mixed_1LHV, matrix = self._mix_batch(
                 inputs_LN[None], beta_LH[None], decay_LH[None], len(before_KN), matrix
             )
             state[module.layer_idx] = inputs_LN[len(qkv_LN) :], matrix
             found.append(mixed_1LHV[0])
         return torch.cat(found)
 
-    def _mixed_batch(
+    def _mix_batch(
         self,
         qkv_SLN: Tensor,
         beta_SLH: Tensor,
@@ -162,7 +162,7 @@ def refused_sums_made_otherwise() -> AbstractContextManager[object]:
     return SumsByProducts() if are_kernels_deterministic() else nullcontext()
 
 
-def equally_long(lengths: Sequence[int]) -> list[list[int]]:
+def have_equal_lengths(lengths: Sequence[int]) -> list[list[int]]:
     """Return groups of samples with equal numbers of chunks, so that batches need no extra padding."""
     found: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):

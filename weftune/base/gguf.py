@@ -82,14 +82,14 @@ def fingerprint(file: Path) -> str:
 
 
 def convert_into(folder: Path, file: Path) -> Path:
-    """Convert `file` into `folder` unless it exists and is intact. If several processes do so, the first to
-    rename wins, and none sees an incomplete folder."""
+    """Convert `file` into `folder` unless it exists and is intact. If several processes convert the file, the
+    first one to rename its folder wins, and no process sees an incomplete folder."""
     bad = find_damaged_file(folder) if folder.is_dir() else ""
     if folder.is_dir() and not bad:
         return folder
     if bad:
         print(f"weftune: {folder / bad} is damaged; {file.name} is converted again.", file=sys.stderr)
-        discard(folder)
+        delete_gguf_cache(folder)
     unfinished = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
     unfinished.mkdir(parents=True)
     try:
@@ -143,7 +143,7 @@ def file_checksums(path: Path) -> list[int]:
         return list(threads.map(checksum, range(0, path.stat().st_size, PIECE_BYTES)))
 
 
-def discard(folder: Path) -> None:
+def delete_gguf_cache(folder: Path) -> None:
     """Rename the folder before deleting it, so that no process finds it half deleted."""
     aside = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
     with suppress(FileNotFoundError):
@@ -334,10 +334,10 @@ class GgufHeader:
         else:
             self._skip_value(kind)
 
-    def _skip_value(self, kind: int, within: int = 0) -> None:
+    def _skip_value(self, kind: int, depth: int = 0) -> None:
         if kind == STRING:
             self._skip_bytes(self._read_number(8))
-        elif kind == ARRAY and within < 4:
+        elif kind == ARRAY and depth < 4:
             inner, count = self._read_number(4), self._read_number(8)
             if inner in VALUE_BYTES:
                 self._skip_bytes(VALUE_BYTES[inner] * count)
@@ -345,7 +345,7 @@ class GgufHeader:
                 raise ValueError(f"a list in its header claims {count:,} values")
             else:
                 for _ in range(count):
-                    self._skip_value(inner, within + 1)
+                    self._skip_value(inner, depth + 1)
         elif kind in VALUE_BYTES:
             self._skip_bytes(VALUE_BYTES[kind])
         else:

@@ -28,20 +28,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from weftune.base.check import refuse_config
-from weftune.base.config import local_folder, no_safetensors, refuse_absent
+from weftune.base.config import local_folder, no_safetensors, refuse_missing_base
 from weftune.base.decoders import ROTATES_IMAGES, SAME_ON_TEXT, WRAPPERS, within
 from weftune.base.gguf import FORMAT, convert_cached, convert_into
 from weftune.base.model import Base
 from weftune.base.quant.linear import quantise_linears, replace_linears
 from weftune.base.quant.stored import CONFIG_KEY, Quantised, quantised
-from weftune.base.rope import no_rope, scaled_values
+from weftune.base.rope import no_rope, scaled_rope_values
 from weftune.base.shape import model_shape
 from weftune.base.spec import DEMO, BaseSpec, Dtype
 from weftune.base.weights import (
     WeightFiles,
     has_stored_head,
     missing_parameters,
-    quantised_forms,
+    quantised_formats,
     read_weights,
     stored_dtype,
     weight_files,
@@ -65,7 +65,7 @@ READ_ERRORS = (
 class BaseConfig:
     text: PretrainedConfig
     """Config of the causal language model that is trained."""
-    wrapped: bool = False
+    is_wrapped: bool = False
     """Whether the trained model is the text tower of a multimodal wrapper."""
     quantised: Quantised | None = None
     """Quantisation format of the base's linear layers. None if they are not quantised."""
@@ -104,7 +104,7 @@ def model_source(spec: BaseSpec) -> str:
     # A Hub id is `name` or `owner/name`.
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or name.endswith("/"):
         raise BaseModelError(f"There is no folder {spec.model}.")
-    refuse_absent(spec)
+    refuse_missing_base(spec)
     return spec.model
 
 
@@ -137,10 +137,10 @@ def wrap_load_errors(spec: BaseSpec) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise BaseModelError(f"{spec.model} does not fit in the memory of the device.") from error
     except READ_ERRORS as error:
-        raise BaseModelError(_reason(spec, error)) from error
+        raise BaseModelError(_failure_reason(spec, error)) from error
 
 
-def _reason(spec: BaseSpec, error: Exception) -> str:
+def _failure_reason(spec: BaseSpec, error: Exception) -> str:
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
@@ -189,7 +189,7 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
         files = weight_files(where, spec.revision)
         if files is None:
             raise no_safetensors(spec.model)
-        if config.wrapped or config.quantised:
+        if config.is_wrapped or config.quantised:
             return _load_tensors(spec, config, files, device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
@@ -210,10 +210,10 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
 def _load_tensors(
     spec: BaseSpec, config: BaseConfig, files: WeightFiles, device: torch.device
 ) -> PreTrainedModel:
-    """Load weights tensor by tensor: quantised weights, and those of a wrapper's text tower."""
+    """Load weights tensor by tensor: quantised weights, and the weights of a wrapper's text tower."""
     model = empty_model(config, base_dtype(spec, device), files)
     missing = missing_parameters(model, files)
-    if missing and config.quantised and not (config.wrapped or config.quantised.stored):
+    if missing and config.quantised and not (config.is_wrapped or config.quantised.stored):
         return _load_and_quantise(spec, config, device)
     _refuse_missing(spec, config, missing)
     read_weights(model, files, device)
@@ -230,18 +230,18 @@ def _load_and_quantise(spec: BaseSpec, config: BaseConfig, device: torch.device)
     assert config.quantised is not None
     dtype = cast(Dtype, str(base_dtype(spec, device)).removeprefix("torch."))
     model = load_plain(replace(spec, quantize=None, dtype=dtype), torch.device("cpu"))
-    quantise_linears(model, quantised_forms(model, config.quantised, None))
+    quantise_linears(model, quantised_formats(model, config.quantised, None))
     nn.Module.to(model, device)
     return model
 
 
 def empty_model(config: BaseConfig, dtype: torch.dtype, files: WeightFiles | None) -> PreTrainedModel:
-    """Return the model on the meta device, with linears quantised as in `files` if these are quantised."""
+    """Return the model on the meta device, with quantised linears if the weights in `files` are quantised."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config.text, dtype=dtype)
-    model = as_tower(model) if config.wrapped else model
+    model = wrap_as_tower(model) if config.is_wrapped else model
     if config.quantised is not None:
-        replace_linears(model, quantised_forms(model, config.quantised, files))
+        replace_linears(model, quantised_formats(model, config.quantised, files))
     return model
 
 
@@ -253,11 +253,11 @@ def _refuse_missing(spec: BaseSpec, config: BaseConfig, names: Collection[str]) 
         )
 
 
-def load_config(spec: BaseSpec, where: str) -> BaseConfig:
+def load_config(spec: BaseSpec, location: str) -> BaseConfig:
     """Return the config of the trained model, which for a wrapper is its text tower."""
     with wrap_load_errors(spec):
-        config = AutoConfig.from_pretrained(where, revision=spec.revision, trust_remote_code=False)
-        found = _base_config(config, spec, where)
+        config = AutoConfig.from_pretrained(location, revision=spec.revision, trust_remote_code=False)
+        found = _base_config(config, spec, location)
     values = {CONFIG_KEY: getattr(config, CONFIG_KEY, None), "model_type": found.text.model_type}
     found = replace(found, quantised=quantised(values, spec))
     for one in (config, found.text):
@@ -277,7 +277,7 @@ def _scale_rope(config: PretrainedConfig, spec: BaseSpec) -> None:
     factor of cosines and sines, from the config."""
     if spec.rope_scaling is not None and not hasattr(config, "rope_parameters"):
         raise no_rope(config.model_type, spec)
-    for key, value in scaled_values(config.to_dict(), spec).items():
+    for key, value in scaled_rope_values(config.to_dict(), spec).items():
         setattr(config, key, value)
 
 
@@ -289,7 +289,7 @@ def _base_config(config: PretrainedConfig, spec: BaseSpec, source: str) -> BaseC
     # The two disagree if one of them is a default; then the files decide.
     files = None if outer == inner else weight_files(source, spec.revision)
     text.tie_word_embeddings = inner if files is None else not has_stored_head(files)
-    return BaseConfig(text, wrapped=True)
+    return BaseConfig(text, is_wrapped=True)
 
 
 def _causal_model_config(text: PretrainedConfig) -> PretrainedConfig:
@@ -306,7 +306,7 @@ def is_tower(model: PreTrainedModel) -> bool:
     return isinstance(model.base_model, Tower)
 
 
-def as_tower(model: PreTrainedModel) -> PreTrainedModel:
+def wrap_as_tower(model: PreTrainedModel) -> PreTrainedModel:
     """Rename the modules and weights of a text model to their names in a wrapper."""
     tied = model._tied_weights_keys or {}
     setattr(model, model.base_model_prefix, Tower(model.base_model))
@@ -322,7 +322,7 @@ def base_dtype(spec: BaseSpec, device: torch.device) -> torch.dtype:
 
 
 def file_dtype(spec: BaseSpec) -> torch.dtype:
-    """Return the dtype of the weights in the base's files, which may differ from that of training."""
+    """Return the dtype of the weights in the base's files, which may differ from the dtype of training."""
     where = model_source(spec)
     with wrap_load_errors(spec):
         files = weight_files(where, spec.revision)

@@ -127,7 +127,7 @@ class Base:
             if self.slices:
                 return self._read_parameter(site, "weight", cast(Tensor, module.weight))
             if isinstance(module, QuantLinear):
-                return module.matrix_of(
+                return module.build_matrix(
                     {name: self._read_parameter(site, name, own) for name, own in module.parts.items()}
                 )
             if isinstance(module, WeightHolder):
@@ -189,7 +189,7 @@ def initial_deviation(config: PretrainedConfig) -> float:
 
 def isolate_samples(model: PreTrainedModel) -> None:
     """Make every layer that mixes rows treat the samples of a pack separately."""
-    attention.register()
+    attention.register_attention()
     model.set_attn_implementation(attention.NAME)
     separate_samples(model)
 

@@ -15,19 +15,19 @@ LONG_ROPE = ("longrope", "su")
 FULL = "full_attention"
 """Key of the layers that attend to the whole sample, where layers differ in their rope."""
 LEARNED = ("gpt2", "opt")
-"""Families with learned positions, of which there are as many as the base was trained with."""
+"""Families with learned position embeddings, which end at the context length of the pretraining."""
 LONG_ROPE_ONLY = ("phi3",)
 """Families for which transformers accepts no other rope scaling than LongRoPE."""
 SCALING_KEYS = {"type", *(key for keys in ROPE_KEYS.values() for key in keys)}
 
 
-def context(config: Config) -> int:
+def context_length(config: Config) -> int:
     """Return the largest sample length for which a sample's positions do not depend on others in the pack.
     LongRoPE changes the rotation of all rows if the longest sample exceeds the original length, which is
     therefore the limit for such a base."""
     longest, rope = _positions(config), _rope(config)
     for one in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:
-        if _type(one) in LONG_ROPE:
+        if _rope_type(one) in LONG_ROPE:
             longest = min(longest, int(one.get(ORIGINAL) or config[ORIGINAL]))
     return longest
 
@@ -37,10 +37,10 @@ def unscaled_context(config: Config) -> int | None:
     context cannot be extended."""
     if config.get("model_type") in (*LEARNED, *LONG_ROPE_ONLY):
         return None
-    return round(_original(config))
+    return round(_original_rope(config))
 
 
-def scaled_values(config: Config, spec: BaseSpec) -> dict[str, Any]:
+def scaled_rope_values(config: Config, spec: BaseSpec) -> dict[str, Any]:
     """Return the values of a config that the base's rope scaling changes."""
     scaling = spec.rope_scaling
     if scaling is None:
@@ -53,11 +53,11 @@ def scaled_values(config: Config, spec: BaseSpec) -> dict[str, Any]:
         if key not in SCALING_KEYS or key in ROPE_KEYS[scaling.rope_type]
     }
     changed = {**kept, **scaling.values()}
-    original = scaling.original_max_position_embeddings or _original(config)
+    original = scaling.original_max_position_embeddings or _original_rope(config)
     if ORIGINAL in ROPE_KEYS[scaling.rope_type]:
         changed[ORIGINAL] = int(original)
     # What a config says of its context holds for its own rope only.
-    same = _type(own) in ("default", scaling.rope_type)
+    same = _rope_type(own) in ("default", scaling.rope_type)
     longest = max(_positions(config) if same else 0, int(original * scaling.factor))
     return {
         "rope_parameters": {**rope, FULL: changed} if FULL in rope else changed,
@@ -83,10 +83,10 @@ def _refuse_unscalable(config: Config, spec: BaseSpec) -> None:
             f"{spec.model} cannot be scaled here; leave it out."
         )
     named = spec.rope_scaling.original_max_position_embeddings or own.get(ORIGINAL) or config.get(ORIGINAL)
-    if ORIGINAL in ROPE_KEYS[spec.rope_scaling.rope_type] and not named and _type(own) != "default":
+    if ORIGINAL in ROPE_KEYS[spec.rope_scaling.rope_type] and not named and _rope_type(own) != "default":
         raise BaseModelError(
-            f"base.rope_scaling: the rope of {spec.model} is {_type(own)} already, and its config does not "
-            f"say with which context it was trained before; write {ORIGINAL}, too."
+            f"base.rope_scaling: the rope of {spec.model} is {_rope_type(own)} already, and its config does "
+            f"not say with which context it was trained before; write {ORIGINAL}, too."
         )
 
 
@@ -100,7 +100,7 @@ def _full_rope(config: Config) -> Mapping[str, Any]:
     return _rope(config).get(FULL) or _rope(config)
 
 
-def _type(rope: Mapping[str, Any]) -> str:
+def _rope_type(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
@@ -108,9 +108,9 @@ def _positions(config: Config) -> int:
     return int(config.get("max_position_embeddings") or config["n_positions"])
 
 
-def _original(config: Config) -> float:
+def _original_rope(config: Config) -> float:
     """Return the context with which the base was trained before its own rope scaling, if it has one."""
     own = _full_rope(config)
     if original := own.get(ORIGINAL) or config.get(ORIGINAL):
         return float(original)
-    return _positions(config) / (float(own.get("factor") or 1) if _type(own) == "linear" else 1.0)
+    return _positions(config) / (float(own.get("factor") or 1) if _rope_type(own) == "linear" else 1.0)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, extra_values, query_width
-from weftune.base.rope import context, unscaled_context
+from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, extra_value_count, query_width
+from weftune.base.rope import context_length, unscaled_context
 from weftune.core.shapes import ModelShape, SiteShape, layer_of
 from weftune.core.weights import Weight, WeightHolder, is_coded, stored_bytes
 
@@ -90,14 +90,14 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
         parameters=values(model),
         bytes_per_value=dtype.itemsize,
         sites=sites,
-        context=context(configured),
+        context=context_length(configured),
         unscaled_context=unscaled_context(configured) if hasattr(config, "rope_parameters") else None,
         site_bytes_per_value=_site_bytes(modules.values()),
         multiplies_stored_format=any(
             isinstance(module, WeightHolder) and is_coded(module.frozen_weight())
             for module in modules.values()
         ),
-        extra_values=extra_values(config.model_type, sites),
+        extra_values=extra_value_count(config.model_type, sites),
         query_width=query_width(config.model_type, sites),
     )
 

@@ -72,7 +72,7 @@ class StoredWeights:
         """Return the whole weight of a site or of the embedding, or None for any other parameter."""
         path = name.removesuffix(".weight")
         if path in self._quantised:
-            return self._quantised[path].matrix_of(self.read_quantised(path))
+            return self._quantised[path].build_matrix(self.read_quantised(path))
         if path not in self._shapes:
             return None
         weight_NK = torch.empty(self._shapes[path], dtype=self._dtype, device=self._device)
@@ -248,7 +248,8 @@ def _slices(facts: DecoderFacts, sizes: _Sizes, team: ShardTeam) -> dict[str, Si
 
 
 def _key_heads(sizes: _Sizes, team: ShardTeam) -> tuple[int, int]:
-    """Return the key/value heads of a shard. Where there are fewer than shards, several shards repeat one."""
+    """Return the key/value heads of a shard. If there are fewer heads than shards, several shards have the
+    same head."""
     if sizes.key_heads % team.shards == 0:
         return team.part(sizes.key_heads)
     own = team.shard * sizes.key_heads // team.shards

@@ -28,7 +28,7 @@ class RopeScaling:
     """Factor by which the context is extended."""
     rope_theta: Annotated[float | None, Bound(above=0)] = None
     original_max_position_embeddings: Annotated[int | None, Bound(at_least=1, at_most=MAX_COUNT)] = None
-    """Context that `factor` multiplies. None selects that of the base's config."""
+    """Context that `factor` multiplies. None selects the context of the base's config."""
     attention_factor: Annotated[float | None, Bound(above=0)] = None
     beta_fast: Annotated[float | None, Bound(above=0)] = None
     beta_slow: Annotated[float | None, Bound(above=0)] = None

@@ -124,7 +124,7 @@ def local_shape(model: PreTrainedModel, whole_shape: ModelShape, layers: int) ->
 
 
 def keep_stages(model: PreTrainedModel, *held: LayerRange) -> None:
-    """Replace all modules that none of these stages, given in order, needs by `Elsewhere`."""
+    """Replace all modules that no stage of the worker needs by `Elsewhere`. The stages are given in order."""
     ends = ENDS[model.config.model_type]
     decoder = decoder_of(model)
     layers = cast(nn.ModuleList, getattr(decoder, ends.layers))

@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from weftune.base.config import CONFIG, open_safetensors, read_config, weight_map
-from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, ROTATES_IMAGES, older_name
+from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, ROTATES_IMAGES, old_module_name
 from weftune.base.quant.formats import WeightFormat
 from weftune.base.quant.linear import FORMATS, quant_paths
 from weftune.base.quant.read import (
     QuantReader,
-    is_part,
-    is_stored,
+    is_stored_part,
+    is_stored_weight,
     stored_format,
     stored_matrix,
     weights_by_part,
@@ -79,7 +79,8 @@ class ParameterSlice:
 
 
 def weight_files(location: str, revision: str | None) -> WeightFiles | None:
-    """Return the weight files, from the index if there is one. None if there are no safetensors files."""
+    """Return the weight files, read from the index file if it exists. None if there are no safetensors
+    files."""
     index = find_file(location, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is not None:
         return WeightFiles(location, revision, weight_map(index))
@@ -118,7 +119,7 @@ def _open_tensor(files: WeightFiles, name: str) -> Tensor:
 
 
 def _read(files: WeightFiles, known: StoredNames, name: str, out: Tensor) -> None:
-    if is_stored(known[name][0], files.files):
+    if is_stored_weight(known[name][0], files.files):
         value = stored_matrix(known[name][0], partial(_open_tensor, files), files.files)
         refuse_other_shape(name, value.shape, out.shape)
         out.copy_(value)
@@ -129,12 +130,12 @@ def _read(files: WeightFiles, known: StoredNames, name: str, out: Tensor) -> Non
     for path, parts in by_file.items():
         with open_safetensors(path) as file:
             for part in parts:
-                target, value = part_of(out, known[name], part), file.get_tensor(part)
+                target, value = take_part(out, known[name], part), file.get_tensor(part)
                 refuse_other_shape(name, value.shape, target.shape)
                 target.copy_(value)
 
 
-def part_of(parameter: Tensor, parts: Sequence[str], part: str) -> Tensor:
+def take_part(parameter: Tensor, parts: Sequence[str], part: str) -> Tensor:
     """Return the view of one stored part of a parameter, whose parts are concatenated row-wise."""
     if len(parts) == 1:
         return parameter
@@ -160,7 +161,7 @@ def _stored_parts(model: PreTrainedModel, name: str) -> list[str]:
     facts = MIXTURES.get(model.config.model_type)
     if facts is None:
         return [name]
-    gate, up, down = facts.stored
+    gate, up, down = facts.stored_names
     inside = {f".{EXPERTS}.{GATE_UP}": (gate, up), f".{EXPERTS}.{DOWN}": (down,)}
     own = next((linears for ending, linears in inside.items() if name.endswith(ending)), None)
     stored = name.replace(".mlp.", f".{facts.stored_mlp}.")
@@ -170,7 +171,7 @@ def _stored_parts(model: PreTrainedModel, name: str) -> list[str]:
     return [f"{path}.{number}.{linear}.weight" for number in range(experts) for linear in own]
 
 
-def quantised_forms(
+def quantised_formats(
     model: PreTrainedModel, chosen: Quantised, files: WeightFiles | None
 ) -> dict[str, WeightFormat]:
     """Return the formats of the linears of `model` to quantise, by path: all linears in layers or, if the
@@ -182,7 +183,7 @@ def quantised_forms(
     return {
         path: stored_format(name, files.files)
         for path, name in names.items()
-        if name is not None and is_stored(name, files.files)
+        if name is not None and is_stored_weight(name, files.files)
     }
 
 
@@ -254,7 +255,7 @@ def missing_parameters(model: PreTrainedModel, files: WeightFiles) -> list[str]:
 
 def has_stored_head(files: WeightFiles) -> bool:
     """Whether a wrapper's files contain the weight of the output layer."""
-    return any(name in files.files for name in (HEAD, older_name(HEAD)))
+    return any(name in files.files for name in (HEAD, old_module_name(HEAD)))
 
 
 def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:
@@ -272,7 +273,7 @@ def _stored_name(files: WeightFiles, model: PreTrainedModel, name: str) -> str |
     for known in (name, tied.get(name)):
         if known is None:
             continue
-        for stored in (known, known.removeprefix(f"{model.base_model_prefix}."), older_name(known)):
+        for stored in (known, known.removeprefix(f"{model.base_model_prefix}."), old_module_name(known)):
             if stored in files.files:
                 return stored
     return None
@@ -315,7 +316,7 @@ def stored_dtype(files: WeightFiles) -> torch.dtype | None:
     supported dtype."""
     first = next(iter(files.files))
     with open_safetensors(files.path(first)) as file:
-        plain = [name for name in file.keys() if not is_part(name, files.files)]  # noqa: SIM118
+        plain = [name for name in file.keys() if not is_stored_part(name, files.files)]  # noqa: SIM118
         found = Counter(str(file.get_slice(name).get_dtype()) for name in plain)
     if not found:
         return None
@@ -351,7 +352,7 @@ def _write_file(model: PreTrainedModel, files: WeightFiles, file: str, target: P
     names = stored_names(model, files)
     assert names is not None, "the tower was read from these files"
     found = [(name, parts, part) for name, parts in names.items() for part in parts]
-    own = {part: part_of(model.get_parameter(name), parts, part) for name, parts, part in found}
+    own = {part: take_part(model.get_parameter(name), parts, part) for name, parts, part in found}
     here = [stored for stored, location in files.files.items() if location == file]
     tensors: dict[str, Tensor] = {}
     with open_safetensors(files.path(here[0])) as opened:

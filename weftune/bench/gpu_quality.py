@@ -131,7 +131,7 @@ def train_with_peft(model: PreTrainedModel, job: PreparedJob) -> float:
     optimizer = torch.optim.AdamW(trainable, lr=job.recipe.learning_rate, weight_decay=0.0)
     for step in range(1, job.recipe.steps + 1):
         optimizer.param_groups[0]["lr"] = learning_rate(job.recipe, step)
-        batch = padded(job.data.train, job.order.batch(step).tolist(), model.device)
+        batch = padded(job.data.train, job.sample_order.batch(step).tolist(), model.device)
         loss, supervised = loss_sum(peft_model, batch)
         (loss / supervised).backward()
         torch.nn.utils.clip_grad_norm_(trainable, 1.0)

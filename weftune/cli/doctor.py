@@ -170,9 +170,9 @@ def device_checks() -> Iterator[Check]:
         yield gpu_check(torch, index)
         yield class_check(class_of(torch.device("cuda", index)), index)
         if importlib.util.find_spec("triton") is not None:
-            from weftune.ops.lora.choice import file_for
+            from weftune.ops.lora.choice import choice_file
 
-            if (file := file_for(torch.device("cuda", index))) is not None:
+            if (file := choice_file(torch.device("cuda", index))) is not None:
                 yield kernel_choice_check(file, index)
     has_varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
     mend = "" if has_varlen else 'pip install "torch>=2.11"'

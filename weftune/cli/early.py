@@ -132,7 +132,7 @@ def shape_of_folder(base: BaseSpec) -> ModelShape | None:
 
 def refuse_base(base: BaseSpec) -> None:
     """Refuse a folder that holds no model, or a Hub id that the Hub does not know."""
-    from weftune.base.config import model_folder, refuse_absent
+    from weftune.base.config import model_folder, refuse_missing_base
     from weftune.jobs.spec.build import is_hub_id
 
     path = Path(base.model).expanduser()
@@ -141,7 +141,7 @@ def refuse_base(base: BaseSpec) -> None:
     if path.is_dir():
         model_folder(base)
     elif not path.exists() and is_hub_id(base.model):
-        refuse_absent(base)
+        refuse_missing_base(base)
 
 
 def refuse_rows(jobs: Iterable[JobSpec], name_jobs: bool) -> None:

@@ -179,7 +179,7 @@ def _job_total(
     """Return the totals of the job's whole training, although only the first rows may have been read. `scale`
     is the number of all rows divided by the number of rows read; None if unknown. `scores` means that the job
     scores its samples before its first step."""
-    order = samples.train.order(job.batch_size, job.seed)
+    order = samples.train.sample_order(job.batch_size, job.seed)
     steps = job.total_steps(math.ceil(order.steps_per_epoch * (scale or 1.0)))
     steps = steps if max_steps is None else min(steps, max_steps)
     held_out = 0 if samples.evaluation is None else _tokens(samples.evaluation.parts)

@@ -124,7 +124,7 @@ def collect_warnings(
     sentences, steps = [], {}
     for job in jobs:
         train, seen = prepared[job.name].train, prepared[job.name].evaluates_trained
-        steps[job.name] = job.total_steps(train.order(job.batch_size, job.seed).steps_per_epoch)
+        steps[job.name] = job.total_steps(train.sample_order(job.batch_size, job.seed).steps_per_epoch)
         sentences += [(job.name, one) for one in data_warnings(job, train.rows, steps[job.name], seen)]
     of_sweeps = sweep_warnings(sweeps, {job.name: job for job in jobs}, steps)
     return [*warnings(jobs, shape), *merge_repeated_sentences(sentences), *of_sweeps]

@@ -98,7 +98,7 @@ def find_format(table: Table, spec: DataSpec, row_kind: RowKind = "answers") -> 
 
 
 def check(table: Table, format: Format, spec: DataSpec) -> None:
-    """Check every row before any is tokenised. Raise DataError if there are invalid rows."""
+    """Check every row before the first one is tokenised. Raise DataError if there are invalid rows."""
     bad = _BadRowReport()
     for row in _rows_within_limit(table, spec):
         try:
@@ -134,12 +134,12 @@ class _SimilarRows:
         if isinstance(problem, CommonBadRow):
             self._needed_tokens = max(self._needed_tokens, problem.needed_tokens)
 
-    def message(self, with_remedy: bool) -> Mistake:
+    def message(self, includes_remedy: bool) -> Mistake:
         sentence = str(self._first)
         if self.count > 1:
             more = ", …" if self.count > len(self._locations) else ""
             sentence += f" ({self.count} such rows: {', '.join(self._locations)}{more})"
-        if with_remedy and isinstance(self._first, CommonBadRow):
+        if includes_remedy and isinstance(self._first, CommonBadRow):
             sentence += "; " + self._first.remedy.format(needed_tokens=self._needed_tokens)
         return Mistake(self._locations[0], sentence)
 
@@ -174,13 +174,13 @@ class _BadRowReport:
         if not self._found:
             return
         remainder = f"and {self.more} more" if self.more else remainder
-        mistakes = [alike.message(with_remedy=True) for alike in self._found]
+        mistakes = [alike.message(includes_remedy=True) for alike in self._found]
         raise DataError([*mistakes, *([Mistake("", remainder)] if remainder else [])])
 
     def reasons(self, count: int) -> tuple[list[str], int]:
         """Return up to `count` sentences and the number of rows that they cover."""
         first = self._found[:count]
-        return [str(alike.message(with_remedy=False)) for alike in first], sum(a.count for a in first)
+        return [str(alike.message(includes_remedy=False)) for alike in first], sum(a.count for a in first)
 
 
 def _write(
@@ -191,7 +191,7 @@ def _write(
     spec = rules.spec
     with StoreWriter(folder) as writer:
         for rows, chunk in _tokenise_chunks(_split_rows(_rows_within_limit(table, spec)), format, rules):
-            for at, problem in chunk.bad:
+            for at, problem in chunk.bad_rows:
                 bad.add(rows[at].location, bad_row_from_json(problem))
             if not spec.skip_bad_rows and bad.full:
                 bad.raise_if_any("reading stopped here; there may be more")
@@ -250,7 +250,7 @@ class TokenisedChunk:
     """The samples of a chunk of rows, in the layout of a store, and the counts and problems of the rows."""
 
     arrays: dict[str, NDArray[Any]]
-    bad: list[tuple[int, dict[str, Any]]]
+    bad_rows: list[tuple[int, dict[str, Any]]]
     """Index and reason of every row that cannot be used."""
     tally: Tally
 
@@ -265,13 +265,13 @@ def tokenise_chunk(shared: tuple[Rules, Format], rows: list[Row]) -> TokenisedCh
         try:
             good.append((at, _read_content(row, format, rules.spec)))
         except BadRow as problem:
-            bad.append((at, problem.plain()))
+            bad.append((at, problem.to_json()))
     samples: list[Sample] = []
     hashes: list[int] = []
     outcomes = Tokeniser(rules, tally).outcomes([content for _, content in good])
     for (at, _), outcome in zip(good, outcomes, strict=True):
         if isinstance(outcome, BadRow):
-            bad.append((at, outcome.plain()))
+            bad.append((at, outcome.to_json()))
             continue
         hashes += [row_hash(rows[at].value)] * len(outcome)
         samples += outcome

@@ -33,7 +33,8 @@ ARRAYS = {
     "rows": "<u8",
     "desirable": "|b1",
 }
-"""Maps each file to its dtype. Tokens and mask are concatenated; the others have one value per sample."""
+"""Maps each file to its dtype. Tokens and masks are concatenated; all other files have one value per
+sample."""
 META = "store.json"
 CHUNK_BYTES = 2**20
 STALE_AFTER_SECONDS = 24 * 3600
@@ -65,7 +66,8 @@ class Tally:
                 setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     def notes(self, label: str | None, max_tokens: int) -> list[str]:
-        """Return a sentence about each count above 0. `label` names the table if there are several."""
+        """Return a sentence about each count above 0. `label` is the name of the table, given if there are
+        several tables."""
         count = f"of {self.rows} rows" + (f" of {label}" if label is not None else "")
         notes = []
         if self.skipped:
@@ -194,16 +196,16 @@ class StoreWriter:
         body = {"checksums": self._checksums, "tally": asdict(tally)}
         with _wrap_disk_errors(self._folder.parent):
             for file in self._files.values():
-                _sync(file)
+                _flush_to_disk(file)
                 file.close()
             with (self._partial_folder / META).open("wb") as file:
                 file.write(json.dumps({"body": body, "checksum": zlib.crc32(_encode_body(body))}).encode())
-                _sync(file)
+                _flush_to_disk(file)
             sync_folder(self._partial_folder)
-            self._publish()
+            self._move_into_place()
             sync_folder(self._folder.parent)
 
-    def _publish(self) -> None:
+    def _move_into_place(self) -> None:
         for _ in range(3):
             try:
                 os.rename(self._partial_folder, self._folder)
@@ -219,7 +221,7 @@ class StoreWriter:
         os.rename(self._partial_folder, self._folder)
 
 
-def _sync(file: BinaryIO) -> None:
+def _flush_to_disk(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
 

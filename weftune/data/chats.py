@@ -47,9 +47,11 @@ class Rendered:
     """Whether a turn ends without an end-of-turn token."""
 
     @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Rendered:
-        spans = plain["spans"]
-        return cls(**{**plain, "spans": None if spans is None else tuple((low, high) for low, high in spans)})
+    def from_json(cls, json_values: Mapping[str, Any]) -> Rendered:
+        spans = json_values["spans"]
+        return cls(
+            **{**json_values, "spans": None if spans is None else tuple((low, high) for low, high in spans)}
+        )
 
 
 def render_everything(chat: Chat, template: Renderer) -> tuple[Rendered, ...]:
@@ -57,26 +59,27 @@ def render_everything(chat: Chat, template: Renderer) -> tuple[Rendered, ...]:
 
 
 def render_answer(chat: Chat, template: Renderer) -> tuple[Rendered, ...]:
-    """Render one side of a preference pair: its prompt alone, as the model reads it at inference, and all of
-    it."""
+    """Render one side of a preference pair twice: the prompt alone, as the model reads it at inference, and
+    the prompt with the answer."""
     given = template.render(chat.messages[: chat.answer], chat.tools, prompt=True)
     text = template.render(chat.messages, chat.tools, prompt=False)
     return Rendered(given, None), Rendered(text, None)
 
 
-def render_turns(chat: Chat, template: Renderer, ends: Collection[str]) -> tuple[Rendered, ...]:
+def render_turns(chat: Chat, template: Renderer, end_strings: Collection[str]) -> tuple[Rendered, ...]:
     """Render a chat and find its supervised turns. All turns are in one text, unless the template prints a
-    turn differently in the whole chat; then each turn has its own text. `ends` are the end-of-turn tokens.
+    turn differently in the whole chat; then each turn has its own text. `end_strings` are the end-of-turn
+    tokens.
 
     The one text is that of the whole chat, unless the messages after the last turn change how a turn is
     printed.
     """
-    turns = [_render_turn(chat, at, template, ends) for at in chat.turns]
+    turns = [_render_turn(chat, at, template, end_strings) for at in chat.turns]
     texts = [turns[-1].text]
     if chat.turns[-1] + 1 < len(chat.messages):
         texts = [template.render(chat.messages, chat.tools, prompt=False), *texts]
     for text in texts:
-        spans = [_find_turn(text, turn, ends) for turn in turns]
+        spans = [_find_turn(text, turn, end_strings) for turn in turns]
         found = tuple(span for span in spans if span is not None)
         if len(found) == len(turns):
             parted, endless = any(turn.parted for turn in turns), any(turn.endless for turn in turns)
@@ -84,7 +87,7 @@ def render_turns(chat: Chat, template: Renderer, ends: Collection[str]) -> tuple
     return tuple(turns)
 
 
-def _render_turn(chat: Chat, index: int, template: Renderer, ends: Collection[str]) -> Rendered:
+def _render_turn(chat: Chat, index: int, template: Renderer, end_strings: Collection[str]) -> Rendered:
     """Render the chat up to and including message `index`, the only supervised turn."""
     text = template.render(chat.messages[: index + 1], chat.tools, prompt=False)
     given = template.render(chat.messages[:index], chat.tools, prompt=True)
@@ -100,21 +103,26 @@ def _render_turn(chat: Chat, index: int, template: Renderer, ends: Collection[st
                 "it, so what the assistant says cannot be told from what it is given"
             )
     bare = text.rstrip()
-    ended = bare.endswith(tuple(ends)) and len(bare) > start
+    ended = bare.endswith(tuple(end_strings)) and len(bare) > start
     return Rendered(text, ((start, len(bare) if ended else len(text)),), parted, not ended)
 
 
-def _find_turn(text: str, turn: Rendered, ends: Collection[str]) -> tuple[int, int] | None:
-    """Return the span of a turn in the text of a longer chat, or None if it is printed differently there."""
+def _find_turn(text: str, turn: Rendered, end_strings: Collection[str]) -> tuple[int, int] | None:
+    """Return the span of a turn in the text of a longer chat, or None if the longer chat prints the turn
+    differently."""
     assert turn.spans is not None
     ((start, stop),) = turn.spans
     if text.startswith(turn.text):
         return start, stop
     # Phi-3 prints EOS after the last message only: the turn is the same up to its own end-of-turn token.
     said = turn.text[:stop]
-    for end in ends:
+    for end in end_strings:
         closed = said.removesuffix(end)
-        if closed != said and text.startswith(closed) and closed[start:].rstrip().endswith(tuple(ends)):
+        if (
+            closed != said
+            and text.startswith(closed)
+            and closed[start:].rstrip().endswith(tuple(end_strings))
+        ):
             return start, len(closed.rstrip())
     return None
 
@@ -124,7 +132,7 @@ def chat_forms(chat: Chat) -> Iterator[Chat]:
     yield chat
     useful = [
         change
-        for change in (_system_for_developer, _empty_for_null, _text_for_arguments)
+        for change in (_rename_developer_role, _empty_for_null, _text_for_arguments)
         if any(change(message) != message for message in chat.messages)
     ]
     for count in range(len(useful)):
@@ -135,7 +143,7 @@ def chat_forms(chat: Chat) -> Iterator[Chat]:
             yield replace(chat, messages=messages)
 
 
-def _system_for_developer(message: Message) -> Message:
+def _rename_developer_role(message: Message) -> Message:
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
@@ -243,7 +251,7 @@ def _changed_messages(message: Message, supervised: bool) -> Iterator[tuple[str,
 
 
 def _changed_calls(call: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the tool call with another name and, if it has arguments, with other arguments."""
+    """Yield the tool call with another name and, if the call has arguments, the call with other arguments."""
     body = _call_body(call)
     changes: list[dict[str, Any]] = [{"name": f"{body.get('name')}{PROBE}"}]
     arguments = body.get("arguments")

@@ -90,7 +90,7 @@ class Encoder:
             return self.texts(texts)
         return [part.tokens for part in self._encode_continuations(texts, parse=False)]
 
-    def rendered(self, texts: Sequence[str]) -> list[Encoded]:
+    def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
         """Return the tokens of texts that a chat template printed."""
         return self._encode(texts, parse=True)
 
@@ -120,17 +120,17 @@ class Encoder:
             tokens.append(part.tokens)
         return Encoded(np.concatenate(tokens), np.concatenate(starts), np.concatenate(stops))
 
-    def splits_token(self, encoded: Encoded, border: int) -> bool:
-        """Return whether a token covers characters on both sides of the position `border`."""
-        after = int(np.searchsorted(encoded.starts, border, side="left"))
-        stop_before = encoded.stops[after - 1] if after > 0 else border
-        if stop_before > border:
+    def splits_token(self, encoded: Encoded, boundary: int) -> bool:
+        """Return whether a token covers characters on both sides of the position `boundary`."""
+        after = int(np.searchsorted(encoded.starts, boundary, side="left"))
+        stop_before = encoded.stops[after - 1] if after > 0 else boundary
+        if stop_before > boundary:
             return True
-        if after == len(encoded.starts) or encoded.starts[after] != border:
+        if after == len(encoded.starts) or encoded.starts[after] != boundary:
             return False
         # Some tokenizers leave a token's own leading space out of its offsets: then there is a gap before it.
         token: str = self._backend.id_to_token(int(encoded.tokens[after]))
-        return bool(stop_before < border) and token.startswith(SPACE_MARKS)
+        return bool(stop_before < boundary) and token.startswith(SPACE_MARKS)
 
     def _encode(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
         if not texts:
@@ -181,7 +181,7 @@ def _to_encoded(tokens: list[int], offsets: list[tuple[int, int]]) -> Encoded:
     return Encoded(np.array(tokens, dtype=np.int32), spans[:, 0], spans[:, 1])
 
 
-def replace_control_tokens(value: Any, control: re.Pattern[str]) -> tuple[Any, dict[str, str]]:
+def replace_control_tokens(value: Any, control_pattern: re.Pattern[str]) -> tuple[Any, dict[str, str]]:
     """Replace control tokens by private-use characters. Return the value and each character's token."""
     used = set(json.dumps(value, ensure_ascii=False, default=str))
     free = (chr(code) for code in PRIVATE if chr(code) not in used)
@@ -200,7 +200,7 @@ def replace_control_tokens(value: Any, control: re.Pattern[str]) -> tuple[Any, d
 
     def replace_nested(nested: Any) -> Any:
         if isinstance(nested, str):
-            return control.sub(hidden, nested)
+            return control_pattern.sub(hidden, nested)
         if isinstance(nested, Mapping):
             return {replace_nested(key): replace_nested(item) for key, item in nested.items()}
         if isinstance(nested, list | tuple):
@@ -210,13 +210,14 @@ def replace_control_tokens(value: Any, control: re.Pattern[str]) -> tuple[Any, d
     return replace_nested(value), stand_ins
 
 
-def contains_control(value: Any, control: re.Pattern[str]) -> bool:
+def contains_control_token(value: Any, control_pattern: re.Pattern[str]) -> bool:
     if isinstance(value, str):
-        return control.search(value) is not None
+        return control_pattern.search(value) is not None
     if isinstance(value, Mapping):
         return any(
-            contains_control(key, control) or contains_control(item, control) for key, item in value.items()
+            contains_control_token(key, control_pattern) or contains_control_token(item, control_pattern)
+            for key, item in value.items()
         )
     if isinstance(value, list | tuple):
-        return any(contains_control(item, control) for item in value)
+        return any(contains_control_token(item, control_pattern) for item in value)
     return False

@@ -126,7 +126,7 @@ class Labelled:
 
 Content = Chat | Text | Sample | Pair | Labelled
 ROW_FORMATS: dict[RowKind, Format] = {"pairs": "preference", "labelled": "kto"}
-"""Maps the kinds of rows that have only one format to it."""
+"""Maps each kind of rows that has only one format to this format."""
 
 
 def row_kind_of(format: Format | None) -> RowKind:
@@ -214,7 +214,7 @@ def normalise(value: Mapping[str, Any], format: Format, spec: DataSpec) -> Conte
     if format == "preference":
         return _to_pair(row, spec)
     if format == "kto":
-        return _to_labelled(row, spec)
+        return _to_labelled_answer(row, spec)
     if format == "messages":
         return _to_chat(clean_messages(row["messages"], "messages"), row, spec)
     assert format == "sharegpt", format
@@ -270,7 +270,7 @@ def _prompt_to_chat(row: Mapping[str, Any], spec: DataSpec) -> Chat | Text:
     return _to_chat(before + clean_messages(completion, "completion"), row, spec, first=len(before))
 
 
-def _to_labelled(row: Mapping[str, Any], spec: DataSpec) -> Labelled:
+def _to_labelled_answer(row: Mapping[str, Any], spec: DataSpec) -> Labelled:
     label = row["label"]
     if not isinstance(label, bool):
         raise BadRow(f"`label` must be true or false, not {json_type_name(label)}")
@@ -349,7 +349,8 @@ def _require_integers(value: object, name: str) -> NDArray[np.int64]:
 
 
 def _to_sample(row: Mapping[str, Any]) -> Sample:
-    """Return tokens and mask. Labels are dropped: that of a supervised token is the token itself."""
+    """Return tokens and mask. Labels are dropped, since the label of a supervised token is the token
+    itself."""
     tokens = _require_integers(row["input_ids"], "input_ids")
     labels = _require_integers(row["labels"], "labels") if row.get("labels") is not None else tokens
     shown = row.get("attention_mask")

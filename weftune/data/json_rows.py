@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from weftune.data.row import TOO_DEEP, Row, as_row, is_deep_json
+from weftune.data.row import TOO_DEEP, Row, is_deep_json, to_row
 from weftune.errors import DataError, Mistake
 
 MAX_ROW_SIZE = 16 * 2**20
@@ -86,13 +86,13 @@ def _parse_line(line: bytes, location: str, first: bool) -> Row:
         return Row(location, {}, explain_json_error(problem, text))
     if is_deep_json(text, value):
         return Row(location, {}, f"not usable JSON: {TOO_DEEP}")
-    return Row(location, value) if type(value) is dict else as_row(location, value)
+    return Row(location, value) if type(value) is dict else to_row(location, value)
 
 
 def explain_json_error(problem: Exception, line: str = "") -> str:
     """Return an error message for the user, with the column if the line is given."""
     if isinstance(problem, json.JSONDecodeError):
-        return f"not valid JSON: {_reason(problem)} at column {problem.colno}"
+        return f"not valid JSON: {_error_reason(problem)} at column {problem.colno}"
     if isinstance(problem, RecursionError):
         return f"not usable JSON: {TOO_DEEP}"
     if isinstance(problem, _RefusedLiteral):
@@ -103,7 +103,7 @@ def explain_json_error(problem: Exception, line: str = "") -> str:
     return f"not valid JSON: {problem}"
 
 
-def _reason(problem: json.JSONDecodeError) -> str:
+def _error_reason(problem: json.JSONDecodeError) -> str:
     """Return the decoder's message without the trailing `at` that some messages have."""
     return problem.msg.lower().removesuffix(" at")
 
@@ -125,7 +125,7 @@ def read_array(path: Path, label: str) -> Iterator[Row]:
         while True:
             window.peek()
             line = window.line
-            yield as_row(f"{label}:{line}", window.value())
+            yield to_row(f"{label}:{line}", window.value())
             if window.peek() == "]":
                 break
             window.expect(",")
@@ -207,4 +207,4 @@ class _TextWindow:
         if len(self._text) - self._at > MAX_ROW_SIZE:
             self.fail(f"the row is longer than {MAX_ROW_SIZE // 2**20} MiB")
         if not cut_short or not self._read_more():
-            self._fail_at(self._at + into_row, _reason(problem))
+            self._fail_at(self._at + into_row, _error_reason(problem))

@@ -44,7 +44,7 @@ def refuse_expansion(path: Path, label: str) -> None:
 
 
 @lru_cache(maxsize=64)
-def _check_file(path: Path, label: str, size: int, _changed_ns: int) -> None:
+def _check_file(path: Path, label: str, size: int, _modified_ns: int) -> None:
     """Check a file, cached until it changes, since rows are read several times."""
     try:
         if _upper_bound(path) <= HARMLESS_BYTES:

@@ -74,8 +74,8 @@ class Prepared:
 
     @property
     def parts(self) -> tuple[Samples, ...]:
-        """The training samples and, if there are any, the held-out samples, each with its mismatched
-        ones."""
+        """The training samples and the held-out samples, if there are any, each followed by its mismatched
+        samples."""
         return (*self.train.parts, *(() if self.evaluation is None else self.evaluation.parts))
 
     def with_references(self, references: NDArray[np.float64]) -> Prepared:
@@ -141,7 +141,7 @@ class SharedData:
         rules = self.rules(data, row_kind)
         training = _open_training(data)
         tables = [*training, *_open_evaluation(data, evaluation)]
-        stores = _build_all(tables, rules, self._cache, progress)
+        stores = _build_stores(tables, rules, self._cache, progress)
         notes = tuple(
             note
             for table, store in zip(tables, stores, strict=True)
@@ -151,12 +151,12 @@ class SharedData:
         weights = [table.weight for table in training]
         if evaluation is not None and evaluation.fraction is not None:
             return Prepared(*_split(trained, weights, evaluation.fraction, row_kind), notes)
-        train = _select_all(trained, weights, row_kind)
+        train = _select_all_rows(trained, weights, row_kind)
         if not held_out:
             return Prepared(train, None, notes)
         rows = np.concatenate([store.rows for store in trained])
         evaluates_trained = all(bool(np.isin(store.rows, rows).all()) for store in held_out)
-        evaluated = _select_all(held_out, [1.0] * len(held_out), row_kind)
+        evaluated = _select_all_rows(held_out, [1.0] * len(held_out), row_kind)
         return Prepared(train, evaluated, notes, evaluates_trained)
 
     def rules(self, data: DataSpec, row_kind: RowKind = "answers") -> Rules:
@@ -168,7 +168,9 @@ class SharedData:
                 for source in (template_source(encoder.tokenizer, chosen, tools=one) for one in (False, True))
             )
             self._templates[chosen] = plain, for_tools
-        return Rules(data, encoder, *self._templates[chosen], data.longest(context), context, row_kind)
+        return Rules(
+            data, encoder, *self._templates[chosen], data.max_sample_tokens(context), context, row_kind
+        )
 
 
 def prepare(
@@ -273,7 +275,7 @@ def _open_evaluation(data: DataSpec, evaluation: EvalSpec | None) -> list[Table]
     return [open_path(source.path, data.split, _source_label(source, names))]
 
 
-def _build_all(
+def _build_stores(
     tables: Sequence[Table], rules: Rules, cache: Path, progress: Progress | None
 ) -> list[SampleStore]:
     """Build the store of every table, or raise one error with the problems of all tables."""
@@ -295,15 +297,15 @@ def _fingerprint(*identity: object) -> str:
     return hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
 
 
-def _select_all(stores: Sequence[SampleStore], weights: Sequence[float], row_kind: RowKind) -> Samples:
+def _select_all_rows(stores: Sequence[SampleStore], weights: Sequence[float], row_kind: RowKind) -> Samples:
     shares = [
         Share(store, np.arange(len(store.lengths)), weight)
         for store, weight in zip(stores, weights, strict=True)
     ]
-    return _samples(shares, _fingerprint([store.key for store in stores], list(weights)), row_kind)
+    return _make_samples(shares, _fingerprint([store.key for store in stores], list(weights)), row_kind)
 
 
-def _samples(shares: Sequence[Share], fingerprint: str, row_kind: RowKind) -> Samples:
+def _make_samples(shares: Sequence[Share], fingerprint: str, row_kind: RowKind) -> Samples:
     return Samples(shares, fingerprint, 2 if row_kind == "pairs" else 1, row_kind == "labelled")
 
 
@@ -319,7 +321,7 @@ def _split(
         for store, weight in zip(stores, weights, strict=True):
             chosen = np.flatnonzero((store.rows <= border) == held_out)
             shares.append(Share(store, chosen, 1.0 if held_out else weight))
-        return _samples(shares, _fingerprint(*identity, name), row_kind)
+        return _make_samples(shares, _fingerprint(*identity, name), row_kind)
 
     return select_side(False, "train"), select_side(True, "evaluation")
 

@@ -26,7 +26,8 @@ def reference_key(*identity: object) -> str:
 
 
 def read_references(path: Path, key: str, count: int) -> NDArray[np.float64] | None:
-    """Return the numbers of `count` samples, or None if there is no whole file with this key."""
+    """Return the reference log-probabilities of `count` samples, or None if there is no complete file with
+    this key."""
     try:
         header, body = path.read_bytes().split(b"\n", 1)
         if json.loads(header) != {"key": key, "checksum": zlib.crc32(body)}:

@@ -12,7 +12,7 @@ from typing import Any
 class BadRow(Exception):
     """Raised for an unusable row. The message is a sentence for the user, without the location."""
 
-    def plain(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the error as JSON values, from which `bad_row_from_json` restores it in another process."""
         return {"bad": str(self)}
 
@@ -28,14 +28,14 @@ class CommonBadRow(BadRow):
         """Advice for the user, in which `{needed_tokens}` is replaced by the maximum over the rows."""
         self.needed_tokens = needed_tokens
 
-    def plain(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         common = {"kind": self.kind, "remedy": self.remedy, "needed_tokens": self.needed_tokens}
         return {"bad": str(self), "common": common}
 
 
-def bad_row_from_json(plain: Mapping[str, Any]) -> BadRow:
-    common = plain.get("common")
-    return BadRow(plain["bad"]) if common is None else CommonBadRow(plain["bad"], **common)
+def bad_row_from_json(json_values: Mapping[str, Any]) -> BadRow:
+    common = json_values.get("common")
+    return BadRow(json_values["bad"]) if common is None else CommonBadRow(json_values["bad"], **common)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ MAX_DEPTH = 64
 TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 
 
-def is_deep(value: object, levels: int = MAX_DEPTH) -> bool:
+def is_nested_deeply(value: object, levels: int = MAX_DEPTH) -> bool:
     """Return whether the value is nested more than `levels` deep, without recursing any deeper."""
     if isinstance(value, Mapping):
         inner: Collection[object] = value.values()
@@ -72,15 +72,15 @@ def is_deep(value: object, levels: int = MAX_DEPTH) -> bool:
     else:
         return False
     holds_more = any(issubclass(kind, Mapping | list | tuple) for kind in set(map(type, inner)))
-    return levels == 0 or (holds_more and any(is_deep(item, levels - 1) for item in inner))
+    return levels == 0 or (holds_more and any(is_nested_deeply(item, levels - 1) for item in inner))
 
 
 def is_deep_json(text: str, value: object) -> bool:
     """Return whether a value parsed from `text` is nested too deeply; texts with few brackets are skipped."""
-    return text.count("[") + text.count("{") > MAX_DEPTH and is_deep(value)
+    return text.count("[") + text.count("{") > MAX_DEPTH and is_nested_deeply(value)
 
 
-def canonical(value: Mapping[str, Any]) -> bytes:
+def canonical_json(value: Mapping[str, Any]) -> bytes:
     """Return bytes that are equal for equal rows, whatever the order of the columns."""
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
@@ -90,10 +90,10 @@ def canonical(value: Mapping[str, Any]) -> bytes:
 
 def row_hash(value: Mapping[str, Any]) -> int:
     """Return a 64-bit hash of the row, which decides whether the row is held out."""
-    return int.from_bytes(hashlib.blake2b(canonical(value), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(canonical_json(value), digest_size=8).digest(), "little")
 
 
-def as_row(location: str, value: object) -> Row:
+def to_row(location: str, value: object) -> Row:
     if not isinstance(value, Mapping):
         return Row(location, {}, f"a row must be an object with named columns, not {json_type_name(value)}")
     if not all(isinstance(name, str) for name in value):

@@ -20,7 +20,7 @@ class Share:
     """The selected samples of one store, and how often each is shown per epoch."""
 
     store: SampleStore
-    chosen: NDArray[np.int64]
+    row_indices: NDArray[np.int64]
     weight: float = 1.0
 
 
@@ -28,11 +28,11 @@ class Samples:
     """The training or evaluation samples of one job, from several stores if the data is a mixture."""
 
     def __init__(
-        self, shares: Sequence[Share], fingerprint: str, together: int = 1, labelled: bool = False
+        self, shares: Sequence[Share], fingerprint: str, group_size: int = 1, has_labels: bool = False
     ) -> None:
-        """`labelled` is whether the samples are answers with a label."""
+        """`has_labels` is whether the samples are answers with a label."""
         self.fingerprint = fingerprint
-        self.together = together
+        self.together = group_size
         """Number of consecutive samples that come from one row: 2 for preference pairs, otherwise 1."""
         self.has_targets = True
         """Whether the tokens of answers are supervised."""
@@ -47,25 +47,25 @@ class Samples:
         they are not known, or if the job has no reference policy."""
         self.desirable: NDArray[np.bool_] | None = None
         """Label of each sample. None unless the samples are labelled answers."""
-        if labelled:
+        if has_labels:
             self.desirable = np.concatenate([_labels(share) for share in shares])
         self.mismatched: Samples | None = None
         """For each sample, its prompt with the answer of another sample. None if the job does not need
         them."""
         self._partners: NDArray[np.int64] | None = None
         """Sample whose answer replaces that of each sample. None for samples with their own answers."""
-        self.lengths = np.concatenate([share.store.lengths[share.chosen] for share in shares])
+        self.lengths = np.concatenate([share.store.lengths[share.row_indices] for share in shares])
         self._stored_lengths = self.lengths
-        self.supervised = np.concatenate([share.store.supervised[share.chosen] for share in shares])
+        self.supervised = np.concatenate([share.store.supervised[share.row_indices] for share in shares])
         self.weights: NDArray[np.float64] | None = None
         if any(share.weight != 1 for share in shares):
-            self.weights = np.concatenate([np.full(len(share.chosen), share.weight) for share in shares])
+            self.weights = np.concatenate([np.full(len(share.row_indices), share.weight) for share in shares])
         self._arrays = [(share.store.tokens, share.store.mask) for share in shares]
-        self._rows = [(share.store.rows, share.chosen) for share in shares]
+        self._rows = [(share.store.rows, share.row_indices) for share in shares]
         # First index of each share's samples, and offset of each sample's tokens in its store.
-        self._firsts = list(accumulate((len(share.chosen) for share in shares), initial=0))
+        self._firsts = list(accumulate((len(share.row_indices) for share in shares), initial=0))
         self._begins = [
-            np.concatenate([[0], np.cumsum(share.store.lengths, dtype=np.int64)])[share.chosen]
+            np.concatenate([[0], np.cumsum(share.store.lengths, dtype=np.int64)])[share.row_indices]
             for share in shares
         ]
 
@@ -81,7 +81,7 @@ class Samples:
         """Return the `row_hash` of the row of every sample."""
         return np.concatenate([rows[chosen] for rows, chosen in self._rows])
 
-    def order(self, batch_size: int, seed: int) -> SampleOrder:
+    def sample_order(self, batch_size: int, seed: int) -> SampleOrder:
         """Return the order of training, with `batch_size` rows per global batch."""
         weights = None if self.weights is None else self.weights[:: self.together]
         return SampleOrder(self.rows, batch_size, seed, weights, self.together)
@@ -122,9 +122,9 @@ class Samples:
         paired.mismatched = other
         return paired
 
-    def answer_tokens(self, i: int) -> int:
-        """Return the number of answer tokens of sample `i`, whether or not a row predicts them."""
-        return int(self._stored(i)[1].sum())
+    def answer_tokens(self, index: int) -> int:
+        """Return the number of answer tokens of sample `index`, whether or not a row predicts them."""
+        return int(self._stored_row(index)[1].sum())
 
     def with_prefix(self, rows: int, keys: int = 0) -> Samples:
         """Return the samples preceded by `rows` rows or `keys` keys of an adapter. The last of these rows
@@ -151,7 +151,7 @@ class Samples:
 
     @property
     def parts(self) -> tuple[Samples, ...]:
-        """The samples and, if there are any, the mismatched ones."""
+        """The samples, followed by the mismatched samples if there are any."""
         return (self,) if self.mismatched is None else (self, self.mismatched)
 
     def with_references(self, references: NDArray[np.float64]) -> Samples:
@@ -170,49 +170,49 @@ class Samples:
         return int(size * lengths[0]) if self.weights is not None else int(lengths[:size].sum())
 
     @property
-    def longest(self) -> int:
+    def longest_sample(self) -> int:
         """Maximum number of tokens that must share a microbatch: those of a sample, or of a pair."""
         return int(self._row_lengths().max())
 
     def _row_lengths(self) -> NDArray[np.int64]:
         return self.lengths.reshape(-1, self.together).sum(axis=1)
 
-    def tokens(self, i: int) -> NDArray[np.int32]:
-        return self.tokens_and_mask(i)[0]
+    def tokens(self, index: int) -> NDArray[np.int32]:
+        return self.tokens_and_mask(index)[0]
 
-    def mask(self, i: int) -> NDArray[np.bool_]:
-        """Return the mask of supervised tokens of sample `i`."""
-        return self.tokens_and_mask(i)[1]
+    def mask(self, index: int) -> NDArray[np.bool_]:
+        """Return the mask of supervised tokens of sample `index`."""
+        return self.tokens_and_mask(index)[1]
 
-    def tokens_and_mask(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the tokens and the mask of sample `i` with a single lookup."""
-        tokens, mask = self._stored(i)
+    def tokens_and_mask(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return the tokens and the mask of sample `index` with a single lookup."""
+        tokens, mask = self._stored_row(index)
         if self._partners is not None:
-            other, other_mask = self._stored(int(self._partners[i]))
-            tokens = np.concatenate([tokens[~mask], other[other_mask]])[: self.lengths[i] - self.before]
+            other, other_mask = self._stored_row(int(self._partners[index]))
+            tokens = np.concatenate([tokens[~mask], other[other_mask]])[: self.lengths[index] - self.before]
             return tokens, np.arange(len(tokens)) >= len(mask) - mask.sum()
         if not self.has_targets:
             return tokens, np.zeros_like(mask)
-        return tokens, np.ones_like(mask) if self.supervises_prompts and i % 2 == 0 else mask
+        return tokens, np.ones_like(mask) if self.supervises_prompts and index % 2 == 0 else mask
 
-    def _stored(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of {len(self)}")
-        share = bisect_right(self._firsts, i) - 1
-        begin = int(self._begins[share][i - self._firsts[share]])
-        rows = slice(begin, begin + int(self._stored_lengths[i]))
+    def _stored_row(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        share = bisect_right(self._firsts, index) - 1
+        begin = int(self._begins[share][index - self._firsts[share]])
+        rows = slice(begin, begin + int(self._stored_lengths[index]))
         tokens, mask = self._arrays[share]
         return tokens[rows], mask[rows]
 
 
 def _labels(share: Share) -> NDArray[np.bool_]:
     assert share.store.desirable is not None
-    return share.store.desirable[share.chosen]
+    return share.store.desirable[share.row_indices]
 
 
 class SampleOrder:
     """A job's global batches, a pure function of its seed and the epoch. Every epoch has a new permutation of
-    the rows; its last batch may be smaller. A row is one sample, or the `together` samples of a pair.
+    the rows; its last batch may be smaller. A row is one sample, or the `group_size` samples of a pair.
 
     A weight of 2 shows a sample twice per epoch. With a weight of 0.5, one half of the samples is shown in
     one epoch and the other half in the next: each epoch continues in a fixed, seeded cycle of those samples.
@@ -224,12 +224,12 @@ class SampleOrder:
         batch_size: int,
         seed: int,
         weights: NDArray[np.floating] | None = None,
-        together: int = 1,
+        group_size: int = 1,
     ) -> None:
         assert rows > 0
         assert batch_size > 0
         assert seed >= 0
-        self._batch_size, self._together = batch_size, together
+        self._batch_size, self._together = batch_size, group_size
         self._seed = seed
         self._cycles = () if weights is None else _cycles(weights, seed)
         self._always_shown = np.arange(rows)

@@ -39,7 +39,7 @@ class DataSpec:
     """Rows given from Python instead of `path`: a sequence of dicts or a `datasets.Dataset`."""
     format: Format = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Maps Weftune's column names to those of the file: `{prompt: question}`."""
+    """Maps Weftune's column names to the column names of the file: `{prompt: question}`."""
     split: str | None = None
     limit: Annotated[int | None, Bound(at_least=1)] = None
     max_length: Annotated[int | None, Bound(at_least=2, at_most=MAX_COUNT)] = None
@@ -50,7 +50,7 @@ class DataSpec:
     """`chatml` or the path of a Jinja file. None selects the tokenizer's template."""
     skip_bad_rows: bool = False
 
-    def longest(self, context: int | None) -> int:
+    def max_sample_tokens(self, context: int | None) -> int:
         """Return the maximum number of tokens per sample on a base with this context."""
         longest = DEFAULT_MAX_LENGTH if self.max_length is None else self.max_length
         return longest if context is None else min(longest, context)

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from weftune.core.hub import absence_reason
 from weftune.data.json_rows import read_json, read_lines
 from weftune.data.parquet import batches, refuse_expansion
-from weftune.data.row import TOO_DEEP, Row, Table, as_row, canonical, is_deep
+from weftune.data.row import TOO_DEEP, Row, Table, canonical_json, is_nested_deeply, to_row
 from weftune.errors import DataError, Mistake
 
 ROWS_AT_ONCE = 256
@@ -100,14 +100,16 @@ def read_parquet(path: Path, label: str) -> Iterator[Row]:
 
 
 def read_python_rows(rows: Iterable[Any], label: str) -> Iterator[Row]:
-    for number, value in enumerate(_iterate(rows), start=1):
+    for number, value in enumerate(_iterate_rows(rows), start=1):
         location = f"{label}:{number}"
         yield (
-            Row(location, {}, f"the row is {TOO_DEEP}") if is_deep(value) else _drop_missing(location, value)
+            Row(location, {}, f"the row is {TOO_DEEP}")
+            if is_nested_deeply(value)
+            else _drop_missing(location, value)
         )
 
 
-def _iterate(rows: Any) -> Iterator[Any]:
+def _iterate_rows(rows: Any) -> Iterator[Any]:
     """Yield the rows. A `datasets.Dataset` is read in batches, which is ten times faster."""
     if not hasattr(rows, "with_format"):
         yield from rows
@@ -126,7 +128,7 @@ def _drop_missing(location: str, value: object) -> Row:
             for name, cell in value.items()
             if cell is not None and not (isinstance(cell, float) and math.isnan(cell))
         }
-    return as_row(location, value)
+    return to_row(location, value)
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
@@ -158,7 +160,7 @@ def open_rows(rows: Any, label: str = "rows") -> Table:
         raise DataError(Mistake(label, "data.rows must be a list of dicts or a datasets.Dataset"))
     digest = hashlib.blake2b(digest_size=16)
     for row in read_python_rows(rows, label):
-        digest.update(row.problem.encode() if row.problem else canonical(row.value))
+        digest.update(row.problem.encode() if row.problem else canonical_json(row.value))
         digest.update(b"\n")
     return Table(label, digest.hexdigest(), partial(read_python_rows, rows, label))
 

@@ -43,16 +43,18 @@ FIXED_DATE = datetime(2024, 7, 26)
 KEY = "data.chat_template"
 
 
-def template_source(tokenizer: Any, chosen: str | None, *, tools: bool = False) -> str | None:
+def template_source(tokenizer: Any, template_choice: str | None, *, tools: bool = False) -> str | None:
     """Return the Jinja source of `chatml`, of a file or of the tokenizer; None if there is no template."""
-    if chosen == CHATML:
+    if template_choice == CHATML:
         return _chatml(tokenizer)
-    if chosen is not None:
+    if template_choice is not None:
         try:
-            return Path(chosen).read_text(encoding="utf-8")
+            return Path(template_choice).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as problem:
             reason = problem.strerror if isinstance(problem, OSError) else "it is not UTF-8 text"
-            raise DataError(Mistake(KEY, f"the template {chosen} cannot be read: {reason}")) from problem
+            raise DataError(
+                Mistake(KEY, f"the template {template_choice} cannot be read: {reason}")
+            ) from problem
     own = getattr(tokenizer, "chat_template", None)
     if isinstance(own, Mapping):
         own = (own.get("tool_use") if tools else None) or own.get("default")
@@ -71,9 +73,11 @@ def _chatml(tokenizer: Any) -> str:
 class Template:
     """A template with the tokenizer's special tokens, rendered in the limited process."""
 
-    def __init__(self, source: str, special: Mapping[str, Any]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
         self.source = source
-        self._special = json.dumps({name: text for name, text in special.items() if isinstance(text, str)})
+        self._special = json.dumps(
+            {name: text for name, text in special_tokens.items() if isinstance(text, str)}
+        )
         self.prints_tools: bool = _template_facts(source, self._special)["prints_tools"]
 
     def render(
@@ -87,10 +91,11 @@ class Template:
         return str(reply["text"])
 
     def render_chats(
-        self, chats: Sequence[Chat], ends: Collection[str] | None
+        self, chats: Sequence[Chat], end_strings: Collection[str] | None
     ) -> list[tuple[Rendered, ...] | BadRow]:
-        """Render each chat to its samples, or return a BadRow. Without `ends`, all text is supervised."""
-        rows = _run(render_rows, self.source, self._special, list(chats), ends) if chats else []
+        """Render each chat to its samples, or return a BadRow. Without `end_strings`, all text is
+        supervised."""
+        rows = _run(render_rows, self.source, self._special, list(chats), end_strings) if chats else []
         return [
             bad_row_from_json(row) if isinstance(row, dict) else tuple(map(Rendered.from_json, row))
             for row in rows
@@ -102,8 +107,8 @@ _REFUSED_TEMPLATES: dict[str, str] = {}
 
 
 @lru_cache(maxsize=8)
-def _template_facts(source: str, special: str) -> Any:
-    return _run(facts, source, special)
+def _template_facts(source: str, special_tokens: str) -> Any:
+    return _run(facts, source, special_tokens)
 
 
 def _run(function: Callable[..., Any], source: str, *arguments: Any) -> Any:
@@ -122,14 +127,14 @@ def _run(function: Callable[..., Any], source: str, *arguments: Any) -> Any:
 class SandboxedTemplate:
     """A compiled template with the tokenizer's special tokens, inside the limited process."""
 
-    def __init__(self, source: str, special: Mapping[str, Any]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = FIXED_DATE.strftime
-        self._special = {name: value for name, value in special.items() if isinstance(value, str)}
+        self._special = {name: value for name, value in special_tokens.items() if isinstance(value, str)}
         del environment.globals["lipsum"]  # random words without end, useless in samples
         try:
             self._template = environment.from_string(source)
@@ -236,48 +241,55 @@ def _raise_exception(message: str) -> None:
 
 
 @lru_cache(maxsize=8)
-def compile_template(source: str, special: str) -> SandboxedTemplate:
-    """Return the compiled template. `special` holds the tokenizer's special tokens as JSON."""
-    return SandboxedTemplate(source, json.loads(special))
+def compile_template(source: str, special_tokens: str) -> SandboxedTemplate:
+    """Return the compiled template. `special_tokens` holds the tokenizer's special tokens as JSON."""
+    return SandboxedTemplate(source, json.loads(special_tokens))
 
 
-def facts(source: str, special: str) -> dict[str, bool]:
+def facts(source: str, special_tokens: str) -> dict[str, bool]:
     """Return the properties of a template that are needed before rendering any row."""
-    return {"prints_tools": compile_template(source, special).prints_tools}
+    return {"prints_tools": compile_template(source, special_tokens).prints_tools}
 
 
 def render_one(
-    source: str, special: str, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool, now: bool
+    source: str,
+    special_tokens: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any,
+    prompt: bool,
+    now: bool,
 ) -> dict[str, Any]:
     """Return a dict with the rendered text or, on failure, with the reason under the key `bad`."""
     try:
-        return {"text": compile_template(source, special).render(messages, tools, prompt=prompt, now=now)}
+        return {
+            "text": compile_template(source, special_tokens).render(messages, tools, prompt=prompt, now=now)
+        }
     except BadRow as problem:
-        return problem.plain()
+        return problem.to_json()
 
 
 def render_rows(
-    source: str, special: str, chats: Sequence[Chat], ends: Collection[str] | None
+    source: str, special_tokens: str, chats: Sequence[Chat], end_strings: Collection[str] | None
 ) -> list[list[dict[str, Any]] | dict[str, Any]]:
     """Return the samples of each chat, or a dict with the reason of a failure as `bad`. See
     `render_chats`."""
-    template, check = compile_template(source, special), print_check(source, special)
+    template, check = compile_template(source, special_tokens), print_check(source, special_tokens)
     replies: list[list[dict[str, Any]] | dict[str, Any]] = []
     for chat in chats:
         try:
-            replies.append([asdict(one) for one in _render_row(chat, template, ends, check)])
+            replies.append([asdict(one) for one in _render_row(chat, template, end_strings, check)])
         except BadRow as problem:
-            replies.append(problem.plain())
+            replies.append(problem.to_json())
     return replies
 
 
 @lru_cache(maxsize=8)
-def print_check(source: str, special: str) -> PrintCheck:
-    return PrintCheck(compile_template(source, special))
+def print_check(source: str, special_tokens: str) -> PrintCheck:
+    return PrintCheck(compile_template(source, special_tokens))
 
 
 def _render_row(
-    chat: Chat, template: SandboxedTemplate, ends: Collection[str] | None, check: PrintCheck
+    chat: Chat, template: SandboxedTemplate, end_strings: Collection[str] | None, check: PrintCheck
 ) -> tuple[Rendered, ...]:
     """Render the first of the chat's forms that the template prints completely."""
     problems: list[BadRow] = []
@@ -285,10 +297,10 @@ def _render_row(
         try:
             if form.answer is not None:
                 row = render_answer(form, template)
-            elif ends is None:
+            elif end_strings is None:
                 row = render_everything(form, template)
             else:
-                row = render_turns(form, template, ends)
+                row = render_turns(form, template, end_strings)
             check.refuse_dropped(form, row[-1].text)
             return row
         except BadRow as problem:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from weftune.data.cache import Tally
 from weftune.data.chats import Rendered, chat_forms
-from weftune.data.encode import Encoded, Encoder, contains_control, replace_control_tokens
+from weftune.data.encode import Encoded, Encoder, contains_control_token, replace_control_tokens
 from weftune.data.formats import Chat, Content, Labelled, Message, Pair, Sample, Text
 from weftune.data.row import BadRow, CommonBadRow
 from weftune.data.spec import DataSpec, RowKind
@@ -60,7 +60,7 @@ class Tokeniser:
             elif isinstance(content, Chat):
                 yield self._truncate(next(chats))
             elif isinstance(content, Sample):
-                yield self._truncate(self._given_sample(content))
+                yield self._truncate(self._pretokenised_sample(content))
             else:
                 yield self._truncate((next(texts),))
 
@@ -94,7 +94,7 @@ class Tokeniser:
             needed_tokens=min(reached),
         )
 
-    def _given_sample(self, content: Sample) -> Outcome:
+    def _pretokenised_sample(self, content: Sample) -> Outcome:
         tokens = content.tokens
         outside = np.flatnonzero((tokens < 0) | (tokens >= self._encoder.size))
         if len(outside):
@@ -124,7 +124,7 @@ class Tokeniser:
                 parts = [lead, head, next(tails), end]
                 unsupervised += 0 if self._supervises_all else len(head)
             tokens = np.concatenate(parts)
-            self._tally.control += contains_control([content.text, content.completion], encoder.control)
+            self._tally.control += contains_control_token([content.text, content.completion], encoder.control)
             yield Sample(tokens, np.arange(len(tokens)) >= unsupervised)
 
     def _encode_sides(self, content: Pair | Labelled, chats: Iterator[Outcome]) -> Sequence[Outcome]:
@@ -134,7 +134,7 @@ class Tokeniser:
             [side.text, side.completion] if isinstance(side, Text) else list(side.messages)
             for side in content.sides
         ]
-        self._tally.control += contains_control(parts, self._encoder.control)
+        self._tally.control += contains_control_token(parts, self._encoder.control)
         texts = [side for side in content.sides if isinstance(side, Text)]
         return self._encode_text_sides(texts) if texts else [next(chats) for _ in content.sides]
 
@@ -185,7 +185,7 @@ class Tokeniser:
             rows.append(rendered if isinstance(rendered, BadRow) else (chat, rendered))
         pairs = [row for row in rows if not isinstance(row, BadRow)]
         texts = [one.text for chat, rendered in pairs if not chat.stand_ins for one in rendered]
-        encoded = iter(self._encoder.rendered(texts))
+        encoded = iter(self._encoder.encode_rendered(texts))
         return [row if isinstance(row, BadRow) else self._chat_samples(*row, encoded) for row in rows]
 
     def _render(
@@ -201,7 +201,7 @@ class Tokeniser:
     def _hide_control(self, chat: Chat) -> Chat | BadRow:
         """Return the chat with its control tokens replaced by stand-ins."""
         control = self._encoder.control
-        if not contains_control([chat.messages, chat.tools], control):
+        if not contains_control_token([chat.messages, chat.tools], control):
             return chat
         try:
             (messages, tools), stand_ins = replace_control_tokens([chat.messages, chat.tools], control)
@@ -261,19 +261,19 @@ def _common_prefix(first: NDArray[np.integer], second: NDArray[np.integer]) -> i
 def prompt_tokens(
     tokenizer: Any,
     prompt: str | Sequence[Message],
-    is_plain: bool = False,
+    is_plain_text: bool = False,
     *,
     tools: list[Any] | None = None,
     now: bool = True,
 ) -> list[int]:
     """Return the tokens of a prompt, which the tokenizer's chat template renders up to the answer. A text is
-    the user's message, but plain text if `is_plain` or if the tokenizer has no template. `tokenizer` may be
-    an `Encoder`. The template sees the current date or, without `now`, the date that it sees in training.
+    the user's message, but plain text if `is_plain_text` or if the tokenizer has no template. `tokenizer` may
+    be an `Encoder`. The template sees the current date or, without `now`, the date that it sees in training.
 
     With a template these are the tokens of `apply_chat_template`, but control tokens in the prompt stay text.
     """
     encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
-    source = None if is_plain else template_source(encoder.tokenizer, None, tools=tools is not None)
+    source = None if is_plain_text else template_source(encoder.tokenizer, None, tools=tools is not None)
     if source is not None:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         ids = _chat_prompt(encoder, source, messages, tools, now)

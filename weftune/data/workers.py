@@ -71,9 +71,9 @@ class Workers:
                 waiting.append((item, self._threads.submit(self._request, known, item)))
                 # Enough to keep all workers busy without holding more rows in memory.
                 if len(waiting) > 2 * self._count:
-                    yield _result(function, shared, *waiting.popleft())
+                    yield _work_result(function, shared, *waiting.popleft())
             while waiting:
-                yield _result(function, shared, *waiting.popleft())
+                yield _work_result(function, shared, *waiting.popleft())
         finally:
             for _, reply in waiting:
                 reply.cancel()
@@ -89,10 +89,10 @@ class Workers:
             self.has_answered = True
             self._idle.put(worker)
 
-    def end(self) -> None:
+    def shutdown(self) -> None:
         self._threads.shutdown(cancel_futures=True)
         for worker in self._all:
-            worker.end()
+            worker.shutdown()
 
 
 def _pickle_or_empty(value: Any) -> bytes:
@@ -103,7 +103,7 @@ def _pickle_or_empty(value: Any) -> bytes:
         return b""
 
 
-def _result(function: Work, shared: Any, item: Any, reply: Future[bytes]) -> tuple[Any, Any]:
+def _work_result(function: Work, shared: Any, item: Any, reply: Future[bytes]) -> tuple[Any, Any]:
     found = reply.result()
     return item, pickle.loads(found) if found else function(shared, item)
 
@@ -133,7 +133,7 @@ class _Worker:
             self._sent, self._process = b"", start_server(__name__, SINGLE_CORE_ENVIRONMENT)
         return self._process
 
-    def end(self) -> None:
+    def shutdown(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -163,7 +163,7 @@ def end_workers() -> None:
     with _LOCK:
         workers = _WORKERS.pop(os.getpid(), None)
     if workers is not None:
-        workers.end()
+        workers.shutdown()
 
 
 atexit.register(end_workers)

@@ -10,33 +10,35 @@ from torch import Tensor
 
 from weftune.adapters.folder import check_adapter_folder, refuse_slow_patterns, wrap_config_errors
 from weftune.adapters.kind import JobAdapter
-from weftune.adapters.registry import kind_of_folder, layout_of
+from weftune.adapters.registry import adapter_layout, kind_of_folder
 from weftune.adapters.vector import VectorLayout
 from weftune.errors import AdapterError
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.training.state import master_dtype
 
 
-def attach_folder(adapted: AdaptedBase, name: str, folder: Path) -> None:
+def attach_folder(adapted_base: AdaptedBase, name: str, folder: Path) -> None:
     """Attach the adapter in an adapter folder under `name`. Raise AdapterError if it is for another base."""
     check_adapter_folder(folder)
-    kind, sites = kind_of_folder(folder), adapted.base.shape.sites
+    kind, sites = kind_of_folder(folder), adapted_base.base.shape.sites
     spec = kind.spec_of(folder)
     refuse_slow_patterns(folder, spec, [site.name for site in sites])
     with wrap_config_errors(folder):
-        layout = layout_of(spec, sites)
+        layout = adapter_layout(spec, sites)
     if not layout.parameters:
         raise AdapterError(f"{folder} is for another base: it adapts no module of this one")
     parameters = kind.read_start(replace(spec, init_from=str(folder)), sites)
-    weights = torch.empty(layout.size, dtype=adapted.base.dtype)
-    for site_and_name, view in layout.views(weights).items():
+    weights = torch.empty(layout.size, dtype=adapted_base.base.dtype)
+    for site_and_name, view in layout.parameter_views(weights).items():
         view.copy_(parameters[site_and_name])
-    weights = weights.to(adapted.base.device)
-    attach_frozen(adapted, JobAdapter(name, spec, seed=0), layout, weights)
+    weights = weights.to(adapted_base.base.device)
+    attach_frozen(adapted_base, JobAdapter(name, spec, seed=0), layout, weights)
 
 
-def attach_frozen(adapted: AdaptedBase, adapter: JobAdapter, layout: VectorLayout, weights: Tensor) -> None:
+def attach_frozen(
+    adapted_base: AdaptedBase, adapter: JobAdapter, layout: VectorLayout, weights: Tensor
+) -> None:
     """Attach an adapter that is not trained, so that its gradient takes no memory."""
     gradient = torch.empty(layout.size, dtype=master_dtype(weights.dtype), device="meta")
-    with adapted.on_stream():
-        adapted.banks.attach(adapter, layout, weights, gradient)
+    with adapted_base.on_stream():
+        adapted_base.banks.attach(adapter, layout, weights, gradient)

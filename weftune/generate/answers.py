@@ -33,14 +33,14 @@ class StreamedAnswer:
     generation: Generation
     tokenizer: PreTrainedTokenizerBase
     stop: tuple[str, ...] = ()
-    """Strings that end the answer. They do not belong to it."""
+    """Strings that end the answer, and that are not part of the answer."""
     text: str = ""
     """Text so far, without characters whose last bytes are not generated yet."""
     is_stopped: bool = False
     """Whether a stop string has ended the answer."""
-    _settled: int = field(default=0)
+    _final_token_count: int = field(default=0)
     """Number of tokens whose text is final."""
-    _settled_text: str = ""
+    _final_text: str = ""
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -51,11 +51,11 @@ class StreamedAnswer:
         """Read the tokens generated since the last call, and return the new text."""
         before, tokens = len(self.text), self.generation.tokens
         # Decoded from the last few tokens on, since the text of a token may depend on the one before it.
-        context = max(0, self._settled - 1)
-        piece = self._decode(tokens[context:])[len(self._decode(tokens[context : self._settled])) :]
+        context = max(0, self._final_token_count - 1)
+        piece = self._decode(tokens[context:])[len(self._decode(tokens[context : self._final_token_count])) :]
         if not piece.endswith("�") or self.generation.finish_reason is not None:
-            self._settled, self._settled_text = len(tokens), self._settled_text + piece
-        text = self._settled_text
+            self._final_token_count, self._final_text = len(tokens), self._final_text + piece
+        text = self._final_text
         for stop in self.stop:
             if (found := text.find(stop)) >= 0:
                 text, self.is_stopped = text[:found], True
@@ -100,10 +100,12 @@ class Answers:
     def is_reward_model(self, adapter: str) -> bool:
         return bool(self.adapted.banks.attached[adapter].adapter.spec.scalar_head)
 
-    def prompt(self, adapter: str, messages: str | Sequence[Message], is_plain: bool = False) -> list[int]:
+    def prompt(
+        self, adapter: str, messages: str | Sequence[Message], is_plain_text: bool = False
+    ) -> list[int]:
         """Return the tokens of a prompt for an adapter: a text, which is the user's message of a chat unless
-        `is_plain`, or the messages of a chat."""
-        return prompt_tokens(self.tokenizers[adapter], messages, is_plain=is_plain)
+        `is_plain_text`, or the messages of a chat."""
+        return prompt_tokens(self.tokenizers[adapter], messages, is_plain_text=is_plain_text)
 
     def ask(
         self,
@@ -173,7 +175,8 @@ def chat(prompt: str | Sequence[Message], system: str | None) -> str | Sequence[
 
 
 def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that end an answer: those of the base's generation config, and the tokenizer's."""
+    """Return the tokens that end an answer: the end tokens of the base's generation config and of the
+    tokenizer."""
     own = model.generation_config.eos_token_id if model.generation_config is not None else None
     known = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
     return frozenset(int(end) for end in known if end is not None)

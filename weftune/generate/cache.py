@@ -62,7 +62,7 @@ class PagePool:
         """Pages under a key that no sequence uses, in the order in which they were released."""
 
     @property
-    def available(self) -> int:
+    def available_pages(self) -> int:
         """Number of pages that no sequence uses."""
         return len(self._free) + len(self._unused)
 
@@ -74,12 +74,12 @@ class PagePool:
             if (page := self._page_by_key.get(key)) is None:
                 break
             known.append(page)
-        if count - len(known) > self.available - sum(page in self._unused for page in known):
+        if count - len(known) > self.available_pages - sum(page in self._unused for page in known):
             return None
         for page in known:
             self._unused.pop(page, None)
             self._users[page] += 1
-        return known + [self._take() for _ in range(count - len(known))], len(known)
+        return known + [self._take_page() for _ in range(count - len(known))], len(known)
 
     def publish(self, page: int, key: PageKey) -> None:
         """Let later sequences read a page whose rows have been computed."""
@@ -97,7 +97,7 @@ class PagePool:
             else:
                 self._free.append(page)
 
-    def _take(self) -> int:
+    def _take_page(self) -> int:
         if self._free:
             page = self._free.pop()
         else:
@@ -115,7 +115,7 @@ class KeyValueShape:
     values: tuple[int, int]
 
     @property
-    def numbers(self) -> int:
+    def value_count(self) -> int:
         """Number of values that one row occupies."""
         return self.keys[0] * self.keys[1] + self.values[0] * self.values[1]
 
@@ -134,7 +134,7 @@ class CacheProbe:
         return attend_packed(q_THD, k_TGD, v_TGD, self.pack, rule)
 
     def bytes_per_row(self, itemsize: int) -> int:
-        return itemsize * sum(shape.numbers for shape in self.layers.values())
+        return itemsize * sum(shape.value_count for shape in self.layers.values())
 
     def bytes_per_sequence(self) -> int:
         """Return the bytes of the recurrent states, which do not grow with a sequence."""
@@ -144,13 +144,13 @@ class CacheProbe:
 class PagedCache:
     """The memory of all pages: per layer one tensor of keys and one of values, [C, G, D]."""
 
-    def __init__(self, probe: CacheProbe, pages: int, like: Tensor) -> None:
+    def __init__(self, probe: CacheProbe, pages: int, example: Tensor) -> None:
         self.pool = PagePool(pages)
         self.spare_page = pages
         """Page to which the rows of no sequence are written, in passes that are padded."""
         rows = (pages + 1) * PAGE_ROWS
         self.layers = {
-            layer: (like.new_empty(rows, *shape.keys), like.new_empty(rows, *shape.values))
+            layer: (example.new_empty(rows, *shape.keys), example.new_empty(rows, *shape.values))
             for layer, shape in probe.layers.items()
         }
         self.is_recurrent = any(probe.states)
@@ -256,7 +256,8 @@ class DecodedRows:
         self.fill(())
 
     def fill(self, sequences: Sequence[CachedSequence]) -> None:
-        """Describe these sequences. Further rows belong to no sequence, and read and write a spare page."""
+        """Fill the tensors with these sequences. Remaining rows belong to no sequence; they read and write a
+        spare page."""
         count, width = self.tables_BP.shape
         lengths = np.ones(count, dtype=np.int32)
         written = np.full(count, self._spare_page * PAGE_ROWS)

@@ -69,9 +69,9 @@ class Generation:
     pages: list[int] = field(default_factory=list)
     keys: list[PageKey] = field(default_factory=list)
     """Keys of the prompt's full pages, under which other sequences may read them."""
-    cached_prompt: int = 0
+    cached_prompt_positions: int = 0
     """Number of the prompt's positions that an earlier sequence had computed."""
-    cached: int = 0
+    cached_positions: int = 0
     """Number of positions whose keys and values are in the cache."""
     state: RecurrentStates = field(default_factory=dict)
 
@@ -89,13 +89,15 @@ class Generation:
         """Return the tokens of the positions that are not cached yet; virtual tokens count as token 0."""
         if self.tokens:
             return self.tokens[-1:]
-        return ([0] * self.inserted_rows + list(self.prompt))[max(0, self.cached - self.prefix_keys) :]
+        return ([0] * self.inserted_rows + list(self.prompt))[
+            max(0, self.cached_positions - self.prefix_keys) :
+        ]
 
 
 class Decoder:
     def __init__(
         self,
-        adapted: AdaptedBase,
+        adapted_base: AdaptedBase,
         cache_bytes: int,
         max_positions: int | None = None,
         max_prompt_rows: int = PROMPT_ROWS,
@@ -103,15 +105,15 @@ class Decoder:
         """`cache_bytes` is the memory that the cache may take. If `max_positions` is given, the cache is no
         larger than so many positions need. A pass has at most `max_prompt_rows` rows of prompts, unless one
         prompt is longer."""
-        base = adapted.base
-        self._adapted, self._base, self._max_prompt_rows = adapted, base, max_prompt_rows
+        base = adapted_base.base
+        self._adapted, self._base, self._max_prompt_rows = adapted_base, base, max_prompt_rows
         if base.held is not None or base.stored is not None:
             raise UserError(
                 "Text is generated on one device that holds the whole base; this run divides or streams it."
             )
         self._head = base.head()
-        with adapted.on_stream():
-            probe = self._probe()
+        with adapted_base.on_stream():
+            probe = self._probe_cache()
             like = torch.empty(0, dtype=base.dtype, device=base.device)
             self._page_bytes = max(1, probe.bytes_per_row(like.element_size()) * PAGE_ROWS)
             self._sequence_bytes = probe.bytes_per_sequence()
@@ -120,8 +122,8 @@ class Decoder:
                 pages = min(pages, -(-max_positions // PAGE_ROWS))
             self._cache = PagedCache(probe, pages, like)
         self._graphs = None
-        if base.device.type == "cuda" and adapted.capturable and not self._cache.is_recurrent:
-            self._graphs = DecodeGraphs(adapted, self._cache, self._head)
+        if base.device.type == "cuda" and adapted_base.capturable and not self._cache.is_recurrent:
+            self._graphs = DecodeGraphs(adapted_base, self._cache, self._head)
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
 
@@ -157,7 +159,7 @@ class Decoder:
         room = context - new.positions
         if sampling.max_tokens > room:
             new.sampling = replace(sampling, max_tokens=room)
-        if self._pages(new) > self._cache.pool.pages:
+        if self._acquire_pages(new) > self._cache.pool.pages:
             held = self._cache.pool.pages * PAGE_ROWS
             raise UserError(
                 f"The prompt and its answer need {new.max_positions:,} positions, and the cache has room for "
@@ -171,7 +173,7 @@ class Decoder:
         if generation in self._waiting:
             self._waiting.remove(generation)
         elif generation in self._running:
-            self._end(generation)
+            self._end_sequence(generation)
 
     def run(self) -> None:
         """Run until every sequence has ended."""
@@ -190,49 +192,49 @@ class Decoder:
             tokens_B, logprobs_B = sample(logits_BV, rows)
             tokens, logprobs = tokens_B.tolist(), logprobs_B.tolist()
         for generation, token, logprob in zip(batch, tokens, logprobs, strict=True):
-            self._extend(generation, token, logprob)
+            self._append_token(generation, token, logprob)
         continued = list(batch)
         for generation in continued:
             if generation.finish_reason is not None:
-                self._end(generation)
+                self._end_sequence(generation)
         return continued
 
     # -- admission ---------------------------------------------------------------------------------------
 
     def _admit(self) -> list[Generation]:
-        """Start waiting sequences for whose longest possible continuation there are pages, so that none is
-        ever stopped for want of memory. Return them."""
+        """Start waiting sequences for whose longest possible continuation there are pages, so that no
+        sequence is ever stopped for lack of memory. Return the started sequences."""
         admitted: list[Generation] = []
         rows = 0
         while self._waiting:
             new = self._waiting[0]
             if admitted and rows + new.positions > self._max_prompt_rows:
                 break
-            if self._shares(new):
-                new.keys = page_keys(new.adapter, self._weights_of(new), new.prompt)
+            if self._can_share_pages(new):
+                new.keys = page_keys(new.adapter, self._weights_version(new), new.prompt)
             # The last row of the prompt is always computed, since its logits select the first token.
             usable = new.keys[: (len(new.prompt) - 1) // PAGE_ROWS]
-            if (found := self._cache.pool.acquire(usable, self._pages(new))) is None:
+            if (found := self._cache.pool.acquire(usable, self._acquire_pages(new))) is None:
                 break
             new.pages, known = found
-            new.cached_prompt = known * PAGE_ROWS
-            new.cached = max(new.cached_prompt, new.prefix_keys)
-            rows += new.positions - new.cached
+            new.cached_prompt_positions = known * PAGE_ROWS
+            new.cached_positions = max(new.cached_prompt_positions, new.prefix_keys)
+            rows += new.positions - new.cached_positions
             admitted.append(self._waiting.popleft())
         # Sequences of one adapter are neighbours, as the rows of a job are in a microbatch.
         admitted.sort(key=lambda one: one.adapter or "")
         self._running = sorted(self._running + admitted, key=lambda one: one.adapter or "")
         return admitted
 
-    def _shares(self, new: Generation) -> bool:
+    def _can_share_pages(self, generation: Generation) -> bool:
         """Whether the pages of the prompt can be shared with other sequences."""
-        starts_with_tokens = not new.inserted_rows and not new.prefix_keys
-        return starts_with_tokens and not self._cache.is_recurrent and not new.sampling.prompt_logprobs
+        starts_with_tokens = not generation.inserted_rows and not generation.prefix_keys
+        return starts_with_tokens and not self._cache.is_recurrent and not generation.sampling.prompt_logprobs
 
-    def _pages(self, new: Generation) -> int:
-        return -(-new.max_positions // PAGE_ROWS)
+    def _acquire_pages(self, generation: Generation) -> int:
+        return -(-generation.max_positions // PAGE_ROWS)
 
-    def _weights_of(self, generation: Generation) -> tuple[int, int]:
+    def _weights_version(self, generation: Generation) -> tuple[int, int]:
         """Return numbers that change with the weights of the sequence's adapter: the serial number of its
         attachment, and its version."""
         if generation.adapter is None:
@@ -240,20 +242,20 @@ class Decoder:
         attached = self._adapted.banks.attached[generation.adapter]
         return attached.serial, attached.version
 
-    def _extend(self, generation: Generation, token: int, logprob: float) -> None:
+    def _append_token(self, generation: Generation, token: int, logprob: float) -> None:
         if not generation.tokens:
             for page, key in zip(generation.pages, generation.keys, strict=False):
                 self._cache.pool.publish(page, key)
-        generation.cached = generation.positions
+        generation.cached_positions = generation.positions
         generation.tokens.append(token)
         generation.logprobs.append(logprob)
-        generation.versions.append(self._weights_of(generation)[1])
+        generation.versions.append(self._weights_version(generation)[1])
         if token in generation.sampling.stop_ids:
             generation.finish_reason = "stop"
         elif len(generation.tokens) == generation.sampling.max_tokens:
             generation.finish_reason = "length"
 
-    def _end(self, generation: Generation) -> None:
+    def _end_sequence(self, generation: Generation) -> None:
         self._running.remove(generation)
         self._cache.pool.release(generation.pages)
         generation.pages, generation.state = [], {}
@@ -264,16 +266,18 @@ class Decoder:
         """Run the new rows of the sequences, and return the logits of the last row of each, [B, V]."""
         microbatch, counts = self._microbatch(batch)
         sequences = [
-            CachedSequence(one.pages, one.cached, one.cached + count, one.prefix_keys, one.state)
+            CachedSequence(
+                one.pages, one.cached_positions, one.cached_positions + count, one.prefix_keys, one.state
+            )
             for one, count in zip(batch, counts, strict=True)
         ]
         decodes = all(one.tokens for one in batch)
         if decodes and self._graphs is not None:
-            with self._whole_layers():
+            with self._run_whole_layers():
                 if (logits_BV := self._graphs.logits(microbatch, sequences)) is not None:
                     return logits_BV
         microbatch = microbatch.to(self._base.device)
-        h_TD = self._hidden(microbatch, batch, sequences, decodes)
+        h_TD = self._hidden_states(microbatch, batch, sequences, decodes)
         self._score_prompts(h_TD, batch, counts)
         last = to_device(torch.tensor(list(accumulate(counts))) - 1, self._base.device)
         return self._logits(h_TD[last], batch)
@@ -293,7 +297,7 @@ class Decoder:
         positions = [
             position
             for one, count in zip(batch, counts, strict=True)
-            for position in range(one.cached, one.cached + count)
+            for position in range(one.cached_positions, one.cached_positions + count)
         ]
         tokens_T = torch.tensor([token for own in rows for token in own])
         microbatch = Microbatch(
@@ -306,7 +310,7 @@ class Decoder:
         )
         return microbatch, counts
 
-    def _hidden(
+    def _hidden_states(
         self,
         microbatch: Microbatch,
         batch: Sequence[Generation],
@@ -322,9 +326,9 @@ class Decoder:
             cached.fill(sequences)
         else:
             cached = CachedRows(
-                self._cache, sequences, pack, lambda layer: _repeated(banks.read_keys(layer), batch)
+                self._cache, sequences, pack, lambda layer: _repeat_prefixes(banks.read_keys(layer), batch)
             )
-        with self._whole_layers(), banks.bound(microbatch, self._adapted.route, training=False):
+        with self._run_whole_layers(), banks.bound(microbatch, self._adapted.route, training=False):
             return self._base.hidden(microbatch, replace(pack, cache=cached))
 
     def _logits(self, h_BD: Tensor, batch: Sequence[Generation]) -> Tensor:
@@ -354,8 +358,9 @@ class Decoder:
             generation.prompt_logprobs = logprobs.tolist()
 
     @contextmanager
-    def _whole_layers(self) -> Iterator[None]:
-        """Run layers over all rows at once, whatever a training window has set."""
+    def _run_whole_layers(self) -> Iterator[None]:
+        """Run each layer over all rows at once, even if the current training window runs layers in tiles of
+        rows."""
         layers = self._adapted.layers
         if layers is None:
             yield
@@ -367,22 +372,22 @@ class Decoder:
             layers.recompute = before
 
     @torch.no_grad()
-    def _probe(self) -> CacheProbe:
+    def _probe_cache(self) -> CacheProbe:
         """Run one token through the base to learn the shapes of its keys, values and recurrent states."""
         token = torch.zeros(1, dtype=torch.int64, device=self._base.device)
         pack = attention.pack((1,), self._base.device)
         probe = CacheProbe(pack, states=({},))
         microbatch = Microbatch(token, token, token, token, (1,), ())
-        with self._whole_layers():
+        with self._run_whole_layers():
             self._base.hidden(microbatch, replace(pack, cache=probe))
         return probe
 
 
-def _repeated(
+def _repeat_prefixes(
     prefixes: Sequence[tuple[Tensor, Tensor]], batch: Sequence[Generation]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the prefix keys and values of each sequence that has some and is in its first pass, from those
-    of each adapter."""
+    """Return the prefix keys and values of every sequence that is in its first pass and whose adapter has
+    prefix keys."""
     by_adapter = dict(
         zip(dict.fromkeys(one.adapter for one in batch if one.prefix_keys), prefixes, strict=True)
     )

@@ -77,7 +77,7 @@ class EncodedRows:
     rejected: Samples | None = None
     """The rejected samples of preference pairs, of which `samples` are the chosen ones."""
 
-    def on_base(self) -> EncodedRows:
+    def for_base(self) -> EncodedRows:
         """Return the rows for the bare base."""
         return replace(self, virtual_rows=0, virtual_keys=0, is_base=True)
 
@@ -112,12 +112,12 @@ def evaluate(
         return Evaluation(data, answers.spec.published_name, tuple(results), (), tuple(notes))
     first = next(iter(adapters))
     if with_base:
-        encoded = {BASE: encoded[first].on_base(), **encoded}
+        encoded = {BASE: encoded[first].for_base(), **encoded}
     if settings[first].format == "preference":
         sums, rewards = score_pairs(answers, encoded, adapters, show_progress)
     else:
         sums, rewards = sum_losses(answers, encoded, show_progress), {}
-    rows = list(prompted_rows(table, settings[first])) if max_tokens else []
+    rows = list(rows_with_prompts(table, settings[first])) if max_tokens else []
     skips = settings[first].skip_bad_rows
     rows, notes_on_answers = answer_rows(answers, encoded, rows, max_tokens, skips, show_progress)
     scores = (
@@ -175,7 +175,7 @@ def encode_rows(
     kept. Encoded rows are cached on disk."""
     adapter, context = answers.adapted.banks.attached[name].adapter.spec, answers.adapted.base.shape.context
     if before := adapter.positions_before:
-        settings = replace(settings, max_length=settings.longest(context - before))
+        settings = replace(settings, max_length=settings.max_sample_tokens(context - before))
     encoder = Encoder(answers.tokenizers[name])
     row_kind = row_kind_of(settings.format)
     rules = SharedData(encoder, cache_folder() / "tokens", context).rules(settings, row_kind)
@@ -203,7 +203,7 @@ def encode_rows(
     )
 
 
-def prompted_rows(table: Table, settings: DataSpec) -> Iterator[AnsweredRow]:
+def rows_with_prompts(table: Table, settings: DataSpec) -> Iterator[AnsweredRow]:
     """Yield the rows that have a prompt. The expected answer is the completion, or the text of the
     assistant's message at the end of a chat."""
     format = find_format(table, settings, row_kind_of(settings.format))
@@ -245,7 +245,7 @@ def score_pairs(
     for name, one in encoded.items():
         if one.samples.fingerprint not in references:
             references[one.samples.fingerprint] = f"{BASE}\0{name}"
-            scored[f"{BASE}\0{name}"] = one.on_base()
+            scored[f"{BASE}\0{name}"] = one.for_base()
     rejected = {name: replace(one, samples=one.rejected) for name, one in scored.items() if one.rejected}
     differences: dict[str, list[float]] = {name: [] for name in scored}
     chosen: dict[str, list[float]] = {name: [] for name in scored}
@@ -355,8 +355,8 @@ def score_rewards(
         values_B = torch.cat(rewards[name]).view(2, -1).T.flatten()
         objective = Reward(spec := _reward_spec(adapters[name]))
         given = SampleScores(values_B, (1,) * len(values_B), values_B=values_B)
-        held_out, metrics_M = objective.evaluated(given), objective.metrics(given)
-        means = mean_metrics(metrics_M, held_out.count, spec.maxima).tolist()
+        held_out, metrics_M = objective.evaluation_sums(given), objective.metrics(given)
+        means = mean_metrics(metrics_M, held_out.count, spec.max_metric_count).tolist()
         scores = {"loss": float(held_out.loss) / held_out.count, **spec.named_metrics(means)}
         tokens = sum(int(side[name].samples.supervised.sum()) for side in sides)
         yield AdapterScores(name, one.rows, tokens, scores)
@@ -384,15 +384,15 @@ def microbatches(encoded: Mapping[str, EncodedRows], max_rows: int = PASS_ROWS) 
                 continue
             length = int(own.lengths[index])
             if parts and rows + length > max_rows:
-                yield _collated(parts, encoded)
+                yield _collate_parts(parts, encoded)
                 parts, rows = [], 0
             parts.append(Part(name, 1, own, index, 0, own.before, own.first_position))
             rows += length
-    yield _collated(parts, encoded)
+    yield _collate_parts(parts, encoded)
 
 
-def _collated(parts: Sequence[Part], encoded: Mapping[str, EncodedRows]) -> Microbatch:
-    """Concatenate samples, sorted by adapter. Those of the base pass through no adapter."""
+def _collate_parts(parts: Sequence[Part], encoded: Mapping[str, EncodedRows]) -> Microbatch:
+    """Concatenate samples, sorted by adapter. Samples of the base pass through no adapter."""
     microbatch = collate(sorted(parts, key=lambda part: part.job))
     segments = (
         replace(segment, adapter=None) if encoded[segment.job].is_base else segment
@@ -477,7 +477,7 @@ def scores_of(
 
 def mean_score(adapter: str, rows: Sequence[AnsweredRow], metric: UserMetric | None = None) -> float | None:
     """Return the mean over the rows of the user's metric or, without one, the share of rows with the expected
-    answer. None if there are no such rows."""
+    answer. None if there are no rows with an expected answer."""
     if metric is None:
         values = [float(row.is_match(adapter)) for row in rows if row.expected is not None]
     else:

@@ -33,8 +33,8 @@ LEAST_PAGES = 32
 class DecodeGraphs:
     """The captured decode steps of a decoder. The first step of a key runs uncaptured, to compile kernels."""
 
-    def __init__(self, adapted: AdaptedBase, cache: PagedCache, head: Head) -> None:
-        self._adapted, self._cache, self._head = adapted, cache, head
+    def __init__(self, adapted_base: AdaptedBase, cache: PagedCache, head: Head) -> None:
+        self._adapted, self._cache, self._head = adapted_base, cache, head
         self._graphs: dict[tuple[object, ...], DecodeGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -42,7 +42,7 @@ class DecodeGraphs:
         """Return the logits of one new row per sequence, valid until the next call. None if the step cannot
         be captured."""
         banks = self._adapted.banks
-        if len(sequences) > MAX_SEQUENCES or not banks.capturable_decode(microbatch):
+        if len(sequences) > MAX_SEQUENCES or not banks.is_decode_capturable(microbatch):
             return None
         count = bucket(len(sequences), 1)
         pages = bucket(max(len(one.pages) for one in sequences), LEAST_PAGES)
@@ -59,14 +59,14 @@ class DecodeGraph:
     """One captured decode step and the tensors that it reads."""
 
     def __init__(
-        self, adapted: AdaptedBase, cache: PagedCache, head: Head, count: int, pages: int, runs: int
+        self, adapted_base: AdaptedBase, cache: PagedCache, head: Head, count: int, pages: int, runs: int
     ) -> None:
         """Allocate the tensors for `count` sequences with up to `pages` pages each. Their rows form up to
         `runs` runs: one for each adapter, one for the bare base and one of padding."""
-        device = adapted.base.device
-        self._adapted, self._head = adapted, head
+        device = adapted_base.base.device
+        self._adapted, self._head = adapted_base, head
         self._cached = DecodedRows(cache, count, pages, device)
-        self._rows = Rows.empty(count, adapted.banks.slots, device, max_runs=runs)
+        self._rows = Rows.empty(count, adapted_base.banks.slots, device, max_runs=runs)
         zeros = torch.zeros(count, dtype=torch.int64, device=device)
         self._microbatch = Microbatch(
             tokens_T=zeros.clone(),
@@ -82,7 +82,7 @@ class DecodeGraph:
         self._warm = False
 
     def logits(self, microbatch: Microbatch, sequences: Sequence[CachedSequence], pool: object) -> Tensor:
-        self._fill(microbatch, sequences)
+        self._fill_tensors(microbatch, sequences)
         if not self._warm:
             self._warm = True
             return self._run()[: len(sequences)]
@@ -95,7 +95,7 @@ class DecodeGraph:
         assert self._logits_BV is not None
         return self._logits_BV[: len(sequences)]
 
-    def _fill(self, microbatch: Microbatch, sequences: Sequence[CachedSequence]) -> None:
+    def _fill_tensors(self, microbatch: Microbatch, sequences: Sequence[CachedSequence]) -> None:
         count, own = len(sequences), self._microbatch
         for target, source in (
             (own.tokens_T, microbatch.tokens_T),

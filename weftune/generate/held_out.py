@@ -16,7 +16,7 @@ from weftune.data.row import row_hash
 from weftune.data.spec import EXACT_MATCH, EvalSpec
 from weftune.data.template import template_source
 from weftune.errors import DataError, Mistake
-from weftune.generate.evaluate import mean_score, prompted_rows, tokens_of
+from weftune.generate.evaluate import mean_score, rows_with_prompts, tokens_of
 from weftune.generate.metric import UserMetric, load_metric
 from weftune.jobs.courses import longest_prompt
 from weftune.jobs.spec.spec import JobSpec
@@ -36,7 +36,7 @@ class HeldOutPrompts:
     user_metric: UserMetric | None = None
     """The user's function, if the metric is one."""
 
-    def answered(self, answers: Mapping[str, Sequence[str]]) -> list[AnsweredRow]:
+    def with_answers(self, answers: Mapping[str, Sequence[str]]) -> list[AnsweredRow]:
         """Return the rows with answers; `answers` maps each adapter to its answers to all prompts."""
         return [
             replace(row, answers={name: own[index] for name, own in answers.items()})
@@ -97,7 +97,7 @@ def _held_out_rows(spec: JobSpec, evaluation: EvalSpec, prepared: Prepared) -> I
     hashes = frozenset(prepared.evaluation.row_hashes().tolist())
     for table in open_held_out(spec.data, evaluation):
         format = find_format(table, spec.data, spec.objective.row_kind)
-        for row in prompted_rows(table, replace(spec.data, format=format)):
+        for row in rows_with_prompts(table, replace(spec.data, format=format)):
             if row_hash(row.values) in hashes:
                 yield row
 

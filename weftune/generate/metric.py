@@ -27,7 +27,7 @@ class UserMetric:
         try:
             result = self.function(row.answers[adapter], row.expected, dict(row.values))
         except Exception as error:
-            sentence = f"the metric {self.name} failed: {_describe(error)}"
+            sentence = f"the metric {self.name} failed: {_describe_error(error)}"
             raise UserError(Mistake(row.location, sentence)) from error
         try:
             number = float(result)
@@ -49,13 +49,13 @@ def load_metric(file: Path, name: str, key: str = "--metric") -> UserMetric:
     try:
         function = runpy.run_path(str(file), run_name=file.stem).get(name)
     except Exception as error:
-        raise UserError(f"{key}: {file} cannot be imported: {_describe(error)}.") from error
+        raise UserError(f"{key}: {file} cannot be imported: {_describe_error(error)}.") from error
     if not callable(function):
         raise UserError(f"{key}: {file} holds no function {name}.")
     return UserMetric(name, function)
 
 
-def _describe(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """Return the type of an exception and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

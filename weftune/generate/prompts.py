@@ -26,7 +26,7 @@ def read_prompts(path: Path) -> list[PromptRow]:
     """Return the prompts of a file. Raise DataError, with the location, for a row that has none."""
     found = []
     for index, row in enumerate(open_path(str(path), None, str(path)).rows()):
-        problem = row.problem or _problem(row.value)
+        problem = row.problem or _prompt_problem(row.value)
         if problem is not None:
             raise DataError(Mistake(row.location, problem))
         prompt = row.value["messages"] if "messages" in row.value else row.value["prompt"]
@@ -36,7 +36,7 @@ def read_prompts(path: Path) -> list[PromptRow]:
     return found
 
 
-def _problem(row: Mapping[str, Any]) -> str | None:
+def _prompt_problem(row: Mapping[str, Any]) -> str | None:
     """Return why a row is no prompt, or None."""
     if "messages" not in row and "prompt" not in row:
         names = ", ".join(row) or "none"

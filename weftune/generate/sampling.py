@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weftune.core.batch import to_device
 from weftune.errors import UserError
-from weftune.ops.dropout import STRIDE, mixed, signed, step_key
+from weftune.ops.dropout import STRIDE, mix_bits, step_key, to_signed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Sampling:
     """Value subtracted from the logits of tokens that the completion contains."""
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end the sequence. They belong to it."""
+    """Tokens that end the sequence, and that are part of the sequence."""
     prompt_logprobs: bool = False
     """Whether the log-probabilities of the prompt's tokens are computed."""
 
@@ -72,15 +72,15 @@ class SampledRow:
 def sample(logits_BV: Tensor, rows: Sequence[SampledRow]) -> tuple[Tensor, Tensor]:
     """Return the next token of every sequence, and its log-probability in the model's own distribution, which
     temperature, penalties and truncation do not change."""
-    scores_BV = _penalised(logits_BV, rows)
+    scores_BV = _apply_penalties(logits_BV, rows)
     if any(row.sampling.temperature for row in rows):
-        scores_BV = _perturbed(_truncated(scores_BV, rows), rows)
+        scores_BV = _perturb_scores(_truncate_scores(scores_BV, rows), rows)
     tokens_B = scores_BV.argmax(dim=-1)
     own_B = logits_BV.gather(1, tokens_B[:, None]).squeeze(1)
     return tokens_B, own_B - logits_BV.logsumexp(dim=-1)
 
 
-def _penalised(logits_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+def _apply_penalties(logits_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     used = [index for index, row in enumerate(rows) if row.sampling.has_penalties]
     if not used:
         return logits_BV
@@ -96,40 +96,40 @@ def _penalised(logits_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     return scores_BV
 
 
-def _truncated(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+def _truncate_scores(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     """Divide by the temperatures, and set the scores of tokens outside top-k and top-p to -inf. The most
     probable token always remains. Greedy rows stay as they are."""
     settings = [row.sampling for row in rows]
     device, vocabulary = scores_BV.device, scores_BV.shape[1]
-    temperature_B1 = _column([one.temperature or 1.0 for one in settings], device)
+    temperature_B1 = _to_column([one.temperature or 1.0 for one in settings], device)
     scores_BV = scores_BV / temperature_B1
     if all(one.top_k == 0 and one.top_p == 1.0 for one in settings):
         return scores_BV
     sorted_BV, order_BV = scores_BV.sort(dim=-1, descending=True, stable=True)
-    top_k_B1 = _column([one.top_k or vocabulary for one in settings], device)
+    top_k_B1 = _to_column([one.top_k or vocabulary for one in settings], device)
     sorted_BV = sorted_BV.masked_fill(torch.arange(vocabulary, device=device) >= top_k_B1, -torch.inf)
     # As in transformers and vLLM, top-p counts the probabilities of what top-k has left.
     probability_BV = sorted_BV.softmax(dim=-1)
     before_BV = probability_BV.cumsum(dim=-1) - probability_BV
-    top_p_B1 = _column([one.top_p if one.top_p < 1.0 else 2.0 for one in settings], device)
+    top_p_B1 = _to_column([one.top_p if one.top_p < 1.0 else 2.0 for one in settings], device)
     sorted_BV[:, 1:] = sorted_BV[:, 1:].masked_fill(before_BV[:, 1:] >= top_p_B1, -torch.inf)
     return torch.empty_like(sorted_BV).scatter(1, order_BV, sorted_BV)
 
 
-def _perturbed(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+def _perturb_scores(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     """Add Gumbel noise: the argmax of the result is a sample of the softmax of the scores. Rows that decode
     greedily get none."""
-    keys = [signed(step_key(row.sampling.seed, len(row.completion))) for row in rows]
+    keys = [to_signed(step_key(row.sampling.seed, len(row.completion))) for row in rows]
     device = scores_BV.device
     key_B1 = to_device(torch.tensor(keys, dtype=torch.int32), device)[:, None]
     count_V = torch.arange(1, scores_BV.shape[1] + 1, dtype=torch.int32, device=device)
-    bits_BV = mixed(count_V * signed(STRIDE) ^ key_B1)
+    bits_BV = mix_bits(count_V * to_signed(STRIDE) ^ key_B1)
     # Shifted arithmetically, the top 23 bits are a whole number from −2²² up to 2²² − 1. With 24 bits, the
     # largest would be rounded to 1 in float32, and its noise infinite.
     uniform_BV = ((bits_BV >> 9).to(scores_BV.dtype) + (2.0**22 + 0.5)) * 2.0**-23
-    is_random_B1 = _column([float(row.sampling.temperature > 0) for row in rows], device) > 0
+    is_random_B1 = _to_column([float(row.sampling.temperature > 0) for row in rows], device) > 0
     return torch.where(is_random_B1, scores_BV - (-uniform_BV.log()).log(), scores_BV)
 
 
-def _column(values: Sequence[float], device: torch.device) -> Tensor:
+def _to_column(values: Sequence[float], device: torch.device) -> Tensor:
     return to_device(torch.tensor(values), device)[:, None]

@@ -44,7 +44,7 @@ class Curriculum:
         self, step: int, rounds: int, is_first_window: bool, limit: int | None = None
     ) -> JobWindow:
         """Return the job's part of a window that starts after `step` and ends at step `limit` at the latest.
-        If the job `begins`, it is first evaluated at its current step."""
+        If the job `is_first_window`, it is first evaluated at its current step."""
         last = min(step + rounds, self.steps if limit is None else limit)
         return JobWindow(
             job=self.job,
@@ -90,7 +90,7 @@ class Curriculum:
 
 
 def curriculum(spec: JobSpec, data: Prepared, max_steps: int | None = None) -> Curriculum:
-    order = data.train.order(spec.batch_size, spec.seed)
+    order = data.train.sample_order(spec.batch_size, spec.seed)
     steps = spec.total_steps(order.steps_per_epoch)
     steps = steps if max_steps is None else min(steps, max_steps)
     evaluations = _evaluation_steps(spec.eval.every if spec.eval else None, steps)
@@ -113,7 +113,7 @@ def adapt_to_objective(spec: JobSpec, data: Prepared, context: int) -> Prepared:
     if spec.objective.scalar_head:
         data = data.without_targets()
     if spec.objective.mismatched:
-        max_tokens = truncate_data(spec, context).longest(context)
+        max_tokens = truncate_data(spec, context).max_sample_tokens(context)
         data = data.with_mismatched(spec.batch_size, spec.seed, max_tokens)
     return data
 
@@ -123,7 +123,7 @@ def truncate_data(spec: JobSpec, context: int) -> DataSpec:
     adapter's virtual tokens."""
     if not (before := spec.adapter.positions_before):
         return spec.data
-    return replace(spec.data, max_length=spec.data.longest(context - before))
+    return replace(spec.data, max_length=spec.data.max_sample_tokens(context - before))
 
 
 _ADAPTER_SIZES: deque[tuple[AdapterSpec, Sequence[SiteShape], JobShape]] = deque(maxlen=16)
@@ -133,13 +133,14 @@ _ADAPTER_SIZES: deque[tuple[AdapterSpec, Sequence[SiteShape], JobShape]] = deque
 def job_shape(
     spec: JobSpec, job_number: int, data: Prepared, base: ModelShape, mean_weight_count: int = 0
 ) -> JobShape:
-    """Return the shape of job number `order` in the jobs file, which keeps `means` means of weights."""
+    """Return the shape of job number `job_number` in the jobs file, which keeps `mean_weight_count` means of
+    weights."""
     return replace(
         adapter_sizes(spec.adapter, base),
         name=spec.name,
         priority=spec.priority,
         file_position=job_number,
-        max_sample_tokens=max(part.longest for part in data.parts),
+        max_sample_tokens=max(part.longest_sample for part in data.parts),
         batch_tokens=data.train.largest_batch(spec.batch_size),
         source_job=source_job(spec.adapter),
         mean_vectors=mean_weight_count,
@@ -173,7 +174,7 @@ def adapter_sizes(adapter: AdapterSpec, base: ModelShape) -> JobShape:
     for known, sites, sizes in tuple(_ADAPTER_SIZES):
         if sites is base.sites and known == adapter:
             return sizes
-    counts = list(adapter.counts(base.sites))
+    counts = list(adapter.parameter_counts(base.sites))
     adapted = [site for site in base.sites if adapter.adapts(site)]
     sizes = JobShape(
         "",

@@ -131,13 +131,13 @@ def _rounds(
     before: dict[str, int] | None = None
     while True:
         for job in prepared.values():
-            sweeps.enter(job)
+            sweeps.add_trial(job)
         sweeps.decide(store)
-        sweeps.propose(trainer.add, trainer.view.note)
+        sweeps.propose_trials(trainer.add, trainer.view.note)
         new = [job for name, job in trainer.jobs.items() if name not in prepared and sweeps.is_trial(name)]
         new = [job for job in new if job.name not in store or not store.job(job.name).state.ended]
         for job in trainer.prepare_all(new, shape, store):
-            prepared[job.name] = sweeps.enter(job)
+            prepared[job.name] = sweeps.add_trial(job)
             store.add_job(job.name)
         unfinished = [job for job in prepared.values() if not store.job(job.name).state.ended]
         steps = {job.name: store.job(job.name).step for job in unfinished}

@@ -21,7 +21,7 @@ from weftune.objectives.spec import CpoSpec
 
 
 class Cpo:
-    needs = Needs(together=2)
+    needs = Needs(group_size=2)
 
     def __init__(self, spec: CpoSpec) -> None:
         self._spec = spec
@@ -31,19 +31,19 @@ class Cpo:
         alpha = self._spec.cpo_alpha
         return loss + alpha * chosen_loss(scores, batch) if alpha else loss
 
-    def evaluated(self, scores: SampleScores) -> HeldOutSums:
+    def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
         loss, alpha = self._pair_losses(scores).sum(), self._spec.cpo_alpha
         return held_out_sums(loss + alpha * held_out_chosen_loss(scores) if alpha else loss, scores)
 
     def metrics(self, scores: SampleScores) -> Tensor:
-        logps, beta = self._logps(scores), self._spec.beta
+        logps, beta = self._answer_logprobs(scores), self._spec.beta
         return pair_metrics(PairScores(beta * logps.chosen_P, beta * logps.rejected_P), logps)
 
-    def _logps(self, scores: SampleScores) -> PairScores:
+    def _answer_logprobs(self, scores: SampleScores) -> PairScores:
         return answer_scores(scores, average=self._spec.loss_type in ("ipo", "simpo"))
 
     def _pair_losses(self, scores: SampleScores) -> Tensor:
-        spec, logits_P = self._spec, self._logps(scores).difference_P
+        spec, logits_P = self._spec, self._answer_logprobs(scores).difference_P
         match spec.loss_type:
             case "hinge":
                 return relu(1 - spec.beta * logits_P)

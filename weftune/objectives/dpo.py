@@ -15,7 +15,7 @@ from weftune.objectives.spec import DpoSpec
 
 
 class Dpo:
-    needs = Needs(together=2, reference=True)
+    needs = Needs(group_size=2, reference=True)
 
     def __init__(self, spec: DpoSpec) -> None:
         self._spec = spec
@@ -23,7 +23,7 @@ class Dpo:
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
         return self._pair_losses(scores).sum() / (batch.samples // 2)
 
-    def evaluated(self, scores: SampleScores) -> HeldOutSums:
+    def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
         return held_out_sums(self._pair_losses(scores).sum(), scores)
 
     def metrics(self, scores: SampleScores) -> Tensor:

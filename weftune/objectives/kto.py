@@ -20,7 +20,7 @@ class Kto:
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
         return self._losses(scores).sum() / batch.samples
 
-    def evaluated(self, scores: SampleScores) -> HeldOutSums:
+    def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
         return HeldOutSums(self._losses(scores).sum(), len(scores.counts))
 
     @torch.no_grad()

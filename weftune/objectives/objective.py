@@ -14,14 +14,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from weftune.ops.accumulate import accumulated
+from weftune.ops.accumulate import accumulate_gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
     """The inputs that an objective needs besides the log-probabilities of its samples."""
 
-    together: int = 1
+    group_size: int = 1
     """Number of consecutive samples of a global batch that must share a microbatch (pairs, groups)."""
     mismatched: bool = False
     """Whether mismatched samples, each a prompt with the answer to another one, are scored after the step
@@ -33,7 +33,7 @@ class Needs:
     """Whether the current adapter generates a batch's samples. A window then holds at most one such batch."""
     scalar_head: bool = False
     """Whether a trained vector maps the last hidden state of each sample to a scalar value."""
-    maxima: int = 0
+    max_metric_count: int = 0
     """Number of the last metrics that are maxima over the rows, not sums."""
 
 
@@ -64,7 +64,8 @@ class SampleScores:
         return torch.stack([part.sum() for part in self.logprobs_S.split(self.counts)])
 
     def log_ratios(self) -> Tensor:
-        """Return by how much the log-probability of each sample exceeds that of the reference policy, [B]."""
+        """Return the log-probability of each sample minus its log-probability under the reference policy,
+        [B]."""
         assert self.references_B is not None
         return self.sums() - self.references_B
 
@@ -102,24 +103,26 @@ class Objective(Protocol):
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
         """Return a segment's part of its job's loss, which is the sum over all segments of a global batch."""
 
-    def evaluated(self, scores: SampleScores) -> HeldOutSums:
+    def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
         """Return the sums over the held-out samples of a segment."""
 
     def metrics(self, scores: SampleScores) -> Tensor | None:
         """Return the sums of the metrics that the objective's spec names over a segment, without gradients,
-        [M], or None if there are none. The last `Needs.maxima` are maxima instead."""
+        [M], or None if there are none. The last `Needs.max_metric_count` metrics are maxima instead of
+        sums."""
 
 
-def add_metrics(first_M: Tensor, second_M: Tensor, maxima: int) -> Tensor:
-    """Return the metrics over the rows of both, of which the last `maxima` are maxima and the others sums."""
-    sums = len(first_M) - maxima
+def add_metrics(first_M: Tensor, second_M: Tensor, max_metric_count: int) -> Tensor:
+    """Return the metrics over the rows of both arguments. The last `max_metric_count` are maxima, all others
+    are sums."""
+    sums = len(first_M) - max_metric_count
     largest = torch.maximum(first_M[sums:], second_M[sums:])
     return torch.cat([first_M[:sums] + second_M[:sums], largest])
 
 
-def mean_metrics(metrics_M: Tensor, count: int, maxima: int) -> Tensor:
-    """Return the metrics with all sums divided by `count`; the last `maxima` are no sums."""
-    sums = len(metrics_M) - maxima
+def mean_metrics(metrics_M: Tensor, count: int, max_metric_count: int) -> Tensor:
+    """Return the metrics with all sums divided by `count`; the last `max_metric_count` are no sums."""
+    sums = len(metrics_M) - max_metric_count
     return torch.cat([metrics_M[:sums] / count, metrics_M[sums:]])
 
 
@@ -133,4 +136,4 @@ class ScalarHead:
     anchor: Tensor
 
     def values(self, h_BD: Tensor) -> Tensor:
-        return h_BD @ accumulated(self.weight_D, self.total_D, self.anchor).to(h_BD.dtype)
+        return h_BD @ accumulate_gradient(self.weight_D, self.total_D, self.anchor).to(h_BD.dtype)

@@ -25,7 +25,7 @@ from weftune.objectives.spec import OrpoSpec
 
 
 class Orpo:
-    needs = Needs(together=2)
+    needs = Needs(group_size=2)
 
     def __init__(self, spec: OrpoSpec) -> None:
         self._beta = spec.beta
@@ -33,7 +33,7 @@ class Orpo:
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
         return chosen_loss(scores, batch) + self._penalties(scores).sum() / (batch.samples // 2)
 
-    def evaluated(self, scores: SampleScores) -> HeldOutSums:
+    def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
         return held_out_sums(held_out_chosen_loss(scores) + self._penalties(scores).sum(), scores)
 
     def metrics(self, scores: SampleScores) -> Tensor:

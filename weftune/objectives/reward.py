@@ -15,7 +15,7 @@ from weftune.objectives.spec import RewardSpec
 
 
 class Reward:
-    needs = Needs(together=2, scalar_head=True, maxima=RewardSpec.maxima)
+    needs = Needs(group_size=2, scalar_head=True, max_metric_count=RewardSpec.max_metric_count)
 
     def __init__(self, spec: RewardSpec) -> None:
         self._spec = spec
@@ -23,7 +23,7 @@ class Reward:
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
         return self._pair_losses(scores).sum() / (batch.samples // 2)
 
-    def evaluated(self, scores: SampleScores) -> HeldOutSums:
+    def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
         return held_out_sums(self._pair_losses(scores).sum(), scores)
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ class SupervisedFineTuning:
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
         return -scores.logprobs_S.sum() / batch.supervised
 
-    def evaluated(self, scores: SampleScores) -> HeldOutSums:
+    def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
         return HeldOutSums(-scores.logprobs_S.sum(), len(scores.logprobs_S))
 
     def metrics(self, scores: SampleScores) -> Tensor | None:

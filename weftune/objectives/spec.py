@@ -26,8 +26,8 @@ KTO_METRICS = (
     "logps/rejected",
     "kl",
 )
-"""Names of the metrics of KTO. Those of chosen and rejected answers are means over the answers with the label
-true or false, and are left out where there are none."""
+"""Names of the metrics of KTO. Metrics of chosen and rejected answers are means over the answers with the
+label true and false; they are omitted if there are no such answers."""
 REWARD_METRICS = ("mean_reward", "accuracy", "margin", "min_reward", "max_reward")
 """Names of the metrics of reward models. The last two are extremes over all samples."""
 OBJECTIVE_METRICS = tuple(dict.fromkeys((*PAIR_METRICS, *KTO_METRICS, *REWARD_METRICS)))
@@ -58,7 +58,7 @@ class ObjectiveSpec:
     """Whether the objective trains a scalar head beside the adapter."""
     metrics: ClassVar[tuple[str, ...]] = PAIR_METRICS
     """Names of the metrics besides the loss."""
-    maxima: ClassVar[int] = 0
+    max_metric_count: ClassVar[int] = 0
     """Number of the last metrics that are maxima over the rows, not means."""
 
     kind: str
@@ -187,7 +187,7 @@ class RewardSpec(ObjectiveSpec):
     learning_rate: ClassVar[float] = 1e-4
     scalar_head: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = REWARD_METRICS
-    maxima: ClassVar[int] = 2
+    max_metric_count: ClassVar[int] = 2
 
     kind: Literal["reward"] = "reward"
     center_rewards_coefficient: Annotated[float | None, Bound(at_least=0)] = None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def accumulated(weight: Tensor, total: Tensor, anchor: Tensor) -> Tensor:
+def accumulate_gradient(weight: Tensor, total: Tensor, anchor: Tensor) -> Tensor:
     """Return a copy of the weight for use in a forward. Its gradient is added to `total` instead of `.grad`.
 
     `anchor` is a scalar with `requires_grad` that never gets a gradient: it makes autograd record the graph.

@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 
 from weftune.core.batch import to_device
 from weftune.ops import triton as kernels
-from weftune.ops.fallback import attempt
+from weftune.ops.fallback import run_with_fallback
 from weftune.ops.triton import kernels_available
 
 BETAS, EPS = (0.9, 0.999), 1e-8
@@ -113,7 +113,7 @@ def gradient_norms(states: Sequence[AdamState]) -> Tensor:
 
 def square_sums(vectors: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of each vector, float64 [J], so that partial sums can be added precisely."""
-    return attempt(OP, vectors[0].device, _launch_squares, _plain_squares, vectors)
+    return run_with_fallback(OP, vectors[0].device, _launch_squares, _plain_squares, vectors)
 
 
 def _plain_squares(vectors: Sequence[Tensor]) -> Tensor:
@@ -146,7 +146,7 @@ def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
         assert factor_J is None
         return _update_by_torch(updates, None)
     device = updates[0].state.gradient.device
-    return attempt(OP, device, _launch_update, _update_by_torch, updates, factor_J)
+    return run_with_fallback(OP, device, _launch_update, _update_by_torch, updates, factor_J)
 
 
 def _launch_update(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
@@ -156,7 +156,9 @@ def _launch_update(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor
     sizes, device = [state.master.numel() for state in states], states[0].gradient.device
     blocks = max(-(-size // BLOCK) for size in sizes)
     finite_JB = torch.ones(len(states), blocks, dtype=torch.bool, device=device)
-    numbers_J8 = to_device(torch.tensor([_numbers(one) for one in updates], dtype=torch.float32), device)
+    numbers_J8 = to_device(
+        torch.tensor([_update_numbers(one) for one in updates], dtype=torch.float32), device
+    )
     if factor_J is not None:
         numbers_J8[:, 0] = factor_J
     dtypes = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -251,7 +253,7 @@ def _torch_adamw(one: Update, vectors: Sequence[Tensor]) -> None:
     )
 
 
-def _numbers(one: Update) -> tuple[float, ...]:
+def _update_numbers(one: Update) -> tuple[float, ...]:
     """Return a job's row of the kernel's table of numbers. 1 − β is computed here: from β = 0.999 in float32
     the result would be off by 5e-5."""
     beta1, beta2 = one.betas

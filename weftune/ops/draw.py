@@ -1,6 +1,6 @@
 """Uniform numbers as a pure function of (seed, site, parameter, index), the same bits on every device.
 
-Each index is hashed by the 32-bit finaliser of MurmurHash3 (`dropout.mixed`), and the top 24 bits are the
+Each index is hashed by the 32-bit finaliser of MurmurHash3 (`dropout.mix_bits`), and the top 24 bits are the
 number. So any slice of a parameter can be drawn separately, in any order and on any device.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weftune.core.batch import to_device
-from weftune.ops.dropout import STRIDE, mix, mixed, signed, step_key
+from weftune.ops.dropout import STRIDE, mix_bits, mix_int, step_key, to_signed
 
 CPU_CHUNK, CHUNK = 1 << 16, 1 << 20
 """Values drawn at a time: on a CPU intermediate tensors stay in its cache, on a GPU within 8 MiB each."""
@@ -21,41 +21,41 @@ CPU_CHUNK, CHUNK = 1 << 16, 1 << 20
 
 def parameter_key(seed: int, site: str, parameter: str) -> int:
     """Return the random key of a parameter of a job. It uses step 0, so it differs from all dropout keys."""
-    of_site = mix(step_key(seed, 0) ^ zlib.crc32(site.encode()))
-    return mix(of_site ^ zlib.crc32(parameter.encode()))
+    of_site = mix_int(step_key(seed, 0) ^ zlib.crc32(site.encode()))
+    return mix_int(of_site ^ zlib.crc32(parameter.encode()))
 
 
 def fill_uniform(
-    value: Tensor, key: int, bound: float, start: int = 0, drawn_on: torch.device | None = None
+    value: Tensor, key: int, bound: float, start: int = 0, draw_device: torch.device | None = None
 ) -> None:
     """Fill `value`, a parameter or a slice of it from element `start` on, with uniform numbers in ±bound.
 
-    They are drawn in float64, so that parameters of all dtypes get the same numbers, on the device `drawn_on`
-    if given, else on the device of `value`.
+    They are drawn in float64, so that parameters of all dtypes get the same numbers, on the device
+    `draw_device` if given, else on the device of `value`.
     """
-    flat, device = value.view(-1), drawn_on or value.device
+    flat, device = value.view(-1), draw_device or value.device
     assert start + len(flat) < 1 << 31, "a parameter has fewer than 2³¹ elements"
     chunk = _chunk(device)
     for low in range(0, len(flat), chunk):
         part = flat[low : low + chunk]
-        part.copy_(_drawn(start + low, len(part), signed(key), bound, device))
+        part.copy_(_draw_block(start + low, len(part), to_signed(key), bound, device))
 
 
 def fill_uniform_alike(
-    values: Sequence[Tensor], keys: Sequence[int], bound: float, drawn_on: torch.device | None = None
+    values: Sequence[Tensor], keys: Sequence[int], bound: float, draw_device: torch.device | None = None
 ) -> None:
     """Apply `fill_uniform` to many tensors of equal size with few launches. An adapter has hundreds of small
     matrices, for which separate launches would take longer than the arithmetic."""
-    device, size = drawn_on or values[0].device, values[0].numel()
+    device, size = draw_device or values[0].device, values[0].numel()
     many = max(1, _chunk(device) // size)
     if many == 1:
         for value, key in zip(values, keys, strict=True):
-            fill_uniform(value, key, bound, drawn_on=drawn_on)
+            fill_uniform(value, key, bound, draw_device=draw_device)
         return
     for low in range(0, len(values), many):
         some = values[low : low + many]
-        key_P = torch.tensor([signed(key) for key in keys[low : low + many]], dtype=torch.int32)
-        drawn_PN = _drawn(0, size, to_device(key_P, device)[:, None], bound, device)
+        key_P = torch.tensor([to_signed(key) for key in keys[low : low + many]], dtype=torch.int32)
+        drawn_PN = _draw_block(0, size, to_device(key_P, device)[:, None], bound, device)
         torch._foreach_copy_([value.view(-1) for value in some], list(drawn_PN.to(some[0])))
 
 
@@ -65,18 +65,18 @@ def fill_normal(value: Tensor, key: int) -> None:
     value.copy_(torch.randn(value.shape, generator=generator, dtype=torch.float64))
 
 
-def draw_integers(count: int, below: int, key: int) -> Tensor:
+def draw_integers(count: int, upper_bound: int, key: int) -> Tensor:
     """Return `count` uniform integers in [0, below), drawn by torch on the host."""
-    return torch.randint(below, (count,), generator=torch.Generator().manual_seed(key))
+    return torch.randint(upper_bound, (count,), generator=torch.Generator().manual_seed(key))
 
 
 def _chunk(device: torch.device) -> int:
     return CPU_CHUNK if device.type == "cpu" else CHUNK
 
 
-def _drawn(start: int, size: int, key: int | Tensor, bound: float, device: torch.device) -> Tensor:
+def _draw_block(start: int, size: int, key: int | Tensor, bound: float, device: torch.device) -> Tensor:
     """Return `size` numbers from index `start` on, float64. Keys [P, 1] return one row each, [P, size]."""
     count = torch.arange(start + 1, start + 1 + size, dtype=torch.int32, device=device)
-    bits = mixed(count * signed(STRIDE) ^ key)
+    bits = mix_bits(count * to_signed(STRIDE) ^ key)
     # Shifted arithmetically, the top 24 bits are a whole number from −2²³ up to 2²³.
     return (bits >> 8).double().mul_(bound * 2.0**-23)

@@ -29,14 +29,14 @@ FEW = 1 << 14
 
 def key(seed: int, step: int, site: str) -> int:
     """Return the hash key of a job's dropout mask at one step and site."""
-    return mix(step_key(seed, step) ^ zlib.crc32(site.encode()))
+    return mix_int(step_key(seed, step) ^ zlib.crc32(site.encode()))
 
 
 def step_key(seed: int, step: int) -> int:
     """Return the hash of a job's seed and step, from which the keys of all sites are derived."""
-    mixed = mix(seed & 0xFFFFFFFF)
-    mixed = mix(mixed ^ (seed >> 32 & 0xFFFFFFFF))
-    return mix(mixed ^ (step & 0xFFFFFFFF))
+    mixed = mix_int(seed & 0xFFFFFFFF)
+    mixed = mix_int(mixed ^ (seed >> 32 & 0xFFFFFFFF))
+    return mix_int(mixed ^ (step & 0xFFFFFFFF))
 
 
 def threshold(probability: float) -> int:
@@ -44,7 +44,7 @@ def threshold(probability: float) -> int:
     return min(round(probability * (1 << 32)), (1 << 32) - 1) - (1 << 31)
 
 
-def mix(value: int) -> int:
+def mix_int(value: int) -> int:
     """Return fmix32 of a Python integer."""
     value ^= value >> 16
     value = value * FIRST & 0xFFFFFFFF
@@ -61,19 +61,19 @@ def kept_TK(
     The hashes of features depend on the key too, so that no two features have the same mask at every step.
     `first_feature` is the index of the first feature among those of the whole linear.
     """
-    draw = _kept_on_cpu if token_index_T.device.type == "cpu" else _kept_by_torch
+    draw = _keep_mask_on_cpu if token_index_T.device.type == "cpu" else _keep_mask_by_torch
     numbers = range(first_feature + 1, first_feature + 1 + features)
     return draw(key_of_site, token_index_T, numbers, threshold(probability))
 
 
-def _kept_by_torch(key_of_site: int, token_index_T: Tensor, numbers: range, least: int) -> Tensor:
-    row_T = odd(token_index_T.to(torch.int32) ^ signed(key_of_site))
+def _keep_mask_by_torch(key_of_site: int, token_index_T: Tensor, numbers: range, least: int) -> Tensor:
+    row_T = to_odd(token_index_T.to(torch.int32) ^ to_signed(key_of_site))
     count_K = torch.arange(numbers.start, numbers.stop, dtype=torch.int32, device=row_T.device)
-    feature_K = odd(count_K * signed(STRIDE) ^ signed(key_of_site))
+    feature_K = to_odd(count_K * to_signed(STRIDE) ^ to_signed(key_of_site))
     return row_T[:, None] * feature_K >= least
 
 
-def _kept_on_cpu(key_of_site: int, token_index_T: Tensor, numbers: range, least: int) -> Tensor:
+def _keep_mask_on_cpu(key_of_site: int, token_index_T: Tensor, numbers: range, least: int) -> Tensor:
     own = np.uint32(key_of_site)
     row_T = _odd_unsigned(token_index_T.numpy().astype(np.uint32) ^ own)
     count_K = np.arange(numbers.start, numbers.stop, dtype=np.uint32)
@@ -91,7 +91,7 @@ def _kept_on_cpu(key_of_site: int, token_index_T: Tensor, numbers: range, least:
 
 
 def _odd_unsigned(value: np.ndarray) -> np.ndarray:
-    """Return `odd` of unsigned integers."""
+    """Return `to_odd` of unsigned integers."""
     value = value ^ (value >> 16)
     value *= np.uint32(FIRST)
     value ^= value >> 13
@@ -101,23 +101,23 @@ def _odd_unsigned(value: np.ndarray) -> np.ndarray:
     return value
 
 
-def odd(value: Tensor) -> Tensor:
+def to_odd(value: Tensor) -> Tensor:
     """Return fmix32 of an int32 tensor, made odd: a product with an odd number modulo 2³² is invertible."""
-    return mixed(value) | 1
+    return mix_bits(value) | 1
 
 
-def mixed(value: Tensor) -> Tensor:
+def mix_bits(value: Tensor) -> Tensor:
     """Return fmix32 of an int32 tensor."""
-    value = _folded(value, 16) * signed(FIRST)
-    value = _folded(value, 13) * signed(SECOND)
-    return _folded(value, 16)
+    value = _fold_bits(value, 16) * to_signed(FIRST)
+    value = _fold_bits(value, 13) * to_signed(SECOND)
+    return _fold_bits(value, 16)
 
 
-def _folded(value: Tensor, places: int) -> Tensor:
+def _fold_bits(value: Tensor, places: int) -> Tensor:
     """Return value ^ (value >>> places). torch shifts int32 arithmetically, so sign bits are masked off."""
     return value ^ ((value >> places) & (1 << 32 - places) - 1)
 
 
-def signed(value: int) -> int:
-    """Return the int32 that has these 32 bits."""
+def to_signed(value: int) -> int:
+    """Return the int32 with the same 32 bits."""
     return value - (1 << 32) if value >= 1 << 31 else value

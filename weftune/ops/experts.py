@@ -69,11 +69,11 @@ class Routes:
     """Maps each choice to its position in the sorted order."""
 
     @classmethod
-    def of(cls, chosen_Tk: Tensor, count: int) -> Routes:
+    def from_choices(cls, chosen_Tk: Tensor, count: int) -> Routes:
         experts_S, order_S = chosen_Tk.flatten().sort(stable=True)
         places_S = torch.empty_like(order_S)
         places_S[order_S] = torch.arange(len(order_S), device=order_S.device)
-        return cls(experts_S, _stops(experts_S, count), order_S, places_S.view(chosen_Tk.shape))
+        return cls(experts_S, _expert_stops(experts_S, count), order_S, places_S.view(chosen_Tk.shape))
 
     def rows(self, x_TD: Tensor) -> Tensor:
         """Return the row of each choice's token, in the sorted order."""
@@ -83,7 +83,7 @@ class Routes:
         """Return the sorted positions of a job's choices, and the end of each expert's rows among them."""
         start, stop = tokens
         places_s = self.places_Tk[start:stop].flatten().sort().values
-        return places_s, _stops(self.experts_S[places_s], len(self.stops_E))
+        return places_s, _expert_stops(self.experts_S[places_s], len(self.stops_E))
 
     def linear(self, x_SK: Tensor, site: ExpertSite, own: Mapping[Tokens, tuple[Tensor, Tensor]]) -> Tensor:
         y_SN = grouped_product(x_SK, site.weight_ENK.transpose(1, 2), self.stops_E)
@@ -94,12 +94,12 @@ class Routes:
             y_SN = y_SN.index_add(0, places_s, added_sN.to(y_SN.dtype))
         return y_SN
 
-    def gathered(self, y_SD: Tensor, weights_Tk: Tensor) -> Tensor:
+    def gather_outputs(self, y_SD: Tensor, weights_Tk: Tensor) -> Tensor:
         """Return each token's sum of expert outputs, weighted by the router."""
         return (y_SD[self.places_Tk] * weights_Tk[..., None]).sum(dim=1).to(y_SD.dtype)
 
 
-def _stops(experts_S: Tensor, count: int) -> Tensor:
+def _expert_stops(experts_S: Tensor, count: int) -> Tensor:
     every = torch.arange(count, device=experts_S.device, dtype=experts_S.dtype)
     return torch.searchsorted(experts_S, every, right=True, out_int32=True)
 
@@ -113,10 +113,10 @@ def experts_output(
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Return Σ over a token's experts of weight · down(activation(gate) ⊙ up)."""
-    routes = Routes.of(chosen_Tk, len(down.weight_ENK))
+    routes = Routes.from_choices(chosen_Tk, len(down.weight_ENK))
     own = {tokens: routes.own(tokens) for tokens in {part.tokens for part in (*gate_up.parts, *down.parts)}}
     gate, up = routes.linear(routes.rows(x_TD), gate_up, own).chunk(2, dim=-1)
-    return routes.gathered(routes.linear(activation(gate) * up, down, own), weights_Tk)
+    return routes.gather_outputs(routes.linear(activation(gate) * up, down, own), weights_Tk)
 
 
 def experts_output_reference(

@@ -53,26 +53,26 @@ def has_failed(op: str) -> bool:
     return op in _failed
 
 
-def attempt(
+def run_with_fallback(
     op: str,
     device: torch.device,
-    by_kernels: Callable[..., Result],
-    by_torch: Callable[..., Result],
+    kernel_function: Callable[..., Result],
+    torch_function: Callable[..., Result],
     *arguments: Any,
 ) -> Result:
-    """Return the result of `by_kernels`, or of `by_torch` if a kernel fails now or has failed before. Both
-    are called with `arguments`.
+    """Return the result of `kernel_function`, or of `torch_function` if a kernel fails now or has failed
+    before. Both are called with `arguments`.
 
-    `by_kernels` must have written nothing but new tensors when its kernel is launched.
+    `kernel_function` must have written nothing but new tensors when its kernel is launched.
     """
     if op not in _failed:
         try:
-            return by_kernels(*arguments)
+            return kernel_function(*arguments)
         except Exception as error:
             if not is_kernel_failure(error):
                 raise
-            _note(op, device, error)
-    return by_torch(*arguments)
+            _log_fallback(op, device, error)
+    return torch_function(*arguments)
 
 
 def rehearse(op: str, key: Hashable, device: torch.device, run: Callable[[], object]) -> None:
@@ -92,7 +92,7 @@ def rehearse(op: str, key: Hashable, device: torch.device, run: Callable[[], obj
         except Exception as error:
             if not is_kernel_failure(error):
                 raise
-            _note(op, device, error)
+            _log_fallback(op, device, error)
             _rehearsed[key] = False
     if not _rehearsed[key]:
         raise KernelsFailed(op)
@@ -109,7 +109,7 @@ def is_kernel_failure(error: Exception) -> bool:
     return type(error) is RuntimeError and any(words in message for words in REFUSALS)
 
 
-def _note(op: str, device: torch.device, error: Exception) -> None:
+def _log_fallback(op: str, device: torch.device, error: Exception) -> None:
     """Warn once for each op."""
     if op in _failed:
         return

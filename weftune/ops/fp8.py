@@ -14,7 +14,7 @@ from torch import Tensor
 from weftune.core import weights
 from weftune.core.weights import CODES, multiply_codes
 from weftune.ops import triton as kernels
-from weftune.ops.fallback import attempt
+from weftune.ops.fallback import run_with_fallback
 from weftune.ops.triton import kernels_available
 
 VALUES = 1 << 14
@@ -27,7 +27,7 @@ def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tens
     """Compute `core.weights.quantise_rows`, with one Triton kernel where Triton is available."""
     if x_TM.is_cuda and kernels_available(x_TM):
         by_torch = weights.quantise_rows
-        return attempt("rounding to fp8", x_TM.device, launch_row_codes, by_torch, x_TM, scale_M)
+        return run_with_fallback("rounding to fp8", x_TM.device, launch_row_codes, by_torch, x_TM, scale_M)
     return weights.quantise_rows(x_TM, scale_M)
 
 
@@ -57,7 +57,7 @@ def multiply(
     left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Implement `core.weights.MultiplyCodes` on a GPU."""
-    if left_TM.dtype is torch.float64 or not multiplied_by_library(codes_LM):
+    if left_TM.dtype is torch.float64 or not library_product(codes_LM):
         return multiply_codes(left_TM, codes_LM, scale_M, scale_L, dtype)
     left_TM, scale_T = row_codes(left_TM, scale_M)
     # Linears that share their input are stored in one tensor, of which a slice of columns is not
@@ -74,11 +74,11 @@ def multiply(
 
 def codes_in_float32(left_TM: Tensor, codes_LM: Tensor) -> Tensor:
     """Return left · codesᵀ in float32, before the scales are applied."""
-    if not multiplied_by_library(codes_LM):
+    if not library_product(codes_LM):
         return left_TM.float() @ codes_LM.float().T
     one = torch.ones((), device=left_TM.device)
     return torch._scaled_mm(left_TM, codes_LM.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
 
 
-def multiplied_by_library(codes_LM: Tensor) -> bool:
+def library_product(codes_LM: Tensor) -> bool:
     return codes_LM.is_cuda and all(size % MULTIPLE == 0 for size in codes_LM.shape)

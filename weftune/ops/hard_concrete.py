@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from weftune.core.weights import accumulation_dtype
-from weftune.ops.dropout import STRIDE, mixed, odd, signed
+from weftune.ops.dropout import STRIDE, mix_bits, to_odd, to_signed
 
 LOWER, UPPER = -1.5, 1.5
 OPEN, SHUT = 1e4, -1e4
@@ -54,8 +54,8 @@ def uniform(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
     row, column = (
         torch.arange(1, count + 1, dtype=torch.int32, device=like.device) for count in (rows, columns)
     )
-    row, column = odd(row ^ signed(key)), odd(column * signed(STRIDE) ^ signed(key))
-    bits = mixed(row[:, None] * column) & (1 << BITS) - 1
+    row, column = to_odd(row ^ to_signed(key)), to_odd(column * to_signed(STRIDE) ^ to_signed(key))
+    bits = mix_bits(row[:, None] * column) & (1 << BITS) - 1
     return (bits.to(like.dtype) + 0.5) / (1 << BITS)
 
 
@@ -67,21 +67,22 @@ def gate(alpha: Tensor, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return stretched.clamp(0.0, 1.0), torch.where(inside, (UPPER - LOWER) * s * (1 - s), 0.0)
 
 
-def pruned(values: Gated, kept: int) -> Tensor:
-    """Return the difference with evaluation gates, in which all but the `kept` largest elements are 0."""
+def pruned(values: Gated, kept_count: int) -> Tensor:
+    """Return the difference with evaluation gates, in which all but the `kept_count` largest elements are
+    0."""
     dtype = accumulation_dtype(values.w_NK.dtype)
     whole = values.w_NK.to(dtype) * gate(values.alpha_NK.to(dtype))[0]
     if values.group is not None:
         whole = whole * gate(values.group.to(dtype))[0]
-    largest = whole.abs().flatten().topk(min(kept, whole.numel())).indices
+    largest = whole.abs().flatten().topk(min(kept_count, whole.numel())).indices
     found = torch.zeros_like(whole)
     found.view(-1)[largest] = whole.view(-1)[largest]
     return found
 
 
-def fix_gates(values: Gated, kept: int) -> None:
+def fix_gates(values: Gated, kept_count: int) -> None:
     """Set the difference to its pruned value for evaluation, and fix every gate permanently at 1 or 0."""
-    whole = pruned(values, kept)
+    whole = pruned(values, kept_count)
     values.w_NK.copy_(whole)
     values.alpha_NK.copy_(torch.where(whole != 0, OPEN, SHUT))
     if values.group is not None:
@@ -89,21 +90,21 @@ def fix_gates(values: Gated, kept: int) -> None:
 
 
 def difference_product(
-    x_LK: Tensor, values: Gated, totals: Gated, drawn: DrawnGates | None, anchor: Tensor
+    x_LK: Tensor, values: Gated, totals: Gated, drawn_gates: DrawnGates | None, anchor: Tensor
 ) -> Tensor:
-    """Return x(z ⊙ w)ᵀ. The backward adds the gradients of w and of the gates to `totals`. If `drawn` is
-    None, the gates are fixed and only w has a gradient. `anchor`: see `ops.accumulate`."""
-    return _DifferenceProduct.apply(x_LK, anchor, values, totals, drawn)
+    """Return x(z ⊙ w)ᵀ. The backward adds the gradients of w and of the gates to `totals`. If `drawn_gates`
+    is None, the gates are fixed and only w has a gradient. `anchor`: see `ops.accumulate`."""
+    return _DifferenceProduct.apply(x_LK, anchor, values, totals, drawn_gates)
 
 
 class _DifferenceProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_LK: Tensor, anchor: Tensor, values: Gated, totals: Gated, drawn: DrawnGates | None
+        ctx: Any, x_LK: Tensor, anchor: Tensor, values: Gated, totals: Gated, drawn_gates: DrawnGates | None
     ) -> Tensor:
         ctx.save_for_backward(x_LK)
-        ctx.values, ctx.totals, ctx.drawn = values, totals, drawn
-        (element_NK, _), (group, _) = _gates(values, drawn)
+        ctx.values, ctx.totals, ctx.drawn = values, totals, drawn_gates
+        (element_NK, _), (group, _) = _gate_values(values, drawn_gates)
         delta_NK = (values.w_NK * element_NK * group).to(x_LK.dtype)
         return x_LK @ delta_NK.T
 
@@ -111,7 +112,7 @@ class _DifferenceProduct(torch.autograd.Function):
     def backward(ctx: Any, dy_LN: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         (x_LK,) = ctx.saved_tensors
         values, totals, drawn = ctx.values, ctx.totals, ctx.drawn
-        (element_NK, slope_NK), (group, group_slope) = _gates(values, drawn)
+        (element_NK, slope_NK), (group, group_slope) = _gate_values(values, drawn)
         z_NK = element_NK * group
         dx_LK = None
         if ctx.needs_input_grad[0]:
@@ -127,25 +128,27 @@ class _DifferenceProduct(torch.autograd.Function):
         return dx_LK, None, None, None, None
 
 
-def _gates(values: Gated, drawn: DrawnGates | None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _gate_values(
+    values: Gated, drawn_gates: DrawnGates | None
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the gates of the elements and the gate of the whole tensor, each with its derivative dz/dα."""
     alpha_NK = values.alpha_NK.to(accumulation_dtype(values.alpha_NK.dtype))
     fixed = alpha_NK.new_ones(1), alpha_NK.new_zeros(1)
-    if drawn is None:
+    if drawn_gates is None:
         return gate(alpha_NK), fixed
     rows, columns = alpha_NK.shape
-    element = gate(alpha_NK, uniform(drawn.key, rows, columns, alpha_NK))
+    element = gate(alpha_NK, uniform(drawn_gates.key, rows, columns, alpha_NK))
     if values.group is None:
         return element, fixed
     group = values.group.to(alpha_NK.dtype)
-    return element, gate(group, uniform(drawn.group_key, 1, 1, group)[0])
+    return element, gate(group, uniform(drawn_gates.group_key, 1, 1, group)[0])
 
 
-def _add_penalty(values: Gated, totals: Gated, drawn: DrawnGates) -> None:
+def _add_penalty(values: Gated, totals: Gated, drawn_gates: DrawnGates) -> None:
     """Add the gradient of l0_weight times the expected number of elements whose gates are not 0."""
     # The probability that a gate is not 0 is σ(α), since UPPER = −LOWER.
     p_NK = torch.sigmoid(values.alpha_NK.to(totals.alpha_NK.dtype))
-    cost = drawn.l0_weight * drawn.bears.to(p_NK.dtype)
+    cost = drawn_gates.l0_weight * drawn_gates.bears.to(p_NK.dtype)
     if values.group is None or totals.group is None:
         totals.alpha_NK.add_(cost * p_NK * (1 - p_NK))
         return

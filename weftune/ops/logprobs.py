@@ -29,7 +29,7 @@ from weftune.core.shapes import logit_rows
 from weftune.core.shards import VocabularyShard
 from weftune.core.weights import Head, HeadRows
 from weftune.ops import triton as kernels
-from weftune.ops.fallback import attempt
+from weftune.ops.fallback import run_with_fallback
 from weftune.ops.triton import kernels_available
 
 
@@ -52,19 +52,19 @@ def target_logprobs(
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_SD: Tensor, targets_S: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-        wants_gradient = ctx.needs_input_grad[0]
+        needs_gradient = ctx.needs_input_grad[0]
         rows = logit_rows(h_SD.device.type, head.weight_VD.shape[0])
-        by_chunk = _by_attempt if kernels_available(h_SD) else _by_torch
+        by_chunk = _run_kernel_or_torch if kernels_available(h_SD) else _run_torch
         logprobs, correct = [], []
-        gradient_SD = torch.empty_like(h_SD) if wants_gradient else h_SD
+        gradient_SD = torch.empty_like(h_SD) if needs_gradient else h_SD
         chunks = zip(h_SD.split(rows), targets_S.split(rows), gradient_SD.split(rows), strict=True)
         for h, targets, into in chunks:
-            logprob, right, gradient = by_chunk(h, targets, head, wants_gradient)
+            logprob, right, gradient = by_chunk(h, targets, head, needs_gradient)
             logprobs.append(logprob)
             correct.append(right)
-            if wants_gradient:
+            if needs_gradient:
                 into.copy_(gradient)
-        if wants_gradient:
+        if needs_gradient:
             ctx.save_for_backward(gradient_SD)
             ctx.rows = rows
         correct_S = torch.cat(correct)
@@ -172,7 +172,7 @@ def _by_shard(
     head: Head,
     shard: VocabularyShard,
     own: _OwnRowsOnShard | None,
-    wants_gradient: bool,
+    needs_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return log-probabilities, whether the targets are the argmax, this shard's part of the gradient at `h`,
     and its part of the gradient at the logits of a job's own rows, [S, 0] if there are none."""
@@ -192,7 +192,7 @@ def _by_shard(
     logprobs_S = target_KS.sum(dim=0) - top_S - normaliser_S
     correct_S = best_KS.gather(0, holder_1S)[0] == targets_S
     dlogits_Sn = logits_SV.new_empty(len(h), 0)
-    if not wants_gradient:
+    if not needs_gradient:
         return logprobs_S, correct_S, h, dlogits_Sn
     normalised_SV = logits_SV - top_S[:, None] - normaliser_S[:, None]
     counts_S = is_local_S.to(logits_SV.dtype)
@@ -205,18 +205,20 @@ def _by_shard(
     return logprobs_S, correct_S, dh.to(h.dtype), dlogits_Sn
 
 
-def _by_attempt(
-    h: Tensor, targets: Tensor, head: Head, wants_gradient: bool
+def _run_kernel_or_torch(
+    h: Tensor, targets: Tensor, head: Head, needs_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return attempt("log-probability", h.device, _by_kernel, _by_torch, h, targets, head, wants_gradient)
+    return run_with_fallback(
+        "log-probability", h.device, _run_kernel, _run_torch, h, targets, head, needs_gradient
+    )
 
 
-def _by_torch(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _run_torch(h: Tensor, targets: Tensor, head: Head, needs_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
     logits = head.logits(h)
     normalised = torch.log_softmax(logits, dim=-1)
     logprobs = normalised.gather(1, targets[:, None]).squeeze(1)
     correct = logits.argmax(dim=-1) == targets
-    if not wants_gradient:
+    if not needs_gradient:
         return logprobs, correct, h
     gradient = _product_gradient(normalised, logits, targets, head)
     return logprobs, correct, (gradient.to(head.weight_VD.dtype) @ head.weight_VD).to(h.dtype)
@@ -236,7 +238,9 @@ def _product_gradient(
     return gradient
 
 
-def _by_kernel(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _run_kernel(
+    h: Tensor, targets: Tensor, head: Head, needs_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     z = linear(h, head.weight_VD, head.bias_V)
     logprobs = torch.empty(len(h), dtype=torch.float32, device=h.device)
     correct = torch.empty(len(h), dtype=torch.bool, device=h.device)
@@ -252,11 +256,11 @@ def _by_kernel(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> 
             head.multiplier,
             head.softcap or 1.0,
             CAPS=head.softcap is not None,
-            GRADIENT=wants_gradient,
+            GRADIENT=needs_gradient,
             BLOCK=4096,
             num_warps=8,
         )
-    return logprobs, correct, z @ head.weight_VD if wants_gradient else h
+    return logprobs, correct, z @ head.weight_VD if needs_gradient else h
 
 
 def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:

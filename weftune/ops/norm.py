@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weftune.ops import triton as kernels
-from weftune.ops.fallback import attempt
+from weftune.ops.fallback import run_with_fallback
 from weftune.ops.triton import kernels_available, with_contiguous_rows
 
 OP = "RMSNorm"
@@ -105,14 +105,14 @@ def _forward(
     x_TD: Tensor, weight_D: Tensor, eps: float, offset: float, onto_TD: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     given = x_TD, weight_D, eps, offset, onto_TD
-    return attempt(OP, x_TD.device, _launch_forward, _plain_forward, *given)
+    return run_with_fallback(OP, x_TD.device, _launch_forward, _plain_forward, *given)
 
 
 def _backward(
     dn_TD: Tensor, dskip_TD: Tensor | None, x_TD: Tensor, weight_D: Tensor, rstd_T: Tensor, offset: float
 ) -> Tensor:
     given = dn_TD, dskip_TD, x_TD, weight_D, rstd_T, offset
-    return attempt(OP, x_TD.device, _launch_backward, _plain_backward, *given)
+    return run_with_fallback(OP, x_TD.device, _launch_backward, _plain_backward, *given)
 
 
 def _plain_forward(
@@ -141,7 +141,7 @@ def _launch_forward(
     assert onto_TD is None or onto_TD.shape == x_TD.shape
     n_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
     rstd_T = torch.empty(rows, dtype=torch.float32, device=x_TD.device)
-    tile_rows, block, warps = _tile(width)
+    tile_rows, block, warps = _tile_width(width)
     with torch.cuda.device_of(x_TD):
         kernels.norm.norm_forward[(-(-rows // tile_rows),)](
             x_TD,
@@ -169,7 +169,7 @@ def _launch_backward(
     dn_TD = with_contiguous_rows(dn_TD)
     dskip_TD = None if dskip_TD is None else with_contiguous_rows(dskip_TD)
     dx_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
-    tile_rows, block, warps = _tile(width)
+    tile_rows, block, warps = _tile_width(width)
     with torch.cuda.device_of(x_TD):
         kernels.norm.norm_backward[(-(-rows // tile_rows),)](
             dn_TD,
@@ -191,7 +191,7 @@ def _launch_backward(
     return dx_TD
 
 
-def _tile(width: int) -> tuple[int, int, int]:
+def _tile_width(width: int) -> tuple[int, int, int]:
     """Return (rows per program, columns rounded up to a power of two, warps)."""
     block = 1 << (width - 1).bit_length()
     rows = max(1, TILE // block)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weftune.ops import triton as kernels
-from weftune.ops.fallback import attempt
+from weftune.ops.fallback import run_with_fallback
 from weftune.ops.triton import kernels_available
 
 ROWS = 64
@@ -37,12 +37,12 @@ def paged_attention(
     arguments = q_BHD, keys_CGD, values_CGD, tables_BP, lengths_B, page_rows, scale, window, softcap
     same_width = keys_CGD.shape == values_CGD.shape
     if not same_width or not kernels_available(q_BHD):
-        return _by_torch(*arguments)
-    found: Tensor = attempt("paged attention", q_BHD.device, _by_kernel, _by_torch, *arguments)
+        return _run_torch(*arguments)
+    found: Tensor = run_with_fallback("paged attention", q_BHD.device, _run_kernel, _run_torch, *arguments)
     return found
 
 
-def _by_torch(
+def _run_torch(
     q_BHD: Tensor,
     keys_CGD: Tensor,
     values_CGD: Tensor,
@@ -70,7 +70,7 @@ def _by_torch(
     return torch.einsum("bgrl,blgd->bgrd", weight_BGRL, v_BLGD).flatten(1, 2)
 
 
-def _by_kernel(
+def _run_kernel(
     q_BHD: Tensor,
     keys_CGD: Tensor,
     values_CGD: Tensor,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weftune.ops import triton as kernels
-from weftune.ops.fallback import attempt
+from weftune.ops.fallback import run_with_fallback
 from weftune.ops.norm import rms_norm_reference
 from weftune.ops.triton import kernels_available, with_contiguous_rows
 
@@ -63,13 +63,13 @@ def rotary_split_reference(
         q_THD = rms_norm_reference(q_THD, norms.q_D, norms.eps, norms.offset)
         k_TGD = rms_norm_reference(k_TGD, norms.k_D, norms.eps, norms.offset)
     return (
-        _rotated(q_THD, cos_TE, sin_TE),
-        _rotated(k_TGD, cos_TE, sin_TE),
+        _rotate(q_THD, cos_TE, sin_TE),
+        _rotate(k_TGD, cos_TE, sin_TE),
         v_TGD.contiguous(),
     )
 
 
-def _rotated(x_THD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+def _rotate(x_THD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     wide = torch.promote_types(x_THD.dtype, torch.float32)
     width = cos_TE.shape[1]
     turning, rest = x_THD[..., :width].to(wide), x_THD[..., width:]
@@ -111,7 +111,7 @@ def _forward(
     qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     given = qkv_TN, cos_TE, sin_TE, heads, groups, norms
-    return attempt(OP, qkv_TN.device, _launch_forward, rotary_split_reference, *given)
+    return run_with_fallback(OP, qkv_TN.device, _launch_forward, rotary_split_reference, *given)
 
 
 def _backward(
@@ -124,7 +124,7 @@ def _backward(
     norms: HeadNorms | None,
 ) -> Tensor:
     given = parts, cos_TE, sin_TE, qkv_TN, heads, groups, norms
-    return attempt(OP, cos_TE.device, _launch_backward, _plain_backward, *given)
+    return run_with_fallback(OP, cos_TE.device, _launch_backward, _plain_backward, *given)
 
 
 def _plain_backward(

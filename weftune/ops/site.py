@@ -25,7 +25,7 @@ from weftune.core.weights import (
     is_coded,
     quantised_product,
 )
-from weftune.ops.lora.products import in_float32
+from weftune.ops.lora.products import product_in_float32
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -43,7 +43,7 @@ class RowScale:
 
 def scaled_rows(x_TM: Tensor, scales: Sequence[RowScale]) -> Tensor:
     """Return x with the rows of every scale multiplied by its values. No two scales may share a row."""
-    return _by_rows(x_TM, scales, lambda part, scale: part if scale is None else part * scale.values_M)
+    return _apply_by_rows(x_TM, scales, lambda part, scale: part if scale is None else part * scale.values_M)
 
 
 def scaled_outputs(y_TN: Tensor, bias_N: Tensor | None, scales: Sequence[RowScale]) -> Tensor:
@@ -58,23 +58,23 @@ def scaled_outputs(y_TN: Tensor, bias_N: Tensor | None, scales: Sequence[RowScal
             return (part + bias_N) * scale.values_M
         return part * scale.values_M + bias_N
 
-    return _by_rows(y_TN, scales, finish)
+    return _apply_by_rows(y_TN, scales, finish)
 
 
-def _by_rows(
-    x_TM: Tensor, scales: Sequence[RowScale], make: Callable[[Tensor, RowScale | None], Tensor]
+def _apply_by_rows(
+    x_TM: Tensor, scales: Sequence[RowScale], compute: Callable[[Tensor, RowScale | None], Tensor]
 ) -> Tensor:
     parts, row = [], 0
     for scale in sorted(scales, key=lambda one: one.start):
         assert row <= scale.start, "a row is scaled twice"
-        parts += [make(x_TM[row : scale.start], None)] if row < scale.start else []
-        parts.append(make(x_TM[scale.start : scale.stop], scale))
+        parts += [compute(x_TM[row : scale.start], None)] if row < scale.start else []
+        parts.append(compute(x_TM[scale.start : scale.stop], scale))
         row = scale.stop
-    parts += [make(x_TM[row:], None)] if row < len(x_TM) else []
+    parts += [compute(x_TM[row:], None)] if row < len(x_TM) else []
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def with_rows(y_TN: Tensor, values: Sequence[tuple[slice, Tensor]]) -> Tensor:
+def replace_rows(y_TN: Tensor, values: Sequence[tuple[slice, Tensor]]) -> Tensor:
     """Return a copy of y in which the given slices of rows are replaced by the given values."""
     parts, row = [], 0
     for rows, value_LN in sorted(values, key=lambda one: one[0].start):
@@ -115,15 +115,15 @@ Change = tuple[slice | GatheredRows, slice, Callable[[Tensor], Tensor]]
 
 
 def zero_where_changed(residual_TN: Tensor, changes: Sequence[Change]) -> Tensor:
-    """Return the residual to add to y before `changed_rows`: detached, and zero where y will be changed.
-    The gradient of the residual passes through `changed_rows`."""
+    """Return the residual to add to y before `change_rows`: detached, and zero where y will be changed. The
+    gradient of the residual passes through `change_rows`."""
     residual_TN = residual_TN.detach().clone()
     for rows, columns, _ in changes:
-        _zero(residual_TN[:, columns], rows)
+        _zero_rows(residual_TN[:, columns], rows)
     return residual_TN
 
 
-def changed_rows(
+def change_rows(
     y_TN: Tensor, residual_TN: Tensor | None, changes: Sequence[Change], anchor: Tensor
 ) -> Tensor:
     """Overwrite y with f(y) + residual in the rows and columns of every change, and return y. Elsewhere y
@@ -140,12 +140,12 @@ class _Changed(torch.autograd.Function):
     def forward(
         ctx: Any, y_TN: Tensor, residual_TN: Tensor | None, changes: Sequence[Change], anchor: Tensor
     ) -> Tensor:
-        before = [_copied(y_TN[:, columns], rows) for rows, columns, _ in changes]
+        before = [_copy_rows(y_TN[:, columns], rows) for rows, columns, _ in changes]
         for own_LM, (rows, columns, change) in zip(before, changes, strict=True):
             made_LM = change.forward(own_LM) if isinstance(change, RowChange) else change(own_LM)
             if residual_TN is not None:
-                made_LM = made_LM + _taken(residual_TN[:, columns], rows)
-            _put(y_TN[:, columns], rows, made_LM.to(y_TN.dtype))
+                made_LM = made_LM + _take_rows(residual_TN[:, columns], rows)
+            _put_rows(y_TN[:, columns], rows, made_LM.to(y_TN.dtype))
         ctx.mark_dirty(y_TN)
         ctx.changes = changes
         ctx.save_for_backward(*before)
@@ -155,7 +155,7 @@ class _Changed(torch.autograd.Function):
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         own_TN = dy_TN.clone()
         for own_LM, (rows, columns, change) in zip(ctx.saved_tensors, ctx.changes, strict=True):
-            dy_LM = _taken(dy_TN[:, columns], rows)
+            dy_LM = _take_rows(dy_TN[:, columns], rows)
             if isinstance(rows, GatheredRows):
                 # With a gradient of zero, repeated rows add nothing to the gradients of the weights.
                 dy_LM = torch.where(rows.counts_R1, dy_LM, 0.0)
@@ -163,7 +163,7 @@ class _Changed(torch.autograd.Function):
             before_LM = back(own_LM, dy_LM)
             if isinstance(rows, GatheredRows):
                 before_LM = before_LM.index_select(0, rows.first_R)
-            _put(own_TN[:, columns], rows, before_LM.to(own_TN.dtype))
+            _put_rows(own_TN[:, columns], rows, before_LM.to(own_TN.dtype))
         of_y, of_residual, *_ = ctx.needs_input_grad
         return own_TN if of_y else None, dy_TN if of_residual else None, None, None
 
@@ -176,16 +176,16 @@ def _through_autograd(change: Callable[[Tensor], Tensor], y_LM: Tensor, dy_LM: T
     return before_LM.grad
 
 
-def _taken(x_TM: Tensor, rows: slice | GatheredRows) -> Tensor:
+def _take_rows(x_TM: Tensor, rows: slice | GatheredRows) -> Tensor:
     return x_TM[rows] if isinstance(rows, slice) else x_TM.index_select(0, rows.index_R)
 
 
-def _copied(x_TM: Tensor, rows: slice | GatheredRows) -> Tensor:
-    taken_LM = _taken(x_TM, rows)
+def _copy_rows(x_TM: Tensor, rows: slice | GatheredRows) -> Tensor:
+    taken_LM = _take_rows(x_TM, rows)
     return taken_LM.clone() if isinstance(rows, slice) else taken_LM
 
 
-def _put(x_TM: Tensor, rows: slice | GatheredRows, value_LM: Tensor) -> None:
+def _put_rows(x_TM: Tensor, rows: slice | GatheredRows, value_LM: Tensor) -> None:
     """Overwrite the rows. A repeated row must have the same value each time."""
     if isinstance(rows, slice):
         x_TM[rows] = value_LM
@@ -193,7 +193,7 @@ def _put(x_TM: Tensor, rows: slice | GatheredRows, value_LM: Tensor) -> None:
         x_TM.index_copy_(0, rows.index_R, value_LM)
 
 
-def _zero(x_TM: Tensor, rows: slice | GatheredRows) -> None:
+def _zero_rows(x_TM: Tensor, rows: slice | GatheredRows) -> None:
     if isinstance(rows, slice):
         x_TM[rows] = 0.0
     else:
@@ -205,5 +205,7 @@ def summed_product(x_TK: Tensor, weight: Weight) -> Tensor:
     if is_coded(weight):
         return quantised_product(x_TK, weight, accumulation_dtype(x_TK.dtype))
     if x_TK.dtype in HALVES:
-        return frozen_product_by(lambda x_TK, weight_NK, _: in_float32(x_TK, weight_NK.T), x_TK, weight, None)
+        return frozen_product_by(
+            lambda x_TK, weight_NK, _: product_in_float32(x_TK, weight_NK.T), x_TK, weight, None
+        )
     return frozen_product(x_TK, weight, None)

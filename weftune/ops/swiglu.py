@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from weftune.ops import triton as kernels
-from weftune.ops.fallback import attempt
+from weftune.ops.fallback import run_with_fallback
 from weftune.ops.triton import kernels_available, with_contiguous_rows
 
 OP = "the gated activation"
@@ -26,15 +26,15 @@ tensors are live at once, so more values per thread would lower the occupancy an
 
 def swiglu(gate_up_TF: Tensor) -> Tensor:
     """Return silu(gate) · up, where gate is the first half of the columns."""
-    return _gated(gate_up_TF, gelu=False)
+    return _apply_gate(gate_up_TF, gelu=False)
 
 
 def geglu(gate_up_TF: Tensor) -> Tensor:
     """Return gelu(gate) · up with the tanh approximation, as in Gemma."""
-    return _gated(gate_up_TF, gelu=True)
+    return _apply_gate(gate_up_TF, gelu=True)
 
 
-def _gated(gate_up_TF: Tensor, gelu: bool) -> Tensor:
+def _apply_gate(gate_up_TF: Tensor, gelu: bool) -> Tensor:
     assert gate_up_TF.shape[1] % 2 == 0
     if not kernels_available(gate_up_TF):
         return gated_reference(gate_up_TF, gelu)
@@ -64,11 +64,11 @@ class _Gated(torch.autograd.Function):
 
 
 def _forward(gate_up_TF: Tensor, gelu: bool) -> Tensor:
-    return attempt(OP, gate_up_TF.device, _launch_forward, gated_reference, gate_up_TF, gelu)
+    return run_with_fallback(OP, gate_up_TF.device, _launch_forward, gated_reference, gate_up_TF, gelu)
 
 
 def _backward(dact_TI: Tensor, gate_up_TF: Tensor, gelu: bool) -> Tensor:
-    return attempt(OP, dact_TI.device, _launch_backward, _plain_backward, dact_TI, gate_up_TF, gelu)
+    return run_with_fallback(OP, dact_TI.device, _launch_backward, _plain_backward, dact_TI, gate_up_TF, gelu)
 
 
 def _plain_backward(dact_TI: Tensor, gate_up_TF: Tensor, gelu: bool) -> Tensor:

@@ -1,4 +1,5 @@
-"""The curves of a run: losses and accuracy by step, throughput, time and memory by window."""
+"""The curves of a run: losses and accuracy by step; throughput, time and memory by window (a few global
+batches of every running job)."""
 
 from __future__ import annotations
 
@@ -114,7 +115,7 @@ def _loss_chart(jobs: Sequence[JobRecord], dropped_trials: Sequence[JobRecord]) 
 def _evaluation_chart(
     jobs: Sequence[JobRecord], dropped_trials: Sequence[JobRecord], *, accuracy: bool
 ) -> Chart | None:
-    """Draw validation losses, or token accuracies in percent, with that of the base as a dashed line."""
+    """Draw validation losses, or token accuracies in percent, with the value of the base as a dashed line."""
 
     def curve(job: JobRecord) -> list[Point]:
         return [
@@ -149,7 +150,8 @@ def _percent(share: float | None) -> float | None:
 
 
 def _base_levels(bases: Sequence[tuple[JobRecord, float | None]], digits: int) -> list[ReferenceLine]:
-    """Return one line per distinct base loss; if there are several, each is labelled with its rows."""
+    """Return one line per distinct loss of the base. If there are several losses, each line is labelled with
+    the rows that the loss was measured on."""
     found: dict[str, tuple[JobRecord, float]] = {}
     for job, value in ((job, value) for job, value in bases if value is not None):
         found.setdefault(loss_text(value, digits), (job, value))
@@ -221,13 +223,15 @@ def _job_series(jobs: Sequence[JobRecord], index: int, points: Sequence[Point]) 
 
 
 def _dropped_series(job: JobRecord, points: Sequence[Point]) -> Series:
-    """Return the curve of a dropped trial, drawn behind the others; its name is shown only on hover."""
+    """Return the curve of a dropped trial. The curve is drawn behind all others, and its name is shown only
+    on hover."""
     grey = Pen(DROPPED_COLOUR)
     return Series(name=job.name, points=points, pen=grey, width=1.2, opacity=0.6, group=DROPPED)
 
 
 def _thin_series(series: Sequence[Series]) -> list[Series]:
-    """Thin the curves so that the page opens quickly; all curves share the limit on points."""
+    """Reduce the number of points so that the page opens quickly. The limit applies to all curves
+    together."""
     limit = max(40, MAX_POINTS // max(1, len(series)))
     return [replace(one, points=thin_points(one.points, min(800, limit))) for one in series]
 
@@ -241,7 +245,8 @@ def _finite_values(curves: Sequence[Sequence[Point]]) -> list[float]:
 
 
 def _has_curve(curves: Sequence[Sequence[Point]]) -> bool:
-    """Return whether a curve has two points or more; a single point is in the table already."""
+    """Return whether any curve has two points or more. A curve of one point is not drawn, since the table
+    contains its value."""
     return any(len(_finite_values([curve])) > 1 for curve in curves)
 
 

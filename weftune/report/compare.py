@@ -28,8 +28,8 @@ def first_validation(job: JobRecord) -> float | None:
 
 
 def base_validation(job: JobRecord) -> float | None:
-    """Return the validation loss of the base without an adapter. For runs that did not record it, return that
-    of step 0, which is equal for adapters that start at zero."""
+    """Return the validation loss of the base without an adapter. For runs that did not record this loss,
+    return the loss at step 0, which is equal for adapters that do not change the base at step 0."""
     return job.base_loss if job.base_loss is not None else first_validation(job)
 
 
@@ -181,12 +181,12 @@ class RunVerdict:
 
     introduction: str
     change: str = ""
-    """Difference of the loss from the base."""
+    """Difference between the loss of the adapter and the loss of the base, as text."""
     colour_class: str = ""
-    """`good` or `worse` for the change; `bad` if there is no result."""
+    """CSS class of the change: `good`, `worse`, or `bad` if there is no result."""
     losses: str = ""
     basis: str = ""
-    """Rows and tokens that the verdict is based on."""
+    """Text with the numbers of rows and tokens that the verdict is based on."""
     caution: str = ""
 
 

@@ -31,7 +31,8 @@ class Errors:
 
 
 def prediction_errors(windows: Sequence[WindowLine], *, with_compilation: bool) -> Errors:
-    """Return the errors of changed windows: those that compiled or captured something, or the others."""
+    """Return the errors of changed windows, either of windows that compiled kernels or captured graphs, or of
+    all other windows."""
     counted = [
         window for window in windows if window.changed and bool(window.compiled_passes) == with_compilation
     ]

@@ -145,7 +145,8 @@ def _losses_text(first_loss: float | None, last_loss: float | None) -> str:
 
 
 def _change_text(losses: Losses, validation: Losses) -> Text:
-    """Format the change of the validation loss if there is one, else of the training loss; red if worse."""
+    """Format the change of the validation loss or, without a validation loss, of the training loss. The text
+    is red if the loss increased."""
     first, last = losses if validation == (None, None) else validation
     is_worse = first is not None and last is not None and last > first
     return Text(change_text(first, last), style="red" if is_worse else "")

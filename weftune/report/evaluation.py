@@ -19,7 +19,8 @@ MAX_ROWS = 200
 ANSWERS = "answers.json"
 """File in a job's folder with the answers of its adapter to held-out prompts."""
 BARE_BASE = ""
-"""Key of the base's answers among those of jobs, of which one may be named `base`."""
+"""Key of the base's answers in the mapping from jobs to answers. It cannot be `base`, which may be the name
+of a job."""
 
 
 def answers_record(adapter: str, step: int, rows: Sequence[AnsweredRow]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Bar:
     text: str
     """Text shown when the pointer is on the bar; not escaped."""
     microbatch: int = -1
-    """Number of the microbatch; -1 if there is none or it is unknown."""
+    """Number of the microbatch; -1 if the action has no microbatch or the number is unknown."""
 
 
 def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
@@ -107,7 +107,8 @@ def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
 
 
 def _device_rows(timeline: Timeline, kinds: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return, for each device, the share of time in which it computes, and that of each kind of action."""
+    """Return, for each device, the share of time in which the device computes, and the share of each kind of
+    action."""
     seconds: dict[tuple[int, str], float] = {}
     for one in timeline.events:
         key = one.device, action_kind(one.action)
@@ -281,7 +282,8 @@ class Timelines:
 
 
 def drawn_timeline(timeline: Timeline, program: Program) -> DrawnTimeline:
-    """Return the workers' computation as bars; transfers, which run in parallel, are in the trace only."""
+    """Return the workers' computation as bars. Transfers run in parallel and are not drawn; only the trace
+    file contains them."""
     computed = sorted(
         (one for one in timeline.events if one.lane is Lane.compute and one.stop > one.start),
         key=lambda one: one.start,
@@ -316,7 +318,8 @@ def write_timelines(output: Path, timelines: Timelines) -> None:
 
 
 def read_timelines(output: Path) -> Timelines | None:
-    """Read the timelines. Return None if there are none or they cannot be read: the page is valid without."""
+    """Read the timelines. Return None if the file is missing or cannot be read; the page is then shown
+    without timelines."""
     try:
         found = json.loads((output / TIMELINES).read_text(encoding="utf-8"))
         return Timelines(

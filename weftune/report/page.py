@@ -61,7 +61,7 @@ _MAX_ANSWERS = 8
 _MAX_RUNS = 5
 """Maximum number of runs that are shown; if a folder was resumed more often, only the last ones are."""
 _CURVES = ("loss", "validation", "accuracy")
-"""The charts of losses and accuracy; all other charts show time and memory."""
+"""Names of the charts of losses and accuracy. All other charts show time and memory."""
 _NUMBERS = (
     ("validation", "validation loss"),
     ("change", "against the base"),
@@ -131,7 +131,7 @@ class JobView:
 
     @property
     def folder(self) -> str:
-        """A link to the job's folder, relative to the page; empty if there is none."""
+        """A link to the job's folder, relative to the page. Empty if the job has no folder."""
         return link_to(self.job.name, "") if self.job.spec else ""
 
     @property
@@ -384,8 +384,8 @@ def _change_number(job: JobRecord) -> Number:
 
 
 def _metric_number(job: JobRecord, names: Sequence[str], text: Callable[[float], str]) -> Number:
-    """Return a metric of the job's objective, which has one of these names, on the held-out pairs, or else at
-    the last step."""
+    """Return a metric of the job's objective with one of the given names: its value on the held-out pairs or,
+    without held-out pairs, at the last step."""
     kept = kept_evaluation(job)
     line = kept if kept is not None else job.losses[-1] if job.losses else None
     metrics = {} if line is None else line.metrics

@@ -64,11 +64,11 @@ class WindowLine:
     predicted_peak_bytes: float | None
     jobs: int = 0
     changed: bool = True
-    """Whether the window's jobs or lengths of samples differ from those of the window before."""
+    """Whether the window's jobs or sample lengths differ from the previous window."""
     compiled_passes: int = 0
     """Number of passes in which kernels were compiled or a graph captured."""
     source: str = ""
-    """Phrase that says where the predicted time comes from."""
+    """Text that names the source of the predicted time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +257,8 @@ def _evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _numbers(line: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, float]:
-    """Return the finite numbers in a line; `keys` maps their names to their keys there."""
+    """Return the finite numbers in a line of metrics. `keys` maps the name of each number to its key in the
+    line."""
     found = {name: _as_number(line.get(key)) for name, key in keys.items()}
     return {name: value for name, value in found.items() if value is not None}
 

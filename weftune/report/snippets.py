@@ -55,8 +55,9 @@ def vllm_max_rank(rank: int) -> int | None:
 
 
 def vllm_rank(base: BaseSpec, folder: Path) -> int | None:
-    """Return the rank of the adapter in `folder` if vLLM can load it; None if it cannot. It cannot load those
-    of a quantised base, or of one with rope scaling, since it would load another model."""
+    """Return the rank of the adapter in `folder` if vLLM can load it; None if it cannot. It cannot load an
+    adapter of a quantised base or of a base with rope scaling, since it would load another model than the
+    adapter was trained on."""
     if base.quantize is not None or base.rope_scaling is not None:
         return None
     try:

@@ -38,7 +38,8 @@ def smooth_points(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def _running_mean(values: Sequence[float | None], decay: float) -> list[float]:
-    """Return means with weights that fall by `keep` per step into the past, normalised to avoid bias."""
+    """Return exponential means: the weight of a value falls by the factor `decay` per step into the past,
+    normalised to avoid bias."""
     mean = weight = 0.0
     means = []
     for value in values:
@@ -161,7 +162,8 @@ class Parallel:
 def value_axis(
     label: str, values: Iterable[float], *, starts_at_zero: bool = False, margin: float = 0.05
 ) -> Axis:
-    """Return an axis for measured values: logarithmic if an outlier would flatten the others."""
+    """Return an axis for measured values. It is logarithmic if an outlier would flatten all other values on a
+    linear axis."""
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(known), max(known)
     if low > 0 and high > LOG_RATIO * median(known):

@@ -86,7 +86,8 @@ def _drawn_keys(record: SweepRecord) -> list[str]:
 
 
 def _vary_together(values: Mapping[str, Sequence[str]], first_key: str, second_key: str) -> bool:
-    """Return whether each key determines the other, although several trials share a value."""
+    """Return whether the values of each key determine the values of the other key, although several trials
+    share a value."""
     names = list(values)
     pairs = set(zip(values[first_key], values[second_key], strict=True))
     kinds = {len(pairs), len(set(values[first_key])), len(set(values[second_key]))}
@@ -206,7 +207,7 @@ def _key_chart(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
 
 
 def _rung_values(record: SweepRecord, rung: int) -> dict[str, float]:
-    """Return a mapping from each trial that was measured at a rung to its value there."""
+    """Return a mapping from each trial that was measured at a rung to its value at the rung."""
     last = rung == _rung_count(record) - 1
     values = {trial.name: _trial_rung_value(trial, rung, is_last=last) for trial in record.trials}
     return {name: value for name, value in values.items() if value is not None}
@@ -259,7 +260,7 @@ class Scale:
     """The mapping of a key's values to positions between its smallest and its largest value."""
 
     values: tuple[Any, ...]
-    """Distinct values; numbers are sorted, others keep their order."""
+    """Distinct values of the key. Numbers are sorted; other values keep their order."""
     is_numeric: bool
     log: bool
     ticks: tuple[Any, ...]
@@ -304,7 +305,8 @@ def _is_log(sorted_values: Sequence[float]) -> bool:
 def _spaced_ticks(
     min_value: float, max_value: float, candidates: Iterable[float], log: bool
 ) -> tuple[float, ...]:
-    """Return both ends, and those `candidates` that are not too close to the ends or to each other."""
+    """Return both ends of the range and all `candidates` that are not too close to the ends or to each
+    other."""
     along = math.log if log else float
     least = _TICKS_APART * (along(max_value) - along(min_value))
     found = [min_value]

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from weftune.report.page import JobView
 
 _OPEN_TRIALS = 10
-"""Number of trials that are always shown; the others are collapsed if there are more than `_FEW_TRIALS`."""
+"""Number of trials that are always shown. If there are more than `_FEW_TRIALS` trials, all further trials are
+collapsed."""
 _FEW_TRIALS = 14
 SEARCHES = {"grid": "grid", "random": "random search", "tpe": "TPE"}
 

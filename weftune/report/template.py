@@ -65,7 +65,7 @@ def chart_page(title: str, figure: Figure) -> str:
 
 
 def _read_part(name: str) -> str:
-    """Return the content of a file beside this one, without the newline at its end."""
+    """Return the content of a file in this module's folder, without the newline at its end."""
     return files("weftune.report").joinpath(name).read_text(encoding="utf-8").strip()
 
 

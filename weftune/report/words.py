@@ -18,7 +18,7 @@ def loss_text(loss: float | None, digits: int = 4) -> str:
 
 
 def change_text(first_value: float | None, last_value: float | None) -> str:
-    """Format the change from `first` to `last`, in percent of `first`."""
+    """Format the change from `first_value` to `last_value`, in percent of `first_value`."""
     if first_value is None or last_value is None or first_value == 0:
         return NO_VALUE
     return f"{100 * (last_value - first_value) / abs(first_value):+.1f} %".replace("-", "−")
@@ -78,7 +78,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def short_paths(paths: Sequence[str]) -> Mapping[str, str]:
-    """Map each path to its shortest tail of parts that distinguishes it from the other paths."""
+    """Map each path to the shortest sequence of its last parts that distinguishes it from the other paths."""
     parts = {path: PurePath(path).parts for path in paths}
     for count in range(1, max(map(len, parts.values()), default=0) + 1):
         tails = {path: "/".join(some[-count:]) for path, some in parts.items()}

@@ -114,7 +114,7 @@ class Alone:
     def _report_passes(self, passes: Sequence[TimedPass]) -> Iterator[Event]:
         """Yield one event per pass; waits until the device has finished the passes."""
         for timed in passes:
-            met = {job: self._roster.trainings[job].layout.met for job in timed.plan.jobs}
+            met = {job: self._roster.trainings[job].layout.active_size for job in timed.plan.jobs}
             time = PassTime(
                 work=work_of(timed.plan, met),
                 forward=sum(span.seconds() for span in timed.forward),

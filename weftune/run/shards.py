@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weftune.adapters.registry import layout_of
+from weftune.adapters.registry import adapter_layout
 from weftune.adapters.shards import shard_positions
 from weftune.adapters.vector import VectorLayout
 from weftune.base.model import Base
@@ -54,7 +54,7 @@ class Shards:
 
     def attach(self, training: Training) -> LocalPart:
         base, state = self._base, training.state
-        layout = layout_of(training.adapter.spec, base.shape.sites)
+        layout = adapter_layout(training.adapter.spec, base.shape.sites)
         positions = shard_positions(training.layout, layout, base.slices, base.whole_sites)
         positions = positions.to(state.master.device)
         counts = [one.site in base.slices or self._team.shard == 0 for one in layout.parameters]

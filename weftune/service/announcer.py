@@ -89,7 +89,7 @@ class Announcer:
         self._tell(job, f"vLLM could not be reached in {ATTEMPTS} attempts", "warn", False)
 
     def _post(self, model: str, folder: Path) -> tuple[int, str]:
-        """Return the status and the text of vLLM's answer; the status is 0 if there is none."""
+        """Return the status and the text of vLLM's answer. The status is 0 if vLLM does not answer."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY):
             headers["Authorization"] = f"Bearer {key}"

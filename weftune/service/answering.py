@@ -55,15 +55,15 @@ class AnsweringBase:
 
     def __init__(
         self,
-        adapted: AdaptedBase,
+        adapted_base: AdaptedBase,
         tokenizer: PreTrainedTokenizerBase,
         jobs_folder: Path,
         cache_bytes: int,
         adapter_bytes: int,
     ) -> None:
-        self._adapted, self._jobs = adapted, jobs_folder
+        self._adapted, self._jobs = adapted_base, jobs_folder
         self._cache_bytes, self._adapter_bytes = cache_bytes, adapter_bytes
-        self._stop_ids = stop_ids(adapted.base.model, tokenizer)
+        self._stop_ids = stop_ids(adapted_base.base.model, tokenizer)
         self._base_tokenizer = tokenizer, copy.deepcopy(tokenizer)
         self._tokenizers: OrderedDict[str, tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]]
         self._tokenizers = OrderedDict()
@@ -104,7 +104,7 @@ class AnsweringBase:
         folder, size = self._folder_of(request)
         decodes, encodes = self._tokenizer_of(folder)
         if request.prompt is not None:
-            tokens = prompt_tokens(encodes, request.prompt, is_plain=True)
+            tokens = prompt_tokens(encodes, request.prompt, is_plain_text=True)
         else:
             messages: list[Any] = [dict(one) for one in request.messages]
             tokens = prompt_tokens(encodes, messages)
@@ -193,27 +193,27 @@ class AnsweringBase:
         # Jobs that train are attached under their ids, which have no colon.
         name = f"chat:{request.job}:{'' if request.step is None else request.step}"
         if name not in self._attached:
-            self._free(prompt.adapter_bytes)
+            self._free_memory(prompt.adapter_bytes)
             attach_folder(self._adapted, name, prompt.folder)
             self._attached[name] = prompt.adapter_bytes
         self._attached.move_to_end(name)
         return name
 
-    def _free(self, size: int) -> None:
+    def _free_memory(self, size: int) -> None:
         """Detach the least recently used adapters until another one of `size` bytes fits."""
         used = {answer.stream.adapter for answer in self._running}
         for name in [name for name in self._attached if name not in used]:
-            if self._fits(size):
+            if self._has_room(size):
                 return
             self._detach(name)
-        if not self._fits(size):
+        if not self._has_room(size):
             raise ChatError(
                 f"The adapter takes {size:,} bytes, and the memory for adapters that answer, "
                 f"{self._adapter_bytes:,} bytes, is in use; try again later.",
                 "unavailable",
             )
 
-    def _fits(self, size: int) -> bool:
+    def _has_room(self, size: int) -> bool:
         return (
             len(self._attached) < MAX_ATTACHED and sum(self._attached.values()) + size <= self._adapter_bytes
         )

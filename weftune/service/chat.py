@@ -60,7 +60,7 @@ class ChatClient:
     def __init__(self, socket_path: Path) -> None:
         self._path = socket_path
 
-    def is_served(self) -> bool:
+    def has_server(self) -> bool:
         """Return whether a training process listens, which it does as soon as it has loaded the base."""
         try:
             with socket.socket(socket.AF_UNIX) as probe, socket_address(self._path) as address:
@@ -70,7 +70,7 @@ class ChatClient:
         return True
 
     async def ask(self, request: ChatRequest) -> AsyncGenerator[str | ChatEnd, None]:
-        """Yield pieces of the answer as they come, and at last its `ChatEnd`. Raise ChatError.
+        """Yield pieces of the answer as they are generated, and finally its `ChatEnd`. Raise ChatError.
 
         Closing the iterator before the end cancels the answer.
         """
@@ -82,7 +82,7 @@ class ChatClient:
                 "The training process is not running at the moment; try again.", "unavailable"
             ) from error
         try:
-            writer.write(_line(request_values(request)))
+            writer.write(_json_line(request_values(request)))
             while line := await reader.readline():
                 answer = json.loads(line)
                 if "error" in answer:
@@ -111,7 +111,7 @@ class ChatServer:
 
     def __init__(
         self,
-        adapted: AdaptedBase,
+        adapted_base: AdaptedBase,
         tokenizer: PreTrainedTokenizerBase,
         jobs_folder: Path,
         socket_path: Path,
@@ -122,7 +122,7 @@ class ChatServer:
         adapters which stay attached although they do not train. `tokenizer` is the base's."""
         from weftune.service.answering import AnsweringBase
 
-        self._base = AnsweringBase(adapted, tokenizer, jobs_folder, cache_bytes, adapter_bytes)
+        self._base = AnsweringBase(adapted_base, tokenizer, jobs_folder, cache_bytes, adapter_bytes)
         self._path = socket_path
         self._arrivals: queue.SimpleQueue[tuple[_Exchange, Any]] = queue.SimpleQueue()
         """Exchanges whose prompt is ready, each with its prompt, or None if it has been cancelled."""
@@ -154,14 +154,16 @@ class ChatServer:
             return False
         for exchange, answer in list(self._answers.items()):
             if (sentence := self._base.lost(answer)) is not None:
-                self._fail(exchange, ChatError(sentence, "unavailable"))
+                self._send_error(exchange, ChatError(sentence, "unavailable"))
         try:
             continued = self._base.turn()
         except Exception:
             # A failure of the decoder, such as a full device, must not end training.
             logger.exception("chat: a pass failed, and its answers were ended")
             for exchange in list(self._answers):
-                self._fail(exchange, ChatError("The answer could not be computed; try again.", "unavailable"))
+                self._send_error(
+                    exchange, ChatError("The answer could not be computed; try again.", "unavailable")
+                )
             self._base.reset()
             return True
         for exchange, answer in list(self._answers.items()):
@@ -223,7 +225,7 @@ class ChatServer:
             }
         )
 
-    def _fail(self, exchange: _Exchange, error: ChatError) -> None:
+    def _send_error(self, exchange: _Exchange, error: ChatError) -> None:
         self._base.cancel(self._answers.pop(exchange))
         exchange.reply_error(error)
 
@@ -256,7 +258,7 @@ class ChatServer:
                 task.add_done_callback(tasks.discard)
         except ValueError:
             sentence = f"The request is longer than {LINE_BYTES:,} bytes."
-            writer.write(_line({"id": None, "error": sentence, "code": "invalid_request"}))
+            writer.write(_json_line({"id": None, "error": sentence, "code": "invalid_request"}))
         except OSError:
             pass
         finally:
@@ -300,7 +302,7 @@ class _Exchange:
 
     def reply(self, values: Mapping[str, Any]) -> None:
         if not self.is_closed:
-            self.loop.call_soon_threadsafe(self._write, _line({"id": self.id, **values}))
+            self.loop.call_soon_threadsafe(self._write, _json_line({"id": self.id, **values}))
 
     def reply_error(self, error: ChatError) -> None:
         self.reply({"error": str(error), "code": error.code})
@@ -316,7 +318,7 @@ class _Exchange:
 # -- lines and sockets ----------------------------------------------------------------------------------
 
 
-def _line(values: Mapping[str, Any]) -> bytes:
+def _json_line(values: Mapping[str, Any]) -> bytes:
     # Half of a character outside the basic plane, which JSON allows, has no UTF-8.
     return (json_text(values) + "\n").encode("utf-8", "replace")
 

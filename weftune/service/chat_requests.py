@@ -83,7 +83,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 def parse_request(values: Mapping[str, Any]) -> ChatRequest:
-    """Return the request with these values. Raise ChatError if they are no request."""
+    """Create a request from these values. Raise ChatError if the values are not a valid request."""
     if not isinstance(values.get("id"), str):
         raise ChatError("The request has no id.", "invalid_request")
     job, step = _parse_model(values.get("model"))

@@ -103,7 +103,7 @@ class ServiceClient:
         """Submit all jobs of a jobs file, and yield them as the service answers. Rows that several jobs share
         are uploaded once."""
         refuse_unsubmittable(run)
-        if (base := self._base()) != public_name(run.base):
+        if (base := self._read_base()) != public_name(run.base):
             raise SpecError(
                 Mistake("base", f"is {public_name(run.base)}, and the service trains on {base}; write that")
             )
@@ -123,7 +123,7 @@ class ServiceClient:
             body["model"] = base
             yield self.request("POST", "/v1/fine_tuning/jobs", body, headers)
 
-    def _base(self) -> str:
+    def _read_base(self) -> str:
         return str(self.request("GET", "/v1/models")["data"][0]["id"])
 
     def job(self, name: str) -> dict[str, Any]:

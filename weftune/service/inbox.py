@@ -39,7 +39,8 @@ class ServiceInbox:
     def __init__(self, requests: RequestStore, store: ServiceJobStore, prepare: Prepare) -> None:
         self._requests, self._store, self._prepare = requests, store, prepare
         self.serve_idle: Callable[[float], object] = time.sleep
-        """Function that is called with seconds to spend while no job trains: prompts are answered there."""
+        """Function that is called while no job trains, to answer prompts. Its argument is the number of
+        seconds that it may take."""
         self.entered: set[str] = set()
         """Jobs that the loop holds; those that have ended are removed at the next read."""
         self.cursors = {"prepared": 0, "commands": 0}
@@ -58,8 +59,8 @@ class ServiceInbox:
             log.warning("%s", error)
             return ()
         self.entered &= self._store.notes.keys()
-        found = [request for one in submissions for request in self._take(one)]
-        found += [request for one in commands for request in self._obey(one)]
+        found = [request for one in submissions for request in self._take_submission(one)]
+        found += [request for one in commands for request in self._run_command(one)]
         if submissions:
             self.cursors["prepared"] = submissions[-1].number
         if commands:
@@ -78,7 +79,8 @@ class ServiceInbox:
             log.info("%s", answer.sentence)
 
     def wait(self, stop: Callable[[], bool]) -> bool:
-        """Wait until there may be a request, at most `IDLE_SECONDS`; a service ends only if it is stopped."""
+        """Wait until a request may have arrived, at most `IDLE_SECONDS`. A service without jobs continues to
+        run until it is stopped."""
         deadline = time.monotonic() + IDLE_SECONDS
         self._store.flush_soon()
         while not stop() and time.monotonic() < deadline:
@@ -105,11 +107,11 @@ class ServiceInbox:
         self.entered.add(submission.id)
         return job
 
-    def _enter(self, submission: Submission) -> list[Request]:
+    def _enter_job(self, submission: Submission) -> list[Request]:
         job = self.prepare(submission)
         return [] if job is None else [Enter(submission.id, job)]
 
-    def _take(self, prepared: PreparedSubmission) -> list[Request]:
+    def _take_submission(self, prepared: PreparedSubmission) -> list[Request]:
         submission = prepared.submission
         if submission.id in self._store:
             # A command has come before it.
@@ -124,9 +126,9 @@ class ServiceInbox:
         if prepared.refusal is not None:
             self._store.fail_job(submission.id, prepared.refusal)
             return []
-        return self._enter(submission)
+        return self._enter_job(submission)
 
-    def _obey(self, command: Command) -> list[Request]:
+    def _run_command(self, command: Command) -> list[Request]:
         name, id = command.job, str(command.number)
         row = self._store.row(name)
         if row is None:
@@ -167,7 +169,7 @@ class ServiceInbox:
                 submission = self._requests.submission(None, name)
                 assert submission is not None, "a job has been submitted"
                 self._store.move_job(name, State.QUEUED)
-                return self._enter(submission)
+                return self._enter_job(submission)
         return []
 
     def _delete(self, name: str) -> None:

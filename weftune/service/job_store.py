@@ -20,7 +20,7 @@ from weftune.jobs.store.status import BASE_LOSS, RUNG_LOSS, JobStatus, RunStatus
 from weftune.plan.program.program import MicrobatchPlan
 from weftune.report.words import loss_text
 from weftune.service.ids import AdapterName, new_id
-from weftune.service.queue_order import DAY_SECONDS, QUEUE, decayed
+from weftune.service.queue_order import DAY_SECONDS, QUEUE, decay_usage
 from weftune.service.settings import EPOCHS, ServiceSettings, adapter_folder
 from weftune.service.store.database import StoreUnavailable
 from weftune.service.store.records import (
@@ -54,7 +54,7 @@ METRIC_NAMES = {
     BASE_LOSS: "base_valid_loss",
     "base_token_accuracy": "base_valid_mean_token_accuracy",
 }
-"""Maps keys of metrics lines to the names of OpenAI's API. Others keep their names."""
+"""Maps keys of metrics lines to the names of OpenAI's API. Keys that are missing here keep their names."""
 MEASURED = {
     "train": ("training", "train_loss"),
     "eval": ("validation", "valid_loss"),
@@ -124,7 +124,7 @@ class ServiceJobStore:
     # -- jobs --------------------------------------------------------------------------------------------
 
     def admit_submission(self, submission: Submission, row: JobRow | None = None) -> None:
-        """Begin to keep a job: a new one, or that of an unfinished `row`."""
+        """Begin to record a job, which is new or, if `row` is given, unfinished from an earlier process."""
         self.notes[submission.id] = JobNotes(submission, time.time())
         if row is not None:
             self._jobs[submission.id] = row
@@ -133,9 +133,9 @@ class ServiceJobStore:
             return
         row = JobRow(id=submission.id, tenant=submission.tenant, created_at=submission.created_at)
         row = replace(row, priority=int(submission.job.get("priority", 0)))
-        self._set(row)
+        self._set_row(row)
         self._transitions.append(Transition(job=row.id, at=time.time(), old=None, new=State.QUEUED))
-        self._tell(row.id, f"Created fine-tuning job: {row.id}")
+        self._add_event(row.id, f"Created fine-tuning job: {row.id}")
 
     def row(self, name: str) -> JobRow | None:
         """Return a job that training knows, also one that has ended."""
@@ -161,7 +161,7 @@ class ServiceJobStore:
             return
         check_transition(row.state, state)
         self._transitions.append(Transition(job=name, at=now, old=row.state, new=state, reason=reason))
-        self._tell_transition(row, state, reason)
+        self._add_transition_event(row, state, reason)
         status = replace(row.status, state=state, reason=reason)
         changes: dict[str, Any] = {"status": status, "estimated_finish": None}
         notes = self.notes[name]
@@ -177,17 +177,17 @@ class ServiceJobStore:
             changes["model"] = self._model_name(name)
         if state is State.FAILED:
             changes["error"] = row.error or {"code": "training_failed", "message": reason, "param": None}
-        self._set(replace(row, **changes))
+        self._set_row(replace(row, **changes))
         if state is State.SUCCEEDED:
             self.announce(self._jobs[name])
 
     def fail_job(self, name: str, error: Mapping[str, Any]) -> None:
         """Record that a queued job cannot be trained: `error` has code, message and param."""
-        self._set(replace(self._jobs[name], error=error))
+        self._set_row(replace(self._jobs[name], error=error))
         self.move_job(name, State.FAILED, str(error["message"]))
 
     def set_priority(self, name: str, priority: int) -> None:
-        self._set(replace(self._jobs[name], priority=priority))
+        self._set_row(replace(self._jobs[name], priority=priority))
 
     def delete_model(self, name: str) -> None:
         """Record that the adapter of a job that has ended was deleted."""
@@ -196,10 +196,10 @@ class ServiceJobStore:
                 self._changed[name] = replace(row, model=None)
 
     def explain_job(self, name: str, reason: str) -> None:
-        self._change(name, reason=self._without_strangers(name, reason))
+        self._change_status(name, reason=self._without_strangers(name, reason))
 
     def advance_job(self, name: str, step: int, steps: int, trained_tokens: int) -> None:
-        self._change(name, step=step, steps=steps, trained_tokens=trained_tokens)
+        self._change_status(name, step=step, steps=steps, trained_tokens=trained_tokens)
         row, notes, now = self._jobs[name], self.notes[name], time.time()
         # Steps that are trained again after a crash are not counted again.
         if (new := trained_tokens - notes.receipt.tokens) > 0:
@@ -211,7 +211,7 @@ class ServiceJobStore:
         began, first = notes.began
         if row.state is State.RUNNING and step > first:
             remaining = (steps - step) * (now - began) / (step - first)
-            self._set(replace(self._jobs[name], estimated_finish=now + remaining))
+            self._set_row(replace(self._jobs[name], estimated_finish=now + remaining))
 
     def evaluate_job(
         self,
@@ -221,23 +221,23 @@ class ServiceJobStore:
         best_loss: float | None,
         score: float | None = None,
     ) -> None:
-        self._change(name, eval_loss=eval_loss, best_step=best_step, best_loss=best_loss)
+        self._change_status(name, eval_loss=eval_loss, best_step=best_step, best_loss=best_loss)
 
     def score_base(self, name: str, loss: float) -> None:
-        self._change(name, base_loss=loss)
+        self._change_status(name, base_loss=loss)
 
     def measure_base(self, name: str, score: float) -> None:
-        self._change(name, base_score=score)
+        self._change_status(name, base_score=score)
 
     def warn_job(self, name: str, sentence: str) -> None:
-        self._change(name, warning=sentence)
+        self._change_status(name, warning=sentence)
         if sentence:
-            self._tell(name, f"Warning: {sentence}", "warn")
+            self._add_event(name, f"Warning: {sentence}", "warn")
 
     def note_job(self, name: str, sentence: str) -> None:
         if sentence not in (known := self.job(name).notes):
-            self._change(name, notes=(*known, sentence))
-            self._tell(name, sentence)
+            self._change_status(name, notes=(*known, sentence))
+            self._add_event(name, sentence)
 
     # -- the run -----------------------------------------------------------------------------------------
 
@@ -337,14 +337,14 @@ class ServiceJobStore:
         )
         with self._lock:
             self._checkpoints.append(row)
-        self._tell(name, f"Checkpoint created at step {step}")
+        self._add_event(name, f"Checkpoint created at step {step}")
 
     def epoch_folder(self, name: str, step: int) -> Path:
         return adapter_folder(self.output, name, step)
 
     def recent_tokens(self, tenant: str, now: float) -> float:
         tokens, at = self._recent.get(tenant, (0.0, now))
-        return decayed(tokens, now - at)
+        return decay_usage(tokens, now - at)
 
     def restore_recent_tokens(self, window: WindowRow) -> None:
         """Continue with the recent tokens that the last process has recorded with its last window."""
@@ -419,13 +419,13 @@ class ServiceJobStore:
 
     # -- pending changes ---------------------------------------------------------------------------------
 
-    def _set(self, row: JobRow) -> None:
+    def _set_row(self, row: JobRow) -> None:
         with self._lock:
             self._jobs[row.id] = self._changed[row.id] = row
 
-    def _change(self, name: str, **status: Any) -> None:
+    def _change_status(self, name: str, **status: Any) -> None:
         row = self._jobs[name]
-        self._set(replace(row, status=replace(row.status, **status)))
+        self._set_row(replace(row, status=replace(row.status, **status)))
 
     def _set_receipt(self, name: str, receipt: Receipt) -> None:
         self.notes[name].receipt = receipt
@@ -446,37 +446,37 @@ class ServiceJobStore:
         row, notes = self._jobs[name], self.notes[name]
         return str(AdapterName(self.settings.base_name, row.tenant, notes.suffix, name, step))
 
-    def _tell_transition(self, row: JobRow, state: State, reason: str) -> None:
+    def _add_transition_event(self, row: JobRow, state: State, reason: str) -> None:
         name, step = row.id, row.status.step
         match state:
             case State.RUNNING if row.started_at is None:
-                self._tell(name, "Fine-tuning job started")
+                self._add_event(name, "Fine-tuning job started")
             case State.RUNNING:
-                self._tell(name, f"Fine-tuning job continues from step {step}")
+                self._add_event(name, f"Fine-tuning job continues from step {step}")
             case State.QUEUED if row.state is State.PAUSED:
-                self._tell(name, "Fine-tuning job resumed; it is queued")
+                self._add_event(name, "Fine-tuning job resumed; it is queued")
             case State.QUEUED:
-                self._tell(
+                self._add_event(
                     name,
                     f"Fine-tuning job is queued again at step {step}: {reason or 'the service restarts'}",
                 )
             case State.PAUSED:
-                self._tell(name, f"Fine-tuning job paused at step {step}: {reason}")
+                self._add_event(name, f"Fine-tuning job paused at step {step}: {reason}")
             case State.SUCCEEDED:
-                self._tell(name, f"New fine-tuned model created: {self._model_name(name)}")
-                self._tell(name, "The job has successfully completed")
+                self._add_event(name, f"New fine-tuned model created: {self._model_name(name)}")
+                self._add_event(name, "The job has successfully completed")
             case State.CANCELLED:
-                self._tell(name, f"Fine-tuning job cancelled at step {step}")
+                self._add_event(name, f"Fine-tuning job cancelled at step {step}")
             case State.FAILED:
-                self._tell(name, f"Fine-tuning job failed: {reason}", "error")
+                self._add_event(name, f"Fine-tuning job failed: {reason}", "error")
 
     def record_announcement(
         self, name: str, message: str, level: Literal["info", "warn"], is_loaded: bool
     ) -> None:
-        """Record what has come of announcing a finished adapter. Any thread may call it."""
-        self._tell(name, message, level, {ANNOUNCED: is_loaded})
+        """Record the outcome of announcing a finished adapter to vLLM. Any thread may call it."""
+        self._add_event(name, message, level, {ANNOUNCED: is_loaded})
 
-    def _tell(
+    def _add_event(
         self,
         name: str,
         message: str,

@@ -44,10 +44,11 @@ class KeyFile:
         self.path = path
         self._keys: tuple[ApiKey, ...] = ()
         self._version: tuple[int, int, int] | None = None
-        """Inode, time of change, and size of the file that `_keys` was read from. None if there is none."""
+        """Inode, time of change, and size of the file that `_keys` was read from. None if there is no such
+        file."""
         self._one_reader = threading.Lock()
 
-    def tenant_of(self, key: str) -> str | None:
+    def find_tenant(self, key: str) -> str | None:
         """Return the tenant of a key. None if the key does not exist or has been revoked.
 
         The time that this takes does not depend on how much of the key is right.
@@ -78,28 +79,28 @@ class KeyFile:
             )
         key = PREFIX + secrets.token_urlsafe(32)
         new = ApiKey(secrets.token_hex(ID_CHARACTERS // 2), tenant, _hash(key), time.time())
-        with self._locked():
-            self._replace((*self.keys(), new))
+        with self._hold_lock():
+            self._replace_keys((*self.keys(), new))
         return key
 
     def revoke(self, id_or_key: str) -> ApiKey:
         """Delete a key, given by its id or as itself, and return it."""
-        with self._locked():
+        with self._hold_lock():
             known = self.keys()
             found = [one for one in known if one.id == id_or_key or one.sha256 == _hash(id_or_key)]
             if not found:
                 # The argument may be a key, which no message may contain.
                 raise UserError(f"{self.path} has no such key; weftune keys list shows the ids of all keys.")
-            self._replace(tuple(one for one in known if one not in found))
+            self._replace_keys(tuple(one for one in known if one not in found))
         return found[0]
 
-    def _replace(self, keys: tuple[ApiKey, ...]) -> None:
+    def _replace_keys(self, keys: tuple[ApiKey, ...]) -> None:
         # Created first, since the mode of an existing file is kept.
         temporary_path(self.path).touch(mode=0o600)
         replace_json(self.path, {"format": FORMAT, "keys": [asdict(one) for one in keys]})
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _hold_lock(self) -> Iterator[None]:
         """Let one process at a time read and replace the file."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -34,7 +34,7 @@ NICENESS = 10
 
 
 class PlanFailed(WeftuneError):
-    """An error raised if there is no plan, for a reason that is not the job's."""
+    """An error raised if planning fails for a reason other than the job itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,13 @@ async def preview(
     None if it is not known. Raise UserError for a mistake in the job, and PlanFailed if the plan takes too
     long.
     """
-    jobs = [_planned(one) for one in others] + [{**job, "name": NEW, "priority": priority}]
+    jobs = [_planned_job(one) for one in others] + [{**job, "name": NEW, "priority": priority}]
     base = {key: value for key, value in settings.base.record().items() if value is not None}
     with TemporaryDirectory(prefix="weftune-plan-") as folder:
         file, answer = Path(folder, "jobs.yaml"), Path(folder, "plan.json")
         file.write_text(yaml.safe_dump({"base": base, "jobs": jobs}), encoding="utf-8")
         command = [sys.executable, "-m", "weftune", "plan", str(file), "--json", str(answer)]
-        status, output = await _run([*command, *_options(settings, budget_bytes)])
+        status, output = await _run([*command, *_plan_options(settings, budget_bytes)])
         if status == 0:
             return _read(json.loads(answer.read_text(encoding="utf-8")))
     message = _plain(output)
@@ -102,22 +102,22 @@ async def preview(
     raise PlanFailed("The plan could not be made; the job can be submitted all the same.")
 
 
-def _planned(other: OtherJob) -> dict[str, Any]:
-    keys = {**other.job, "name": other.name, "priority": other.priority}
-    if other.remaining_steps is not None:
+def _planned_job(job: OtherJob) -> dict[str, Any]:
+    keys = {**job.job, "name": job.name, "priority": job.priority}
+    if job.remaining_steps is not None:
         keys.pop("epochs", None)
-        keys["steps"] = max(1, other.remaining_steps)
+        keys["steps"] = max(1, job.remaining_steps)
     return keys
 
 
-def _options(settings: ServiceSettings, budget_bytes: int | None) -> list[str]:
+def _plan_options(settings: ServiceSettings, budget_bytes: int | None) -> list[str]:
     device = [] if settings.device is None else ["--device", settings.device]
     limits = {"--memory": budget_bytes or settings.memory, "--gpu-memory": settings.gpu_memory}
     return device + [word for name, value in limits.items() if value for word in (name, f"{value >> 20}MiB")]
 
 
 async def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Return the status of a command and what it has written to standard error."""
+    """Return the exit status of a command and its standard error output."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,

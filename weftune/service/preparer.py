@@ -62,7 +62,7 @@ class Preparer:
 
     def start(self) -> None:
         """Prepare the jobs that were submitted before a restart and are not prepared yet."""
-        for submission in self._requests.unprepared():
+        for submission in self._requests.unprepared_submissions():
             self.prepare(submission)
 
     def check(self, path: Path, label: str, max_rows: int) -> int:
@@ -73,14 +73,14 @@ class Preparer:
         """Prepare a job soon, and record in the store that it is prepared, or why it is refused."""
         log.info("%s: its rows are being checked", submission.id)
         done = self._jobs.call(prepare_job, self._settings.base, submission.job)
-        done.add_done_callback(lambda finished: self._record(submission, finished))
+        done.add_done_callback(lambda finished: self._record_result(submission, finished))
 
     def close(self) -> None:
         self._closed.set()
         self._checks.close()
         self._jobs.close()
 
-    def _record(self, submission: Submission, done: Future[Any]) -> None:
+    def _record_result(self, submission: Submission, done: Future[Any]) -> None:
         if done.cancelled() or self._closed.is_set():
             return
         refusal = refusal_of(done.exception())
@@ -126,7 +126,7 @@ def check_file(path: Path, label: str, max_rows: int) -> int:
 
     count = 0
 
-    def counted() -> Iterator[Row]:
+    def count_rows() -> Iterator[Row]:
         nonlocal count
         count = 0
         for row in table.rows():
@@ -140,7 +140,7 @@ def check_file(path: Path, label: str, max_rows: int) -> int:
     formats = (detect_format(row.value) for row in table.rows() if row.problem is None)
     first = next((found for found in formats if found is not None), None)
     format = find_format(table, spec, row_kind_of(first))
-    check(replace(table, rows=counted), format, spec)
+    check(replace(table, rows=count_rows), format, spec)
     return count
 
 

@@ -86,21 +86,22 @@ class _Running:
 
 
 def supervise(settings: ServiceSettings, members: Sequence[Member] = MEMBERS) -> int:
-    """Run the processes until Ctrl-C or SIGTERM, and return the exit code: 0, or that of a user error."""
+    """Run the processes until Ctrl-C or SIGTERM. Return the exit code: 0, or the exit code of a user
+    error."""
     stop = threading.Event()
     running: list[_Running] = []
     with _stop_on_signals(stop, running):
         running += [_Running(member, settings) for member in members]
         _write_pids(settings, running)
         try:
-            return _watch(settings, running, stop)
+            return _watch_processes(settings, running, stop)
         finally:
             _stop(running)
             with suppress(OSError):
                 (settings.store / PIDS).unlink()
 
 
-def _watch(settings: ServiceSettings, running: Sequence[_Running], stop: threading.Event) -> int:
+def _watch_processes(settings: ServiceSettings, running: Sequence[_Running], stop: threading.Event) -> int:
     while not stop.is_set():
         alive = [one.process.sentinel for one in running if one.restart_at is None]
         wait(alive, timeout=POLL_SECONDS) if alive else time.sleep(POLL_SECONDS)
@@ -162,7 +163,7 @@ def _run_member(member: Member, settings: ServiceSettings, supervisor: int) -> N
     """Run a member's function in its new process, and exit with its code."""
     # Leave the terminal's foreground: Ctrl-C reaches only the supervisor, which tells the members in order.
     os.setpgrp()
-    _end_with(supervisor)
+    _exit_with_supervisor(supervisor)
     module, _, name = member.main.partition(":")
     main: Callable[[ServiceSettings], object] = getattr(importlib.import_module(module), name)
     try:
@@ -173,7 +174,7 @@ def _run_member(member: Member, settings: ServiceSettings, supervisor: int) -> N
         sys.exit(USER_ERROR_CODE)
 
 
-def _end_with(supervisor: int) -> None:
+def _exit_with_supervisor(supervisor: int) -> None:
     """Make the kernel send SIGTERM to this process when the supervisor has ended, however it has ended."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

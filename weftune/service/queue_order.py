@@ -26,17 +26,18 @@ BYTES_PER_TOKEN = 4
 """Bytes of an uploaded file per token, for jobs whose rows have not been tokenised."""
 
 
-def policy_of(quotas: Quotas) -> FairShare:
+def policy_for(quotas: Quotas) -> FairShare:
     return FairShare(running_jobs=quotas.running_jobs, tokens_per_day=quotas.tokens_per_day)
 
 
-def decayed(tokens: float, seconds: float) -> float:
-    """Return how many of a tenant's tokens still count after so many seconds."""
+def decay_usage(tokens: float, seconds: float) -> float:
+    """Return how many of the tokens that a tenant trained still count after the given seconds, by exponential
+    decay."""
     return float(tokens * 0.5 ** (seconds / RECENT_SECONDS))
 
 
 def queue_values(jobs: Sequence[QueuedJob], usage: Mapping[str, TenantUsage]) -> dict[str, Any]:
-    """Return the facts by which the policy ranks these jobs, to be recorded with a window."""
+    """Return the facts by which the policy ranks the jobs. They are recorded with each window."""
     return {
         "recent_tokens": {tenant: one.recent_tokens for tenant, one in usage.items()},
         "jobs": {
@@ -56,11 +57,11 @@ def rank_queue(
     settings: ServiceSettings,
     training: TrainingStore,
     rows: Sequence[JobRow],
-    new: QueuedJob | None = None,
+    new_job: QueuedJob | None = None,
 ) -> Ranking:
     """Rank the jobs of `rows` that train or wait, and a new one, as the training process would rank them now.
 
-    Jobs that have entered since the last window count as large as the largest of the others.
+    Jobs that were submitted after the last window are assumed to be as large as the largest other job.
     """
     now, windows = time.time(), training.last_windows(1)
     last = windows[0] if windows else WindowRow(at=now, values={})
@@ -74,12 +75,12 @@ def rank_queue(
     today = training.usage_by_tenant(int(now // DAY_SECONDS))
     usage = {
         tenant: TenantUsage(
-            recent_tokens=decayed(recorded["recent_tokens"].get(tenant, 0.0), now - last.at),
+            recent_tokens=decay_usage(recorded["recent_tokens"].get(tenant, 0.0), now - last.at),
             tokens_today=today.get(tenant, 0),
         )
-        for tenant in {row.tenant for row in rows} | ({new.tenant} if new is not None else set())
+        for tenant in {row.tenant for row in rows} | ({new_job.tenant} if new_job is not None else set())
     }
-    return policy_of(settings.quotas).rank([*jobs, *([] if new is None else [new])], usage, now)
+    return policy_for(settings.quotas).rank([*jobs, *([] if new_job is None else [new_job])], usage, now)
 
 
 def _queued_job(
@@ -103,7 +104,8 @@ def _queued_job(
 
 
 def new_job(requests: RequestStore, submission: Submission, name: str) -> QueuedJob:
-    """Return a job that has not been submitted yet, behind all others of its tenant that are as urgent."""
+    """Return a queue entry for a job that has not been submitted yet. It follows all jobs of its tenant with
+    equal priority."""
     file = requests.file(submission.tenant, submission.training_file)
     row_bytes = 0.0 if file is None else file.bytes / max(1, file.rows)
     tokens = round(submission.job["batch_size"] * row_bytes / BYTES_PER_TOKEN)
@@ -127,6 +129,6 @@ def _shape(name: str, priority: int, batch_tokens: int) -> JobShape:
     )
 
 
-def names_in_order(shapes: Sequence[JobShape]) -> list[str]:
-    """Return the names of ranked jobs, that of the next one to be admitted first."""
+def ordered_names(shapes: Sequence[JobShape]) -> list[str]:
+    """Return the names of ranked jobs, beginning with the next job to be admitted."""
     return [shape.name for shape in sorted(shapes, key=lambda one: (-one.priority, one.file_position))]

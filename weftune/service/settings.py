@@ -100,7 +100,8 @@ class ServiceSettings:
 
 
 def public_name(base: BaseSpec) -> str:
-    """Return the name of a base for other machines: of a local folder or file, only its own name."""
+    """Return the name of a base without local paths: for a local folder or file, only the last part of the
+    path."""
     name = base.published_name
     return Path(name).name if Path(name).expanduser().exists() else name
 
@@ -119,13 +120,13 @@ def refuse_other_base(settings: ServiceSettings) -> None:
     if base.record() != settings.base.record():
         raise UserError(
             f"the store {settings.store} belongs to the base {base.published_name}, with "
-            f"{_changes(base, settings.base)}; serve that base, or choose another --store"
+            f"{_changed_fields(base, settings.base)}; serve that base, or choose another --store"
         )
 
 
-def _changes(old: BaseSpec, new: BaseSpec) -> str:
+def _changed_fields(old_base: BaseSpec, new_base: BaseSpec) -> str:
     """Return the keys in which two bases differ, with the values of the old one."""
-    before, after = old.record(), new.record()
+    before, after = old_base.record(), new_base.record()
     return ", ".join(f"{key}: {before[key]}" for key in before if before[key] != after[key])
 
 

@@ -37,7 +37,7 @@ from weftune.service.announcer import Announcer
 from weftune.service.chat import ChatServer
 from weftune.service.inbox import ServiceInbox
 from weftune.service.job_store import ANNOUNCED, ServiceJobStore
-from weftune.service.queue_order import QUEUE, policy_of, queue_values
+from weftune.service.queue_order import QUEUE, policy_for, queue_values
 from weftune.service.settings import EPOCHS, Envelope, ServiceSettings
 from weftune.service.store.database import StoreUnavailable, open_requests, open_training
 from weftune.service.store.records import JobRow, LeaseLost, TrainingStore, process_name
@@ -84,7 +84,7 @@ def main(settings: ServiceSettings) -> None:
 
 
 def end_process(lost: LeaseLost) -> None:
-    """End the process at once, so that it writes nothing that its successor does not know."""
+    """End the process immediately, so that it writes nothing after another process has taken over."""
     log.error("%s", lost)
     os._exit(LEASE_LOST)
 
@@ -125,7 +125,7 @@ class TrainingService:
         self.settings, self.training, self.requests = settings, training, requests
         self.store = ServiceJobStore(settings, training, end_process)
         self.inbox = ServiceInbox(requests, self.store, self.prepare)
-        self.policy = policy_of(settings.quotas)
+        self.policy = policy_for(settings.quotas)
         self._queue: dict[str, Any] = {}
         """Facts by which the jobs were ranked for the running window."""
         self.loop: Loop | None = None
@@ -196,12 +196,13 @@ class TrainingService:
                 continue
             self._recover_epochs(row.id)
             if (job := self.inbox.prepare(submission)) is not None:
-                self._rewind(row)
-                self.loop.enter(job)
+                self._rewind_job(row)
+                self.loop.add_job(job)
         self.store.flush(FINAL_SECONDS)
 
     def _announce_adapters(self, stack: ExitStack) -> None:
-        """Announce finished adapters from now on, and those of earlier processes whose outcome is unknown."""
+        """Announce adapters that finish from now on, and adapters of earlier processes whose announcement has
+        no recorded outcome."""
         settings = self.settings
         if settings.announce is None:
             return
@@ -214,7 +215,7 @@ class TrainingService:
             if not any(ANNOUNCED in event.data for event in self.training.events(row.id)):
                 announcer.announce(row)
 
-    def _rewind(self, row: JobRow) -> None:
+    def _rewind_job(self, row: JobRow) -> None:
         found = checkpoint.newest_progress(self.store.output / row.id / CHECKPOINTS)
         step, tokens = (found.step, found.trained_tokens) if found else (0, 0)
         self.store.advance_job(row.id, step, row.status.steps, tokens)
@@ -344,7 +345,7 @@ class TrainingService:
         budget = notes.submission.token_budget
         if budget is not None and self.store.job(name).trained_tokens >= budget:
             self.loop.fail(name, f"it has trained on its budget of {budget:,} tokens")
-        if event.step < job.recipe.steps and event.step % job.order.steps_per_epoch == 0:
+        if event.step < job.recipe.steps and event.step % job.sample_order.steps_per_epoch == 0:
             self._save_epoch(job, event.step, dict(notes.metrics))
 
     def _save_epoch(self, job: PreparedJob, step: int, metrics: dict[str, Any]) -> None:
@@ -364,7 +365,7 @@ class TrainingService:
 
 
 def serve_chat(chat: ChatServer, seconds: float) -> None:
-    """Answer prompts for so many seconds, or until none is left to answer."""
+    """Answer prompts for at most the given seconds, or until no prompt is left."""
     deadline = time.monotonic() + seconds
     while (remaining := deadline - time.monotonic()) > 0:
         if not chat.turn() and not chat.wait(remaining):

@@ -61,16 +61,18 @@ class JobAnswers:
             )
             raise SpecError(Mistake(f"job {job.name} eval.generate", sentence))
 
-    def add_to(self, events: Iterable[Event], program: Program, judged: Collection[str]) -> Iterator[Event]:
+    def add_to(
+        self, events: Iterable[Event], program: Program, judged_trials: Collection[str]
+    ) -> Iterator[Event]:
         """Yield the events of a window; evaluations of jobs that generate answers have the metric of the
-        answers. `judged` are trials of which the mean of the last weights is evaluated: their answers are
-        measured and not shown."""
+        answers. `judged_trials` are trials of which the mean of the last weights is evaluated: their answers
+        are measured and not shown."""
         self.window_seconds = 0.0
         asked = {
             name
             for name in program.jobs
             if (prompts := self._jobs[name].prompts) is not None
-            and (prompts.metric_name is not None or name not in judged)
+            and (prompts.metric_name is not None or name not in judged_trials)
         }
         if not asked:
             yield from events
@@ -85,33 +87,35 @@ class JobAnswers:
                     yield event
                 # After an event has been handled, too: that may have ended a job.
                 if held and self._is_complete(held, rounds):
-                    yield from self._answered(held, judged)
+                    yield from self._answered(held, judged_trials)
                     held.clear()
         except OutOfMemory:
-            yield from self._answered(held, judged)
+            yield from self._answered(held, judged_trials)
             raise
-        yield from self._answered(held, judged)
+        yield from self._answered(held, judged_trials)
 
     def _is_complete(
-        self, held: Mapping[str, Evaluated], rounds: Mapping[Evaluation, frozenset[str]]
+        self, evaluations: Mapping[str, Evaluated], rounds: Mapping[Evaluation, frozenset[str]]
     ) -> bool:
-        """Return whether no other evaluation of the round will arrive."""
-        first = next(iter(held.values()))
-        return rounds[first.job, first.step] <= held.keys() | self._executor.dead
+        """Return whether all evaluations of the round have arrived."""
+        first = next(iter(evaluations.values()))
+        return rounds[first.job, first.step] <= evaluations.keys() | self._executor.dead
 
-    def _answered(self, held: Mapping[str, Evaluated], judged: Collection[str]) -> Iterator[Event]:
+    def _answered(
+        self, evaluations: Mapping[str, Evaluated], judged_trials: Collection[str]
+    ) -> Iterator[Event]:
         """Yield the evaluations with the metrics of their answers, or the failures of their jobs."""
         began = time.monotonic()
-        answers = self._generate(held, judged) if held else {}
+        answers = self._generate(evaluations, judged_trials) if evaluations else {}
         self.window_seconds += time.monotonic() - began
-        for name, event in held.items():
+        for name, event in evaluations.items():
             own, prompts = answers[name], self._jobs[name].prompts
             assert prompts is not None
             if isinstance(own, str):
                 yield self._failure(name, own)
                 continue
             base = [self._base_answers[tokens, prompts.max_new_tokens] for tokens in prompts.tokens]
-            rows = prompts.answered({BARE_BASE: base, name: own})
+            rows = prompts.with_answers({BARE_BASE: base, name: own})
             try:
                 scores = prompts.scores(rows, name)
                 self._score_base(event, rows, scores)
@@ -119,7 +123,7 @@ class JobAnswers:
                 yield self._failure(name, str(error))
                 continue
             yield replace(event, metrics={**event.metrics, **scores})
-            if name not in judged and self._is_kept(name, event.step):
+            if name not in judged_trials and self._is_kept(name, event.step):
                 self._journal.record_answers(name, event.step, rows)
 
     def _score_base(self, event: Evaluated, rows: Sequence[AnsweredRow], scores: Mapping[str, float]) -> None:
@@ -164,25 +168,25 @@ class JobAnswers:
         return stop_ids(self._engine.base.model, self._tokenizer)
 
     def _generate(
-        self, held: Mapping[str, Evaluated], judged: Collection[str]
+        self, evaluations: Mapping[str, Evaluated], judged_trials: Collection[str]
     ) -> Mapping[str, list[str] | str]:
-        """Return a map from each job to its answers, or to the reason why there are none."""
+        """Return a map from each job to its answers, or to the reason why it has no answers."""
         try:
-            return self._decode(held, judged)
+            return self._decode(evaluations, judged_trials)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         self.__dict__.pop("_decoder", None)
         release(self._engine.base.device)
         reason = "its answers to held-out prompts do not fit into memory; lower eval.generate or --memory"
-        return dict.fromkeys(held, reason)
+        return dict.fromkeys(evaluations, reason)
 
     def _decode(
-        self, held: Mapping[str, Evaluated], judged: Collection[str]
+        self, evaluations: Mapping[str, Evaluated], judged_trials: Collection[str]
     ) -> Mapping[str, list[str] | str]:
         base: dict[tuple[tuple[int, ...], int], Generation] = {}
         generated: dict[str, list[Generation]] = {}
-        for name, event in held.items():
+        for name, event in evaluations.items():
             prompts = self._jobs[name].prompts
             assert prompts is not None
             sampling = Sampling(max_tokens=prompts.max_new_tokens, stop_ids=self._stop_ids)
@@ -190,18 +194,18 @@ class JobAnswers:
                 key = tokens, prompts.max_new_tokens
                 if key not in self._base_answers and key not in base:
                     base[key] = self._decoder.submit(tokens, sampling)
-            if name in judged or not self._answers_as_base(name, event.step):
+            if name in judged_trials or not self._answers_as_base(name, event.step):
                 generated[name] = [self._decoder.submit(tokens, sampling, name) for tokens in prompts.tokens]
         pending = [*base.values(), *(one for own in generated.values() for one in own)]
         while any(one.finish_reason is None for one in pending):
             self._decoder.turn()
-        self._base_answers |= {key: self._text(one) for key, one in base.items()}
+        self._base_answers |= {key: self._answer_text(one) for key, one in base.items()}
         found: dict[str, list[str] | str] = {}
-        for name in held:
+        for name in evaluations:
             prompts = self._jobs[name].prompts
             assert prompts is not None
             found[name] = (
-                [self._text(one) for one in generated[name]]
+                [self._answer_text(one) for one in generated[name]]
                 if name in generated
                 else [self._base_answers[tokens, prompts.max_new_tokens] for tokens in prompts.tokens]
             )
@@ -211,7 +215,7 @@ class JobAnswers:
         """Return whether the adapter changes nothing at this step, so that its answers are the base's."""
         return step == 0 and self._jobs[name].spec.adapter.starts_as_base
 
-    def _text(self, generation: Generation) -> str:
+    def _answer_text(self, generation: Generation) -> str:
         answer = StreamedAnswer(BARE_BASE, generation, self._tokenizer)
         answer.update()
         return answer.text

@@ -70,7 +70,7 @@ class TimelineWatcher:
 class Engine:
     executor: Executor | Driver
     choice: LayoutChoice
-    initial_cost: CostModel
+    initial_cost_model: CostModel
     """Time model before any window of this run has been measured."""
     timeline: TimelineWatcher | None = None
     """Observer of the windows of several workers."""
@@ -81,7 +81,7 @@ class Engine:
     price: Callable[[JobShapes], Price | None] = lambda shapes: None
     """Function that maps the attached jobs to a predictor of windows if several workers share a window;
     otherwise to None, and the learned model predicts them."""
-    other_peaks: Callable[[], Sequence[int]] = tuple
+    other_peak_bytes: Callable[[], Sequence[int]] = tuple
     """Function that returns the peak bytes in use on each other worker."""
     deterministic: bool = False
     """Whether windows are planned without anything that the run measures."""
@@ -150,8 +150,8 @@ def _workers_engine(
         # There is one trace in an output: of several shares, that of the first.
         timeline=None if options.share else TimelineWatcher(driver),
         pacing=lambda: Pacing(paces(), spare_microbatches=SPARE) if choice.layout.is_pipeline else None,
-        price=partial(_price, driver, choice),
-        other_peaks=lambda: driver.peaks,
+        price=partial(_price_function, driver, choice),
+        other_peak_bytes=lambda: driver.peaks,
         deterministic=options.deterministic,
     )
     return _with_notes(engine)
@@ -163,7 +163,7 @@ def _with_notes(engine: Engine) -> Engine:
     return replace(engine, final_notes=partial(stream_notes, engine.executor, engine.choice))
 
 
-def _price(driver: Driver, choice: LayoutChoice, shapes: JobShapes) -> Price:
+def _price_function(driver: Driver, choice: LayoutChoice, shapes: JobShapes) -> Price:
     """Return a predictor based on the measured passes of the stages, at first on the profile."""
 
     def price(program: Program) -> float | None:

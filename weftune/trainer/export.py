@@ -44,38 +44,38 @@ INTO: tuple[Into, ...] = get_args(Into)
 """The weights of a quantised base that an adapter can be merged into."""
 
 
-def write_portable(folder: Path, target: Path) -> int:
+def write_portable(folder: Path, target_folder: Path) -> int:
     """Write the adapter of `folder` with its scale folded in and a common rank; return that rank."""
     kind = read_finished_kind(folder)
     refuse_outside_links(folder)
-    with new_folder(target):
-        rank = kind.portable(folder, target)
-        copy_tokenizer(folder, target)
+    with new_folder(target_folder):
+        rank = kind.portable(folder, target_folder)
+        copy_tokenizer(folder, target_folder)
     return rank
 
 
 def write_merged(
-    folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None = None, into: Into = "dequantised"
+    folder: Path, base: BaseSpec, target_folder: Path, dtype: Dtype | None = None, into: Into = "dequantised"
 ) -> torch.dtype:
     """Write the base with the adapter of `folder` merged into its weights, as a plain model folder. Return
     the dtype of the weights: that of the base's files unless `dtype` is given. If the base is the text tower
     of a multimodal model, the whole model is written."""
     read_finished_kind(folder)
     refuse_outside_links(folder)
-    with new_folder(target):
+    with new_folder(target_folder):
         model = merged_model(folder, base, dtype, into)
         if is_tower(model) and base_quantisation(base, stored_only=True):
             raise BaseModelError(
                 f"{base.model} sees images too and is stored quantised, so it cannot be written as a plain "
                 "model: serve the adapter beside it."
             )
-        if not copy_tokenizer(folder, target):
-            load_tokenizer(base).save_pretrained(target)
+        if not copy_tokenizer(folder, target_folder):
+            load_tokenizer(base).save_pretrained(target_folder)
         if is_tower(model):
-            write_wrapper(model, base, model_source(base), target)
+            write_wrapper(model, base, model_source(base), target_folder)
         else:
             fix_generation_config(model)
-            model.save_pretrained(target)
+            model.save_pretrained(target_folder)
     return model.dtype
 
 
@@ -119,30 +119,31 @@ def refuse_outside_links(folder: Path) -> None:
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[None]:
-    """Create `target`, which must be new or empty, and empty it if writing inside the context fails."""
-    if target.is_symlink():
-        raise OutputError(f"{target} is a link; name a folder that is new or empty.")
-    refuse_full_folder(target)
+def new_folder(target_folder: Path) -> Iterator[None]:
+    """Create `target_folder`, which must be new or empty, and empty it if writing inside the context
+    fails."""
+    if target_folder.is_symlink():
+        raise OutputError(f"{target_folder} is a link; name a folder that is new or empty.")
+    refuse_full_folder(target_folder)
     try:
-        target.mkdir(parents=True, exist_ok=True)
+        target_folder.mkdir(parents=True, exist_ok=True)
         with disk_errors():
             yield
-            set_file_modes(target)
+            set_file_modes(target_folder)
     except BaseException as error:
-        for path in target.iterdir() if target.is_dir() else ():
+        for path in target_folder.iterdir() if target_folder.is_dir() else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         if isinstance(error, OSError):
-            raise OutputError(f"{target} cannot be written: {error}") from error
+            raise OutputError(f"{target_folder} cannot be written: {error}") from error
         raise
 
 
-def copy_tokenizer(folder: Path, target: Path) -> bool:
+def copy_tokenizer(folder: Path, target_folder: Path) -> bool:
     """Copy all files but the adapter's and Weftune's own; return whether a tokenizer is among them."""
     for path in folder.iterdir():
         if path.is_file() and path.name not in {CONFIG, WEIGHTS, JOB_FILE} and not path.name.startswith("."):
-            shutil.copyfile(path, target / path.name)
-    return (target / "tokenizer_config.json").is_file()
+            shutil.copyfile(path, target_folder / path.name)
+    return (target_folder / "tokenizer_config.json").is_file()
 
 
 def fix_generation_config(model: PreTrainedModel) -> None:

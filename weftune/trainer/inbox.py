@@ -95,7 +95,7 @@ def handle_requests(loop: Loop, inbox: JobInbox) -> None:
     answers = []
     for request in requests:
         try:
-            answers.append(RequestAnswer(accepted=True, sentence=_apply(loop, request)))
+            answers.append(RequestAnswer(accepted=True, sentence=_apply_request(loop, request)))
         except UserError as refusal:
             answers.append(RequestAnswer(accepted=False, sentence=str(refusal)))
     inbox.applied()
@@ -104,10 +104,10 @@ def handle_requests(loop: Loop, inbox: JobInbox) -> None:
         inbox.answer(request, answer)
 
 
-def _apply(loop: Loop, request: Request) -> str:
+def _apply_request(loop: Loop, request: Request) -> str:
     """Apply a request and return a sentence about its effect; raise SpecError to refuse it."""
     if isinstance(request, Enter):
-        loop.enter(request.job)
+        loop.add_job(request.job)
         return f"{request.job.name} is queued"
     name = request.job
     _refuse_unknown(loop, name)
@@ -170,7 +170,8 @@ class FolderInbox:
             self._answer(Path(request.id), answer)
 
     def wait(self, stop: Callable[[], bool]) -> bool:
-        """Return whether there are requests: a plain run ends when no job is left."""
+        """Return whether there are requests. This never waits, since a run of `weftune train` ends when no
+        job is left."""
         return bool(pending_requests(self._records)) and not stop()
 
     def close(self) -> None:

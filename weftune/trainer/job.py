@@ -36,7 +36,7 @@ from weftune.run.training.schedule import Recipe
 class PreparedJob:
     spec: JobSpec
     data: Prepared
-    order: SampleOrder
+    sample_order: SampleOrder
     recipe: Recipe
     shape: JobShape
     evaluate_at: frozenset[int]
@@ -48,8 +48,9 @@ class PreparedJob:
     requested_evaluations: frozenset[int] | None = None
     """Steps of `evaluate_at` that the job itself requests, if a sweep adds others. None means all of them."""
     base_samples: Samples | None = None
-    """The held-out samples for the base alone, without virtual tokens. None if there are none, or if the
-    job's first evaluation equals that of the base, since its adapter changes nothing at its start."""
+    """The held-out samples for the base alone, without virtual tokens. None if the job has no held-out
+    samples, or if its adapter does not change the base at the start, so that the first evaluation is the
+    evaluation of the base."""
 
     reference_data: Prepared | None = None
     """The samples as the reference policy reads them: without virtual tokens unless the job starts from an
@@ -106,19 +107,21 @@ class PreparedJob:
 
     @property
     def curriculum(self) -> Curriculum:
-        return Curriculum(self.name, self.data, self.order, self.recipe.steps, self.evaluate_at, self.save_at)
+        return Curriculum(
+            self.name, self.data, self.sample_order, self.recipe.steps, self.evaluate_at, self.save_at
+        )
 
 
 def prepare_job(
     spec: JobSpec,
-    order: int,
+    job_number: int,
     tokenizer: Any,
     shape: ModelShape,
     cache: Path,
     max_steps: int | None = None,
     shared_data: SharedData | None = None,
 ) -> PreparedJob:
-    """Tokenise a job's data and compute its numbers of steps; `order` is its position in the jobs file.
+    """Tokenise a job's data and compute its numbers of steps; `job_number` is its position in the jobs file.
 
     `shared_data` holds data that several jobs use; it must have the same tokenizer and cache.
     """
@@ -140,7 +143,7 @@ def prepare_job(
     return PreparedJob(
         spec=spec,
         data=data,
-        order=planned.sample_order,
+        sample_order=planned.sample_order,
         recipe=Recipe(
             steps=planned.steps,
             learning_rate=spec.learning_rate,
@@ -153,7 +156,7 @@ def prepare_job(
             seed=spec.seed,
             objective=spec.objective,
         ),
-        shape=job_shape(spec, order, data, shape),
+        shape=job_shape(spec, job_number, data, shape),
         evaluate_at=planned.evaluate_at,
         save_at=planned.save_at,
         start_tokens=_start_tokens(spec, tokenizer, shape),
@@ -179,45 +182,49 @@ def collate_plan(
     kind: type[ForwardPass],
     jobs: Mapping[str, PreparedJob],
     *,
-    base_alone: bool = False,
+    without_adapter: bool = False,
 ) -> Microbatch:
     """Return the planned samples as tensors: training samples for a Forward, held-out samples for an
     Evaluate, and any of both for a Score, through the adapter of the reference policy until the job has its
-    reference log-probabilities. With `base_alone`, samples skip all adapters."""
+    reference log-probabilities. With `without_adapter`, samples skip all adapters."""
     parts = []
     for segment in plan.segments:
         job = jobs[segment.job]
         for placed in segment.samples:
-            samples, index = _find_sample(job, kind, placed.sample, base_alone)
+            samples, index = _find_sample(job, kind, placed.sample, without_adapter)
             before = samples.before, samples.first_position
             parts.append(Part(segment.job, segment.step, samples, index, placed.offset, *before))
     microbatch = collate(parts)
-    if not base_alone and kind is not Score:
+    if not without_adapter and kind is not Score:
         return microbatch
     segments = [
-        _route(segment, jobs[segment.job], planned, kind, base_alone)
+        _sample_route(segment, jobs[segment.job], planned, kind, without_adapter)
         for segment, planned in zip(microbatch.segments, plan.segments, strict=True)
     ]
     return replace(microbatch, segments=tuple(segments))
 
 
-def _route(
-    segment: Segment, job: PreparedJob, planned: SegmentPlan, kind: type[ForwardPass], base_alone: bool
+def _sample_route(
+    segment: Segment,
+    job: PreparedJob,
+    planned_segment: SegmentPlan,
+    kind: type[ForwardPass],
+    without_adapter: bool,
 ) -> Segment:
     """Return a segment with the adapter that its rows pass through, and the purpose of mismatched samples."""
     scores_reference = kind is Score and job.data.train.references is None
-    adapter = None if base_alone else job.reference_adapter if scores_reference else OWN_ADAPTER
+    adapter = None if without_adapter else job.reference_adapter if scores_reference else OWN_ADAPTER
     if kind is not Score or scores_reference:
         return replace(segment, adapter=adapter)
-    in_batch = planned.samples[0].sample < sum(map(len, job.data.train.parts))
+    in_batch = planned_segment.samples[0].sample < sum(map(len, job.data.train.parts))
     return replace(segment, adapter=adapter, kl_of="batch" if in_batch else "held_out")
 
 
 def _find_sample(
-    job: PreparedJob, kind: type[ForwardPass], index: int, base_alone: bool
+    job: PreparedJob, kind: type[ForwardPass], index: int, without_adapter: bool
 ) -> tuple[Samples, int]:
     """Return the samples that a kind of pass reads, and the index among them of a planned sample."""
-    data = replace(job.data, evaluation=job.base_samples) if base_alone else job.data
+    data = replace(job.data, evaluation=job.base_samples) if without_adapter else job.data
     if kind is not Score:
         samples = data.evaluation if kind is Evaluate else data.train
         assert samples is not None, f"{job.name} has no such samples"

@@ -53,7 +53,7 @@ class Journal:
             {
                 "job": event.job,
                 "step": event.step,
-                "epoch": round(job.order.epoch(event.step), 6),
+                "epoch": round(job.sample_order.epoch(event.step), 6),
                 "loss": outcome.loss,
                 "tokens": outcome.tokens,
                 "learning_rate": outcome.learning_rate,
@@ -115,7 +115,8 @@ class Journal:
         self.store.evaluate_job(job.name, kept, progress.best_step, progress.best_loss, score)
 
     def record_answers(self, job: str, step: int, rows: Sequence[AnsweredRow]) -> None:
-        """Write the answers of a job's adapter at a step, and those of the base, to the job's folder."""
+        """Write the answers of a job's adapter at a step, and the answers of the base, to the job's
+        folder."""
         content = answers_record(job, step, rows)
         self._try_write(lambda: replace_json(self.store.output / job / ANSWERS, content))
 
@@ -184,7 +185,7 @@ class Journal:
         self._write_json(LEARNED, record)
 
     def set_state(self, name: str, state: State, reason: str = "") -> None:
-        """Record a job's new state; it is written to disk soon, or at once with `flush`."""
+        """Record a job's new state. The state is written to disk soon, or immediately by `flush`."""
         self.store.move_job(name, state, reason)
         self._try_write(self.store.write_status_soon)
         self.show_job(name, state=state, reason=reason or self._warning_text(name))

@@ -59,10 +59,10 @@ the order by which they are admitted."""
 class TimedWindow:
     """Measurements of the running window."""
 
-    passes: list[PassTime] = field(default_factory=list)
+    pass_times: list[PassTime] = field(default_factory=list)
     steps: list[StateTime] = field(default_factory=list)
-    saves: list[StateTime] = field(default_factory=list)
-    callback: float = 0.0
+    save_times: list[StateTime] = field(default_factory=list)
+    callback_seconds: float = 0.0
     """Seconds spent in the caller's callback, which do not count for the window."""
 
 
@@ -101,7 +101,7 @@ class Loop:
         self.store = store
         self.journal = journal
         self.learned = Learned(
-            initial_cost=engine.initial_cost,
+            initial_cost=engine.initial_cost_model,
             memory=replace(engine.choice.memory, uses_fused_ops=self.executor.fused),
             first_seconds=engine.choice.first_pass_seconds,
         )
@@ -125,7 +125,9 @@ class Loop:
             else None
         )
         self._planned_cost = (
-            engine.initial_cost if engine.initial_cost.measured else cpu_sheet_cost(engine.choice.shape)
+            engine.initial_cost_model
+            if engine.initial_cost_model.measured
+            else cpu_sheet_cost(engine.choice.shape)
         )
         """Time model of `weftune plan`: from a profile of this machine, else from its data sheet."""
         self._timed = TimedWindow()
@@ -156,13 +158,13 @@ class Loop:
 
     # -- admission ---------------------------------------------------------------------------------------
 
-    def enter(self, job: PreparedJob) -> None:
-        """Queue a job; it is attached before the next window that has memory for it."""
+    def add_job(self, job: PreparedJob) -> None:
+        """Queue a job, which will be attached before the next window that has enough memory for the job."""
         checkpoints = self.result_writer.checkpoints(job.name)
         if job.shape.source_job and checkpoint.newest_progress(checkpoints) is not None:
             # It has begun and no longer needs the adapter of another job.
             job = _without_source(job)
-        job = self.jobs[job.name] = self.sweeps.enter(job)
+        job = self.jobs[job.name] = self.sweeps.add_trial(job)
         if not self.sweeps.is_resting(job.name):
             self.waiting[job.name] = job
         if save_interval(job.spec, job.recipe.steps) == 1:
@@ -176,7 +178,7 @@ class Loop:
         self.journal.show_job(job.name, state=State.QUEUED, step=step, steps=steps, trained_tokens=tokens)
 
     def cancel(self, name: str) -> None:
-        """Cancel a job: at once if it waits, before its next microbatch if it is attached."""
+        """Cancel a job: immediately if it is waiting, and before its next microbatch if it is attached."""
         is_paused = self.store.job(name).state is State.PAUSED
         if name in self.waiting or is_paused or self.sweeps.is_resting(name):
             self.paused.discard(name)
@@ -215,7 +217,7 @@ class Loop:
             raise SpecError(f"{name} is not paused: it is {self.store.job(name).state}")
         self.paused.discard(name)
         self.journal.set_state(name, State.QUEUED)
-        self.enter(self.jobs[name])
+        self.add_job(self.jobs[name])
 
     def set_priority(self, name: str, priority: int) -> None:
         """Change the priority with which a job is admitted and preempted from now on."""
@@ -238,7 +240,7 @@ class Loop:
     def _admit(self) -> None:
         """Admit and preempt jobs at a window boundary."""
         self._inspect_sources()
-        attached = self._shapes(self.executor.attached)
+        attached = self._job_shapes(self.executor.attached)
         waiting = [job.shape for job in self.waiting.values()]
         ranking = self.rank(waiting, attached)
         decision = admit_jobs(
@@ -313,7 +315,8 @@ class Loop:
         return self._max_jobs_reason if len(jobs) > self._max_jobs else self.learned.misfit_reason(jobs)
 
     def _attach(self, job: PreparedJob, pending_write: Future[None] | None) -> None:
-        """Attach a job; `pending_write` is the pending write of its job file, if there is one."""
+        """Attach a job to the executor. `pending_write` is the unfinished write of its job file, if there is
+        one."""
         spec = job.spec
         found = checkpoint.survey(self.result_writer.checkpoints(spec.name))
         has_begun = found.progress is not None
@@ -350,7 +353,7 @@ class Loop:
             self.journal.set_state(spec.name, State.PAUSED, f"{error}; {remedy}")
             return
         start = adapter_spec.init_from
-        scored = self.references.enter(
+        scored = self.references.add_job(
             job,
             self.result_writer.checkpoints(spec.name),
             Path(start) if isinstance(start, str) and not has_begun else None,
@@ -409,13 +412,15 @@ class Loop:
                     # A job could not be attached, and others may have waited for it.
                     continue
                 break
-            unscored = self.references.pending()
+            unscored = self.references.pending_scores()
             if self._score_base(stop, unscored.keys()):
                 continue
             attached = [name for name in self.executor.attached if name not in unscored]
             beginners = frozenset(name for name in attached if self._needs_first_evaluation(name))
-            awaited = {name for name in attached if self.sweeps.is_awaited(name, self._step(name))}
-            self._judged = frozenset(name for name in awaited if self.sweeps.evaluates_mean(name)) - beginners
+            awaited = {name for name in attached if self.sweeps.is_awaited(name, self._current_step(name))}
+            self._judged = (
+                frozenset(name for name in awaited if self.sweeps.evaluates_mean_weights(name)) - beginners
+            )
             program = self.windows.next(beginners | self._judged, unscored)
             # Only now: a window that was planned ahead may refer to jobs that have ended.
             self._release_ended()
@@ -434,7 +439,7 @@ class Loop:
                 self.engine.timeline.end(program)
             self._detach_ended()
         if stop():
-            self._suspend()
+            self._suspend_jobs()
         for name, reason in self.sweeps.stranded_trials():
             self.journal.set_state(name, State.PAUSED, reason)
         with phase(Phase.EXPORT):
@@ -460,7 +465,7 @@ class Loop:
             self._last_saved.pop(name, None)
             self._saved_at_every_step.discard(name)
 
-    def _step(self, name: str) -> int:
+    def _current_step(self, name: str) -> int:
         """Return the last completed step of an attached job."""
         return self.executor.attached[name].progress.step
 
@@ -481,7 +486,7 @@ class Loop:
             return False
         same_samples = {names[0]: names for names in unscored.values()}
         program = self.windows.base_evaluation(same_samples)
-        fetch = partial(collate_plan, jobs=self.jobs, base_alone=True)
+        fetch = partial(collate_plan, jobs=self.jobs, without_adapter=True)
         try:
             for event in self.executor.run(program, fetch, stop):
                 match event:
@@ -501,7 +506,7 @@ class Loop:
         job, progress = self.jobs[name], self.executor.attached[name].progress
         if job.data.evaluation is None:
             return progress.step == 0
-        if self.sweeps.is_awaited(name, progress.step) and not self.sweeps.evaluates_mean(name):
+        if self.sweeps.is_awaited(name, progress.step) and not self.sweeps.evaluates_mean_weights(name):
             return True
         return progress.step in job.evaluate_at and progress.evaluated < progress.step
 
@@ -527,9 +532,9 @@ class Loop:
         )
 
     def _peak_bytes(self) -> int:
-        return max([peak_bytes(self.base.device), *self.engine.other_peaks()])
+        return max([peak_bytes(self.base.device), *self.engine.other_peak_bytes()])
 
-    def _shapes(self, names: Iterable[str]) -> list[JobShape]:
+    def _job_shapes(self, names: Iterable[str]) -> list[JobShape]:
         return [self.jobs[name].shape for name in names]
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
@@ -556,9 +561,9 @@ class Loop:
         if self.programs_run is not None:
             self.programs_run.append(program)
         timed = self._timed
-        seconds = time.monotonic() - began - timed.callback - self.answers.window_seconds
+        seconds = time.monotonic() - began - timed.callback_seconds - self.answers.window_seconds
         peak = self._peak_bytes()
-        outcome = Outcome(seconds, peak, own_peak, timed.passes, timed.steps, timed.saves)
+        outcome = Outcome(seconds, peak, own_peak, timed.pass_times, timed.steps, timed.save_times)
         self.learned.learn(program, attached, outcome)
         if not self.engine.deterministic and self.learned.adopt_fitted_models():
             self.journal.save_learned(self.learned.state_record())
@@ -567,14 +572,14 @@ class Loop:
             planned = self._planned_cost.program_seconds(program, attached)
             if sentence := self._slow_run.add(planned, seconds):
                 self.journal.note(sentence)
-        if timed.saves:
+        if timed.save_times:
             # A run that finds no checkpoint then knows that there was one.
             self.journal.flush()
 
     def _reduce_memory(self, capacity: int) -> None:
         """Reduce memory use after a shortage: halve the capacity, else preempt a job or fail the only one."""
         release(self.base.device)
-        shapes = self._shapes(name for name in self.executor.attached if name not in self._endings)
+        shapes = self._job_shapes(name for name in self.executor.attached if name not in self._endings)
         if not shapes:
             return
         least = max_sample_tokens(shapes)
@@ -614,7 +619,7 @@ class Loop:
     def _handle(self, event: Event, callback: Callback | None) -> None:
         match event:
             case Passed():
-                self._timed.passes.append(event.time)
+                self._timed.pass_times.append(event.time)
                 if self.watch_pass is not None:
                     self.watch_pass(event)
             case StateTime():
@@ -636,14 +641,14 @@ class Loop:
             case Scored():
                 self.references.record(event)
             case SaveDue(job):
-                self._save(job, self.executor.save)
+                self._save_checkpoint(job, self.executor.save)
             case Failed(job, reason):
                 self._endings[job] = Ending(State.FAILED, reason)
         if callback is not None and isinstance(event, Stepped | Evaluated) and event.job not in self._judged:
             began = time.monotonic()
             with phase(Phase.OTHER):
                 callback(event)
-            self._timed.callback += time.monotonic() - began
+            self._timed.callback_seconds += time.monotonic() - began
         self._handle_writes()
 
     def _on_evaluation(self, event: Evaluated) -> None:
@@ -663,7 +668,7 @@ class Loop:
             self._set_ending(event.job, Ending(State.SUCCEEDED, reason))
 
     @phase(Phase.SAVING)
-    def _save(self, name: str, save: Callable[[str, Path], None]) -> None:
+    def _save_checkpoint(self, name: str, save: Callable[[str, Path], None]) -> None:
         """Begin a checkpoint once the job's last one is complete, so that at any time all steps but those of
         one `save_every` are in a complete checkpoint, however slow the disk is."""
         began = time.monotonic()
@@ -676,7 +681,7 @@ class Loop:
                 save(name, self.result_writer.checkpoints(name))
             except OSError as error:
                 self._pause_unsaved(Unsaved(name, training.progress.step, error.strerror or str(error)))
-        self._timed.saves.append(StateTime(1, training.layout.size, time.monotonic() - began))
+        self._timed.save_times.append(StateTime(1, training.layout.size, time.monotonic() - began))
 
     def _handle_writes(self) -> None:
         """Handle the writes that have completed or failed since the last call."""
@@ -730,13 +735,14 @@ class Loop:
             release(self.base.device)
         self._endings.clear()
 
-    def _requeue(self, reasons: Mapping[str, str], are_resting: bool = False) -> None:
-        """Save jobs and queue them again with the reasons; `are_resting` marks trials that wait at a rung."""
+    def _requeue(self, reasons: Mapping[str, str], are_resting_trials: bool = False) -> None:
+        """Save jobs and queue them again with the reasons; `are_resting_trials` marks trials that wait at a
+        rung."""
         if not reasons:
             return
         for training in self._save_and_detach(list(reasons)):
             name = training.job
-            if are_resting:
+            if are_resting_trials:
                 self.sweeps.mark_resting(name)
             else:
                 self.waiting[name] = self.jobs[name]
@@ -746,17 +752,17 @@ class Loop:
     def _save_and_detach(self, names: Sequence[str]) -> list[Training]:
         """Save and detach jobs; return the saved ones. A job that cannot be saved gets an ending instead."""
         for name in names:
-            self._save(name, self.executor.save_now)
+            self._save_checkpoint(name, self.executor.save_now)
         for name in names:
             self.executor.finish_saves(name)
         self._handle_writes()
         return [self._detach(name) for name in names if name not in self._endings]
 
     def _detach(self, name: str) -> Training:
-        self.references.leave(name)
+        self.references.remove_job(name)
         return self.executor.detach(name)
 
-    def _suspend(self) -> None:
+    def _suspend_jobs(self) -> None:
         for training in self._save_and_detach(list(self.executor.attached)):
             reason = self._interruption_reason(training.progress.step)
             self.journal.set_state(training.job, State.PAUSED, reason)
@@ -783,10 +789,10 @@ class Loop:
         self.waiting = {name: self.jobs[name] for name in (*self.waiting, *orders.promoted_trials)}
         for name, reason in orders.leave_reasons.items():
             self._leave_sweep(name, reason)
-        self._requeue(orders.rest_reasons, are_resting=True)
+        self._requeue(orders.rest_reasons, are_resting_trials=True)
         self._detach_ended()
         assert self.add is not None, "a run with sweeps can add jobs"
-        self.sweeps.propose(self.add, self.journal.note)
+        self.sweeps.propose_trials(self.add, self.journal.note)
         self._handle_writes()
         return not before.issuperset(self.waiting)
 

@@ -74,8 +74,8 @@ def describe_machine(
 def launcher_machine(
     options: Options, device: torch.device, shape: ModelShape, processes: int = 1
 ) -> Machine:
-    """Describe this machine for a process that starts `processes` others, which share its CPU or use one GPU
-    each."""
+    """Describe this machine for a process that starts `processes` worker processes, which share the CPU or
+    use one GPU each."""
     on_gpu = device.type == "cuda"
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count() * on_gpu)]
     if options.deterministic:
@@ -125,20 +125,22 @@ def memory_warning(options: Options, device: torch.device) -> str:
     )
 
 
-def data_sheet_gpu(budget: int, host: int, _workers: int = 1) -> StreamDevice:
+def data_sheet_gpu(budget_bytes: int, host_bytes: int, _workers: int = 1) -> StreamDevice:
     """Return the GPU as its data sheet describes it, which is the same in every run."""
     speed = data_sheet_device_speed(on_gpu=True)
     if speed is None:
-        return gpu_device(budget, host, PCIE.bandwidth, UNKNOWN_FLOPS, UNKNOWN_MEMORY)
-    return gpu_device(budget, host, PCIE.bandwidth, speed.flops, speed.bandwidth)
+        return gpu_device(budget_bytes, host_bytes, PCIE.bandwidth, UNKNOWN_FLOPS, UNKNOWN_MEMORY)
+    return gpu_device(budget_bytes, host_bytes, PCIE.bandwidth, speed.flops, speed.bandwidth)
 
 
 def measure_gpu(
-    spec: BaseSpec, device: torch.device, budget: int, host: int, _workers: int = 1
+    spec: BaseSpec, device: torch.device, budget_bytes: int, host_bytes: int, _workers: int = 1
 ) -> StreamDevice:
     """Return the GPU with the speeds of its host link and matrix products, measured now."""
     link = measure_link(device, base_dtype(spec, device))
-    return gpu_device(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
+    return gpu_device(
+        budget_bytes, host_bytes, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways
+    )
 
 
 def file_stream_device(

@@ -61,28 +61,28 @@ class References:
         self._unscored: dict[str, _Unscored] = {}
         """Maps keys to the numbers that attached jobs wait for. Jobs with the same key share them."""
 
-    def enter(
-        self, job: PreparedJob, checkpoints: Path, start: Path | None, has_begun: bool
+    def add_job(
+        self, job: PreparedJob, checkpoints: Path, start_folder: Path | None, has_begun: bool
     ) -> PreparedJob | None:
         """Return a job that is about to be attached, with its reference log-probabilities if they are on
         disk; otherwise the job waits for Score passes. Return None if they are lost: the job has made steps,
         so that its adapter is no longer the one that it started from.
 
-        `start` is the folder of the adapter that the job starts from, or None if the job starts from none or
-        reads its adapter from a checkpoint. `has_begun` means that it has made a step.
+        `start_folder` is the folder of the adapter that the job starts from, or None if the job starts from
+        none or reads its adapter from a checkpoint. `has_begun` means that it has made a step.
         """
         data = job.reference_data
         if data is None or job.data.train.references is not None:
             return job
         copy, count = checkpoints / COPY, sum(map(len, data.parts))
-        key = self._key(job)
+        key = self._reference_key(job)
         if (found := read_references(copy, key, count)) is not None:
             return job.with_references(found)
         from_adapter = job.reference_adapter is not None
         if from_adapter and has_begun:
             return None
-        is_known = start is not None or not from_adapter
-        policy = _policy_key(job, key, start) if is_known else job.name
+        is_known = start_folder is not None or not from_adapter
+        policy = _policy_key(job, key, start_folder) if is_known else job.name
         shared = self._folder / f"references-{policy}" if is_known else None
         if policy not in self._unscored:
             numbers = None if shared is None else read_references(shared, key, count)
@@ -94,26 +94,26 @@ class References:
         if not waiting.is_complete():
             return job
         self._write(waiting)
-        self.leave(job.name)
+        self.remove_job(job.name)
         return job.with_references(waiting.numbers)
 
-    def _key(self, job: PreparedJob) -> str:
+    def _reference_key(self, job: PreparedJob) -> str:
         self._base_key = self._base_key or _base_key(self._base)
         data = job.reference_data
         assert data is not None
         samples = [[part.fingerprint, part.before, part.first_position] for part in data.parts]
         return reference_key(samples, self._base_key, str(self._base.dtype))
 
-    def leave(self, job: str) -> None:
+    def remove_job(self, job: str) -> None:
         """Forget a job that is detached. Numbers that no other job waits for are on disk only."""
         for policy, one in list(self._unscored.items()):
             one.copies.pop(job, None)
             if not one.copies:
                 del self._unscored[policy]
 
-    def pending(self) -> dict[str, NDArray[np.int64]]:
-        """Return a map from each job that waits to the samples that it scores. Of jobs that wait for the same
-        numbers, one scores all samples and the others none."""
+    def pending_scores(self) -> dict[str, NDArray[np.int64]]:
+        """Return a map from each waiting job to the samples that it scores. If several jobs wait for the same
+        log-probabilities, one job scores all samples and the other jobs score none."""
         found: dict[str, NDArray[np.int64]] = {}
         for one in self._unscored.values():
             first, *others = one.copies
@@ -158,9 +158,9 @@ def _base_key(base: Base) -> str:
     return reference_key(base.spec.record(), stats, probe)
 
 
-def _policy_key(job: PreparedJob, key: str, start: Path | None) -> str:
+def _policy_key(job: PreparedJob, key: str, start_folder: Path | None) -> str:
     """Return a hash of the samples, the base and the starting adapter: its files and the job's settings."""
-    if start is None:
+    if start_folder is None:
         return reference_key(key)
-    files = [hashlib.sha256((start / name).read_bytes()).hexdigest() for name in (CONFIG, WEIGHTS)]
+    files = [hashlib.sha256((start_folder / name).read_bytes()).hexdigest() for name in (CONFIG, WEIGHTS)]
     return reference_key(key, files, repr(replace(job.spec.adapter, init_from=None)))

@@ -68,7 +68,7 @@ def job_file_values(job: PreparedJob, base: BaseSpec, deterministic: bool = Fals
             "evaluation_samples": 0 if data.evaluation is None else len(data.evaluation),
             "notes": list(data.notes),
         },
-        "versions": dict(_versions()),
+        "versions": dict(_package_versions()),
     }
 
 
@@ -85,12 +85,15 @@ def with_retries(description: dict[str, Any], folder: Path, *more: Retry) -> dic
 
 
 def refuse_changes(
-    folder: Path, description: dict[str, Any], allowed: Collection[str] = (), command: str | None = None
+    folder: Path,
+    description: dict[str, Any],
+    allowed_changes: Collection[str] = (),
+    command: str | None = None,
 ) -> str:
     """Refuse to resume a job whose keys, base or dataset have changed, naming what changed.
 
-    The keys in `allowed` may differ, since the user requested it. `command` is the command that resumes the
-    run. Return a sentence about a damaged file, or "".
+    The keys in `allowed_changes` may differ, since the user requested it. `command` is the command that
+    resumes the run. Return a sentence about a damaged file, or "".
     """
     name = description["job"]["name"]
     restart = f"restart it with {resume_line(command, restart=[name])}"
@@ -108,7 +111,9 @@ def refuse_changes(
         return ""
     before = found.values
     changed = [
-        key for key in changed_keys(before["job"], description["job"]) if not _is_covered(key, allowed)
+        key
+        for key in changed_keys(before["job"], description["job"])
+        if not _is_covered(key, allowed_changes)
     ]
     remedy = f"put them back, or {restart}"
     if changed and all(_is_covered(key, CHANGEABLE) for key in changed):
@@ -247,28 +252,28 @@ def write_result(
                 (draft / path).parent.mkdir(exist_ok=True)
                 (draft / path).write_bytes(content)
             set_file_modes(draft)
-        _publish(draft, folder)
+        _move_into_place(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _publish(draft: Path, folder: Path) -> None:
+def _move_into_place(draft_folder: Path, folder: Path) -> None:
     """Sync the result to disk before the status reports it and its checkpoints are deleted."""
-    paths = sorted(draft.rglob("*"), key=lambda path: path.name == CONFIG)
+    paths = sorted(draft_folder.rglob("*"), key=lambda path: path.name == CONFIG)
     for path in paths:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     for path in paths:
         if path.is_file():
-            target = folder / path.relative_to(draft)
+            target = folder / path.relative_to(draft_folder)
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
     sync_folder(folder)
 
 
 @cache
-def _versions() -> Mapping[str, str]:
+def _package_versions() -> Mapping[str, str]:
     found = {}
     for package in RECORDED_PACKAGES:
         try:
@@ -350,7 +355,7 @@ class ResultWriter:
         """Write the adapter; called in a background thread."""
         vectors = snapshot.tensors()
         keeps_best = job.spec.keep == "best" and "best" in vectors
-        parameters = snapshot.layout.views(vectors["best" if keeps_best else "master"])
+        parameters = snapshot.layout.parameter_views(vectors["best" if keeps_best else "master"])
         folder, base = self._store.output / job.name, self._base
         try:
             write_result(folder, job, parameters, base.whole_sites, base.spec, self._tokenizer)
@@ -364,7 +369,7 @@ class ResultWriter:
         """Begin to write the adapter of a job that trains on to another folder."""
 
         def write(snapshot: Snapshot) -> None:
-            parameters = snapshot.layout.views(snapshot.tensors()["master"])
+            parameters = snapshot.layout.parameter_views(snapshot.tensors()["master"])
             folder.mkdir(parents=True, exist_ok=True)
             write_result(folder, job, parameters, self._base.whole_sites, self._base.spec, self._tokenizer)
 

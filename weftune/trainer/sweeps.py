@@ -21,7 +21,7 @@ from weftune.trainer.job import PreparedJob
 
 
 class Sweeps:
-    """All sweeps of a run; there may be none."""
+    """All sweeps of a run. A run may have no sweeps."""
 
     def __init__(self, sweeps: Iterable[RunningSweep] = ()) -> None:
         self.sweeps = tuple(sweeps)
@@ -29,15 +29,15 @@ class Sweeps:
         for sweep in self.sweeps:
             self._sweep_of_trial |= dict.fromkeys(sweep.trials, sweep)
 
-    def enter(self, job: PreparedJob) -> PreparedJob:
-        """Return a job as the loop trains it: a trial trains up to its next rung only, and is evaluated there
-        too if rungs evaluate the last weights."""
+    def add_trial(self, job: PreparedJob) -> PreparedJob:
+        """Return a job with the limits that its sweep sets: a trial trains only up to its next rung, and is
+        evaluated at the rung if rungs evaluate the last weights."""
         sweep = self._sweep_of_trial.get(job.name)
         if sweep is None:
             return job
         job = self.with_weight_means(job)
-        sweep.enter(job.name, job.recipe.steps)
-        rungs = frozenset() if sweep.evaluates_mean else frozenset(sweep.rungs.rungs(job.name))
+        sweep.add_trial(job.name, job.recipe.steps)
+        rungs = frozenset() if sweep.evaluates_mean_weights else frozenset(sweep.rungs.rungs(job.name))
         limit = sweep.rungs.limit(job.name)
         if sweep.rungs.is_waiting_at_rung(job.name):
             found = checkpoint.newest_progress(sweep.store.output / job.name / CHECKPOINTS)
@@ -50,7 +50,7 @@ class Sweeps:
     def with_weight_means(self, job: PreparedJob) -> PreparedJob:
         """Return the job with the weight means that its sweep's rungs evaluate, if any."""
         sweep = self._sweep_of_trial.get(job.name)
-        if sweep is None or not sweep.evaluates_mean:
+        if sweep is None or not sweep.evaluates_mean_weights:
             return job
         spans = averaged_spans(sweep.sweep.spec.halving, job.recipe.steps)
         recipe, shape = (
@@ -71,14 +71,14 @@ class Sweeps:
         self._sweep_of_trial[name].resting.add(name)
 
     def is_awaited(self, name: str, step: int) -> bool:
-        """Whether the trial has reached this rung and its value there is not recorded yet."""
+        """Whether the trial has reached a rung at this step whose metric is not recorded yet."""
         sweep = self._sweep_of_trial.get(name)
         return sweep is not None and step == sweep.rungs.limit(name) and sweep.rungs.awaits_evaluation(name)
 
-    def evaluates_mean(self, name: str) -> bool:
+    def evaluates_mean_weights(self, name: str) -> bool:
         """Whether the rungs of the trial evaluate the mean of its last weights."""
         sweep = self._sweep_of_trial.get(name)
-        return sweep is not None and sweep.evaluates_mean
+        return sweep is not None and sweep.evaluates_mean_weights
 
     def record_step(self, event: Stepped) -> str | None:
         """Record a step's loss; return the reason if the trial leaves its sweep now, else None."""
@@ -95,8 +95,8 @@ class Sweeps:
             event.job, event.step, event.loss, event.token_accuracy, event.metrics
         )
 
-    def trial_orders(self, attached: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
-        found = [sweep.trial_orders(attached, delivering) for sweep in self.sweeps]
+    def trial_orders(self, attached: Mapping[str, int], delivering_trials: Collection[str]) -> TrialOrders:
+        found = [sweep.trial_orders(attached, delivering_trials) for sweep in self.sweeps]
         return TrialOrders(
             {name: limit for one in found for name, limit in one.step_limits.items()},
             [name for one in found for name in one.promoted_trials],
@@ -104,7 +104,7 @@ class Sweeps:
             {name: reason for one in found for name, reason in one.leave_reasons.items()},
         )
 
-    def propose(self, add_job: Callable[[JobSpec], Any], show_note: ShowNote) -> None:
+    def propose_trials(self, add_job: Callable[[JobSpec], Any], show_note: ShowNote) -> None:
         """Add the jobs of those generations of trials that can begin now."""
         for sweep in self.sweeps:
             while new := sweep.propose_trials():

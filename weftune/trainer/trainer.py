@@ -118,7 +118,7 @@ class Trainer:
         report_to: Sequence[str] = (),
         options: Options | None = None,
         view: View | None = None,
-        place: Callable[..., str] = locate_in_job,
+        locate: Callable[..., str] = locate_in_job,
     ) -> None:
         if isinstance(base, str | Mapping):
             base = BaseSpec(model=base) if isinstance(base, str) else parse_base(base)
@@ -135,7 +135,7 @@ class Trainer:
         self.interrupted = False
         self.loop: Loop | None = None
         """The training loop while the run lasts; None otherwise."""
-        self._place = place
+        self._place = locate
         self._encoder: Encoder | None = None
         """Encoder shared by all jobs, since computing its fingerprint takes much of a second."""
 
@@ -151,19 +151,19 @@ class Trainer:
                 del self.jobs[job.name]
                 raise
             self._rewind(self._store_of(self.loop), [ready])
-            self.loop.enter(ready)
+            self.loop.add_job(ready)
         return self
 
     def _store_of(self, loop: Loop) -> Store:
         assert isinstance(loop.store, Store), "a trainer keeps its jobs in a folder"
         return loop.store
 
-    def _prepare_joining(self, jobs: Sequence[JobSpec], place: Callable[..., str]) -> list[PreparedJob]:
+    def _prepare_joining(self, jobs: Sequence[JobSpec], locate: Callable[..., str]) -> list[PreparedJob]:
         """Prepare jobs that join the running run, or raise the mistakes of all of them; they are among
         `self.jobs` already."""
         assert self.loop is not None
         shape = self.loop.choice.shape
-        self._refuse_mistakes(jobs, shape, place)
+        self._refuse_mistakes(jobs, shape, locate)
         try:
             ready = self.prepare_all(jobs, shape, self._store_of(self.loop))
         finally:
@@ -231,7 +231,7 @@ class Trainer:
         return self
 
     def cancel(self, name: str) -> None:
-        """Cancel one job of the run; the others continue."""
+        """Cancel one job of the run. All other jobs continue."""
         if self.loop is None or name not in self.jobs:
             raise SpecError(f"There is no running job {name}.")
         self.loop.cancel(name)
@@ -303,7 +303,7 @@ class Trainer:
                 stack.callback(setattr, self, "loop", None)
                 stack.callback(engine.executor.restore_base)
                 for job in ready:
-                    self.loop.enter(job)
+                    self.loop.add_job(job)
                 if self.options.share is not None or restart_count() > 0:
                     # The run goes on after the loss of a process. The user resumes what the user has paused.
                     for name in store.paused_on_request & self.loop.waiting.keys():
@@ -345,14 +345,16 @@ class Trainer:
         check_trackers(self.report_to)
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
 
-    def _refuse_mistakes(self, jobs: Sequence[JobSpec], shape: ModelShape, place: Callable[..., str]) -> None:
+    def _refuse_mistakes(
+        self, jobs: Sequence[JobSpec], shape: ModelShape, locate: Callable[..., str]
+    ) -> None:
         """Refuse targets that the base lacks, samples longer than its context, and jobs that cannot start
         from the job they name; with shares, the process that divides the jobs checks this."""
         known = list(self.jobs) if self.options.share is None else [source_job(job.adapter) for job in jobs]
-        mistakes = check_names(jobs, known, place)
-        mistakes = mistakes or check_starts(list(self.jobs.values()), shape, place)
-        mistakes += check_targets(jobs, shape, place)
-        if mistakes := [*mistakes, *check_lengths(jobs, shape, self.spec, place)]:
+        mistakes = check_names(jobs, known, locate)
+        mistakes = mistakes or check_starts(list(self.jobs.values()), shape, locate)
+        mistakes += check_targets(jobs, shape, locate)
+        if mistakes := [*mistakes, *check_lengths(jobs, shape, self.spec, locate)]:
             raise SpecError(dict.fromkeys(mistakes))
 
     def restore_sweeps(self, store: Store) -> Sweeps:
@@ -372,7 +374,7 @@ class Trainer:
                 one.refuse_retries(option, names, self.options.changes)
             running.append(one)
         sweeps = Sweeps(running)
-        sweeps.propose(self.add, self._note_recorder(store))
+        sweeps.propose_trials(self.add, self._note_recorder(store))
         return sweeps
 
     def prepare_unfinished(self, store: Store, shape: ModelShape) -> list[PreparedJob]:
@@ -502,12 +504,12 @@ class Trainer:
         return SharedData(self._encoder, cache_folder() / "tokens", shape.context)
 
     def _prepare_job(
-        self, job: JobSpec, order: int, shape: ModelShape, store: Store, shared: SharedData
+        self, job: JobSpec, job_number: int, shape: ModelShape, store: Store, shared: SharedData
     ) -> PreparedJob:
         if job.name not in self.options.restart:
             job = self._apply_retries(job)
         cache = cache_folder() / "tokens"
-        ready = prepare_job(job, order, self.tokenizer, shape, cache, self.max_steps, shared)
+        ready = prepare_job(job, job_number, self.tokenizer, shape, cache, self.max_steps, shared)
         if job.name not in self.options.restart:
             allowed = self.options.changes if job.name in self.options.retry else ()
             if mended := refuse_changes(
@@ -517,7 +519,8 @@ class Trainer:
         return ready
 
     def _apply_retries(self, job: JobSpec) -> JobSpec:
-        """Return the job with the settings changed by its retries, in earlier runs and in this one."""
+        """Return the job with the settings that were changed by its retries in earlier runs and in this
+        run."""
         with suppress(DamagedJobFile):
             job = apply_retries(job, read_retries(self.output / job.name))
         return with_changes(job, self.options.changes) if job.name in self.options.retry else job

@@ -81,11 +81,11 @@ class SlowRun:
         self._load: CpuLoad | None = CpuLoad()
         self._planned = self._seconds = 0.0
 
-    def add(self, planned: float | None, seconds: float) -> str:
+    def add(self, planned_seconds: float | None, seconds: float) -> str:
         """Add a window with its planned and measured seconds; return the warning, or ""."""
-        if self._load is None or planned is None:
+        if self._load is None or planned_seconds is None:
             return ""
-        self._planned += planned
+        self._planned += planned_seconds
         self._seconds += seconds
         if self._seconds < LEAST_SECONDS:
             return ""
@@ -97,7 +97,7 @@ class SlowRun:
 
 
 def slow_run_warning(
-    planned: float, seconds: float, other_cores: float, cores: int, threads: int, has_profile: bool
+    planned_seconds: float, seconds: float, other_cores: float, cores: int, threads: int, has_profile: bool
 ) -> str:
     """Return the warning that the run is slow, and why; "" if it is not.
 
@@ -105,9 +105,9 @@ def slow_run_warning(
     If the cores are free, only a plan based on a profile of the machine shows that something is wrong: few
     runs reach the speed of a data sheet.
     """
-    if seconds < SLOW * planned:
+    if seconds < SLOW * planned_seconds:
         return ""
-    what = f"warning: training takes {seconds / planned:.1f} times as long as planned"
+    what = f"warning: training takes {seconds / planned_seconds:.1f} times as long as planned"
     if other_cores + threads > 1.1 * cores:
         return (
             f"{what}: other processes keep {other_cores:.1f} of the {cores} cores busy, and this run needs "

@@ -78,7 +78,7 @@ class Windows:
         """Return the window planned ahead, without jobs that have left, if it still fits the attached jobs;
         else plan a new one. Jobs in `beginners` are evaluated first; jobs in `unscored` score samples and do
         not train."""
-        cursors, pace, ahead = self._cursors(), self._pace(), self._ahead
+        cursors, pace, ahead = self._cursors(), self._window_pace(), self._ahead
         capacity, recompute = self._capacity()
         is_valid = ahead is not None and ahead.is_valid_for(cursors, capacity, recompute, pace)
         if ahead is None or beginners or unscored or not is_valid:
@@ -87,14 +87,15 @@ class Windows:
         return program.without(*gone) if gone else program
 
     def base_evaluation(self, names: Collection[str]) -> Program:
-        """Return a window that only evaluates the base itself, on the held-out samples of these jobs."""
+        """Return a window that only evaluates the base, without adapters, on the held-out samples of the
+        given jobs."""
         cursors, (capacity, recompute) = self._cursors(), self._capacity()
         windows = [self._jobs[name].base_window(cursors[name]) for name in names]
         return plan_window(windows, self._choice.layout, capacity, False, recompute, self._engine.pacing())
 
     def plan_ahead(self, program: Program) -> None:
-        """Begin to plan the window that follows this one."""
-        cursors, pace = self._cursors(), self._pace()
+        """Begin to plan the window that follows `program`."""
+        cursors, pace = self._cursors(), self._window_pace()
         for batch in program.batches:
             cursors[batch.job] = max(cursors[batch.job], batch.step)
         unfinished = {name: step for name, step in cursors.items() if step < self._jobs[name].last_step}
@@ -136,7 +137,7 @@ class Windows:
         recompute = memory.choose_recompute(shapes, max_tokens)
         return memory.choose_capacity(shapes, max_tokens, recompute), recompute
 
-    def _pace(self) -> WindowPace:
+    def _window_pace(self) -> WindowPace:
         if self._engine.deterministic:
             # Windows have all their rounds: which job joins at which step depends on no prediction.
             return WindowPace()

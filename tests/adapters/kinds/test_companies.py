@@ -145,7 +145,7 @@ def program(jobs: Sequence[PreparedJob], capacity: int) -> Program:
 
 
 def named(layout: VectorLayout, flat: Tensor) -> dict[str, Tensor]:
-    return {f"{site}.{name}": value for (site, name), value in layout.views(flat).items()}
+    return {f"{site}.{name}": value for (site, name), value in layout.parameter_views(flat).items()}
 
 
 def compare(family: str, company: Sequence[dict[str, Any]], capacity: int, capacity_alone: int) -> None:

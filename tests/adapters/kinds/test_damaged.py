@@ -39,7 +39,7 @@ def folder(request, base, tmp_path):
         frozen=base.weight_reader(),
     )
     kind = get_kind(adapter.kind)
-    kind.save(tmp_path, adapter, begun.layout.views(begun.master), base.shape.sites, "some/base")
+    kind.save(tmp_path, adapter, begun.layout.parameter_views(begun.master), base.shape.sites, "some/base")
     return tmp_path
 
 

@@ -48,7 +48,7 @@ def begun(base, spec):
 
 def start(base, spec):
     training = begun(base, spec)
-    return {place: value.clone() for place, value in training.layout.views(training.master).items()}
+    return {place: value.clone() for place, value in training.layout.parameter_views(training.master).items()}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -41,7 +41,7 @@ def test_beside_the_others_a_bottleneck_equals_plain_torch(family, tmp_path):
     for one in jobs[: len(WITHOUT_PEFT)]:
         adapter = JobAdapter(one.name, one.adapter, one.seed)
         begun = new_training(adapter, Recipe(1), base.shape.sites, base.dtype, torch.device("cpu"))
-        kind, start = get_kind("bottleneck"), begun.layout.views(begun.master)
+        kind, start = get_kind("bottleneck"), begun.layout.parameter_views(begun.master)
         model = tiny(family, torch.float64).requires_grad_(False)
         for site in dict.fromkeys(site for site, _ in start):
             own = {name: value for (where, name), value in start.items() if where == site}

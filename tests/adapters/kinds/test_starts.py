@@ -44,7 +44,7 @@ def started(spec, family="llama"):
     base = bench.base(family)
     adapter = JobAdapter("a", spec, seed=3)
     training = new_training(adapter, Recipe(1), base.shape.sites, base.dtype, bench.CPU)
-    return training.layout.views(training.master)
+    return training.layout.parameter_views(training.master)
 
 
 def test_the_first_matrix_of_a_bottleneck_fills_the_bounds_of_a_linear_of_torch_and_the_rest_is_zero():

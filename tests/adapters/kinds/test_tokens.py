@@ -212,8 +212,8 @@ def test_a_microbatch_with_it_is_not_captured():
         size = get_kind("lora").layout(spec, base.shape.sites).size
         attach(banks, base, name, spec, torch.zeros(size, dtype=base.dtype))
     samples = random_samples((4, 3))
-    assert banks.capturable(in_one_microbatch(["plain", "stranger"], samples))
-    assert not banks.capturable(in_one_microbatch(["plain", "tokens"], samples))
+    assert banks.is_capturable(in_one_microbatch(["plain", "stranger"], samples))
+    assert not banks.is_capturable(in_one_microbatch(["plain", "tokens"], samples))
 
 
 # -- however the base lies, and when killed ----------------------------------------------------------------

@@ -49,7 +49,7 @@ def drawn(base: Base, spec: AdapterSpec, seed: int) -> Tensor:
     layout = get_kind(spec.kind).layout(spec, base.shape.sites)
     noise = torch.randn(layout.size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     flat = 0.2 * noise + {"ia3": 1.0, "vera": 0.3}.get(spec.kind, 0.0)
-    for (_, name), value in layout.views(flat).items():
+    for (_, name), value in layout.parameter_views(flat).items():
         if name == MAGNITUDE:
             value += 1.0
     return flat

@@ -225,7 +225,7 @@ def test_pages_that_cannot_be_read_are_told_and_do_not_end_the_process(tmp_path)
     path.write_bytes(bytes(1 << 20))
     file = MappedFile(path)
     os.truncate(path, 1 << 12)
-    file._first_status = file._status()  # as if the file had been looked at just before
+    file._first_status = file._file_status()  # as if the file had been looked at just before
     with pytest.raises(BaseModelError, match=r"pages can no longer be read \(Bad address\)"):
         file.read(1 << 19, 1 << 20, torch.zeros(1 << 19, dtype=torch.uint8))
 

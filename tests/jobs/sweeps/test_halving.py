@@ -29,9 +29,9 @@ STEPS = 200
 def rungs_of(count, at=(0.1, 0.3), keep=0.34, mode="min", steps=STEPS):
     made = Rungs(SweepSpec(over={}, halving=Halving(at, keep), mode=mode))
     names = [f"t{number}" for number in range(count)]
-    made.begin(names)
+    made.begin_first_rung(names)
     for name in names:
-        made.enter(name, steps)
+        made.add_trial(name, steps)
     return made
 
 
@@ -85,14 +85,14 @@ def test_with_mode_max_the_highest_go_on():
 def test_whoever_failed_counts_among_those_who_began_the_rung_and_as_the_worst():
     rungs = rungs_of(6, keep=0.5)
     for name in ("t0", "t1"):
-        rungs.end(name, TrialEnd.FAILED, 7)
+        rungs.end_trial(name, TrialEnd.FAILED, 7)
     for number in range(2, 6):
         rungs.evaluate(f"t{number}", 20, float(number))
     decide(rungs)
     assert rungs.decisions[0].kept == ("t2", "t3", "t4")
     assert rungs.decisions[0].left == ("t5",)
     assert rungs.decisions[0].reason("t5", 20) == "left the sweep at step 20: 4th of 6, the best 3 continue"
-    rungs.end("t2", TrialEnd.LEFT, 40)
+    rungs.end_trial("t2", TrialEnd.LEFT, 40)
     rungs.evaluate("t3", 60, 2.0)
     assert rungs.pending_decisions() == []
     rungs.evaluate("t4", 60, 3.0)
@@ -103,7 +103,7 @@ def test_whoever_failed_counts_among_those_who_began_the_rung_and_as_the_worst()
 def test_a_rung_that_nobody_reaches_alive_is_not_decided():
     rungs = rungs_of(2)
     for name in rungs.trials:
-        rungs.end(name, TrialEnd.FAILED, 3)
+        rungs.end_trial(name, TrialEnd.FAILED, 3)
     assert rungs.pending_decisions() == []
     assert rungs.is_over()
     assert rungs.ranking({}) == []
@@ -111,7 +111,7 @@ def test_a_rung_that_nobody_reaches_alive_is_not_decided():
 
 def test_one_that_its_early_stop_ended_takes_nobodys_place_at_later_rungs_and_is_ranked_at_the_end():
     rungs = rungs_of(4, keep=0.5)
-    rungs.end("t0", TrialEnd.FINISHED, 12)
+    rungs.end_trial("t0", TrialEnd.FINISHED, 12)
     for number in (1, 2, 3):
         rungs.evaluate(f"t{number}", 20, float(number))
     decide(rungs)
@@ -119,7 +119,7 @@ def test_one_that_its_early_stop_ended_takes_nobodys_place_at_later_rungs_and_is
     for name, value in (("t1", 1.0), ("t2", 2.0)):
         rungs.evaluate(name, 60, value)
     decide(rungs)
-    rungs.end("t1", TrialEnd.FINISHED, STEPS)
+    rungs.end_trial("t1", TrialEnd.FINISHED, STEPS)
     assert rungs.is_over()
     assert rungs.ranking({"t0": 0.5, "t1": 0.7}) == ["t0", "t1"]
     assert rungs.ranking({"t0": 0.5, "t1": 0.7}, {"t0": 0.5}) == ["t1", "t0"]
@@ -132,13 +132,13 @@ def test_what_became_of_a_trial_later_does_not_change_its_place_at_a_rung():
     for name, value in (("t0", 1.0), ("t1", 2.0), ("t2", 3.0), ("t3", 4.0)):
         rungs.evaluate(name, 20, value)
     decide(rungs)
-    rungs.end("t0", TrialEnd.FAILED, 33)
+    rungs.end_trial("t0", TrialEnd.FAILED, 33)
     rungs.evaluate("t1", 60, 2.0)
     decide(rungs)
-    rungs.end("t1", TrialEnd.FINISHED, STEPS)
+    rungs.end_trial("t1", TrialEnd.FINISHED, STEPS)
     rebuilt = rungs_of(4, keep=0.5)
     for name, ended in rungs.ended.items():
-        rebuilt.end(name, ended.kind, ended.step)
+        rebuilt.end_trial(name, ended.kind, ended.step)
     for name, seen in rungs.values.items():
         for step, value in seen.items():
             rebuilt.evaluate(name, step, value)
@@ -148,9 +148,9 @@ def test_what_became_of_a_trial_later_does_not_change_its_place_at_a_rung():
 
 def test_generations_are_decided_among_themselves():
     rungs = rungs_of(2, keep=0.5)
-    rungs.begin(["u0", "u1"])
+    rungs.begin_first_rung(["u0", "u1"])
     for name in ("u0", "u1"):
-        rungs.enter(name, 100)
+        rungs.add_trial(name, 100)
     for name, step, value in (("t0", 20, 1.0), ("t1", 20, 2.0), ("u0", 10, 9.0), ("u1", 10, 8.0)):
         rungs.evaluate(name, step, value)
     decide(rungs)
@@ -207,13 +207,13 @@ def play(trials, keep, seed):
         at[name] += 1
         step, limit = rungs.limit(name) - 5, rungs.limit(name)
         if fate != "goes on":
-            rungs.end(
+            rungs.end_trial(
                 name,
                 {"fails": TrialEnd.FAILED, "leaves": TrialEnd.LEFT, "stops": TrialEnd.FINISHED}[fate],
                 step,
             )
         elif limit == STEPS:
-            rungs.end(name, TrialEnd.FINISHED, STEPS)
+            rungs.end_trial(name, TrialEnd.FINISHED, STEPS)
         else:
             rungs.evaluate(name, limit, float(value))
         if rng.random() < 0.5 or not any(

@@ -135,9 +135,9 @@ def got(case, device, wants_dx=True, times=1):
             if site == at:
                 totals[site, number] = flat([torch.zeros_like(one) for one in pair], torch.float32)
                 entry = LowRank(*pair, *totals[site, number], case.jobs[number].scale, dropout=0.0)
-                table.put_experts((room - 1 - number) * case.experts, entry)
-        table.send()
-        group = Group(((0, outputs),), table, rank, drops=False)
+                table.set_experts((room - 1 - number) * case.experts, entry)
+        table.copy_to_device()
+        group = Group(((0, outputs),), table, rank, has_dropout=False)
         sites.append(ExpertSite(weight, group if any(job.ranks[at] for job in case.jobs) else None))
     owner_T = case.owner_T.to(device)
     numbers_J = torch.tensor(

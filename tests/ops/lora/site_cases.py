@@ -289,7 +289,7 @@ def attached(case: Case, made: Values) -> tuple[dict[int, list[LowRank | None]],
         case.columns,
         table,
         rank=rank,
-        drops=any(job.dropout > 0 for job in present),
+        has_dropout=any(job.dropout > 0 for job in present),
     )
     by_slot = {slot: entries(case, made, slot) for slot, job in enumerate(case.jobs) if job is not None}
     for slot, found in by_slot.items():
@@ -316,7 +316,7 @@ def kept_of_a_young_adapter(case: Case, plan: ProductPlan) -> dict[str, float]:
 
     def both() -> tuple[Tensor, Tensor, Tensor]:
         y, s, _ = forward(made.x, weight, None, made.residual, call)
-        dx = backward(made.dy, made.x, weight, s, call, wants_dx=True)
+        dx = backward(made.dy, made.x, weight, s, call, needs_dx=True)
         assert dx is not None
         return y, dx, s
 

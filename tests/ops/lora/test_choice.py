@@ -16,8 +16,16 @@ from tests.cases import slow_but
 from weftune.core.deterministic import deterministic_kernels
 from weftune.core.device_class import class_for_capability, pretend
 from weftune.ops.lora import choice_trial
-from weftune.ops.lora.choice import MAX_ROWS, ChoiceFile, Choices, MeasuredPlan, PlanTrial, fastest, file_for
-from weftune.ops.lora.choice_trial import JOBS, choices_on, synthetic_site
+from weftune.ops.lora.choice import (
+    MAX_ROWS,
+    ChoiceFile,
+    Choices,
+    MeasuredPlan,
+    PlanTrial,
+    choice_file,
+    fastest_plan,
+)
+from weftune.ops.lora.choice_trial import JOBS, device_choices, synthetic_site
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group, SlotTable, bands_for
 from weftune.ops.lora.tiling import ProductPlan, choose_tiling
@@ -89,9 +97,9 @@ def test_the_fastest_order_is_chosen_and_measured_once(tmp_path):
 
 
 def test_a_tie_within_one_percent_goes_to_the_earlier_order():
-    assert fastest({ProductPlan.wide_beside: 100.0, ProductPlan.wide: 100.9}) is ProductPlan.wide
-    assert fastest({ProductPlan.wide_beside: 100.0, ProductPlan.wide: 101.1}) is ProductPlan.wide_beside
-    assert fastest({ProductPlan.fused_beside: 100.0, ProductPlan.fused: 100.9}) is ProductPlan.fused
+    assert fastest_plan({ProductPlan.wide_beside: 100.0, ProductPlan.wide: 100.9}) is ProductPlan.wide
+    assert fastest_plan({ProductPlan.wide_beside: 100.0, ProductPlan.wide: 101.1}) is ProductPlan.wide_beside
+    assert fastest_plan({ProductPlan.fused_beside: 100.0, ProductPlan.fused: 100.9}) is ProductPlan.fused
 
 
 def test_the_next_process_reads_what_the_last_one_measured(tmp_path):
@@ -191,9 +199,9 @@ def test_a_forced_order_is_taken_and_compiled_whatever_may_be_used(tmp_path):
 
 
 def test_choices_are_pinned_where_kernels_are_deterministic():
-    assert not choices_on(CPU).pinned
+    assert not device_choices(CPU).pinned
     with deterministic_kernels():
-        assert choices_on(CPU).pinned
+        assert device_choices(CPU).pinned
 
 
 def test_a_trial_out_of_memory_takes_the_first_order_for_this_process_only(tmp_path):
@@ -239,8 +247,8 @@ def test_an_order_that_the_device_cannot_run_is_not_chosen(tmp_path):
 
 def test_without_a_gpu_the_first_order_is_taken_and_no_file_written(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path))
-    assert file_for(torch.device("cpu")) is None
-    assert Call().of(choices_on(torch.device("cpu"))) is ProductPlan.wide
+    assert choice_file(torch.device("cpu")) is None
+    assert Call().of(device_choices(torch.device("cpu"))) is ProductPlan.wide
     assert not list(tmp_path.iterdir())
 
 
@@ -429,7 +437,7 @@ def test_a_kernel_that_does_not_compile_ahead_is_left_to_its_pass(tmp_path):
 
 
 def test_an_order_that_is_just_one_percent_slower_is_as_good():
-    assert fastest({ProductPlan.wide_beside: 100.0, ProductPlan.wide: 101.0}) is ProductPlan.wide
+    assert fastest_plan({ProductPlan.wide_beside: 100.0, ProductPlan.wide: 101.0}) is ProductPlan.wide
 
 
 def test_a_trial_out_of_memory_gives_back_what_it_took(tmp_path, monkeypatch):
@@ -479,7 +487,7 @@ def test_the_file_of_a_gpu_is_that_of_its_name_class_versions_and_kernels(tmp_pa
     kernels = f"{zlib.crc32(b''.join(source.read_bytes() for source in sources)):08x}"
     machine = "Loom 9000", "8.6", torch.__version__, triton.__version__, kernels
     with pretend(class_for_capability((8, 6))):
-        assert file_for(torch.device("cuda", 3)) == ChoiceFile(tmp_path / "routes", *machine)
+        assert choice_file(torch.device("cuda", 3)) == ChoiceFile(tmp_path / "routes", *machine)
 
 
 def test_a_made_up_site_has_the_shape_that_is_asked_for():
@@ -488,7 +496,7 @@ def test_a_made_up_site_has_the_shape_that_is_asked_for():
     assert len(site.adapters) == 8
     assert {(one.scale, one.dropout) for seated in site.adapters for one in seated} == {(1.0, 0.1)}
     assert site.group.columns == ((0, 32), (32, 48))
-    assert (site.group.rank, site.group.drops) == (16, True)
+    assert (site.group.rank, site.group.has_dropout) == (16, True)
     assert (site.dy_TN.shape, site.weight_NK.shape) == ((128, 48), (48, 64))
     assert site.residual_TN.shape == (128, 48)
     assert site.rows.token_index_T.tolist() == list(range(128))

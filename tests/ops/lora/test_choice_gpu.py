@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from tests.cases import call_side_by_side, some_of
 from tests.ops.lora.test_choice import Call
-from weftune.ops.lora.choice import fastest, file_for
-from weftune.ops.lora.choice_trial import choices_on, time_plans
+from weftune.ops.lora.choice import choice_file, fastest_plan
+from weftune.ops.lora.choice_trial import device_choices, time_plans
 from weftune.ops.lora.tiling import ProductPlan, plans_for
 
 pytestmark = [
@@ -69,12 +69,12 @@ def _compiled_side_by_side():
 def test_every_order_gets_a_time_and_the_fastest_is_written_down(name):
     asked = call(name)
     allowed = plans(asked)
-    chosen = asked.of(choices_on(DEVICE), allowed)
-    known = file_for(DEVICE).read()[asked.trial(allowed).key]
-    assert known.plan is chosen is fastest(known.microseconds)
+    chosen = asked.of(device_choices(DEVICE), allowed)
+    known = choice_file(DEVICE).read()[asked.trial(allowed).key]
+    assert known.plan is chosen is fastest_plan(known.microseconds)
     assert set(known.microseconds) == set(allowed)
     assert all(0.0 < taken < 1e6 for taken in known.microseconds.values())
-    assert asked.of(choices_on(DEVICE), allowed) is chosen
+    assert asked.of(device_choices(DEVICE), allowed) is chosen
 
 
 @pytest.mark.timed
@@ -110,23 +110,23 @@ def test_a_trial_that_does_not_fit_takes_the_first_order_and_gives_its_memory_ba
     held, total = torch.cuda.memory_allocated(), torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (4 << 20)) / total)
     try:
-        assert asked.of(choices_on(DEVICE), plans(asked)) is plans(asked)[0]
+        assert asked.of(device_choices(DEVICE), plans(asked)) is plans(asked)[0]
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert torch.cuda.memory_allocated() == held
-    assert file_for(DEVICE).read() == {}
+    assert choice_file(DEVICE).read() == {}
 
 
 def test_while_a_graph_is_captured_the_first_order_is_taken_and_the_capture_succeeds():
-    asked, choices = call("a square site"), choices_on(DEVICE)
+    asked, choices = call("a square site"), device_choices(DEVICE)
     graph = torch.cuda.CUDAGraph()
     total = torch.zeros((), device="cuda")
     with torch.cuda.graph(graph):
         total += 1
         during = asked.of(choices, plans(asked))
     assert during is plans(asked)[0]
-    assert file_for(DEVICE).read() == {}
+    assert choice_file(DEVICE).read() == {}
     graph.replay()
     assert total.item() == 1.0
     asked.of(choices, plans(asked))
-    assert list(file_for(DEVICE).read()) == [asked.trial(plans(asked)).key]
+    assert list(choice_file(DEVICE).read()) == [asked.trial(plans(asked)).key]

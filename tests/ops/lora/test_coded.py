@@ -21,13 +21,13 @@ from tests.ops.lora.site_cases import (
 from weftune.ops.lora import products, tiling
 from weftune.ops.lora.choice import PlanTrial
 from weftune.ops.lora.choice_trial import synthetic_site
-from weftune.ops.lora.tiled import trial_at
+from weftune.ops.lora.tiled import plan_trial
 from weftune.ops.lora.tiling import (
     ProductPlan,
     SiteCall,
     blocks_for_codes,
+    can_fuse,
     choose_tiling,
-    fuses,
     product_blocks,
 )
 
@@ -104,20 +104,20 @@ def test_a_product_of_our_own_takes_codes_in_whole_16_bytes(monkeypatch):
     monkeypatch.setattr(tiling, "_has_copy_engines", lambda device: True)
     for outputs, features, taken in ((128, 64, True), (128, 72, False), (136, 64, False)):
         codes = torch.zeros(outputs, features).to(torch.float8_e4m3fn)
-        assert fuses(codes, codes.device) is taken
-        assert fuses(codes.bfloat16(), codes.device)
+        assert can_fuse(codes, codes.device) is taken
+        assert can_fuse(codes.bfloat16(), codes.device)
 
 
 def test_a_trial_is_made_of_codes_and_known_as_such():
     made = values(PARTS)
     weight = frozen_weight(PARTS, made)
     _, group, rows = attached(PARTS, made)
-    trial = trial_at(weight, True, group, rows, torch.float32)
+    trial = plan_trial(weight, True, group, rows, torch.float32)
     assert trial is not None
     assert trial == PlanTrial.at(trial.plans, torch.float32, weight.codes(), True, group, rows)
     assert trial.coded
     assert trial.key.split(":")[0].endswith("fp8")
-    plain = trial_at(made.weight, True, group, rows, torch.float32)
+    plain = plan_trial(made.weight, True, group, rows, torch.float32)
     assert plain is not None
     assert "fp8" not in plain.key
     site = synthetic_site(replace(trial, rows=32), torch.device("cpu"))

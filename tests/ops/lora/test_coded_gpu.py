@@ -130,7 +130,7 @@ def test_a_captured_graph_replays_to_the_bits_of_the_ops():
 
     def both():
         y, s, _ = forward(made.x, weight, made.bias, made.residual, use)
-        return y, backward(made.dy, made.x, weight, s, use, wants_dx=True)
+        return y, backward(made.dy, made.x, weight, s, use, needs_dx=True)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -107,5 +107,5 @@ def test_long_runs_are_cut_into_tiles_and_experts_into_blocks(device):
 
 def test_a_product_of_our_own_is_for_gpus_that_have_copy_engines():
     table = SlotTable.empty(["site"], 8, torch.device("cpu"))
-    site = ExpertSite(torch.zeros(2, 16, 16), Group(((0, 16),), table, 16, drops=False))
+    site = ExpertSite(torch.zeros(2, 16, 16), Group(((0, 16),), table, 16, has_dropout=False))
     assert best_plan(site) is ProductPlan.wide

@@ -11,7 +11,7 @@ import torch
 from tests.ops.launches import noted
 from tests.ops.lora.site_cases import Case, Job, attached, values
 from weftune.ops.lora import products, tiled
-from weftune.ops.lora.products import in_float32, spans
+from weftune.ops.lora.products import product_in_float32, spans
 from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, product_blocks
 
@@ -139,12 +139,12 @@ def test_a_backward_makes_the_gradients_before_or_beside_the_product(plan, taken
     _, call = call_of(ONE, plan)
     x = torch.zeros(3, 2)
     product = "fused_dx" if plan in (ProductPlan.fused, ProductPlan.fused_beside) else "wide_dx"
-    assert tiled.backward(x, x, x, x, call, wants_dx=True) == product
+    assert tiled.backward(x, x, x, x, call, needs_dx=True) == product
     before, after = BESIDE
     beside = plan in (ProductPlan.wide_beside, ProductPlan.fused_beside)
     assert taken == ([*before, product, *after] if beside else [*BEFORE, product])
     taken.clear()
-    assert tiled.backward(x, x, x, x, call, wants_dx=False) is None
+    assert tiled.backward(x, x, x, x, call, needs_dx=False) is None
     assert taken == BEFORE
 
 
@@ -227,7 +227,7 @@ def test_a_product_in_float32_takes_at_most_256_mib_at_a_time():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_product_is_summed_up_in_float32(dtype):
     left, right = torch.tensor([[256.0, 1.0]], dtype=dtype), torch.tensor([[256.0], [0.5]], dtype=dtype)
-    found = in_float32(left, right)
+    found = product_in_float32(left, right)
     assert (found.dtype, found.tolist()) == (torch.float32, [[65536.5]])
 
 
@@ -273,7 +273,7 @@ class Stream:
 def test_what_is_done_aside_waits_for_what_came_before_and_what_comes_after_waits_for_it(monkeypatch):
     log: list[str] = []
     usual, other = Stream("the stream", log), Stream("the other", log)
-    monkeypatch.setattr(tiled, "_stream", lambda device: other)
+    monkeypatch.setattr(tiled, "_side_stream", lambda device: other)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: usual)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     made = tiled.SideStream(CUDA)
@@ -297,5 +297,5 @@ def test_without_a_gpu_what_is_aside_is_done_at_once(monkeypatch):
 def test_a_device_has_one_stream_for_what_is_aside(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
     first, second = torch.device("cuda", 61), torch.device("cuda", 62)
-    assert tiled._stream(first) is tiled._stream(first)
-    assert tiled._stream(first) is not tiled._stream(second)
+    assert tiled._side_stream(first) is tiled._side_stream(first)
+    assert tiled._side_stream(first) is not tiled._side_stream(second)

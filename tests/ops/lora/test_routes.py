@@ -168,8 +168,8 @@ def test_a_block_knows_its_rows_its_rank_and_what_its_kept_values_are_scaled_by(
     one, other = blocks.blocks
     assert (one.rows, one.adapter.rank) == (slice(2, 8), 3)
     assert (one.adapter.factor, other.adapter.factor) == (pytest.approx(4 / 3), pytest.approx(2 / 3))
-    assert blocks.kept(other, 24) is None
-    assert blocks.kept(one, 24).shape == (6, 24)
+    assert blocks.keep_mask(other, 24) is None
+    assert blocks.keep_mask(one, 24).shape == (6, 24)
 
 
 def test_rows_of_no_block_are_zeroed_and_the_others_left_to_be_written():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from weftune.ops.lora.rows import BLOCK, Rows, Seat, views, words
+from weftune.ops.lora.rows import BLOCK, Rows, Seat, views, word_count
 
 
 def test_tiles_and_pieces_cover_every_row_once():
@@ -129,9 +129,9 @@ def test_a_segment_without_rows_has_no_run_and_no_sum():
 
 
 def test_every_part_of_a_buffer_begins_at_a_multiple_of_16_bytes_and_takes_no_more_than_that():
-    assert [words([(count,)]) for count in (0, 1, 3, 4, 5, 8, 9)] == [0, 4, 4, 4, 8, 8, 12]
+    assert [word_count([(count,)]) for count in (0, 1, 3, 4, 5, 8, 9)] == [0, 4, 4, 4, 8, 8, 12]
     shapes = [(1, 3), (5,), (2, 2), (7,)]
-    assert words(shapes) == 4 + 8 + 4 + 8
-    parts = views(torch.arange(words(shapes), dtype=torch.int32), shapes)
+    assert word_count(shapes) == 4 + 8 + 4 + 8
+    parts = views(torch.arange(word_count(shapes), dtype=torch.int32), shapes)
     assert [tuple(part.shape) for part in parts] == shapes
     assert [part.flatten()[0].item() for part in parts] == [0, 4, 12, 16]

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.cases import slow_but
 from tests.ops.lora.site_cases import Case, Job, Values, attached, scale, values
 from weftune.ops.lora.rows import Rows
-from weftune.ops.lora.scales import SiteScale, put_scales, scale_table
+from weftune.ops.lora.scales import SiteScale, scale_table, set_scales
 from weftune.ops.lora.table import Group, LowRank
 from weftune.ops.lora.tiled import lora_linear
 from weftune.ops.lora.tiling import ProductPlan
@@ -62,8 +62,8 @@ def made(
             value = drawn(10 * slot + site, width).to(device)
             inverse = torch.full((width,), torch.nan, device=device) if slot == 0 else None
             scales[slot, site] = SiteScale(value, torch.zeros_like(value), inverse, scales_bias=slot == 2)
-        put_scales(table, slot, [scales[slot, site] for site in range(len(case.widths))])
-    table.send()
+        set_scales(table, slot, [scales[slot, site] for site in range(len(case.widths))])
+    table.copy_to_device()
     return by_slot, replace(group, g_out=table, lengths=True), rows, scales, found
 
 

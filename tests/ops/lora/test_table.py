@@ -69,8 +69,8 @@ def test_experts_of_several_bands_are_seated_each_where_its_rows_begin():
     table = SlotTable.empty(SITES[:1], slots=6, device=CPU, bands=2)
     a, b = torch.zeros(3, BAND + 8, 8), torch.zeros(3, BAND + 8, 16)
     stacked = LowRank(a, b, torch.zeros_like(a), torch.zeros_like(b), 2.0, 0.0)
-    table.put_experts(3, stacked)
-    table.send()
+    table.set_experts(3, stacked)
+    table.copy_to_device()
     assert table.rank_PS.tolist() == [[0, 0, 0, BAND, BAND, BAND], [0, 0, 0, 8, 8, 8]]
     for band, expert in ((0, 0), (0, 2), (1, 0), (1, 2)):
         here = [matrix[expert, band * BAND :].data_ptr() for matrix in stacked.matrices]
@@ -98,11 +98,11 @@ def test_addresses_are_those_of_whole_tensors_with_gradients_in_float32():
 
 
 def test_a_group_seats_whom_its_kernels_can_serve():
-    group = Group(((0, 16), (16, 32)), SlotTable.empty(SITES[:2], 2, CPU), rank=4, drops=False)
+    group = Group(((0, 16), (16, 32)), SlotTable.empty(SITES[:2], 2, CPU), rank=4, has_dropout=False)
     group.write(0, [entry(4), None])
     assert group.table.rank_PS.tolist() == [[4, 0], [0, 0]]
     for wrong in (entry(5), entry(4, dropout=0.1)):
         with pytest.raises(AssertionError):
             group.write(1, [None, wrong])
-    Group(group.columns, group.table, rank=4, drops=True).write(1, [None, entry(4, dropout=0.1)])
+    Group(group.columns, group.table, rank=4, has_dropout=True).write(1, [None, entry(4, dropout=0.1)])
     assert group.table.rank_PS.tolist() == [[4, 0], [0, 4]]

@@ -265,7 +265,7 @@ def test_no_more_of_a_wide_product_than_a_span_is_in_memory(plan):
     # The library keeps room of its own from its first product on.
     forward(made.x, made.weight, None, None, call)
     (y, s, _), of_y = most(lambda: forward(made.x, made.weight, None, None, call))
-    dx, of_dx = most(lambda: backward(made.dy, made.x, made.weight, s, call, wants_dx=True))
+    dx, of_dx = most(lambda: backward(made.dy, made.x, made.weight, s, call, needs_dx=True))
     room = products.SPAN_BYTES + (128 << 20)
     assert of_y < y.nbytes + room
     assert of_dx < dx.nbytes + room
@@ -325,7 +325,7 @@ def test_a_captured_graph_follows_the_jobs_that_come_and_go(plan):
         pytest.skip("not on this device")
     made = values(before)
     _, small, rows = attached(before, made)
-    group = Group(small.columns, small.table, rank=16, drops=True)
+    group = Group(small.columns, small.table, rank=16, has_dropout=True)
     held_x, dy = made.x.clone(), made.dy.clone()
 
     def step():

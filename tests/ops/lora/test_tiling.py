@@ -22,7 +22,7 @@ from weftune.ops.lora.tiling import (
     SiteCall,
     candidate_plans,
     choose_tiling,
-    parts_together,
+    parts_per_program,
     plans_for,
     product_blocks,
     rank_block,
@@ -238,7 +238,7 @@ def test_ranks_go_up_to_a_power_of_two_that_a_tensor_core_takes(rank, block):
     [(1, 16, 16), (1, 17, 1), (64, 4, 4), (64, 5, 1), (128, 2, 2), (128, 3, 1), (256, 2, 2)],
 )
 def test_parts_whose_ranks_fit_the_registers_share_programs(rank, parts, together):
-    assert parts_together(group_of(rank, (64,) * parts)) == together
+    assert parts_per_program(group_of(rank, (64,) * parts)) == together
 
 
 def test_a_call_counts_its_parts_ranks_slots_and_blocks():

@@ -38,7 +38,7 @@ ODD = Case([Job(9, rank=3)], features=37, widths=(71, 7))
     ),
 )
 def test_a_product_in_spans_equals_plain_autograd_and_only_one_is_held(case, plan, blocks, monkeypatch):
-    case, made, product = case.dropping(0.1), [], products.in_float32
+    case, made, product = case.dropping(0.1), [], products.product_in_float32
     limit = 4 * 32 * blocks * case.rows
     monkeypatch.setattr(products, "SPAN_BYTES", limit)
 
@@ -49,7 +49,7 @@ def test_a_product_in_spans_equals_plain_autograd_and_only_one_is_held(case, pla
         made.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(products, "in_float32", watched)
+    monkeypatch.setattr(products, "product_in_float32", watched)
     close(run(case, plan=plan), truth(case))
     assert len(made) > 2
 

@@ -92,7 +92,7 @@ def main(every):
     for one_read in (True, False):
         call = SiteCall(group, rows, True, replace(chosen, one_read=one_read))
         _, s, _ = forward(made.x, made.weight, None, None, call)
-        backward(made.dy, made.x, made.weight, s, call, wants_dx=one_read)
+        backward(made.dy, made.x, made.weight, s, call, needs_dx=one_read)
     for rank, drops in ((128, False), (256, True)) if every else ():
         laden(ProductPlan.wide, rank, drops)
     fused = ((128, 128, True), (16, 128, True), (32, 256, True), (64, 256, False), (128, 256, False))
@@ -121,7 +121,7 @@ def laden(plan, rank, drops, columns=128, coded=False):
     call = SiteCall(group, rows, True, chosen, plan)
     weight = frozen_weight(case, made)
     _, s, _ = forward(made.x, weight, made.bias, made.residual, call)
-    backward(made.dy, made.x, weight, s, call, wants_dx=True)
+    backward(made.dy, made.x, weight, s, call, needs_dx=True)
 
 
 if __name__ == "__main__":

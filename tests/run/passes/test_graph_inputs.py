@@ -143,9 +143,9 @@ def test_where_nobody_else_has_adapters_a_bottleneck_gets_all_of_its_gradient(ga
     jobs = ScoredJobs(base, {"relu": spec})
     found = jobs.gathered(jobs.inputs(microbatch), microbatch) if gathered else jobs.plain(microbatch)
     layout = get_kind(spec.kind).layout(spec, base.shape.sites)
-    for parameter, value in layout.views(wanted).items():
+    for parameter, value in layout.parameter_views(wanted).items():
         assert value.norm() > 0, parameter
-        other = layout.views(found["d relu"])[parameter]
+        other = layout.parameter_views(found["d relu"])[parameter]
         assert (other - value).norm() <= CLOSE * value.norm(), parameter
 
 
@@ -178,6 +178,6 @@ def test_only_kinds_that_change_outputs_alone_are_gathered() -> None:
     specs = {"relu": SPECS["relu"], "long": SPECS["long"], "pissa": PissaSpec(rank=2)}
     banks = ScoredJobs(one_layer("llama"), specs).adapted.banks
     able = microbatch_of({"relu": (3,), "long": (4,)})
-    assert banks.capturable(able, gathers=True)
-    assert not banks.capturable(able)
-    assert not banks.capturable(microbatch_of({"relu": (3,), "pissa": (4,)}), gathers=True)
+    assert banks.is_capturable(able, gathers_rows=True)
+    assert not banks.is_capturable(able)
+    assert not banks.is_capturable(microbatch_of({"relu": (3,), "pissa": (4,)}), gathers_rows=True)

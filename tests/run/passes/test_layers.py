@@ -23,7 +23,7 @@ from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import get_kind
 from weftune.base.attention import pack
 from weftune.base.host.streamed import stream_model
-from weftune.base.load import as_tower
+from weftune.base.load import wrap_as_tower
 from weftune.base.model import Base
 from weftune.base.quant.linear import QuantWeight
 from weftune.base.spec import BaseSpec
@@ -116,7 +116,7 @@ def trained(base, route, monkeypatch, steps=STEPS, recompute=NOTHING):
 def test_the_fused_layers_of_a_text_tower_compute_what_the_plain_ones_do(family, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     spec = BaseSpec(model=f"tiny/{family}", dtype="float32")
-    base = Base.from_model(as_tower(tiny(family, torch.float32)), spec, bench.CPU)
+    base = Base.from_model(wrap_as_tower(tiny(family, torch.float32)), spec, bench.CPU)
     microbatch = packed(random_samples((9, 1)))
     plain_TD = base.hidden(microbatch)
     adapted = AdaptedBase(base, Route.tiled)

@@ -113,7 +113,7 @@ def test_a_stage_draws_its_own_part_of_the_adapter_that_the_whole_base_would_hav
     parts = [slice_training(ready, start, stop) for start, stop in ((0, 1), (1, 3), (3, 4))]
     assert all(torch.equal(part.master, part.layout.slice_of(whole.layout, whole.master)) for part in parts)
     assert sum(part.layout.size for part in parts) == whole.layout.size
-    views = whole.layout.views(whole.master)
+    views = whole.layout.parameter_views(whole.master)
     assert all(
         view.abs().max() <= view.shape[1] ** -0.5 for (_, name), view in views.items() if name == "a_rK"
     )

@@ -29,14 +29,16 @@ def test_a_step_equals_adamw_and_clipping_on_separate_tensors(base, weight_decay
     adam = {"betas": (0.7, 0.98), "eps": 1e-4}
     keys = {"weight_decay": weight_decay, "clip": clip, "schedule": "cosine", "warmup": 2, **adam}
     training = executors.job_training(base, executors.prepare(base, "a", **keys))
-    separate = {key: v.clone().requires_grad_() for key, v in training.layout.views(training.master).items()}
+    separate = {
+        key: v.clone().requires_grad_() for key, v in training.layout.parameter_views(training.master).items()
+    }
     optimizer = torch.optim.AdamW(separate.values(), lr=1e-2, weight_decay=weight_decay, **adam)
     scheduler = get_scheduler("cosine", optimizer, 2, 8)
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 9):
         gradient = torch.randn(training.master.shape, generator=generator, dtype=torch.float64)
         gradient *= size / gradient.norm()
-        for key, view in training.layout.views(gradient).items():
+        for key, view in training.layout.parameter_views(gradient).items():
             separate[key].grad = view.clone()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(separate.values(), clip)
@@ -49,7 +51,7 @@ def test_a_step_equals_adamw_and_clipping_on_separate_tensors(base, weight_decay
         assert outcome.grad_norm == pytest.approx(size, rel=1e-12)
         assert (outcome.loss, outcome.token_accuracy, outcome.tokens) == (1.5, 0.5, 20)
         assert training.progress.step == step
-        for key, view in training.layout.views(training.master).items():
+        for key, view in training.layout.parameter_views(training.master).items():
             torch.testing.assert_close(view, separate[key].detach(), rtol=1e-12, atol=1e-15)
     assert training.progress.trained_tokens == 160
     assert training.open is None

@@ -131,7 +131,7 @@ def views(trainings):
     return {
         (name, *key): value.clone()
         for name, training in trainings.items()
-        for key, value in training.layout.views(training.master).items()
+        for key, value in training.layout.parameter_views(training.master).items()
     }
 
 

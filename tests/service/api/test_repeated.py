@@ -135,7 +135,7 @@ def test_jobs_that_were_not_prepared_are_prepared_after_a_restart(tmp_path):
     file = client.files.create(file=("a.jsonl", rows(2)), purpose="fine-tune")
     job = client.fine_tuning.jobs.create(model="demo", training_file=file.id)
     service.kill()
-    assert job.id in [one.id for one in training.requests.unprepared()]
+    assert job.id in [one.id for one in training.requests.unprepared_submissions()]
     service.restart()
     try:
         assert wait_until_prepared(training, job.id).refusal is None

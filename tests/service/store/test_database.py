@@ -104,7 +104,7 @@ def test_fault_26_tables_whose_creation_was_killed_are_created_by_the_next_start
         process.join()
     with request_store(settings) as store, training_store(settings) as training:
         new = store.submit(submission())
-        assert store.unprepared() == [new]
+        assert store.unprepared_submissions() == [new]
         assert training.unfinished_jobs() == []
 
 

@@ -335,11 +335,11 @@ def test_the_name_of_a_process_is_its_own():
     process, pipe = start(lambda pipe: pipe.send(process_name()))
     other = pipe.recv()
     process.join()
-    assert records.is_gone(other)
-    assert not records.is_gone(process_name())
+    assert records.has_exited(other)
+    assert not records.has_exited(process_name())
     machine, number, started = process_name().rsplit("/", 2)
-    assert records.is_gone(f"{machine}/{number}/{int(started) + 1}"), "another process with that number"
-    assert not records.is_gone(f"elsewhere.{machine}/{number}/1"), "nobody can know"
+    assert records.has_exited(f"{machine}/{number}/{int(started) + 1}"), "another process with that number"
+    assert not records.has_exited(f"elsewhere.{machine}/{number}/1"), "nobody can know"
 
 
 # -- row 24: a clock that is moved -----------------------------------------------------------------------

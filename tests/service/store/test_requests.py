@@ -95,12 +95,12 @@ def test_submissions_are_listed_by_metadata(store):
 
 def test_a_prepared_job_is_handed_over_once_and_in_order(store):
     jobs = [store.submit(submission()) for _ in range(3)]
-    assert store.unprepared() == jobs
+    assert store.unprepared_submissions() == jobs
     refusal = {"code": "invalid_training_file", "message": "line 3: no messages", "param": "training_file"}
     store.mark_prepared(jobs[1].id, refusal)
     store.mark_prepared(jobs[0].id)
     store.mark_prepared(jobs[1].id)
-    assert store.unprepared() == jobs[2:]
+    assert store.unprepared_submissions() == jobs[2:]
     found = store.prepared_after(0)
     assert [(one.submission, one.refusal) for one in found] == [(jobs[1], refusal), (jobs[0], None)]
     assert [one.submission for one in store.prepared_after(found[0].number)] == [jobs[0]]
@@ -259,7 +259,7 @@ def test_reading_before_the_tables_exist_fails_with_the_typed_error(settings):
 
     with closing(RequestStore(open_requests(settings, writable=False))) as reader:
         with pytest.raises(StoreUnavailable):
-            reader.unprepared()
+            reader.unprepared_submissions()
         with request_store(settings) as store:
             new = store.submit(submission())
-            assert reader.unprepared() == [new]
+            assert reader.unprepared_submissions() == [new]

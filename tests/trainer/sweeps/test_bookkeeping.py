@@ -57,7 +57,7 @@ def test_a_trial_is_ranked_by_the_step_whose_weights_it_keeps(store, keep, score
 class OneMore:
     """Proposes one more trial, whenever it is asked."""
 
-    def next(self, ended):
+    def next_generation(self, ended):
         return (Trial(f"s-more{len(ended)}", {"seed": len(ended)}),)
 
 
@@ -125,7 +125,7 @@ def test_a_trial_that_was_saved_at_its_rung_rests_without_being_loaded(store, st
     sweep = running_sweep(store, sweep_of())
     sweep.rungs.enter("s-a", STEPS)
     sweep.record_evaluation("s-a", 4, 1.0, 0.5)
-    entered = Sweeps([sweep]).enter(ready)
+    entered = Sweeps([sweep]).add_trial(ready)
     assert entered.limit == 4
     assert sweep.resting == ({"s-a"} if rests else set())
 

@@ -83,7 +83,7 @@ def undisturbed(base, jobs, tmp_path_factory):
 def named(training):
     """The master weights under PEFT's names."""
     found = {}
-    for (site, name), value in training.layout.views(training.master).items():
+    for (site, name), value in training.layout.parameter_views(training.master).items():
         a_name, b_name = weight_names(site)
         found[a_name if name == A else b_name] = (value if name == A else value.T).clone()
     return found

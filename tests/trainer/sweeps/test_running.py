@@ -352,7 +352,7 @@ def test_a_trial_that_the_sweep_has_decided_against_is_not_trained_again(base, j
 class Halves:
     """Proposes a part of the best learning rate so far, twice."""
 
-    def next(self, ended):
+    def next_generation(self, ended):
         if len(ended) >= 5:
             return ()
         best = min(ended, key=lambda one: one[1] if one[1] is not None else 1e9)[0]

@@ -42,7 +42,7 @@ class Bottleneck(PlainKind):
         """Draw D uniformly within ±1/√N, as torch initialises linears, and zero all other parameters."""
         for (site, name), value in new.parameters.items():
             if name == DOWN:
-                fill_uniform(value, new.key(site, name), value.shape[1] ** -0.5, drawn_on=new.drawn_on)
+                fill_uniform(value, new.key(site, name), value.shape[1] ** -0.5, draw_device=new.draw_device)
             else:
                 value.zero_()
 

@@ -22,7 +22,7 @@ class BottleneckSpec(TargetSpec):
     (Houlsby), or of the feed-forward alone (Pfeiffer); `targets` may name other linears instead."""
 
     implementation: ClassVar[str] = "weftune.adapters.bottleneck.apply:Bottleneck"
-    merges: ClassVar[bool] = False
+    is_mergeable: ClassVar[bool] = False
 
     kind: Literal["bottleneck"] = "bottleneck"
     placement: Literal["houlsby", "pfeiffer"] = "houlsby"

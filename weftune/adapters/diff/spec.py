@@ -12,7 +12,8 @@ from weftune.core.bounds import RUN_SHARE, Bound
 from weftune.core.shapes import SiteShape
 
 W, ALPHA, GROUP = "w_NK", "alpha_NK", "group_alpha"
-"""Parameters: the differences, the parameters of their gates, and that of the gate of the whole tensor."""
+"""Number of parameters: the differences, one gate parameter per difference, and one gate parameter for the
+whole tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class DiffSpec(TargetSpec):
     l0_weight: Annotated[float, Bound(at_least=0)] = 1.25e-7
     """Penalty added to the loss per element that is expected to differ."""
     structured: bool = True
-    """Whether each target has one gate for its whole weight besides those of single elements."""
+    """Whether each target has a gate for its whole weight in addition to the gates of single elements."""
     relaxed: Annotated[float, RUN_SHARE] = 0.5
     """Length of the first phase, with random gates: below 1 a share of the run, else optimizer steps."""
     mask_lr_ratio: Annotated[float, Bound(above=0)] = 100.0

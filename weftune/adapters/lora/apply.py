@@ -96,7 +96,7 @@ def draw_lora(new: NewAdapter) -> None:
     for shape, names in alike.items():
         values = [new.parameters[site, A] for site in names]
         keys = [new.key(site, A) for site in names]
-        fill_uniform_alike(values, keys, bound=shape[-1] ** -0.5, drawn_on=new.drawn_on)
+        fill_uniform_alike(values, keys, bound=shape[-1] ** -0.5, draw_device=new.draw_device)
 
 
 class Lora(PlainKind):

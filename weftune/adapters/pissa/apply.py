@@ -56,7 +56,7 @@ class Pissa(PlainKind):
         fill_tokens(new)
         for site in [site for site, name in new.parameters if name == FIRST_A]:
             like_rK = new.parameters[site, FIRST_A]
-            weight_NK = new.weight_at(site).to(device=new.drawn_on or like_rK.device, dtype=like_rK.dtype)
+            weight_NK = new.weight_at(site).to(device=new.draw_device or like_rK.device, dtype=like_rK.dtype)
             decomposed = decompose(site, weight_NK, len(like_rK), new.adapter)
             a_rK, b_rN = principal_factors(decomposed, len(like_rK), new.adapter.spec.scale_at(site))
             for name, value in ((A, a_rK), (FIRST_A, a_rK), (B, b_rN), (FIRST_B, b_rN)):

@@ -1,4 +1,5 @@
-"""The adapter keys of a PiSSA job: those of LoRA and one more. This module does not import torch."""
+"""The adapter keys of a PiSSA job: the keys of a LoRA job and one more key. This module does not import
+torch."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class PrefixSpec(TargetSpec):
     implementation: ClassVar[str] = "weftune.adapters.prefix.apply:PrefixTuning"
     runs_on_shards: ClassVar[bool] = True
     peft_type: ClassVar[str | None] = "PREFIX_TUNING"
-    merges: ClassVar[bool] = False
+    is_mergeable: ClassVar[bool] = False
     unused: ClassVar[frozenset[str]] = frozenset({"targets", "layers"})
 
     kind: Literal["prefix"] = "prefix"

@@ -60,5 +60,5 @@ class Prompt(PlainKind):
 
 
 def _repeat_tokens(tokens: Sequence[int], count: int) -> Tensor:
-    """Return `count` tokens: those of the text, repeated or cut to this number."""
+    """Return `count` tokens: the tokens of the text, repeated or cut to this number."""
     return torch.tensor([tokens[at % len(tokens)] for at in range(count if tokens else 0)], dtype=torch.int64)

@@ -18,7 +18,7 @@ class PromptSpec(TargetSpec):
     implementation: ClassVar[str] = "weftune.adapters.prompt.apply:Prompt"
     runs_on_shards: ClassVar[bool] = True
     peft_type: ClassVar[str | None] = "PROMPT_TUNING"
-    merges: ClassVar[bool] = False
+    is_mergeable: ClassVar[bool] = False
     unused: ClassVar[frozenset[str]] = frozenset({"targets", "layers"})
 
     kind: Literal["prompt"] = "prompt"

@@ -58,7 +58,7 @@ class Vera(PlainKind):
         constants = at.weights[SHARED, A], at.weights[SHARED, B]
         return TiledPart(
             low_rank=LowRank(a_rK, b_rN, da_rK, db_rN, scale=1.0, dropout=spec.dropout),
-            computed=ComputedPair(d_r, e_N, at.total(D), at.total(E), *constants),
+            computed_pair=ComputedPair(d_r, e_N, at.total(D), at.total(E), *constants),
         )
 
     def start(self, new: NewAdapter) -> None:
@@ -74,7 +74,7 @@ class Vera(PlainKind):
         return {A: drawn[A].to(like), B: drawn[B].T.contiguous().to(like)}
 
     def _draw_matrices(self, spec: VeraSpec, sites: Sequence[SiteShape]) -> dict[str, Tensor]:
-        """Draw A, then B, in float32 on the CPU, as PEFT does. Their widths are those of the widest site."""
+        """Draw A, then B, in float32 on the CPU, as PEFT does. They are as wide as the widest site."""
         own = [site for site in sites if spec.adapts(site)]
         generator = torch.Generator().manual_seed(spec.projection_prng_key)
         inputs, outputs = max(site.in_features for site in own), max(site.out_features for site in own)

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from weftune.base.config import open_safetensors
 from weftune.base.host.pinned import allocate_host_bytes
 from weftune.base.quant.linear import quant_paths
-from weftune.base.weights import WeightFiles, part_of, refuse_other_shape, stored_names
+from weftune.base.weights import WeightFiles, refuse_other_shape, stored_names, take_part
 from weftune.errors import BaseModelError, WeightsLost
 from weftune.plan.layout.need import STAGING_BYTES
 
@@ -44,7 +44,7 @@ class MappedFile:
         self.path = path
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
-        self._first_status = self._status()
+        self._first_status = self._file_status()
         mapping = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch has no read-only tensors
@@ -67,19 +67,19 @@ class MappedFile:
         return found
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
-        if self._status() != self._first_status:
+        if self._file_status() != self._first_status:
             raise WeightsLost(
                 f"{self.path} has changed while weights are read from it; put the file back as it was and "
                 "resume the run"
             )
         failed = self._advise(start, stop, MADV_POPULATE_READ)
         if failed not in (0, errno.EINVAL):  # an older system does not know this advice
-            raise self._unreadable(failed)
+            raise self._read_error(failed)
         out.copy_(self._bytes[start:stop])
         self._advise(start, stop, mmap.MADV_DONTNEED)
 
     def expect(self, start: int, stop: int) -> None:
-        """Ask the operating system to prefetch these bytes into the page cache."""
+        """Ask the operating system to prefetch a range of bytes into the page cache."""
         self._advise(start, stop, mmap.MADV_WILLNEED)
 
     def drop_from_cache(self, size: int) -> None:
@@ -87,14 +87,14 @@ class MappedFile:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, size, os.POSIX_FADV_DONTNEED)
 
-    def _status(self) -> tuple[int, int]:
+    def _file_status(self) -> tuple[int, int]:
         try:
             status = os.fstat(self._descriptor)
         except OSError as error:  # a file on a server can disappear
-            raise self._unreadable(error.errno or 0) from None
+            raise self._read_error(error.errno or 0) from None
         return status.st_size, status.st_mtime_ns
 
-    def _unreadable(self, error_number: int) -> WeightsLost:
+    def _read_error(self, error_number: int) -> WeightsLost:
         return WeightsLost(
             f"{self.path} can no longer be read ({os.strerror(error_number)}), and weights are read from it "
             "in every step; repair that and resume the run"
@@ -150,7 +150,7 @@ def map_weights(
             if within not in mapped:
                 mapped[within] = MappedFile(files.path(part)).tensors
             stored = mapped[within][part]
-            refuse_other_shape(name, torch.Size(stored.shape), part_of(parameter, names[name], part).shape)
+            refuse_other_shape(name, torch.Size(stored.shape), take_part(parameter, names[name], part).shape)
             if stored.dtype != computed_in:
                 raise _unusable_files_error(
                     base,

@@ -97,7 +97,7 @@ class StreamedBase:
         """Assert that the parameters of streamed layers still are views of their slots, not copies."""
         arena = self.arena.untyped_storage().data_ptr()
         for stage in self.part.streamed_stages:
-            for piece in _pieces(self.whole.model, self.part.stage_range(stage)):
+            for piece in _weight_pieces(self.whole.model, self.part.stage_range(stage)):
                 parameter = self.whole.model.get_parameter(piece.name)
                 assert parameter.untyped_storage().data_ptr() == arena, f"{piece.name} has left its slot"
 
@@ -169,14 +169,18 @@ def streamed_base(
     shape = local_shape(model, whole, sum(one.stop - one.start for one in own))
     held = LayerRange(own[0].start, own[-1].stop, layers)
     _use_expandable_segments(device)
-    pieces = {stage: _pieces(model, part.stage_range(stage)) for stage in part.streamed_stages}
+    pieces = {stage: _weight_pieces(model, part.stage_range(stage)) for stage in part.streamed_stages}
     sizes = {stage: found[-1].stop for stage, found in pieces.items()}
     width = -(-max(sizes.values(), default=0) // ALIGNMENT) * ALIGNMENT
     arena = torch.zeros(part.slot_count if sizes else 0, width, dtype=torch.uint8, device=device)
     for stage, found in pieces.items():
         for piece in found:
             _set_parameter(model, piece.name, piece.view(arena[part.slot_of_stage(stage)]))
-    sources = _in_memory(pieces, device, fill) if mapped is None else _in_files(pieces, device, mapped)
+    sources = (
+        _stages_in_memory(pieces, device, fill)
+        if mapped is None
+        else _stages_in_files(pieces, device, mapped)
+    )
     _load_resident(model, device, {piece.name for found in pieces.values() for piece in found}, fill)
     model.eval().requires_grad_(False)
     own_config(model)
@@ -201,7 +205,7 @@ def _use_expandable_segments(device: torch.device) -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def _in_memory(
+def _stages_in_memory(
     pieces: Mapping[int, Sequence[WeightPiece]], device: torch.device, fill: Fill
 ) -> dict[int, StageSource]:
     """Allocate one buffer of host memory, with a contiguous range for each stage."""
@@ -219,7 +223,7 @@ def _in_memory(
     return sources
 
 
-def _in_files(
+def _stages_in_files(
     pieces: Mapping[int, Sequence[WeightPiece]], device: torch.device, mapped: MappedWeights
 ) -> dict[int, StageSource]:
     staging = Staging(device) if device.type == "cuda" else None
@@ -235,7 +239,7 @@ def _in_files(
     return sources
 
 
-def _pieces(model: PreTrainedModel, layer_range: LayerRange) -> list[WeightPiece]:
+def _weight_pieces(model: PreTrainedModel, layer_range: LayerRange) -> list[WeightPiece]:
     """Return the parameters of a stage's layers. The order in each layer is: quantised weights, each with its
     tensors together; matrices, with those that share their input adjacent; biases; norms."""
     found: list[WeightPiece] = []

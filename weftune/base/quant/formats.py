@@ -213,29 +213,29 @@ WeightFormat = Int8 | Nf4
 """Any quantisation format. Fp8 is a subclass of Int8."""
 
 
-def _quantise_blocks(values: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def _quantise_blocks(values: Tensor, code: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Return the largest absolute value of each block, and the nearest code of each value as uint8. Values
     are processed in pieces to limit the memory for intermediate results."""
-    pieces = [_quantise_piece(piece, code, block) for piece in values.split(READ_VALUES)]
+    pieces = [_quantise_piece(piece, code, block_size) for piece in values.split(READ_VALUES)]
     return torch.cat([absmax for absmax, _ in pieces]), torch.cat([codes for _, codes in pieces])
 
 
-def _quantise_piece(values: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def _quantise_piece(values: Tensor, code: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     values = values.float()
-    blocks = -(-len(values) // block)
-    whole = pad(values, (0, blocks * block - len(values))).view(blocks, block)
+    blocks = -(-len(values) // block_size)
+    whole = pad(values, (0, blocks * block_size - len(values))).view(blocks, block_size)
     absmax = whole.abs().amax(dim=1)
     scaled = (whole * (1 / absmax.clamp(min=MIN_DIVISOR))[:, None]).clamp_(-1, 1).view(-1)[: len(values)]
     nearest = torch.bucketize(scaled, (code[:-1] + code[1:]) / 2, out_int32=True)
     return absmax, nearest.to(torch.uint8)
 
 
-def _scale_blocks(values: Tensor, scale: Tensor, block: int) -> Tensor:
+def _scale_blocks(values: Tensor, scale: Tensor, block_size: int) -> Tensor:
     """Multiply every block of the values by its scale. The last block may be incomplete."""
-    rest = len(values) % block
+    rest = len(values) % block_size
     if not rest:
-        return (values.view(-1, block) * scale[:, None]).view(-1)
-    whole = values[: len(values) - rest].view(-1, block) * scale[:-1, None]
+        return (values.view(-1, block_size) * scale[:, None]).view(-1)
+    whole = values[: len(values) - rest].view(-1, block_size) * scale[:-1, None]
     return torch.cat((whole.view(-1), values[-rest:] * scale[-1]))
 
 
@@ -252,8 +252,8 @@ def dynamic_code() -> Tensor:
 
 
 def refuse_without_fp8(spec: BaseSpec, device: torch.device) -> None:
-    """Raise BaseModelError if `spec` requests fp8 but the device has no fp8 tensor cores: emulation would be
-    slower than any other format."""
+    """Raise BaseModelError if `spec` requests fp8 but the device has no fp8 tensor cores: emulated fp8 would
+    be slower than every other format."""
     if spec.quantize != "fp8" or supports_fp8(device):
         return
     gpu = device.type == "cuda"

@@ -80,7 +80,7 @@ class QuantLinear(nn.Linear):
         return frozen_product(input, self.frozen_weight(), self.bias)
 
     @torch.no_grad()
-    def matrix_of(self, parts: Mapping[str, Tensor]) -> Tensor:
+    def build_matrix(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Return the dequantised matrix of `parts`, on their device."""
         shape, device = (self.out_features, self.in_features), parts["weight"].device
         out_NK = torch.empty(shape, dtype=self.matrix_dtype, device=device)
@@ -142,10 +142,10 @@ class Fp8Weight(QuantWeight):
         return self.module.multiply
 
 
-def replace_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) -> None:
-    """Replace the linears at these paths by quantised linears without values."""
+def replace_linears(model: PreTrainedModel, formats: Mapping[str, WeightFormat]) -> None:
+    """Replace the linears at the given paths by quantised linears whose values are not set yet."""
     dtype = model.dtype
-    for path, form in forms.items():
+    for path, form in formats.items():
         model.set_submodule(path, _empty_linear(model.get_submodule(path), form, dtype))
 
 
@@ -155,10 +155,10 @@ def _empty_linear(plain: nn.Module, form: WeightFormat, dtype: torch.dtype) -> Q
     return QuantLinear((outputs, inputs), form, bias, dtype, weight.device, turned)
 
 
-def quantise_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) -> None:
-    """Quantise the linears at these paths of a model in memory, one after another."""
+def quantise_linears(model: PreTrainedModel, formats: Mapping[str, WeightFormat]) -> None:
+    """Quantise the linears at the given paths of a model in memory, one after another."""
     dtype = model.dtype
-    for path, form in forms.items():
+    for path, form in formats.items():
         plain = model.get_submodule(path)
         weight = cast(Tensor, plain.weight).detach()
         made = _empty_linear(plain, form, dtype)
@@ -176,7 +176,7 @@ def cut_quantised(linear: QuantLinear, parts: Mapping[str, Tensor], part: SiteSl
     meta = torch.device("meta")
     if (cut := linear.form.cut(parts, shape, part)) is None:
         made = nn.Linear(inputs, outputs, bias=False, device=meta)
-        matrix_NK = linear.matrix_of(parts)
+        matrix_NK = linear.build_matrix(parts)
         kept = kept_indices(part, matrix_NK.device)
         weight_NK = matrix_NK.index_select(1 if part.cuts_inputs else 0, kept)
         made.weight = nn.Parameter(weight_NK, requires_grad=False)

@@ -32,16 +32,16 @@ ReadTensor = Callable[[str], Tensor]
 """Function that returns a tensor of the files by its name."""
 
 
-def is_stored(name: str, stored: Collection[str]) -> bool:
+def is_stored_weight(name: str, stored: Collection[str]) -> bool:
     """Whether the files hold the matrix of this name as quantised by bitsandbytes."""
     return f"{name}.{STATE}" in stored
 
 
-def is_part(name: str, stored: Collection[str]) -> bool:
+def is_stored_part(name: str, stored: Collection[str]) -> bool:
     """Whether a tensor in the files belongs to a matrix quantised by bitsandbytes."""
     endings = (f".{STATE}", *(ending for ending in STORED_PARTS.values() if ending))
     matrix = next((name.removesuffix(ending) for ending in endings if name.endswith(ending)), name)
-    return is_stored(matrix, stored)
+    return is_stored_weight(matrix, stored)
 
 
 def weights_by_part(model: PreTrainedModel) -> dict[str, str]:
@@ -88,7 +88,7 @@ class QuantReader:
         linear, name = self._linears[path], self._names[path]
         assert isinstance(linear, QuantLinear)
         shape = (linear.out_features, linear.in_features)
-        if is_stored(name, self._stored):
+        if is_stored_weight(name, self._stored):
             return stored_parts(name, self._read, linear.form, shape)
         weight = self._read(name).to(self._device)
         weight_NK = weight.T if linear.fan_in_fan_out else weight

@@ -27,7 +27,7 @@ HIGH_RATE, HIGH_DECAY = 0.1, 1.0
 """Learning rate and weight decay above which a decimal point was probably missed: a step of Adam moves every
 weight by about the learning rate."""
 MIN_TOKENS = 2
-"""Minimum number of tokens in a sample: one of them is predicted from the other."""
+"""Minimum number of tokens in a sample: the second token is predicted from the first."""
 NAMED = 4
 """Maximum number of jobs that a message names; of more jobs, it gives the number."""
 
@@ -58,7 +58,8 @@ def check_targets(
 def check_lengths(
     jobs: Sequence[JobSpec], shape: ModelShape, base: BaseSpec, locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return a mistake for every `max_length` over the base's context, which names all jobs that it is of."""
+    """Return a mistake for every `max_length` above the base's context. The message names all jobs with this
+    `max_length`."""
     over: dict[tuple[str, int], list[str]] = {}
     for job in jobs:
         if job.data.max_length is not None and job.data.max_length > shape.context:
@@ -75,7 +76,7 @@ def check_lengths(
 
 
 def _longer_context_advice(length: int, shape: ModelShape, base: BaseSpec) -> str:
-    """Return what extends the base's context to `length` tokens."""
+    """Return advice on how to extend the base's context to `length` tokens."""
     if shape.unscaled_context is None:
         return "choose another base, for the positions of this one cannot be scaled"
     factor = math.ceil(length / shape.unscaled_context)
@@ -202,7 +203,8 @@ def _expert_parameters(shape: ModelShape) -> str:
 
 
 def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
-    """Return warnings about jobs that will run but may not be what the user meant, one sentence each."""
+    """Return warnings about jobs that will run but may not be what the user meant, one sentence per
+    warning."""
     adapters = {job.name: job.adapter for job in jobs}
     return merge_repeated_sentences(
         (job.name, sentence) for job in jobs for sentence in _job_warnings(job, shape, adapters)
@@ -210,7 +212,8 @@ def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
 
 
 def rope_warnings(jobs: Sequence[JobSpec], base: BaseSpec) -> list[str]:
-    """Return warnings about jobs that start from an adapter of which the base had another rope scaling."""
+    """Return warnings about jobs that start from an adapter that was trained on a base with another rope
+    scaling."""
     return merge_repeated_sentences(
         (job.name, sentence) for job in jobs for sentence in _rope_warnings(job, base)
     )
@@ -260,7 +263,7 @@ def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, Target
     sites = [site for site in shape.sites if adapter.adapts(site)]
     if not adapter.served:
         merged = "to serve it there, run weftune export --merged"
-        remedy = merged if adapter.merges else "nor can they be merged into a model that it loads"
+        remedy = merged if adapter.is_mergeable else "nor can they be merged into a model that it loads"
         yield f"vLLM does not load {adapter.kind} adapters; {remedy}"
     if adapter.dense:
         values = sum(map(adapter.parameters_at, sites))

@@ -171,8 +171,8 @@ SAME_FOR_ALL: Mapping[str, str] = {
 
 
 def shared_value_reason(location: Sequence[str | int]) -> str | None:
-    """Return why all trials of a sweep share the value at `loc`, or None if they may differ: they may differ
-    in numbers of the objective, such as `objective.beta`."""
+    """Return why all trials of a sweep share the value at `location`, or None if they may differ: they may
+    differ in numbers of the objective, such as `objective.beta`."""
     if location[0] == "objective" and len(location) > 1 and location[1] not in ("kind", "loss_type"):
         return None
     return SAME_FOR_ALL.get(str(location[0]))

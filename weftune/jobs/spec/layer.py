@@ -67,7 +67,7 @@ def dotted_name(location: Loc) -> str:
 
 def all_places(values: Any, root: Loc = (), file: str = "", lines: Mapping[Loc, int] | None = None) -> Places:
     """Return the place of every value below `root`, keyed by its location relative to `root`; a value without
-    a line gets that of its parent."""
+    a line gets the line of its parent."""
     places: Places = {}
     known = lines or {}
 
@@ -88,14 +88,14 @@ def all_places(values: Any, root: Loc = (), file: str = "", lines: Mapping[Loc, 
 
 
 def find_place(places: Places, location: Loc) -> Place:
-    """Return the place of `loc`, or of the nearest enclosing value that was written."""
+    """Return the place of `location`, or of the nearest enclosing value that was written."""
     while location and location not in places:
         location = location[:-1]
     return places[location]
 
 
 def nest_places(places: Places, outer_location: Loc, key: str) -> None:
-    """Expand a shorthand: move the places of all values at `outer_loc` one level deeper, under `key`."""
+    """Expand a shorthand: move the places of all values at `outer_location` one level deeper, under `key`."""
     for loc, place in list(places.items()):
         if loc[: len(outer_location)] == outer_location:
             places[(*outer_location, key, *loc[len(outer_location) :])] = place
@@ -107,8 +107,8 @@ def sort_mistakes(mistakes: list[Mistake]) -> list[Mistake]:
 
 
 ALTERNATIVES: Mapping[Loc, tuple[str, str]] = {(): ("epochs", "steps"), ("eval",): ("path", "fraction")}
-"""Maps each section to two keys that exclude each other. If a job sets one of them, the other is removed from
-the job's defaults."""
+"""Maps each section to two keys that exclude each other. If a job sets one of the two keys, the other key is
+removed from the job's defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def _has_value(values: Any, location: Loc) -> bool:
 
 
 def layer_from_keywords(keywords: Mapping[str, Any]) -> Layer:
-    """Return the keywords of a JobSpec as a layer, the same as for these keys in a file."""
+    """Return the keywords of a JobSpec as a layer that equals the layer of these keys in a file."""
     values = dict(keywords)
     if is_row_data(values.get("data")):
         values["data"] = {ROWS: values["data"]}

@@ -282,7 +282,7 @@ class _Reader:
         return self.layer(keys, ("defaults",))
 
     def layer(self, keys: Mapping[str, Any], location: Loc) -> Layer:
-        """Return the keys at `loc` with shorthands expanded; rows can be passed from Python only."""
+        """Return the keys at `location` with shorthands expanded; rows can be passed from Python only."""
         data = keys.get("data")
         if not self.file:
             keys = {**keys, "data": {ROWS: data}} if "data" in keys and is_row_data(data) else keys

@@ -82,7 +82,8 @@ def _refusal_message(key: str, restart: str) -> str:
 
 
 def with_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
-    """Return the job with these dotted keys changed, checked as if the jobs file contained them."""
+    """Return the job with the given dotted keys changed. The job is checked as if the jobs file contained the
+    new values."""
     if not changes:
         return job
     below = layer_from_keywords({item.name: getattr(job, item.name) for item in fields(JobSpec)})
@@ -109,7 +110,8 @@ def apply_retries(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec
 
 
 def new_retry(old_values: Mapping[str, Any], new_values: Mapping[str, Any], step: int, reason: str) -> Retry:
-    """Create a Retry from the job's keys before (`old`, as in job.yaml) and after the change (`new`)."""
+    """Create a Retry from the job's keys before (`old_values`, as in job.yaml) and after the change
+    (`new_values`)."""
     changed = {
         key: (value_of_key(old_values, key), value_of_key(new_values, key))
         for key in changed_keys(old_values, new_values)

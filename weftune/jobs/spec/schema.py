@@ -147,7 +147,7 @@ def _fault(location: Loc, item: ErrorDetails, section: str) -> Fault:
 
 
 def find_section(location: Loc, section: str = "job") -> str:
-    """Return the section of the spec whose keys are at `loc`."""
+    """Return the section of the spec whose keys are at `location`."""
     if not location:
         return section
     return INNER.get(location[:2], str(location[0]))
@@ -190,7 +190,7 @@ BOUNDS: Mapping[Loc, Bound] = {
 
 
 def bound_of_key(location: Loc) -> Bound | None:
-    """Return the allowed range of the number at `loc`; None if no number belongs there."""
+    """Return the allowed range of the number at `location`; None if no number belongs there."""
     for pattern, bound in BOUNDS.items():
         if len(pattern) == len(location) and all(
             part in (ANY, own) for part, own in zip(pattern, location, strict=True)

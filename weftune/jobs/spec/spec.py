@@ -49,13 +49,13 @@ class JobSpec:
     batch_size: int = 16
     """Number of rows per global batch: samples, or pairs."""
     learning_rate: float = SFT_SPEC.learning_rate
-    """Learning rate, by default that of the objective."""
+    """Learning rate. The default depends on the objective."""
     schedule: Schedule = "linear"
     warmup: float = 0.0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    """Epsilon of Adam; `betas` are also those of Adam."""
+    """Epsilon of the AdamW optimizer, as `betas` are its betas."""
     clip: float | None = 1.0
     """Maximum gradient norm. None disables clipping."""
     seed: int = 0

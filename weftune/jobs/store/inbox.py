@@ -76,7 +76,7 @@ def pending_requests(records: Path) -> list[Path]:
 
 
 def read_request(path: Path) -> FileRequest:
-    """Read a request. Raises ValueError for other content and OSError if the file cannot be read."""
+    """Read a request. Raises ValueError if the file contains no request, and OSError if it cannot be read."""
     value = json.loads(path.read_bytes())
     if not isinstance(value, dict) or "verb" not in value:
         raise ValueError("it is no request")
@@ -163,7 +163,8 @@ def is_active(records: Path) -> bool:
 
 
 def folder_of_job(output: Path, job: str) -> Path:
-    """Return the folder with the inbox of the process that trains a job: the output, or a share of it."""
+    """Return the folder with the inbox of the process that trains a job: the output folder, or the folder of
+    a share."""
     for folder in share_folders(output):
         with suppress(OutputError):
             if job in read_status(folder).jobs:
@@ -172,7 +173,8 @@ def folder_of_job(output: Path, job: str) -> Path:
 
 
 def status_of_run(output: Path) -> RunStatus:
-    """Return the status of a running run, without those of its shares; empty before it is first written."""
+    """Return the status of a running run without the statuses of its shares. Empty before the first status is
+    written."""
     try:
         return read_status(output)
     except DamagedStatus:

@@ -51,7 +51,8 @@ class DamagedJobFile(OutputError):
 class JobFile:
     values: dict[str, Any]
     is_copy: bool
-    """Whether the values come from the copy, since job.yaml itself is damaged or missing."""
+    """Whether the values were read from the copy of job.yaml, because job.yaml itself is damaged or
+    missing."""
 
 
 def write_job_file(folder: Path, values: dict[str, Any]) -> None:
@@ -170,8 +171,8 @@ def _metric_key(spec: Any) -> str:
 
 
 def _ended_jobs(path: Path) -> dict[str, JobStatus]:
-    """Return the jobs that a damaged status names as failed or cancelled; random damage cannot produce these
-    words."""
+    """Return the jobs that are failed or cancelled according to a damaged status file. Random damage cannot
+    produce these words."""
     found = {}
     with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
         for name, value in json.loads(path.read_bytes())["jobs"].items():

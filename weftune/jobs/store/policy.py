@@ -1,9 +1,9 @@
 """Scheduling policies: the order in which jobs are considered for admission, and jobs that must wait.
 
 A policy is a pure function of records. It does not decide what fits: it replaces `priority` and `order` of
-every job's shape, and `weftune.jobs.store.scheduler.admit` admits and preempts jobs by them, as it does for a
-jobs file. A job is preempted only by one of higher effective priority, so a policy gives jobs that must not
-preempt one another the same effective priority.
+every job's shape, and `weftune.jobs.store.scheduler.admit_jobs` admits and preempts jobs by them, as it does
+for a jobs file. A job is preempted only by one of higher effective priority, so a policy gives jobs that must
+not preempt one another the same effective priority.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Ranking:
 
 class Policy(Protocol):
     def rank(self, jobs: Sequence[QueuedJob], tenant_usage: Mapping[str, TenantUsage], now: float) -> Ranking:
-        """Rank the jobs. `usage` maps tenants to their usage; `now` is in seconds since 1970."""
+        """Rank the jobs. `tenant_usage` maps tenants to their usage; `now` is in seconds since 1970."""
         ...
 
 
@@ -83,7 +83,7 @@ class FairShare:
     quantum_tokens: int = 500_000
     ageing_seconds: float = 3600.0
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Maps tenants to their weights; the weight of others is 1."""
+    """Maps tenants to their weights. Tenants that are missing here have weight 1."""
     running_jobs: int | None = None
     """Maximum number of jobs of a tenant that train at the same time. None means unlimited."""
     tokens_per_day: int | None = None

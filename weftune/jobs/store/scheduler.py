@@ -37,7 +37,7 @@ def admit_jobs(
     fits: Fits,
     overtake_counts: Mapping[str, int] | None = None,
 ) -> Admission:
-    """Decide which jobs are admitted and preempted at this boundary; `overtaken` is that of the last
+    """Decide which jobs are admitted and preempted at this boundary; `overtake_counts` is that of the last
     Admission. A job with `source_job` waits: once that adapter exists, the caller clears the field."""
     never = too_large(waiting_jobs, fits)
     early = {job.name: f"waits for {job.source_job}" for job in waiting_jobs if job.source_job}

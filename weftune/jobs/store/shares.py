@@ -54,7 +54,8 @@ def share_folders(output: Path) -> list[Path]:
 
 
 def create_shares(output: Path, status: RunStatus, shares: Sequence[DeviceShare]) -> None:
-    """Create a store for every share, with everything known about its jobs. All stores appear at once."""
+    """Create a store for every share, with all records of the share's jobs. All stores become visible at the
+    same moment."""
     fresh = output / f"{SHARES}.new"
     shutil.rmtree(fresh, ignore_errors=True)
     for number, share in enumerate(shares):
@@ -75,7 +76,7 @@ def create_shares(output: Path, status: RunStatus, shares: Sequence[DeviceShare]
 
 
 def _share_lines(folder: Path, jobs: Collection[str]) -> bytes:
-    """Return the metrics of these jobs."""
+    """Return the lines of metrics.jsonl that belong to the given jobs."""
     return filtered_lines(folder / METRICS, lambda line: line.get("job") in jobs)
 
 
@@ -119,7 +120,7 @@ def read_shares(output: Path) -> list[RunStatus]:
 
 
 def combine_statuses(output: Path, run_status: RunStatus, shares: Sequence[RunStatus]) -> RunStatus:
-    """Combine the status of the output with those of its shares, which ran at the same time."""
+    """Combine the status of the output folder with the statuses of its shares, which ran at the same time."""
     if not shares:
         return run_status
     before = _totals_before(output, run_status)

@@ -56,7 +56,7 @@ MOVES: Mapping[State, frozenset[State]] = {
 
 
 def check_transition(old_state: State, new_state: State) -> State:
-    """Return `new` if a job may change from `old` to it; raise an error otherwise."""
+    """Return `new_state` if a job may change from `old_state` to it; raise an error otherwise."""
     if new_state not in MOVES[old_state]:
         raise ValueError(f"a job cannot go from {old_state} to {new_state}")
     return new_state
@@ -181,8 +181,8 @@ def job_from_json(value: Any) -> JobStatus:
 
 
 def validate_record(record: type, value: Mapping[str, Any]) -> Any:
-    """Create a record from the keys that it has. Pydantic checks the types, so that a hand-edited file fails
-    here and not in the middle of a run."""
+    """Create a record from a mapping, ignoring keys that the record does not have. Pydantic checks the types,
+    so that a hand-edited file fails here and not in the middle of a run."""
     names = {item.name for item in fields(record)}
     return _type_adapter(record).validate_python({key: below for key, below in value.items() if key in names})
 
@@ -210,7 +210,8 @@ LOCK_TRIES = 3
 
 
 def lock_folder(folder: Path, displayed_folder: Path) -> int:
-    """Lock a folder until the process ends. Messages call it `shown_folder`; the lock file is not deleted."""
+    """Lock a folder until the process ends. Messages call it `displayed_folder`; the lock file is not
+    deleted."""
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         import fcntl

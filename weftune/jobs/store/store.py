@@ -379,7 +379,8 @@ class Store:
             raise troubles[0]
 
     def is_write_due(self) -> bool:
-        """Whether the last write of the status is so long ago that the next change is written at once."""
+        """Whether so much time has passed since the status was last written that the next change is written
+        immediately."""
         return self._wait() <= 0
 
     def _wait(self) -> float:

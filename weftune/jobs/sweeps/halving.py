@@ -54,8 +54,8 @@ class EndedTrial:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The trials that continue from a rung and those that leave there, the best first. Trials that failed or
-    left earlier are in neither list."""
+    """The trials that continue from a rung, and the trials that leave at the rung, both best first. Trials
+    that failed or left earlier are in neither list."""
 
     generation: int
     rung: int
@@ -67,7 +67,7 @@ class Decision:
     """Number of trials that began the rung."""
 
     def reason(self, trial: str, step: int) -> str:
-        """Return why a trial leaves here."""
+        """Return the reason why a trial leaves the sweep at this rung."""
         place = ordinal(len(self.kept) + self.left.index(trial) + 1)
         survivors = "the best continues" if len(self.kept) == 1 else f"the best {len(self.kept)} continue"
         return f"{LEFT} {step}: {place} of {self.began}, {survivors}"
@@ -122,12 +122,12 @@ class Rungs:
 
     # -- events ------------------------------------------------------------------------------------------
 
-    def begin(self, trials: Sequence[str]) -> None:
+    def begin_first_rung(self, trials: Sequence[str]) -> None:
         """Add a generation of trials, in the order of the file."""
         self._generation |= dict.fromkeys(trials, len(self.generations))
         self.generations.append(tuple(trials))
 
-    def enter(self, trial: str, steps: int) -> None:
+    def add_trial(self, trial: str, steps: int) -> None:
         """Record the total number of a trial's steps."""
         self._steps[trial] = steps
 
@@ -139,14 +139,14 @@ class Rungs:
         seen[step] = value
         return True
 
-    def end(self, trial: str, kind: TrialEnd, step: int) -> None:
+    def end_trial(self, trial: str, kind: TrialEnd, step: int) -> None:
         self.ended.setdefault(trial, EndedTrial(kind, step))
 
     def apply_decision(self, decision: Decision) -> None:
         """Apply a decision and mark the trials that leave as ended."""
         self.decisions.append(decision)
         for trial in decision.left:
-            self.end(trial, TrialEnd.LEFT, self.rungs(trial)[decision.rung])
+            self.end_trial(trial, TrialEnd.LEFT, self.rungs(trial)[decision.rung])
 
     # -- queries -----------------------------------------------------------------------------------------
 
@@ -322,7 +322,7 @@ def _trials_at_rungs(trials: int, halving: Halving | None) -> list[int]:
 
 def expected_saving(spec: SweepSpec, trial_work: Sequence[TrialWork]) -> Saving:
     """Return the expected saving of work by halving. Trials that leave are assumed to need the mean work;
-    `works` may cover only some of the trials."""
+    `trial_work` may cover only some of the trials."""
     counts = rung_counts(spec)
     scale = counts[0] / len(trial_work)
     parts = []

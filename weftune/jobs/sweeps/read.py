@@ -93,7 +93,7 @@ def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
 def _contradictions(
     value: Mapping[str, Any], job: Mapping[str, Any], over: Mapping[str, Choices], has_invalid_over: bool
 ) -> Iterator[Fault]:
-    """Yield faults of keys that contradict each other; `over_is_invalid` if a part of `over` is."""
+    """Yield faults of keys that contradict each other; `has_invalid_over` if a part of `over` is."""
     yield from _search_faults(value, over, has_invalid_over or not over)
     if job.get("eval") is None:
         at = next((key for key in ("halving", "metric") if value.get(key) is not None), None)

@@ -39,7 +39,7 @@ TrialState = Literal["waiting", "running", "resting", "left", "failed", "finishe
 class TrialRecord:
     name: str
     values: Mapping[str, Any]
-    """Values in which the trial differs from the others."""
+    """Values in which the trial differs from the other trials."""
     state: TrialState = "waiting"
     reason: str = ""
     steps: int = 0
@@ -52,7 +52,7 @@ class TrialRecord:
     score_step: int | None = None
     """The step of the weights that `score` was measured with."""
     warning: str = ""
-    """Problem with a finished trial's adapter; such a trial is ranked behind all others."""
+    """Problem with a finished trial's adapter; such a trial is ranked behind all other trials."""
     left_at: int | None = None
     """Step at which the trial left or failed."""
     generation: int = 0
@@ -65,7 +65,7 @@ class SampleCount:
     trained: int = 0
     """Number of samples that all trials have trained on so far."""
     all: int = 0
-    """Number of samples that all trials would train on if none left."""
+    """Number of samples that all trials would train on if no trial left the sweep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,9 +197,9 @@ class RungRow:
     started_count: int
     """Number of trials that begin this rung."""
     evaluated_count: int
-    """Number of these trials that have reached its step or have ended before it."""
+    """Number of the rung's trials that have reached the rung's step or have ended before."""
     kept_count: int | None = None
-    """Number of trials that continue. None until that is decided."""
+    """Number of trials that continue after the rung. None until the rung is decided."""
     lost_count: int = 0
     """Number of trials that failed or left before this step."""
     worst_kept_score: float | None = None

@@ -42,8 +42,8 @@ def link_winners(folder: Path, winners: Sequence[Path], has_one_winner: bool) ->
     """Put the winners' folders into `best`, all of them or none, as hard links if the file system supports
     them.
 
-    With `single` there is one winner, and `best` itself becomes its adapter folder. Otherwise each winner has
-    a folder with its name in `best`.
+    With `has_one_winner` there is one winner, and `best` itself becomes its adapter folder. Otherwise each
+    winner has a folder with its name in `best`.
     """
     partial, old = folder / f".{BEST}.partial", folder / f".{BEST}.old"
     for path in (partial, old):
@@ -156,7 +156,7 @@ class RunningSweep:
         if record is not None:
             if record.judge is None:
                 # The record is from an old version, whose rungs could evaluate the last weights only.
-                if self.evaluates_mean and record.at and not record.best:
+                if self.evaluates_mean_weights and record.at and not record.best:
                     self._show_note(
                         f"{self.sweep.name} began with a Weftune whose rungs judge the last weights of "
                         "trials, and continues so (halving.judge: last)."
@@ -220,12 +220,12 @@ class RunningSweep:
     def _begin_generation(self, generation: Sequence[Trial]) -> None:
         assert not any(trial.name in self.trials for trial in generation), "a trial was proposed twice"
         self.trials |= {trial.name: trial for trial in generation}
-        self.rungs.begin([trial.name for trial in generation])
+        self.rungs.begin_first_rung([trial.name for trial in generation])
 
     def _apply_record(self, record: SweepRecord) -> None:
         for trial in record.trials:
             if trial.steps:
-                self.rungs.enter(trial.name, trial.steps)
+                self.rungs.add_trial(trial.name, trial.steps)
             for step, value in trial.at_rungs.items():
                 self.rungs.evaluate(trial.name, int(step), value)
             if trial.state in ("left", "failed", "finished"):
@@ -277,7 +277,7 @@ class RunningSweep:
         self._trends.clear()
         for name in self.trials:
             if name in self.store and self.store.job(name).steps:
-                self.rungs.enter(name, self.store.job(name).steps)
+                self.rungs.add_trial(name, self.store.job(name).steps)
         lines = filtered_lines(self.store.records / METRICS, lambda line: line.get("job") in self.trials)
         for line in map(json.loads, lines.splitlines()):
             job, step = line["job"], line["step"]
@@ -290,13 +290,13 @@ class RunningSweep:
             elif line.get("loss") is not None:
                 self._trend(job).add_loss(step, line["loss"])
 
-    def enter(self, name: str, steps: int) -> None:
+    def add_trial(self, name: str, steps: int) -> None:
         """Record that a trial with this number of steps is about to train."""
-        self.rungs.enter(name, steps)
+        self.rungs.add_trial(name, steps)
         self._entered.add(name)
 
     @property
-    def evaluates_mean(self) -> bool:
+    def evaluates_mean_weights(self) -> bool:
         """Whether the rungs evaluate the mean of a trial's last weights."""
         return self._judge == "mean"
 
@@ -328,7 +328,7 @@ class RunningSweep:
     ) -> None:
         """Record an evaluation of the weights that a trial is training."""
         self._values.setdefault(name, {})[step] = self._trial_metric(loss, token_accuracy, metrics)
-        if not self.evaluates_mean:
+        if not self.evaluates_mean_weights:
             self.record_rung_evaluation(name, step, loss, token_accuracy, metrics)
 
     def record_rung_evaluation(
@@ -406,7 +406,7 @@ class RunningSweep:
             status = self.store.job(name)
             state = State.SUCCEEDED if name in delivering_trials else status.state
             if state in ENDS:
-                self.rungs.end(name, ENDS[state], status.step)
+                self.rungs.end_trial(name, ENDS[state], status.step)
 
     def propose_trials(self) -> Sequence[Trial]:
         """Record and return the next generation, once all trials have ended."""
@@ -428,7 +428,7 @@ class RunningSweep:
     def record_refusal(self, trial: str, reason: str) -> None:
         """Record a proposed trial that cannot be trained as failed."""
         self._reasons[trial] = reason
-        self.rungs.end(trial, TrialEnd.FAILED, 0)
+        self.rungs.end_trial(trial, TrialEnd.FAILED, 0)
 
     # -- the record --------------------------------------------------------------------------------------
 
@@ -543,7 +543,8 @@ class RunningSweep:
     # -- after -------------------------------------------------------------------------------------------
 
     def waiting_for(self) -> str:
-        """Return a trial that others of this sweep still wait for when no job is attached any more."""
+        """Return a trial that other trials of the sweep still wait for although no job is training any
+        more."""
         living = (name for name in self.trials if name not in self.rungs.ended)
         return next((name for name in living if name not in self.resting), "")
 
@@ -582,7 +583,7 @@ class RunningSweep:
             )
 
     def _has_winners(self, winners: tuple[str, ...]) -> bool:
-        """Whether `best` contains these winners, both in the record and in the folder."""
+        """Whether the folder `best` and the record's field `best` both contain the given winners."""
         folder = self.folder / BEST
         if self.sweep.spec.keep == 1:
             # Outputs of earlier versions have the one winner in a folder of its name there.

@@ -37,7 +37,8 @@ MAX_REPEATS = 50
 """Maximum number of proposals in a row that repeat other trials; then the rest of a generation is drawn at
 random."""
 PATIENCE = 20
-"""Maximum number of draws in a row that repeat others; then ranges are drawn with one more digit."""
+"""Maximum number of consecutive draws that repeat earlier draws. Afterwards, ranges are drawn with one more
+digit."""
 
 
 def grid_combinations(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
@@ -64,7 +65,8 @@ def draw_combinations(
     seed: int,
     excluded_combinations: Iterable[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
-    """Return `count` random combinations, distinct from one another and from those in `excluded`.
+    """Return `count` random combinations, distinct from one another and from those in
+    `excluded_combinations`.
 
     Only `Random.random` is used, whose sequence Python guarantees. Numbers from a range have three digits, so
     that names contain all digits and rounding differences between machines do not matter.
@@ -91,7 +93,7 @@ def combination_key(values: Mapping[str, Any]) -> str:
 
 
 def _draw_value(choices: Choices, quantile: float, digits: int) -> Any:
-    """Return the value of `choices` at the quantile `uniform`, from 0 (included) to 1 (excluded)."""
+    """Return the value of `choices` at `quantile`, from 0 (included) to 1 (excluded)."""
     if not isinstance(choices, ValueRange):
         return choices[int(quantile * len(choices))]
     low, high = choices.min, choices.max

@@ -64,7 +64,7 @@ class SweepSpec:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A job of a sweep: its name, and the values in which it differs from the others."""
+    """A job of a sweep: its name, and the values in which it differs from the sweep's other jobs."""
 
     name: str
     values: Mapping[str, Any]
@@ -82,7 +82,8 @@ class Sweep:
     name: str
     spec: SweepSpec
     trials: tuple[Trial, ...]
-    """Trials of the sweep. For `tpe`, those of the first generation: later ones depend on their results."""
+    """Trials of the sweep. For `tpe`, only the trials of the first generation, since later trials depend on
+    their results."""
     keys: Layer = field(default_factory=lambda: Layer({}, {}), repr=False, compare=False)
     """The job's own keys, including `sweep`, over which a trial's values are merged."""
     folder: Path = field(default=Path(), repr=False, compare=False)
@@ -108,7 +109,8 @@ def nest_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaf_values(location: Loc, value: Any) -> Iterator[tuple[Loc, Any]]:
-    """Yield the locations and values that a `value` for the key at `loc` sets: one, or those in a mapping."""
+    """Yield the locations and values that a `value` for the key at `location` sets: one, or those in a
+    mapping."""
     if isinstance(value, Mapping):
         for name, below in value.items():
             yield from leaf_values((*location, name), below)

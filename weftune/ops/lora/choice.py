@@ -87,7 +87,7 @@ class PlanTrial:
             ranks=rank_block(group.rank),
             bands=group.bands,
             slots=len(rows.key_S),
-            drops=group.drops,
+            drops=group.has_dropout,
             residual=residual,
             transposed=weight_NK.stride(0) < weight_NK.stride(1),
             aligned=group.table.aligned,
@@ -117,7 +117,7 @@ class Choices:
         self,
         measure: Measure,
         file: ChoiceFile | None,
-        capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
+        is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
         compile: Compile | None = None,
         pinned: bool = False,
     ) -> None:
@@ -126,7 +126,7 @@ class Choices:
         the file is not read."""
         self._measure = measure
         self._file = file
-        self._capturing = capturing
+        self._capturing = is_capturing
         self._compile = compile
         self.pinned = pinned
         self.forced: ProductPlan | None = None
@@ -150,7 +150,10 @@ class Choices:
         self._compiled |= new
         known = {} if self.pinned or self.forced else self._file.read()
         pending = [
-            (trial, plan) for trial in new if trial.key not in known for plan in self._eligible(trial.plans)
+            (trial, plan)
+            for trial in new
+            if trial.key not in known
+            for plan in self._eligible_plans(trial.plans)
         ]
         if not pending:
             return
@@ -163,7 +166,7 @@ class Choices:
             list(threads.map(compiled, pending))
         torch.cuda.empty_cache()
 
-    def _eligible(self, plans: tuple[ProductPlan, ...]) -> tuple[ProductPlan, ...]:
+    def _eligible_plans(self, plans: tuple[ProductPlan, ...]) -> tuple[ProductPlan, ...]:
         if self.forced is not None:
             return (self.forced,)
         return plans[:1] if self.pinned else plans
@@ -188,10 +191,10 @@ class Choices:
                 # During capture the host must not synchronise with the device. This choice is not stored: a
                 # later pass may run the trial.
                 return plans[0]
-            self._plans[trial] = self._find(self._file, trial)
+            self._plans[trial] = self._find_plan(self._file, trial)
         return self._plans[trial]
 
-    def _find(self, file: ChoiceFile, trial: PlanTrial) -> ProductPlan:
+    def _find_plan(self, file: ChoiceFile, trial: PlanTrial) -> ProductPlan:
         known = file.read().get(trial.key)
         if known is not None and known.plan in trial.plans:
             return known.plan
@@ -205,13 +208,13 @@ class Choices:
         if not times:
             # The kernels of these plans do not run on this device. `torch.mm` runs on all devices.
             return ProductPlan.wide
-        return file.add(trial.key, MeasuredPlan(fastest(times), times), trial.plans).plan
+        return file.add(trial.key, MeasuredPlan(fastest_plan(times), times), trial.plans).plan
 
 
-def fastest(times: Mapping[ProductPlan, float]) -> ProductPlan:
+def fastest_plan(plan_seconds: Mapping[ProductPlan, float]) -> ProductPlan:
     """Return the first plan, in the order of the enum, whose time is within `TIE` of the fastest."""
-    enough = TIE * min(times.values())
-    return next(plan for plan in ProductPlan if plan in times and times[plan] <= enough)
+    enough = TIE * min(plan_seconds.values())
+    return next(plan for plan in ProductPlan if plan in plan_seconds and plan_seconds[plan] <= enough)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +261,7 @@ class ChoiceFile:
             return {}
         shapes = content.get("shapes")
         entries = shapes.items() if isinstance(shapes, dict) else ()
-        return {key: found for key, entry in entries if (found := _measured(entry)) is not None}
+        return {key: found for key, entry in entries if (found := _parse_measured_plan(entry)) is not None}
 
     def add(self, key: str, measured: MeasuredPlan, plans: tuple[ProductPlan, ...]) -> MeasuredPlan:
         """Store a measured plan and return it, or the plan that another process has already stored."""
@@ -268,8 +271,8 @@ class ChoiceFile:
             self._write(known)
         return known[key]
 
-    def _write(self, known: Mapping[str, MeasuredPlan]) -> None:
-        shapes = {key: {"order": m.plan, "microseconds": m.microseconds} for key, m in known.items()}
+    def _write(self, known_plans: Mapping[str, MeasuredPlan]) -> None:
+        shapes = {key: {"order": m.plan, "microseconds": m.microseconds} for key, m in known_plans.items()}
         content = {"machine": self.machine, "shapes": shapes}
         # If the cache cannot be written, every process runs the trial again; training is not affected.
         with suppress(OSError):
@@ -284,7 +287,7 @@ class ChoiceFile:
                 raise
 
 
-def _measured(entry: Any) -> MeasuredPlan | None:
+def _parse_measured_plan(entry: Any) -> MeasuredPlan | None:
     try:
         return MeasuredPlan(
             ProductPlan(entry["order"]),
@@ -294,7 +297,7 @@ def _measured(entry: Any) -> MeasuredPlan | None:
         return None
 
 
-def file_for(device: torch.device) -> ChoiceFile | None:
+def choice_file(device: torch.device) -> ChoiceFile | None:
     """Return the cache file for the device, or None for a CPU, on which no trials are run."""
     if device.type != "cuda":
         return None

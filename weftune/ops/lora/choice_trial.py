@@ -21,7 +21,7 @@ from weftune.core.deterministic import are_kernels_deterministic
 from weftune.core.weights import CodedMatrix
 from weftune.ops.dropout import step_key
 from weftune.ops.fallback import is_kernel_failure
-from weftune.ops.lora.choice import Choices, PlanTrial, file_for
+from weftune.ops.lora.choice import Choices, PlanTrial, choice_file
 from weftune.ops.lora.products import Right
 from weftune.ops.lora.rows import Rows, Seat
 from weftune.ops.lora.table import Group, LowRank, SlotTable
@@ -39,11 +39,11 @@ HEAD_START = 4_000_000
 """Device cycles (a few milliseconds) in which the host can launch one round."""
 
 
-def choices_on(device: torch.device) -> Choices:
+def device_choices(device: torch.device) -> Choices:
     """Return the plan choices for a base model on this device; pinned if kernels must be deterministic."""
     return Choices(
         partial(time_plans, device=device),
-        file_for(device),
+        choice_file(device),
         compile=partial(compile_plan, device=device),
         pinned=are_kernels_deterministic(),
     )
@@ -90,7 +90,7 @@ class TrialSite:
         tiling = choose_tiling(self.rows, self.group, self.x_TK.shape[1], self.x_TK.dtype)
         call = SiteCall(self.group, self.rows, True, tiling, plan)
         _, s_TPR, _ = forward(self.x_TK, self.weight_NK, None, self.residual_TN, call)
-        backward(self.dy_TN, self.x_TK, self.weight_NK, s_TPR, call, wants_dx=True)
+        backward(self.dy_TN, self.x_TK, self.weight_NK, s_TPR, call, needs_dx=True)
 
 
 def _runs(site: TrialSite, plan: ProductPlan) -> bool:

@@ -45,12 +45,12 @@ def computed_table(sites: int, slots: int, device: torch.device) -> AddressTable
     return AddressTable.empty(sites, slots, device, addresses=6, numbers=3)
 
 
-def put_computed(table: AddressTable, slot: int, pairs: Sequence[ComputedPair | None]) -> None:
+def set_computed_pairs(table: AddressTable, slot: int, pairs: Sequence[ComputedPair | None]) -> None:
     """Set a slot's entries, one per site; None if the job has no VeRA at the site."""
-    table.put(slot, [None if pair is None else _entry(pair) for pair in pairs])
+    table.set_slot(slot, [None if pair is None else _table_entry(pair) for pair in pairs])
 
 
-def _entry(pair: ComputedPair) -> AddressEntry:
+def _table_entry(pair: ComputedPair) -> AddressEntry:
     tensors = pair.d_R, pair.e_N, pair.dd_R, pair.de_N, pair.a_RK, pair.b_RN
     numbers = len(pair.d_R), pair.a_RK.stride(0), pair.b_RN.stride(0)
     return [tensor.data_ptr() for tensor in tensors], numbers

@@ -25,14 +25,14 @@ from weftune.ops import triton as kernels
 from weftune.ops.experts import ExpertSite, grouped_product, has_kernel
 from weftune.ops.fallback import rehearse
 from weftune.ops.lora.rows import BLOCK, Rows
-from weftune.ops.lora.tiled_kernels import ColumnSpan, add_dx, da, down, ds_db, room_for_da, up
+from weftune.ops.lora.tiled_kernels import ColumnSpan, add_dx, allocate_da, da, down, ds_db, up
 from weftune.ops.lora.tiling import (
     DIRECT_RANKS,
     ProductPlan,
     SiteCall,
     blocks_for,
+    can_fuse,
     choose_tiling,
-    fuses,
     precision,
 )
 
@@ -75,15 +75,15 @@ def sort_choices(
     places_S[order_S] = torch.arange(rows, dtype=torch.int32, device=device)
     every = torch.arange(runs + 1, dtype=torch.int32, device=device)
     edges = torch.searchsorted(key_S, every, out_int32=True)
-    used = _ends(edges[::count], BLOCK)
+    used = _expert_run_ends(edges[::count], BLOCK)
     # These are maximum sizes: unused pieces have slot −1, and unused tiles have no rows.
     pieces_U4 = key_S.new_full((min(rows, runs), 4), -1)
     tiles_G3 = key_S.new_zeros(rows // TILE + len(pieces_U4), 3)
     blocks_G5 = key_S.new_empty(rows // BLOCK + experts, 5)
     kernels.experts.assign_runs[(runs + experts,)](
         edges,
-        _ends(edges, rows),
-        _ends(edges, TILE),
+        _expert_run_ends(edges, rows),
+        _expert_run_ends(edges, TILE),
         used,
         numbers_J,
         pieces_U4,
@@ -116,7 +116,7 @@ def sort_choices(
     return SortedChoices(order_S, places_Tk, stops_E, blocks_G5, used[-1:], assigned)
 
 
-def _ends(edges: Tensor, max_rows: int) -> Tensor:
+def _expert_run_ends(edges: Tensor, max_rows: int) -> Tensor:
     """Split every run into parts of at most `max_rows` rows, and return the cumulative number of parts."""
     return ((edges.diff() + (max_rows - 1)) // max_rows).cumsum(dim=0, dtype=torch.int32)
 
@@ -143,7 +143,7 @@ def lora_experts(
     def output(x_TD: Tensor, weights_Tk: Tensor, numbers_J: Tensor) -> Tensor:
         slots = max((site.group.table.rank_PS.shape[1] for site in sites if site.group), default=0)
         choices = sort_choices(chosen_Tk, owner_T, numbers_J, len(sites[0].weight_ENK), slots)
-        linears = [ExpertLinears.of(site, choices, plan) for site in sites]
+        linears = [ExpertLinears.from_site(site, choices, plan) for site in sites]
         return _Experts.apply(x_TD, weights_Tk, anchor, choices, *linears)
 
     def rehearsal() -> None:
@@ -172,7 +172,9 @@ class ExpertLinears:
     """Arguments of the LoRA kernels. None if no job has an adapter on this linear."""
 
     @classmethod
-    def of(cls, site: ExpertSite, choices: SortedChoices, plan: ProductPlan | None = None) -> ExpertLinears:
+    def from_site(
+        cls, site: ExpertSite, choices: SortedChoices, plan: ProductPlan | None = None
+    ) -> ExpertLinears:
         weight_ENK, group, rows = site.weight_ENK, site.group, choices.rows
         plan = plan or best_plan(site)
         if group is None:
@@ -197,7 +199,7 @@ class ExpertLinears:
 
     def add_da(self, x_SK: Tensor, ds_SR: Tensor | None) -> None:
         if self.call is not None and ds_SR is not None:
-            da(x_SK, ds_SR, room_for_da(x_SK, self.call), self.call)
+            da(x_SK, ds_SR, allocate_da(x_SK, self.call), self.call)
 
     def dx(self, dy_SN: Tensor, ds_SR: Tensor | None) -> Tensor:
         if self.plan.fuses:
@@ -250,7 +252,7 @@ def best_plan(site: ExpertSite) -> ProductPlan:
     """Return the fused plan if the device supports it, since it adds the adapters' output before rounding."""
     weight_NK, rank = site.weight_ENK.flatten(0, 1), site.group.rank if site.group else 1
     aligned = site.weight_ENK.shape[1] % 8 == 0
-    fused = aligned and rank <= DIRECT_RANKS and fuses(weight_NK, weight_NK.device)
+    fused = aligned and rank <= DIRECT_RANKS and can_fuse(weight_NK, weight_NK.device)
     return ProductPlan.fused if fused else ProductPlan.wide
 
 
@@ -273,10 +275,10 @@ class _Experts(torch.autograd.Function):
         with torch.cuda.device_of(x_TD):
             gate_up_SF, up_s_SR = gate_up.forward(choices.sorted_tokens(x_TD))
             weight_S = weights_Tk.flatten()[choices.order_S]
-            y_SD, down_s_SR = down.forward(_gated(gate_up_SF, weight_S))
+            y_SD, down_s_SR = down.forward(_apply_gate(gate_up_SF, weight_S))
             ctx.choices, ctx.gate_up, ctx.down = choices, gate_up, down
             ctx.save_for_backward(x_TD, weight_S, gate_up_SF, up_s_SR, down_s_SR)
-            return _summed(y_SD, choices.places_Tk)
+            return _sum_choices(y_SD, choices.places_Tk)
 
     @staticmethod
     @once_differentiable
@@ -297,11 +299,11 @@ class _Experts(torch.autograd.Function):
             if not ctx.needs_input_grad[0]:
                 return (None,) * 6
             dx_SD = gate_up.dx(dgate_up_SF, ds_SR)
-            dx_TD = _summed(dx_SD, choices.places_Tk)
+            dx_TD = _sum_choices(dx_SD, choices.places_Tk)
         return dx_TD, dweight_S[choices.places_Tk], None, None, None, None
 
 
-def _gated(gate_up_SF: Tensor, weight_S: Tensor) -> Tensor:
+def _apply_gate(gate_up_SF: Tensor, weight_S: Tensor) -> Tensor:
     """Return weight · silu(gate) · up."""
     rows, width = gate_up_SF.shape[0], gate_up_SF.shape[1] // 2
     act_SI = gate_up_SF.new_empty(rows, width)
@@ -335,7 +337,7 @@ def _gated_backward(dact_SI: Tensor, gate_up_SF: Tensor, weight_S: Tensor) -> tu
     return act_SI, dgate_up_SF, dweight_S
 
 
-def _summed(y_SD: Tensor, places_Tk: Tensor) -> Tensor:
+def _sum_choices(y_SD: Tensor, places_Tk: Tensor) -> Tensor:
     """Return the sum over the choices of each token."""
     (tokens, active), width = places_Tk.shape, y_SD.shape[1]
     total_TD = y_SD.new_empty(tokens, width)

@@ -45,7 +45,7 @@ class Operands:
     scale_L: Tensor | None = None
 
     @property
-    def coded(self) -> bool:
+    def has_codes(self) -> bool:
         return self.right_LM.dtype is CODES
 
     @property
@@ -56,9 +56,9 @@ class Operands:
     def summed(self, low: int, high: int) -> Tensor:
         """Return the columns `low` to `high` of left · rightᵀ in float32, before the scales are applied."""
         right_LM = self.right_LM[low:high]
-        if self.coded:
+        if self.has_codes:
             return codes_in_float32(self.left_TM, right_LM)
-        return in_float32(self.left_TM, right_LM.T)
+        return product_in_float32(self.left_TM, right_LM.T)
 
 
 def forward_operands(x_TK: Tensor, weight: Right) -> Operands:
@@ -84,7 +84,7 @@ def matrix_like(like: Tensor, weight: Right) -> Tensor:
     return (weight.codes().to(torch.float32) * weight.scale()[:, None]).to(like.dtype)
 
 
-def in_float32(a: Tensor, b: Tensor) -> Tensor:
+def product_in_float32(a: Tensor, b: Tensor) -> Tensor:
     """Return a · b in float32. On a CPU, 16-bit operands are converted first."""
     if a.dtype == torch.float32:
         return a @ b
@@ -178,7 +178,7 @@ def _fused_product(
         (large_dx if backward else large_y)(s_TPR, target, call)
     left, right = operands.left_TM, operands.right_LM
     turned = right.stride(1) == 1
-    blocks = blocks_for_codes(blocks, left.shape[1]) if operands.coded else blocks
+    blocks = blocks_for_codes(blocks, left.shape[1]) if operands.has_codes else blocks
     half = [BLOCK, blocks.columns // 2]
     rows, outputs = target.shape
     tiles = -(-rows // BLOCK) * -(-outputs // blocks.columns)
@@ -211,7 +211,7 @@ def _fused_product(
         ROUGH=blocks.rough,
         GROUP=blocks.group,
         LARGE=call.has_large,
-        DROPS=backward and call.drops,
+        DROPS=backward and call.has_dropout,
         **call.constants(target, blocks),
     )
     return target

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weftune.ops.accumulate import accumulated
+from weftune.ops.accumulate import accumulate_gradient
 from weftune.ops.dropout import kept_TK
 from weftune.ops.lora.table import LowRank
 
@@ -41,7 +41,7 @@ class Block:
     key: int
     """Key of the dropout mask: `ops.dropout.key` of the job's seed, the step and the site."""
     first_feature: int = 0
-    """Index of the first input among those of the whole linear, if a shard holds a part of them."""
+    """Index of the block's first input in the whole linear, of which a shard may hold a part."""
 
     @property
     def rows(self) -> slice:
@@ -57,7 +57,7 @@ class Blocks:
     anchor: Tensor
     """Scalar with `requires_grad` that gets no gradient: autograd then records sites whose x needs none."""
 
-    def kept(self, block: Block, features: int) -> Tensor | None:
+    def keep_mask(self, block: Block, features: int) -> Tensor | None:
         """Return the mask of values that dropout keeps in the block's rows of x, or None without dropout."""
         dropout = block.adapter.dropout
         if dropout == 0.0:
@@ -69,20 +69,20 @@ class Blocks:
 def add_lora(x_TK: Tensor, y_TN: Tensor, blocks: Blocks, route: Route) -> Tensor:
     """Return y plus every job's LoRA output on its own rows. All routes except the reference overwrite y."""
     if route is Route.reference:
-        return _reference(x_TK, y_TN, blocks)
+        return _reference_output(x_TK, y_TN, blocks)
     return _Segmented.apply(x_TK, y_TN, blocks.anchor, blocks)
 
 
-def _reference(x_TK: Tensor, y_TN: Tensor, blocks: Blocks) -> Tensor:
+def _reference_output(x_TK: Tensor, y_TN: Tensor, blocks: Blocks) -> Tensor:
     parts = []
     row = 0
     for block in blocks.blocks:
         adapter = block.adapter
         parts.append(y_TN[row : block.start])
-        a_RK = accumulated(adapter.a_RK, adapter.da_RK, blocks.anchor)
-        b_RN = accumulated(adapter.b_RN, adapter.db_RN, blocks.anchor)
-        kept = blocks.kept(block, x_TK.shape[1])
-        dropped = _masked(x_TK[block.rows], kept) / (1.0 - adapter.dropout)
+        a_RK = accumulate_gradient(adapter.a_RK, adapter.da_RK, blocks.anchor)
+        b_RN = accumulate_gradient(adapter.b_RN, adapter.db_RN, blocks.anchor)
+        kept = blocks.keep_mask(block, x_TK.shape[1])
+        dropped = _mask_dropped(x_TK[block.rows], kept) / (1.0 - adapter.dropout)
         parts.append(y_TN[block.rows] + adapter.scale * (dropped @ a_RK.T @ b_RN))
         row = block.stop
     parts.append(y_TN[row:])
@@ -94,7 +94,7 @@ class _Segmented(torch.autograd.Function):
     def forward(ctx: Any, x_TK: Tensor, y_TN: Tensor, anchor: Tensor, blocks: Blocks) -> Tensor:
         s_by_block = []
         for block in blocks.blocks:
-            masked = _masked(x_TK[block.rows], blocks.kept(block, x_TK.shape[1]))
+            masked = _mask_dropped(x_TK[block.rows], blocks.keep_mask(block, x_TK.shape[1]))
             s = (masked @ block.adapter.a_RK.T).mul_(block.adapter.factor)
             _add_product(y_TN[block.rows], s, block.adapter.b_RN)
             s_by_block.append(s)
@@ -109,10 +109,10 @@ class _Segmented(torch.autograd.Function):
         dx_TK = _zero_outside(ctx.blocks, torch.empty_like(x_TK)) if ctx.needs_input_grad[0] else None
         for block, s in zip(ctx.blocks.blocks, s_by_block, strict=True):
             # If the site also has adapters of other kinds, y is accumulated in float32.
-            dy, kept = dy_TN[block.rows].to(s.dtype), ctx.blocks.kept(block, x_TK.shape[1])
+            dy, kept = dy_TN[block.rows].to(s.dtype), ctx.blocks.keep_mask(block, x_TK.shape[1])
             ds = (dy @ block.adapter.b_RN.T).mul_(block.adapter.factor)
             _add_product(block.adapter.db_RN, s.T, dy)
-            _add_product(block.adapter.da_RK, ds.T, _masked(x_TK[block.rows], kept))
+            _add_product(block.adapter.da_RK, ds.T, _mask_dropped(x_TK[block.rows], kept))
             if dx_TK is not None:
                 dx = torch.mm(ds, block.adapter.a_RK, out=dx_TK[block.rows])
                 if kept is not None:
@@ -137,6 +137,6 @@ def _zero_outside(blocks: Blocks, values_TK: Tensor) -> Tensor:
     return values_TK
 
 
-def _masked(x_TK: Tensor, kept: Tensor | None) -> Tensor:
+def _mask_dropped(x_TK: Tensor, kept: Tensor | None) -> Tensor:
     """Return x with dropped values (even NaN) set to zero. Kept values are not divided by 1 − p."""
     return x_TK if kept is None else torch.where(kept, x_TK, 0.0)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weftune.ops.dropout import signed
+from weftune.ops.dropout import to_signed
 
 BLOCK = 128
 """Rows per program of the fused product: one instruction of two warp groups multiplies this many rows."""
@@ -72,7 +72,7 @@ class Rows:
         any two."""
         max_runs = 2 * slots + 1 if max_runs is None else max_runs
         shapes = _row_shapes(rows, slots, tile, piece, max_runs)
-        buffer = torch.empty(words(shapes), dtype=torch.int32, device=device)
+        buffer = torch.empty(word_count(shapes), dtype=torch.int32, device=device)
         record = Rows(tile, piece, max_runs, buffer, *views(buffer, shapes))
         record.fill((), np.zeros(0, dtype=np.int32))
         return record
@@ -83,7 +83,8 @@ class Rows:
         return 2 * len(self.sums_M3)
 
     def fill(self, seats: Sequence[Seat], token_index: np.ndarray) -> None:
-        """Replace the assignment by that of another, maybe smaller microbatch in one asynchronous copy."""
+        """Replace the assignment of rows by the assignment of another microbatch, which may be smaller, in
+        one asynchronous copy."""
         rows, slots = len(self.token_index_T), len(self.key_S)
         assert len({seat.slot for seat in seats}) == len(seats), "a slot holds one segment of a microbatch"
         shapes = _row_shapes(rows, slots, self.tile, self.piece, self.max_runs)
@@ -91,18 +92,18 @@ class Rows:
         tiles_G3, pieces_Q4, sums_M3, runs_U3, edges_V, key_S, token_index_T = (
             view.numpy() for view in views(host, shapes)
         )
-        runs = _runs(seats, rows)
+        runs = _seat_runs(seats, rows)
         assert len(runs) <= self.max_runs, "more runs of rows than there are programs for"
-        tiles = [(*part, run.slot) for run in runs for part in _split(run, self.tile)]
-        pieces, sums = _pieces(runs, self.piece)
-        _put(tiles_G3, tiles, (0, 0, -1))
-        _put(pieces_Q4, pieces, (0, 0, -1, 0))
-        _put(sums_M3, sums, (-1, 0, 0))
-        cut = [(*part, run.slot) for run in runs if run.slot >= 0 for part in _cut(run)]
-        _put(runs_U3, cut, (0, 0, -1))
+        tiles = [(*part, run.slot) for run in runs for part in _split_run(run, self.tile)]
+        pieces, sums = _row_pieces(runs, self.piece)
+        _put_entries(tiles_G3, tiles, (0, 0, -1))
+        _put_entries(pieces_Q4, pieces, (0, 0, -1, 0))
+        _put_entries(sums_M3, sums, (-1, 0, 0))
+        cut = [(*part, run.slot) for run in runs if run.slot >= 0 for part in _cut_run(run)]
+        _put_entries(runs_U3, cut, (0, 0, -1))
         edges_V[:] = np.searchsorted([start // BLOCK for start, _, _ in cut], np.arange(len(edges_V)))
         for seat in seats:
-            key_S[seat.slot] = signed(seat.key)
+            key_S[seat.slot] = to_signed(seat.key)
         token_index_T[: len(token_index)] = token_index
         self.buffer.copy_(host, non_blocking=True)
 
@@ -119,7 +120,7 @@ def _row_shapes(rows: int, slots: int, tile: int, piece: int, max_runs: int) -> 
     ]
 
 
-def _runs(seats: Sequence[Seat], rows: int) -> list[Seat]:
+def _seat_runs(seats: Sequence[Seat], rows: int) -> list[Seat]:
     """Return runs that cover all rows in order, with slot −1 for rows without a job."""
     runs, row = [], 0
     for seat in sorted((seat for seat in seats if seat.start < seat.stop), key=lambda seat: seat.start):
@@ -134,24 +135,24 @@ def _runs(seats: Sequence[Seat], rows: int) -> list[Seat]:
     return runs
 
 
-def _split(run: Seat, max_rows: int) -> list[tuple[int, int]]:
+def _split_run(run: Seat, max_rows: int) -> list[tuple[int, int]]:
     return [(start, min(start + max_rows, run.stop)) for start in range(run.start, run.stop, max_rows)]
 
 
-def _cut(run: Seat) -> list[tuple[int, int]]:
+def _cut_run(run: Seat) -> list[tuple[int, int]]:
     """Split the rows of a run at the multiples of BLOCK."""
     edges = [run.start, *range(run.start // BLOCK * BLOCK + BLOCK, run.stop, BLOCK), run.stop]
     return list(pairwise(edges))
 
 
-def _pieces(runs: Sequence[Seat], max_rows: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def _row_pieces(runs: Sequence[Seat], max_rows: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Return `Rows.pieces_Q4` and `Rows.sums_M3`."""
     several: list[tuple[int, ...]] = []
     alone: list[tuple[int, ...]] = []
     nobody: list[tuple[int, ...]] = []
     sums: list[tuple[int, ...]] = []
     for run in runs:
-        parts = _split(run, max_rows)
+        parts = _split_run(run, max_rows)
         if run.slot < 0:
             nobody += [(*part, -1, 0) for part in parts]
         elif len(parts) == 1:
@@ -162,19 +163,21 @@ def _pieces(runs: Sequence[Seat], max_rows: int) -> tuple[list[tuple[int, ...]],
     return several + alone + nobody, sums
 
 
-def _put(target: np.ndarray, entries: Sequence[tuple[int, ...]], unused: tuple[int, ...]) -> None:
-    target[:] = unused
+def _put_entries(
+    target: np.ndarray, entries: Sequence[tuple[int, ...]], padding_entry: tuple[int, ...]
+) -> None:
+    target[:] = padding_entry
     if entries:
         target[: len(entries)] = entries
 
 
-def words(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return the number of 32-bit words of a buffer for `views` of these shapes."""
+def word_count(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return the number of 32-bit words of a buffer that holds arrays of the given shapes."""
     return sum(map(_room, shapes))
 
 
 def views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    """Return consecutive views of these shapes into a buffer of 32-bit words."""
+    """Return consecutive views with the given shapes into a buffer of 32-bit words."""
     parts = buffer.split([_room(shape) for shape in shapes])
     return tuple(part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True))
 

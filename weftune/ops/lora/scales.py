@@ -44,9 +44,9 @@ def scale_table(sites: int, slots: int, device: torch.device) -> AddressTable:
     return AddressTable.empty(sites, slots, device, addresses=3, numbers=1)
 
 
-def put_scales(table: AddressTable, slot: int, scales: Sequence[SiteScale | None]) -> None:
+def set_scales(table: AddressTable, slot: int, scales: Sequence[SiteScale | None]) -> None:
     """Set a slot's scales, one per site; None if the job has no scale at the site."""
-    table.put(slot, [None if one is None else (_addresses(one), (one.scales_bias,)) for one in scales])
+    table.set_slot(slot, [None if one is None else (_addresses(one), (one.scales_bias,)) for one in scales])
 
 
 def _addresses(scale: SiteScale) -> tuple[int, int, int]:
@@ -57,7 +57,7 @@ def _addresses(scale: SiteScale) -> tuple[int, int, int]:
     return scale.value_M.data_ptr(), scale.total_M.data_ptr(), inverse
 
 
-def scaled(x_TM: Tensor, table: AddressTable, columns: Columns, rows: Rows) -> Tensor:
+def scale_rows(x_TM: Tensor, table: AddressTable, columns: Columns, rows: Rows) -> Tensor:
     """Return x ⊙ g, each row with the g of its job. Rows of jobs without g are copied."""
     out_TM = torch.empty_like(x_TM)
     kernels.scales.scale[(_blocks(columns), len(rows.tiles_G3))](
@@ -76,7 +76,7 @@ def scaled(x_TM: Tensor, table: AddressTable, columns: Columns, rows: Rows) -> T
     return out_TM
 
 
-def unscaled(
+def unscale_rows(
     dy_TM: Tensor,
     u_TM: Tensor,
     bias_M: Tensor | None,

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from weftune.core.batch import copy_to
-from weftune.ops.dropout import signed, threshold
-from weftune.ops.lora.rows import views, words
+from weftune.ops.dropout import threshold, to_signed
+from weftune.ops.lora.rows import views, word_count
 
 ALIGNMENT = 16
-"""Bytes that a kernel loads at once if all widths are multiples of it."""
+"""Bytes that a kernel loads with one instruction, if all widths are multiples of this number."""
 BAND = 128
 """Maximum ranks of a part: limited by the registers for a tile of 64 rows or 128 columns."""
 NEVER = -(1 << 31)
@@ -98,23 +98,24 @@ class SlotTable:
         parts = bands * len(sites)
         # Sizes in 32-bit words; the 64-bit addresses come first, so that they are aligned.
         shapes = [(parts, slots, 8), (parts, slots, 2), (parts, slots), (parts, slots), (parts,)]
-        host = torch.zeros(words(shapes), dtype=torch.int32)
+        host = torch.zeros(word_count(shapes), dtype=torch.int32)
         host_views = tuple(view.numpy() for view in _table_views(host, shapes))
         buffer = torch.empty_like(host, device=device)
         table = SlotTable(aligned, bands, host, host_views, buffer, *_table_views(buffer, shapes))
         *_, threshold_PS, crc_P = host_views
         threshold_PS[:] = NEVER
-        crc_P[:] = [signed(zlib.crc32(site.encode())) for site in sites] * bands
-        table.send()
+        crc_P[:] = [to_signed(zlib.crc32(site.encode())) for site in sites] * bands
+        table.copy_to_device()
         return table
 
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:
         """Assign a job to a slot: one entry per site, None if the job has no adapter at the site."""
-        self.put(slot, entries)
-        self.send()
+        self.set_slot(slot, entries)
+        self.copy_to_device()
 
-    def put(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Assign a job to a slot in the host's copy only. `send` copies all changes to the device at once."""
+    def set_slot(self, slot: int, entries: Sequence[LowRank | None]) -> None:
+        """Assign a job to a slot in the host's copy only. `copy_to_device` copies all changes to the device
+        at once."""
         address_PS4, factor_PS2, rank_PS, threshold_PS, _ = self.host_views
         assert len(entries) * self.bands == len(rank_PS)
         for site, entry in enumerate(entries):
@@ -134,7 +135,7 @@ class SlotTable:
                 if band:
                     address_PS4[part, slot] += [band * step for step in entry.band_bytes]
 
-    def put_experts(self, first: int, entry: LowRank) -> None:
+    def set_experts(self, first: int, entry: LowRank) -> None:
         """Assign one job's adapters of all experts to the slots from `first` on. The table must have one
         site; the matrices are stacked, [experts, R, K] and [experts, R, N]."""
         address_PS4, factor_PS2, rank_PS, _, _ = self.host_views
@@ -149,7 +150,7 @@ class SlotTable:
             address_PS4[band, own] = begin + np.arange(experts)[:, None] * np.array(strides)
             rank_PS[band, own] = min(BAND, rank - band * BAND)
 
-    def send(self) -> None:
+    def copy_to_device(self) -> None:
         """Copy the table from the host to the device."""
         copy_to(self.buffer, self.host)
 
@@ -184,7 +185,7 @@ class AddressTable:
     def empty(sites: int, slots: int, device: torch.device, *, addresses: int, numbers: int) -> AddressTable:
         # Sizes in 32-bit words; the 64-bit addresses come first, so that they are aligned.
         shapes = [(sites, slots, 2 * addresses), (sites, slots, numbers)]
-        host = torch.zeros(words(shapes), dtype=torch.int32)
+        host = torch.zeros(word_count(shapes), dtype=torch.int32)
         buffer = host.to(device, copy=True)
         (host_address, host_number), (address, number) = views(host, shapes), views(buffer, shapes)
         host_views = host_address.view(torch.int64).numpy(), host_number.numpy()
@@ -194,13 +195,14 @@ class AddressTable:
     def slots(self) -> int:
         return self.address_PSA.shape[1]
 
-    def put(self, slot: int, entries: Sequence[AddressEntry | None]) -> None:
-        """Set a slot's entries, one per site, in the host's copy only. `send` copies them to the device."""
+    def set_slot(self, slot: int, entries: Sequence[AddressEntry | None]) -> None:
+        """Set a slot's entries, one per site, in the host's copy only. `copy_to_device` copies them to the
+        device."""
         for site, entry in enumerate(entries):
             addresses, numbers = (0, 0) if entry is None else entry
             self.host_address_PSA[site, slot], self.host_number_PSn[site, slot] = addresses, numbers
 
-    def send(self) -> None:
+    def copy_to_device(self) -> None:
         copy_to(self.buffer, self.host)
 
 
@@ -213,15 +215,15 @@ class Group:
     table: SlotTable
     rank: int
     """Upper bound on the ranks of all jobs."""
-    drops: bool
-    """Whether any job uses dropout at these sites."""
+    has_dropout: bool
+    """Whether any job uses dropout at the group's sites."""
     g_out: AddressTable | None = None
     """Table of the scales of outputs (`ops.lora.scales`). None until a job has such scales."""
     g_in: AddressTable | None = None
     """Table of the scales of inputs. Only a group of a single site can have it."""
     lengths: bool = False
     """Whether a job may use DoRA, which divides the scales of outputs by the norms of the weight's rows."""
-    computed: AddressTable | None = None
+    computed_table: AddressTable | None = None
     """Table of the vectors and constants of VeRA (`ops.lora.computed`). None until a job uses VeRA."""
 
     @property
@@ -231,12 +233,12 @@ class Group:
     @property
     def launches(self) -> tuple[object, ...]:
         """Values for which kernels are compiled: equal values mean equal kernels."""
-        tables = self.g_out is None, self.g_in is None, self.lengths, self.computed is None
-        return self.columns, self.rank, self.drops, self.bands, self.table.aligned, *tables
+        tables = self.g_out is None, self.g_in is None, self.lengths, self.computed_table is None
+        return self.columns, self.rank, self.has_dropout, self.bands, self.table.aligned, *tables
 
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:
         """Assign a job to a slot: one entry per site, None if the job has no adapter at the site."""
         present = [entry for entry in entries if entry is not None]
         assert all(entry.rank <= self.rank for entry in present)
-        assert self.drops or all(entry.dropout == 0.0 for entry in present)
+        assert self.has_dropout or all(entry.dropout == 0.0 for entry in present)
         self.table.write(slot, entries)

@@ -29,17 +29,17 @@ from weftune.ops.lora.choice import Choices, PlanTrial
 from weftune.ops.lora.computed import add_pair_gradients, write_pairs
 from weftune.ops.lora.products import Right, fused_dx, fused_y, matrix_like, wide_dx, wide_y
 from weftune.ops.lora.rows import Rows
-from weftune.ops.lora.scales import scaled, unscaled
+from weftune.ops.lora.scales import scale_rows, unscale_rows
 from weftune.ops.lora.table import Group
 from weftune.ops.lora.tiled_kernels import (
     add_gradients,
+    allocate_da,
+    allocate_db,
     da,
     db,
     down,
     ds,
     ds_db,
-    room_for_da,
-    room_for_db,
     row_lengths,
 )
 from weftune.ops.lora.tiling import ProductPlan, SiteCall, candidate_plans, choose_tiling
@@ -49,7 +49,7 @@ FEW_ROWS = 256
 """Maximum rows of a pass without a backward for which the frozen product is left to torch."""
 
 
-def trial_at(
+def plan_trial(
     weight: Weight, residual: bool, group: Group, rows: Rows, dtype: torch.dtype
 ) -> PlanTrial | None:
     """Return the trial that `lora_linear` would run, or None for weights that are dequantised at each use."""
@@ -175,10 +175,10 @@ def forward(
     """Return (y, s, u). The backward needs s, and u, the outputs before scaling (None without scales)."""
     group = call.group
     with torch.cuda.device_of(x_TK):
-        if group.computed is not None:
-            write_pairs(x_TK, group.computed, group)
+        if group.computed_table is not None:
+            write_pairs(x_TK, group.computed_table, group)
         if group.g_in is not None:
-            x_TK = scaled(x_TK, group.g_in, ((0, x_TK.shape[1]),), call.rows)
+            x_TK = scale_rows(x_TK, group.g_in, ((0, x_TK.shape[1]),), call.rows)
         s_TPR = down(x_TK, call)
         if group.lengths:
             row_lengths(matrix_like(x_TK, weight), call)
@@ -197,44 +197,44 @@ def backward(
     weight: Right,
     s_TPR: Tensor,
     call: SiteCall,
-    wants_dx: bool,
+    needs_dx: bool,
     u_TN: Tensor | None = None,
     bias_N: Tensor | None = None,
 ) -> Tensor | None:
     """Return dx if requested, and add the gradients of the adapters to the jobs' accumulators."""
     group = call.group
     with torch.cuda.device_of(x_TK):
-        if group.computed is not None:
-            write_pairs(x_TK, group.computed, group)
+        if group.computed_table is not None:
+            write_pairs(x_TK, group.computed_table, group)
         if group.g_out is not None:
             assert u_TN is not None
             # Groups of several sites occur only in fused layers, where no other operation uses dy. Elsewhere
             # dy may also be the gradient of other operations, and must not be overwritten.
             alone = call.sites > 1
-            dy_TN = unscaled(dy_TN, u_TN, bias_N, group.g_out, group.columns, call.rows, in_place=alone)
-        dx_TK = _low_rank_backward(dy_TN, x_TK, weight, s_TPR, call, wants_dx or group.g_in is not None)
+            dy_TN = unscale_rows(dy_TN, u_TN, bias_N, group.g_out, group.columns, call.rows, in_place=alone)
+        dx_TK = _low_rank_backward(dy_TN, x_TK, weight, s_TPR, call, needs_dx or group.g_in is not None)
         if group.g_in is not None:
             assert dx_TK is not None
             inputs = ((0, x_TK.shape[1]),)
-            dx_TK = unscaled(dx_TK, x_TK, None, group.g_in, inputs, call.rows, in_place=True)
-        if group.computed is not None:
-            add_pair_gradients(x_TK, group.computed, group)
-        return dx_TK if wants_dx else None
+            dx_TK = unscale_rows(dx_TK, x_TK, None, group.g_in, inputs, call.rows, in_place=True)
+        if group.computed_table is not None:
+            add_pair_gradients(x_TK, group.computed_table, group)
+        return dx_TK if needs_dx else None
 
 
 def _low_rank_backward(
-    dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, call: SiteCall, wants_dx: bool
+    dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, call: SiteCall, needs_dx: bool
 ) -> Tensor | None:
     """Return dx, which depends on ds only. If `plan.beside`, compute dA and dB concurrently with dx."""
     product = fused_dx if call.plan.fuses else wide_dx
-    if not wants_dx or not call.plan.beside:
+    if not needs_dx or not call.plan.beside:
         ds_TPR, partial_db_QLN = ds_db(dy_TN, s_TPR, call)
-        partial_da_QPRK = room_for_da(x_TK, call)
+        partial_da_QPRK = allocate_da(x_TK, call)
         da(x_TK, ds_TPR, partial_da_QPRK, call)
         add_gradients(partial_da_QPRK, partial_db_QLN, call)
-        return product(dy_TN, weight, ds_TPR, call) if wants_dx else None
+        return product(dy_TN, weight, ds_TPR, call) if needs_dx else None
     ds_TPR = ds(dy_TN, call)
-    partial_da_QPRK, partial_db_QLN = room_for_da(x_TK, call), room_for_db(dy_TN, call)
+    partial_da_QPRK, partial_db_QLN = allocate_da(x_TK, call), allocate_db(dy_TN, call)
     aside = SideStream(x_TK.device)
     # The product is launched first: work on the second stream uses the multiprocessors that it leaves idle.
     dx_TK = product(dy_TN, weight, ds_TPR, call)
@@ -251,7 +251,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         """Record the point in the current stream that the second stream will wait for."""
-        self._stream = _stream(device) if device.type == "cuda" else None
+        self._stream = _side_stream(device) if device.type == "cuda" else None
         self._ready = torch.cuda.current_stream(device).record_event() if self._stream else None
 
     @contextmanager
@@ -270,5 +270,5 @@ class SideStream:
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

@@ -58,7 +58,7 @@ def down(x_TK: Tensor, call: SiteCall) -> Tensor:
         TOGETHER=tiling.down.together,
         M=call.rows.tile,
         SPLIT=tiling.split > 1,
-        DROPS=call.drops,
+        DROPS=call.has_dropout,
         **call.constants(x_TK, tiling.down),
     )
     if tiling.split > 1:
@@ -125,8 +125,9 @@ def up(
 
 
 def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]:
-    """Return ds = factor · dyBᵀ and partial sums of dB for slots with several pieces. Add dB of others."""
-    partial_db_QLN = room_for_db(dy_TN, call)
+    """Return ds = factor · dyBᵀ and partial sums of dB for slots with several pieces. For slots with a single
+    piece, add dB to the accumulator."""
+    partial_db_QLN = allocate_db(dy_TN, call)
     if not call.tiling.one_read:
         db(dy_TN, s_TPR, partial_db_QLN, call)
         return ds(dy_TN, call), partial_db_QLN
@@ -138,7 +139,7 @@ def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]
     return ds_TPR, partial_db_QLN
 
 
-def room_for_db(dy_TN: Tensor, call: SiteCall) -> Tensor:
+def allocate_db(dy_TN: Tensor, call: SiteCall) -> Tensor:
     """Allocate the partial sums of dB for slots with several pieces."""
     shape = call.rows.partials, call.bands * call.ranks, dy_TN.shape[1]
     return dy_TN.new_empty(shape, dtype=torch.float32)
@@ -204,7 +205,7 @@ def ds(dy_TN: Tensor, call: SiteCall) -> Tensor:
     return ds_TPR
 
 
-def room_for_da(x_TK: Tensor, call: SiteCall) -> Tensor:
+def allocate_da(x_TK: Tensor, call: SiteCall) -> Tensor:
     """Allocate the partial sums of dA for slots with several pieces."""
     shape = call.rows.partials, call.parts, call.ranks, x_TK.shape[1]
     return x_TK.new_empty(shape, dtype=torch.float32)
@@ -223,7 +224,7 @@ def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, call: SiteCall) ->
         x_TK.shape[1],
         TOGETHER=launch.together,
         M=launch.rows,
-        DROPS=call.drops,
+        DROPS=call.has_dropout,
         **call.constants(x_TK, launch),
     )
 
@@ -250,7 +251,7 @@ def add_dx(
         frozen_TW.shape[1],
         BANDS=call.bands,
         M=call.rows.tile,
-        DROPS=call.drops,
+        DROPS=call.has_dropout,
         **call.constants(ds_TPR, launch),
     )
 
@@ -285,7 +286,7 @@ def large_dx(ds_TPR: Tensor, dx_TK: Tensor, call: SiteCall) -> None:
         BANDS=call.bands,
         M=BLOCK,
         SPAN=LARGE_SPAN,
-        DROPS=call.drops,
+        DROPS=call.has_dropout,
         **call.constants(ds_TPR, launch),
     )
 

@@ -73,7 +73,8 @@ class KernelLaunch:
     warps: int
     stages: int
     rows: int = 64
-    """Rows per iteration in kernels that loop over the rows of a piece. Other kernels process one tile."""
+    """Rows per iteration in kernels that loop over the rows of a piece. All other kernels process one tile of
+    rows per program."""
     together: int = 1
     """Parts per program, in kernels that read x once for several parts."""
 
@@ -152,9 +153,9 @@ class SiteCall:
         return self.group.rank > DIRECT_RANKS
 
     @property
-    def drops(self) -> bool:
+    def has_dropout(self) -> bool:
         """Whether kernels draw dropout masks."""
-        return self.group.drops and self.training
+        return self.group.has_dropout and self.training
 
     @property
     def slots(self) -> int:
@@ -208,7 +209,7 @@ def rank_block(rank: int) -> int:
     return max(MIN_RANK, 1 << (min(rank, BAND) - 1).bit_length())
 
 
-def parts_together(group: Group) -> int:
+def parts_per_program(group: Group) -> int:
     """Return the number of parts per program: one for each linear of the group if they fit, else 1."""
     sites = len(group.columns)
     return sites if sites * rank_block(group.rank) <= TOGETHER_RANKS else 1
@@ -218,28 +219,28 @@ def choose_tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -
     """Return launch parameters that fit the registers and the shared memory of the device."""
     count, device, half = len(rows.token_index_T), rows.buffer.device, dtype.itemsize == 2
     launches = _launches_for_16_bits(group, device) if half else _launches_for_32_bits(group)
-    if half and _crowded(rows, group, launches["ds_db"], device):
+    if half and _is_crowded(rows, group, launches["ds_db"], device):
         launches["ds_db"] = replace(launches["ds_db"], stages=2)
     tiles, narrowest = -(-count // rows.tile), min(high - low for low, high in group.columns)
-    programs = MASKING_PROGRAMS if group.drops else PROGRAMS
+    programs = MASKING_PROGRAMS if group.has_dropout else PROGRAMS
     dx = blocks_for(count, ((0, features),), dtype, device)
     return Tiling(
         **launches,
         y=blocks_for(count, group.columns, dtype, device),
         dx=replace(dx, programs=_programs_for(dx, count, features)),
-        split=_split(programs // tiles, features, launches["down"]),
-        ds_split=_split(PROGRAMS // (tiles * len(group.columns)), narrowest, launches["ds"]),
+        split=_split_count(programs // tiles, features, launches["down"]),
+        ds_split=_split_count(PROGRAMS // (tiles * len(group.columns)), narrowest, launches["ds"]),
         one_read=group.rank <= ONE_READ_RANKS,
     )
 
 
-def _split(max_shares: int, width: int, launch: KernelLaunch) -> int:
+def _split_count(max_shares: int, width: int, launch: KernelLaunch) -> int:
     """Return the number of partial sums for `width` columns: a power of two, to compile few kernels."""
     shares = max(1, min(max_shares, width // (4 * launch.columns)))
     return 1 << shares.bit_length() - 1
 
 
-def _crowded(rows: Rows, group: Group, launch: KernelLaunch, device: torch.device) -> bool:
+def _is_crowded(rows: Rows, group: Group, launch: KernelLaunch, device: torch.device) -> bool:
     """Return whether several programs share a multiprocessor, which leaves less shared memory for each."""
     blocks = sum(-(-(high - low) // launch.columns) for low, high in group.columns)
     return blocks * -(-len(rows.token_index_T) // rows.piece) > class_of(device).multiprocessors
@@ -247,7 +248,7 @@ def _crowded(rows: Rows, group: Group, launch: KernelLaunch, device: torch.devic
 
 def plans_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[ProductPlan, ...]:
     """Return the plans that the weight, the group and the device support."""
-    allowed = fuses(weight_NK, device) and all(low % FUSED_COLUMNS == 0 for low, _ in group.columns)
+    allowed = can_fuse(weight_NK, device) and all(low % FUSED_COLUMNS == 0 for low, _ in group.columns)
     always = ProductPlan.wide, ProductPlan.wide_beside
     return (*always, ProductPlan.fused, ProductPlan.fused_beside) if allowed else always
 
@@ -263,12 +264,12 @@ def candidate_plans(weight_NK: Tensor, group: Group, device: torch.device) -> tu
     return ProductPlan.wide, ProductPlan.wide_beside
 
 
-def fuses(weight_NK: Tensor, device: torch.device) -> bool:
+def can_fuse(weight_NK: Tensor, device: torch.device) -> bool:
     """Return whether the fused product can be used for a weight."""
-    return weight_NK.dtype.itemsize <= 2 and _in_whole_rows(weight_NK) and _has_copy_engines(device)
+    return weight_NK.dtype.itemsize <= 2 and _has_whole_rows(weight_NK) and _has_copy_engines(device)
 
 
-def _in_whole_rows(weight_NK: Tensor) -> bool:
+def _has_whole_rows(weight_NK: Tensor) -> bool:
     """Return whether TMA can read the weight: its rows must be aligned to 16 bytes."""
     values = ALIGNMENT // weight_NK.element_size()
     whole = all(size % values == 0 for size in (*weight_NK.shape, weight_NK.stride(0)))
@@ -289,19 +290,20 @@ def blocks_for(
     fitting = [width for width in (256, 128) if all(low % width == 0 for low, _ in columns)] or [128]
 
     def time(width: int) -> int:
-        return -(-_tiles(rows, columns[-1][1], width) // programs) * (width + BESIDE_COLUMNS)
+        return -(-_tile_count(rows, columns[-1][1], width) // programs) * (width + BESIDE_COLUMNS)
 
     return product_blocks(min(fitting, key=time), dtype, programs)
 
 
 def _programs_for(blocks: ProductBlocks, rows: int, outputs: int) -> int:
-    """Return the minimum number of programs for the same number of waves: the rest is left to other work."""
-    tiles = _tiles(rows, outputs, blocks.columns)
+    """Return the smallest number of programs that needs as many waves as the maximum. The remaining
+    multiprocessors are free for other work."""
+    tiles = _tile_count(rows, outputs, blocks.columns)
     rounds = max(1, -(-tiles // blocks.programs))
     return max(1, -(-tiles // rounds))
 
 
-def _tiles(rows: int, outputs: int, columns: int) -> int:
+def _tile_count(rows: int, outputs: int, columns: int) -> int:
     return -(-rows // BLOCK) * -(-outputs // columns)
 
 
@@ -332,11 +334,11 @@ def _launches_for_16_bits(group: Group, device: torch.device) -> dict[str, Kerne
 
 
 def _launches_for_few_ranks(group: Group) -> dict[str, KernelLaunch]:
-    rank, together = rank_block(group.rank), parts_together(group)
+    rank, together = rank_block(group.rank), parts_per_program(group)
     span = together * rank
     # The mask of each part occupies a tile of registers.
-    columns = 64 if group.drops and together > 1 else 128
-    down = KernelLaunch(columns, warps=4, stages=3 if group.drops else 4)
+    columns = 64 if group.has_dropout and together > 1 else 128
+    down = KernelLaunch(columns, warps=4, stages=3 if group.has_dropout else 4)
     down = down if span <= 64 else KernelLaunch(64, warps=8, stages=2)
     da = KernelLaunch(128, warps=8, stages=3) if span <= 64 else KernelLaunch(64, warps=8, stages=2)
     if together < len(group.columns):
@@ -353,7 +355,7 @@ def _launches_for_few_ranks(group: Group) -> dict[str, KernelLaunch]:
 
 def _launches_for_many_ranks(group: Group) -> dict[str, KernelLaunch]:
     """Return the launches for parts of BAND ranks. A program may process the parts of two linears."""
-    together = parts_together(group)
+    together = parts_per_program(group)
     down, da = KernelLaunch(64, warps=4, stages=4), KernelLaunch(128, warps=8, stages=3)
     if together > 1:
         down = da = KernelLaunch(64, warps=8, stages=3, together=together)
@@ -370,6 +372,6 @@ def _launches_for_many_ranks(group: Group) -> dict[str, KernelLaunch]:
 def _launches_for_32_bits(group: Group) -> dict[str, KernelLaunch]:
     """Return launches with small blocks: without tensor cores for exact float32, registers are scarce."""
     launch = KernelLaunch(32, warps=8, stages=1, rows=32)
-    reader = replace(launch, together=parts_together(group))
+    reader = replace(launch, together=parts_per_program(group))
     others = dict.fromkeys(("up", "ds", "ds_db", "db", "large_y", "large_dx"), launch)
     return {"down": reader, "da": reader, **others}

@@ -36,16 +36,16 @@ def kernels_available(x: Tensor) -> bool:
 
 def kernels_available_on(device: torch.device, dtype: torch.dtype) -> bool:
     compiles = device.type == "cuda" and class_of(device).has_kernels
-    return dtype in DTYPES and (compiles or os.environ.get("TRITON_INTERPRET") == "1") and _installed()
+    return dtype in DTYPES and (compiles or os.environ.get("TRITON_INTERPRET") == "1") and _is_installed()
 
 
 @cache
-def _installed() -> bool:
+def _is_installed() -> bool:
     return find_spec("triton") is not None
 
 
 def with_contiguous_rows(x: Tensor) -> Tensor:
-    """Return x with its last dimension contiguous; kernels take the strides of the others into account."""
+    """Return x with a contiguous last dimension. Kernels support any strides of the other dimensions."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

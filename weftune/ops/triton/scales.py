@@ -17,7 +17,8 @@ from weftune.ops.triton.slots import column_block
 
 @triton.jit
 def scale_at(address, entry, column_C, inside_C, TYPE: tl.constexpr):
-    """Return g of a slot that has one: its value, times the value's factor if there is one."""
+    """Return the scale g of a slot that has a scale: its value, multiplied by the value's factor if there is
+    one."""
     value = tl.load(address + entry * 3).to(tl.pointer_type(TYPE))
     g_C = tl.load(value + column_C, mask=inside_C, other=0.0).to(tl.float32)
     return g_C * inverse_at(address, entry, column_C, inside_C)
@@ -140,7 +141,7 @@ def add_shares(
 
 @triton.jit
 def nth_slots(scales, site, nth_Z, S: tl.constexpr):
-    """Return the n-th of the slots whose scale has a factor, or −1 if there are fewer."""
+    """Return the n-th slot whose scale has a factor, or −1 if fewer slots have one."""
     slot_S = tl.arange(0, S)
     asks_S = tl.load(scales + (site * S + slot_S) * 3 + 2) != 0
     number_S = tl.cumsum(asks_S.to(tl.int32), axis=0) - 1

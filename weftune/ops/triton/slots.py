@@ -23,7 +23,7 @@ DIRECT = tl.constexpr(64)
 
 @triton.jit
 def folded(value):
-    """Return fmix32; `ops.dropout.mixed` is the same function in torch."""
+    """Return fmix32; `ops.dropout.mix_bits` is the same function in torch."""
     value = value ^ (value >> 16)
     value = value * FIRST
     value = value ^ (value >> 13)

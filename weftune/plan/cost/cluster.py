@@ -128,7 +128,7 @@ def parse_cluster(text: str) -> Cluster:
 def make_cluster(
     devices: Sequence[Device], link: str | Link | None, root_sizes: Sequence[int] = ()
 ) -> Cluster:
-    """Return a cluster of these devices. The default link is nvlink if every device has it, else pcie. By
+    """Return a cluster of the given devices. The default link is nvlink if every device has it, else pcie. By
     default, all devices are under one root complex."""
     nvlink = min((device.nvlink for device in devices), default=0.0)
     if not devices:
@@ -184,7 +184,7 @@ def _link(values: Mapping[str, Any], source: str) -> Link:
 
 
 def detect_cluster() -> Cluster:
-    """Return the GPUs of this machine that nvidia-smi lists, or its CPU if there are none."""
+    """Return the GPUs of this machine that nvidia-smi lists, or its CPU if it has no GPUs."""
     found = _query_smi()
     if found:
         return make_cluster([_smi_device(line) for line in found.splitlines() if line.strip()], None)

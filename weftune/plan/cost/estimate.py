@@ -39,7 +39,7 @@ class Speed:
     bandwidth: float
     launch_seconds: float
     source: str
-    """Origin of these numbers, for display."""
+    """Text that says where the numbers of the cost model come from."""
     attention_flops: float = 0.0
     """FLOP/s of attention; 0 if it reaches `flops`."""
 
@@ -50,7 +50,7 @@ class JobOutline:
 
     shape: JobShape
     ranks: Mapping[str, int]
-    """Maps each site (adapted linear) that the job targets to the adapter's rank there."""
+    """Maps each site (adapted linear) that the job targets to the adapter's rank at the site."""
     batches: tuple[tuple[int, ...], ...]
     """Sample lengths, in tokens, of each of the job's next global batches."""
 
@@ -244,7 +244,8 @@ class RowCounts:
 
 
 def base_pass_time(layers: Sequence[BaseLayer], speed: Speed) -> Line:
-    """Return the time of one pass, forward or backward, over these layers without attention and adapters."""
+    """Return the time of one pass, forward or backward, over the given layers, without attention and
+    adapters."""
     worked = [layer for layer in layers if layer.flops]
     moved = sum(map(_moved_bytes, worked))
     fixed = len(worked) * speed.launch_seconds + moved / speed.bandwidth
@@ -264,7 +265,7 @@ def adapter_seconds(layers: Sequence[BaseLayer], job: JobOutline, speed: Speed) 
 def layer_costs(
     layers: Sequence[BaseLayer], jobs: Sequence[JobOutline], rows: RowCounts, speed: Speed, state_bytes: int
 ) -> tuple[LayerCost, ...]:
-    """Return the cost of each layer for a microbatch with these counts, without recomputation.
+    """Return the cost of each layer for a microbatch with the given counts, without recomputation.
 
     `state_bytes` is the number of bytes per adapter parameter, with its gradient and optimizer state.
     """

@@ -38,7 +38,7 @@ class Promise:
     source: str
     version: int
     changed: bool
-    """Whether the jobs or the sample lengths differ from those of the previous window."""
+    """Whether the jobs or the sample lengths differ from the previous window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Learned:
         self.windows += 1
 
     def misfit_reason(self, jobs: Sequence[JobShape]) -> str | None:
-        """Return why these jobs do not fit together, or None if they do.
+        """Return the reason why the jobs do not fit together, or None if they fit.
 
         Whether a single job can run alone is decided by the model known before the run, so that measurement
         noise never ends a job.

@@ -238,8 +238,8 @@ class MemoryModel:
     def _streamed_worker_need(
         self, worker_layout: WorkerLayout, memory: StreamedMemory, supervised: float
     ) -> MemoryNeed:
-        """Return the need of a worker whose stages share the device in turn. It counts bytes as the choice of
-        stages does, so that the jobs of that choice are admitted."""
+        """Return the need of a worker whose stages share the device in turn. Bytes are counted as in the
+        choice of stages, so that all jobs that the choice assumed are admitted."""
         own = [worker_layout.stages[stage] for stage in worker_layout.own_stages]
         sizes, resident = [stage.layer_count for stage in own], [stage.is_resident for stage in own]
         weights, state, activations = memory.parts(
@@ -359,7 +359,7 @@ class MemoryModel:
         return min(possible, key=lambda one: self.peak_bytes(jobs, rows, one))
 
     def misfit_reason(self, jobs: Sequence[JobShape]) -> str | None:
-        """Return a sentence that says why these jobs do not fit together, or None if they do."""
+        """Return a sentence that says why the jobs do not fit together, or None if they fit."""
         if (host := self.host_bytes(jobs)) > self.host_budget_bytes:
             return (
                 f"needs {format_bytes(host)} of the host's memory for master weights and moments with "

@@ -65,7 +65,7 @@ class Profile:
     worker_bytes: int = 0
     """Bytes that each worker after the first held, without a tokenizer."""
     first_seconds: float = 0.0
-    """Extra seconds of the first passes of a process; 0 if these seconds were spent on compilation."""
+    """Extra seconds of the first passes of a process; 0 if the first passes compiled kernels."""
 
     def process_bytes_of(self, workers: int) -> int:
         """Return the bytes of the first of `workers` processes before a base is loaded; 0 if unknown."""

@@ -60,7 +60,7 @@ class Times:
 
 
 def refit(initial_cost: CostModel, times: Times) -> CostModel:
-    """Return `initial_cost` fitted to the measurements, or unchanged if there are none."""
+    """Return `initial_cost` fitted to the measurements, or unchanged if there are no measurements."""
     passes = [one for one in times.passes if one.settled]
     training = [one for one in passes if one.training]
     evaluations = [one for one in passes if not one.training]
@@ -87,7 +87,7 @@ def refit(initial_cost: CostModel, times: Times) -> CostModel:
 
 
 def _speed_ratio(initial_cost: CostModel, passes: Sequence[PassTime], caution: float) -> float:
-    """Return the ratio of measured to predicted time, drawn towards 1 if there are few passes."""
+    """Return the ratio of measured to predicted time, shrunk towards 1 if few passes were measured."""
     expected = [
         initial_cost.pass_seconds(p.work) if p.training else initial_cost.evaluation(p.work) for p in passes
     ]

@@ -48,7 +48,8 @@ def optimizer_bytes(bytes_per_value: int) -> int:
 
 
 def optimizer_ring_bytes(parts: Iterable[int], bytes_per_value: int) -> int:
-    """Return the device bytes of all buffers if only the optimizer of these parameters is offloaded."""
+    """Return the device bytes of all buffers if only the optimizer state of the given parameters is
+    offloaded."""
     together = sum(part + MARGIN for part in parts if part)
     return PIECES * min(PIECE, together) * optimizer_bytes(bytes_per_value)
 

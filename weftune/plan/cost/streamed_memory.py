@@ -111,8 +111,8 @@ def state_bytes(jobs: Iterable[JobShape], bytes_per_value: int) -> int:
 
 
 def matrix_bytes(shape: ModelShape, fused: bool) -> int:
-    """Return the bytes of the largest dequantised matrix, of which there is one at a time. Fused layers join
-    the matrices of two linears that share their input."""
+    """Return the bytes of the largest dequantised matrix. Only one dequantised matrix exists at a time. Fused
+    layers join the matrices of two linears that share their input."""
     return shape.matrix_bytes * (2 if fused else 1)
 
 
@@ -126,7 +126,8 @@ class StreamedMemory:
     jobs: tuple[JobShape, ...]
     uses_fused_ops: bool
     round_tokens: int
-    """Tokens of one round of all jobs. Each stage keeps its input of all these tokens for the backward."""
+    """Tokens of one round (one global batch of every job). Each stage keeps its inputs of all tokens of a
+    round until the backward."""
     max_tokens: int
     """Tokens of a full microbatch."""
     adapters_travel: bool
@@ -158,7 +159,8 @@ class StreamedMemory:
 
     @cached_property
     def loaded_layer_bytes(self) -> int:
-        """Bytes of one layer on the device, with those of its adapters that are streamed with it."""
+        """Bytes of one layer on the device, including the adapter parameters that are streamed with the
+        layer."""
         return self.layer_bytes + (self.copy_bytes + self.gradient_bytes if self.adapters_travel else 0)
 
     @cached_property

@@ -30,7 +30,7 @@ class Instance:
         return sum(map(self.lengths.__getitem__, samples))
 
     def load(self, samples: Iterable[int]) -> int:
-        """Return the rows of a microbatch with these samples, including padding."""
+        """Return the number of rows of a microbatch with the given samples, including padding."""
         if self.multiple == 1:
             return self.tokens(samples)
         rows: dict[int, int] = {}

@@ -13,13 +13,15 @@ QUICK_LIMITS = Limits(max_repackings=50, solver_cells=0, room_cells=0)
 
 
 def ladder_size(tokens: int) -> int:
-    """Round up to a size on the ladder: sixteen sizes per power of two, in steps of at least 128."""
+    """Round the number of rows up to an allowed size of a microbatch. The allowed sizes (the ladder) are
+    sixteen per power of two, at distances of at least 128."""
     step = max(128, 1 << max(0, tokens.bit_length() - 5))
     return -(-tokens // step) * step
 
 
 def smallest_ladder_size(lengths: Sequence[int], capacity: int) -> int:
-    """Return the smallest size on the ladder that needs no more microbatches than `capacity` does."""
+    """Return the smallest allowed microbatch size (see `ladder_size`) that needs no more microbatches than
+    `capacity`."""
     if not lengths:
         return capacity
     fewest = _pack(lengths, capacity).count

@@ -61,7 +61,7 @@ def least_load(case: Instance, bins: Bins) -> int:
 
 
 def least_possible_load(case: Instance, count: int) -> int:
-    """Return the rows of the least full of `count` bins if all others are full."""
+    """Return the rows of the last of `count` bins if all other bins are full."""
     return max(0, case.rows - (count - 1) * case.capacity)
 
 
@@ -111,7 +111,7 @@ class _SwapSearch:
 
 
 def _repack_some(case: Instance, bins: Bins, random: Random) -> Bins:
-    """Repack the least full bin and a few others, unless that lowers the sum of squares too much."""
+    """Repack the least full bin and a few other bins, unless repacking lowers the sum of squares too much."""
     rooms = [case.capacity - case.tokens(chosen) + 1 for chosen in bins]
     opened = {rooms.index(max(rooms)), *random.choices(range(len(bins)), weights=rooms, k=REPACKED_BINS - 1)}
     before = [bins[number] for number in sorted(opened)]

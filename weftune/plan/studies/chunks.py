@@ -46,7 +46,8 @@ class Chunk:
     number: int
     pieces: tuple[ChunkPiece, ...]
     read_chunks: tuple[int, ...]
-    """Numbers of the chunks whose keys and values this one reads: the earlier chunks of its first sample."""
+    """Numbers of the chunks whose keys and values this chunk reads, which are the earlier chunks of its first
+    sample."""
 
     @property
     def tokens(self) -> int:

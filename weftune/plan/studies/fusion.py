@@ -141,7 +141,7 @@ class PassSeconds:
 
     @property
     def unoverlapped_seconds(self) -> float:
-        """Seconds if no other work overlaps its communication."""
+        """Seconds of the work if no other work overlaps with its communication."""
         return self.compute + self.communication
 
 

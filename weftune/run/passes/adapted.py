@@ -13,7 +13,7 @@ from weftune.base.model import Base
 from weftune.base.quant.formats import WeightFormat
 from weftune.base.quant.linear import compute_by
 from weftune.ops.dequantise import KERNELS
-from weftune.ops.fallback import attempt
+from weftune.ops.fallback import run_with_fallback
 from weftune.ops.fp8 import multiply
 from weftune.ops.lora.routes import Route
 from weftune.ops.triton import count_compilation, kernels_available, kernels_available_on
@@ -96,7 +96,7 @@ def _by_kernel(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) 
     if write is None or not kernels_available(out_NK):
         form.write(parts, out_NK)
     else:
-        attempt(f"a base in {form.name}", out_NK.device, write, form.write, parts, out_NK)
+        run_with_fallback(f"a base in {form.name}", out_NK.device, write, form.write, parts, out_NK)
 
 
 def best_route(device: torch.device, dtype: torch.dtype) -> Route:

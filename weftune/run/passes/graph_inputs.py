@@ -49,7 +49,7 @@ class GatheredJob:
 def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ...]:
     """Return the microbatch's jobs whose rows are gathered by index, in order of attachment."""
     found = []
-    for segment, attached in banks.gathered(microbatch):
+    for segment, attached in banks.gather_rows(microbatch):
         rows = bucket(segment.stop - segment.start, LEAST)
         samples = bucket(len(_samples(microbatch, segment)), 1) if attached.keys else 0
         found.append(GatheredJob(segment.job, attached.serial, rows, attached.keys, samples))
@@ -106,7 +106,7 @@ class Gathering:
 
     def fill(self, microbatch: Microbatch) -> None:
         """Write the row positions of this microbatch into the index tensors."""
-        segments = {segment.job: segment for segment, _ in self._banks.gathered(microbatch)}
+        segments = {segment.job: segment for segment, _ in self._banks.gather_rows(microbatch)}
         for job, found in self.gathered.items():
             start, count = segments[job].start, segments[job].stop - segments[job].start
             number_R = torch.arange(len(found.index_R))

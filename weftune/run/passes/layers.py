@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from weftune.adapters.banks import Banks
-from weftune.base.attention import Pack, Rule, attend_behind, kernel_serves
+from weftune.base.attention import Pack, Rule, attend_with_prefixes, kernel_serves
 from weftune.base.decoders import DECODERS, MIXTURES, DecoderFacts
 from weftune.base.model import Base
 from weftune.base.stages import Elsewhere, decoder_of
@@ -163,7 +163,7 @@ class FusedLayer:
 
     def _run(self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, pack: Pack) -> Tensor:
         h_TD, qkv = self.front(h_TD, cos_TE, sin_TE, self._spares)
-        return self.rest(h_TD, attend_behind(*qkv, pack, self._rule, self._layer), self._spares)
+        return self.rest(h_TD, attend_with_prefixes(*qkv, pack, self._rule, self._layer), self._spares)
 
     def _run_in_tiles(self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, pack: Pack) -> Tensor:
         layers, recompute = self._layers, self._layers.recompute
@@ -175,9 +175,9 @@ class FusedLayer:
         )
         parts = TiledParts(
             front=lambda h, rows: self.front(h, cos_TE[rows], sin_TE[rows], spares=True),
-            attend=lambda qkv: attend_behind(*qkv, pack, self._rule, self._layer),
+            attend=lambda qkv: attend_with_prefixes(*qkv, pack, self._rule, self._layer),
             rest=lambda h, seen, graph_only: self.rest(h, seen, keep.everything, graph_only),
-            adapters_of=self._banks.tile,
+            adapters_of=self._banks.bind_tile,
         )
         tiles = row_tiles(len(h_TD), recompute.tile_rows)
         return tiled_layer(h_TD, self._banks.anchor, parts, tiles, keep)

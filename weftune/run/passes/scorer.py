@@ -150,8 +150,8 @@ class Scorer:
             losses.append(objective.loss(scores, batch))
             sums_M = objective.metrics(scores)
             needs = objective.needs
-            rows = batch.samples // needs.together
-            metrics.append(None if sums_M is None else mean_metrics(sums_M, rows, needs.maxima))
+            rows = batch.samples // needs.group_size
+            metrics.append(None if sums_M is None else mean_metrics(sums_M, rows, needs.max_metric_count))
         return Scores(segments, leaf_TD, losses, [one.correct_S.sum() for one in found], metrics)
 
     def score_together(
@@ -175,7 +175,7 @@ class Scorer:
         found = list(self._scored(h_TD, laid))
         scores = [self._samples(one, h_TD, "held_out") for one in found]
         objectives = [self.objectives.get(one.segment.job, SFT) for one in found]
-        sums = [objective.evaluated(own) for objective, own in zip(objectives, scores, strict=True)]
+        sums = [objective.evaluation_sums(own) for objective, own in zip(objectives, scores, strict=True)]
         losses = torch.stack([own.loss for own in sums]).tolist()
         correct = torch.stack([one.correct_S.sum() for one in found]).tolist()
         metrics = [objective.metrics(own) for objective, own in zip(objectives, scores, strict=True)]
@@ -188,7 +188,7 @@ class Scorer:
                 tokens=len(one.correct_S),
                 count=sums[number].count,
                 metrics=() if (sums_M := metrics[number]) is None else tuple(sums_M.tolist()),
-                maxima=objectives[number].needs.maxima,
+                maxima=objectives[number].needs.max_metric_count,
             )
             for number, one in enumerate(found)
         ]

@@ -89,7 +89,7 @@ class StageGraphs:
         time of a visit that compiles or captures is marked as not settled."""
         laid, visit = flight.laid, (kind, stage)
         key = key_of(laid, self._banks, NOTHING, self._whole.shape.context)
-        if not self._banks.capturable(laid.microbatch):
+        if not self._banks.is_capturable(laid.microbatch):
             self.make_room()
             return None
         if key in self.refused:

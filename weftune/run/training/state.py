@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weftune.adapters.kind import JobAdapter, NewAdapter, WeightOf
-from weftune.adapters.registry import get_kind, layout_of
+from weftune.adapters.registry import adapter_layout, get_kind
 from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
@@ -148,7 +148,7 @@ class Training:
             self.copied = None
         step = self.progress.step + 1
         kind = get_kind(self.adapter.spec.kind)
-        kind.before_step(self.adapter, step, lambda: self.layout.views(self.master))
+        kind.before_step(self.adapter, step, lambda: self.layout.parameter_views(self.master))
         clip = self.recipe.clip
         return Update(
             state=self.state,
@@ -176,7 +176,7 @@ class Training:
                 before.tokens + tokens,
                 metrics_M
                 if before.metrics_M is None or metrics_M is None
-                else add_metrics(before.metrics_M, metrics_M, self.recipe.objective.maxima),
+                else add_metrics(before.metrics_M, metrics_M, self.recipe.objective.max_metric_count),
             )
 
     def update_mean(self) -> None:
@@ -287,10 +287,12 @@ def new_training(
     If `is_restored`, nothing is drawn.
     """
     kind = get_kind(adapter.spec.kind)
-    layout = layout_of(adapter.spec, sites)
+    layout = adapter_layout(adapter.spec, sites)
     master = torch.zeros(layout.size, dtype=master_dtype(dtype), device=device)
     if not is_restored:
-        kind.initialise(NewAdapter(adapter, layout.views(master), drawn_on, frozen), whole_sites or sites)
+        kind.initialise(
+            NewAdapter(adapter, layout.parameter_views(master), drawn_on, frozen), whole_sites or sites
+        )
     state = AdamState(
         master=master,
         exp_avg=torch.zeros_like(master),

@@ -202,7 +202,7 @@ class Agreed:
         """Replace this replica's gradient and sums by those over all replicas."""
         one = self._roster.trainings[job]
         stop = one.layout.size + 2 + len(one.recipe.objective.metrics)
-        maxima = slice(stop - one.recipe.objective.maxima, stop)
+        maxima = slice(stop - one.recipe.objective.max_metric_count, stop)
         total_N = self._transport.exchange.sum((job, step), self._worker, maxima)
         self._timer.start()
         if job not in self._roster.dead:

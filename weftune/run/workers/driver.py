@@ -260,7 +260,7 @@ class Driver:
     def _pass_events(self, program: Program) -> Iterator[Passed]:
         """Yield every microbatch's pass over the base, with its share of the workers' time."""
         forward, backward = (microbatch_seconds(self.reports, kinds) for kinds in (ForwardPass, Backward))
-        met = {job: training.layout.met for job, training in self.attached.items()}
+        met = {job: training.layout.active_size for job, training in self.attached.items()}
         for action, plan in program.forward_passes():
             number = action.microbatch
             time = PassTime(

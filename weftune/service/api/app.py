@@ -67,7 +67,10 @@ def create_app(
     add_health(app, telemetry)
     upload_bytes = settings.quotas.file_bytes + files.MULTIPART_BYTES
     app.add_middleware(
-        Guard, keys=keys, limits=limits or RequestLimits(upload_bytes=upload_bytes), observe=telemetry.observe
+        Guard,
+        keys=keys,
+        limits=limits or RequestLimits(upload_bytes=upload_bytes),
+        record_request=telemetry.record_request,
     )
     app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
     return app
@@ -109,7 +112,7 @@ def readiness(service: Service) -> list[str]:
         lease = service.training.lease()
         if lease is None or not lease.holder or lease.expires_at < time.time():
             reasons.append("The training process does not run.")
-        elif not service.chat.is_served():
+        elif not service.chat.has_server():
             reasons.append("The training process is loading the base.")
     except StoreUnavailable as error:
         reasons.append(str(error))

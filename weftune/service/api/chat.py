@@ -18,7 +18,7 @@ from weftune.core.bounds import format_value
 from weftune.core.files import json_text
 from weftune.service.api.context import BEARER, ERRORS, Service, ServiceHere, StrictRoute, Tenant
 from weftune.service.api.errors import ApiError, invalid
-from weftune.service.api.models import Adapter, find_adapter, find_training, is_base, no_model
+from weftune.service.api.models import Adapter, find_adapter, find_training, is_base, model_not_found
 from weftune.service.api.schemas import Body, Count, Error, Seconds
 from weftune.service.chat_requests import ChatEnd, ChatError, ChatRequest, ChatSampling
 
@@ -195,7 +195,7 @@ STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 async def complete_chat(body: ChatBody, tenant: Tenant, service: ServiceHere) -> Any:
     """Answer with the base, or with an adapter of the tenant. With `stream`, the pieces of the answer come as
     server-sent events, and `[DONE]` at the end."""
-    adapter = await run_in_threadpool(_adapter, service, tenant, body.model)
+    adapter = await run_in_threadpool(_find_adapter, service, tenant, body.model)
     request = ChatRequest(
         id=f"chatcmpl-{secrets.token_hex(12)}",
         job=None if adapter is None else adapter.job,
@@ -211,7 +211,7 @@ async def complete_chat(body: ChatBody, tenant: Tenant, service: ServiceHere) ->
         created=int(time.time()),
         model=body.model,
         choices=[ChatChoice(message=AnswerMessage(content=text), finish_reason=end.finish_reason)],
-        usage=usage_of(end),
+        usage=token_usage(end),
     )
 
 
@@ -220,7 +220,7 @@ async def complete_chat(body: ChatBody, tenant: Tenant, service: ServiceHere) ->
 )
 async def complete_text(body: TextBody, tenant: Tenant, service: ServiceHere) -> Any:
     """Continue a text with the base, or with an adapter of the tenant. No chat template is applied."""
-    adapter = await run_in_threadpool(_adapter, service, tenant, body.model)
+    adapter = await run_in_threadpool(_find_adapter, service, tenant, body.model)
     request = ChatRequest(
         id=f"cmpl-{secrets.token_hex(12)}",
         job=None if adapter is None else adapter.job,
@@ -236,17 +236,17 @@ async def complete_text(body: TextBody, tenant: Tenant, service: ServiceHere) ->
         created=int(time.time()),
         model=body.model,
         choices=[TextChoice(text=text, finish_reason=end.finish_reason)],
-        usage=usage_of(end),
+        usage=token_usage(end),
     )
 
 
-def _adapter(service: Service, tenant: str, model: str) -> Adapter | None:
+def _find_adapter(service: Service, tenant: str, model: str) -> Adapter | None:
     """Return the adapter that answers, or None for the base. Raise 404 for any other name."""
     if is_base(service, model):
         return None
     adapter = find_adapter(service, tenant, model) or find_training(service, tenant, model)
     if adapter is None:
-        raise no_model(model)
+        raise model_not_found(model)
     return adapter
 
 
@@ -270,7 +270,7 @@ def _sampling(body: SamplingBody, max_completion_tokens: int | None) -> ChatSamp
     return ChatSampling(**{name: value for name, value in values.items() if value is not None})
 
 
-def usage_of(end: ChatEnd) -> Usage:
+def token_usage(end: ChatEnd) -> Usage:
     return Usage(
         prompt_tokens=end.prompt_tokens,
         completion_tokens=end.completion_tokens,
@@ -309,15 +309,15 @@ Chunk = Callable[[str, str | None, bool], dict[str, Any]]
 """Function that returns a chunk without its id: of a text, a finish reason, and whether it is the first."""
 
 
-def _chat_chunk(text: str, finish_reason: str | None, is_first: bool) -> dict[str, Any]:
-    delta = {"role": "assistant"} if is_first else {}
+def _chat_chunk(text: str, finish_reason: str | None, is_first_chunk: bool) -> dict[str, Any]:
+    delta = {"role": "assistant"} if is_first_chunk else {}
     if finish_reason is None:
         delta["content"] = text
     choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
     return {"object": "chat.completion.chunk", "choices": [choice]}
 
 
-def _text_chunk(text: str, finish_reason: str | None, is_first: bool) -> dict[str, Any]:
+def _text_chunk(text: str, finish_reason: str | None, is_first_chunk: bool) -> dict[str, Any]:
     choice = {"index": 0, "text": text, "finish_reason": finish_reason, "logprobs": None}
     return {"object": "text_completion", "choices": [choice]}
 
@@ -355,5 +355,5 @@ async def _events(
         end = chunk("", piece.finish_reason, False)
         yield event(end)
         if "usage" in ids:
-            yield event({**end, "choices": [], "usage": usage_of(piece).model_dump()})
+            yield event({**end, "choices": [], "usage": token_usage(piece).model_dump()})
         yield "data: [DONE]\n\n"

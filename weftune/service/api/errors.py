@@ -25,7 +25,8 @@ TYPES: Mapping[int, str] = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-"""Maps a status to the `type` of its error. All other statuses below 500 are invalid requests."""
+"""Maps an HTTP status to the `type` of the error in the response. All other statuses below 500 have the type
+of invalid requests."""
 CODES: Mapping[int, str] = {
     404: "not_found",
     405: "method_not_allowed",
@@ -65,7 +66,7 @@ def not_found(kind: str, id: str) -> ApiError:
     return ApiError(404, f"No such {kind}: {format_value(id)[1:-1]}", code=f"{kind}_not_found", param="id")
 
 
-def over_quota(message: str, code: str, seconds: int) -> ApiError:
+def quota_error(message: str, code: str, seconds: int) -> ApiError:
     """Return the error for a limit that frees itself with time."""
     return ApiError(429, message, code=code, headers={"Retry-After": str(seconds)})
 

@@ -1,4 +1,5 @@
-"""OpenAI's files: uploads are written to disk as they come, and every row is checked before the answer."""
+"""The files endpoints of OpenAI's API. Uploads are written to disk while they arrive, and every row is
+checked before the response is sent."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ async def upload(request: Request, tenant: Tenant, service: ServiceHere) -> File
     try:
         with part.open("xb") as target:
             received = await _receive(request, target, quotas.file_bytes)
-            await asyncio.to_thread(_sync, target)
+            await asyncio.to_thread(_flush_to_disk, target)
         stored = await asyncio.to_thread(service.requests.stored_bytes, tenant)
         if quotas.stored_bytes is not None and stored + received.bytes > quotas.stored_bytes:
             raise ApiError(
@@ -95,7 +96,7 @@ async def upload(request: Request, tenant: Tenant, service: ServiceHere) -> File
             )
         # The file's name is complete before it is checked, since its ending tells how it is read.
         part.rename(path)
-        rows = await asyncio.to_thread(_check, service, path, received.filename)
+        rows = await asyncio.to_thread(_check_upload, service, path, received.filename)
         record = FileRecord(
             id=id,
             tenant=tenant,
@@ -189,7 +190,8 @@ def view(record: FileRecord) -> File:
 
 
 def page_ends(found: Sequence[Any], limit: int) -> dict[str, Any]:
-    """Return the fields of a page besides its data; `found` has one item more if there is a next page."""
+    """Return all fields of a page except its data. `found` has one item more than the page if there is a next
+    page."""
     shown = found[:limit]
     return {
         "has_more": len(found) > limit,
@@ -212,7 +214,7 @@ def _file(service: Service, tenant: str, id: str) -> FileRecord:
 
 def open_jobs(service: Service, tenant: str) -> list[Submission]:
     """Return the tenant's jobs that have not ended, whether training knows them yet or not."""
-    found = {one.id: one for one in service.requests.unprepared() if one.tenant == tenant}
+    found = {one.id: one for one in service.requests.unprepared_submissions() if one.tenant == tenant}
     ended = [id for id, row in service.training.jobs_by_id(found).items() if row.state.ended]
     for id in ended:
         del found[id]
@@ -348,12 +350,12 @@ async def _receive(request: Request, target: io.BufferedWriter, max_bytes: int) 
     return form.received
 
 
-def _sync(file: io.BufferedWriter) -> None:
+def _flush_to_disk(file: io.BufferedWriter) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
-def _check(service: Service, path: Path, filename: str) -> int:
+def _check_upload(service: Service, path: Path, filename: str) -> int:
     try:
         return service.preparer.check(path, filename, service.settings.quotas.file_rows)
     except DataError as error:
@@ -380,7 +382,8 @@ def _results(service: Service, tenant: str, file_id: str, job: str) -> tuple[str
 
 
 def metrics_csv(rows: Sequence[EventRow]) -> str:
-    """Return one line for each step that has metrics: OpenAI's columns first, then all others."""
+    """Return one line for each step that has metrics, with OpenAI's columns first, followed by all other
+    columns."""
     steps: dict[int, dict[str, Any]] = {}
     for row in rows:
         if row.measured in ("train", "eval") and row.step is not None:

@@ -22,7 +22,7 @@ from weftune.service.api.errors import ApiError, error_response
 log = logging.getLogger(__name__)
 
 MAX_JSON_BYTES = 512 << 10
-"""Maximum bytes of a request that is not an upload: 200 of them at once stay below 100 MiB."""
+"""Maximum bytes of a request that is not an upload, so that 200 simultaneous requests stay below 100 MiB."""
 MIN_BYTES_PER_SECOND = 16 << 10
 """Rate below which an upload is ended, after the first `body_seconds`."""
 DRAIN_BYTES, DRAIN_SECONDS = 4 << 20, 2.0
@@ -51,8 +51,8 @@ Observe = Callable[[Scope, int, float], None]
 
 
 class Keys(Protocol):
-    def tenant_of(self, key: str) -> str | None:
-        """Return the tenant of an API key; None if there is no such key."""
+    def find_tenant(self, key: str) -> str | None:
+        """Return the tenant of an API key, or None if the key does not exist."""
         ...
 
 
@@ -67,8 +67,8 @@ class RequestLimits:
 class Guard:
     """An ASGI application around another one."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, limits: RequestLimits, observe: Observe) -> None:
-        self._app, self._keys, self._limits, self._observe = app, keys, limits, observe
+    def __init__(self, app: ASGIApp, keys: Keys, limits: RequestLimits, record_request: Observe) -> None:
+        self._app, self._keys, self._limits, self._observe = app, keys, limits, record_request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -140,7 +140,7 @@ class Guard:
     def _tenant(self, headers: dict[bytes, bytes]) -> str | None:
         scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         try:
-            return self._keys.tenant_of(key.strip()) if scheme.lower() == "bearer" and key else None
+            return self._keys.find_tenant(key.strip()) if scheme.lower() == "bearer" and key else None
         except UserError as error:
             log.error("%s", error)
             raise ApiError(

@@ -87,7 +87,7 @@ def job_keys(
     kind = objective.get("kind", "sft")
     given = hyperparameters_of(body)
     keys: dict[str, Any] = {"name": name, "objective": objective}
-    keys["data"] = {"path": training_path} | _given(extension, DATA_KEYS)
+    keys["data"] = {"path": training_path} | _given_names(extension, DATA_KEYS)
     keys["adapter"] = dict(_section(extension.adapter, "adapter"))
     if start is not None:
         keys["adapter"] = {**start, **keys["adapter"]}
@@ -101,7 +101,7 @@ def job_keys(
         raise invalid("weftune.steps: give epochs or steps, not both", param="weftune.steps")
     keys["batch_size"] = auto_batch(rows) if given.batch_size == "auto" else given.batch_size
     keys["seed"] = secrets.randbelow(2**31) if body.seed is None else body.seed
-    keys |= _given(extension, JOB_KEYS)
+    keys |= _given_names(extension, JOB_KEYS)
     keys |= _learning_rate(extension, given, kind)
     keys |= _evaluation(extension, validation_path, epochs, metrics or {})
     if epochs > 1 and extension.steps is None:
@@ -122,7 +122,7 @@ def auto_batch(rows: int) -> int:
     return max(1, min(AUTO_BATCH, rows // 8))
 
 
-def _given(extension: Extension, names: tuple[str, ...]) -> dict[str, Any]:
+def _given_names(extension: Extension, names: tuple[str, ...]) -> dict[str, Any]:
     values = {name: getattr(extension, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -210,10 +210,10 @@ def validate(keys: Mapping[str, Any], body: JobRequest) -> JobSpec:
     try:
         return JobSpec(**keys)
     except SpecError as error:
-        raise _translated(error.mistakes[0], body) from None
+        raise _translate_mistake(error.mistakes[0], body) from None
 
 
-def _translated(mistake: Mistake, body: JobRequest) -> ApiError:
+def _translate_mistake(mistake: Mistake, body: JobRequest) -> ApiError:
     section, _, rest = mistake.location.partition(".")
     method = "" if body.method is None else f"method.{body.method.type}."
     hyperparameters = f"{method}hyperparameters"

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Header, Query, Request
 
 from weftune.jobs.store.status import JobStatus, State
 from weftune.service.api.context import BEARER, ERRORS, Service, ServiceHere, StrictRoute, Tenant
-from weftune.service.api.errors import ApiError, invalid, not_found, over_quota
+from weftune.service.api.errors import ApiError, invalid, not_found, quota_error
 from weftune.service.api.files import RESULTS, open_jobs, page_ends
 from weftune.service.api.job_request import body_hash, hyperparameters_of, job_keys
 from weftune.service.api.models import adapter_keys, find_adapter, is_base
@@ -233,7 +233,7 @@ def _refuse_full_queue(service: Service, tenant: str, key: str | None) -> None:
         one.idempotency_key == key for one in service.requests.submissions(tenant, limit=most)
     ):
         return
-    raise over_quota(
+    raise quota_error(
         f"{len(waiting)} of your jobs have not ended, and you may have {most}; wait or cancel some.",
         "queued_jobs_quota_exceeded",
         QUEUE_SECONDS,
@@ -259,7 +259,7 @@ def view(service: Service, submission: Submission) -> Job:
 
 
 def job_view(base: str, submission: Submission, row: JobRow | None) -> Job:
-    """Return a job as OpenAI's clients see it; `row` is what training has recorded of it."""
+    """Return a job in the format of OpenAI's API. `row` is the training process's record of the job."""
     status = UNSTARTED if row is None else row.status
     state = VALIDATING if row is None else str(status.state)
     body = JobRequest.model_validate(submission.request)
@@ -278,8 +278,8 @@ def job_view(base: str, submission: Submission, row: JobRow | None) -> Job:
         seed=submission.job["seed"],
         metadata=dict(submission.details) or None,
         fine_tuned_model=row.model if row is not None and row.state is State.SUCCEEDED else None,
-        finished_at=_whole(row.finished_at) if row is not None and has_ended else None,
-        estimated_finish=_whole(row.estimated_finish) if row is not None and not has_ended else None,
+        finished_at=_whole_seconds(row.finished_at) if row is not None and has_ended else None,
+        estimated_finish=_whole_seconds(row.estimated_finish) if row is not None and not has_ended else None,
         trained_tokens=status.trained_tokens if has_ended else None,
         result_files=[RESULTS + submission.id] if has_ended and status.step else [],
         error=None if row is None or row.error is None else JobError(**row.error),
@@ -353,5 +353,5 @@ def checkpoint_view(row: CheckpointRow) -> Checkpoint:
     )
 
 
-def _whole(seconds: float | None) -> int | None:
+def _whole_seconds(seconds: float | None) -> int | None:
     return None if seconds is None else int(seconds)

@@ -22,7 +22,7 @@ router = APIRouter(
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that answers: that of a job, or a checkpoint of it."""
+    """An adapter that can answer prompts: the finished adapter of a job, or one of the job's checkpoints."""
 
     job: str
     step: int | None
@@ -32,7 +32,7 @@ class Adapter:
 
 
 def find_adapter(service: Service, tenant: str, name: str) -> Adapter | None:
-    """Return the tenant's adapter with this name. None if there is none, or if it has been deleted."""
+    """Return the tenant's adapter with this name, or None if it does not exist or has been deleted."""
     parsed = parse_adapter_name(name)
     if parsed is None:
         return None
@@ -49,7 +49,8 @@ def find_adapter(service: Service, tenant: str, name: str) -> Adapter | None:
 
 
 def find_training(service: Service, tenant: str, name: str) -> Adapter | None:
-    """Return the adapter of a job that trains, by the name that it will have. None if there is none."""
+    """Return the adapter of a training job by the name that the finished adapter will have. None if no
+    training job has this name."""
     parsed = parse_adapter_name(name)
     row = None if parsed is None else service.training.job(parsed.job, tenant)
     if parsed is None or parsed.step is not None or row is None or row.state is not State.RUNNING:
@@ -78,16 +79,16 @@ def list_models(tenant: Tenant, service: ServiceHere) -> ModelPage:
         for row in rows
         if row.model is not None and row.id not in deleted
     ]
-    return ModelPage(data=[_base(service), *found])
+    return ModelPage(data=[_base_model(service), *found])
 
 
 @router.get("/{model:path}", response_model=Model, summary="Get a model")
 def get_model(model: str, tenant: Tenant, service: ServiceHere) -> Model:
     if is_base(service, model):
-        return _base(service)
+        return _base_model(service)
     adapter = find_adapter(service, tenant, model)
     if adapter is None:
-        raise no_model(model)
+        raise model_not_found(model)
     return Model(id=model, created=int(adapter.created_at), owned_by=tenant)
 
 
@@ -98,7 +99,7 @@ def delete_model(model: str, tenant: Tenant, service: ServiceHere) -> ModelDelet
         raise invalid("The base cannot be deleted.", param="model", code="model_not_deletable")
     adapter = find_adapter(service, tenant, model)
     if adapter is None:
-        raise no_model(model)
+        raise model_not_found(model)
     if adapter.step is not None:
         raise invalid(
             "A checkpoint is deleted with its job's model; name that.",
@@ -110,16 +111,16 @@ def delete_model(model: str, tenant: Tenant, service: ServiceHere) -> ModelDelet
 
 
 def is_base(service: Service, model: str) -> bool:
-    """Whether a name is that of the base, or `demo` for the embedded one."""
+    """Whether a name is the name of the base, or `demo`, which stands for the embedded base."""
     settings = service.settings
     return model == settings.base_name or model == settings.base.model == DEMO
 
 
-def no_model(model: str) -> ApiError:
+def model_not_found(model: str) -> ApiError:
     return ApiError(404, f"The model {model[:200]} does not exist.", code="model_not_found", param="model")
 
 
-def _base(service: Service) -> Model:
+def _base_model(service: Service) -> Model:
     return Model(id=service.settings.base_name, created=0, owned_by="weftune")
 
 

@@ -26,14 +26,14 @@ from weftune.errors import UserError
 from weftune.jobs.store.status import MOVES, JobStatus, State
 from weftune.report.svg import Point, thin_points
 from weftune.service.api.context import BEARER, ERRORS, Service, ServiceHere, StrictRoute, Tenant
-from weftune.service.api.errors import ApiError, invalid, not_found, over_quota
+from weftune.service.api.errors import ApiError, invalid, not_found, quota_error
 from weftune.service.api.files import page_ends
 from weftune.service.api.guard import Keys
 from weftune.service.api.jobs import After, find_job, new_submission, without_paths
 from weftune.service.api.schemas import Body, Count, JobError, JobRequest, Page
 from weftune.service.ids import AdapterName
 from weftune.service.plan_preview import NEW, OtherJob, PlanFailed, preview
-from weftune.service.queue_order import names_in_order, new_job, rank_queue
+from weftune.service.queue_order import new_job, ordered_names, rank_queue
 from weftune.service.store.database import StoreUnavailable
 from weftune.service.store.records import CheckpointRow, EventRow, JobRow, WindowRow
 from weftune.service.store.requests import Submission
@@ -237,7 +237,7 @@ class PlanPreview(BaseModel):
 def overview(tenant: Tenant, service: ServiceHere) -> Overview:
     names = Names(service, tenant)
     submissions = service.requests.submissions(tenant, limit=SHOWN_JOBS + 1)
-    changes = _changes(service, submissions[:SHOWN_JOBS], names)
+    changes = _job_changes(service, submissions[:SHOWN_JOBS], names)
     windows = service.training.last_windows(1)
     device = windows[0].values.get("device") if windows else service.settings.device
     return Overview(
@@ -258,7 +258,7 @@ def list_jobs(
 ) -> SummaryPage:
     """List jobs with their progress, the newest first."""
     found = service.requests.submissions(tenant, after=after, limit=limit + 1)
-    jobs = _changes(service, found[:limit], Names(service, tenant)).jobs
+    jobs = _job_changes(service, found[:limit], Names(service, tenant)).jobs
     return SummaryPage(data=jobs, **page_ends(found, limit))
 
 
@@ -268,7 +268,7 @@ def show_job(job_id: str, tenant: Tenant, service: ServiceHere) -> JobDetail:
     file = service.requests.file(tenant, submission.training_file)
     events = service.training.events(job_id, type="message", limit=SHOWN_EVENTS)
     return JobDetail(
-        job=_changes(service, [submission], names).jobs[0],
+        job=_job_changes(service, [submission], names).jobs[0],
         training_file=submission.training_file if file is None else file.filename,
         settings=without_paths(submission.job),
         events=[
@@ -276,7 +276,7 @@ def show_job(job_id: str, tenant: Tenant, service: ServiceHere) -> JobDetail:
             for one in reversed(events)
         ],
         checkpoints=[_checkpoint(one) for one in service.training.checkpoints(job_id)],
-        receipt=_receipt(service, job_id),
+        receipt=_read_receipt(service, job_id),
     )
 
 
@@ -285,8 +285,8 @@ def curve(job_id: str, tenant: Tenant, service: ServiceHere) -> Curve:
     """Get the loss of each step and each evaluation. Of long curves, the lowest and highest value of each
     part are kept."""
     find_job(service, tenant, job_id)
-    found = _curve(job_id, service.training.metrics(job_id))
-    return found.model_copy(update={"train": _thin(found.train), "eval": _thin(found.eval)})
+    found = _loss_curve(job_id, service.training.metrics(job_id))
+    return found.model_copy(update={"train": _thin_curve(found.train), "eval": _thin_curve(found.eval)})
 
 
 @router.post("/jobs/{job_id}/priority", response_model=JobSummary, summary="Change a job's priority")
@@ -298,17 +298,18 @@ def set_priority(job_id: str, body: PriorityRequest, tenant: Tenant, service: Se
     if row is not None and row.state.ended:
         raise invalid(f"{job_id} is {row.state}, so it cannot be changed any more.", code="invalid_state")
     service.requests.add_command(tenant, job_id, "priority", body.priority)
-    return _changes(service, [submission], Names(service, tenant)).jobs[0]
+    return _job_changes(service, [submission], Names(service, tenant)).jobs[0]
 
 
 class Names:
-    """Names of jobs for one tenant: its own have the names that it gave them, the others none."""
+    """The names of jobs that one tenant may see: the tenant's own jobs by name, and no names of other
+    tenants' jobs."""
 
     def __init__(self, service: Service, tenant: str) -> None:
         self._requests, self._tenant = service.requests, tenant
         self._names: dict[str, str | None] = {}
 
-    def own(self, job: str) -> str | None:
+    def own_name(self, job: str) -> str | None:
         """Return the name of the tenant's own job. None for a job of another tenant."""
         if job not in self._names:
             found = self._requests.submission(self._tenant, job)
@@ -317,7 +318,7 @@ class Names:
 
     def replace_ids(self, text: str) -> str:
         """Return a message of the scheduler with names in place of ids."""
-        return JOB_ID.sub(lambda found: self.own(found[0]) or ANOTHER, text)
+        return JOB_ID.sub(lambda found: self.own_name(found[0]) or ANOTHER, text)
 
 
 JOB_ID = re.compile(r"ftjob-[0-9a-f]+")
@@ -327,20 +328,20 @@ def job_name(submission: Submission) -> str:
     return submission.suffix or submission.id
 
 
-def _changes(service: Service, submissions: Sequence[Submission], names: Names) -> JobChanges:
-    """Return these jobs as they are now."""
+def _job_changes(service: Service, submissions: Sequence[Submission], names: Names) -> JobChanges:
+    """Return the current state of the given jobs."""
     unfinished = service.training.unfinished_jobs()
     queue: list[str] = []
     if any(row.state is State.QUEUED for row in unfinished):
         ranking = rank_queue(service.settings, service.training, unfinished)
         held = [row.id for row in unfinished if row.state is State.QUEUED and row.id in ranking.hold_reasons]
-        queue = [*names_in_order(ranking.waiting_jobs), *held]
+        queue = [*ordered_names(ranking.waiting_jobs), *held]
     places = {id: place for place, id in enumerate(queue)}
     rows = service.training.jobs_by_id(one.id for one in submissions)
     jobs = []
     for one in submissions:
         place = places.get(one.id)
-        before = [names.own(id) or ANOTHER for id in queue[:3]] if place else []
+        before = [names.own_name(id) or ANOTHER for id in queue[:3]] if place else []
         row, base = rows.get(one.id), service.settings.base_name
         jobs.append(_summary(one, row, place, before[:place], names, base))
     lease = service.training.lease()
@@ -374,8 +375,8 @@ def _summary(
         step=status.step,
         steps=status.steps,
         trained_tokens=status.trained_tokens,
-        eval_loss=_finite(status.eval_loss),
-        base_loss=_finite(status.base_loss),
+        eval_loss=_finite_or_none(status.eval_loss),
+        base_loss=_finite_or_none(status.base_loss),
         warning=status.warning,
         notes=list(status.notes),
         created_at=submission.created_at,
@@ -407,7 +408,7 @@ def _actions(row: JobRow | None) -> list[Action]:
     return [*found, "download"] if row.state is State.SUCCEEDED and row.model is not None else found
 
 
-def _curve(job: str, rows: Sequence[EventRow]) -> Curve:
+def _loss_curve(job: str, rows: Sequence[EventRow]) -> Curve:
     losses: dict[str, Losses] = {"train": [], "eval": []}
     keys = {"train": "train_loss", "eval": "valid_loss"}
     for row in rows:
@@ -418,17 +419,17 @@ def _curve(job: str, rows: Sequence[EventRow]) -> Curve:
     return Curve(job=job, number=rows[-1].number if rows else 0, **losses)
 
 
-def _thin(losses: Losses) -> Losses:
+def _thin_curve(losses: Losses) -> Losses:
     kept = thin_points([Point(step, loss) for step, loss in losses], CURVE_POINTS)
     return [(int(point.x), point.y) for point in kept if point.y is not None]
 
 
 def _checkpoint(row: CheckpointRow) -> CheckpointSummary:
-    loss = _finite(row.metrics.get("valid_loss"))
+    loss = _finite_or_none(row.metrics.get("valid_loss"))
     return CheckpointSummary(id=row.id, at=row.at, step=row.step, model=row.model, eval_loss=loss)
 
 
-def _finite(value: float | None) -> float | None:
+def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -484,8 +485,8 @@ def _memory_view(values: Mapping[str, Any], names: Names) -> MemoryView:
 
 
 def _own_part(numbers: Mapping[str, int], names: Names) -> tuple[dict[str, int], int, int]:
-    """Return the numbers of the tenant's own jobs, and count and sum of the others."""
-    own = {job: number for job, number in numbers.items() if names.own(job) is not None}
+    """Return the numbers of the tenant's own jobs, and the count and sum of the numbers of all other jobs."""
+    own = {job: number for job, number in numbers.items() if names.own_name(job) is not None}
     return own, len(numbers) - len(own), sum(numbers.values()) - sum(own.values())
 
 
@@ -498,17 +499,17 @@ def receipts(
 ) -> ReceiptPage:
     """List receipts of jobs, the newest job first. Jobs that have not trained yet have used nothing."""
     found = service.requests.submissions(tenant, after=after, limit=limit + 1)
-    data = [_receipt(service, one.id) or _unused(one.id) for one in found[:limit]]
+    data = [_read_receipt(service, one.id) or _unused(one.id) for one in found[:limit]]
     return ReceiptPage(data=data, **page_ends(found, limit))
 
 
 @router.get("/jobs/{job_id}/receipt", response_model=ReceiptView, summary="Get what a job has used")
 def receipt(job_id: str, tenant: Tenant, service: ServiceHere) -> ReceiptView:
     find_job(service, tenant, job_id)
-    return _receipt(service, job_id) or _unused(job_id)
+    return _read_receipt(service, job_id) or _unused(job_id)
 
 
-def _receipt(service: Service, job: str) -> ReceiptView | None:
+def _read_receipt(service: Service, job: str) -> ReceiptView | None:
     found = service.training.receipt(job)
     if found is None:
         return None
@@ -537,7 +538,7 @@ class Streams:
 
     def allow(self, tenant: str, key: str) -> bool:
         """Whether a stream of this key may go on. A revoked key ends its streams."""
-        return not self.closing and self._keys.tenant_of(key) == tenant
+        return not self.closing and self._keys.find_tenant(key) == tenant
 
 
 @router.get(
@@ -551,7 +552,7 @@ async def stream(request: Request, tenant: Tenant, service: ServiceHere) -> Stre
     (new points of a curve), and `window` (the device's last window)."""
     streams: Streams = request.app.state.streams
     if streams.open[tenant] >= MAX_STREAMS:
-        raise over_quota(f"You have {MAX_STREAMS} open streams; close one.", "streams_quota_exceeded", 5)
+        raise quota_error(f"You have {MAX_STREAMS} open streams; close one.", "streams_quota_exceeded", 5)
     key = request.headers["authorization"].partition(" ")[2].strip()
     return StreamingResponse(
         _events(service, tenant, key, streams),
@@ -611,7 +612,7 @@ class Seen:
         """Yield the events since the last call. The first call yields all jobs."""
         service, names = self.service, Names(self.service, self.tenant)
         submissions = service.requests.submissions(self.tenant, limit=SHOWN_JOBS)
-        found = _changes(service, submissions, names)
+        found = _job_changes(service, submissions, names)
         changed = [job for job in found.jobs if self.jobs.get(job.id) != job]
         counts = found.training, found.running, found.waiting
         first = self.counts is None
@@ -631,7 +632,7 @@ class Seen:
         rows = self.service.training.metrics(job, self.metrics.get(job, 0))
         if rows:
             self.metrics[job] = rows[-1].number
-            yield "metrics", _curve(job, rows)
+            yield "metrics", _loss_curve(job, rows)
 
 
 # -- plans ----------------------------------------------------------------------------------------------
@@ -645,7 +646,7 @@ async def plan(request: Request, body: JobRequest, tenant: Tenant, service: Serv
     submission = await asyncio.to_thread(new_submission, service, tenant, body)
     streams: Streams = request.app.state.streams
     if streams.plans >= MAX_PLANS:
-        raise over_quota("Other plans are being made; try again in a few seconds.", "busy", 3)
+        raise quota_error("Other plans are being made; try again in a few seconds.", "busy", 3)
     streams.plans += 1
     try:
         async with streams.planning:
@@ -660,7 +661,7 @@ async def plan(request: Request, body: JobRequest, tenant: Tenant, service: Serv
     finally:
         streams.plans -= 1
     names = Names(service, tenant)
-    by_name = {one.name: names.own(str(one.job["name"])) or ANOTHER for one in queue.others}
+    by_name = {one.name: names.own_name(str(one.job["name"])) or ANOTHER for one in queue.others}
     values = asdict(found)
     if not found.why_not and queue.hold_reason:
         values["waits_for"] = queue.hold_reason
@@ -689,10 +690,10 @@ def _planned_queue(service: Service, submission: Submission) -> _PlannedQueue:
     rows = {row.id: row for row in service.training.unfinished_jobs()}
     new = new_job(service.requests, submission, NEW)
     ranking = rank_queue(service.settings, service.training, list(rows.values()), new)
-    waiting = names_in_order(ranking.waiting_jobs)
+    waiting = ordered_names(ranking.waiting_jobs)
     levels = {shape.name: shape.priority for shape in (*ranking.waiting_jobs, *ranking.attached_jobs)}
     others: list[OtherJob] = []
-    names = [name for name in (*names_in_order(ranking.attached_jobs), *waiting) if name != NEW]
+    names = [name for name in (*ordered_names(ranking.attached_jobs), *waiting) if name != NEW]
     for name in names[:PLANNED_JOBS]:
         row, found = rows[name], service.requests.submission(None, name)
         if found is not None:
@@ -744,7 +745,7 @@ def download(
     submission = find_job(service, tenant, job_id)
     folder = _adapter_folder(service, tenant, job_id, step)
     root = submission.id if step is None else f"{submission.id}-step-{step}"
-    pieces = _tar(folder, root) if format == "tar" else _zip(folder, root)
+    pieces = _tar_chunks(folder, root) if format == "tar" else _zip_chunks(folder, root)
     kind = "application/x-tar" if format == "tar" else "application/zip"
     headers = {"Content-Disposition": f'attachment; filename="{root}.{format}"'}
     return StreamingResponse(pieces, media_type=kind, headers=headers)
@@ -771,7 +772,7 @@ def _adapter_files(folder: Path) -> list[Path]:
     return [path for path in found if not path.name.startswith(".")]
 
 
-def _tar(folder: Path, root: str) -> Iterator[bytes]:
+def _tar_chunks(folder: Path, root: str) -> Iterator[bytes]:
     for path in _adapter_files(folder):
         entry, found = tarfile.TarInfo(f"{root}/{path.name}"), path.stat()
         entry.size, entry.mtime, entry.mode = found.st_size, int(found.st_mtime), 0o644
@@ -781,7 +782,7 @@ def _tar(folder: Path, root: str) -> Iterator[bytes]:
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-def _zip(folder: Path, root: str) -> Iterator[bytes]:
+def _zip_chunks(folder: Path, root: str) -> Iterator[bytes]:
     target = _Pieces()
     with zipfile.ZipFile(target, "w") as archive:
         for path in _adapter_files(folder):
@@ -789,8 +790,8 @@ def _zip(folder: Path, root: str) -> Iterator[bytes]:
             with archive.open(zipfile.ZipInfo.from_file(path, f"{root}/{path.name}"), "w") as entry:
                 for piece in _pieces(path):
                     entry.write(piece)
-                    yield target.take()
-    yield target.take()
+                    yield target.take_chunks()
+    yield target.take_chunks()
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
@@ -811,7 +812,7 @@ class _Pieces(io.RawIOBase):
         self._parts.append(bytes(content))
         return len(content)
 
-    def take(self) -> bytes:
+    def take_chunks(self) -> bytes:
         content = b"".join(self._parts)
         self._parts.clear()
         return content

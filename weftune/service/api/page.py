@@ -21,7 +21,7 @@ TYPES = {
 router = APIRouter(include_in_schema=False)
 
 
-def _files() -> dict[str, Traversable]:
+def _dashboard_files() -> dict[str, Traversable]:
     """Return the names of all files that are served. The style sheet of reports is shared."""
     own = {
         one.name: one for one in files("weftune.service.dashboard").iterdir() if not one.name.startswith("_")
@@ -40,7 +40,7 @@ def static(name: str, request: Request) -> Response:
 
 
 def _answer(request: Request, name: str) -> Response:
-    found = _files().get(name)
+    found = _dashboard_files().get(name)
     if found is None or name.rpartition(".")[2] not in TYPES:
         raise not_found("file", name)
     content = found.read_bytes()

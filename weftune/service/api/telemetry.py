@@ -40,7 +40,7 @@ class Telemetry:
         )
         self._registry.register(_Stores(requests, training))
 
-    def observe(self, scope: Scope, status: int, seconds: float) -> None:
+    def record_request(self, scope: Scope, status: int, seconds: float) -> None:
         """Count a request that was answered."""
         route = getattr(scope.get("route"), "path", UNKNOWN)
         self._count.labels(scope["method"], route, status).inc()
@@ -72,7 +72,7 @@ class _Stores(Collector):
         for state, count in counts.items():
             if not state.ended:
                 jobs.add_metric([str(state)], count)
-        jobs.add_metric(["validating_files"], len(self._requests.unprepared()))
+        jobs.add_metric(["validating_files"], len(self._requests.unprepared_submissions()))
         yield jobs
         lease = self._training.lease()
         seconds: Any = 0.0 if lease is None or not lease.holder else lease.expires_at - time.time()

@@ -39,9 +39,9 @@ class StoreUnavailable(WeftuneError):
     lost during the commit.
     """
 
-    def __init__(self, complaint: str, retry_seconds: float = 1.0) -> None:
+    def __init__(self, error_text: str, retry_seconds: float = 1.0) -> None:
         self.retry_seconds = retry_seconds
-        super().__init__(f"The service's database cannot be used at the moment ({complaint}); try again.")
+        super().__init__(f"The service's database cannot be used at the moment ({error_text}); try again.")
 
 
 class Database:
@@ -94,7 +94,7 @@ def open_training(settings: ServiceSettings, writable: bool, busy_seconds: float
 def upgrade_store(settings: ServiceSettings, folder: Path = MIGRATIONS) -> None:
     """Create both sets of tables, or bring them to the current version. Safe to repeat after a crash.
 
-    The supervisor calls this before it starts processes, so that each finds the other's tables.
+    The supervisor calls this before it starts processes, so that every process finds all tables.
     """
     for tables in ("requests", "training"):
         writer = _writer(settings, tables, UPGRADE_SECONDS)
@@ -203,14 +203,14 @@ def _typed_errors() -> Iterator[None]:
     try:
         yield
     except (OperationalError, PoolTimeoutError) as error:
-        raise StoreUnavailable(_complaint(error)) from error
+        raise StoreUnavailable(_error_message(error)) from error
     except ProgrammingError as error:
         if type(error.orig).__name__ == "UndefinedTable":
             raise StoreUnavailable("its tables have not been created yet") from error
         raise
 
 
-def _complaint(error: Exception) -> str:
+def _error_message(error: Exception) -> str:
     return str(error.orig if isinstance(error, DBAPIError) else error).strip().splitlines()[0]
 
 
@@ -279,12 +279,12 @@ def _one_upgrade(connection: Connection, settings: ServiceSettings) -> Iterator[
 Record = TypeVar("Record")
 
 
-def values_of(record: Any) -> dict[str, Any]:
+def to_values(record: Any) -> dict[str, Any]:
     """Return the columns of a new row; the database assigns its number."""
     return {one.name: getattr(record, one.name) for one in fields(record) if one.name != "number"}
 
 
-def record_of(kind: type[Record], row: Row[Any]) -> Record:
+def to_record(kind: type[Record], row: Row[Any]) -> Record:
     """Create a record from the columns that it has."""
     found = row._mapping
     return kind(**{one.name: found[one.name] for one in fields(kind)})  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row, delete, func, select, text, update
 
 from weftune.errors import WeftuneError
 from weftune.jobs.store.status import JobStatus, State, check_transition, job_from_json
-from weftune.service.store.database import Database, insert_rows, record_of, values_of
+from weftune.service.store.database import Database, insert_rows, to_record, to_values
 from weftune.service.store.requests import Order, after_row
 from weftune.service.store.tables import (
     checkpoints,
@@ -163,7 +163,7 @@ class Changes:
     checkpoints: Sequence[CheckpointRow] = ()
     """New checkpoints. One of a step that is stored already is ignored."""
     receipts: Sequence[Receipt] = ()
-    """Receipts that replace those of the same jobs."""
+    """Receipts, which replace earlier receipts of the same jobs."""
     usage: Mapping[tuple[str, int], int] = field(default_factory=dict)
     """Maps (tenant, day) to the tokens to add."""
     windows: Sequence[WindowRow] = ()
@@ -198,7 +198,7 @@ class TrainingStore:
         deadline = time.monotonic() + wait_seconds
         while True:
             lease = self.lease()
-            if self._is_available(lease) and (token := self._take(lease, holder, seconds)) is not None:
+            if self._is_available(lease) and (token := self._take_lease(lease, holder, seconds)) is not None:
                 self._token = token
                 return token
             if time.monotonic() >= deadline:
@@ -206,15 +206,15 @@ class TrainingStore:
             time.sleep(POLL_SECONDS)
 
     def _is_available(self, lease: LeaseRow | None) -> bool:
-        if lease is None or not lease.holder or is_gone(lease.holder):
+        if lease is None or not lease.holder or has_exited(lease.holder):
             return True
         now, version = time.monotonic(), (lease.token, lease.renewals)
         if self._seen is None or self._seen[0] != version:
             self._seen = version, now
         return now - self._seen[1] > lease.seconds * PATIENCE
 
-    def _take(self, lease: LeaseRow | None, holder: str, seconds: float) -> int | None:
-        """Take the lease unless it has changed meanwhile."""
+    def _take_lease(self, lease: LeaseRow | None, holder: str, seconds: float) -> int | None:
+        """Take the lease unless another process has changed it in the meantime."""
         values = {
             "holder": holder,
             "token": 1 if lease is None else lease.token + 1,
@@ -246,7 +246,8 @@ class TrainingStore:
             )
 
     def release_lease(self) -> None:
-        """Let another process take the lease at once. Raise LeaseLost if it was taken already."""
+        """Release the lease so that another process can take it immediately. Raise LeaseLost if another
+        process has taken it already."""
         with self._database.write() as connection:
             self._check_lease(connection)
             connection.execute(update(leases).values(holder=""))
@@ -256,7 +257,7 @@ class TrainingStore:
         """Return the lease. None if no process has ever held it."""
         with self._database.read() as connection:
             row = connection.execute(select(leases)).first()
-        return None if row is None else record_of(LeaseRow, row)
+        return None if row is None else to_record(LeaseRow, row)
 
     def _check_lease(self, connection: Connection) -> None:
         # The row stays locked until the transaction ends, so that the lease cannot be taken inside it.
@@ -281,18 +282,18 @@ class TrainingStore:
                 keys=["id"],
                 changes=_JOB_COLUMNS,
             )
-            insert_rows(connection, transitions, map(values_of, changes.transitions))
-            insert_rows(connection, events, map(values_of, changes.events))
-            insert_rows(connection, checkpoints, map(values_of, changes.checkpoints))
+            insert_rows(connection, transitions, map(to_values, changes.transitions))
+            insert_rows(connection, events, map(to_values, changes.events))
+            insert_rows(connection, checkpoints, map(to_values, changes.checkpoints))
             insert_rows(
                 connection,
                 receipts,
-                {one.job: values_of(one) for one in changes.receipts}.values(),
+                {one.job: to_values(one) for one in changes.receipts}.values(),
                 keys=["job"],
                 changes=[one.name for one in fields(Receipt) if one.name != "job"],
             )
             self._add_usage(connection, changes.usage)
-            insert_rows(connection, windows, map(values_of, changes.windows))
+            insert_rows(connection, windows, map(to_values, changes.windows))
             if changes.windows:
                 newest = connection.scalar(select(func.max(windows.c.number))) or 0
                 connection.execute(delete(windows).where(windows.c.number <= newest - KEPT_WINDOWS))
@@ -308,7 +309,7 @@ class TrainingStore:
         new_states = {job.id: job.state for job in changes.jobs}
         names = {*new_states, *(one.job for one in changes.transitions)}
         states: dict[str, State | None] = dict.fromkeys(names)
-        for some in _portions(sorted(names)):
+        for some in _id_batches(sorted(names)):
             query = select(jobs.c.id, jobs.c.state).where(jobs.c.id.in_(some))
             states |= {id: State(state) for id, state in connection.execute(query)}
         new_states = {**{name: state for name, state in states.items() if state is not None}, **new_states}
@@ -331,7 +332,7 @@ class TrainingStore:
     # -- jobs --------------------------------------------------------------------------------------------
 
     def job(self, id: str, tenant: str | None = None) -> JobRow | None:
-        """Return a job. None if there is no such job, or if it belongs to another tenant than `tenant`."""
+        """Return a job, or None if the job does not exist or belongs to another tenant than `tenant`."""
         query = select(jobs).where(jobs.c.id == id)
         if tenant is not None:
             query = query.where(jobs.c.tenant == tenant)
@@ -340,10 +341,10 @@ class TrainingStore:
         return None if row is None else _job_of(row)
 
     def jobs_by_id(self, ids: Iterable[str]) -> dict[str, JobRow]:
-        """Return id → job for those of the jobs that training knows."""
+        """Return a mapping from id to job, for all given jobs that the training process has recorded."""
         found: dict[str, JobRow] = {}
         with self._database.read() as connection:
-            for some in _portions(list(ids)):
+            for some in _id_batches(list(ids)):
                 rows = connection.execute(select(jobs).where(jobs.c.id.in_(some)))
                 found |= {row.id: _job_of(row) for row in rows}
         return found
@@ -409,7 +410,7 @@ class TrainingStore:
             query = query.where(select(events.c.id).where(events.c.id == after, events.c.job == job).exists())
         query = after_row(query, events, after, order).limit(limit)
         with self._database.read() as connection:
-            return [record_of(EventRow, row) for row in connection.execute(query)]
+            return [to_record(EventRow, row) for row in connection.execute(query)]
 
     def metrics(self, job: str, after_number: int = 0) -> list[EventRow]:
         """Return a job's metrics, the oldest first, after the event with this number."""
@@ -419,7 +420,7 @@ class TrainingStore:
             .order_by(events.c.number)
         )
         with self._database.read() as connection:
-            return [record_of(EventRow, row) for row in connection.execute(query)]
+            return [to_record(EventRow, row) for row in connection.execute(query)]
 
     def checkpoints(
         self, job: str, *, after: str | None = None, limit: int | None = None, order: Order = "desc"
@@ -429,13 +430,13 @@ class TrainingStore:
         query = select(checkpoints).where(checkpoints.c.job == job)
         query = after_row(query, checkpoints, after, order).limit(limit)
         with self._database.read() as connection:
-            return [record_of(CheckpointRow, row) for row in connection.execute(query)]
+            return [to_record(CheckpointRow, row) for row in connection.execute(query)]
 
     def receipt(self, job: str) -> Receipt | None:
         """Return what a job has used. None if it has not trained yet."""
         with self._database.read() as connection:
             row = connection.execute(select(receipts).where(receipts.c.job == job)).first()
-        return None if row is None else record_of(Receipt, row)
+        return None if row is None else to_record(Receipt, row)
 
     def usage(self, tenant: str, since_day: int = 0) -> dict[int, int]:
         """Return day → tokens that the tenant's jobs have trained on, from `since_day` on."""
@@ -454,7 +455,7 @@ class TrainingStore:
         """Return the latest windows, the newest first."""
         query = select(windows).order_by(windows.c.number.desc()).limit(limit)
         with self._database.read() as connection:
-            return [record_of(WindowRow, row) for row in connection.execute(query)]
+            return [to_record(WindowRow, row) for row in connection.execute(query)]
 
     def cursors(self) -> dict[str, int]:
         """Return table → number of the last row that has been applied; empty before the first."""
@@ -472,7 +473,7 @@ _PORTION = 500
 
 def _job_values(job: JobRow) -> dict[str, Any]:
     status = {name: getattr(job.status, name) for name in _STATUS_FIELDS}
-    return {**values_of(job), "state": str(job.state), "status": status}
+    return {**to_values(job), "state": str(job.state), "status": status}
 
 
 def _job_of(row: Row[Any]) -> JobRow:
@@ -481,7 +482,7 @@ def _job_of(row: Row[Any]) -> JobRow:
     return JobRow(**{**found, "status": status})
 
 
-def _portions(ids: Sequence[str]) -> list[Sequence[str]]:
+def _id_batches(ids: Sequence[str]) -> list[Sequence[str]]:
     return [ids[start : start + _PORTION] for start in range(0, len(ids), _PORTION)]
 
 
@@ -489,11 +490,11 @@ def _portions(ids: Sequence[str]) -> list[Sequence[str]]:
 
 
 def process_name() -> str:
-    """Return a name of this process that no other process has, now or later, on any machine."""
+    """Return a unique name of this process, which no other process on any machine ever has."""
     return f"{_machine_name()}/{os.getpid()}/{_start_time(os.getpid())}"
 
 
-def is_gone(holder: str) -> bool:
+def has_exited(holder: str) -> bool:
     """Whether the process has ended. False if that cannot be known, as on another machine."""
     machine, _, rest = holder.partition("/")
     number, _, start = rest.partition("/")

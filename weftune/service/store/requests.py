@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Select, Table, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from weftune.errors import WeftuneError
-from weftune.service.store.database import Database, insert_rows, record_of, values_of
+from weftune.service.store.database import Database, insert_rows, to_record, to_values
 from weftune.service.store.tables import commands, files, prepared, submissions
 
 Order = Literal["asc", "desc"]
@@ -108,14 +108,14 @@ class RequestStore:
 
     def add_file(self, record: FileRecord) -> None:
         with self._database.write() as connection:
-            connection.execute(insert(files).values(values_of(record)))
+            connection.execute(insert(files).values(to_values(record)))
 
     def file(self, tenant: str, id: str) -> FileRecord | None:
         """Return a file. None if the tenant has no such file, or has deleted it."""
         query = select(files).where(files.c.tenant == tenant, files.c.id == id, files.c.deleted_at.is_(None))
         with self._database.read() as connection:
             row = connection.execute(query).first()
-        return None if row is None else record_of(FileRecord, row)
+        return None if row is None else to_record(FileRecord, row)
 
     def files(
         self,
@@ -132,7 +132,7 @@ class RequestStore:
             query = query.where(files.c.purpose == purpose)
         query = after_row(query, files, after, order, tenant).limit(limit)
         with self._database.read() as connection:
-            return [record_of(FileRecord, row) for row in connection.execute(query)]
+            return [to_record(FileRecord, row) for row in connection.execute(query)]
 
     def delete_file(self, tenant: str, id: str) -> bool:
         """Mark a file as deleted; the caller removes its content. False if the tenant has no such file."""
@@ -164,21 +164,21 @@ class RequestStore:
         """
         try:
             with self._database.write() as connection:
-                earlier = self._earlier(connection, submission, repeat_since)
+                earlier = self._earlier_submission(connection, submission, repeat_since)
                 if earlier is None:
-                    connection.execute(insert(submissions).values(values_of(submission)))
+                    connection.execute(insert(submissions).values(to_values(submission)))
                     query = select(submissions).where(submissions.c.id == submission.id)
-                    return record_of(Submission, connection.execute(query).one())
+                    return to_record(Submission, connection.execute(query).one())
                 return earlier
         except IntegrityError:
             # On PostgreSQL, another process may have inserted the key meanwhile.
             with self._database.write() as connection:
-                earlier = self._earlier(connection, submission, repeat_since)
+                earlier = self._earlier_submission(connection, submission, repeat_since)
             if earlier is None:
                 raise
             return earlier
 
-    def _earlier(
+    def _earlier_submission(
         self, connection: Connection, submission: Submission, repeat_since: float | None
     ) -> Submission | None:
         key = submission.idempotency_key
@@ -187,20 +187,20 @@ class RequestStore:
                 submissions.c.tenant == submission.tenant, submissions.c.idempotency_key == key
             )
             if (row := connection.execute(query).first()) is not None:
-                earlier = record_of(Submission, row)
+                earlier = to_record(Submission, row)
                 if earlier.body_hash != submission.body_hash:
                     raise IdempotencyConflict(key, earlier.id)
                 return earlier
         if repeat_since is None:
             return None
-        row = connection.execute(_recent(submission.tenant, submission.body_hash, repeat_since)).first()
-        return None if row is None else record_of(Submission, row)
+        row = connection.execute(_recent_query(submission.tenant, submission.body_hash, repeat_since)).first()
+        return None if row is None else to_record(Submission, row)
 
     def recent_submission(self, tenant: str, body_hash: str, since: float) -> Submission | None:
         """Return the tenant's newest job with this body that was submitted at `since` or later."""
         with self._database.read() as connection:
-            row = connection.execute(_recent(tenant, body_hash, since)).first()
-        return None if row is None else record_of(Submission, row)
+            row = connection.execute(_recent_query(tenant, body_hash, since)).first()
+        return None if row is None else to_record(Submission, row)
 
     def submission(self, tenant: str | None, id: str) -> Submission | None:
         """Return a job. None if the tenant has no such job; a tenant of None means any."""
@@ -209,7 +209,7 @@ class RequestStore:
             query = query.where(submissions.c.tenant == tenant)
         with self._database.read() as connection:
             row = connection.execute(query).first()
-        return None if row is None else record_of(Submission, row)
+        return None if row is None else to_record(Submission, row)
 
     def submissions(
         self,
@@ -237,15 +237,15 @@ class RequestStore:
                 if len(found) == limit:
                     break
                 if not metadata or metadata.items() <= dict(row.details).items():
-                    found.append(record_of(Submission, row))
+                    found.append(to_record(Submission, row))
         return found
 
-    def unprepared(self) -> list[Submission]:
+    def unprepared_submissions(self) -> list[Submission]:
         """Return the jobs that have been neither prepared nor refused, the oldest first."""
         known = select(prepared.c.job).where(prepared.c.job == submissions.c.id)
         query = select(submissions).where(~known.exists()).order_by(submissions.c.number)
         with self._database.read() as connection:
-            return [record_of(Submission, row) for row in connection.execute(query)]
+            return [to_record(Submission, row) for row in connection.execute(query)]
 
     def mark_prepared(self, job: str, refusal: Mapping[str, Any] | None = None) -> None:
         """Hand a job over to training, with the reason if it is refused. Later calls change nothing."""
@@ -284,7 +284,7 @@ class RequestStore:
                     number=row.prepared_number,
                     at=row.at,
                     refusal=row.refusal,
-                    submission=record_of(Submission, row),
+                    submission=to_record(Submission, row),
                 )
                 for row in connection.execute(query)
             ]
@@ -293,10 +293,10 @@ class RequestStore:
         """Return the commands after the one with this number, the oldest first."""
         query = select(commands).where(commands.c.number > number).order_by(commands.c.number).limit(limit)
         with self._database.read() as connection:
-            return [record_of(Command, row) for row in connection.execute(query)]
+            return [to_record(Command, row) for row in connection.execute(query)]
 
 
-def _recent(tenant: str, body_hash: str, since: float) -> Select[Any]:
+def _recent_query(tenant: str, body_hash: str, since: float) -> Select[Any]:
     return (
         select(submissions)
         .where(
