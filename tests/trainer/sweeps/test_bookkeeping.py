@@ -47,10 +47,10 @@ def test_a_trial_is_ranked_by_the_step_whose_weights_it_keeps(store, keep, score
     sweep = running_sweep(store, sweep_of(), jobs_kept(keep))
     store.add_job("s-a")
     store.evaluate_job("s-a", score, 2, 1.0)
-    sweep.rungs.enter("s-a", STEPS)
+    sweep.rungs.add_trial("s-a", STEPS)
     sweep.record_evaluation("s-a", 2, 1.0, 0.5)
     sweep.record_evaluation("s-a", 6, 3.0, 0.5)
-    sweep.rungs.end("s-a", TrialEnd.FINISHED, STEPS)
+    sweep.rungs.end_trial("s-a", TrialEnd.FINISHED, STEPS)
     assert sweep.score("s-a") == score
 
 
@@ -86,7 +86,7 @@ def test_a_retried_trial_is_not_ended_again_by_the_record_when_the_status_was_re
         made = running_sweep(store, sweep_of())
         for name in NAMES:
             store.add_job(name)
-            made.rungs.enter(name, STEPS)
+            made.rungs.add_trial(name, STEPS)
             (output / name).mkdir()
             (output / name / "job.yaml").write_text(f"name: {name}\n")
         for name in NAMES[:2]:
@@ -108,7 +108,7 @@ def test_a_trial_that_leaves_is_told_the_step_of_its_own_rung(store):
     sweep = running_sweep(store, sweep_of(NAMES[:2]))
     for name, steps, loss in zip(NAMES, (8, 20), (1.0, 2.0), strict=False):
         store.add_job(name)
-        sweep.rungs.enter(name, steps)
+        sweep.rungs.add_trial(name, steps)
         sweep.record_evaluation(name, steps // 2, loss, 0.5)
     orders = sweep.trial_orders(dict.fromkeys(NAMES[:2], 1), ())
     assert orders.leave_reasons == {"s-b": "left the sweep at step 10: 2nd of 2, the best continues"}
@@ -123,7 +123,7 @@ def test_a_trial_that_was_saved_at_its_rung_rests_without_being_loaded(store, st
     training.progress.step = step
     checkpoint.save(store.output / "s-a" / "checkpoints", training)
     sweep = running_sweep(store, sweep_of())
-    sweep.rungs.enter("s-a", STEPS)
+    sweep.rungs.add_trial("s-a", STEPS)
     sweep.record_evaluation("s-a", 4, 1.0, 0.5)
     entered = Sweeps([sweep]).add_trial(ready)
     assert entered.limit == 4
@@ -143,8 +143,8 @@ def test_a_trial_that_rests_in_vain_is_told_which_other_has_not_come_as_far(stor
     sweep = running_sweep(store, sweep_of(NAMES[:3]))
     for name in NAMES[:3]:
         store.add_job(name)
-        sweep.rungs.enter(name, STEPS)
-    sweep.rungs.end("s-b", TrialEnd.FAILED, 1)
+        sweep.rungs.add_trial(name, STEPS)
+    sweep.rungs.end_trial("s-b", TrialEnd.FAILED, 1)
     sweep.resting.add("s-a")
     ((name, reason),) = Sweeps([sweep]).stranded_trials()
     assert name == "s-a"
@@ -158,7 +158,7 @@ def test_a_trial_of_one_step_has_its_rung_at_its_start_and_rests_there_once_it_i
     sweep = running_sweep(store, sweep_of(NAMES[:2]))
     for name in NAMES[:2]:
         store.add_job(name)
-        sweep.rungs.enter(name, 1)
+        sweep.rungs.add_trial(name, 1)
     sweep.record_evaluation("s-a", 0, 1.0, 0.5)
     sweep.trial_orders(running, ())
     assert read_record(sweep.folder).trials[0].state == state
