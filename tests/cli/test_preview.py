@@ -10,7 +10,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests import bench
 from tests.data import families
+from weftune import JobSpec
 from weftune.cli.preview import (
     SUPERVISED,
     SharedSamples,
@@ -18,6 +20,7 @@ from weftune.cli.preview import (
     draw_samples,
     escape_controls,
     histogram,
+    prepare_all,
     preview,
 )
 from weftune.data.prepare import prepare
@@ -185,3 +188,14 @@ def test_a_labelled_answer_is_shown_with_its_label(tmp_path):
     assert "sample 1, desirable: " in text
     assert "sample 2, undesirable: " in text
     assert text.count("The sky is>>> blue.") == 2
+
+
+def test_an_objective_that_supervises_prompts_has_samples_of_its_own():
+    rows = [{"prompt": "w7 w8 w9", "chosen": " w10 w11", "rejected": " w12"}]
+    jobs = [JobSpec(name=name, data=rows, objective=name.rstrip("2")) for name in ("dpo", "orpo", "dpo2")]
+    pairs, whole = prepare_all(jobs, bench.tokenizer(), 64)
+    assert (pairs.jobs, whole.jobs) == (("dpo", "dpo2"), ("orpo",))
+    answer, everything = pairs.prepared.train, whole.prepared.train
+    assert everything.mask(0).all()
+    assert not answer.mask(0).all()
+    assert (answer.mask(1) == everything.mask(1)).all()

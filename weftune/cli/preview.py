@@ -93,7 +93,7 @@ def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[S
     from weftune.jobs.courses import truncate_data
 
     shared = SharedData(tokenizer, cache_folder() / "tokens", context)
-    found: dict[tuple[str, str], SharedSamples] = {}
+    found: dict[tuple[str, str, bool], SharedSamples] = {}
     mistakes: dict[Mistake, None] = {}
     for job in jobs:
         try:
@@ -102,7 +102,9 @@ def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[S
             mistakes.update(dict.fromkeys(problem.mistakes))
             continue
         held_out = prepared.evaluation.fingerprint if prepared.evaluation is not None else ""
-        key = (prepared.train.fingerprint, held_out)
+        if job.objective.prompts:
+            prepared = prepared.with_prompts()
+        key = (prepared.train.fingerprint, held_out, job.objective.prompts)
         others = found[key].jobs if key in found else ()
         found[key] = SharedSamples((*others, job.name), prepared)
     if mistakes:

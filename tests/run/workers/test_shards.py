@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ from tests.run.workers.test_agreed import (
     views,
     whole_base,
 )
+from tests.run.workers.test_shortage import kto_job
 from weftune.adapters.kind import JobAdapter
 from weftune.base.quant.linear import QuantLinear
 from weftune.base.shards import shard_of
@@ -33,7 +35,6 @@ from weftune.core.shapes import LayerRange
 from weftune.core.shards import ShardTeam
 from weftune.errors import BaseModelError
 from weftune.plan.program.layout import pipeline_layout
-from weftune.plan.program.program import Forward
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Failed, Stepped
 from weftune.run.parts import delivered
@@ -65,6 +66,13 @@ def reward_jobs(base):
     """A reward model, whose scalar head every shard has."""
     rows = [{"prompt": f"w{n}", "chosen": f"w{n + 7} w9", "rejected": f"w{n + 20}"} for n in range(6, 18)]
     return [executors.prepare(base, "own", steps=4, adapter={"rank": 2}, objective="reward", data=rows)]
+
+
+def preference_jobs(base):
+    """Jobs with reference scores, one of them with scores of mismatched samples before every batch."""
+    rows = [{"prompt": f"w{n}", "chosen": f"w{n + 7} w9", "rejected": f"w{n + 20}"} for n in range(6, 18)]
+    dpo = executors.prepare(base, "own", steps=4, adapter={"rank": 2}, objective="dpo", data=rows)
+    return [dpo.with_references(np.linspace(-30.0, -10.0, 24)), kto_job(base)]
 
 
 def whole_reader(model):
@@ -105,9 +113,9 @@ def as_shard(connections, family, dtype, jobs_of, cuts, poison, cancelled):
     if poison is not None and position.worker == 0:
         executor.banks.attached[poison].weights.fill_(math.nan)
     program = pipeline_program(jobs, position, None)
-    by_name = {job.name: job for job in jobs}
+    by_name, kinds = {job.name: job for job in jobs}, program.pass_kinds()
     microbatches = {
-        n: collate_plan(plan, Forward, by_name)
+        n: collate_plan(plan, kinds[n], by_name)
         for n, plan in enumerate(program.microbatches)
         if plan.segments
     }
@@ -180,7 +188,7 @@ def test_more_shards_than_key_value_heads_repeat_these_heads(family):
     assert_same_bits(answers, shards=4)
 
 
-def assert_equal_to_one_process(family, shards, jobs_of):
+def assert_equal_to_one_process(family, shards, jobs_of, replicas=1):
     base = whole_base(family, torch.float64)
     jobs = jobs_of(base)
     made = resident_executor(base)
@@ -188,7 +196,7 @@ def assert_equal_to_one_process(family, shards, jobs_of):
         made.attach(training_of(base, job))
     starts = views(made.attached)
     events = list(executors.run_program(made, executors.plan_program(jobs, 5, CAPACITY), jobs))
-    answers = train(family, shards, jobs_of=jobs_of)
+    answers = train(family, shards, jobs_of=jobs_of, replicas=replicas)
     want = losses_of(events), views(made.attached), starts
     assert_equal((losses_of(answers[0][0]), answers[0][1]), want, 1e-9, 1e-8)
     assert_same_bits(answers, shards=shards)
@@ -215,6 +223,11 @@ def test_trained_rows_of_the_embedding_get_their_gradient_once(family):
 
 def test_the_scalar_head_of_a_reward_model_gets_its_gradient_once():
     assert_equal_to_one_process("llama", 2, reward_jobs)
+
+
+@pytest.mark.parametrize("replicas", slow_but([1, 2], [1]))
+def test_jobs_that_learn_from_preferences_equal_one_process(replicas):
+    assert_equal_to_one_process("llama", 2, preference_jobs, replicas)
 
 
 @pytest.mark.parametrize("stages", slow_but([1, 2], [1]))

@@ -1,6 +1,9 @@
 """A worker without room computes nothing more in a window; all come to its end, and Steps that were made are
 made everywhere."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -25,7 +28,7 @@ from tests.run.workers.test_agreed import (
 )
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
-from weftune.plan.program.layout import Layout, StageLayers, pipeline_layout
+from weftune.plan.program.layout import Layout, StageLayers, one_device_layout, pipeline_layout
 from weftune.plan.program.program import Forward
 from weftune.plan.window.window import Pacing, plan_window
 from weftune.run.parts import delivered
@@ -107,3 +110,70 @@ def test_the_window_ends_short_everywhere_and_jobs_end_as_if_nothing_had_been(la
     assert answers[0][3][-1] == STEPS
     weights = {key: value for _, slices, *_ in answers for key, value in slices.items()}
     assert_equal((losses_of(answers[0][0]), weights), alone("llama", torch.float64), 1e-9, 1e-8)
+
+
+def kto_job(base):
+    """A job whose losses need the scores of mismatched samples, with made-up reference scores."""
+    draw = random.Random(5)
+
+    def text(count):
+        return " ".join(f"w{draw.randrange(6, 40)}" for _ in range(count))
+
+    rows = [{"prompt": text(4), "completion": f" {text(1 + n % 4)}", "label": n % 3 > 0} for n in range(12)]
+    keys = {"objective": {"kind": "kto", "beta": 0.5}, "data": rows, "batch_size": 4, "steps": 4}
+    job = executors.prepare(base, "kto", **keys)
+    count = sum(map(len, job.reference_data.parts))
+    return job.with_references(np.linspace(-30.0, -10.0, count))
+
+
+def run_windows(executor, job, layout, replica, windows):
+    """Run windows of at most two batches from the job's current step; yield the events of each."""
+    pacing = Pacing((PACE,) * len(layout.stages)) if layout.is_pipeline else None
+    for _ in range(windows):
+        course = job.job_window(executor.attached["kto"].progress.step, 2, False)
+        program = plan_window([course], layout, CAPACITY, pacing=pacing)
+        kinds = program.pass_kinds()
+        laid = {
+            action.microbatch: collate_plan(plan, kinds[action.microbatch], {"kto": job})
+            for action, plan in program.replica_passes(replica)
+        }
+        yield list(executor.run(program, delivered(program, laid)))
+
+
+def as_replica(connections, short):
+    """Train on this replica; the worker `short` has no memory for its first pass, which scores samples."""
+    executor, agreed, transport = opened(connections, REPLICAS)
+    job = kto_job(whole_base("llama", torch.float64))
+    executor.attach(executors.job_training(executor.base, job))
+    passes = 0
+
+    def strike(*_):
+        nonlocal passes
+        passes += 1
+        if connections.position.worker == short and passes == 1:
+            raise torch.OutOfMemoryError("no more")
+
+    executor.base.model.base_model.register_forward_pre_hook(strike)
+    events, shortages, steps = [], [], []
+    for found in run_windows(executor, job, REPLICAS, connections.position.replica, 3):
+        transport.flush()
+        events += found
+        shortages.append(agreed.report.shortage)
+        steps.append(executor.attached["kto"].progress.step)
+    return events, views(executor.attached), shortages, steps
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_no_step_is_made_without_the_scores_of_a_replica_that_fell_short(short):
+    answers = run_workers(2, as_replica, short, replicas=2)
+    for worker, (_, _, shortages, steps) in enumerate(answers):
+        reason = "no more" if worker == short else "another replica could not score the samples of kto"
+        assert shortages == [f"worker {worker}: {reason}", "", ""]
+        assert steps == [0, 2, 4]
+    base = whole_base("llama", torch.float64)
+    made, job = executors.executor_with(base, []), kto_job(base)
+    made.attach(executors.job_training(base, job))
+    events = [event for found in run_windows(made, job, one_device_layout(), 0, 2) for event in found]
+    starts = views({"kto": executors.job_training(base, job)})
+    wanted = losses_of(events), views(made.attached), starts
+    assert_equal((losses_of(answers[0][0]), answers[0][1]), wanted, 1e-9, 1e-8)
