@@ -30,6 +30,7 @@ def test_a_missing_number_is_a_dash() -> None:
 
 def test_a_huge_loss_stays_short() -> None:
     assert loss_text(123456789.0) == "1.23e+08"
+    assert (loss_text(-1e-9), loss_text(-0.00006)) == ("0.0000", "-0.0001")
 
 
 def test_a_change_is_signed_and_in_percent() -> None:

@@ -14,7 +14,8 @@ NO_VALUE = "–"
 def loss_text(loss: float | None, digits: int = 4) -> str:
     if loss is None:
         return NO_VALUE
-    return f"{loss:.{digits}f}" if abs(loss) < 1000 else f"{loss:.3g}"
+    # Adding zero turns -0.0, which a tiny margin of rewards is rounded to, into 0.0.
+    return f"{round(loss, digits) + 0.0:.{digits}f}" if abs(loss) < 1000 else f"{loss:.3g}"
 
 
 def change_text(first_value: float | None, last_value: float | None) -> str:
