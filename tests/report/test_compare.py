@@ -15,6 +15,7 @@ from weftune.report.compare import (
     base_validation,
     best_jobs,
     differing_keys,
+    held_out_rows,
     kept_validation,
     sort_by_result,
     validation_key,
@@ -162,6 +163,7 @@ def test_losses_of_different_objectives_are_not_compared(tmp_path: Path) -> None
         )
         for job in jobs
     ]
+    assert held_out_rows(tuned[0]) == held_out_rows(jobs[0]) // 2
     best = best_jobs(tuned)
     assert set(best) == {"b", "c"}
     assert all(rows.endswith(" by dpo") for rows in best.values())

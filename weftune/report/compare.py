@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weftune.jobs.sweeps.record import SweepRecord, flatten, leaders
+from weftune.objectives.spec import OBJECTIVES
 from weftune.report.read import JobRecord, MetricLine, Run
 from weftune.report.words import loss_text, plural
 
@@ -62,9 +63,17 @@ def kept_validation(job: JobRecord) -> float | None:
 
 
 def held_out_rows(job: JobRecord) -> int | None:
-    """Return the number of rows that the job is evaluated on; None if the folder does not say."""
-    rows = job.data.get("evaluation_samples")
-    return rows if isinstance(rows, int) and not isinstance(rows, bool) and rows > 0 else None
+    """Return the number of rows that the job is evaluated on; None if the folder does not say. A preference
+    pair is one row with two samples."""
+    samples = job.data.get("evaluation_samples")
+    if not isinstance(samples, int) or isinstance(samples, bool) or samples <= 0:
+        return None
+    spec = OBJECTIVES.get(objective_name(job))
+    return samples // 2 if spec is not None and spec.row_kind == "pairs" else samples
+
+
+def objective_name(job: JobRecord) -> str:
+    return str(_section(job, "objective").get("kind") or "sft")
 
 
 def held_out_tokens(job: JobRecord) -> int | None:
@@ -137,7 +146,7 @@ def validation_rows(job: JobRecord) -> str:
     sources = path if isinstance(path, list | tuple) else [path]
     paths = [str(source.get("path", "")) if isinstance(source, dict) else str(source) for source in sources]
     named = " + ".join(path.rsplit("/", 1)[-1] for path in paths)
-    kind = str(_section(job, "objective").get("kind") or "sft")
+    kind = objective_name(job)
     return named if kind == "sft" else f"{named} by {kind}"
 
 
