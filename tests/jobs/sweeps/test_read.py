@@ -548,3 +548,17 @@ def test_trials_that_are_not_known_are_not_asked_for() -> None:
         {"name": "s", "sweep": {"over": {"adapter.rank": [2, 4]}, "halving": {"at": [0.1], "keep": 0.5}}}
     )
     assert sweep_warnings(run.sweeps, {}, {}) == []
+
+
+@pytest.mark.parametrize(("kind", "metric"), [("dpo", "rewards/accuracies"), ("kto", "rewards/margins")])
+def test_losses_of_trials_with_other_objectives_are_compared_with_a_warning(kind: str, metric: str) -> None:
+    def found(**sweep: Any) -> list[str]:
+        over = {"objective.beta": [0.1, 0.5]}
+        run = run_of({"name": "s", "objective": {"kind": kind}, "sweep": {"over": over, **sweep}})
+        return sweep_warnings(run.sweeps, {job.name: job for job in run.jobs}, {})
+
+    assert found() == [
+        "s: sweep.metric: objective.beta changes what the validation loss measures, so that trials cannot be "
+        f"compared by it; write metric: eval_{metric}"
+    ]
+    assert found(metric=f"eval_{metric}") == []

@@ -427,8 +427,25 @@ def sweep_warnings(
 ) -> list[str]:
     """Return the warnings about all sweeps; `steps` maps each known trial to its number of steps."""
     return [
-        f"{sweep.name}: {sentence}" for sweep in sweeps for sentence in _rung_warnings(sweep, jobs, steps)
+        f"{sweep.name}: {sentence}"
+        for sweep in sweeps
+        for sentence in (*_rung_warnings(sweep, jobs, steps), *_scale_warnings(sweep, jobs))
     ]
+
+
+def _scale_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec]) -> Iterator[str]:
+    """Warn if trials are compared by their losses although the loss of each means something else."""
+    key = next((key for key in sweep.spec.over if key.split(".")[0] == "objective"), None)
+    first = next((jobs[trial.name] for trial in sweep.trials if trial.name in jobs), None)
+    if key is None or first is None or sweep.spec.metric != "eval_loss":
+        return
+    measured = [f"eval_{name}" for name in first.objective.metrics]
+    better = next((metric for metric in BEST_MODES if metric in measured), None)
+    if better is not None:
+        yield (
+            f"sweep.metric: {key} changes what the validation loss measures, so that trials cannot be "
+            f"compared by it; write metric: {better}"
+        )
 
 
 def _rung_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec], steps: Mapping[str, int]) -> Iterator[str]:
