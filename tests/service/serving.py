@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -26,19 +27,23 @@ SECONDS = 90.0
 JOB: dict[str, Any] = {"batch_size": 4, "learning_rate": 1e-2, "save_every": 4, "adapter": {"rank": 4}}
 
 
-def train(settings: ServiceSettings, log: Path, lease_seconds: float, cursed_seed: int | None) -> None:
+def train(
+    settings: ServiceSettings, log: Path, lease_seconds: float, cursed_seed: int | None, turn_seconds: float
+) -> None:
     """In the forked child: the training process. It dies whenever a job with the cursed seed is attached."""
     import torch
 
     from weftune.run.executor import Executor
     from weftune.service import training
+    from weftune.trainer import windows
 
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    training.LEASE_SECONDS = lease_seconds
+    training.LEASE_SECONDS, training.CHAT_REST_SECONDS = lease_seconds, math.inf
+    windows.TURN_SECONDS = turn_seconds
     attach = Executor.attach
 
     def crashing(self: Executor, one: Any) -> None:
@@ -60,6 +65,7 @@ class Serving:
         cursed_seed: int | None = None,
         quotas: Quotas | None = None,
         announce: str | None = None,
+        turn_seconds: float = 0.1,
     ) -> None:
         self.folder = folder
         if not (folder / "model").exists():
@@ -76,7 +82,7 @@ class Serving:
         self.requests = RequestStore(open_requests(self.settings, writable=True))
         self.training = TrainingStore(open_training(self.settings, writable=False))
         self.keys: dict[str, dict[str, Any]] = {}
-        self._arguments = lease_seconds, cursed_seed
+        self._arguments = lease_seconds, cursed_seed, turn_seconds
         self.process: Any = None
 
     def start(self) -> Any:

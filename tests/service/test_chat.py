@@ -143,6 +143,17 @@ def test_clients_are_answered_at_the_same_time_in_shared_passes(server, jobs_fol
         assert "".join(pieces) == spoken_by_peft(jobs_folder, folder, "w10 w20")
 
 
+def test_somebody_chats_for_some_time_after_the_last_answer(server, jobs_folder):
+    assert not server.was_active_within(60)
+    while_served(server, heard(jobs_folder, request()))
+    assert server.was_active_within(60)
+    until = time.monotonic() + 60
+    while server.was_active_within(0):
+        # The client's connection has been closed, or will be soon.
+        assert time.monotonic() < until
+        server.turn()
+
+
 def test_stop_strings_and_seeds_are_obeyed(server, jobs_folder):
     pieces, _ = while_served(server, heard(jobs_folder, request()))
     stop = "".join(pieces).split()[3]

@@ -302,7 +302,22 @@ def test_a_tenant_beyond_its_quota_waits_with_the_reason_and_others_do_not(tmp_p
         serving.close()
 
 
-def test_prompts_are_answered_by_the_base_and_by_adapters_while_jobs_train(serving):
+def test_prompts_are_answered_while_jobs_train_in_smaller_microbatches_and_as_alone(tmp_path):
+    # No pass is short enough, so that a microbatch has one sample, or several short ones.
+    serving = Serving(tmp_path, turn_seconds=0.0)
+    try:
+        answer_and_train(serving)
+    finally:
+        serving.close()
+
+
+def largest_pass(serving, job):
+    """Return the tokens of the job's largest pass."""
+    passes = [one for row in serving.training.last_windows(200) for one in row.values["passes"]]
+    return max(one["tokens"] for one in passes if job in one["jobs"])
+
+
+def answer_and_train(serving):
     (serving.folder / "model" / "chat_template.jinja").write_text(CHATML)
     serving.start()
 
@@ -321,12 +336,14 @@ def test_prompts_are_answered_by_the_base_and_by_adapters_while_jobs_train(servi
     serving.until_state(job, State.SUCCEEDED)
     of_base, of_job = answer(), answer(job)
     assert of_base != of_job
-    running = serving.submit(steps=300)
+    # From the first answer on, passes are short.
+    running = serving.submit(steps=100, learning_rate=1e-3)
     serving.until(lambda: serving.step(running) > 1)
     assert (answer(), answer(job)) == (of_base, of_job)
     assert answer(running)[1] > 0
     assert serving.state(running) is State.RUNNING
     assert serving.until_state(running, *DONE).state is State.SUCCEEDED
+    assert largest_pass(serving, running) < 0.7 * largest_pass(serving, job)
     serving.assert_as_alone(job, running)
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -129,6 +131,8 @@ class ChatServer:
         self._arrived = threading.Event()
         self._answers: dict[_Exchange, ChatAnswer] = {}
         """Answers that are being generated."""
+        self._last_turn = -math.inf
+        """Time of the last turn that had an answer to continue."""
         self._loader = ThreadPoolExecutor(1, "chat tokenizers")
         self._loop = asyncio.new_event_loop()
         self._exchanges: set[_Exchange] = set()
@@ -141,6 +145,10 @@ class ChatServer:
         """Whether somebody waits for an answer."""
         return bool(self._answers) or not self._arrivals.empty()
 
+    def was_active_within(self, seconds: float) -> bool:
+        """Return whether somebody waits for an answer, or has waited within the last `seconds`."""
+        return self.is_active or time.monotonic() - self._last_turn < seconds
+
     def turn(self) -> bool:
         """Accept new prompts, and generate one more token of every answer. Return whether there was any work.
 
@@ -152,6 +160,7 @@ class ChatServer:
                 self._accept(*self._arrivals.get_nowait())
         if not self._answers:
             return False
+        self._last_turn = time.monotonic()
         for exchange, answer in list(self._answers.items()):
             if (sentence := self._base.lost(answer)) is not None:
                 self._send_error(exchange, ChatError(sentence, "unavailable"))

@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 LEASE_SECONDS = 15.0
 CHAT_BYTES, CHAT_BYTES_OF_CPU = 2 << 30, 256 << 20
 """Device bytes reserved for the keys and values of answers to prompts."""
+CHAT_REST_SECONDS = 60.0
+"""Seconds for which passes stay short after an answer, since a chat goes on with another prompt."""
 ANNOUNCED_JOBS = 100
 """Maximum number of adapters of earlier processes that are announced at the start, the newest ones."""
 FINAL_SECONDS = 15.0
@@ -171,7 +173,9 @@ class TrainingService:
                 executor.adapted, self.tokenizer, self.store.output, settings.chat_socket, chat_bytes
             )
             stack.callback(chat.close)
-            executor.offer_turn, self.inbox.serve_idle = chat.turn, partial(serve_chat, chat)
+            executor.offer_turn = partial(loop.take_turn, chat.turn)
+            loop.windows.is_decoding = partial(chat.was_active_within, CHAT_REST_SECONDS)
+            self.inbox.serve_idle = partial(serve_chat, chat)
             log.info("ready to train on %s", settings.base_name)
             loop.run(stop, self._on_event)
         self.store.flush(FINAL_SECONDS)

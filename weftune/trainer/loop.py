@@ -62,8 +62,8 @@ class TimedWindow:
     pass_times: list[PassTime] = field(default_factory=list)
     steps: list[StateTime] = field(default_factory=list)
     save_times: list[StateTime] = field(default_factory=list)
-    callback_seconds: float = 0.0
-    """Seconds spent in the caller's callback, which do not count for the window."""
+    other_seconds: float = 0.0
+    """Seconds of the caller's callback and of a decoder's turns, which do not count for the window."""
 
 
 def lost_checkpoint_reason(store: JobStore, name: str, survey: checkpoint.CheckpointSurvey) -> str:
@@ -501,6 +501,12 @@ class Loop:
         self._detach_ended()
         return True
 
+    def take_turn(self, turn: Callable[[], object]) -> None:
+        """Let a decoder take a turn between two passes, whose seconds do not count for the window."""
+        began = time.monotonic()
+        turn()
+        self._timed.other_seconds += time.monotonic() - began
+
     def _needs_first_evaluation(self, name: str) -> bool:
         """Whether the job must be evaluated before its next step: at its start, or after an interruption."""
         job, progress = self.jobs[name], self.executor.attached[name].progress
@@ -561,7 +567,7 @@ class Loop:
         if self.programs_run is not None:
             self.programs_run.append(program)
         timed = self._timed
-        seconds = time.monotonic() - began - timed.callback_seconds - self.answers.window_seconds
+        seconds = time.monotonic() - began - timed.other_seconds - self.answers.window_seconds
         peak = self._peak_bytes()
         outcome = Outcome(seconds, peak, own_peak, timed.pass_times, timed.steps, timed.save_times)
         self.learned.learn(program, attached, outcome)
@@ -648,7 +654,7 @@ class Loop:
             began = time.monotonic()
             with phase(Phase.OTHER):
                 callback(event)
-            self._timed.callback_seconds += time.monotonic() - began
+            self._timed.other_seconds += time.monotonic() - began
         self._handle_writes()
 
     def _on_evaluation(self, event: Evaluated) -> None:

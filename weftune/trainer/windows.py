@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,6 +17,12 @@ from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
 from weftune.trainer.engine import Engine
 from weftune.trainer.job import PreparedJob
+
+TURN_SECONDS = 0.1
+"""Maximum predicted seconds of a forward or a backward while sequences wait for a turn between them."""
+SAME_LIMIT = 0.25
+"""Relative change of the estimated token limit up to which the previous limit is kept, so that windows that
+were planned ahead stay valid and captured passes keep their sizes."""
 
 Cursors = Mapping[str, int]
 """Maps each job to its last completed step."""
@@ -61,10 +67,11 @@ class Windows:
     def __init__(self, engine: Engine, learned: Learned, jobs: Mapping[str, PreparedJob]) -> None:
         self.max_tokens = engine.choice.capacity
         """Maximum number of tokens in a microbatch, unless a sample is longer."""
-        self.max_tokens_while_decoding: int | None = None
-        """Maximum number of tokens in a microbatch while sequences wait for a turn between passes, so that no
-        pass keeps them waiting for long. None if no sequence waits. Deterministic runs ignore it: their
-        microbatches depend on nothing outside the jobs."""
+        self.is_decoding: Callable[[], bool] = lambda: False
+        """Function that returns whether sequences wait for a turn between passes, so that no pass may take
+        long. Deterministic runs ignore it: their microbatches depend on nothing outside the jobs."""
+        self._decoding_limit: int | None = None
+        """Maximum number of tokens in a microbatch while sequences are decoded. None if there are none."""
         self._engine, self._executor, self._choice = engine, engine.executor, engine.choice
         self._learned = learned
         self._jobs = jobs
@@ -131,11 +138,20 @@ class Windows:
     def _capacity(self) -> tuple[int, Recompute]:
         """Return the token capacity of microbatches, and the activations that are recomputed to reach it."""
         shapes = [self._jobs[name].shape for name in self._executor.attached]
-        memory, max_tokens = self._learned.memory, self.max_tokens
-        if self.max_tokens_while_decoding is not None and not self._engine.deterministic:
-            max_tokens = min(max_tokens, self.max_tokens_while_decoding)
+        memory, max_tokens = self._learned.memory, self._max_tokens()
         recompute = memory.choose_recompute(shapes, max_tokens)
         return memory.choose_capacity(shapes, max_tokens, recompute), recompute
+
+    def _max_tokens(self) -> int:
+        """Return the maximum number of tokens in a microbatch. While sequences are decoded between passes,
+        neither a forward nor a backward is predicted to take longer than `TURN_SECONDS`, once passes have
+        been measured."""
+        is_limited = self.is_decoding() and not self._engine.deterministic
+        estimate = self._learned.tokens_within(TURN_SECONDS) if is_limited else None
+        limit = self._decoding_limit
+        if estimate is None or limit is None or abs(estimate - limit) > SAME_LIMIT * limit:
+            limit = self._decoding_limit = estimate
+        return self.max_tokens if limit is None else min(self.max_tokens, limit)
 
     def _window_pace(self) -> WindowPace:
         if self._engine.deterministic:

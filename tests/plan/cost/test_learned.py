@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.plan.costs import SHAPE, TRUTH, measured, program
+from tests.plan.costs import SHAPE, TRUTH, measured, program, work
 from tests.plan.program.test_check import course
 from weftune.core.shapes import JobShape, LayerRange, ModelShape, SiteShape
 from weftune.plan.cost.learned import Learned, Outcome
@@ -50,6 +50,17 @@ def test_the_first_window_has_a_time_only_with_a_profile() -> None:
     assert known.promise(program(30, 50), SHAPES).seconds == pytest.approx(
         TRUTH.program_seconds(program(30, 50), SHAPES)
     )
+
+
+def test_a_microbatch_of_the_returned_tokens_takes_the_given_seconds_in_its_slower_direction() -> None:
+    run = Learned(initial_cost=TRUTH, memory=memory())
+    assert run.tokens_within(0.5) is None, "nothing has been measured"
+    run.times.passes += [measured(work([length] * 2)) for length in (10, 30, 50)]
+    long = work([60] * 4)
+    forward, backward = TRUTH.forward(long), TRUTH.backward(long)
+    # The samples of the longer pass are longer, too, whose attention takes more.
+    assert run.tokens_within(max(forward, backward)) == pytest.approx(long.tokens, rel=0.1)
+    assert run.tokens_within(1e-9) == 0
 
 
 def test_the_first_pass_of_a_process_is_part_of_the_first_window_alone() -> None:

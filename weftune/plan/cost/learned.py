@@ -15,7 +15,7 @@ from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
 from weftune.plan.cost.memory_fit import Peak, fit_memory, larger_factors, window_need
 from weftune.plan.cost.refit import Times, refit
-from weftune.plan.cost.time import CostModel, JobShapes, PassTime, StateTime
+from weftune.plan.cost.time import CostModel, JobShapes, PassTime, PassWork, StateTime, term_counts
 from weftune.plan.program.program import Program
 
 _FIT = {"state": float, "activations": float, "slack": float, "head": float, "error": int}
@@ -24,6 +24,8 @@ EVALUATION_SHARE = 1 / 3
 """Time of an evaluated row relative to a trained one, whose backward takes twice as long as its forward."""
 RECENT = 20
 """Number of the latest windows from which the seconds per row are computed."""
+RECENT_PASSES = 50
+"""Number of the latest passes whose mean composition the next passes are expected to have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,24 @@ class Learned:
         if (seconds := outcome.row_seconds()) is not None:
             self.row_times = [*self.row_times, seconds][-RECENT:]
         self.windows += 1
+
+    def tokens_within(self, seconds: float) -> int | None:
+        """Return the number of tokens of a microbatch whose forward and backward each take at most `seconds`.
+        Its composition is that of the latest passes. None if no pass has been measured."""
+        recent = [one.work for one in self.times.passes if one.training][-RECENT_PASSES:]
+        if not recent:
+            return None
+        counts = zip(*(term_counts(work)[1:] for work in recent), strict=True)
+        tokens, squares, samples, supervised, adapted, segments = (sum(column) for column in counts)
+        typical = PassWork(
+            tokens=tokens,
+            squares=squares,
+            samples=samples,
+            supervised=supervised,
+            adapted=adapted,
+            segments=-(-segments // len(recent)),
+        )
+        return self.cost.tokens_within(seconds, typical)
 
     def misfit_reason(self, jobs: Sequence[JobShape]) -> str | None:
         """Return the reason why the jobs do not fit together, or None if they fit.

@@ -68,6 +68,13 @@ class Terms:
     def __call__(self, work: PassWork) -> float:
         return sum(each * count for each, count in zip(self.values(), term_counts(work), strict=True))
 
+    def tokens_within(self, seconds: float, typical: PassWork) -> int:
+        """Return the number of tokens with which a pass takes `seconds`, and 0 if it takes longer with none.
+        The pass has the segments of `typical`, and other counts in proportion to its tokens."""
+        constant = self.fixed + self.segment * typical.segments
+        per_token = (self(typical) - constant) / typical.tokens
+        return int(max(0.0, seconds - constant) / max(per_token, 1e-12))
+
     def values(self) -> tuple[float, ...]:
         return (
             self.fixed, self.token, self.square, self.sample, self.supervised, self.adapter, self.segment,
@@ -156,6 +163,11 @@ class CostModel:
     def pass_seconds(self, work: PassWork) -> float:
         """Return the seconds of a forward and a backward together."""
         return self.forward(work) + self.backward(work)
+
+    def tokens_within(self, seconds: float, typical: PassWork) -> int:
+        """Return the number of tokens with which neither the forward nor the backward of a pass takes longer
+        than `seconds`, for passes that are composed like `typical`."""
+        return min(terms.tokens_within(seconds, typical) for terms in (self.forward, self.backward))
 
     def program_seconds(self, program: Program, shapes: JobShapes) -> float | None:
         """Return the predicted seconds of a program. None if only proportions of the terms are known."""
