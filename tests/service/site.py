@@ -260,6 +260,7 @@ class Site:
             "memory": {
                 "budget_bytes": 12 << 30,
                 "base_bytes": 4 << 30,
+                "answer_bytes": 384 << 20,
                 "jobs": {id: (180 + 40 * at) << 20 for at, id in enumerate(parts)},
             },
         }

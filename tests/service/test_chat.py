@@ -65,6 +65,7 @@ def server(adapted: AdaptedBase, jobs_folder: Path) -> Iterator[ChatServer]:
 
 
 def server_of(adapted: AdaptedBase, folder: Path, **keys: Any) -> ChatServer:
+    keys = {"adapter_bytes": MIB} | keys
     return ChatServer(adapted, word_tokenizer(), folder, folder / "chat.sock", MIB, **keys)
 
 
@@ -488,7 +489,7 @@ def test_a_path_too_long_for_a_socket_works(adapted, jobs_folder):
     folder = jobs_folder / ("a" * 100) / ("b" * 100)
     path = folder / "chat.sock"
     assert len(os.fsencode(path)) > 200
-    with closing(ChatServer(adapted, word_tokenizer(), jobs_folder, path, MIB)) as server:
+    with closing(ChatServer(adapted, word_tokenizer(), jobs_folder, path, MIB, MIB)) as server:
         _, end = while_served(server, heard(folder, request("ftjob-1")))
         assert end.completion_tokens == 8
 

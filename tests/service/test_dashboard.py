@@ -298,7 +298,7 @@ def chatting(site) -> Iterator[None]:
     ended = threading.Event()
     base = AdaptedBase(base_of(tiny("llama", torch.float32)))
     with closing(
-        ChatServer(base, word_tokenizer(), site.settings.jobs, site.settings.chat_socket, 1 << 20)
+        ChatServer(base, word_tokenizer(), site.settings.jobs, site.settings.chat_socket, 1 << 20, 1 << 20)
     ) as server:
 
         def work() -> None:

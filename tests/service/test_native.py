@@ -162,6 +162,11 @@ def test_a_window_shows_own_jobs_by_id_and_all_others_as_a_sum(site, client):
     assert (first["jobs"], first["other_jobs"], first["other_tokens"]) == ({mine: 300}, 1, 200)
     assert window["memory"]["jobs"].keys() == {mine}
     assert window["memory"]["other_bytes"] == 220 << 20
+    assert window["memory"]["answer_bytes"] == 384 << 20
+    lines = client.get("/metrics").text.splitlines()
+    sizes = {"budget": 12 << 30, "base": 4 << 30, "answers": 384 << 20, "jobs": (180 + 220) << 20}
+    found = dict(line.split() for line in lines if line.startswith("weftune_memory_bytes{"))
+    assert {part: float(found[f'weftune_memory_bytes{{part="{part}"}}']) for part in sizes} == sizes
 
 
 def test_a_receipt_says_what_a_job_has_used(site, client):

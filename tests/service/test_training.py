@@ -60,7 +60,9 @@ def test_jobs_enter_an_idle_service_and_equal_their_solo_runs(serving):
     assert receipt.device_seconds > 0
     (window,) = serving.training.last_windows(1)
     assert window.values["memory"]["jobs"].keys() == {first}
-    assert 0 < sum(window.values["memory"]["jobs"].values()) < window.values["memory"]["budget_bytes"]
+    memory = window.values["memory"]
+    assert memory["answer_bytes"] == 512 << 20
+    assert 0 < sum(memory["jobs"].values()) < memory["budget_bytes"] - memory["base_bytes"] - (512 << 20)
     passes = [one for row in serving.training.last_windows(200) for one in row.values["passes"]]
     assert len(passes) == receipt.passes
     trained = sum(one["jobs"][first] for one in passes if one["training"])

@@ -185,6 +185,11 @@ class AnsweringBase:
         continued = set(self._open_decoder().turn())
         return {answer for answer in self._running if answer.stream.generation in continued}
 
+    @property
+    def unused_adapter_bytes(self) -> int:
+        """Device bytes reserved for adapters that answer, less those of the adapters that are attached."""
+        return self._adapter_bytes - sum(self._attached.values())
+
     # -- adapters ----------------------------------------------------------------------------------------
 
     def _attach(self, request: ChatRequest, prompt: ChatPrompt) -> str:
@@ -214,9 +219,7 @@ class AnsweringBase:
             )
 
     def _has_room(self, size: int) -> bool:
-        return (
-            len(self._attached) < MAX_ATTACHED and sum(self._attached.values()) + size <= self._adapter_bytes
-        )
+        return len(self._attached) < MAX_ATTACHED and size <= self.unused_adapter_bytes
 
     def _detach(self, name: str) -> None:
         del self._attached[name]

@@ -37,7 +37,6 @@ from weftune.service.chat_requests import (
     parse_request,
     request_values,
 )
-from weftune.service.settings import ADAPTER_BYTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,7 +117,7 @@ class ChatServer:
         jobs_folder: Path,
         socket_path: Path,
         cache_bytes: int,
-        adapter_bytes: int = ADAPTER_BYTES,
+        adapter_bytes: int,
     ) -> None:
         """`cache_bytes` is the device memory of the keys and values of all answers, `adapter_bytes` that of
         adapters which stay attached although they do not train. `tokenizer` is the base's."""
@@ -144,6 +143,11 @@ class ChatServer:
     def is_active(self) -> bool:
         """Whether somebody waits for an answer."""
         return bool(self._answers) or not self._arrivals.empty()
+
+    @property
+    def unused_adapter_bytes(self) -> int:
+        """Device bytes reserved for adapters that answer, less those of the adapters that are attached."""
+        return self._base.unused_adapter_bytes
 
     def was_active_within(self, seconds: float) -> bool:
         """Return whether somebody waits for an answer, or has waited within the last `seconds`."""

@@ -14,8 +14,6 @@ from weftune.errors import UserError
 KEYS, CLAIM = "keys.json", "service.json"
 EPOCHS = "epochs"
 """Folder inside a job's folder that holds the adapters of its checkpoints."""
-ADAPTER_BYTES = 1 << 30
-"""Device bytes of adapters that stay attached to answer prompts although they do not train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

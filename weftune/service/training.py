@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -53,8 +53,6 @@ from weftune.trainer.trainer import Quiet
 log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 15.0
-CHAT_BYTES, CHAT_BYTES_OF_CPU = 2 << 30, 256 << 20
-"""Device bytes reserved for the keys and values of answers to prompts."""
 CHAT_REST_SECONDS = 60.0
 """Seconds for which passes stay short after an answer, since a chat goes on with another prompt."""
 ANNOUNCED_JOBS = 100
@@ -68,6 +66,29 @@ BATCH_ROWS = 16
 MAX_CRASHES = 3
 """Number of times that the process may die while a job trains and makes no progress, before the job fails."""
 CRASHED = "the training process ended unexpectedly"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerMemory:
+    """Device bytes that are reserved for generated answers; jobs are admitted to the rest."""
+
+    chat: int
+    """Bytes of the keys and values of answers to prompts."""
+    evaluation: int
+    """Bytes of the keys and values of the answers by which jobs are evaluated."""
+    adapters: int
+    """Bytes of adapters that are attached to answer prompts although they do not train."""
+
+    @property
+    def total(self) -> int:
+        return self.chat + self.evaluation + self.adapters
+
+
+ANSWER_MEMORY = {
+    "cuda": AnswerMemory(chat=2 << 30, evaluation=1 << 30, adapters=1 << 30),
+    "cpu": AnswerMemory(chat=256 << 20, evaluation=128 << 20, adapters=128 << 20),
+}
+"""Maps the type of a device to what is reserved on it."""
 
 
 def main(settings: ServiceSettings) -> None:
@@ -141,12 +162,12 @@ class TrainingService:
         shape = self.shape = inspect(settings.base, device)
         self.tokenizer = load_tokenizer(settings.base)
         self.encoder = Encoder(self.tokenizer)
-        chat_bytes = CHAT_BYTES if device.type == "cuda" else CHAT_BYTES_OF_CPU
+        reserved = ANSWER_MEMORY[device.type]
         options = Options(
             device=settings.device,
             memory=settings.memory,
             gpu_memory=settings.gpu_memory,
-            decoder_bytes=chat_bytes,
+            decoder_bytes=reserved.total,
         )
         with base_read_ahead(settings.base):
             engine = open_engine(
@@ -160,6 +181,7 @@ class TrainingService:
             )
         journal = Journal(self.store, Quiet(), lambda line: None)
         self.loop = loop = Loop(engine, self.tokenizer, self.store, journal)
+        loop.answers.cache_bytes = reserved.evaluation
         loop.inbox, loop.rank, loop.watch_pass = self.inbox, self.rank, self._record_pass
         self.store.describe_device = self._describe_device
         executor = engine.executor
@@ -170,10 +192,16 @@ class TrainingService:
             stack.callback(executor.restore_base)
             # `/readyz` is answered with 200 from here on, since the socket listens.
             chat = ChatServer(
-                executor.adapted, self.tokenizer, self.store.output, settings.chat_socket, chat_bytes
+                executor.adapted,
+                self.tokenizer,
+                self.store.output,
+                settings.chat_socket,
+                reserved.chat,
+                reserved.adapters,
             )
             stack.callback(chat.close)
             executor.offer_turn = partial(loop.take_turn, chat.turn)
+            loop.learned.unused_decoder_bytes = lambda: chat.unused_adapter_bytes + loop.answers.unused_bytes
             loop.windows.is_decoding = partial(chat.was_active_within, CHAT_REST_SECONDS)
             self.inbox.serve_idle = partial(serve_chat, chat)
             log.info("ready to train on %s", settings.base_name)
@@ -324,7 +352,7 @@ class TrainingService:
         self.store.record_pass(event.microbatch, one.seconds, predicted, one.training)
 
     def _describe_device(self) -> dict[str, Any]:
-        """Return the device's name, the bytes that the base and each attached adapter hold, and the queue."""
+        """Return the device's name, the bytes of its memory by what they are for, and the queue."""
         assert self.loop is not None
         memory, device = self.loop.learned.memory, self.loop.base.device
         attached = [self.loop.jobs[name].shape for name in self.loop.executor.attached]
@@ -334,6 +362,7 @@ class TrainingService:
             "memory": {
                 "budget_bytes": memory.budget_bytes,
                 "base_bytes": memory.shape.base_bytes,
+                "answer_bytes": memory.decoder_bytes,
                 "jobs": {shape.name: memory.state_bytes([shape]) for shape in attached},
             },
         }

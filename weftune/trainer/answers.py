@@ -43,13 +43,15 @@ class JobAnswers:
         self._tokenizer, self._journal, self._jobs = tokenizer, journal, jobs
         self._base_answers: dict[tuple[tuple[int, ...], int], str] = {}
         """Maps a prompt and the maximum length of its answer to the answer of the bare base."""
+        self.cache_bytes = engine.choice.memory.decoder_bytes
+        """Device bytes for the keys and values of answers. A service reserves other bytes for its chat."""
         self.window_seconds = 0.0
         """Seconds spent on answers in the current window."""
 
     def check(self, job: PreparedJob) -> None:
         """Raise SpecError if a job that is added to the run has answers that do not fit, one at a time, into
         the memory that the run has reserved."""
-        evaluation, reserved = job.spec.eval, self._engine.choice.memory.decoder_bytes
+        evaluation, reserved = job.spec.eval, self.cache_bytes
         if evaluation is None or evaluation.generate is None:
             return
         needed = answers_bytes(self._engine.choice.shape, [job.shape]) // evaluation.generate.prompts
@@ -156,12 +158,16 @@ class JobAnswers:
     @cached_property
     def _decoder(self) -> Decoder:
         """Created when the first answer is needed. Its memory is reserved from the start."""
-        choice = self._engine.choice
         return Decoder(
             self._executor.adapted,
-            choice.memory.decoder_bytes,
-            max_prompt_rows=min(choice.capacity, PROMPT_ROWS),
+            self.cache_bytes,
+            max_prompt_rows=min(self._engine.choice.capacity, PROMPT_ROWS),
         )
+
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes of the cache, until the first answer is needed; then 0."""
+        return 0 if "_decoder" in self.__dict__ else self.cache_bytes
 
     @cached_property
     def _stop_ids(self) -> frozenset[int]:

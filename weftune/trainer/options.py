@@ -45,8 +45,8 @@ class Options:
     capacity: int | None = None
     """Maximum number of tokens per microbatch. None derives it from device and memory."""
     decoder_bytes: int = 0
-    """Bytes of device memory reserved for the keys and values of sequences that are generated while jobs
-    train. Jobs with `eval.generate` reserve what they need by themselves."""
+    """Bytes of device memory reserved for sequences that are generated while jobs train: for keys and values,
+    and for adapters that do not train. Jobs with `eval.generate` reserve what they need by themselves."""
     profile: Path | None = None
     """File written by `weftune doctor --profile`. None uses the one in the cache, if there is any."""
     staff: WorkerControl | None = None

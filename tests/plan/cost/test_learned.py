@@ -63,6 +63,20 @@ def test_a_microbatch_of_the_returned_tokens_takes_the_given_seconds_in_its_slow
     assert run.tokens_within(1e-9) == 0
 
 
+def test_reserved_bytes_that_a_decoder_does_not_use_are_in_no_peak_but_in_every_plan() -> None:
+    unused, one = 64 << 20, program(30, 50)
+    usual, idle = learned(decoder_bytes=unused), learned(decoder_bytes=unused)
+    idle.unused_decoder_bytes = lambda: unused
+    predicted = usual.promise(one, SHAPES).peak_bytes
+    assert idle.promise(one, SHAPES).peak_bytes == predicted - unused
+    usual.learn(one, SHAPES, outcome(one, peak=predicted))
+    idle.learn(one, SHAPES, outcome(one, peak=predicted - unused))
+    assert idle.fitted.fit.activations == pytest.approx(usual.fitted.fit.activations)
+    assert idle.fitted.fit.state == pytest.approx(usual.fitted.fit.state)
+    # The decoder may use them while the jobs train that are admitted now.
+    assert idle.memory.least_bytes(JOBS) == learned().memory.least_bytes(JOBS) + unused
+
+
 def test_the_first_pass_of_a_process_is_part_of_the_first_window_alone() -> None:
     one = program(30, 50)
     run = Learned(initial_cost=TRUTH, memory=memory(), first_seconds=2.0)

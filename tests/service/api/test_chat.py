@@ -35,6 +35,7 @@ def running(tmp_path_factory):
             settings.jobs,
             settings.chat_socket,
             MIB,
+            MIB,
         )
     ) as server:
 

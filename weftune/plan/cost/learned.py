@@ -94,6 +94,9 @@ class Learned:
     row_times: list[float] = field(default_factory=list)
     """Seconds per row in each of the last windows."""
     peaks: list[Peak] = field(default_factory=list)
+    unused_decoder_bytes: Callable[[], int] = int
+    """Function that returns how many of the bytes that are reserved for a decoder it does not use. They are
+    in no measured peak, but plans count them."""
     least_error: int = 0
     """Bytes by which predictions are assumed to be too low at least, after a shortage of memory."""
     _last_content: object = None
@@ -138,7 +141,7 @@ class Learned:
             seconds += self.first_seconds
         return Promise(
             seconds=seconds,
-            peak_bytes=need.total_bytes(self.fitted.fit),
+            peak_bytes=need.total_bytes(self.fitted.fit) - self.unused_decoder_bytes(),
             error_bytes=self.fitted.fit.error,
             source="each stage's own passes" if price else self.cost.source,
             version=self.version,
@@ -158,6 +161,7 @@ class Learned:
         self.cost = refit(self.initial_cost, times)
         if outcome.own_peak or not self.peaks or outcome.peak_bytes > self.peaks[-1].measured_bytes:
             need = window_need(self.memory, list(shapes.values()), program)
+            need = replace(need, resident_bytes=need.resident_bytes - self.unused_decoder_bytes())
             self.peaks.append(Peak(need, outcome.peak_bytes))
         self.fitted = replace(self.memory, fit=fit_memory(self.peaks, self.initial_fit))
         if (seconds := outcome.row_seconds()) is not None:

@@ -113,7 +113,8 @@ class MemoryModel:
     host_budget_bytes: int = 0
     """Bytes of host memory that the run may use for an offloaded optimizer and for tensors of layers."""
     decoder_bytes: int = 0
-    """Device bytes reserved for the keys and values of sequences that are generated between passes."""
+    """Device bytes reserved for sequences that are generated between passes: for keys and values, and for
+    adapters that do not train."""
 
     # -- bytes -------------------------------------------------------------------------------------------
 

@@ -181,6 +181,9 @@ class PassView(BaseModel):
 class MemoryView(BaseModel):
     budget_bytes: Count
     base_bytes: Count
+    answer_bytes: Count = Field(
+        description="Reserved for generated answers and for the adapters that give them."
+    )
     jobs: dict[str, int] = Field(description="Maps the tenant's own jobs to the bytes of their adapters.")
     other_jobs: Count
     other_bytes: Count
@@ -478,10 +481,17 @@ def _memory_view(values: Mapping[str, Any], names: Names) -> MemoryView:
     return MemoryView(
         budget_bytes=values["budget_bytes"],
         base_bytes=values["base_bytes"],
+        # Windows of earlier versions do not have it.
+        answer_bytes=values.get("answer_bytes", 0),
         jobs=own,
         other_jobs=count,
         other_bytes=taken,
     )
+
+
+def _training_bytes(memory: Mapping[str, int]) -> int:
+    """Return the bytes that the base and the jobs may take."""
+    return memory["budget_bytes"] - memory.get("answer_bytes", 0)
 
 
 def _own_part(numbers: Mapping[str, int], names: Names) -> tuple[dict[str, int], int, int]:
@@ -707,7 +717,7 @@ def _planned_queue(service: Service, submission: Submission) -> _PlannedQueue:
         hold_reason=ranking.hold_reasons.get(NEW, ""),
         ahead=waiting.index(NEW) if NEW in waiting else len(waiting),
         running_jobs=sum(row.state is State.RUNNING for row in rows.values()),
-        budget_bytes=values["memory"]["budget_bytes"] if values.get("device") == "cpu" else None,
+        budget_bytes=_training_bytes(values["memory"]) if values.get("device") == "cpu" else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -80,6 +80,20 @@ class _Stores(Collector):
             "weftune_training_lease_seconds", "Seconds until the lease of training expires.", seconds
         )
         windows = self._training.last_windows(1)
+        if windows and (memory := windows[0].values.get("memory")):
+            yield _memory_metric(memory)
         if windows:
             age = time.time() - windows[0].at
             yield GaugeMetricFamily("weftune_last_window_age_seconds", "Seconds since the last window.", age)
+
+
+def _memory_metric(memory: Mapping[str, Any]) -> Metric:
+    """Return the device bytes of a window by purpose."""
+    metric = GaugeMetricFamily(
+        "weftune_memory_bytes", "Device bytes in the last window by purpose.", labels=["part"]
+    )
+    metric.add_metric(["budget"], memory["budget_bytes"])
+    metric.add_metric(["base"], memory["base_bytes"])
+    metric.add_metric(["answers"], memory.get("answer_bytes", 0))
+    metric.add_metric(["jobs"], sum(memory["jobs"].values()))
+    return metric

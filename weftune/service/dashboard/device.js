@@ -84,11 +84,11 @@ const lastWindow = (state, window) => {
 
 const memory = (state, one) => {
   const jobs = Object.entries(one.jobs).sort((a, b) => b[1] - a[1]);
-  const taken = one.base_bytes + one.other_bytes + jobs.reduce((sum, [, value]) => sum + value, 0);
-  const bars = [["var(--soft)", "base", one.base_bytes], ...jobs.map(([id, value]) => [state.penOf(id).colour, state.nameOf(id), value]),
+  const taken = one.base_bytes + one.answer_bytes + one.other_bytes + jobs.reduce((sum, [, value]) => sum + value, 0);
+  const bars = [["var(--soft)", "base", one.base_bytes], ["var(--answers)", "reserved for answers", one.answer_bytes], ...jobs.map(([id, value]) => [state.penOf(id).colour, state.nameOf(id), value]),
     ...(one.other_jobs ? [["var(--others)", others(one.other_jobs), one.other_bytes]] : [])];
   return h("section", {}, h("h2", {}, "Memory"), h("div", { class: "wall" },
-    h("p", { class: "label" }, `${bytes(taken)} of ${bytes(one.budget_bytes)} are held by the base and the adapters; passes use the rest`),
+    h("p", { class: "label" }, `${bytes(taken)} of ${bytes(one.budget_bytes)} are held by the base, answers and the adapters; passes use the rest`),
     h("div", { class: "stack", "aria-hidden": "true" }, bars.map(([colour, name, value]) => h("span", { style: { width: share(value, one.budget_bytes), background: colour }, "data-tip": `${name}\n${bytes(value)}` }))),
     h("ul", { class: "keys" }, bars.map(([colour, name, value]) => key(colour, name, bytes(value))))));
 };
