@@ -37,6 +37,8 @@ class Vllm:
                 status = outer.statuses.pop(0) if outer.statuses else 200
                 loaded = any(one[1] == body for one in outer.requests[:-1])
                 words = "has already been loaded" if status == 400 and loaded else f"/srv/secret {status}"
+                if self.path == "/v1/unload_lora_adapter" and status == 404:
+                    words = "The lora adapter 'x' cannot be found."
                 self.send_response(status)
                 self.end_headers()
                 self.wfile.write(words.encode())
@@ -65,10 +67,13 @@ def start():
         one.close()
 
 
-def outcome(serving, job):
+def outcome(serving, job, count=1):
+    """Return the newest outcome of announcing a job's adapter, once there are `count` of them."""
     found = [event for event in serving.training.events(job) if "announced" in event.data]
-    assert len(found) <= 1
-    return (found[0].data["announced"], found[0].level, found[0].message) if found else None
+    assert len(found) <= count
+    if len(found) < count:
+        return None
+    return (found[0].data["announced"], found[0].level, found[0].message)
 
 
 def test_adapters_that_vllm_loads_are_announced_while_training_continues(tmp_path, start):
@@ -97,7 +102,20 @@ def test_adapters_that_vllm_loads_are_announced_while_training_continues(tmp_pat
         serving.start()
         serving.until(lambda: outcome(serving, second) is not None)
         assert outcome(serving, second)[0]
-        assert [body["lora_name"] for _, body, _ in vllm.requests] == [serving.row(second).model]
+        model = serving.row(second).model
+        assert [body["lora_name"] for _, body, _ in vllm.requests] == [model]
+        # Deleted adapters are unloaded, also by the next process if vLLM cannot be reached before.
+        serving.command(first, "delete")
+        serving.until(lambda: outcome(serving, first, 2) is not None)
+        assert outcome(serving, first, 2) == (False, "info", "vLLM does not answer with the deleted adapter")
+        vllm.close()
+        serving.command(second, "delete")
+        serving.until(lambda: serving.row(second).model is None)
+        assert serving.end(signal.SIGTERM) == 0
+        vllm = start(port, 404)
+        serving.start()
+        serving.until(lambda: outcome(serving, second, 2) is not None)
+        assert vllm.requests == [("/v1/unload_lora_adapter", {"lora_name": model}, None)]
     finally:
         serving.close()
 
@@ -120,9 +138,10 @@ def test_what_vllm_refuses_is_not_repeated_and_names_nothing_of_the_operator(
         JobRow(id="b", tenant="t", created_at=0.0, model="ft:b"),
     )
 
-    def tell():
-        announcer.announce(deleted)
-        announcer.announce(job)
+    def tell(announced=True):
+        if announced:
+            announcer.announce(deleted)
+            announcer.announce(job)
         deadline = time.monotonic() + 30
         while not told:
             assert time.monotonic() < deadline
@@ -135,7 +154,13 @@ def test_what_vllm_refuses_is_not_repeated_and_names_nothing_of_the_operator(
     assert "/srv/secret 404" in caplog.text, "the operator reads the reason"
     assert tell() == ("b", "vLLM answers with the adapter as ft:b", "info", True)
     assert tell() == ("b", "vLLM answers with the adapter as ft:b", "info", True), "it is loaded already"
-    assert [key for _, _, key in vllm.requests] == ["Bearer sesame"] * 5
+    vllm.statuses = [404]
+    announcer.withdraw("b", "ft:b")
+    assert tell(announced=False) == ("b", "vLLM does not answer with the deleted adapter", "info", False)
+    vllm.statuses = [403]
+    announcer.withdraw("b", "ft:b")
+    assert tell(announced=False) == ("b", "vLLM has refused the adapter with status 403", "warn", True)
+    assert [key for _, _, key in vllm.requests] == ["Bearer sesame"] * 7
     announcer.close()
 
 

@@ -112,6 +112,8 @@ class ServiceJobStore:
         window."""
         self.announce: Callable[[JobRow], object] = lambda row: None
         """Function that is called with every job that has succeeded, once its adapter is written."""
+        self.withdraw: Callable[[str, str], object] = lambda name, model: None
+        """Function that is called with a job and the name of its adapter when the adapter is deleted."""
         self._windows: list[WindowRow] = []
         self._passes: list[dict[str, Any]] = []
         """Passes since the end of the last window."""
@@ -194,6 +196,7 @@ class ServiceJobStore:
         if (row := self.row(name)) is not None and row.model is not None:
             with self._lock:
                 self._changed[name] = replace(row, model=None)
+            self.withdraw(name, row.model)
 
     def explain_job(self, name: str, reason: str) -> None:
         self._change_status(name, reason=self._without_strangers(name, reason))

@@ -35,6 +35,7 @@ from weftune.run.executor import Executor
 from weftune.run.training import checkpoint
 from weftune.service.announcer import Announcer
 from weftune.service.chat import ChatServer
+from weftune.service.ids import AdapterName
 from weftune.service.inbox import ServiceInbox
 from weftune.service.job_store import ANNOUNCED, ServiceJobStore
 from weftune.service.queue_order import QUEUE, policy_for, queue_values
@@ -234,7 +235,7 @@ class TrainingService:
 
     def _announce_adapters(self, stack: ExitStack) -> None:
         """Announce adapters that finish from now on, and adapters of earlier processes whose announcement has
-        no recorded outcome."""
+        no recorded outcome. Withdraw adapters that were deleted."""
         settings = self.settings
         if settings.announce is None:
             return
@@ -242,10 +243,21 @@ class TrainingService:
             settings.announce, settings.base, self.store.output, self.store.record_announcement
         )
         stack.callback(announcer.close)
-        self.store.announce = announcer.announce
+        self.store.announce, self.store.withdraw = announcer.announce, announcer.withdraw
         for row in self.training.jobs(states=[State.SUCCEEDED], limit=ANNOUNCED_JOBS):
-            if not any(ANNOUNCED in event.data for event in self.training.events(row.id)):
+            outcomes = [
+                event.data[ANNOUNCED] for event in self.training.events(row.id) if ANNOUNCED in event.data
+            ]
+            if not outcomes:
                 announcer.announce(row)
+            elif outcomes[0] and row.model is None:
+                announcer.withdraw(row.id, self._model_name(row))
+
+    def _model_name(self, row: JobRow) -> str:
+        """Return the name of the adapter of a job, which may have been deleted."""
+        submission = self.requests.submission(None, row.id)
+        assert submission is not None, f"{row.id} was submitted"
+        return str(AdapterName(self.settings.base_name, row.tenant, submission.suffix or "", row.id))
 
     def _rewind_job(self, row: JobRow) -> None:
         found = checkpoint.newest_progress(self.store.output / row.id / CHECKPOINTS)
