@@ -339,7 +339,7 @@ def answer_and_train(serving):
     of_base, of_job = answer(), answer(job)
     assert of_base != of_job
     # From the first answer on, passes are short.
-    running = serving.submit(steps=100, learning_rate=1e-3)
+    running = serving.submit(steps=100, learning_rate=1e-4)
     serving.until(lambda: serving.step(running) > 1)
     assert (answer(), answer(job)) == (of_base, of_job)
     assert answer(running)[1] > 0

@@ -1,86 +1,17 @@
-"""The whole service as `weftune serve` starts it: HTTP, preparation, training and chat, on a tiny base."""
+"""The whole service, driven by the `openai` client and by the command line."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import openai
 import pytest
-import torch
 
-from tests.base.folders import CHATML, word_tokenizer
-from tests.families import tiny
-from tests.service.api.running import free_port
+from tests.service.whole import Whole, rows
 from weftune.cli import service_jobs
 from weftune.service.client import ServiceClient
-from weftune.service.keys import KeyFile
-from weftune.service.settings import KEYS
 
-SECONDS = 120.0
 ENDED = ("succeeded", "failed", "cancelled")
-
-
-METRIC = """
-def word_count(completion, expected, row):
-    return 0.25 * len(completion.split())
-"""
-
-
-class Whole:
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.port = folder, free_port()
-        tiny("llama", torch.float32).save_pretrained(folder / "model")
-        word_tokenizer(CHATML).save_pretrained(folder / "model")
-        self.key = KeyFile(folder / "store" / KEYS).create("acme")
-        self.log = folder / "log"
-        (folder / "scores.py").write_text(METRIC)
-        self.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        words = ["serve", "--base", self.folder / "model", "--store", self.folder / "store"]
-        words += ["--port", self.port, "--device", "cpu", "--expect", "4xrank8x64"]
-        words += ["--metric", f"{self.folder / 'scores.py'}:word_count"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "WEFTUNE_CACHE": str(self.folder / "cache")}
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "weftune", *map(str, words)],
-                stdout=output,
-                stderr=output,
-                env=environment,
-            )
-        before = self.log.read_text().count("ready to train")
-        self.until(self.is_ready)
-        assert self.log.read_text().count("ready to train") == before + 1
-
-    def is_ready(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()
-        try:
-            return bool(ServiceClient(self.url, self.key).request("GET", "/readyz")["status"] == "ok")
-        except Exception:
-            return False
-
-    def until(self, true) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not true():
-            assert time.monotonic() < deadline, self.log.read_text()[-5000:]
-            time.sleep(0.2)
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +22,7 @@ def whole(tmp_path_factory):
         assert found.stop() == 0, found.log.read_text()[-5000:]
 
 
-def rows(count: int = 16) -> bytes:
-    turns = ('{"role": "user", "content": "w%d w50"}', '{"role": "assistant", "content": "w%d w60"}')
-    return "".join(
-        f'{{"messages": [{turns[0] % (10 + n)}, {turns[1] % (20 + n)}]}}\n' for n in range(count)
-    ).encode()
-
-
-def test_the_flow_of_openais_guide_runs_with_only_the_address_and_the_key_changed(whole):
+def follow_openais_guide(whole):
     client = whole.client()
     file = client.files.create(file=("rows.jsonl", rows()), purpose="fine-tune")
     base = client.models.list().data[0].id
@@ -144,6 +68,25 @@ def test_the_flow_of_openais_guide_runs_with_only_the_address_and_the_key_change
     assert client.models.delete(job.fine_tuned_model).deleted
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model=job.fine_tuned_model, messages=question)
+
+
+def test_the_flow_of_openais_guide_runs_with_only_the_address_and_the_key_changed(whole):
+    follow_openais_guide(whole)
+
+
+@pytest.mark.slow
+def test_the_flow_of_openais_guide_runs_on_postgresql(tmp_path, postgres_server):
+    whole = Whole(tmp_path, "--database", postgres_server.new_database())
+    try:
+        follow_openais_guide(whole)
+        assert not list((tmp_path / "store").glob("*.db")), "all tables are in PostgreSQL"
+        before = [job.id for job in whole.client().fine_tuning.jobs.list()]
+        assert len(before) == 1
+        assert whole.stop() == 0
+        whole.start()
+        assert [job.id for job in whole.client().fine_tuning.jobs.list()] == before
+    finally:
+        whole.kill()
 
 
 def test_a_job_is_evaluated_by_a_metric_that_the_operator_has_registered(whole):
