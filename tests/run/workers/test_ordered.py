@@ -11,6 +11,7 @@ from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import CUTS, cut, make_jobs, on_worker, pipeline_program, whole_base
 from weftune.plan.program.program import Forward
 from weftune.run.parts import delivered
+from weftune.run.workers import groups, ordered
 from weftune.run.workers.groups import HOST_PURPOSES, NO_TIMEOUT
 from weftune.run.workers.ordered import OrderError
 from weftune.trainer.job import collate_plan
@@ -35,6 +36,18 @@ def test_workers_of_tests_follow_the_rules_unless_a_test_says_otherwise(rules, l
         assert shards == library
         for purpose, used in found.items():
             assert used == ("gloo" if purpose in HOST_PURPOSES else library)
+
+
+def agreed_library(connections, with_gpus):
+    """The library on which workers agree of which some have a GPU each."""
+    has_gpus = connections.position.worker in with_gpus
+    groups.has_separate_gpus = lambda *_: has_gpus
+    return groups.agree_on_library(connections.position, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("with_gpus", "library"), [((), "gloo"), ((0,), "gloo"), ((0, 1), "nccl")])
+def test_workers_take_nccl_only_if_every_machine_has_a_gpu_for_each_of_them(with_gpus, library):
+    assert run_workers(2, agreed_library, with_gpus, rules=False) == [library] * 2
 
 
 # -- orders that gloo tolerates -----------------------------------------------------------------------------
@@ -115,15 +128,16 @@ def test_a_send_completes_only_when_its_receive_is_posted():
 
 def circle_of_three(connections):
     """Each worker waits for a tensor that its neighbour would send next."""
-    groups = [
+    ordered.STABLE_POLLS = 2
+    pairs = [
         dist.new_group(sorted((one, (one + 1) % 3)), backend="ordered", timeout=NO_TIMEOUT)
         for one in range(3)
     ]
     worker, began = connections.position.worker, time.monotonic()
     tensor, before = torch.ones(2 + worker), (worker - 1) % 3
-    told = outcome_of([dist.irecv(torch.ones(2 + before), before, group=groups[before])], tensor)
+    told = outcome_of([dist.irecv(torch.ones(2 + before), before, group=pairs[before])], tensor)
     if isinstance(told, list):
-        dist.isend(tensor, (worker + 1) % 3, group=groups[worker])
+        dist.isend(tensor, (worker + 1) % 3, group=pairs[worker])
     return told, time.monotonic() - began
 
 
@@ -141,9 +155,10 @@ def test_a_circle_of_waiting_workers_is_told_in_seconds():
 
 def train_while_passes_synchronise(connections, announces):
     """Train on two stages whose passes wait for every operation that this worker has started, as the capture
-    of a graph on a GPU does. Without `announces`, receives are posted ahead without a token."""
+    of a graph on a GPU does. Without `announces`, receives are posted ahead, unannounced."""
     if not announces:
-        connections.token_groups.clear()
+        connections.announcement_groups.clear()
+        ordered.STABLE_POLLS = 2
     works = []
     isend, irecv = dist.isend, dist.irecv
 

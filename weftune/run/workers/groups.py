@@ -181,8 +181,8 @@ class WorkerConnections:
     """Maps each connection to its process group."""
     shard_group: Any = None
     """Process group of the shards that hold this worker's layers. None if layers are not divided."""
-    token_groups: Mapping[WorkerLink, Any] = field(default_factory=dict)
-    """Maps each connection whose operations occupy a device to the process group of its tokens."""
+    announcement_groups: Mapping[WorkerLink, Any] = field(default_factory=dict)
+    """Maps each connection whose operations occupy a device to the process group that announces tensors."""
     watch: WaitWatch | None = None
 
     def incoming(self, purpose: Purpose) -> tuple[PeerLane, ...]:
@@ -197,7 +197,7 @@ class WorkerConnections:
         return tuple(self._lane(one, one.receiver) for one in links)
 
     def _lane(self, link: WorkerLink, peer: int) -> PeerLane:
-        return PeerLane(self.groups[link], peer, self.token_groups.get(link), self.watch)
+        return PeerLane(self.groups[link], peer, self.announcement_groups.get(link), self.watch)
 
 
 def _links(position: WorkerPosition) -> Iterator[WorkerLink]:
@@ -256,14 +256,24 @@ def choose_library(position: WorkerPosition, device: torch.device) -> Library:
     return "ordered" if follows_rules else "gloo"
 
 
+def agree_on_library(position: WorkerPosition, device: torch.device) -> Library:
+    """Return the library that all workers have chosen; gloo if machines differ in their GPUs."""
+    chosen = choose_library(position, device)
+    agreeing = torch.tensor([int(chosen == "nccl")])
+    dist.all_reduce(agreeing)
+    if 0 < int(agreeing) < position.workers:
+        return "gloo"
+    return chosen
+
+
 def create_groups(position: WorkerPosition, device: torch.device) -> WorkerConnections:
     """Create all groups. Every worker creates every group in the same order, as torch requires."""
-    library = choose_library(position, device)
+    library = agree_on_library(position, device)
     if library == "ordered":
         ordered.register()
     links = list(_links(position))
     groups = {link: _pair_group(link, "gloo" if link.purpose in HOST_PURPOSES else library) for link in links}
-    tokens = {
+    announcement_groups = {
         link: _pair_group(link, "gloo")
         for link in links
         if library != "gloo" and link.purpose not in HOST_PURPOSES
@@ -278,7 +288,7 @@ def create_groups(position: WorkerPosition, device: torch.device) -> WorkerConne
             dist.recv(greeting, link.sender, group=group)
     watch = ordered.make_watch(position.worker) if library == "ordered" else None
     shard_group = _shard_group(position, library, greeting)
-    return WorkerConnections(position, groups, shard_group, tokens, watch)
+    return WorkerConnections(position, groups, shard_group, announcement_groups, watch)
 
 
 def _pair_group(link: WorkerLink, library: Library) -> Any:

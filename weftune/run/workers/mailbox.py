@@ -3,7 +3,7 @@
 With NCCL, an operation that waits for its peer occupies the device, and whatever synchronises the device (the
 capture of a graph, memory that is returned to the driver) waits for it. The peer may be waiting for what this
 worker does next. So a transfer starts on both devices only when both workers are ready for it: each tensor is
-announced by a token, which threads of both workers exchange in host memory.
+announced by a message in host memory, which threads of both workers exchange.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PeerLane:
 
     group: Any
     peer: int
-    token_group: Any = None
+    announcement_group: Any = None
     """Process group in host memory that announces each tensor. None if the operations of `group` wait in host
     memory themselves, as those of gloo do."""
     watch: WaitWatch | None = None
@@ -89,7 +89,7 @@ class Inbox:
 
 
 class DirectInbox:
-    """The tensors from a worker with a separate GPU. A thread starts each receive when its token has come."""
+    """The tensors from a worker with a separate GPU. A thread starts a receive when it has been announced."""
 
     def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
         self._lane = lane
@@ -142,7 +142,7 @@ class DirectInbox:
 
     def _start(self, shape: tuple[int, ...]) -> tuple[Tensor, Any]:
         lane, buffer = self._lane, torch.empty(shape, dtype=self._dtype, device=self._device)
-        dist.recv(_new_token(), lane.peer, group=lane.token_group)
+        dist.recv(_announcement(), lane.peer, group=lane.announcement_group)
         return buffer, dist.irecv(buffer, lane.peer, group=lane.group)
 
 
@@ -167,7 +167,7 @@ class Outbox:
         if not kept.is_cuda:
             self._queue.put((kept, None))
             return
-        if self._lane.token_group is None:
+        if self._lane.announcement_group is None:
             device_tensor, kept = kept, torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
             kept.copy_(device_tensor, non_blocking=True)
         ready = torch.cuda.Event()
@@ -191,7 +191,7 @@ class Outbox:
             raise PeerLost(f"worker {self._lane.peer} is gone: {self._error}") from self._error
 
     def _serve(self) -> None:
-        is_direct, number = self._lane.token_group is not None, 0
+        is_direct, number = self._lane.announcement_group is not None, 0
         transfer = self._start if is_direct else self._send
         with _separate_stream(self._device) if is_direct else nullcontext():
             while (item := self._queue.get()) is not None:
@@ -213,7 +213,7 @@ class Outbox:
 
     def _start(self, tensor: Tensor, ready: torch.cuda.Event | None, number: int) -> None:
         """Start a transfer between devices, as soon as the receiver is ready for it."""
-        dist.send(_new_token(), self._lane.peer, group=self._lane.token_group)
+        dist.send(_announcement(), self._lane.peer, group=self._lane.announcement_group)
         if ready is not None:
             ready.wait()
         while self._started and self._started[0][1].is_completed():
@@ -222,11 +222,11 @@ class Outbox:
 
 
 def inbox_for(lane: PeerLane, dtype: torch.dtype, device: torch.device) -> Inbox | DirectInbox:
-    made = Inbox if lane.token_group is None else DirectInbox
+    made = Inbox if lane.announcement_group is None else DirectInbox
     return made(lane, dtype, device)
 
 
-def _new_token() -> Tensor:
+def _announcement() -> Tensor:
     return torch.zeros(1)
 
 
