@@ -161,7 +161,7 @@ def _show_shares(
 def _pause_waiting_trials(trainer: Trainer, store: Store, sweeps: Sweeps) -> None:
     """Pause the trials that still wait at a rung when the last round has ended."""
     for name in filter(sweeps.is_waiting_at_rung, trainer.jobs):
-        if name in store and not store.job(name).state.ended:
+        if name in store and store.job(name).state is State.QUEUED:
             reason = f"waits for other trials of its sweep; resume with {store.resume_line()}"
             store.move_job(name, State.PAUSED, reason)
     store.write_status()
