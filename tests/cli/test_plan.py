@@ -111,7 +111,7 @@ def test_a_plan_for_four_devices_is_made_in_seconds_without_torch_or_weights(fol
 
 def test_where_the_base_fits_each_device_a_share_of_the_jobs_goes_to_each(folder, weftune):
     file = jobs_file(folder, short="{rank: 8}", middle="{rank: 16}", long="{rank: 64}")
-    shown = weftune(file, "--cluster", "2xA100-80G", "--json", "out.json")
+    shown = weftune(file, "--cluster", "2xA100-80G", "--gpus", "2", "--json", "out.json")
     words = " ".join(shown.out.split())
     assert words.startswith("3 jobs on 2xA100-80G:nvlink: 13 s for the whole run, "), shown.err
     assert "The base fits each device: train with --gpus 2, a share of the jobs on each" in words
@@ -125,6 +125,26 @@ def test_where_the_base_fits_each_device_a_share_of_the_jobs_goes_to_each(folder
     assert all(0 < share["needs_bytes"] <= share["budget_bytes"] for share in numbers["shares"])
     weftune(file, "--cluster", "H200", "--json", "out.json")
     assert json.loads((folder / "out.json").read_text())["shares"] is None
+
+
+def test_the_fastest_ways_to_divide_several_devices_are_told_with_what_limits_them(folder, weftune):
+    file = jobs_file(folder, short="{rank: 8}", middle="{rank: 16}", long="{rank: 64}")
+    shown = weftune(file, "--cluster", "2xA100-80G", "--json", "out.json")
+    candidates = json.loads((folder / "out.json").read_text())["candidates"]
+    assert set(candidates[0]) == {
+        "shares", "replicas", "stages", "shards", "capacity", "tokens_per_second", "needs_bytes",
+        "idle_share", "limited_by",
+    }  # fmt: skip
+    assert len(candidates) == 3
+    best = candidates[0]["tokens_per_second"]
+    assert all(one["tokens_per_second"] * 0.99 <= best for one in candidates)
+    words = " ".join(shown.out.split())
+    assert f"{best:,.0f} tokens/s are predicted" in words
+    assert "Fastest ways to divide the devices" in words
+    weftune(file, "--cluster", "2xA100-80G", "--pipeline", "2", "--json", "out.json")
+    forced = json.loads((folder / "out.json").read_text())["candidates"]
+    assert forced[0]["stages"] == 2
+    assert forced[0]["tokens_per_second"] <= best * 1.0101
 
 
 def test_the_option_gpus_plans_a_share_of_the_jobs_on_each_device_as_train_would(folder, weftune):
@@ -142,7 +162,6 @@ def test_the_option_gpus_plans_a_share_of_the_jobs_on_each_device_as_train_would
     for words, sentence in (
         (("--cluster", "2xA100-80G", "--gpus", "3"), "--gpus 3: 2xA100-80G:nvlink has 2"),
         (("--cluster", "2xT4", "--gpus", "2"), "the base and a job do not fit the"),
-        (("--gpus", "2", "--pipeline", "2"), "--gpus 2: a plan does not know shares of several workers yet"),
         (("--gpus", "none"), "--gpus none: write all, or how many"),
         (("--gpus", "2", "--gpu-memory", "8GiB"), "--gpus and --replicas need all of it on each"),
     ):
@@ -166,12 +185,13 @@ def test_both_memory_figures_of_a_plan_say_what_they_are(folder, weftune):
     assert f"With the samples of the first window the peak is {peak}." in words
 
 
-def test_where_a_device_is_too_small_as_few_stages_as_fit_are_planned_and_the_option_told(folder, weftune):
+def test_where_a_device_is_too_small_the_base_is_divided_and_the_options_told(folder, weftune):
     shown = weftune(jobs_file(folder, short="{rank: 8}"), "--cluster", "4xT4", "--json", "out.json")
     numbers = json.loads((folder / "out.json").read_text())
-    assert numbers["train"] == f"--pipeline {len(numbers['stages'])}"
+    best = numbers["candidates"][0]
+    assert best["stages"] * best["shards"] > 1
+    assert best["shares"] * best["replicas"] * best["stages"] * best["shards"] == 4
     assert f"Train with {numbers['train']}." in " ".join(shown.out.split())
-    assert 1 < len(numbers["stages"]) < 4
 
 
 def test_first_of_all_come_the_time_and_the_memory_of_the_run_and_of_each_job(folder, weftune):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tests.data import families
+from tests.plan.outlooks import CONFIG
 from weftune.base.architecture import refuse_shards
 from weftune.base.spec import BaseSpec
+from weftune.cli import early, train
+from weftune.cli.plan import read_cluster
+from weftune.cli.plan_jobs import read_case
+from weftune.cli.plan_predict import choose_planned
 from weftune.errors import BaseModelError
+from weftune.plan.cost import cluster
+from weftune.run.measure import memory
 
 LLAMA = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}
 SPEC = BaseSpec(model="base")
@@ -45,3 +55,29 @@ def test_formats_with_plain_products_are_accepted(quantize):
 def test_fp8_gets_a_sentence():
     with pytest.raises(BaseModelError, match="base in fp8 cannot be divided into shards: activations are"):
         refuse_shards(replace(SPEC, quantize="fp8"), LLAMA, 2)
+
+
+def test_train_starts_what_plan_answers(tmp_path, monkeypatch):
+    """The launcher asks before any process starts; this machine is pretended to have four GPUs."""
+    rows = "".join(json.dumps({"text": "word " * (20 + number)}) + "\n" for number in range(40))
+    families.smollm2().save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "jobs.yaml").write_text(
+        "base: ./base\njobs:\n" + "".join(f"  - {{name: {name}, data: rows.jsonl}}\n" for name in "ab")
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cluster, "_query_smi", lambda: "NVIDIA A10, 23028\n" * 4)
+    monkeypatch.setattr(memory, "visible_gpus", lambda device: 4)
+    run = early.read_jobs_file(Path("jobs.yaml"))
+    none = dict.fromkeys(("device", "memory", "gpu_memory", "pipeline", "gpus"))
+    options = early.read_options(**none, replicas=1)
+    assert train._has_free_numbers(options)
+    started = train._choose_processes(run, options, None)
+    case = read_case(run, read_cluster("auto"), options, on_this_machine=True)
+    machine = choose_planned(case).machine
+    assert machine.division.devices > 1
+    found = (started.gpus or 1, started.pipeline or 1, started.replicas, started.shards, started.capacity)
+    assert found == (machine.shares, machine.workers, machine.replicas, machine.shards, machine.capacity)
+    assert not train._has_free_numbers(started)

@@ -146,6 +146,15 @@ def refuse_format_on_shards(found: Quantised | None, name: str) -> None:
         )
 
 
+def can_be_sharded(spec: BaseSpec, config: Config, shards: int) -> bool:
+    """Return whether `refuse_shards` accepts this number of shards."""
+    try:
+        refuse_shards(spec, config, shards)
+    except BaseModelError:
+        return False
+    return True
+
+
 def refuse_family_on_shards(family: str, name: str) -> None:
     if family not in DECODERS:
         raise BaseModelError(

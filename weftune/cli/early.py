@@ -43,7 +43,11 @@ ReplicasOption = Annotated[
     int, typer.Option(min=1, help="Share every batch among this many copies of the base or of its stages.")
 ]
 ShardsOption = Annotated[
-    int, typer.Option(min=1, help="Divide every layer among this many processes (tensor parallelism).")
+    str,
+    typer.Option(metavar="N|auto", help="Divide every layer among N processes (tensor parallelism)."),
+]
+CapacityOption = Annotated[
+    int | None, typer.Option(min=1, help="The most tokens of a microbatch; by default the planner chooses.")
 ]
 GpusOption = Annotated[
     str | None,
@@ -59,7 +63,8 @@ def read_options(
     pipeline: str | None,
     replicas: int,
     gpus: str | None,
-    shards: int = 1,
+    shards: str = "1",
+    capacity: int | None = None,
 ) -> Options:
     """Return the options that `weftune train` and `weftune plan` share, or raise UserError."""
     from weftune.trainer.options import ALL, AUTO, Options
@@ -67,6 +72,8 @@ def read_options(
     refuse_device(device)
     if pipeline not in (None, "auto") and (not pipeline.isdecimal() or int(pipeline) < 2):
         raise UserError(f"--pipeline {pipeline}: write auto, or how many stages: 2 or more")
+    if shards != "auto" and (not shards.isdecimal() or int(shards) < 1):
+        raise UserError(f"--shards {shards}: write auto, or how many: 1 or more")
     if gpus not in (None, "all") and (not gpus.isdecimal() or int(gpus) < 1):
         raise UserError(f"--gpus {gpus}: write all, or how many: 1 or more")
     return Options(
@@ -75,8 +82,9 @@ def read_options(
         gpu_memory=None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory"),
         pipeline=None if pipeline is None else AUTO if pipeline == "auto" else int(pipeline),
         replicas=replicas,
-        shards=shards,
+        shards=AUTO if shards == "auto" else int(shards),
         gpus=None if gpus is None else ALL if gpus == "all" else int(gpus),
+        capacity=capacity,
     )
 
 

@@ -26,8 +26,9 @@ def plan(
     device: early.DeviceOption = None,
     pipeline: early.PipelineOption = None,
     replicas: early.ReplicasOption = 1,
-    shards: early.ShardsOption = 1,
+    shards: early.ShardsOption = "1",
     gpus: early.GpusOption = None,
+    capacity: early.CapacityOption = None,
     max_steps: early.MaxStepsOption = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print a sentence for each decision.")] = False,
     ablate: Annotated[
@@ -50,12 +51,8 @@ def plan(
         replicas=replicas,
         shards=shards,
         gpus=gpus,
+        capacity=capacity,
     )
-    if options.gpus is not None and options.workers_per_share > 1:
-        raise UserError(
-            f"--gpus {gpus}: a plan does not know shares of several workers yet; leave out --gpus, or "
-            "--pipeline and --replicas"
-        )
     run = early.read_jobs_file(jobs)
     if options.gpus not in (None, 1):
         refuse_shares(run.sweeps)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weftune.base.architecture import refuse_shards, spec_shape
+from weftune.base.architecture import can_be_sharded, refuse_shards, spec_shape
 from weftune.base.config import bytes_per_value, read_config, read_tokenizer
 from weftune.base.spec import BaseSpec
 from weftune.cli.plan_sweeps import SweepOutlook, averaged_trials, sweep_outlooks
@@ -87,6 +87,12 @@ class PlanCase:
     """Speed of each device, from its data sheet or from a profile."""
     jobs: Sequence[PlannedJob]
     sweeps: Sequence[SweepOutlook] = ()
+    shard_counts: Sequence[int] = (1,)
+    """Numbers of shards into which the base's layers and all adapters can be divided."""
+
+    @property
+    def several_devices(self) -> bool:
+        return len(self.cluster.devices) > 1
 
     @property
     def shapes(self) -> list[JobShape]:
@@ -110,7 +116,7 @@ def read_case(
 ) -> PlanCase:
     """Return the plan's input for a run's jobs on a cluster; the base's sizes come from its config.json."""
     config = read_config(run.base)
-    refuse_shards(run.base, config, options.shards)
+    refuse_shards(run.base, config, max(1, options.shards))
     shape = spec_shape(run.base, config, bytes_per_value(run.base, cluster.devices[0].is_gpu))
     if mistakes := check_on_base(run.jobs, shape, run.base, run.locate):
         # Trials share the line of a wrong target.
@@ -119,7 +125,24 @@ def read_case(
     jobs = outline_jobs(run.jobs, read_tokenizer(run.base), shape, max_steps, averaged)
     sweeps = sweep_outlooks(run.sweeps, run.jobs, {one.name: one.total for one in jobs})
     speeds = [data_sheet_speed(device) for device in cluster.devices]
-    return PlanCase(options, on_this_machine, run.base, shape, cluster, speeds, jobs, sweeps)
+    return PlanCase(
+        options,
+        on_this_machine,
+        run.base,
+        shape,
+        cluster,
+        speeds,
+        jobs,
+        sweeps,
+        shard_counts=_shard_counts(run, config, len(cluster.devices)),
+    )
+
+
+def _shard_counts(run: RunSpec, config: Mapping[str, Any], devices: int) -> list[int]:
+    """Return the numbers of shards, up to the number of devices, that `weftune train` does not refuse."""
+    if not all(job.adapter.runs_on_shards for job in run.jobs):
+        return [1]
+    return [count for count in range(1, devices + 1) if can_be_sharded(run.base, config, count)]
 
 
 def outline_jobs(

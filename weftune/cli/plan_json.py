@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from weftune.cli.plan_predict import Plan, stage_needs
 from weftune.cli.plan_sweeps import sweep_numbers
+from weftune.plan.layout.division import SHOWN, Candidate
 from weftune.plan.outlook.forecast import Forecast, Prediction, shared_groups
 from weftune.plan.outlook.streamed import StreamOutlook
 
@@ -32,6 +34,7 @@ def plan_numbers(plan: Plan) -> dict[str, Any]:
         )
     return {
         **numbers,
+        "candidates": [_candidate_numbers(one) for one in plan.choice.candidates[:SHOWN]],
         "cluster": plan.case.cluster.name,
         "train": plan.flags,
         "source": plan.source,
@@ -104,6 +107,17 @@ def _streamed_numbers(outlook: StreamOutlook, plan: Plan) -> dict[str, Any]:
         "unhidden_seconds": choice.waiting_share * outlook.forecast.seconds,
         "uploaded_bytes": outlook.uploaded_bytes,
         "why": choice.reason,
+    }
+
+
+def _candidate_numbers(candidate: Candidate) -> dict[str, Any]:
+    return {
+        **asdict(candidate.division),
+        "capacity": candidate.capacity,
+        "tokens_per_second": candidate.tokens_per_second,
+        "needs_bytes": candidate.needs_bytes,
+        "idle_share": candidate.idle_share,
+        "limited_by": candidate.limited_by,
     }
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from weftune.cli.plan_jobs import PlanCase
+from weftune.cli.plan_jobs import PlanCase, PlannedJob
 from weftune.core.shapes import JobShape
 from weftune.errors import Mistake, PlanError
 from weftune.jobs.store.scheduler import Admission, admit_jobs
@@ -16,8 +16,15 @@ from weftune.plan.cost.cluster import first_gpu_name
 from weftune.plan.cost.memory import format_bytes
 from weftune.plan.cost.prior import counted_terms
 from weftune.plan.cost.profile import Profile, find_local_profile
-from weftune.plan.cost.time import Rate
-from weftune.plan.layout.choose import AUTO, PROCESS_BYTES, LayoutChoice, Machine, choose_layout
+from weftune.plan.cost.time import CostModel, Rate
+from weftune.plan.layout.choose import (
+    PIPELINE_ROUNDS,
+    PROCESS_BYTES,
+    LayoutChoice,
+    Machine,
+    choose_layout,
+)
+from weftune.plan.layout.division import AUTO, Division, WindowPrice, Workload
 from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.layout.need import StreamDevice, gpu_device
 from weftune.plan.layout.split import JobWork, job_seconds, sheet_cost
@@ -29,6 +36,7 @@ from weftune.plan.outlook.forecast import (
     Prediction,
     ShareOutlook,
     predict_window,
+    price_window,
     share_outlook,
 )
 from weftune.plan.outlook.promise import FirstWindow, first_window
@@ -86,7 +94,7 @@ class Plan:
 
 def predict(case: PlanCase, *, with_sentences: bool = False, with_ablations: bool = False) -> Plan:
     """Choose a layout as `weftune train` would, and predict the first window and the whole run."""
-    choice = choose_layout(case.shape, case.shapes, planned_machine(case))
+    choice = choose_planned(case)
     machine, totals = choice.machine, case.totals
     if machine.shares > 1 and not machine.on_gpu:
         # The shares of a CPU share its cores.
@@ -129,6 +137,37 @@ def predict(case: PlanCase, *, with_sentences: bool = False, with_ablations: boo
     )
 
 
+def choose_planned(case: PlanCase) -> LayoutChoice:
+    """Return the choice for a case: the question that `weftune plan` and `weftune train` both ask."""
+    machine = planned_machine(case)
+    return choose_layout(case.shape, case.shapes, machine, _workload(case, machine))
+
+
+def _workload(case: PlanCase, machine: Machine) -> Workload:
+    profile = machine.profile
+    cost = profile_cost.cost_of(profile, case.shape) if profile else sheet_cost(case.shape, case.speeds[0])
+    job_window = cache(case.job_window)
+
+    def price(choice: LayoutChoice) -> WindowPrice:
+        return price_window(choice, job_window, stage_times(case, choice.machine))
+
+    return Workload(
+        windows={one.name: job_window(one.name, PIPELINE_ROUNDS, False) for one in case.jobs},
+        seconds={one.name: _job_seconds(one, cost, machine.max_tokens) for one in case.jobs},
+        shape=case.shape,
+        times=stage_times(case, replace(machine, shards=1)),
+        price=price,
+        # Trials are not divided into shares: they are compared while they train.
+        max_shares=1 if case.sweeps else None,
+        shard_counts=case.shard_counts,
+    )
+
+
+def _job_seconds(job: PlannedJob, cost: CostModel, capacity: int) -> float:
+    batches = job.curriculum.job_window(0, 4, True).batches
+    return job_seconds(JobWork(shape=job.shape, steps=job.total.steps, batches=batches), cost, capacity)
+
+
 def _admit_jobs(jobs: Sequence[JobShape], choice: LayoutChoice) -> Admission:
     """Return the jobs admitted first, by the rule of the scheduler; raise PlanError if none can be."""
     found = admit_jobs(jobs, [], choice.memory.misfit_reason)
@@ -155,14 +194,11 @@ def _share_outlook(case: PlanCase, choice: LayoutChoice) -> ShareOutlook:
     """Divide the jobs into shares by the seconds of their whole training, and predict each share."""
     machine, profile = choice.machine, choice.machine.profile
     cost = profile_cost.cost_of(profile, case.shape) if profile else sheet_cost(case.shape, case.speeds[0])
-    seconds = {}
-    for one in case.jobs:
-        batches = one.curriculum.job_window(0, 4, True).batches
-        work = JobWork(shape=one.shape, steps=one.total.steps, batches=batches)
-        seconds[one.name] = job_seconds(work, cost, machine.max_tokens)
+    workers = machine.division.workers_per_share
+    seconds = {one.name: _job_seconds(one, cost, machine.max_tokens) / workers for one in case.jobs}
 
     def predict_alone(jobs: Sequence[JobShape]) -> Prediction:
-        own = choose_layout(case.shape, jobs, machine)
+        own = choose_layout(case.shape, jobs, replace(machine, shares=1))
         return _predict_outlook(case, own, _admit_jobs(jobs, own))
 
     return share_outlook(case.shapes, seconds, machine.shares, predict_alone)
@@ -202,71 +238,105 @@ def stage_needs(prediction: Prediction) -> list[int]:
 
 
 def planned_machine(case: PlanCase) -> Machine:
-    """Return the machine that the options describe: with the requested workers or shares or, if none are
-    requested for several devices, with those that `choose_layout` selects."""
-    options, devices = case.options, len(case.cluster.devices)
+    """Return the machine that the options describe. On several GPUs, numbers that no option fixes are chosen
+    if no option starts processes, or if one of them is `auto`."""
+    division, machine = requested_division(case), _machine_of(case)
+    if division.shares > 1 and division.workers_per_share == 1:
+        return _machine_in_shares(case, machine, division)
+    return machine
+
+
+def requested_division(case: PlanCase) -> Division:
+    """Return the numbers that the options fix, and `AUTO` for numbers that are to be chosen."""
+    options, cluster = case.options, case.cluster
+    is_searched = not options.starts_processes or AUTO in (options.pipeline, options.shards)
+    several = cluster.devices[0].is_gpu and len(cluster.devices) > 1
+    unknown = AUTO if is_searched and several else 1
+    replicas, shards = (one if one > 1 else unknown for one in (options.replicas, options.shards))
+    stages = options.pipeline or unknown
+    shares = unknown
     if options.gpus is not None:
-        return _machine_in_shares(case, options.gpus or devices)
-    if options.pipeline is None:
-        divided = options.replicas > 1 or options.shards > 1
-        return _machine_of_workers(case, 1 if devices == 1 or divided else AUTO)
-    return _machine_of_workers(case, options.pipeline)
+        workers = max(1, replicas * stages * shards)
+        shares = min(options.gpus or len(cluster.devices) // workers, len(case.jobs))
+    return Division(shares=shares, replicas=replicas, stages=stages, shards=shards)
 
 
 def train_flags(case: PlanCase, choice: LayoutChoice) -> str:
-    """Return the flags of `weftune train` that request the chosen number of workers."""
-    options, machine = case.options, choice.machine
-    if options.gpus is not None:
-        return f"--gpus {options.gpus or len(case.cluster.devices)}"
-    if machine.shares > 1:
-        return f"--gpus {machine.shares}"
-    if machine.workers == 1:
-        return ""
-    flags = f"--pipeline {machine.workers}"
-    if choice.stream_device is None or options.gpu_memory is not None:
+    """Return the flags of `weftune train` that request the chosen numbers of workers."""
+    machine, options = choice.machine, case.options
+    flags = machine.division.flags
+    if options.gpus is not None and machine.shares == 1:
+        flags = "--gpus 1"
+    if choice.stream_device is None or options.gpu_memory is not None or machine.workers == 1:
         return flags
     return f"{flags} --gpu-memory {choice.stream_device.budget_bytes >> 20}MiB"
 
 
-def _machine_in_shares(case: PlanCase, devices: int) -> Machine:
-    """Return a machine with this number of devices, each with the whole base; on a CPU they are processes."""
-    one, known = _machine_of_workers(case, 1), len(case.cluster.devices)
-    if one.on_gpu and devices > known:
+def division_sentence(case: PlanCase, choice: LayoutChoice) -> str:
+    """Return how the devices are used, and why, as a sentence."""
+    devices = len(case.cluster.devices)
+    kind = "GPUs" if choice.machine.on_gpu else "processes"
+    if choice.is_streamed:
+        reason = "as no division of the base fits in their memory"
+        return f"{devices} {kind} stream the base together, {reason}." if devices > 1 else "one device."
+    division, flags = choice.machine.division, train_flags(case, choice)
+    if not choice.candidates or division.devices == devices == 1:
+        return f"{division.text}: the base is {choice.reason}."
+    best, *others = choice.candidates
+    speeds = f"{best.tokens_per_second:,.0f} tokens/s are predicted"
+    if others:
+        speeds += f", and {others[0].tokens_per_second:,.0f} for {others[0].division.text}"
+    idle = devices - division.devices
+    sentence = f"{division.devices} {kind} as {division.text} ({flags}): {speeds}."
+    if idle > 0:
+        sentence += (
+            f" {idle} of {devices} {kind} stay idle, since no division over more of them is predicted to be "
+            "more than 1 % faster."
+        )
+    return sentence
+
+
+def _machine_in_shares(case: PlanCase, machine: Machine, division: Division) -> Machine:
+    """Return a machine whose devices each have the whole base; on a CPU they are processes."""
+    devices = case.options.gpus or len(case.cluster.devices)
+    known = len(case.cluster.devices)
+    if machine.on_gpu and devices > known:
         raise PlanError(f"--gpus {devices}: {case.cluster.name} has {known}; write --gpus all")
-    shares = min(devices, len(case.jobs))
-    budget = one.budget_bytes if one.on_gpu else one.budget_bytes // devices
+    budget = machine.budget_bytes if machine.on_gpu else machine.budget_bytes // devices
     if not fits_whole(case.shape, case.shapes, budget):
         raise PlanError(
             f"--gpus {devices}: the base and a job do not fit the {format_bytes(budget)} that they may "
             "take of one "
             f"device; cut the base into stages with --pipeline {max(2, devices)}"
         )
-    return replace(one, budget_bytes=budget, host_budget_bytes=one.host_budget_bytes // shares, shares=shares)
+    return replace(machine, budget_bytes=budget)
 
 
-def _machine_of_workers(case: PlanCase, workers: int) -> Machine:
-    """Return the machine for this number of workers, which may be `AUTO`."""
-    options, devices = case.options, case.cluster.devices
-    on_gpu, processes = devices[0].is_gpu, max(1, workers) * options.replicas * options.shards
+def _machine_of(case: PlanCase) -> Machine:
+    """Return the machine for the requested division, in which numbers may be `AUTO`."""
+    options, devices, division = case.options, case.cluster.devices, requested_division(case)
+    on_gpu = devices[0].is_gpu
+    processes = max(1, division.stages) * max(1, division.replicas) * max(1, division.shards)
     profile = _profile(case)
     worker_profile = profile if processes == 1 else _profile(case, processes)
     known = worker_profile or profile
-    return options.machine(
+    machine = options.machine(
         on_gpu=on_gpu,
         device_bytes=min(device.budget for device in devices),
         process_bytes=0 if on_gpu else (known.process_bytes_of(processes) if known else 0) or PROCESS_BYTES,
         host_bytes=host_budget() if case.on_this_machine else ENOUGH,
-        devices=max(1, len(devices) // options.replicas),
-        workers=workers,
+        # The processes of a CPU share it, however many there are.
+        devices=len(devices) if on_gpu else processes,
+        workers=division.stages,
         # GPUs are divided where there are more workers than GPUs; the processes of a CPU share its memory.
         workers_per_device=max(1, processes // len(devices)) if on_gpu else processes,
-        # Trials are not divided into shares: they are compared while they train.
-        shares=AUTO if workers == AUTO and options.replicas == 1 and not case.sweeps else 1,
+        shares=division.shares,
         device_flops=case.speeds[0].flops if on_gpu and len(devices) > 1 else None,
         profile=profile,
         worker_profile=worker_profile,
         gpu=partial(_gpu, case),
     )
+    return replace(machine, replicas=division.replicas, shards=division.shards)
 
 
 def _profile(case: PlanCase, neighbours: int = 1) -> Profile | None:

@@ -9,9 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from weftune.cli.plan_jobs import PlanCase
-from weftune.cli.plan_predict import Plan, stage_needs
+from weftune.cli.plan_predict import Plan, division_sentence, stage_needs
 from weftune.cli.plan_sweeps import SweepOutlook, collapse_trials, expected_seconds
 from weftune.plan.cost.memory import format_bytes
+from weftune.plan.layout.division import SHOWN
 from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction, ShareOutlook
 from weftune.plan.outlook.streamed import StreamOutlook
 from weftune.plan.outlook.whole_run import JobTotal, WholeRun
@@ -26,6 +27,8 @@ def show_plan(console: Console, plan: Plan) -> None:
         _show_resident(console, plan, plan.outlook)
     else:
         _show_streamed(console, plan, plan.outlook)
+    if plan.case.several_devices:
+        _show_candidates(console, plan)
     _show_waiting(console, plan)
     for sentence in plan.sentences:
         console.print(f"- {sentence}", highlight=False, markup=False)
@@ -122,8 +125,10 @@ def _show_resident(console: Console, plan: Plan, prediction: Prediction) -> None
 
 
 def _show_shares(console: Console, plan: Plan, outlook: ShareOutlook) -> None:
+    workers = plan.choice.machine.division.workers_per_share
+    owner = "device" if workers == 1 else f"team of {workers} devices"
     console.print(
-        f"The base fits each device: train with {plan.flags}, a share of the jobs on each and "
+        f"The base fits each {owner}: train with {plan.flags}, a share of the jobs on each and "
         f"nothing exchanged. {outlook.tokens_per_second:,.0f} tokens per second are predicted while all "
         "devices work.",
         highlight=False,
@@ -138,6 +143,26 @@ def _show_shares(console: Console, plan: Plan, outlook: ShareOutlook) -> None:
             f"{part.forecast.tokens_per_second:,.0f}",
             format_bytes(part.window.promise.peak_bytes),
             format_bytes(part.choice.memory.budget_bytes),
+        )
+    console.print(table)
+
+
+def _show_candidates(console: Console, plan: Plan) -> None:
+    """Print the fastest ways to divide the devices, and why the first of them is chosen."""
+    sentence = division_sentence(plan.case, plan.choice)
+    console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    if not plan.choice.candidates:
+        return
+    columns = ("options", "tokens/s", "needs", "idle", "capacity", "limited by")
+    table = Table(*columns, title="Fastest ways to divide the devices, predicted for the first window")
+    for one in plan.choice.candidates[:SHOWN]:
+        table.add_row(
+            one.division.flags,
+            f"{one.tokens_per_second:,.0f}",
+            format_bytes(one.needs_bytes),
+            f"{one.idle_share:.1%}",
+            f"{one.capacity:,}",
+            one.limited_by,
         )
     console.print(table)
 

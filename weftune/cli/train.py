@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from weftune.jobs.spec.spec import RunSpec
-    from weftune.plan.layout.stages import StageCount
     from weftune.run.workers.groups import WorkerPosition
     from weftune.trainer.options import Options
     from weftune.trainer.trainer import Result, Trainer
@@ -53,8 +52,9 @@ def train(
     ] = None,
     pipeline: early.PipelineOption = None,
     replicas: early.ReplicasOption = 1,
-    shards: early.ShardsOption = 1,
+    shards: early.ShardsOption = "1",
     gpus: early.GpusOption = None,
+    capacity: early.CapacityOption = None,
 ) -> None:
     """Train every job of a jobs file together; each becomes a PEFT adapter in the output folder."""
     named = {
@@ -62,13 +62,14 @@ def train(
         "--device": device,
         "--max-steps": max_steps,
         "--memory": memory,
-        "--gpu-memory": gpu_memory,
     }
     processes = {
         "--pipeline": pipeline,
         "--gpus": gpus,
         "--replicas": replicas if replicas > 1 else None,
-        "--shards": shards if shards > 1 else None,
+        "--shards": None if shards == "1" else shards,
+        "--capacity": capacity,
+        "--gpu-memory": gpu_memory,
     }
     again = ["train", str(jobs), *_flags(named)]
     repeated = {"--restart": restart, "--retry": retry, "--set": changes}
@@ -88,6 +89,7 @@ def train(
                 replicas=replicas,
                 shards=shards,
                 gpus=gpus,
+                capacity=capacity,
             ),
             resume=resume,
             restart=tuple(restart or ()),
@@ -145,12 +147,8 @@ def _train_locally(
     """Train on this machine, in the requested number of processes or the number that the planner chooses.
     `arguments` is the command line of a worker without the numbers of processes, and `more` are further words
     that are said the first time only."""
-    from weftune.trainer.options import AUTO
-
-    if options.pipeline == AUTO:
-        choice = _choose_processes(run, options)
-        stages, shares = (count if count > 1 else None for count in (choice.stages, choice.shares))
-        options = replace(options, pipeline=stages, gpus=shares)
+    if _has_free_numbers(options):
+        options = _choose_processes(run, options, max_steps)
     devices: Sequence[str] = ()
     if options.starts_processes:
         from weftune.launch.requests import requested_shares
@@ -162,25 +160,48 @@ def _train_locally(
         raise typer.Exit(_launch(run, options, arguments, more))
 
 
-def _choose_processes(run: RunSpec, options: Options) -> StageCount:
-    """Return the number of stages or shares that the planner chooses for this machine; print the reason."""
+def _choose_processes(run: RunSpec, options: Options, max_steps: int | None) -> Options:
+    """Return the options with the numbers of processes that the planner chooses for this machine, and print
+    them with the reason. `weftune plan` gives the same answer."""
     from rich.console import Console
 
-    from weftune.base.load import inspect, select_device
-    from weftune.plan.layout.choose import choose_workers
+    from weftune.cli.plan import read_cluster
+    from weftune.cli.plan_jobs import read_case
+    from weftune.cli.plan_predict import choose_planned, division_sentence
     from weftune.report.terminal import safe_output
-    from weftune.trainer.machine import launcher_machine
+    from weftune.run.measure.memory import visible_gpus
 
-    device = select_device(options.device)
-    shape = inspect(run.base, device)
-    options = replace(options, deterministic=run.deterministic)
-    machine = launcher_machine(options, device, shape).for_one_replica(options.replicas)
-    # With replicas, every job trains on all of them, so there are no shares. Trials are not divided into
-    # shares either, since they are compared while they train.
-    jobs = len(run.jobs) if options.replicas == 1 and not run.sweeps else 1
-    choice = choose_workers(shape, machine, jobs)
-    Console(file=safe_output()).print(f"Weftune: {choice.reason}", highlight=False, soft_wrap=True)
-    return choice
+    gpus = visible_gpus(options.device)
+    cluster = read_cluster("auto", options.gpu_memory, on_cpu=not gpus)
+    cluster = replace(cluster, devices=cluster.devices[: max(1, gpus)])
+    case = read_case(run, cluster, options, on_this_machine=True, max_steps=max_steps)
+    choice = choose_planned(case)
+    console = Console(file=safe_output())
+    console.print(
+        f"Weftune: {division_sentence(case, choice)}", highlight=False, markup=False, soft_wrap=True
+    )
+    division, stream = choice.machine.division, choice.stream_device
+    several = division.workers_per_share > 1
+    return replace(
+        options,
+        gpus=division.shares if division.shares > 1 else None,
+        pipeline=division.stages if division.stages > 1 else None,
+        replicas=division.replicas,
+        shards=division.shards,
+        capacity=division.capacity,
+        gpu_memory=stream.budget_bytes if stream is not None and several else options.gpu_memory,
+    )
+
+
+def _has_free_numbers(options: Options) -> bool:
+    """Return whether the planner chooses numbers of processes: if an option is `auto`, or if no option starts
+    processes on a machine with several GPUs."""
+    from weftune.run.measure.memory import visible_gpus
+    from weftune.trainer.options import AUTO
+
+    if AUTO in (options.pipeline, options.shards):
+        return True
+    return not options.starts_processes and visible_gpus(options.device) > 1
 
 
 def _launch(run: RunSpec, options: Options, arguments: Sequence[str], more: Sequence[str]) -> int:
@@ -191,6 +212,8 @@ def _launch(run: RunSpec, options: Options, arguments: Sequence[str], more: Sequ
         "--pipeline": options.pipeline,
         "--replicas": options.replicas if options.replicas > 1 else None,
         "--shards": options.shards if options.shards > 1 else None,
+        "--capacity": options.capacity,
+        "--gpu-memory": None if options.gpu_memory is None else f"{options.gpu_memory}B",
     }
     words = [*arguments, *_flags(processes)]
     # The command line's module is given by name: a newly started process imports it for itself.
@@ -204,6 +227,7 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
     from weftune.jobs.spec.read import read_run
     from weftune.launch.workers import connect_workers
     from weftune.run.workers.groups import read_position, restart_count
+    from weftune.trainer.options import AUTO
 
     worker = read_position()
     assert worker is not None, "the environment names a worker"
@@ -211,6 +235,10 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
         raise UserError(
             f"--gpus {options.gpus or 'all'}: torchrun has started {worker.workers} workers, stages of one "
             "pipeline, and --gpus starts processes by itself; start weftune without torchrun, or omit --gpus"
+        )
+    if options.shards == AUTO:
+        raise UserError(
+            f"--shards auto: torchrun has started {worker.workers} workers; write how many shards there are"
         )
     ring = options.gpu_memory is not None and worker.workers > 1
     worker = replace(with_replicas(worker, options.replicas, options.shards), ring=ring)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 """Parameter names of the linears of a layer's experts, in order. Each parameter holds all experts."""
@@ -110,7 +111,7 @@ def name_in_wrapper(name: str) -> bool:
     return name.startswith(f"{TEXT_TOWER}.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a base that the memory model needs."""
 
@@ -141,10 +142,15 @@ class ModelShape:
         """Values per token of attention's output."""
         return self.query_width or self.hidden
 
-    @property
+    @cached_property
     def routes_to_experts(self) -> bool:
         """Whether the base is a mixture of experts, whose layers run as in transformers on every device."""
         return any(site.experts for site in self.sites)
+
+    @cached_property
+    def values_per_token(self) -> int:
+        """Number of input and output values per token of all sites."""
+        return sum(site.values_per_token for site in self.sites)
 
     @property
     def active_parameters(self) -> int:

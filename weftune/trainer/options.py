@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weftune.run.workers.messages import WorkerControl
 
 AUTO = 0
-"""Value of `Options.pipeline` that lets the planner choose the number of stages."""
+"""Value of `Options.pipeline` and `Options.shards` that lets the planner choose the number."""
 ALL = 0
 """Value of `Options.gpus` that means all devices."""
 
@@ -64,7 +64,7 @@ class Options:
     replicas: int = 1
     """Number of copies of the base, or of its stages, that share every batch."""
     shards: int = 1
-    """Number of processes that hold a slice of every layer each."""
+    """Number of processes that hold a slice of every layer each; `AUTO` lets the planner choose."""
     gpus: int | None = None
     """Number of shares of the jobs, each trained on one device that holds the base, or on as many devices as
     its stages, replicas and shards need. `ALL` means as many shares as the devices suffice for."""
@@ -72,11 +72,11 @@ class Options:
     def __post_init__(self) -> None:
         """Refuse options that exclude each other."""
         number = "all" if self.gpus == ALL else self.gpus
-        if self.shards > 1 and (self.gpu_memory is not None or self.pipeline == AUTO):
-            name = "--gpu-memory" if self.gpu_memory else "--pipeline auto"
+        if self.shards != 1 and self.gpu_memory is not None:
+            number_of_shards = "auto" if self.shards == AUTO else self.shards
             raise UserError(
-                f"--shards {self.shards} divides every layer among {self.shards} devices, which cannot be "
-                f"combined with {name} yet; leave one of them out"
+                f"--shards {number_of_shards} divides every layer among several devices, which cannot be "
+                "combined with --gpu-memory yet; leave one of them out"
             )
         if self.gpu_memory is not None and (self.gpus is not None or self.replicas > 1):
             raise UserError(
@@ -98,7 +98,7 @@ class Options:
     @property
     def workers_per_share(self) -> int:
         """Number of processes that hold one base together, or its replicas."""
-        return (self.pipeline or 1) * self.replicas * self.shards
+        return (self.pipeline or 1) * self.replicas * (self.shards or 1)
 
     def machine(
         self,

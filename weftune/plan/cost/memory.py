@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from weftune.core.shapes import JobShape, LayerRange, ModelShape, SiteShape, layer_of, logit_rows
 from weftune.plan.cost.estimate import stage_shape
@@ -93,7 +94,7 @@ SPARE = 1
 WHOLE = one_device_layout()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MemoryModel:
     shape: ModelShape
     """Shape of the whole base."""
@@ -186,13 +187,13 @@ class MemoryModel:
         """Whether every worker has one resident stage that keeps the activations of its forward."""
         return self.layout.is_pipeline or (len(self.layout.stages) == 1 and self.layout.stages[0].is_resident)
 
-    @property
+    @cached_property
     def _part_shapes(self) -> list[ModelShape]:
         """Model shape of each worker's part of the base."""
         held = self._stage_ranges
         return [self.shape] if len(held) == 1 else [stage_shape(self.shape, one) for one in held]
 
-    @property
+    @cached_property
     def _stage_ranges(self) -> list[LayerRange]:
         """Layers of each stage."""
         stages, layers = self.layout.stages, self.shape.layers

@@ -55,7 +55,7 @@ def token_bytes(
     part: ModelShape, layers: int, fused: bool, recompute: Recompute, jobs: Iterable[JobShape]
 ) -> int:
     """Return the activation bytes per token in the layers of `part`. The whole base has `layers` layers."""
-    widths = sum(site.values_per_token for site in part.sites)
+    widths = part.values_per_token
     factor, extra = ACTIVATION_FACTOR, 0.0
     if fused and not part.routes_to_experts:
         factor, extra = OUTPUTS_FACTOR if recompute.recomputes_outputs else FUSED_FACTOR, part.extra_values
@@ -87,7 +87,7 @@ def _tiled_values(part: ModelShape, recompute: Recompute, again: int, kept: floa
 
 def tile_bytes(part: ModelShape, recompute: Recompute, jobs: Iterable[JobShape]) -> int:
     """Return the activation bytes of one tile of rows in one layer, from its forward to its backward."""
-    one = TILE_FACTOR * sum(site.values_per_token for site in part.sites) / part.layers + part.extra_values
+    one = TILE_FACTOR * part.values_per_token / part.layers + part.extra_values
     one += max((job.scaled_outputs for job in jobs), default=0) / part.layers
     return int(recompute.tile_rows * one * part.bytes_per_value)
 

@@ -29,14 +29,13 @@ from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import cost_of, directions, memory_of, source_of, step_rate
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.cost.time import NO_TIME, CostModel, JobShapes, Rate
+from weftune.plan.layout.division import AUTO, Candidate, Division, Workload, search
 from weftune.plan.layout.foresee import StageTimes, taking_turns
-from weftune.plan.layout.need import StreamDevice, emulated_device, file_device
+from weftune.plan.layout.need import StreamDevice, emulated_device, file_device, undominated_jobs
 from weftune.plan.layout.offloaded import is_faster, is_worth, offloaded_round, offloading, would_gain
 from weftune.plan.layout.seats import in_order, most_that_fit, seat, too_large
 from weftune.plan.layout.stages import (
     PartCosts,
-    StageCount,
-    choose_stages,
     cut_layers,
     measured_costs,
     typical_work,
@@ -52,8 +51,6 @@ PROCESS_BYTES = 512 << 20
 """Bytes that a process training on a CPU is assumed to hold before anything is loaded, if not measured."""
 MAX_TOKENS = {False: 1024, True: 8192}
 """Default of the maximum tokens per microbatch, on a GPU (True) and on a CPU (False)."""
-AUTO = 0
-"""Number of workers or shares that lets `choose_layout` decide."""
 
 
 def _refuse_unmeasured_device(_budget: int, _host: int, _workers: int) -> StreamDevice:
@@ -66,7 +63,7 @@ class Machine:
 
     on_gpu: bool
     devices: int = 1
-    """Number of devices of each replica. It matters only if `workers` is `AUTO`."""
+    """Number of devices. It matters only if some of the numbers below are `AUTO`."""
     budget_bytes: int
     """Bytes available to the run on each worker's device if the worker's part of the base stays resident."""
     process_bytes: int = 0
@@ -83,10 +80,11 @@ class Machine:
     capacity: int | None = None
     """Maximum tokens per microbatch. None uses the default of the device."""
     workers: int = 1
-    """Number of workers per replica, or `AUTO`."""
+    """Number of stages per replica, or `AUTO`, which lets `choose_layout` decide."""
     replicas: int = 1
+    """Number of copies of all stages, or `AUTO`."""
     shards: int = 1
-    """Number of workers that hold each layer together."""
+    """Number of workers that hold each layer together, or `AUTO`."""
     shares: int = 1
     """Number of machines like this one that each train a share of the jobs, or `AUTO`."""
     device_flops: float | None = None
@@ -120,11 +118,27 @@ class Machine:
             return emulated_device(budget_bytes, self.host_budget_bytes)
         return self.measure_gpu(budget_bytes, self.host_budget_bytes, self.workers)
 
-    def for_one_replica(self, replicas: int) -> Machine:
-        """Return the machine of one replica: its part of the devices, or of the memory of the only device."""
-        if self.devices >= replicas:
-            return replace(self, devices=self.devices // replicas)
-        return replace(self, devices=1, budget_bytes=self.budget_bytes * self.devices // replicas)
+    @property
+    def division(self) -> Division:
+        return Division(
+            shares=self.shares,
+            replicas=self.replicas,
+            stages=self.workers,
+            shards=self.shards,
+            capacity=self.capacity,
+        )
+
+    def divided(self, division: Division) -> Machine:
+        """Return the machine of one share, with these numbers of workers."""
+        return replace(
+            self,
+            shares=division.shares,
+            replicas=division.replicas,
+            workers=division.stages,
+            shards=division.shards,
+            capacity=division.capacity,
+            host_budget_bytes=self.host_budget_bytes // division.shares,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +181,8 @@ class LayoutChoice:
     """Times of each stage's passes. None unless several workers have a profile."""
     load_pace: LoadPace | None = None
     """Bytes of each stage and bandwidth from the host. None unless several workers stream the base."""
+    candidates: tuple[Candidate, ...] = ()
+    """Priced ways to divide the devices, the chosen one first. Empty unless the jobs' windows were known."""
 
     @property
     def shape(self) -> ModelShape:
@@ -201,14 +217,26 @@ class LayoutChoice:
         return None if self.cost_model is None else self.cost_model.program_seconds(program, shapes)
 
 
-def choose_layout(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice:
+def choose_layout(
+    shape: ModelShape, jobs: Sequence[JobShape], machine: Machine, workload: Workload | None = None
+) -> LayoutChoice:
     """Choose how these jobs run on this machine. Raise PlanError if a job does not fit even alone, or if it
-    generates answers and the base is divided or streamed."""
+    generates answers and the base is divided or streamed. Numbers of the machine that are `AUTO` are chosen
+    by the prices of `workload`, without which none may be."""
     assert jobs, "there is nothing to train"
     decoder_bytes = max(machine.decoder_bytes, answers_bytes(shape, jobs))
     machine = replace(machine, decoder_bytes=decoder_bytes)
-    if machine.workers == AUTO:
-        machine = _choose_machine_workers(shape, jobs, machine)
+    candidates = () if workload is None else _price_candidates(shape, jobs, machine, workload)
+    if AUTO in (machine.workers, machine.replicas, machine.shards, machine.shares):
+        assert workload is not None, "a choice needs prices"
+        machine = _choose_division(machine, candidates)
+    else:
+        machine = machine.divided(machine.division)
+    return replace(_choose_on_divided(shape, jobs, machine), candidates=candidates)
+
+
+def _choose_on_divided(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice:
+    """Return the choice for a machine whose numbers of workers are known."""
     if machine.workers * machine.replicas * machine.shards > 1:
         _refuse_decoder(machine, "several processes share the base or its batches")
         return _choose_streamed_by_workers(shape, jobs, machine) or _choose_pipeline(shape, jobs, machine)
@@ -226,32 +254,47 @@ def _refuse_decoder(machine: Machine, reason: str) -> None:
         )
 
 
-def choose_workers(shape: ModelShape, machine: Machine, job_count: int) -> StageCount:
-    """Choose the number of workers or shares for this number of jobs. `choose_layout` calls this itself; a
-    run calls it before it starts its workers, when the sizes of its jobs are not known yet."""
-    memory = MemoryModel(shape, machine.budget_bytes, machine.process_bytes, machine.on_gpu)
-    kind = "GPU" if machine.on_gpu else "machine"
-    return choose_stages(memory, machine.devices, kind, job_count, part_costs(shape, machine))
+def _price_candidates(
+    shape: ModelShape, jobs: Sequence[JobShape], machine: Machine, workload: Workload
+) -> tuple[Candidate, ...]:
+    """Return the fastest ways to divide the machine's devices among the jobs without streaming the base."""
+
+    def build(division: Division, share: Sequence[JobShape]) -> LayoutChoice | None:
+        if machine.decoder_bytes and division.workers_per_share > 1:
+            return None
+        own = replace(machine.divided(division), stream_budget_bytes=None)
+        if division.workers_per_share == 1:
+            choice = _choose_resident(shape, share, own)
+            return choice if _fits_each(choice.memory, share) else None
+        fits = _fits_each(_pipeline_memory(shape, own, _cut(shape, own)), share)
+        return _choose_pipeline(shape, share, own) if fits else None
+
+    limits = workload.limits(machine.division, machine.devices)
+    fixed = (machine.shares, machine.replicas, machine.workers, machine.shards)
+    devices = max(machine.devices, math.prod(max(1, number) for number in fixed))
+    return tuple(search(jobs, workload, limits, devices, build))
 
 
-def _choose_machine_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Machine:
-    """Return the machine with the chosen numbers: shares of the jobs if the base fits on one device, else as
-    few stages as fit, else all devices, which stream the base together."""
-    streaming = replace(machine, workers=machine.devices, shares=1)
-    try:
-        found = choose_workers(shape, machine, len(jobs) if machine.shares == AUTO else 1)
-    except PlanError:
-        if not machine.on_gpu or machine.devices == 1:
-            raise
-        return streaming
-    if found.stages > 1:
-        stream_budget = machine.stream_budget_bytes if machine.has_user_limit else None
-        return replace(machine, workers=found.stages, shares=1, stream_budget_bytes=stream_budget)
-    if found.shares > 1 and not fits_whole(shape, jobs, machine.budget_bytes, machine.decoder_bytes):
-        # A share would refuse the job that does not fit.
-        return streaming
-    host_budget = machine.host_budget_bytes // found.shares
-    return replace(machine, workers=1, shares=found.shares, host_budget_bytes=host_budget)
+def _fits_each(memory: MemoryModel, jobs: Sequence[JobShape]) -> bool:
+    """Return whether every job fits at least alone."""
+    return all(
+        # Most layouts have no room for the weights, which is quickly seen.
+        memory.peak_bytes([job], 0) <= memory.budget_bytes and memory.misfit_reason([job]) is None
+        for job in undominated_jobs(jobs)
+    )
+
+
+def _choose_division(machine: Machine, candidates: Sequence[Candidate]) -> Machine:
+    """Return the machine divided as the best candidate says. If nothing fits, all devices stream the base
+    together."""
+    if candidates:
+        division = candidates[0].division
+        several = division.devices > 1
+        limited = machine.stream_budget_bytes if machine.has_user_limit or not several else None
+        return replace(machine.divided(division), stream_budget_bytes=limited)
+    if machine.on_gpu and machine.devices > 1 and machine.stream_budget_bytes is not None:
+        return replace(machine, workers=machine.devices, shares=1, replicas=1, shards=1)
+    return machine.divided(Division())
 
 
 def part_costs(shape: ModelShape, machine: Machine) -> PartCosts | None:
@@ -468,29 +511,15 @@ def _memory_fit(shape: ModelShape, machine: Machine) -> MemoryFit:
 
 def _choose_pipeline(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice:
     """Return a choice with one stage per worker. A replica of one worker holds the whole base."""
-    held: Sequence[LayerRange] = (LayerRange(0, shape.layers, shape.layers),)
-    note = ""
-    if machine.workers > 1:
-        held = cut_layers(shape, machine.workers, part_costs(shape, machine))
+    held, note = _cut(shape, machine), ""
     counts = " + ".join(str(one.stop - one.start) for one in held)
     if machine.workers > 1 and machine.profile is not None:
         note = f"The stages hold {counts} layers, alike by times {source_of(machine.profile)}."
-    layout = pipeline_layout(held, machine.replicas, machine.shards)
-    is_divided = machine.shards > 1
-    memory = MemoryModel(
-        shard_shape(shape, machine.shards) if is_divided else shape,
-        machine.budget_bytes,
-        machine.process_bytes,
-        # Layers of shards are not fused yet.
-        machine.on_gpu and not is_divided,
-        _memory_fit(shape, machine),
-        layout,
-        first_only_bytes=machine.first_only_bytes,
-    )
+    memory = _pipeline_memory(shape, machine, held)
     together = fitting_jobs(jobs, memory)
     return LayoutChoice(
         machine=machine,
-        layout=layout,
+        layout=memory.layout,
         capacity=machine.max_tokens,
         memory=memory,
         attached_jobs=together,
@@ -499,6 +528,28 @@ def _choose_pipeline(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
         user_note=note,
         window_rounds=PIPELINE_ROUNDS,
         stage_times=_stage_times(shape, machine),
+    )
+
+
+def _cut(shape: ModelShape, machine: Machine) -> Sequence[LayerRange]:
+    """Return the layers of each stage."""
+    if machine.workers == 1:
+        return (LayerRange(0, shape.layers, shape.layers),)
+    return cut_layers(shape, machine.workers, part_costs(shape, machine))
+
+
+def _pipeline_memory(shape: ModelShape, machine: Machine, stages: Sequence[LayerRange]) -> MemoryModel:
+    """Return the memory model of workers that each hold a stage, or a shard of one."""
+    is_divided = machine.shards > 1
+    return MemoryModel(
+        shard_shape(shape, machine.shards) if is_divided else shape,
+        machine.budget_bytes,
+        machine.process_bytes,
+        # Layers of shards are not fused yet.
+        machine.on_gpu and not is_divided,
+        _memory_fit(shape, machine),
+        pipeline_layout(stages, machine.replicas, machine.shards),
+        first_only_bytes=machine.first_only_bytes,
     )
 
 

@@ -24,7 +24,7 @@ from weftune.plan.cost.time import (
 )
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.prices import Link, PassPrice, Prices
-from weftune.plan.program.program import ForwardOnly, Program, Recompute
+from weftune.plan.program.program import NOTHING, ForwardOnly, Program, Recompute
 from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pace import LoadPace, simulate_timeline
 
@@ -69,7 +69,7 @@ class StageTimes:
         if shards == 1:
             return self
         local = shard_shape(shape, shards)
-        adapters = _values_per_token(local) / _values_per_token(shape)
+        adapters = local.values_per_token / shape.values_per_token
         head = local.vocabulary / shape.vocabulary
 
         def divide(kind: KindTerms) -> KindTerms:
@@ -88,6 +88,20 @@ class StageTimes:
     ) -> Timeline:
         """Return the timeline of a window predicted by the simulator."""
         return simulate_timeline(program, self._prices(program, layout, shapes), loads, self.link)
+
+    def least_seconds(
+        self, layer_range: LayerRange, work: PassWork, passes: int, recompute: Recompute = NOTHING
+    ) -> float:
+        """Return a lower bound on the seconds of a stage for `work`, which is trained in at least `passes`
+        passes."""
+        layers = layer_range.stop - layer_range.start
+        share = min(recompute.recomputed_layers, layers) / layers
+        each = ((self.terms.forward, 1.0 + share), (self.terms.backward, 1.0))
+        seconds = sum(factor * self._part_seconds(terms, layer_range, work) for terms, factor in each)
+        nothing = replace(work, tokens=0, squares=0, samples=0, supervised=0, adapted=0, segments=0)
+        fixed = sum(factor * self._part_seconds(terms, layer_range, nothing) for terms, factor in each)
+        sums, latency = (self._sum_seconds(layer_range, one) for one in (work, nothing))
+        return seconds + (passes - 1) * fixed + (2.0 + share) * (sums + (passes - 1) * latency)
 
     def _prices(self, program: Program, layout: Layout, shapes: JobShapes) -> Prices:
         held = [LayerRange(stage.start, stage.stop, self.layers) for stage in layout.stages]
@@ -185,7 +199,3 @@ def _scale_rows(terms: Terms, factor: float) -> Terms:
         supervised=factor * terms.supervised,
         adapter=factor * terms.adapter,
     )
-
-
-def _values_per_token(shape: ModelShape) -> int:
-    return sum(site.values_per_token for site in shape.sites)

@@ -1,36 +1,31 @@
-"""Partition of the base's layers into stages: how many there are, and which layers each holds.
+"""Partition of the base's layers into stages: which layers each holds.
 
 Consecutive layers are partitioned by dynamic programming over (stage, layers placed), which is exact;
 embedding and head count as layers. Stages of a pipeline are cut by the times of a profile if there is one,
-otherwise by arithmetic. If the planner may choose their number, the whole base is on each device if it fits
-there, otherwise there are as few stages as fit.
+otherwise by arithmetic. Their number is chosen in `division.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weftune.core.shapes import JobShape, LayerRange, ModelShape
+from weftune.core.shapes import LayerRange, ModelShape
 from weftune.errors import PlanError
 from weftune.plan.cost.estimate import LayerCost, StageCost, stage_cost
-from weftune.plan.cost.memory import MemoryModel, format_bytes
+from weftune.plan.cost.memory import format_bytes
 from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import directions
 from weftune.plan.cost.time import PassWork
-from weftune.plan.program.layout import one_device_layout, pipeline_layout
 
 ANY = 1 << 62
 ROUNDING = 1e-9
 RANK, LENGTH = 16, 256
 """Adapter rank and sample length that stages are balanced for, before any job is known."""
-LEAST = JobShape("", 0, 0, trainable_parameters=0, max_sample_tokens=1024)
-"""Smallest job that must fit beside the base, with samples of 1024 tokens, for a number of stages to be
-accepted."""
 
 Costs = NDArray[np.float64]
 """Cost of each possible stage, [stage, first layer, layer after the last]; infinite if it is not allowed."""
@@ -191,54 +186,4 @@ def typical_work(shape: ModelShape, tokens: int) -> PassWork:
         supervised=tokens,
         adapted=tokens * per_row,
         segments=1,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class StageCount:
-    stages: int
-    reason: str
-    """Reason, as a sentence for the user."""
-    shares: int = 1
-    """Number of devices that each hold the whole base and train a share of the jobs."""
-
-
-def choose_stages(
-    memory: MemoryModel, devices: int, kind: str, jobs: int = 1, costs: PartCosts | None = None
-) -> StageCount:
-    """Choose the number of stages. `memory` is the model of one device, `kind` its name for the user, and
-    `costs` are those that the run will cut by.
-
-    If the base fits on one device, several devices share the jobs: they exchange nothing and never wait.
-    """
-    layers = memory.shape.layers
-    max_stages = min(devices, layers)
-    named = f"the {kind} has" if devices == 1 else f"each of {devices} {kind}s has"
-    room = f"{named} {format_bytes(memory.budget_bytes)} for a run"
-    needs = []
-    for stages in range(1, max_stages + 1):
-        layout = (
-            one_device_layout(layers)
-            if stages == 1
-            else pipeline_layout(cut_layers(memory.shape, stages, costs))
-        )
-        needs.append(replace(memory, layout=layout).least_bytes([LEAST]))
-        if needs[-1] > memory.budget_bytes:
-            continue
-        if stages == 1:
-            shares = min(devices, jobs)
-            processes = "one process" if shares == 1 else f"not cut, {shares} shares of the {jobs} jobs"
-            why = f"the base and its passes need {format_bytes(needs[0])} and {room}"
-            return StageCount(1, f"--pipeline auto: {processes}, since {why}", shares)
-        why = (
-            f"the base and its passes need {format_bytes(needs[0])}, "
-            f"its largest stage {format_bytes(needs[-1])}, and {room}"
-        )
-        return StageCount(stages, f"--pipeline auto: {stages} stages, since {why}")
-    lacking = f"even in {max_stages} stages the largest needs {format_bytes(needs[-1])}"
-    if max_stages == 1:
-        lacking = f"the base and its passes need {format_bytes(needs[0])}"
-    raise PlanError(
-        f"--pipeline auto: {lacking}, and {room}; use more or larger devices, start it on several machines "
-        "with torchrun, or choose a smaller base"
     )

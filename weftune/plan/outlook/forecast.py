@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from weftune.core.shapes import JobShape
 from weftune.plan.layout.choose import LayoutChoice
+from weftune.plan.layout.division import WindowPrice
 from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.layout.split import DeviceShare, share_jobs
 from weftune.plan.outlook.promise import FirstWindow, first_window
@@ -17,6 +18,8 @@ from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import JobWindow
 
 ALONE, PIPED = "one after another", "1F1B per job"
+TRAINED_PASSES = 2.0
+"""Time of a forward and a backward without recomputation, relative to a forward."""
 FEW_ROUNDS = 2
 """Number of global batches per job with which alternatives are predicted."""
 JobWindowOf = Callable[[str, int, bool], JobWindow]
@@ -99,6 +102,25 @@ def predict_window(
     others = _alternatives(choice, jobs, job_window, times)
     alternatives = tuple(_scale_to_window(one, forecast) for one in others)
     return Prediction(first, window.program, timeline, forecast, alternatives)
+
+
+def price_window(choice: LayoutChoice, job_window: JobWindowOf, times: StageTimes) -> WindowPrice:
+    """Return the price of a share's first window, without evaluations."""
+    times = replace(times, step=times.step.plus(choice.step_wait))
+    window = first_window(choice, choice.attached_jobs, lambda name, rounds: job_window(name, rounds, False))
+    forecast = _forecast(window, _timeline(window, times))
+    at_once = _forecast(window, _timeline(window, replace(times, link=None)))
+    layers, recomputed = times.layers, window.program.recompute.recomputed_layers
+    again = min(1.0, recomputed * len(choice.layout.stages) / layers)
+    return WindowPrice(
+        tokens=forecast.tokens,
+        seconds=forecast.seconds,
+        computed=1.0 - forecast.bubbles,
+        without_link=at_once.seconds,
+        recomputed=again / (again + TRAINED_PASSES),
+        peak_bytes=max(forecast.peaks),
+        capacity=forecast.capacity,
+    )
 
 
 def _timeline(window: FirstWindow, times: StageTimes) -> Timeline:

@@ -94,6 +94,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return any(words in str(error) for words in CPU_SHORTAGE) or is_out_of_memory(error.__context__)
 
 
+def visible_gpus(device: str | None) -> int:
+    """Return the number of GPUs that a run may use if its `--device` is this: one if it names a GPU."""
+    if device not in (None, "cuda"):
+        return int(str(device).startswith("cuda"))
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def requested_devices(count: int | None, kind: str | None, workers: int = 1) -> tuple[str, ...]:
     """Return the first device of each share that `--gpus COUNT` requests, where a share has `workers`
     devices. None means as many shares as possible. With `--device cpu`, all processes are on the CPU."""

@@ -1,0 +1,174 @@
+"""Several devices are divided as the fastest of all divisions that fit, and the simplest of those that are as
+fast."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import astuple, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.plan.costs import SHAPE
+from tests.plan.program.test_check import course
+from weftune.cli import early
+from weftune.cli.plan_jobs import read_case
+from weftune.cli.plan_predict import choose_planned
+from weftune.core.shapes import JobShape
+from weftune.plan.cost.cluster import parse_cluster
+from weftune.plan.cost.estimate import data_sheet_speed
+from weftune.plan.cost.prior import counted_terms
+from weftune.plan.cost.time import NO_TIME
+from weftune.plan.layout.choose import Machine, choose_layout
+from weftune.plan.layout.division import AUTO, Division, Workload
+from weftune.plan.layout.foresee import StageTimes
+from weftune.plan.outlook.forecast import price_window
+
+CLUSTER = parse_cluster("4xA100-80G")
+FLOPS = data_sheet_speed(CLUSTER.devices[0]).flops
+TIMES = StageTimes(
+    SHAPE.layers, counted_terms(SHAPE).times(1 / FLOPS), NO_TIME, CLUSTER.link, 2 * SHAPE.hidden
+)
+WINDOWS = {
+    name: course(name, [[size] * 4] * 2, evaluation=[])
+    for name, size in (("a", 200), ("b", 300), ("c", 200), ("d", 500))
+}
+JOBS = [JobShape(name, 0, order, 10**5, 500, 4000) for order, name in enumerate(WINDOWS)]
+EXAMPLE = Path(__file__).parents[3] / "examples" / "plan" / "70b.yaml"
+
+
+def machine(gib=72.0, devices=4, **numbers):
+    fields = {"workers": AUTO, "replicas": AUTO, "shards": AUTO, "shares": AUTO} | numbers
+    return Machine(
+        on_gpu=True,
+        devices=devices,
+        budget_bytes=int(gib * 2**30),
+        device_flops=FLOPS,
+        capacity=1024,
+        **fields,
+    )
+
+
+def workload(names="abcd", **changes):
+    def job_window(name, rounds, begins):
+        return replace(WINDOWS[name], batches=WINDOWS[name].batches[:rounds], evaluation=())
+
+    def price(choice):
+        return price_window(choice, job_window, TIMES.for_shards(SHAPE, choice.machine.shards))
+
+    return Workload(
+        windows={name: job_window(name, 2, False) for name in names},
+        seconds={name: float(WINDOWS[name].batches[0].tokens) for name in names},
+        shape=SHAPE,
+        times=TIMES,
+        price=price,
+        shard_counts=(1, 2, 4),
+        **changes,
+    )
+
+
+def chosen(on, known, names="abcd"):
+    return choose_layout(SHAPE, [job for job in JOBS if job.name in names], on, known)
+
+
+@pytest.mark.parametrize("names", ["abcd", "ad", "d"])
+def test_no_division_that_flags_can_force_is_faster(names):
+    known = workload(names)
+    best = chosen(machine(), known, names).candidates[0]
+    limits = known.limits(Division(shares=AUTO, replicas=AUTO, stages=AUTO, shards=AUTO), 4)
+    forced = list(limits.divisions(4))
+    assert len(forced) > 10
+    for one in forced:
+        numbers = {"shares": one.shares, "replicas": one.replicas, "shards": one.shards}
+        found = chosen(machine(workers=one.stages, **numbers), known, names).candidates
+        assert [replace(each.division, capacity=None) for each in found] == [one]
+        assert found[0].tokens_per_second <= best.tokens_per_second * 1.0101
+
+
+def test_where_the_base_fits_one_device_shares_are_the_fastest_and_the_simplest():
+    found = chosen(machine(devices=2), workload("ac"), "ac")
+    assert found.machine.division.workers_per_share == 1
+    assert found.machine.shares == 2
+    assert found.candidates[0].division == replace(found.machine.division, capacity=1024)
+
+
+def test_jobs_that_stay_together_are_not_divided_into_shares():
+    assert chosen(machine(), workload(max_shares=1)).machine.shares == 1
+
+
+def test_what_does_not_fit_in_memory_is_no_candidate():
+    least = min(
+        chosen(machine(workers=one, replicas=1, shards=1, shares=1), workload()).peak_device_bytes
+        for one in (1, 2, 4)
+    )
+    found = chosen(machine(least / 2**30), workload())
+    assert all(one.division.workers_per_share > 1 for one in found.candidates)
+    assert all(one.needs_bytes <= least for one in found.candidates)
+    assert not chosen(machine(0.5, workers=1, replicas=1, shards=1, shares=1), workload()).candidates
+
+
+def test_idle_devices_count_as_idle():
+    one = chosen(machine(shares=1, workers=1, replicas=1, shards=1), workload()).candidates[0]
+    assert one.idle_share == pytest.approx(0.75, abs=0.01)
+    assert one.limited_by == "devices"
+
+
+def test_flags_name_what_is_not_one():
+    assert Division().flags == ""
+    assert Division(shares=2, stages=4, capacity=1024).flags == "--gpus 2 --pipeline 4 --capacity 1024"
+    assert Division(replicas=2, shards=4).text == "2 replicas of 4 shards"
+
+
+def example(cluster, **flags):
+    none = dict.fromkeys(("device", "memory", "gpu_memory", "pipeline", "gpus"))
+    options = early.read_options(**{**none, "replicas": 1, **flags})
+    run = early.read_jobs_file(EXAMPLE)
+    return read_case(run, parse_cluster(cluster), options, on_this_machine=False)
+
+
+@pytest.mark.slow
+def test_70b_on_eight_gpus_is_above_its_bar_with_no_gpu_idle():
+    best = choose_planned(example("8xH100")).candidates[0]
+    assert best.tokens_per_second > 13_767
+    assert best.division.devices == 8
+    for flags in ({"pipeline": "8"}, {"shards": "8"}, {"shards": "4", "replicas": 2}, {"pipeline": "4"}):
+        forced = choose_planned(example("8xH100", **flags)).candidates
+        assert all(one.tokens_per_second <= best.tokens_per_second for one in forced)
+
+
+@pytest.mark.slow
+def test_70b_with_64_jobs_on_64_gpus_takes_less_than_ten_seconds():
+    case = example("64xH100")
+    jobs = [
+        replace(one, job=replace(one.job, shape=replace(one.shape, name=f"{one.name}-{number}")))
+        for number in range(8)
+        for one in case.jobs
+    ]
+    many = replace(case, jobs=[_renamed(one) for one in jobs])
+    began = time.process_time()
+    best = choose_planned(many).candidates[0]
+    assert time.process_time() - began < 10
+    assert best.division.devices == 64
+
+
+def _renamed(job):
+    """The job with a curriculum whose windows have its name."""
+    window = partial(job.curriculum.job_window)
+    name = job.name
+
+    class Renamed:
+        def job_window(self, *arguments):
+            found = window(*arguments)
+            batches = tuple(replace(one, job=name) for one in found.batches)
+            return replace(found, job=name, batches=batches)
+
+    return replace(job, curriculum=Renamed())
+
+
+def test_the_divisions_of_four_devices_are_all_that_fit_on_them():
+    limits = workload().limits(Division(shares=AUTO, replicas=AUTO, stages=AUTO, shards=AUTO), 4)
+    found = {astuple(one)[:4] for one in limits.divisions(4)}
+    assert (2, 1, 2, 1) in found
+    assert all(a * b * c * d <= 4 for a, b, c, d in found)
+    assert {d for *_, d in found} == {1, 2, 4}

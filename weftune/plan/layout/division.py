@@ -1,0 +1,370 @@
+"""The search over ways to divide several devices among jobs: shares × replicas × stages × shards.
+
+A share is a part of the jobs, which a team of workers trains; a team holds replicas of the base, each in
+stages, and shards divide the layers of a stage. Divisions that cannot run or do not fit in memory are
+dropped. The others are priced with the first window of the share that has the most work, since a run takes as
+long as its slowest share. They are priced in the order of an optimistic bound, which assumes that no worker
+waits for another, until no other division can be faster.
+
+Where layers would be recomputed to make room for large microbatches, half of the token capacity is tried too.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, product
+from typing import TYPE_CHECKING
+
+from weftune.core.shapes import JobShape, LayerRange, ModelShape
+from weftune.plan.cost.memory import max_sample_tokens
+from weftune.plan.cost.time import PassWork, active_parameters_by_job
+from weftune.plan.layout.foresee import StageTimes
+from weftune.plan.layout.split import share_jobs
+from weftune.plan.program.program import Recompute
+from weftune.plan.window.pace import cut_to_window_seconds
+from weftune.plan.window.rounds import JobWindow
+
+if TYPE_CHECKING:
+    from weftune.plan.layout.choose import LayoutChoice
+
+AUTO = 0
+"""Number in a `Division` that the search chooses."""
+
+SAME_SPEED = 0.01
+"""Relative difference of speeds below which the simpler of two divisions is chosen."""
+SHOWN = 3
+"""Number of candidates that are reported."""
+ROUND_TOKENS = 64
+"""Capacities that the search chooses are multiples of this, unless the longest sample needs more."""
+SMALL_LOSS = 0.05
+"""Share of the devices' time below which a loss is not reported as what limits a candidate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """One way to divide devices among jobs, and the token capacity of microbatches."""
+
+    shares: int = 1
+    replicas: int = 1
+    stages: int = 1
+    shards: int = 1
+    capacity: int | None = None
+    """Maximum tokens per microbatch. None means the default of the device."""
+
+    @property
+    def workers_per_share(self) -> int:
+        return self.replicas * self.stages * self.shards
+
+    @property
+    def devices(self) -> int:
+        return self.shares * self.workers_per_share
+
+    @property
+    def complexity(self) -> tuple[int, int, int, int]:
+        """Sort key of divisions of the same speed: shares go before replicas, stages and shards."""
+        return self.workers_per_share, self.shards, self.stages, self.replicas
+
+    @property
+    def text(self) -> str:
+        """The numbers above 1 as text, such as `2 replicas of 4 shards`."""
+        counts = (
+            (self.shares, "shares"),
+            (self.replicas, "replicas"),
+            (self.stages, "stages"),
+            (self.shards, "shards"),
+        )
+        return " of ".join(f"{number} {name}" for number, name in counts if number > 1) or "one device"
+
+    @property
+    def flags(self) -> str:
+        """Options of `weftune train` that request this division. Empty for one device."""
+        counts = (
+            (self.shares, "--gpus"),
+            (self.stages, "--pipeline"),
+            (self.replicas, "--replicas"),
+            (self.shards, "--shards"),
+            (self.capacity or 0, "--capacity"),
+        )
+        return " ".join(f"{flag} {number}" for number, flag in counts if number > 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPrice:
+    """Predicted time and memory of the first window of one share."""
+
+    tokens: int
+    seconds: float
+    computed: float
+    """Share of the time of the share's devices in which they compute."""
+    without_link: float
+    """Seconds of the window if links took no time."""
+    recomputed: float
+    """Share of the compute that repeats forwards."""
+    peak_bytes: int
+    capacity: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A division that has been priced."""
+
+    division: Division
+    capacity: int
+    """Maximum tokens per microbatch that memory permits."""
+    tokens_per_second: float
+    """Tokens of all jobs divided by the predicted seconds of the slowest share."""
+    needs_bytes: int
+    """Peak bytes on the fullest device in the first window."""
+    idle_share: float
+    """Share of the time of all devices of the machine in which they do not compute."""
+    limited_by: str
+    """What takes the most time besides compute: memory, link, bubbles, Steps, jobs or devices. `compute` if
+    nothing takes much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Numbers that the search may choose from; those that flags fix have one element."""
+
+    shares: Sequence[int]
+    replicas: Sequence[int]
+    stages: Sequence[int]
+    shards: Sequence[int]
+    capacity: int | None
+    """Maximum tokens per microbatch that the user has requested. None lets the search choose it."""
+
+    @property
+    def chooses_capacity(self) -> bool:
+        return self.capacity is None
+
+    def divisions(self, devices: int) -> Iterator[Division]:
+        """Yield the divisions of at most `devices` devices that `weftune train` can run."""
+        pairs = [(stages, shards) for stages in self.stages for shards in self.shards]
+        for shares, replicas in product(self.shares, self.replicas):
+            left = devices // (shares * replicas)
+            for stages, shards in pairs:
+                if stages * shards <= left:
+                    yield Division(
+                        shares=shares,
+                        replicas=replicas,
+                        stages=stages,
+                        shards=shards,
+                        capacity=self.capacity,
+                    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The jobs at hand, as the search needs them."""
+
+    windows: Mapping[str, JobWindow]
+    """Maps each job to its part of a window, without evaluations."""
+    seconds: Mapping[str, float]
+    """Maps each job to the seconds of its whole training on one device, relative to those of other jobs."""
+    shape: ModelShape
+    """Shape of the whole base."""
+    times: StageTimes
+    """Times of whole layers on one device."""
+    price: Callable[[LayoutChoice], WindowPrice]
+    """Returns the price of the first window of a share."""
+    max_shares: int | None = None
+    """Largest number of shares that the jobs permit. None means one for each job."""
+    shard_counts: Sequence[int] = (1,)
+    """Numbers of shards that the base and the adapters permit."""
+
+    def limits(self, fixed: Division, devices: int) -> Limits:
+        """Return the numbers to choose from. In `fixed`, numbers that are not fixed are `AUTO`."""
+
+        def up_to(number: int, largest: int) -> Sequence[int]:
+            return range(1, largest + 1) if number == AUTO else (number,)
+
+        return Limits(
+            shares=up_to(fixed.shares, self.max_shares or len(self.seconds)),
+            replicas=up_to(fixed.replicas, devices),
+            stages=up_to(fixed.stages, min(devices, self.shape.layers)),
+            shards=self.shard_counts if fixed.shards == AUTO else (fixed.shards,),
+            capacity=fixed.capacity,
+        )
+
+
+def search(
+    jobs: Sequence[JobShape],
+    workload: Workload,
+    limits: Limits,
+    devices: int,
+    build: Callable[[Division, Sequence[JobShape]], LayoutChoice | None],
+) -> list[Candidate]:
+    """Return the fastest candidates, best first, or no candidate if nothing fits. At nearly equal speed, the
+    simplest goes first. `build` returns the layout of a share with these jobs, or None if one of them does
+    not fit in memory even alone."""
+    bounds, order = _Bounds(jobs, workload), count()
+    by_name = {job.name: job for job in jobs}
+    waiting: list[tuple[float, int, Division, LayoutChoice | None]] = []
+    found: list[Candidate] = []
+    for division in limits.divisions(devices):
+        heapq.heappush(waiting, (-bounds.before_layout(division), next(order), division, None))
+    while waiting and -waiting[0][0] >= _least_speed(found):
+        bound, _, division, choice = heapq.heappop(waiting)
+        share = bounds.heaviest_share(division.shares)
+        if choice is not None:
+            price, has_room = workload.price(choice), len(choice.attached_jobs) == len(share.jobs)
+            found.append(_candidate(division, price, has_room, share.part, devices))
+        elif (choice := build(division, [by_name[name] for name in share.jobs])) is not None:
+            passes = _microbatches(choice)
+            speed = min(-bound, bounds.of_layout(division, choice, passes))
+            heapq.heappush(waiting, (-speed, next(order), division, choice))
+            if limits.chooses_capacity and (capacity := passes.smaller_capacity):
+                smaller = replace(division, capacity=capacity)
+                heapq.heappush(waiting, (bound, next(order), smaller, None))
+    return _ranked(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Microbatches:
+    """What memory permits of microbatches in a layout."""
+
+    recompute: Recompute
+    capacity: int
+    least_capacity: int
+
+    @property
+    def smaller_capacity(self) -> int:
+        """Half of the capacity if layers are recomputed to make room for it. 0 if none are, or if the longest
+        sample needs it."""
+        smaller = max(self.capacity // 2 // ROUND_TOKENS * ROUND_TOKENS, self.least_capacity)
+        return smaller if self.recompute.recomputed_layers and smaller < self.capacity else 0
+
+
+def _microbatches(choice: LayoutChoice) -> _Microbatches:
+    jobs, memory = choice.attached_jobs, choice.memory
+    recompute = memory.choose_recompute(jobs, choice.capacity)
+    capacity = memory.choose_capacity(jobs, choice.capacity, recompute)
+    return _Microbatches(recompute, capacity, max_sample_tokens(jobs))
+
+
+def _least_speed(found: Sequence[Candidate]) -> float:
+    """Return the tokens per second below which no further division is of interest."""
+    speeds = sorted((one.tokens_per_second for one in found), reverse=True)
+    return speeds[SHOWN - 1] if len(speeds) >= SHOWN else 0.0
+
+
+def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates, fastest first, behind the simplest of those that are as fast as the fastest."""
+    ordered = sorted(found, key=lambda one: -one.tokens_per_second)
+    if not ordered:
+        return []
+    fast = [
+        one for one in ordered if one.tokens_per_second >= (1 - SAME_SPEED) * ordered[0].tokens_per_second
+    ]
+    best = min(fast, key=lambda one: one.division.complexity)
+    return [best, *(one for one in ordered if one is not best)]
+
+
+def _candidate(
+    division: Division, price: WindowPrice, has_room: bool, part: float, devices: int
+) -> Candidate:
+    """Return a candidate. `has_room` says whether all jobs of the heaviest share run together, and `part` is
+    this share's part of the work of all jobs."""
+    used = division.devices / devices
+    even = 1 / (part * division.shares)
+    idle_share = 1.0 - price.computed * used * even
+    link = 1.0 - price.without_link / price.seconds
+    waits = 1.0 - price.computed - link
+    losses = {
+        # Waits are longer where jobs wait for memory, since fewer jobs fill them.
+        "memory": price.recomputed * price.computed + (0.0 if has_room else waits),
+        "link": link,
+        "bubbles" if division.stages > 1 else "Steps": waits,
+        "jobs": 1.0 - even,
+        "devices": 1.0 - used,
+    }
+    worst = max(losses, key=lambda name: losses[name])
+    return Candidate(
+        division=division,
+        capacity=price.capacity,
+        tokens_per_second=price.tokens_per_second / part,
+        needs_bytes=price.peak_bytes,
+        idle_share=idle_share,
+        limited_by=worst if losses[worst] > SMALL_LOSS else "compute",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _HeaviestShare:
+    jobs: tuple[str, ...]
+    part: float
+    """Part of the work of all jobs."""
+
+
+class _Bounds:
+    """Optimistic speeds: no worker waits for another, except while a pipeline fills and drains."""
+
+    def __init__(self, jobs: Sequence[JobShape], workload: Workload) -> None:
+        self._jobs, self._workload = jobs, workload
+        self._active_parameters = active_parameters_by_job({job.name: job for job in jobs})
+        self._times: dict[int, StageTimes] = {}
+        self._shares: dict[int, _HeaviestShare] = {}
+        self._speeds: dict[tuple[int, int, int], float] = {}
+        """Maps (shares, stages, shards) to the bound with one replica."""
+
+    def heaviest_share(self, shares: int) -> _HeaviestShare:
+        """Return the share with the most work if the jobs are divided into this number of shares."""
+        if shares not in self._shares:
+            seconds = self._workload.seconds
+            sources = {job.name: job.source_job for job in self._jobs}
+            found = max(share_jobs(seconds, shares, sources), key=lambda share: share.seconds)
+            self._shares[shares] = _HeaviestShare(found.jobs, found.seconds / sum(seconds.values()))
+        return self._shares[shares]
+
+    def before_layout(self, division: Division) -> float:
+        """Return an upper bound on the tokens per second of all jobs, for stages that are perfectly even."""
+        key = division.shares, division.stages, division.shards
+        if key not in self._speeds:
+            share, times = self.heaviest_share(division.shares), self._sharded_times(division.shards)
+            work = self._work([self._workload.windows[name] for name in share.jobs])
+            layers = times.layers
+            whole = times.least_seconds(LayerRange(0, layers, layers), work, 0)
+            # A stage with the mean number of layers or more, without embedding and head.
+            largest = LayerRange(1, 1 - (-layers // division.stages), layers + 2)
+            seconds = max(whole / division.stages, times.least_seconds(largest, work, 0))
+            self._speeds[key] = work.tokens / seconds / share.part
+        return self._speeds[key] * division.replicas
+
+    def of_layout(self, division: Division, choice: LayoutChoice, passes: _Microbatches) -> float:
+        """Return an upper bound on the tokens per second of all jobs with this layout of a share."""
+        share, times = self.heaviest_share(division.shares), self._sharded_times(division.shards)
+        windows = [self._workload.windows[job.name] for job in choice.attached_jobs]
+        windows = cut_to_window_seconds(windows, choice.first_pace)
+        work = self._work(windows)
+        ranges = [LayerRange(one.start, one.stop, times.layers) for one in choice.layout.stages]
+        count = -(-work.tokens // passes.capacity)
+        stages = [times.least_seconds(one, work, count, passes.recompute) for one in ranges]
+        shortest = min(placed.length for one in windows for batch in one.batches for placed in batch.samples)
+        # The other stages wait until the first sample has arrived, and until the last one has returned.
+        filling = (sum(stages) - max(stages)) * shortest / work.tokens
+        return work.tokens / (max(stages) / division.replicas + filling) / share.part
+
+    def _sharded_times(self, shards: int) -> StageTimes:
+        if shards not in self._times:
+            shape = self._workload.shape
+            self._times[shards] = self._workload.times.for_shards(shape, shards)
+        return self._times[shards]
+
+    def _work(self, windows: Sequence[JobWindow]) -> PassWork:
+        """Return the work of all batches of these windows as if it were one pass."""
+        batches = [batch for window in windows for batch in window.batches]
+        lengths = [placed.length for batch in batches for placed in batch.samples]
+        return PassWork(
+            tokens=sum(lengths),
+            squares=sum(length**2 for length in lengths),
+            samples=len(lengths),
+            supervised=sum(placed.supervised_tokens for batch in batches for placed in batch.samples),
+            adapted=sum(batch.tokens * self._active_parameters[batch.job] for batch in batches),
+            segments=len(batches),
+        )
