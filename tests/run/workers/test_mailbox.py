@@ -10,7 +10,7 @@ from tests import bench
 from weftune.plan.program.program import Program
 from weftune.run.workers.agreed import WorkerReport
 from weftune.run.workers.driver import Driver
-from weftune.run.workers.mailbox import Outbox, PeerLane, PeerLost
+from weftune.run.workers.mailbox import Outbox, PeerLane, PeerLost, inbox_for
 from weftune.run.workers.messages import RunProgram
 from weftune.run.workers.worker import Worker
 
@@ -24,6 +24,16 @@ def test_a_send_that_failed_is_told_by_the_next_send_and_when_the_outbox_settles
     with pytest.raises(PeerLost, match="worker 7 is gone"):
         outbox.send(torch.zeros(3))
     outbox.close()
+
+
+def test_a_receive_between_devices_that_failed_is_told_whenever_something_is_awaited():
+    lane = PeerLane(None, 7, announcement_group="no group")
+    inbox = inbox_for(lane, torch.float32, bench.CPU)
+    inbox.expect([(3,)])
+    for _ in range(2):
+        with pytest.raises(PeerLost, match=r"^worker 7 is gone: (?!worker)"):
+            inbox.receive()
+    inbox.close()
 
 
 NOTHING = Program(1, (), (), ((), ()), stages=(0, 1))

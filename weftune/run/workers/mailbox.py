@@ -50,8 +50,13 @@ class PeerLane:
         try:
             with recorded:
                 yield
+        except PeerLost:
+            raise
         except RuntimeError as error:
-            raise PeerLost(f"worker {self.peer} is gone: {error}") from error
+            raise self.lost(error) from error
+
+    def lost(self, error: BaseException) -> PeerLost:
+        return PeerLost(f"worker {self.peer} is gone: {error}")
 
 
 class Inbox:
@@ -71,6 +76,7 @@ class Inbox:
 
     def receive(self, awaited: object = "a tensor") -> Tensor:
         """Return the next tensor. `awaited` describes it in messages about workers that wait in a circle."""
+        self._post()
         buffer, work = self._posted.popleft()
         with self._lane.waiting(awaited):
             work.wait()
@@ -82,7 +88,8 @@ class Inbox:
 
     def _post(self) -> None:
         while self._shapes and len(self._posted) <= POSTED_AHEAD:
-            buffer = torch.empty(self._shapes.popleft(), dtype=self._dtype, pin_memory=self._staged)
+            buffer = torch.empty(self._shapes[0], dtype=self._dtype, pin_memory=self._staged)
+            self._shapes.popleft()
             work = dist.irecv(buffer, self._lane.peer, group=self._lane.group, tag=self._number)
             self._posted.append((buffer, work))
             self._number += 1
@@ -94,35 +101,43 @@ class DirectInbox:
     def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
         self._lane = lane
         self._dtype, self._device = dtype, device
-        self._free_buffers = threading.Semaphore(1 + POSTED_AHEAD)
-        self._shapes: queue.Queue[tuple[int, ...] | None] = queue.Queue()
-        self._started: queue.Queue[tuple[Tensor, Any] | Exception] = queue.Queue()
+        self._shapes: deque[tuple[int, ...]] = deque()
+        self._posted: deque[Tensor] = deque()
+        self._queue: queue.Queue[tuple[Tensor, torch.cuda.Event | None] | None] = queue.Queue()
+        self._started: queue.Queue[Any] = queue.Queue()
+        """Works of the receives that have started, or a PeerLost."""
         self._thread = threading.Thread(target=self._serve, name=f"from worker {lane.peer}", daemon=True)
         self._thread.start()
 
     def expect(self, shapes: Iterable[tuple[int, ...]]) -> None:
-        for shape in shapes:
-            self._shapes.put(shape)
+        self._shapes.extend(shapes)
+        self._post()
 
     def receive(self, awaited: object = "a tensor") -> Tensor:
         """Return the next tensor. `awaited` describes it in messages about workers that wait in a circle."""
+        self._post()
         with self._lane.waiting(awaited):
-            started = self._next_started()
-            if isinstance(started, Exception):
-                self._started.put(started)
-                raise started
-            buffer, work = started
+            work = self._next_started()
+            if isinstance(work, PeerLost):
+                self._started.put(work)
+                raise work
             work.wait()
-        self._free_buffers.release()
-        if buffer.is_cuda:
-            # It was allocated for the thread's stream.
-            buffer.record_stream(torch.cuda.current_stream(self._device))
+        buffer = self._posted.popleft()
+        self._post()
         return buffer
 
     def close(self) -> None:
-        self._shapes.put(None)
+        self._queue.put(None)
 
-    def _next_started(self) -> tuple[Tensor, Any] | Exception:
+    def _post(self) -> None:
+        while self._shapes and len(self._posted) <= POSTED_AHEAD:
+            # Not in the thread: a lack of memory is to be found where it can be handled.
+            buffer = torch.empty(self._shapes[0], dtype=self._dtype, device=self._device)
+            self._shapes.popleft()
+            self._posted.append(buffer)
+            self._queue.put((buffer, _record_event(buffer)))
+
+    def _next_started(self) -> Any:
         if self._lane.watch is None:
             return self._started.get()
         while True:
@@ -134,16 +149,17 @@ class DirectInbox:
     def _serve(self) -> None:
         with _separate_stream(self._device):
             try:
-                while (shape := self._shapes.get()) is not None:
-                    self._free_buffers.acquire()
-                    self._started.put(self._start(shape))
+                while (posted := self._queue.get()) is not None:
+                    self._started.put(self._start(*posted))
             except Exception as error:
-                self._started.put(error)
+                self._started.put(self._lane.lost(error))
 
-    def _start(self, shape: tuple[int, ...]) -> tuple[Tensor, Any]:
-        lane, buffer = self._lane, torch.empty(shape, dtype=self._dtype, device=self._device)
-        dist.recv(_announcement(), lane.peer, group=lane.announcement_group)
-        return buffer, dist.irecv(buffer, lane.peer, group=lane.group)
+    def _start(self, buffer: Tensor, free: torch.cuda.Event | None) -> Any:
+        """Start a receive, once it has been announced, in a buffer that is free after an event."""
+        dist.recv(_announcement(), self._lane.peer, group=self._lane.announcement_group)
+        if free is not None:
+            free.wait()
+        return dist.irecv(buffer, self._lane.peer, group=self._lane.group)
 
 
 class Outbox:
@@ -163,16 +179,11 @@ class Outbox:
 
     def send(self, tensor: Tensor) -> None:
         self._raise()
-        kept = tensor.detach().contiguous()
-        if not kept.is_cuda:
-            self._queue.put((kept, None))
-            return
-        if self._lane.announcement_group is None:
-            device_tensor, kept = kept, torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
-            kept.copy_(device_tensor, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        self._queue.put((kept, ready))
+        given = kept = tensor.detach().contiguous()
+        if given.is_cuda and self._lane.announcement_group is None:
+            kept = torch.empty(given.shape, dtype=given.dtype, pin_memory=True)
+            kept.copy_(given, non_blocking=True)
+        self._queue.put((kept, _record_event(given)))
 
     def flush(self) -> None:
         """Wait until everything has been received."""
@@ -188,7 +199,7 @@ class Outbox:
 
     def _raise(self) -> None:
         if self._error is not None:
-            raise PeerLost(f"worker {self._lane.peer} is gone: {self._error}") from self._error
+            raise self._lane.lost(self._error) from self._error
 
     def _serve(self) -> None:
         is_direct, number = self._lane.announcement_group is not None, 0
@@ -228,6 +239,11 @@ def inbox_for(lane: PeerLane, dtype: torch.dtype, device: torch.device) -> Inbox
 
 def _announcement() -> Tensor:
     return torch.zeros(1)
+
+
+def _record_event(tensor: Tensor) -> torch.cuda.Event | None:
+    """Return an event after all work that the GPU of a tensor has been given. None on a CPU."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 
 def _separate_stream(device: torch.device) -> AbstractContextManager[object]:
