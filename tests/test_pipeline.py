@@ -152,7 +152,7 @@ def test_more_stages_than_layers_is_a_mistake_with_a_sentence(place, forks):
 def test_auto_trains_in_one_process_where_the_base_fits_and_says_so(place, forks):
     output = place / fresh(place, "auto")
     assert forks.weftune("train", "jobs.yaml", "--output", "auto", "--pipeline", "auto", cwd=place) == 0
-    assert "--pipeline auto: one process, since the base and its passes need" in (place / "log").read_text()
+    assert "Weftune: one process, since there is one device. The base is whole" in (place / "log").read_text()
     assert not (output / "ranks").exists()
     assert_same_results(output, place / "undisturbed")
 
@@ -161,7 +161,8 @@ def test_auto_with_a_base_that_fits_nowhere_is_a_mistake_with_a_sentence(place, 
     words = ("train", "jobs.yaml", "--output", "never", "--pipeline", "auto", "--memory", "100MiB")
     assert forks.weftune(*words, cwd=place) == 2
     told = " ".join((place / "log").read_text().split())
-    assert "the machine has 0.10 GiB for a run; use more or larger devices" in told
+    assert "even alone it needs" in told
+    assert "but 0.10 GiB are available" in told
     assert not (place / "never").exists()
 
 

@@ -138,9 +138,12 @@ def predict(case: PlanCase, *, with_sentences: bool = False, with_ablations: boo
 
 
 def choose_planned(case: PlanCase) -> LayoutChoice:
-    """Return the choice for a case: the question that `weftune plan` and `weftune train` both ask."""
+    """Return the choice for a case: the question that `weftune plan` and `weftune train` both ask. Raise
+    PlanError if no job fits."""
     machine = planned_machine(case)
-    return choose_layout(case.shape, case.shapes, machine, _workload(case, machine))
+    choice = choose_layout(case.shape, case.shapes, machine, _workload(case, machine))
+    _admit_jobs(case.shapes, choice)
+    return choice
 
 
 def _workload(case: PlanCase, machine: Machine) -> Workload:
@@ -276,11 +279,12 @@ def division_sentence(case: PlanCase, choice: LayoutChoice) -> str:
     """Return how the devices are used, and why, as a sentence."""
     devices = len(case.cluster.devices)
     kind = "GPUs" if choice.machine.on_gpu else "processes"
-    if choice.is_streamed:
-        reason = "as no division of the base fits in their memory"
-        return f"{devices} {kind} stream the base together, {reason}." if devices > 1 else "one device."
     division, flags = choice.machine.division, train_flags(case, choice)
-    if not choice.candidates or division.devices == devices == 1:
+    if choice.is_streamed and devices > 1:
+        return f"{devices} {kind} stream the base together, as no division of it fits in their memory."
+    if division.devices == devices == 1:
+        return f"one process, since there is one device. The base is {choice.reason}."
+    if not choice.candidates:
         return f"{division.text}: the base is {choice.reason}."
     best, *others = choice.candidates
     speeds = f"{best.tokens_per_second:,.0f} tokens/s are predicted"
