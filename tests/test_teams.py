@@ -62,7 +62,7 @@ def test_two_shares_of_two_stages_equal_one_process_beside_a_job_that_explodes(p
 def test_two_shares_of_two_shards_equal_one_process_beside_a_job_that_explodes(sharded, monkeypatch):
     monkeypatch.setattr(weftune.launch.split, "run_share", exact_share)
     output = sharded / fresh(sharded, "out")
-    assert Shares(sharded, "out", 2, shards=2).wait() == 1
+    assert Shares(sharded, "out", 2, shards="2").wait() == 1
     assert_equal(output, sharded / "undisturbed")
 
 
@@ -163,8 +163,8 @@ def test_killed_with_its_launcher_it_resumes_in_more_shares_and_ends_in_one_proc
 def test_interrupted_it_resumes_with_other_numbers_of_stages_and_shards(sharded, monkeypatch):
     monkeypatch.setattr(weftune.launch.split, "run_share", exact_share)
     output = sharded / fresh(sharded, "changing")
-    interrupt(sharded, 2, shards=2)
-    interrupt(sharded, 2, resume=True, pipeline="2", shards=2)
+    interrupt(sharded, 2, shards="2")
+    interrupt(sharded, 2, resume=True, pipeline="2", shards="2")
     assert Shares(sharded, "changing", 3, resume=True).wait() == 1
     assert_equal(output, sharded / "undisturbed")
 
