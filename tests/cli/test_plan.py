@@ -408,7 +408,7 @@ def test_a_job_that_cannot_run_even_alone_is_named_beside_those_that_can(folder,
 def test_several_devices_that_no_stage_fits_stream_the_base_as_a_run_would(folder, weftune):
     """Four small cards: weights of 15 GiB pass through them, shared by the cards of a root complex."""
     lines = [
-        "devices: [{name: card, count: 4, memory_gib: 6, peak_tflops: 60, bandwidth_gbs: 500}]",
+        "devices: [{name: card, count: 4, memory_gib: 4.5, peak_tflops: 60, bandwidth_gbs: 500}]",
         "link: pcie",
         "roots: [2, 2]",
         "host: {bandwidth_gbs: 8}",

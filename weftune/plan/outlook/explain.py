@@ -16,6 +16,8 @@ def explain(prediction: Prediction, source: str) -> list[str]:
     if len(stages) > 1:
         counts = " + ".join(str(stage.layer_count) for stage in stages)
         cut = f"{len(stages)} stages of {counts} layers: the slowest is as fast as can be, both ends counted."
+    elif (shards := choice.layout.shards) > 1:
+        cut = f"One stage, with every layer divided among {shards} devices."
     groups = "; ".join(" + ".join(group) for group in shared_groups(program))
     sentences = [
         f"Times are {source}.",
