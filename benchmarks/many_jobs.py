@@ -174,7 +174,7 @@ def measure_here(path: Path, profiled: bool) -> Measured:
     with Watched() as watched, profile or nullcontext(), Path(os.devnull).open("w") as nowhere:
         run = read_run(path)
         with LiveView(Console(file=nowhere, force_terminal=True, width=120, height=40), []) as view:
-            trainer = TimedTrainer(run.base, output=run.output, view=view, locate=run.locate)
+            trainer = TimedTrainer(run.base, output=run.output, view=view, place=run.locate)
             for job in run.jobs:
                 trainer.add(job)
             results = trainer.run()

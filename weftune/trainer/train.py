@@ -30,7 +30,7 @@ def trainer_for(
         report_to=run.report_to,
         options=options,
         view=view,
-        locate=run.locate,
+        place=run.locate,
     )
     for job in run.jobs:
         trainer.add(job)

@@ -118,7 +118,7 @@ class Trainer:
         report_to: Sequence[str] = (),
         options: Options | None = None,
         view: View | None = None,
-        locate: Callable[..., str] = locate_in_job,
+        place: Callable[..., str] = locate_in_job,
     ) -> None:
         if isinstance(base, str | Mapping):
             base = BaseSpec(model=base) if isinstance(base, str) else parse_base(base)
@@ -135,7 +135,7 @@ class Trainer:
         self.interrupted = False
         self.loop: Loop | None = None
         """The training loop while the run lasts; None otherwise."""
-        self._place = locate
+        self._place = place
         self._encoder: Encoder | None = None
         """Encoder shared by all jobs, since computing its fingerprint takes much of a second."""
 
