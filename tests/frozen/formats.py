@@ -46,7 +46,7 @@ PLANS = {
     "streamed": ("--cluster", "H200", "--gpu-memory", "12GiB"),
     "pipeline": ("--cluster", "2xH200", "--gpu-memory", "14GiB"),
     "streamed by two": ("--cluster", "2xH200", "--gpu-memory", "6GiB"),
-    "a share each": ("--cluster", "2xA100-80G"),
+    "a share each": ("--cluster", "2xA100-80G", "--gpus", "2"),
 }
 """Words of `weftune plan` for every way to run the base of `CONFIG`, whose weights are 15 GiB."""
 
