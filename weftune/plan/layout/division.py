@@ -250,13 +250,22 @@ def _microbatches(choice: LayoutChoice) -> _Microbatches:
 
 def _least_speed(found: Sequence[Candidate]) -> float:
     """Return the tokens per second below which no further division is of interest."""
-    speeds = sorted((one.tokens_per_second for one in found), reverse=True)
-    return speeds[SHOWN - 1] if len(speeds) >= SHOWN else 0.0
+    fastest = _fastest_capacities(found)
+    return fastest[SHOWN - 1].tokens_per_second if len(fastest) >= SHOWN else 0.0
+
+
+def _fastest_capacities(found: Sequence[Candidate]) -> list[Candidate]:
+    """Return one candidate for each division, the one with the fastest capacity; the fastest goes first."""
+    ordered = sorted(found, key=lambda one: -one.tokens_per_second)
+    fastest: dict[Division, Candidate] = {}
+    for one in ordered:
+        fastest.setdefault(replace(one.division, capacity=None), one)
+    return list(fastest.values())
 
 
 def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates, fastest first, behind the simplest of those that are as fast as the fastest."""
-    ordered = sorted(found, key=lambda one: -one.tokens_per_second)
+    ordered = _fastest_capacities(found)
     if not ordered:
         return []
     fast = [
