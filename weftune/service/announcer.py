@@ -37,7 +37,7 @@ Tell = Callable[[str, str, Literal["info", "warn"], bool], None]
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What vLLM is to do with the adapter of a job."""
+    """A request to vLLM to load or unload the adapter of a job."""
 
     verb: Literal["load", "unload"]
     job: str

@@ -124,13 +124,12 @@ class Candidate:
     idle_share: float
     """Share of the time of all devices of the machine in which they do not compute."""
     limited_by: str
-    """What takes the most time besides compute: memory, link, bubbles, Steps, jobs or devices. `compute` if
-    nothing takes much."""
+    """Largest cause of lost time: memory, link, bubbles, Steps, jobs or devices; `compute` if it is small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Numbers that the search may choose from; those that flags fix have one element."""
+class DivisionSpace:
+    """Search space: the numbers to choose from. Those that flags fix have one element."""
 
     shares: Sequence[int]
     replicas: Sequence[int]
@@ -178,13 +177,13 @@ class Workload:
     shard_counts: Sequence[int] = (1,)
     """Numbers of shards that the base and the adapters permit."""
 
-    def limits(self, fixed: Division, devices: int) -> Limits:
+    def limits(self, fixed: Division, devices: int) -> DivisionSpace:
         """Return the numbers to choose from. In `fixed`, numbers that are not fixed are `AUTO`."""
 
         def up_to(number: int, largest: int) -> Sequence[int]:
             return range(1, largest + 1) if number == AUTO else (number,)
 
-        return Limits(
+        return DivisionSpace(
             shares=up_to(fixed.shares, self.max_shares or len(self.seconds)),
             replicas=up_to(fixed.replicas, devices),
             stages=up_to(fixed.stages, min(devices, self.shape.layers)),
@@ -196,7 +195,7 @@ class Workload:
 def search(
     jobs: Sequence[JobShape],
     workload: Workload,
-    limits: Limits,
+    limits: DivisionSpace,
     devices: int,
     build: Callable[[Division, Sequence[JobShape]], LayoutChoice | None],
 ) -> list[Candidate]:
@@ -227,7 +226,7 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class _Microbatches:
-    """What memory permits of microbatches in a layout."""
+    """Recomputation and token capacities of microbatches that memory permits in a layout."""
 
     recompute: Recompute
     capacity: int

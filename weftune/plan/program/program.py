@@ -169,7 +169,7 @@ class Score:
 
 Reduced = Literal["norm", "gradient", "scores", "kl"]
 SCORE_PAYLOADS: tuple[Reduced, ...] = ("scores", "kl")
-"""What a Reduce sends and adds for the KL term of a loss."""
+"""Payloads of a Reduce that belong to the KL term of a loss."""
 
 
 @dataclass(frozen=True, slots=True)
