@@ -68,7 +68,7 @@ PLACES: Mapping[str, tuple[str, str]] = {
     "tokenising": ("data/prepare.py", "prepare"),
     "of it the fingerprint": ("data/encode.py", "fingerprint"),
     "loading the base": ("trainer/engine.py", "open_engine"),
-    "admission": ("jobs/store/scheduler.py", "admit"),
+    "admission": ("jobs/store/scheduler.py", "admit_jobs"),
     "boarding": ("trainer/loop.py", "_attach"),
     "planning": ("plan/window/window.py", "plan_window"),
     "promise and refit": ("plan/cost/learned.py", "promise"),

@@ -87,7 +87,7 @@ def test_batches_count_pairs_and_a_pair_is_held_out_as_a_whole(smollm2, tmp_path
     ]
     assert sorted(index for batch in batches for index in batch) == list(range(len(train)))
     assert all(batch[0::2] == [one - 1 for one in batch[1::2]] for batch in batches)
-    assert train.largest_batch(1) == train.longest == max(train.lengths[0::2] + train.lengths[1::2])
+    assert train.largest_batch(1) == train.longest_sample == max(train.lengths[0::2] + train.lengths[1::2])
 
 
 def test_prompts_of_chosen_samples_are_supervised_on_request(smollm2, tmp_path):

@@ -28,7 +28,7 @@ def test_a_key_belongs_to_its_tenant_and_others_to_none(keys):
     assert keys.find_tenant(PREFIX + "anything") is None
     acme, globex = keys.create("acme"), keys.create("globex")
     assert acme.startswith("tml-")
-    assert (keys.find_tenant(acme), keys.tenant_of(globex)) == ("acme", "globex")
+    assert (keys.find_tenant(acme), keys.find_tenant(globex)) == ("acme", "globex")
     for wrong in ("", acme[:-1], acme + "x", acme.upper(), "\ud800", "ключ"):
         assert keys.find_tenant(wrong) is None
     assert len({keys.create("acme") for _ in range(20)}) == 20

@@ -521,7 +521,7 @@ def test_a_step_of_a_trial_is_a_forward_and_a_backward_of_training(monkeypatch):
         *(True, ProductPlan.wide_beside),
     )
     assert call.tiling == choose_tiling(site.rows, site.group, 640, torch.float32)
-    assert backward == (site.dy_TN, site.x_TK, site.weight_NK, "s", call, {"wants_dx": True})
+    assert backward == (site.dy_TN, site.x_TK, site.weight_NK, "s", call, {"needs_dx": True})
 
 
 class Steps:

@@ -19,7 +19,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ONE = Case([Job(300, rank=8, dropout=0.1)], gap=0, padding=0, features=200, widths=(264,))
 PARTS = Case([Job(300, rank=8)], gap=0, padding=0, features=200, widths=(128, 64))
 LAUNCHERS = (
-    *("down", "room_for_da", "room_for_db", "ds_db", "ds", "da", "db", "add_gradients"),
+    *("down", "allocate_da", "allocate_db", "ds_db", "ds", "da", "db", "add_gradients"),
     *("fused_y", "fused_dx", "wide_y", "wide_dx"),
 )
 
@@ -130,8 +130,8 @@ def test_a_forward_makes_s_and_then_the_product_of_its_order(plan, residual, tak
     assert taken == ["down", product]
 
 
-BEFORE = ["ds_db", "room_for_da", "da", "add_gradients"]
-BESIDE = ["ds", "room_for_da", "room_for_db"], ["db", "da", "add_gradients"]
+BEFORE = ["ds_db", "allocate_da", "da", "add_gradients"]
+BESIDE = ["ds", "allocate_da", "allocate_db"], ["db", "da", "add_gradients"]
 
 
 @pytest.mark.parametrize("plan", ProductPlan)

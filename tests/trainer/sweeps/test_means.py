@@ -220,8 +220,8 @@ def assert_same_rungs(output, want):
 @pytest.mark.parametrize(
     ("count", "what"),
     slow_but(
-        product((1, 3, 5), ("record_mean_evaluation", "_decide")),
-        [(1, "record_mean_evaluation"), (5, "_decide")],
+        product((1, 3, 5), ("record_mean_evaluation", "_decide_rungs")),
+        [(1, "record_mean_evaluation"), (5, "_decide_rungs")],
     ),
 )
 def test_crashed_while_trials_are_judged_it_resumes_to_the_same_decisions(
