@@ -230,7 +230,7 @@ def test_a_disk_without_room_for_adapters_and_checkpoints_is_refused_before_the_
     with pytest.raises(OutputError, match=r"only 0\.00 GiB are free there; free .*, or choose another"):
         run(output, model)
     # Two checkpoints of three vectors of float64 each, a fourth vector with `keep: best`, and the adapter.
-    sizes = [one.size for one in map(adapter_layout, jobs())]
+    sizes = [one.size for one in map(layout_of_job, jobs())]
     needed = 8 * (sizes[0] * (2 * 4 + 1) + sizes[1] * (2 * 3 + 1))
     free = needed - 1
     with pytest.raises(

@@ -128,7 +128,7 @@ def test_virtual_tokens_do_not_count_as_trained_tokens_in_any_replica():
     list(executors.run_program(alone, executors.plan_program([job], 2), [job]))
     wanted = alone.attached["p"].progress.trained_tokens
     lengths = job.data.train.lengths
-    assert wanted == sum(int(lengths[one]) - 3 for step in (1, 2) for one in job.order.batch(step))
+    assert wanted == sum(int(lengths[one]) - 3 for step in (1, 2) for one in job.sample_order.batch(step))
     assert run_workers(2, prompted_worker, replicas=2) == [wanted, wanted]
 
 

@@ -153,10 +153,14 @@ def job_request(job: JobSpec) -> dict[str, Any]:
     values = resolve_job(job)
     extension = {key: values[key] for key in EXTENSION_KEYS if values.get(key) is not None}
     extension["clip"] = 0 if job.clip is None else job.clip
+    # The service reads held-out rows from an uploaded file, and the objective adds a reward model's head.
+    omitted = ("path", "modules_to_save")
     for key in ("adapter", "eval"):
         if key in extension:
             extension[key] = {
-                name: value for name, value in values[key].items() if value is not None and name != "path"
+                name: value
+                for name, value in values[key].items()
+                if value is not None and name not in omitted
             }
     extension |= {key: values["data"][key] for key in ("max_length", "train_on") if values["data"].get(key)}
     extension = {key: value for key, value in extension.items() if value != {}}

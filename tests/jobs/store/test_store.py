@@ -44,8 +44,8 @@ def test_what_is_recorded_is_read_back_on_resume(tmp_path: Path) -> None:
         written = store.status
     assert status_of(tmp_path / "out")["jobs"]["a"] == {
         "state": "running", "reason": "", "step": 3, "steps": 10, "trained_tokens": 99, "eval_loss": 1.7,
-        "best_step": 2, "best_loss": 1.5, "score": 0.5, "base_loss": 2.5, "warning": "it has collapsed",
-        "notes": ["two rows were cut"],
+        "best_step": 2, "best_loss": 1.5, "score": 0.5, "base_loss": 2.5, "base_score": None,
+        "warning": "it has collapsed", "notes": ["two rows were cut"],
     }  # fmt: skip
     whole = status_of(tmp_path / "out")
     assert list(whole) == [
