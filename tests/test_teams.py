@@ -17,11 +17,12 @@ import pytest
 import weftune.launch.split
 from tests.launch.mains import exact_main, exact_share
 from tests.launches import Launch, Shares, dealt, deep_folder, fresh, share_metrics
-from tests.outputs import FOUR_JOBS, assert_same_results, lines, states, status
+from tests.outputs import FOUR_JOBS, assert_same_results, states, status
 from weftune import Options
 
 EXPLODING = {"name": "exploding", "steps": 6, "learning_rate": 1e200, "clip": None, "save_every": 1}
-JOBS = [EXPLODING, *FOUR_JOBS]
+JOBS = [EXPLODING, *({**job, "steps": 60} if job["name"] == "long" else job for job in FOUR_JOBS)]
+"""One job is longer than two windows: a pipeline obeys Ctrl-C at the end of a window."""
 CALM_JOBS = [job for job in JOBS if job["name"] != "stops"]
 """On the model of the tests with shards, the other job multiplies a rounding by thousands in a few steps."""
 
@@ -171,10 +172,12 @@ def test_interrupted_it_resumes_with_other_numbers_of_stages_and_shards(sharded,
 
 def interrupt(folder, count, **more):
     """Press Ctrl-C when the shares of the run `changing` have written some further lines of metrics."""
-    output = folder / "changing"
-    before = len(lines(output)) if (output / "metrics.jsonl").exists() else 0
+    pids = folder / "changing" / "ranks" / "pids"
+    of_killed_run = pids.read_bytes() if pids.exists() else b""
     run = Shares(folder, "changing", count, **more)
-    run.wait_for_lines(before + 8)
+    # Until then, the folders of the shares are those of the run before.
+    run.wait_until(lambda: pids.exists() and pids.read_bytes() != of_killed_run)
+    run.wait_for_lines(run.lines() + 3)
     run.interrupt()
     assert run.wait() == 130
-    assert "paused" in states(output).values()
+    assert "paused" in states(folder / "changing").values()
