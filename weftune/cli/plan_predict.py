@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from weftune.cli.plan_jobs import PlanCase, PlannedJob
+from weftune.cli.plan_jobs import PlanCase
 from weftune.core.shapes import JobShape
 from weftune.errors import Mistake, PlanError
 from weftune.jobs.store.scheduler import Admission, admit_jobs
@@ -16,7 +16,7 @@ from weftune.plan.cost.cluster import first_gpu_name
 from weftune.plan.cost.memory import format_bytes
 from weftune.plan.cost.prior import counted_terms
 from weftune.plan.cost.profile import Profile, find_local_profile
-from weftune.plan.cost.time import CostModel, Rate
+from weftune.plan.cost.time import Rate
 from weftune.plan.layout.choose import (
     PIPELINE_ROUNDS,
     PROCESS_BYTES,
@@ -147,8 +147,6 @@ def choose_planned(case: PlanCase) -> LayoutChoice:
 
 
 def _workload(case: PlanCase, machine: Machine) -> Workload:
-    profile = machine.profile
-    cost = profile_cost.cost_of(profile, case.shape) if profile else sheet_cost(case.shape, case.speeds[0])
     job_window = cache(case.job_window)
 
     def price(choice: LayoutChoice) -> WindowPrice:
@@ -156,19 +154,26 @@ def _workload(case: PlanCase, machine: Machine) -> Workload:
 
     return Workload(
         windows={one.name: job_window(one.name, PIPELINE_ROUNDS, False) for one in case.jobs},
-        seconds={one.name: _job_seconds(one, cost, machine.max_tokens) for one in case.jobs},
+        seconds=_job_seconds(case, machine),
         shape=case.shape,
         times=stage_times(case, replace(machine, shards=1)),
         price=price,
-        # Trials are not divided into shares: they are compared while they train.
+        # Plans do not know the rounds in which shares train trials.
         max_shares=1 if case.sweeps else None,
         shard_counts=case.shard_counts,
     )
 
 
-def _job_seconds(job: PlannedJob, cost: CostModel, capacity: int) -> float:
-    batches = job.curriculum.job_window(0, 4, True).batches
-    return job_seconds(JobWork(shape=job.shape, steps=job.total.steps, batches=batches), cost, capacity)
+def _job_seconds(case: PlanCase, machine: Machine) -> dict[str, float]:
+    """Return the seconds of each job's whole training on one device."""
+    profile = machine.profile
+    cost = profile_cost.cost_of(profile, case.shape) if profile else sheet_cost(case.shape, case.speeds[0])
+    seconds = {}
+    for one in case.jobs:
+        batches = one.curriculum.job_window(0, 4, True).batches
+        work = JobWork(shape=one.shape, steps=one.total.steps, batches=batches)
+        seconds[one.name] = job_seconds(work, cost, machine.max_tokens)
+    return seconds
 
 
 def _admit_jobs(jobs: Sequence[JobShape], choice: LayoutChoice) -> Admission:
@@ -195,10 +200,9 @@ def _predict_outlook(case: PlanCase, choice: LayoutChoice, admission: Admission)
 
 def _share_outlook(case: PlanCase, choice: LayoutChoice) -> ShareOutlook:
     """Divide the jobs into shares by the seconds of their whole training, and predict each share."""
-    machine, profile = choice.machine, choice.machine.profile
-    cost = profile_cost.cost_of(profile, case.shape) if profile else sheet_cost(case.shape, case.speeds[0])
+    machine = choice.machine
     workers = machine.division.workers_per_share
-    seconds = {one.name: _job_seconds(one, cost, machine.max_tokens) / workers for one in case.jobs}
+    seconds = {name: alone / workers for name, alone in _job_seconds(case, machine).items()}
 
     def predict_alone(jobs: Sequence[JobShape]) -> Prediction:
         own = choose_layout(case.shape, jobs, replace(machine, shares=1))
