@@ -161,6 +161,10 @@ def test_the_option_gpus_plans_a_share_of_the_jobs_on_each_device_as_train_would
     assert shares("--cluster", "4xA100-80G", "--gpus", "1") == (None, "--gpus 1")
     for words, sentence in (
         (("--cluster", "2xA100-80G", "--gpus", "3"), "--gpus 3: 2xA100-80G:nvlink has 2"),
+        (
+            ("--cluster", "2xA100-80G", "--gpus", "2", "--pipeline", "2"),
+            "4 GPUs are needed, and 2xA100-80G:nvlink",
+        ),
         (("--cluster", "2xT4", "--gpus", "2"), "the base and a job do not fit the"),
         (("--gpus", "none"), "--gpus none: write all, or how many"),
         (("--gpus", "2", "--gpu-memory", "8GiB"), "--gpus and --replicas need all of it on each"),

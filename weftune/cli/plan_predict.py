@@ -248,6 +248,12 @@ def planned_machine(case: PlanCase) -> Machine:
     """Return the machine that the options describe. On several GPUs, numbers that no option fixes are chosen
     if no option starts processes, or if one of them is `auto`."""
     division, machine = requested_division(case), _machine_of(case)
+    known = len(case.cluster.devices)
+    if machine.on_gpu and division.shares > 1 and division.workers_per_share > 1 and division.devices > known:
+        raise PlanError(
+            f"{division.flags}: {division.devices} GPUs are needed, and {case.cluster.name} has {known}; "
+            "write smaller numbers"
+        )
     if division.shares > 1 and division.workers_per_share == 1:
         return _machine_in_shares(case, machine, division)
     return machine
