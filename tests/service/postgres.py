@@ -9,9 +9,8 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-
-import psycopg
 
 BINARIES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 SPEED = ("fsync=off", "full_page_writes=off", "max_connections=200")
@@ -21,6 +20,8 @@ def missing() -> str:
     """Why no server can be started here; empty if one can."""
     if not BINARIES:
         return "PostgreSQL is not installed"
+    if find_spec("psycopg") is None:
+        return "psycopg is not installed"
     if os.getuid() == 0 and shutil.which("runuser") is None:
         return "PostgreSQL does not run as root, and there is no runuser"
     return ""
@@ -51,6 +52,8 @@ class Server:
 
     def new_database(self) -> str:
         """The URL of an empty database: always the same one, which takes no second to empty."""
+        import psycopg
+
         url = f"postgresql://weftune@/postgres?host={self._folder}"
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute("DROP SCHEMA public CASCADE")
