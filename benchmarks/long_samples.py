@@ -2,7 +2,7 @@
 
     python -m benchmarks.long_samples [--shape 8b] [--layers N] [--jobs N] [--lengths 32768,131072]
                                       [--modes chosen,attention,recomputed,offloaded,inputs] [--rank R]
-                                      [--steps N] [--memory GIB] [--no-peft]
+                                      [--steps N] [--memory GIB] [--no-peft] [--profile]
 
 Every job trains one sample per step. Modes of Weftune:
 chosen      what the memory model chooses with the memory of the device, or with --memory
@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 
+from benchmarks.where import drawn, spent, traced
 from weftune.bench.baselines import BaselineWork, job_step, peft_model
 from weftune.bench.gpu_step import attach_jobs
 from weftune.bench.result import arguments, finish
@@ -132,6 +133,10 @@ class WeftuneCase:
         print(attached.recompute)
         return LongStep(f"Weftune, {mode}", self._work.length, found, predicted)
 
+    def profiled(self) -> str:
+        """Return the device time of a step by kind of work, in the mode that ran last."""
+        return drawn(spent(traced(self._step, self._hardware.device)))
+
     def _step(self) -> None:
         self.attached.run(self.attached.plan(1, self._capacity))
 
@@ -164,6 +169,7 @@ def main() -> None:
     )
     parser.add_argument("--memory", type=float, help="GiB of the device that the memory model may use")
     parser.add_argument("--no-peft", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="show the device time by kind of work")
     parser.add_argument("--toy", action="store_true", help="a tiny base on the CPU, to try the script")
     options = parser.parse_args()
     if (hardware := bench_hardware(options.toy)) is None:
@@ -187,6 +193,8 @@ def main() -> None:
         case = WeftuneCase(size, one, hardware, options.memory)
         for mode in options.modes.split(","):
             show(case.run(mode, steps_at(one.length)))
+            if options.profile:
+                print(case.profiled(), flush=True)
         del case
     for one in [] if options.no_peft else work:
         run = partial(with_peft, size, one, hardware, steps_at(one.length))

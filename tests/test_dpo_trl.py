@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 
 from tests import bench, oracle
 from tests.families import tiny
@@ -46,6 +45,7 @@ def write_start(base, folder, changes: bool):
 def trained_by_trl(start, output, loss_type):
     """Train the adapter in `start` with TRL; return its weights and the losses of its steps."""
     trl = pytest.importorskip("trl")
+    from datasets import Dataset
     from peft import PeftModel, get_peft_model_state_dict
 
     model = PeftModel.from_pretrained(tiny("llama", torch.float64, 0), start, is_trainable=True)

@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-from datasets import Dataset
 
 from tests import bench, oracle
 from tests.families import tiny
@@ -44,6 +43,7 @@ def trained_by_trl(start, output, loss_type):
     """Train the adapter in `start` with TRL for one epoch; return its weights, the lines of its steps and the
     metrics of held-out rows."""
     trl = pytest.importorskip("trl")
+    from datasets import Dataset
     from peft import PeftModel, get_peft_model_state_dict
 
     model = PeftModel.from_pretrained(tiny("llama", torch.float64, 0), start, is_trainable=True)

@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 
 from tests import bench, oracle
@@ -51,6 +50,7 @@ def trained_by_trl(start, output, coefficient):
     """Train the adapter in `start` with TRL for one epoch; return its weights, the lines of its steps and the
     metrics of held-out rows."""
     trl = pytest.importorskip("trl")
+    from datasets import Dataset
     from peft import PeftModel, get_peft_model_state_dict
 
     model = PeftModel.from_pretrained(classifier(), start, is_trainable=True)
