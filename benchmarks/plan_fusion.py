@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Sequence
 from functools import reduce
+from math import gcd
 from operator import add
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +25,7 @@ from typing import Any
 import weftune
 from weftune.bench.result import arguments, finish
 from weftune.plan.cost.time import Line
-from weftune.plan.studies.chunks import chunk_size, cut_into_chunks
+from weftune.plan.pack.instance import pack
 from weftune.plan.studies.fusion import (
     Fusion,
     GroupLoad,
@@ -45,6 +46,8 @@ LENGTHS = Path(weftune.__file__).parent / "bench" / "lengths.json"
 PARAMETERS, LAYERS, HIDDEN = 8e9, 32, 4096
 FLOPS = 4e14
 GIB = 1 << 30
+SMALLEST_CHUNK = 64
+"""Rows of the smallest chunk with which padding is counted, as in MuxTune."""
 
 
 def pipeline(stages: int, communication: float = 0.0, budget: int = 48 * GIB) -> PipelineCost:
@@ -210,12 +213,13 @@ def chunks() -> dict[str, float]:
     tokens = sum(map(sum, batches))
     longest = max(map(max, batches))
     padded = {"to the longest of all": sum(longest * len(batch) for batch in batches) / tokens - 1}
-    size = chunk_size(length for batch in batches for length in batch)
+    common = gcd(*(length for batch in batches for length in batch))
+    size = max(SMALLEST_CHUNK, common & -common)
+    packs = [
+        sum(batch[index] for index in held) for batch in batches for held in pack(batch, max(longest, 1024))
+    ]
     for chunk in (size, 2 * size, 4 * size, 8 * size):
-        aligned = [cut_into_chunks(batch, max(longest, 1024), chunk) for batch in batches]
-        padded[f"chunks of {chunk}"] = (
-            sum(chunk - one.tokens for chunks in aligned for one in chunks) / tokens
-        )
+        padded[f"chunks of {chunk}"] = sum(-rows % chunk for rows in packs) / tokens
     print("\nrows of padding over tokens")
     for way, share in padded.items():
         print(f"{way:24} {share:6.1%}")

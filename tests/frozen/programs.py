@@ -116,7 +116,9 @@ def digest(program: Program) -> dict[str, object]:
         "microbatches": _hash(map(_microbatch, program.microbatches)),
         "batches": _hash(f"{one.job} {one.step} {one.supervised_tokens}" for one in program.batches),
         "devices": [f"{len(actions)} {_hash(map(_action, actions))}" for actions in program.devices],
-        "rest": str((program.capacity, program.stages, recomputed, program.chunk_rows, program.replicas)),
+        "rest": str(
+            (program.capacity, program.stages, recomputed, int(program.has_chunks), program.replicas)
+        ),
     }
 
 

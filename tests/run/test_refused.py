@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests import bench
-from tests.plan.outlooks import ground, outline, outlines
+from tests.plan.outlooks import ground, outlines
 from tests.plan.program.test_check import course
 from weftune.errors import PlanError
 from weftune.plan.program.layout import Layout, StageLayers
-from weftune.plan.studies.chunks import chunk_units, chunked_program
-from weftune.plan.studies.placement import cut_stages
 from weftune.plan.studies.search import outlook
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
@@ -32,12 +28,4 @@ def test_streamed_stages_are_refused():
     stages = (StageLayers(0, 1), StageLayers(1, 2))
     program = plan_window([course("a", [[5]])], Layout(stages, (1,)), 16)
     with pytest.raises(PlanError, match="Evict, Load"):
-        run(program)
-
-
-def test_chunks_are_refused():
-    job = replace(outline("a", 10), batches=((256,),))
-    place = ground("H100")
-    program = chunked_program(chunk_units([job], (("a",),), 64, 512), 64, cut_stages(place, [job], 512))
-    with pytest.raises(PlanError, match="chunks of 64 rows"):
         run(program)

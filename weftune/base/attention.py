@@ -44,8 +44,8 @@ class Pack:
     samples."""
     prefixes: Prefixes | GatheredPrefixes | None = None
     cache: KeyValueCache | None = None
-    """Keys and values of earlier rows of the samples, to which the rows of the pack also attend. None in
-    training, where every sample is complete."""
+    """Keys and values of earlier rows of the samples, to which the rows of the pack also attend. None if
+    every sample is complete, as it is in training unless the sample is cut into chunks."""
 
 
 class KeyValueCache(Protocol):
@@ -331,6 +331,16 @@ def attend_within(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) ->
     )
 
 
+def attend_to_earlier(q_THD: Tensor, k_LGD: Tensor, v_LGD: Tensor, rule: Rule) -> Tensor:
+    """Compute the attention of the last T rows of one sample to its L keys, [T, H, D]."""
+    if kernel_fits(q_THD, v_LGD, rule):
+        rows, length = (pack([len(x)], x.device) for x in (q_THD, k_LGD))
+        return attend_with_kernel(q_THD, k_LGD, v_LGD, rows, rule, length)
+    sample_attention = attend_within if rule.softcap is None else attend_within_capped
+    q_1HTD, k_1GLD, v_1GLD = (x.transpose(0, 1)[None] for x in (q_THD, k_LGD, v_LGD))
+    return sample_attention(q_1HTD, k_1GLD, v_1GLD, rule)[0].transpose(0, 1)
+
+
 def attend_within_capped(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) -> Tensor:
     """Compute the attention as `attend_within` does, with the scores capped: cap · tanh(score / cap)."""
     assert rule.softcap is not None
@@ -379,11 +389,16 @@ def attend_as_batch(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rul
     return out_SHLD.transpose(1, 2).flatten(0, 1)
 
 
-def attend_with_kernel(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
+def attend_with_kernel(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule, key_pack: Pack | None = None
+) -> Tensor:
+    """Compute the attention of packed samples with one kernel. `key_pack` are the boundaries of the keys if
+    samples have more keys than rows; the rows are then the last ones of their samples."""
     from torch.nn.attention.varlen import varlen_attn
 
+    keys = key_pack or pack
     # The kernel's left window does not count the row itself. (-1, 0) is torch's notation for plain causal.
-    left = -1 if rule.window is None or rule.window >= pack.longest else rule.window - 1
+    left = -1 if rule.window is None or rule.window >= keys.longest else rule.window - 1
     # torch 2.11 detects grouped heads itself; later versions need the argument.
     kernel = partial(varlen_attn, enable_gqa=True) if names_grouped_heads() else varlen_attn
     out_THD = kernel(
@@ -391,9 +406,9 @@ def attend_with_kernel(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, 
         k_TGD,
         v_TGD,
         pack.boundaries,
-        pack.boundaries,
+        keys.boundaries,
         pack.longest,
-        pack.longest,
+        keys.longest,
         scale=rule.scale,
         window_size=(left, 0),
     )

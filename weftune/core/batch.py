@@ -90,6 +90,14 @@ class Microbatch:
             tuple(one for one in segments if one.start < one.stop),
         )
 
+    def chunk(self, rows: slice) -> Microbatch:
+        """Return consecutive rows of the only sample, which keep their positions and targets. Rows that the
+        adapter inserts belong to the first chunk."""
+        (segment,) = self.segments
+        part = self.part(rows)
+        prefix_rows = 0 if rows.start else segment.prefix_rows
+        return replace(part, segments=(replace(part.segments[0], prefix_rows=prefix_rows),))
+
     def to(self, device: torch.device) -> Microbatch:
         if self.tokens_T.device == device:
             return self

@@ -14,6 +14,8 @@ TEXT_TOWER = "model.language_model"
 """Module path of the text tower in a multimodal model."""
 EMBED_SCALE = "embed_scale"
 """Attribute of an embedding with the factor that its outputs are multiplied by."""
+LINEAR_ATTENTION = ".linear_attn."
+"""Part of the module paths of sites in layers with a recurrent state."""
 SCORE = "score"
 """Module path of the scalar head in transformers' models for sequence classification."""
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
@@ -136,6 +138,11 @@ class ModelShape:
     widths of its linears: some families have more norms, or one linear where others have three."""
     query_width: int = 0
     """Values per token of all query heads, which is also the width of attention's output. 0 if unknown."""
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers carry a state from row to row instead of attending to earlier rows."""
+        return any(LINEAR_ATTENTION in site.name for site in self.sites)
 
     @property
     def attention_width(self) -> int:

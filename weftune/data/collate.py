@@ -31,10 +31,20 @@ class Part:
     rows_before: int = 0
     """Number of rows that the adapter inserts before the sample; the last one predicts the first token."""
     first_position: int = 0
+    rows: slice | None = None
+    """Rows of the sample, counting those that the adapter inserts, if the part is only a chunk of it."""
 
 
 def collate(parts: Sequence[Part]) -> Microbatch:
     """Concatenate the samples into one microbatch."""
+    whole = _collate_whole(parts)
+    if (rows := parts[0].rows) is None:
+        return whole
+    assert len(parts) == 1, "a chunk of a sample is a microbatch of its own"
+    return whole.chunk(rows)
+
+
+def _collate_whole(parts: Sequence[Part]) -> Microbatch:
     assert parts, "a microbatch holds at least one sample"
     found = [part.samples.tokens_and_mask(part.index) for part in parts]
     tokens = [_prepend_zeros(part.rows_before, own) for part, (own, _) in zip(parts, found, strict=True)]

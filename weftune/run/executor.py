@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from weftune.base.chunks import SampleKeys
 from weftune.core.interrupt import StopRequest
 from weftune.errors import PlanError
 from weftune.objectives.registry import make_objective
@@ -96,6 +97,8 @@ class Executor:
         self._trained: frozenset[int] = frozenset()
         """Indices of the microbatches that have a backward on this worker."""
         self._in_flight: dict[int, InFlight] = {}
+        self._sample_keys: dict[tuple[str, int, int], SampleKeys] = {}
+        """Maps job, step and offset of each sample whose chunks are in flight to its keys and values."""
         self._next: tuple[MicrobatchPlan, LaidMicrobatch] | None = None
         """Plan and tensors of the next microbatch, prepared in advance."""
         self.offer_turn: Callable[[], object] | None = None
@@ -259,12 +262,14 @@ class Executor:
             (timed.backward if isinstance(action, Backward) else timed.forward).append(span)
             if action in (Backward(number, own[0]), Evaluate(number, own[-1]), Score(number, own[-1])):
                 passed = self._in_flight.pop(number).timed
+                self._release_keys(passed.plan)
         yield from self.agreement.ran(action, span, passed)
 
     def _drop(self) -> Iterator[Event]:
         """Drop all unfinished passes; optimizer steps that were already requested are finished first."""
         yield from self.agreement.finish_steps()
         self._in_flight.clear()
+        self._sample_keys.clear()
         self._next = None
         self.activations.forget()
         self.passes.abandon()
@@ -421,8 +426,23 @@ class Executor:
                     laid = self._next[1]
                 else:
                     laid = self._lay(plan, kind)
-                self._in_flight[visit.microbatch] = InFlight(laid, TimedPass(plan, training))
+                timed = TimedPass(plan, training)
+                self._in_flight[visit.microbatch] = InFlight(laid, timed, self._keys_of(plan))
         return self._in_flight.get(visit.microbatch)
+
+    def _keys_of(self, plan: MicrobatchPlan) -> SampleKeys | None:
+        """Return the keys and values of a sample of which the microbatch is a chunk, or None."""
+        if (chunk := plan.chunk) is None:
+            return None
+        batch = self._program.batch(plan.segments[0].job, plan.segments[0].step)
+        (sample,) = (placed for placed in batch.samples if placed.offset == chunk.sample_offset)
+        return self._sample_keys.setdefault((batch.job, batch.step, sample.offset), SampleKeys(sample.length))
+
+    def _release_keys(self, plan: MicrobatchPlan) -> None:
+        """Release the keys and values of a sample after the backward of its first chunk, the last of all."""
+        if (chunk := plan.chunk) is not None and chunk.chunk_start == 0:
+            segment = plan.segments[0]
+            del self._sample_keys[segment.job, segment.step, chunk.sample_offset]
 
     def _lay(self, plan: MicrobatchPlan, kind: type[ForwardPass]) -> LaidMicrobatch:
         base = self.base
@@ -448,9 +468,10 @@ class Executor:
                 f"this plan is for {len(program.devices)} devices, and only plans for "
                 f"{layout.workers * layout.replicas} can be run here"
             )
-        if program.chunk_rows:
+        whole = layout.is_pipeline or (len(layout.stages) == 1 and layout.stages[0].is_resident)
+        if program.has_chunks and not whole:
             raise PlanError(
-                f"this plan cuts samples into chunks of {program.chunk_rows} rows, which cannot yet be run"
+                "this plan cuts samples into chunks, and here stages of the base take turns on a device"
             )
         actions = program.devices[self.worker]
         moved = {type(action).__name__ for action in actions if isinstance(action, Streaming)}

@@ -15,7 +15,6 @@ from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.core.clock import Phase, phase
 from weftune.core.shapes import JobShape, ModelShape
-from weftune.plan.cost.memory import SPARE
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import CostModel, JobShapes
 from weftune.plan.layout.choose import LayoutChoice, choose_layout
@@ -149,7 +148,7 @@ def _workers_engine(
         arithmetic(choice.memory.shape if choice.is_streamed else driver.base.shape),
         # There is one trace in an output: of several shares, that of the first.
         timeline=None if options.share else TimelineWatcher(driver),
-        pacing=lambda: Pacing(paces(), spare_microbatches=SPARE) if choice.layout.is_pipeline else None,
+        pacing=lambda: choice.pacing(paces()),
         price=partial(_price_function, driver, choice),
         other_peak_bytes=lambda: driver.peaks,
         deterministic=options.deterministic,

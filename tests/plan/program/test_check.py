@@ -28,6 +28,7 @@ from weftune.plan.program.program import (
     SegmentPlan,
     Send,
     Step,
+    cut_sample,
 )
 from weftune.plan.window.orders import one_forward_one_backward
 from weftune.plan.window.pace import StagePace
@@ -446,10 +447,12 @@ def test_a_load_of_a_stage_that_is_already_there_is_refused():
 
 def in_chunks(*actions):
     """One sample of three chunks, each a microbatch of its own."""
-    chunks = tuple(PlacedSample(0, 4, offset) for offset in (0, 4, 8))
+    sample = PlacedSample(0, 12, 0, supervised_tokens=7)
+    chunks = cut_sample(sample, 4)
+    assert [one.length for one in chunks] == [4, 4, 4]
     microbatches = tuple(MicrobatchPlan((SegmentPlan("a", 1, (chunk,)),)) for chunk in chunks)
-    batches = (GlobalBatch("a", 1, chunks, 12),)
-    return Program(4, microbatches, batches, ((*actions, Step("a", 1)),), chunk_rows=4)
+    batches = (GlobalBatch("a", 1, (sample,), 7),)
+    return Program(4, microbatches, batches, ((*actions, Step("a", 1)),))
 
 
 FORTH = Forward(0), Forward(1), Forward(2)
@@ -463,16 +466,37 @@ def test_chunks_of_a_sample_go_forth_in_order_and_back_in_the_opposite_one():
 @pytest.mark.parametrize(
     ("actions", "sentence"),
     [
-        ((Forward(1), Forward(0), Forward(2), *BACK), r"Forward\(microbatch=0, .* sample 0 out of order"),
-        ((Forward(0), Forward(2), Forward(1), *BACK), r"Forward\(microbatch=1, .* sample 0 out of order"),
-        ((*FORTH, Backward(2), Backward(0), Backward(1)), r"Backward\(microbatch=1, .* out of order"),
-        ((*FORTH, Backward(0), Backward(1), Backward(2)), r"Backward\(microbatch=1, .* out of order"),
+        ((Forward(1), Forward(0), Forward(2), *BACK), r"Forward\(microbatch=1, .* sample 0 out of order"),
+        ((Forward(0), Forward(2), Forward(1), *BACK), r"Forward\(microbatch=2, .* sample 0 out of order"),
+        ((*FORTH, Backward(2), Backward(0), Backward(1)), r"Backward\(microbatch=0, .* out of order"),
+        ((*FORTH, Backward(0), Backward(1), Backward(2)), r"Backward\(microbatch=0, .* out of order"),
+        (
+            (Forward(0), Forward(1), Backward(1), Forward(2), Backward(2), Backward(0)),
+            r"Forward\(microbatch=2, .* out of order",
+        ),
     ],
 )
 def test_chunks_out_of_order_are_refused(actions, sentence):
     with pytest.raises(IllegalProgram, match=sentence):
         check(in_chunks(*actions))
-    check(replace(in_chunks(*actions), chunk_rows=0))
+
+
+def test_a_chunk_shares_its_microbatch_with_no_other_sample():
+    whole = replace(in_chunks(*FORTH, *BACK))
+    last = whole.microbatches[2].segments[0]
+    other = PlacedSample(1, 2, 12)
+    shared = MicrobatchPlan((replace(last, samples=(*last.samples, other)),))
+    batch = replace(whole.batches[0], samples=(*whole.batches[0].samples, other))
+    changed = replace(whole, capacity=6, microbatches=(*whole.microbatches[:2], shared), batches=(batch,))
+    with pytest.raises(IllegalProgram, match="runs a chunk together with other samples"):
+        check(changed)
+
+
+def test_a_sample_with_a_missing_chunk_is_refused():
+    whole = in_chunks(*FORTH, *BACK)
+    actions = (Forward(0), Forward(1), Backward(1), Backward(0), Step("a", 1))
+    with pytest.raises(IllegalProgram, match="are not trained exactly once each"):
+        check(replace(whole, microbatches=whole.microbatches[:2], devices=(actions,)))
 
 
 def on_one_device(*actions):

@@ -237,7 +237,7 @@ def work_of(microbatch: MicrobatchPlan, active_parameters: Mapping[str, int]) ->
     samples = [placed for segment in microbatch.segments for placed in segment.samples]
     return PassWork(
         tokens=microbatch.rows,
-        squares=sum(placed.length**2 for placed in samples),
+        squares=sum(placed.squares for placed in samples),
         samples=len(samples),
         supervised=sum(placed.supervised_tokens for placed in samples),
         adapted=sum(segment.tokens * active_parameters[segment.job] for segment in microbatch.segments),

@@ -17,7 +17,9 @@ from weftune.core.shapes import JobShape, LayerRange, ModelShape, shard_shape
 from weftune.errors import HostTooSmall, PlanError
 from weftune.plan.cost.estimate import layer_bytes
 from weftune.plan.cost.memory import (
+    ENOUGH_TOKENS,
     SLACK_BYTES,
+    SPARE,
     UNFITTED,
     MemoryFit,
     MemoryModel,
@@ -43,12 +45,16 @@ from weftune.plan.layout.stages import (
 from weftune.plan.layout.stream_choice import StreamChoice, choose_for_jobs, choose_for_workers, fits_whole
 from weftune.plan.program.layout import Layout, one_device_layout, pipeline_layout
 from weftune.plan.program.program import Program
-from weftune.plan.window.pace import LoadPace, WindowPace, data_sheet_pace, first_pace
+from weftune.plan.window.pace import LoadPace, StagePace, WindowPace, data_sheet_pace, first_pace
+from weftune.plan.window.pipeline import PipelineOrder
+from weftune.plan.window.window import Pacing
 
 WINDOW_ROUNDS, PIPELINE_ROUNDS = 4, 16
 """Global batches of each job per window. Windows of several workers are long: they fill and drain once."""
 PROCESS_BYTES = 512 << 20
 """Bytes that a process training on a CPU is assumed to hold before anything is loaded, if not measured."""
+CPU_CHUNK_ROWS = 128
+"""Fewest rows of a chunk of a sample on a CPU, which few rows keep busy."""
 MAX_TOKENS = {False: 1024, True: 8192}
 """Default of the maximum tokens per microbatch, on a GPU (True) and on a CPU (False)."""
 
@@ -196,6 +202,21 @@ class LayoutChoice:
     def captures_graphs(self) -> bool:
         """Whether passes are captured as CUDA graphs, so that microbatches are padded to a few sizes."""
         return self.memory.uses_fused_ops
+
+    @property
+    def min_chunk_rows(self) -> int:
+        """Fewest rows of the chunks into which long samples may be cut. 0 if samples stay whole, because some
+        layers carry a state from row to row."""
+        if self.shape.is_recurrent:
+            return 0
+        return ENOUGH_TOKENS if self.memory.uses_fused_ops else CPU_CHUNK_ROWS
+
+    def pacing(self, paces: Sequence[StagePace], order: PipelineOrder | None = None) -> Pacing | None:
+        """Return the options of a pipeline whose stages have these paces. None for other layouts. `order`
+        replaces the pipeline's own order, for comparison only."""
+        if not self.layout.is_pipeline:
+            return None
+        return Pacing(tuple(paces), order, SPARE, self.min_chunk_rows)
 
     @property
     def first_pace(self) -> WindowPace:

@@ -13,7 +13,6 @@ from typing import Any
 
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.learned import Learned, Promise
-from weftune.plan.cost.memory import SPARE
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import JobShapes
 from weftune.plan.layout.choose import LayoutChoice
@@ -22,7 +21,7 @@ from weftune.plan.program.program import Program
 from weftune.plan.window.pace import cut_to_window_seconds, guess_pace
 from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import JobWindow
-from weftune.plan.window.window import Pacing, plan_window
+from weftune.plan.window.window import plan_window
 
 
 def promise_numbers(
@@ -88,18 +87,11 @@ def first_window(
         capacity,
         choice.captures_graphs and not recompute.tile_rows,
         recompute,
-        _pacing(choice.layout, order),
+        choice.pacing(tuple(guess_pace(stage.layer_count) for stage in choice.layout.stages), order),
     )
     known = choice.cost_model or arithmetic(choice.shape)
     learned = Learned(initial_cost=known, memory=memory, first_seconds=choice.first_pass_seconds)
     return FirstWindow(program, learned.promise(program, shapes, _price(choice, shapes)), shapes, choice)
-
-
-def _pacing(layout: Layout, order: PipelineOrder | None) -> Pacing | None:
-    """Return the pace of a pipeline before anything is measured. None for other layouts."""
-    if not layout.is_pipeline:
-        return None
-    return Pacing(tuple(guess_pace(stage.layer_count) for stage in layout.stages), order, SPARE)
 
 
 def _price(choice: LayoutChoice, shapes: Mapping[str, JobShape]) -> Callable[[Program], float | None] | None:

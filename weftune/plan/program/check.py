@@ -32,22 +32,23 @@ from weftune.plan.program.program import (
     Send,
     Step,
     batch_samples,
+    join_chunks,
 )
 
 
 def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
     """Raise IllegalProgram unless every rule of training holds; `last_steps` maps jobs to their last step.
 
-    The rules: every sample of a global batch is trained exactly once, at its own offset, the samples of a
-    group in one microbatch; a sample is evaluated or scored at most once per step; a microbatch stays within
-    the capacity and holds each job's rows in one segment. On every device: Forward follows the arrival of its
-    input from the previous stage; Backward follows its Forward and the arrival of its gradient from the next
-    stage; Step follows every Backward of its batch and, in a pipeline, its Reduce; a job's batches run in
-    order, each Forward after the previous Step; Evaluate, Score and Save follow the step that they name;
-    a streamed stage is used between its Load and its Evict; the chunks of a sample go forward in order and
-    backward in reverse. Every Send has its Recv, in one order per pair of devices; a Reduce waits for the
-    Reduce of the next device, a Step for the Step of the previous one. At the end of the window nothing is
-    pending.
+    The rules: every sample of a global batch is trained exactly once, at its own offset, whole or in chunks
+    that are alone in their microbatches, the samples of a group in one microbatch; a sample is evaluated or
+    scored at most once per step; a microbatch stays within the capacity and holds each job's rows in one
+    segment. On every device: Forward follows the arrival of its input from the previous stage; Backward
+    follows its Forward and the arrival of its gradient from the next stage; Step follows every Backward of
+    its batch and, in a pipeline, its Reduce; a job's batches run in order, each Forward after the previous
+    Step; Evaluate, Score and Save follow the step that they name; a streamed stage is used between its Load
+    and its Evict; the chunks of a sample go forward in order and backward in reverse. Every Send has its
+    Recv, in one order per pair of devices; a Reduce waits for the Reduce of the next device, a Step for the
+    Step of the previous one. At the end of the window nothing is pending.
 
     With replicas: every microbatch runs in one of them; each replica sends the gradient of its part of a
     batch once, after its last Backward; the Reduce that adds the gradients waits for all of them, with an
@@ -76,7 +77,7 @@ def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
     _check_forward_only(program)
     _check_exchanges(program)
     _check_transport(program)
-    if program.chunk_rows:
+    if program.has_chunks:
         _check_chunks(program)
 
 
@@ -104,7 +105,7 @@ def _check_samples(program: Program) -> None:
     planned = {(batch.job, batch.step): batch for batch in program.batches}
     _require(trained.keys() == planned.keys(), "the batches trained are not the batches planned")
     for key, batch in planned.items():
-        by_offset = sorted(trained[key], key=lambda placed: placed.offset)
+        by_offset = join_chunks(sorted(trained[key], key=lambda placed: placed.offset))
         _require(
             tuple(by_offset) == batch.samples, "the samples of {} are not trained exactly once each", key
         )
@@ -372,17 +373,28 @@ def _check_coverage(program: Program) -> None:
 def _check_chunks(program: Program) -> None:
     """Check the order of a sample's chunks: a forward reads the keys and values of earlier chunks, and a
     backward needs the gradients from later ones."""
-    reached: dict[tuple[bool, int, str, int, int], int] = {}
+    for forward_pass, plan in program.forward_passes():
+        if plan.chunk is not None:
+            alone = sum(len(segment.samples) for segment in plan.segments) == 1
+            _require(alone, "{} runs a chunk together with other samples", forward_pass)
+            trains = isinstance(forward_pass, Forward)
+            _require(trains, "{} runs a chunk, as only training does", forward_pass)
+    in_flight: dict[tuple[int, str, int, int], list[PlacedSample]] = {}
+    """Maps each sample on each stage to its chunks that wait for their backward."""
     for action in chain.from_iterable(program.devices):
         if isinstance(action, Forward | Backward):
-            forward = isinstance(action, Forward)
-            for segment in program.microbatches[action.microbatch].segments:
-                for placed in segment.samples:
-                    key = forward, action.stage, segment.job, segment.step, placed.sample
-                    before = reached.setdefault(key, placed.offset)
-                    ordered = before <= placed.offset if forward else before >= placed.offset
-                    _require(ordered, "{} runs a chunk of sample {} out of order", action, placed.sample)
-                    reached[key] = placed.offset
+            plan = program.microbatches[action.microbatch]
+            if (chunk := plan.chunk) is None:
+                continue
+            segment = plan.segments[0]
+            key = action.stage, segment.job, segment.step, chunk.sample_offset
+            waiting = in_flight.setdefault(key, [])
+            if isinstance(action, Forward):
+                in_order = chunk.follows(waiting[-1] if waiting else None)
+                waiting.append(chunk)
+            else:
+                in_order = bool(waiting) and waiting.pop() == chunk
+            _require(in_order, "{} runs a chunk of sample {} out of order", action, chunk.sample)
 
 
 def _check_transport(program: Program) -> None:

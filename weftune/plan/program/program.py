@@ -43,15 +43,33 @@ class JobStepKey(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlacedSample:
-    """A sample of a global batch: its index, its length, and the number of tokens before it in the batch."""
+    """A sample of a global batch, or one chunk of it: its index, its length, and the number of tokens before
+    it in the batch."""
 
     sample: int
     length: int
     offset: int
     supervised_tokens: int = 0
-    """Number of the sample's tokens that count in the loss."""
+    """Number of tokens of the sample or chunk that count in the loss."""
     group_number: int | None = None
     """Group number. Adjacent samples with the same number, such as preference pairs, share a microbatch."""
+    chunk_start: int | None = None
+    """Number of the sample's tokens before this chunk. None for a whole sample."""
+
+    @property
+    def sample_offset(self) -> int:
+        """Number of tokens before the whole sample in its batch, which identifies the sample."""
+        return self.offset - (self.chunk_start or 0)
+
+    def follows(self, earlier: PlacedSample | None) -> bool:
+        """Return whether this chunk begins where an earlier chunk of the same sample ends, or is the first
+        chunk if there is no earlier one."""
+        return self.chunk_start == 0 if earlier is None else self.offset == earlier.offset + earlier.length
+
+    @property
+    def squares(self) -> int:
+        """Part of the squared length of the sample, to which the cost of attention is proportional."""
+        return self.length * (2 * (self.chunk_start or 0) + self.length)
 
 
 def group_samples(samples: Sequence[PlacedSample], size: int) -> tuple[PlacedSample, ...]:
@@ -73,6 +91,40 @@ def sample_groups(samples: Iterable[PlacedSample]) -> list[tuple[PlacedSample, .
     return [tuple(run) for run in runs]
 
 
+def cut_sample(placed: PlacedSample, rows: int) -> tuple[PlacedSample, ...]:
+    """Cut a sample into chunks of at most `rows` tokens, which are as equal as possible."""
+    count = -(-placed.length // rows)
+    edges = [number * placed.length // count for number in range(count + 1)]
+    # The planner does not know which tokens are supervised; it only needs sums.
+    counted = [placed.supervised_tokens * edge // placed.length for edge in edges]
+    return tuple(
+        replace(
+            placed,
+            length=edges[number + 1] - edges[number],
+            offset=placed.offset + edges[number],
+            supervised_tokens=counted[number + 1] - counted[number],
+            chunk_start=edges[number],
+        )
+        for number in range(count)
+    )
+
+
+def join_chunks(placed: Iterable[PlacedSample]) -> Iterator[PlacedSample]:
+    """Yield whole samples, given samples and chunks in the order of their offsets. Chunks that leave a gap
+    are joined to several samples."""
+    joined: PlacedSample | None = None
+    for one in placed:
+        if joined is not None and one.chunk_start == joined.length and one.sample_offset == joined.offset:
+            supervised = joined.supervised_tokens + one.supervised_tokens
+            joined = replace(joined, length=joined.length + one.length, supervised_tokens=supervised)
+            continue
+        if joined is not None:
+            yield joined
+        joined = replace(one, chunk_start=None) if one.chunk_start == 0 else one
+    if joined is not None:
+        yield joined
+
+
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
     """The samples of one job for one optimizer step."""
@@ -86,6 +138,12 @@ class GlobalBatch:
     """Number of rows that the job's adapter inserts before samples."""
     mismatched: tuple[PlacedSample, ...] = ()
     """Samples that are scored after the previous step, for the KL term of the batch's loss."""
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether samples may run in chunks: the loss is a sum over tokens, as in supervised fine-tuning. A
+        loss of whole samples belongs to a preference pair or has a KL term."""
+        return not self.mismatched and all(placed.group_number is None for placed in self.samples)
 
     @property
     def tokens(self) -> int:
@@ -111,6 +169,12 @@ class MicrobatchPlan:
     segments: tuple[SegmentPlan, ...]
     padded_rows: int = 0
     """Rows of the pass including padding, if CUDA graphs are captured for a few sizes; otherwise 0."""
+
+    @property
+    def chunk(self) -> PlacedSample | None:
+        """The chunk that the microbatch consists of, or None if its samples are whole."""
+        found = [one for segment in self.segments for one in segment.samples if one.chunk_start is not None]
+        return found[0] if found else None
 
     @property
     def rows(self) -> int:
@@ -269,8 +333,6 @@ class Program:
     stages: tuple[int, ...] = (0,)
     """Device of each stage, in the first replica."""
     recompute: Recompute = NOTHING
-    chunk_rows: int = 0
-    """Rows per chunk if samples are cut into chunks (then `samples` are parts of samples), otherwise 0."""
     replicas: int = 1
     """Number of copies of all stages, each on its own devices; every microbatch runs in one of them."""
 
@@ -329,6 +391,11 @@ class Program:
     def sample_counts(self, segment: JobStepKey) -> tuple[int, ...]:
         """Return the supervised tokens of each sample of a segment's whole global batch."""
         return tuple(placed.supervised_tokens for placed in self.batch(segment.job, segment.step).samples)
+
+    @cached_property
+    def has_chunks(self) -> bool:
+        """Whether some sample runs in chunks."""
+        return any(microbatch.chunk is not None for microbatch in self.microbatches)
 
     def forward_passes(self) -> Iterator[tuple[ForwardPass, MicrobatchPlan]]:
         """Yield every forward pass, of any kind, with its microbatch, once for all stages."""

@@ -6,12 +6,20 @@ from dataclasses import replace
 
 from weftune.errors import PlanError
 from weftune.plan.outlook.forecast import Ablation, Forecast
-from weftune.plan.studies.chunks import chunked_forecast
 from weftune.plan.studies.fusion import fused_groups
 from weftune.plan.studies.placement import Placement, cut_stages
-from weftune.plan.studies.scheme import GREEDY, Scheme, SchemeOrder, run_scheme, separate_groups
+from weftune.plan.studies.scheme import (
+    GREEDY,
+    Scheme,
+    SchemeOrder,
+    pack_scheme,
+    run_scheme,
+    separate_groups,
+    simulate_program,
+)
 from weftune.plan.studies.search import PIPELINE_ORDERS, Outlook, Search, candidates
 from weftune.plan.studies.shards import sharded_forecast, sharded_placement
+from weftune.plan.window.orders import chunked_multi_job
 
 CHUNKS = (64, 128, 256, 512, 1024)
 MAX_CHUNKS = 8
@@ -57,10 +65,17 @@ def _chunk_rows(outlook: Outlook) -> list[Ablation]:
     sizes = [size for size in CHUNKS if capacity % size == 0 and size < capacity <= MAX_CHUNKS * size]
     if len(outlook.placement.stages) == 1 or not sizes:
         return []
-    groups, placement = outlook.scheme.groups, outlook.placement
-    by_size = {size: chunked_forecast(outlook.jobs, groups, size, placement) for size in sizes}
+    by_size = {size: _forecast_chunks(outlook, size) for size in sizes}
     size = min(by_size, key=lambda one: by_size[one].seconds)
     return [_row(outlook, "chunks", f"samples cut into chunks of {size} rows", by_size[size], is_added=True)]
+
+
+def _forecast_chunks(outlook: Outlook, rows: int) -> Forecast:
+    jobs, placement = outlook.jobs, outlook.placement
+    laid = pack_scheme(outlook.scheme, jobs, placement, rows)
+    longest = max(length for job in jobs for batch in job.batches for length in batch)
+    program = chunked_multi_job(laid.work, len(placement.stages), laid.prices, max(longest, rows))
+    return simulate_program(f"chunks of {rows}", program, laid.prices, jobs, placement).forecast
 
 
 def _shard_rows(outlook: Outlook) -> list[Ablation]:

@@ -39,6 +39,7 @@ from weftune.plan.window.orders import (
     Work,
     alternating_passes,
     assemble,
+    cut_long_samples,
     eager_passes,
     gpipe_passes,
     multi_job_passes,
@@ -86,21 +87,26 @@ class PricedWork:
     prices: Prices
 
 
-def pack_scheme(scheme: Scheme, jobs: Sequence[JobOutline], placement: Placement) -> PricedWork:
-    """Lay out the jobs' next global batches as microbatches, with the cost of each on every stage."""
+def pack_scheme(
+    scheme: Scheme, jobs: Sequence[JobOutline], placement: Placement, chunk_rows: int | None = None
+) -> PricedWork:
+    """Lay out the jobs' next global batches as microbatches, with the cost of each on every stage. With
+    `chunk_rows`, microbatches have at most this many rows, and longer samples are cut into chunks."""
+    max_rows = chunk_rows or placement.capacity
     by_name = {job.name: job for job in jobs}
     rounds = []
     for step in range(max(len(job.batches) for job in jobs)):
         for group in scheme.groups:
             samples = [
-                BatchSample(name, step + 1, number, length)
+                BatchSample(name, step + 1, number, min(length, max_rows))
                 for name in group
                 if step < len(by_name[name].batches)
                 for number, length in enumerate(by_name[name].batches[step])
             ]
             rounds += [samples] if samples else []
-    rules = MergeRules(placement.capacity, len(placement.stages), limits=scheme.limits)
-    work = _work(merge(rounds, rules, move_samples=scheme.moves_samples), jobs, placement.capacity)
+    rules = MergeRules(max_rows, len(placement.stages), limits=scheme.limits)
+    merged = merge(rounds, rules, move_samples=scheme.moves_samples)
+    work = cut_long_samples(_work(merged, jobs, placement.capacity), max_rows)
     return PricedWork(work, price_rows([_rows(one) for one in work.microbatches], jobs, placement))
 
 
@@ -197,7 +203,7 @@ def recomputed_share(layers: Sequence[BaseLayer], case: ClusterCase) -> float:
 
 
 def _rows(microbatch: MicrobatchPlan) -> RowCounts:
-    squares = sum(placed.length**2 for segment in microbatch.segments for placed in segment.samples)
+    squares = sum(placed.squares for segment in microbatch.segments for placed in segment.samples)
     by_job: dict[str, int] = {}
     for segment in microbatch.segments:
         by_job[segment.job] = by_job.get(segment.job, 0) + segment.tokens

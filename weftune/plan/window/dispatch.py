@@ -28,6 +28,20 @@ class DispatchRules:
     """Seconds from a batch's last Backward until it is closed, in which replicas exchange gradients."""
 
 
+def chunks_before(microbatches: Sequence[MicrobatchPlan]) -> dict[int, int]:
+    """Return a map from each chunk of a sample, except the first, to the chunk before it. The chunks of a
+    sample are given in order."""
+    last: dict[tuple[str, int, int], int] = {}
+    before: dict[int, int] = {}
+    for number, plan in enumerate(microbatches):
+        if (chunk := plan.chunk) is not None:
+            key = plan.segments[0].job, plan.segments[0].step, chunk.sample_offset
+            if key in last:
+                before[number] = last[key]
+            last[key] = number
+    return before
+
+
 @dataclass(frozen=True, slots=True)
 class PassBegan:
     """An event: a device has begun a pass."""
@@ -81,6 +95,8 @@ class Dispatch:
         """Batches whose Steps must precede each microbatch."""
         for first, numbers in zip(self.devices[:: len(rules.max_in_flight)], launches, strict=True):
             first.ready_forward.extend(numbers)
+        self._chunk_before = chunks_before(microbatches)
+        self._has_chunk_behind = frozenset(self._chunk_before.values())
         self.delayed: set[int] = set()
         """Stages on which a microbatch had to wait for memory."""
         self.log: list[PassBegan | BatchClosed] = []
@@ -168,7 +184,7 @@ class Dispatch:
         if isinstance(action, Forward):
             if one.stage < self.last:
                 self.devices[device + 1].ready_forward.append(action.microbatch)
-            else:
+            elif action.microbatch not in self._has_chunk_behind:
                 one.ready_backward.append(action.microbatch)
             return
         one.in_flight -= 1
@@ -184,6 +200,8 @@ class Dispatch:
                     )
                 else:
                     self._close(closed)
+        if one.stage == self.last and action.microbatch in self._chunk_before:
+            one.ready_backward.appendleft(self._chunk_before[action.microbatch])
         if one.stage > 0:
             self.devices[device - 1].ready_backward.append(action.microbatch)
 

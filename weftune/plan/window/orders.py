@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weftune.plan.program.check import check
 from weftune.plan.program.prices import PassPrice, Prices
@@ -29,6 +29,7 @@ from weftune.plan.program.program import (
     Send,
     Step,
     batch_samples,
+    cut_sample,
 )
 from weftune.plan.window.dispatch import Dispatch, DispatchRules
 
@@ -64,6 +65,38 @@ def one_forward_one_backward(work: Work, stages: int) -> Program:
 
 def multi_job(work: Work, stages: int, prices: Prices, spare: int = 0) -> Program:
     return assemble(work, multi_job_passes(work, stages, prices, spare))
+
+
+def chunked_multi_job(work: Work, stages: int, prices: Prices, max_rows: int) -> Program:
+    """Return the multi-job order of microbatches among which are chunks of samples. All chunks of a sample
+    are in flight on the last stage together, so rows are limited instead of microbatches: each stage keeps as
+    many bytes as in 1F1B with microbatches of `max_rows` rows."""
+    rules, numbers = multi_job_rules(stages), work.filled_microbatches
+    max_bytes = tuple(
+        count * max(_bytes_of(max_rows, work.microbatches[one], prices.passes[one][stage]) for one in numbers)
+        for stage, count in enumerate(rules.max_in_flight)
+    )
+    limited = replace(rules, max_in_flight=(len(numbers),) * stages, max_bytes=max_bytes)
+    return assemble(work, Dispatch(work.microbatches, [numbers], prices, limited).run())
+
+
+def _bytes_of(rows: int, microbatch: MicrobatchPlan, price: PassPrice) -> int:
+    """Return the bytes that a stage keeps of `rows` rows, in proportion to those of a microbatch."""
+    return -(-rows * price.kept_bytes // microbatch.rows)
+
+
+def cut_long_samples(work: Work, rows: int) -> Work:
+    """Replace each microbatch of more than `rows` rows, which is one sample, by the chunks of the sample."""
+    microbatches: list[MicrobatchPlan] = []
+    for one in work.microbatches:
+        if one.rows <= rows:
+            microbatches.append(one)
+            continue
+        (segment,) = one.segments
+        (sample,) = segment.samples
+        chunks = cut_sample(sample, rows)
+        microbatches += [MicrobatchPlan((replace(segment, samples=(chunk,)),)) for chunk in chunks]
+    return Work(work.capacity, tuple(microbatches), work.batches)
 
 
 def gpipe_passes(work: Work, stages: int) -> Passes:
@@ -121,12 +154,11 @@ def rounds(work: Work) -> list[list[int]]:
 
 
 def assemble(
-    work: Work, device_passes: Sequence[Iterable[Action]], stage_devices: Sequence[int] = (), chunk: int = 0
+    work: Work, device_passes: Sequence[Iterable[Action]], stage_devices: Sequence[int] = ()
 ) -> Program:
     """Return a checked Program from the passes of every device, with Steps, Sends and Recvs inserted.
 
-    `stage_devices` is the device of every stage; without it stage s is on device s. `chunk` is
-    `Program.chunk_rows`.
+    `stage_devices` is the device of every stage; without it stage s is on device s.
     """
     stages = tuple(stage_devices) or tuple(range(len(device_passes)))
     program = Program(
@@ -138,7 +170,6 @@ def assemble(
             for device, actions in enumerate(device_passes)
         ),
         stages=stages,
-        chunk_rows=chunk,
     )
     check(program)
     return program

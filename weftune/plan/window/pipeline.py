@@ -36,6 +36,8 @@ from weftune.plan.program.simulate import simulate
 from weftune.plan.window.orders import (
     Queue,
     Work,
+    chunked_multi_job,
+    cut_long_samples,
     gpipe,
     insert_transfers,
     multi_job,
@@ -51,6 +53,8 @@ MAX_SPLITS = 4
 """Maximum factor by which a round is cut into more microbatches than it needs, if that fills the pipeline."""
 
 
+CUT_GAIN = 1.02
+"""Factor by which a window must be predicted to be faster before samples are cut, or cut more finely."""
 PATIENCE = 1.02
 """Factor by which a window may be predicted to take longer if devices then never wait for gradients."""
 
@@ -78,10 +82,19 @@ class PipelineRules:
     replicas: int = 1
     """Number of copies of all stages, which share every batch. Several replicas always run in the multi-job
     order, since only that order is predicted for all replicas together."""
+    min_chunk_rows: int = 0
+    """Fewest rows of the chunks into which long samples may be cut. 0 means that samples stay whole."""
 
     @property
     def stages(self) -> int:
         return len(self.paces)
+
+    @property
+    def cuts_samples(self) -> bool:
+        """Whether long samples may run in chunks."""
+        # Layers that are recomputed would keep what attention has saved, and tiles need whole samples.
+        recomputes = self.recompute.recomputed_layers or self.recompute.tile_rows
+        return self.min_chunk_rows > 0 and not recomputes and self.order is None and self.replicas == 1
 
     @property
     def batch_distance(self) -> int:
@@ -171,6 +184,35 @@ def _plan_training(
         if room == longest:
             break
     assert best is not None
+    return _plan_chunks(batches, windows, rules, best, best_seconds) if rules.cuts_samples else best
+
+
+def _plan_chunks(
+    batches: Sequence[GlobalBatch],
+    windows: Sequence[JobWindow],
+    rules: PipelineRules,
+    best: Program,
+    best_seconds: float,
+) -> Program:
+    """Return the program with long samples in chunks, among several sizes of chunks, or `best`, in which they
+    are whole, if chunks are not faster in the simulator."""
+    runs = [(batch, together) for batch in batches for together in sample_groups(batch.samples)]
+    longest = max((_tokens(together) for batch, together in runs if batch.may_be_cut), default=0)
+    longest_whole = max((_tokens(together) for batch, together in runs if not batch.may_be_cut), default=0)
+    # The rows that an adapter inserts before a sample are all in its first chunk.
+    inserted = max(batch.prefix_rows // len(batch.samples) for batch in batches)
+    least = max(rules.min_chunk_rows, longest_whole, inserted + 1)
+    rows = -(-longest // 2)
+    while rows >= least:
+        groups = _groups(batches, [window.job for window in windows], rows, rules)
+        work = cut_long_samples(_deal_microbatches(batches, groups, rows, rules), rows)
+        prices = pace_prices(work.microbatches, rules.paces)
+        found = chunked_multi_job(work, rules.stages, prices, max(longest, longest_whole))
+        seconds = _seconds(found, prices)
+        if CUT_GAIN * seconds > best_seconds:
+            break
+        best, best_seconds = found, seconds
+        rows = -(-rows // 2)
     return best
 
 
@@ -198,15 +240,16 @@ def _groups(
 def _deal_microbatches(
     batches: Sequence[GlobalBatch], groups: Groups, max_tokens: int, rules: PipelineRules
 ) -> Work:
-    """Return microbatches of at most `max_tokens` tokens, shared by the jobs of a group. Those of each
-    replica are ordered so that a job's batches are far enough apart."""
+    """Return microbatches of at most `max_tokens` tokens, shared by the jobs of a group. A longer sample is a
+    microbatch of its own. The microbatches of each replica are ordered so that a job's batches are far enough
+    apart."""
     # A bucket of the template runs in one piece, so no sample may go into another group's round. With
     # replicas, two microbatches could each hold a sample that waits for the other's round.
     shift = rules.order is not PipelineOrder.template and rules.replicas == 1
     merging = MergeRules(max_tokens, rules.batch_distance, limits=QUICK_LIMITS)
     laid = [
         merge(rounds, merging, move_samples=shift).microbatches
-        for rounds in deal_samples(_rounds(batches, groups), rules.replicas)
+        for rounds in deal_samples(_rounds(batches, groups, max_tokens), rules.replicas)
     ]
     starts = accumulate((len(one) for one in laid), initial=0)
     numbers = tuple(
@@ -217,8 +260,9 @@ def _deal_microbatches(
     return Work(rules.capacity, microbatches, tuple(batches), numbers)
 
 
-def _rounds(batches: Sequence[GlobalBatch], groups: Groups) -> Rounds:
-    """Return rounds, each with the samples of one batch of every job of a group; the groups alternate."""
+def _rounds(batches: Sequence[GlobalBatch], groups: Groups, max_tokens: int) -> Rounds:
+    """Return rounds, each with the samples of one batch of every job of a group; the groups alternate. Longer
+    samples count as `max_tokens` tokens."""
     by_job: dict[str, list[GlobalBatch]] = {}
     for batch in batches:
         by_job.setdefault(batch.job, []).append(batch)
@@ -227,7 +271,7 @@ def _rounds(batches: Sequence[GlobalBatch], groups: Groups) -> Rounds:
         for members in groups:
             turns = [by_job[job][turn] for job in members if turn < len(by_job[job])]
             samples = [
-                BatchSample(batch.job, batch.step, number, _tokens(together))
+                BatchSample(batch.job, batch.step, number, min(_tokens(together), max_tokens))
                 for batch in turns
                 for number, together in enumerate(sample_groups(batch.samples))
             ]

@@ -23,6 +23,8 @@ class Pacing:
     """Order of the pipeline. None selects the one that the simulator finds fastest."""
     spare_microbatches: int = 0
     """Number of additional microbatches in flight, compared with 1F1B, on all stages but the last."""
+    min_chunk_rows: int = 0
+    """Fewest rows of the chunks into which long samples may be cut. 0 means that samples stay whole."""
 
 
 def plan_window(
@@ -50,18 +52,22 @@ def plan_window(
         recompute,
         spare_microbatches=pacing.spare_microbatches,
         replicas=layout.replicas,
+        min_chunk_rows=pacing.min_chunk_rows,
     )
     program = plan_pipeline(windows, rules)
     return _pad_to_ladder(program, capacity) if ladder else program
 
 
 def _pad_to_ladder(program: Program, capacity: int) -> Program:
-    """Return the program with each training microbatch padded to a size on the ladder."""
+    """Return the program with each training microbatch padded to a size on the ladder, except chunks, whose
+    passes are not captured."""
     trained = {action.microbatch for action, _ in program.forward_passes() if isinstance(action, Forward)}
     return replace(
         program,
         microbatches=tuple(
-            replace(plan, padded_rows=min(ladder_size(plan.tokens), capacity)) if number in trained else plan
+            replace(plan, padded_rows=min(ladder_size(plan.tokens), capacity))
+            if number in trained and plan.chunk is None
+            else plan
             for number, plan in enumerate(program.microbatches)
         ),
     )

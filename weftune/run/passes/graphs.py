@@ -83,7 +83,8 @@ class CapturedPasses:
         assert keep, "a forward that is recomputed is captured otherwise"
         # Gathered rows may be summed in another order, and whether a pass is captured depends on timing.
         gathers = not are_kernels_deterministic()
-        if self._recompute.tile_rows or not self._banks.is_capturable(flight.laid.microbatch, gathers):
+        capturable = flight.sample_keys is None and self._banks.is_capturable(flight.laid.microbatch, gathers)
+        if self._recompute.tile_rows or not capturable:
             return self._plain.forward(visit, flight, given_TD, keep)
         context = self.adapted.base.shape.context
         key = key_of(flight.laid, self._banks, self._recompute, context)

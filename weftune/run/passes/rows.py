@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from weftune.adapters.banks import Banks
 from weftune.base.attention import Pack, pack, with_prefixes
+from weftune.base.chunks import ChunkKeys, SampleKeys
 from weftune.base.model import Base
 from weftune.core.batch import IGNORED, Microbatch, Segment, to_device
 from weftune.core.deterministic import are_kernels_deterministic
@@ -175,6 +176,8 @@ class InFlight:
 
     laid: LaidMicrobatch
     timed: TimedPass
+    sample_keys: SampleKeys | None = None
+    """Keys and values of the sample, if the microbatch is a chunk of it."""
     scores: Scores | None = None
     """Losses of the microbatch, once it has passed the model's last stage on this worker."""
     _membership: Membership | None = None
@@ -182,5 +185,17 @@ class InFlight:
     def membership(self, adapted: AdaptedBase, in_tiles: bool = False) -> Membership:
         """Return the job of each row and the sample boundaries, computed at first use."""
         if self._membership is None:
-            self._membership = membership_of(adapted.base, adapted.banks, self.laid, adapted.route, in_tiles)
+            found = membership_of(adapted.base, adapted.banks, self.laid, adapted.route, in_tiles)
+            self._membership = found if self.sample_keys is None else self._with_keys(found, adapted.banks)
         return self._membership
+
+    def _with_keys(self, membership: Membership, banks: Banks) -> Membership:
+        """Return the membership of a chunk, which attends to the keys of earlier chunks."""
+        chunk = self.timed.plan.chunk
+        assert chunk is not None
+        assert chunk.chunk_start is not None
+        assert self.sample_keys is not None
+        prefix_keys = [keys for _, keys in banks.keys_before(self.laid.microbatch)]
+        read_prefix = banks.read_keys if prefix_keys else None
+        cache = ChunkKeys(self.sample_keys, chunk.chunk_start, sum(prefix_keys), read_prefix)
+        return replace(membership, pack=replace(membership.pack, prefixes=None, cache=cache))

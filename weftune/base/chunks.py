@@ -1,0 +1,148 @@
+"""The attention of a sample that passes through the layers in chunks (MuxTune, section 3.5).
+
+Chunks of a sample run forward in order and backward in reverse. A chunk attends to the keys and values of the
+earlier chunks, which are kept in memory of the whole sample. The backward of a chunk adds to the gradients of
+all keys and values that the chunk attended to. When it runs, all later chunks have added theirs, so the
+gradients of the chunk's own keys and values are complete.
+
+Shapes: T rows of a chunk, L keys of the sample up to the end of a chunk, H query heads, G key and value
+heads, D width of a head, P prefix keys, N width of all key heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weftune.base.attention import ReadKeys, Rule, attend_to_earlier
+
+
+@dataclass(slots=True)
+class LayerKeys:
+    """The keys and values of one sample in one layer, and their gradients."""
+
+    keys_LGD: Tensor
+    values_LGD: Tensor
+    requires_gradient: bool = False
+    """Whether the keys and values of some chunk so far depend on a trained parameter."""
+    gradients: tuple[Tensor, Tensor] | None = None
+    """Sums of the gradients of keys and values so far. None until the first backward."""
+
+    def write(self, first: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        self.keys_LGD[first : first + len(k_TGD)] = k_TGD
+        self.values_LGD[first : first + len(v_TGD)] = v_TGD
+
+    def read(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return keys and values as leaf tensors that require gradients."""
+        # `data` does not share its version with the tensor: later chunks write other rows, and autograd would
+        # take that for a change of the rows that it has saved.
+        keys_LGD, values_LGD = (x.data[rows].requires_grad_() for x in (self.keys_LGD, self.values_LGD))
+        return keys_LGD, values_LGD
+
+    def add_gradients(self, rows: slice, found: Sequence[Tensor]) -> None:
+        if self.gradients is None:
+            self.gradients = _zeros_like(self.keys_LGD), _zeros_like(self.values_LGD)
+        for total_LGD, gradient_LGD in zip(self.gradients, found, strict=True):
+            total_LGD[rows] += gradient_LGD
+
+    def gradients_of(self, rows: slice) -> tuple[Tensor, Tensor]:
+        assert self.gradients is not None, "gradients are added before they are read"
+        keys_LGD, values_LGD = (total[rows].to(self.keys_LGD.dtype) for total in self.gradients)
+        return keys_LGD, values_LGD
+
+
+def _zeros_like(x: Tensor) -> Tensor:
+    """Return zeros for a sum over chunks, which is not rounded to half precision at every chunk."""
+    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+@dataclass(slots=True)
+class SampleKeys:
+    """The keys and values of one sample in the layers of this worker, from the forward of its first chunk to
+    the backward of its first chunk."""
+
+    rows: int
+    """Number of rows of the whole sample."""
+    layers: dict[int, LayerKeys] = field(default_factory=dict)
+
+    def layer(self, number: int, prefix_rows: int, k_TGD: Tensor, v_TGD: Tensor) -> LayerKeys:
+        """Return the memory of a layer, allocated by the first chunk with room for its prefix keys."""
+        if number not in self.layers:
+            room = prefix_rows + self.rows
+            keys_LGD, values_LGD = (x.detach().new_empty(room, *x.shape[1:]) for x in (k_TGD, v_TGD))
+            self.layers[number] = LayerKeys(keys_LGD, values_LGD)
+        return self.layers[number]
+
+
+class ChunkKeys:
+    """The keys and values of a sample as the pass of one of its chunks sees them. It implements
+    `KeyValueCache`."""
+
+    def __init__(
+        self, sample: SampleKeys, start: int, prefix_keys: int = 0, read_prefix: ReadKeys | None = None
+    ) -> None:
+        """The chunk begins with row `start` of the sample. The adapter puts `prefix_keys` keys before the
+        sample, which `read_prefix` returns; they belong to the first chunk, and all chunks attend to them."""
+        self._sample, self._start = sample, start
+        self._prefix_keys, self._read_prefix = prefix_keys, read_prefix
+
+    @property
+    def states(self) -> tuple[dict[int, tuple[Tensor, Tensor]], ...]:
+        """Raise: layers with a recurrent state do not run in chunks."""
+        raise AssertionError("no sample is cut into chunks where layers have a recurrent state")
+
+    def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:
+        memory = self._sample.layer(layer, self._prefix_keys, k_TGD, v_TGD)
+        first = self._prefix_keys + self._start
+        if self._start == 0 and self._read_prefix is not None:
+            ((keys_PN, values_PN),) = self._read_prefix(layer)
+            k_TGD, v_TGD = (
+                torch.cat([before_PN.view(-1, *x.shape[1:]).to(x.dtype), x])
+                for before_PN, x in ((keys_PN, k_TGD), (values_PN, v_TGD))
+            )
+            first = 0
+        memory.requires_gradient |= k_TGD.requires_grad or v_TGD.requires_grad
+        # Autograd does not see the earlier keys: without the anchor, a chunk that depends on parameters
+        # through these keys alone, such as virtual tokens, would have no backward.
+        anchor = torch.zeros((), device=q_THD.device, requires_grad=memory.requires_gradient)
+        seen_THD: Tensor = _ChunkAttention.apply(memory, first, rule, anchor, q_THD, k_TGD, v_TGD)
+        return seen_THD
+
+
+class _ChunkAttention(torch.autograd.Function):
+    """The attention of a chunk to its own keys, which are written to memory, and to the earlier ones."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        memory: LayerKeys,
+        first: int,
+        rule: Rule,
+        anchor: Tensor,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+    ) -> Tensor:
+        memory.write(first, k_TGD, v_TGD)
+        stop = first + len(k_TGD)
+        # The first row of the chunk does not reach further back.
+        reach = stop if rule.window is None else len(q_THD) + rule.window - 1
+        ctx.memory, ctx.own, ctx.read = memory, slice(first, stop), slice(max(0, stop - reach), stop)
+        with torch.set_grad_enabled(any(ctx.needs_input_grad)):
+            given = q_THD.detach().requires_grad_(), *memory.read(ctx.read)
+            seen_THD = attend_to_earlier(*given, rule)
+        ctx.graph = (given, seen_THD) if seen_THD.requires_grad else None
+        return seen_THD.detach()
+
+    @staticmethod
+    def backward(ctx: Any, d_THD: Tensor) -> tuple[Tensor | None, ...]:
+        memory: LayerKeys = ctx.memory
+        given, seen_THD = ctx.graph
+        dq_THD, *gradients = torch.autograd.grad(seen_THD, given, d_THD)
+        memory.add_gradients(ctx.read, gradients)
+        ctx.memory = ctx.graph = None
+        return None, None, None, None, dq_THD, *memory.gradients_of(ctx.own)
