@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -334,11 +334,42 @@ def attend_within(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) ->
 def attend_to_earlier(q_THD: Tensor, k_LGD: Tensor, v_LGD: Tensor, rule: Rule) -> Tensor:
     """Compute the attention of the last T rows of one sample to its L keys, [T, H, D]."""
     if kernel_fits(q_THD, v_LGD, rule):
-        rows, length = (pack([len(x)], x.device) for x in (q_THD, k_LGD))
-        return attend_with_kernel(q_THD, k_LGD, v_LGD, rows, rule, length)
-    sample_attention = attend_within if rule.softcap is None else attend_within_capped
+        row_pack, key_pack = (pack([len(x)], x.device) for x in (q_THD, k_LGD))
+        return attend_with_kernel(q_THD, k_LGD, v_LGD, row_pack, rule, key_pack)
     q_1HTD, k_1GLD, v_1GLD = (x.transpose(0, 1)[None] for x in (q_THD, k_LGD, v_LGD))
-    return sample_attention(q_1HTD, k_1GLD, v_1GLD, rule)[0].transpose(0, 1)
+    if rule.softcap is not None:
+        return attend_within_capped(q_1HTD, k_1GLD, v_1GLD, rule)[0].transpose(0, 1)
+    rows, length = len(q_THD), len(k_LGD)
+    window = None if rule.window is None or rule.window >= length else rule.window
+    is_whole = rows == length and window is None
+    out_1HTD = scaled_dot_product_attention(
+        q_1HTD,
+        k_1GLD,
+        v_1GLD,
+        attn_mask=None if is_whole else _shared_mask(rows, length, window, q_THD.dtype, q_THD.device),
+        is_causal=is_whole,
+        scale=rule.scale,
+        enable_gqa=q_THD.shape[1] != k_LGD.shape[1],
+    )
+    return out_1HTD[0].transpose(0, 1)
+
+
+def _shared_mask(
+    rows: int, length: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return a mask [T, L] to be added to the scores of the last T rows of a sample. Attention keeps its mask
+    for the backward, so chunks and layers share one memory: a mask depends on distances to its last row and
+    key only, so a smaller one is the lower right corner of a larger one."""
+    all_rows, all_keys = (1 << (count - 1).bit_length() for count in (rows, length))
+    return _largest_mask(all_rows, all_keys, window, dtype, device)[-rows:, -length:]
+
+
+@lru_cache(maxsize=2)
+def _largest_mask(
+    rows: int, length: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    hidden_TL = ~visible_keys(rows, length, window, device)
+    return torch.zeros(rows, length, dtype=dtype, device=device).masked_fill_(hidden_TL, -torch.inf)
 
 
 def attend_within_capped(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) -> Tensor:
