@@ -1,27 +1,34 @@
 """Decode steps of many adapters on one GPU, from token ids to token ids, and prefill of their prompts.
 
     python -m benchmarks.decode [--shape 8b] [--layers N] [--sequences 64] [--cached 512]
-                                [--adapters 0,1,8,64] [--rank R] [--steps N] [--toy]
+                                [--adapters 0,1,8,64] [--rank R] [--steps N] [--transformers] [--toy]
 
 Every sequence has its own random prompt, so that nothing is shared. A row of the result is the mean time of a
 decode step, with sampling, at about `--cached` rows per sequence, and its share ρ of the rate at which the
 device copies memory: the bytes of weights, adapters and cache that a step reads, over that rate. `0` adapters
-is the bare base, with no adapter attached.
+is the bare base, with no adapter attached. `--transformers` adds a row with the continuous batching of
+transformers, greedy and with one adapter of PEFT.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GenerationConfig
 
 from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import adapter_layout
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
+from weftune.bench.baselines import TARGETS
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, build, toy_size
 from weftune.bench.timing import Hardware, bench_hardware, reset_memory, wait
@@ -140,6 +147,26 @@ def measure(
     return found
 
 
+def transformers_step(
+    size: Size, hardware: Hardware, sequences: int, cached: int, rank: int, steps: int
+) -> float:
+    """Return the median seconds between tokens of a sequence with the continuous batching of transformers.
+    Counted are those of the sequence that was admitted last."""
+    model: Any = build(size, hardware)
+    get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS)).eval()
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(
+        3, size.vocabulary, (sequences, cached - steps // 2), generator=generator
+    ).tolist()
+    config = GenerationConfig(max_new_tokens=2 * steps, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with torch.inference_mode():
+        answers = model.generate_batch(inputs=prompts, generation_config=config, record_timestamps=True)
+    if not all(one.timestamps for one in answers.values()):
+        raise RuntimeError("its continuous batching failed")
+    last = max((one.timestamps for one in answers.values()), key=lambda times: times[0])
+    return statistics.median(after - before for before, after in pairwise(last))
+
+
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--shape", choices=SIZES, default="8b")
@@ -149,6 +176,7 @@ def main() -> None:
     parser.add_argument("--adapters", default="0,1,8,64", help="numbers of adapters, separated by commas")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--transformers", action="store_true", help="also its continuous batching")
     parser.add_argument("--toy", action="store_true", help="a tiny base on the CPU, to try the script")
     options = parser.parse_args()
     if (hardware := bench_hardware(options.toy)) is None:
@@ -156,8 +184,18 @@ def main() -> None:
     size = SIZES[options.shape]
     size = toy_size(size) if options.toy else replace(size, layers=options.layers or size.layers)
     counts = [int(count) for count in options.adapters.split(",")]
-    found = measure(size, hardware, counts, options.sequences, options.cached, options.rank, options.steps)
-    finish({"size": asdict(size), "results": [asdict(one) for one in found]}, options.json)
+    work = options.sequences, options.cached
+    numbers: dict[str, Any] = {"size": asdict(size)}
+    if options.transformers:  # First, since Weftune changes the attention of transformers.
+        try:
+            step = transformers_step(size, hardware, *work, options.rank, options.steps)
+            numbers["transformers_step_seconds"] = step
+            print(f"transformers, 1 adapter, greedy {1e3 * step:7.2f} ms per step", flush=True)
+        except Exception as error:  # Weftune is measured all the same.
+            print(f"transformers, 1 adapter: {error!r}", flush=True)
+        reset_memory(hardware.device)
+    found = measure(size, hardware, counts, *work, options.rank, options.steps)
+    finish({**numbers, "results": [asdict(one) for one in found]}, options.json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_experts, gpu_kinds, gpu_step, gpu_stream, pipeline_gpu
+from benchmarks import (
+    gpu_experts,
+    gpu_kinds,
+    gpu_step,
+    gpu_stream,
+    pipeline_gpu,
+    preferences,
+    service_jobs,
+    shared_base,
+)
 from benchmarks.where import KernelKind
 from tests.interpreter import interpret
 from weftune.bench import gpu_churn, gpu_lengths, gpu_quality
@@ -191,6 +200,32 @@ def test_quality_in_float32_is_that_of_peft(run: Any) -> None:
     found = run(gpu_quality)
     assert len(found["apart"]) == 4
     assert all(abs(apart) < 1e-4 for apart in found["apart"].values())
+
+
+def test_dpo_is_measured_with_its_scoring_beside_sft_and_a_forward(run: Any) -> None:
+    found = run(preferences)
+    times = found["times"]
+    expected = (times["dpo"] + times["scoring"]) / (times["sft"] + times["forward"])
+    assert found["ratio"] == expected
+
+
+def test_a_decoder_on_the_base_that_trains_agrees_and_is_measured(run: Any) -> None:
+    found = run(shared_base, "--jobs", "2", "--sequences", "2", "--tokens", "4")
+    assert found["agreement"]["tokens"] == 4 * 2 * 4
+    assert found["agreement"]["max"] < 1e-4
+    assert found["weights"]["first"] > 0
+    capacities = [one["capacity"] for one in found["speed"].values()]
+    assert capacities[0] > capacities[1] == capacities[2]
+    assert found["speed"]["while sequences decode"]["gaps"]
+
+
+@pytest.mark.slow
+def test_jobs_that_arrive_at_a_service_are_measured_beside_a_run(run: Any) -> None:
+    found = run(service_jobs)
+    assert found["service"]["started"] == 4
+    assert found["service"]["chat_beside_all_jobs"]["answers"] > 0
+    assert found["service"]["chat_beside_all_jobs"]["errors"] == []
+    assert found["train"]["tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize("script", [gpu_step, bench_step, gpu_lengths, gpu_churn, gpu_quality])

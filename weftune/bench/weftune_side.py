@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -18,20 +18,22 @@ from weftune.core.batch import Microbatch
 from weftune.data.cache import SampleStore, Tally
 from weftune.data.collate import Part, collate
 from weftune.data.samples import Samples, Share
+from weftune.objectives.spec import SFT_SPEC, ObjectiveSpec
 from weftune.plan.program.layout import one_device_layout
 from weftune.plan.program.program import (
     NOTHING,
-    Forward,
     ForwardPass,
     GlobalBatch,
     MicrobatchPlan,
     PlacedSample,
     Program,
+    Score,
+    group_samples,
 )
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
-from weftune.run.events import Failed, Passed, Stepped
+from weftune.run.events import Failed, Passed, Scored, Stepped
 from weftune.run.executor import Executor
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
@@ -52,10 +54,14 @@ class JobSamples:
 
     def batch(self, job: str, step: int) -> GlobalBatch:
         first, end = list(pairwise(self.batch_starts))[(step - 1) % (len(self.batch_starts) - 1)]
+        placed = group_samples(self.placed(first, end), self.samples.together)
+        return GlobalBatch(job, step, placed, int(self.samples.supervised[first:end].sum()))
+
+    def placed(self, first: int, end: int) -> tuple[PlacedSample, ...]:
+        """Return consecutive samples as one batch."""
         lengths = self.samples.lengths[first:end].tolist()
         offsets = np.cumsum([0, *lengths[:-1]]).tolist()
-        placed = tuple(PlacedSample(*item) for item in zip(range(first, end), lengths, offsets, strict=True))
-        return GlobalBatch(job, step, placed, int(self.samples.supervised[first:end].sum()))
+        return tuple(PlacedSample(*item) for item in zip(range(first, end), lengths, offsets, strict=True))
 
 
 class AttachedJobs:
@@ -68,16 +74,25 @@ class AttachedJobs:
         self.losses: dict[str, list[float]] = {}
         self.recompute = NOTHING
 
-    def join(self, job: str, adapter: AdapterSpec, batches: Lengths, seed: int) -> None:
+    def join(
+        self,
+        job: str,
+        adapter: AdapterSpec,
+        batches: Lengths,
+        seed: int,
+        objective: ObjectiveSpec = SFT_SPEC,
+    ) -> None:
+        """Attach a job with random samples, which are pairs if the objective learns from pairs."""
         lengths = [length for batch in batches for length in batch]
         batch_starts = np.cumsum([0, *(len(batch) for batch in batches)]).tolist()
-        samples = random_samples(lengths, self.base.shape.vocabulary, seed)
+        group_size = 2 if objective.row_kind == "pairs" else 1
+        samples = random_samples(lengths, self.base.shape.vocabulary, seed, group_size)
         self.stocks[job] = JobSamples(samples, tuple(batch_starts))
         self.losses[job] = []
         base, home = self.base, self.executor.home
         training = new_training(
             JobAdapter(job, adapter, seed),
-            RECIPE,
+            replace(RECIPE, objective=objective),
             base.shape.sites,
             base.dtype,
             home,
@@ -99,6 +114,17 @@ class AttachedJobs:
             courses.append(JobWindow(job, stock.step, batches, (), frozenset(), frozenset()))
         return self._window(courses, capacity)
 
+    def score_references(self, capacity: int) -> list[Passed]:
+        """Score all samples by the base alone, keep the results as the jobs' reference log-probabilities, and
+        return every pass."""
+        windows = []
+        for job, stock in self.stocks.items():
+            count = len(stock.samples)
+            stock.samples.references = np.full(count, np.nan)
+            scored = stock.placed(0, count)
+            windows.append(JobWindow(job, stock.step, (), (), frozenset(), frozenset(), scored=scored))
+        return self.run(self._window(windows, capacity))
+
     def _window(self, courses: Sequence[JobWindow], capacity: int) -> Program:
         layout = self.executor.part.layout
         ladder = self.executor.captures is not None and not self.recompute.tile_rows
@@ -113,6 +139,10 @@ class AttachedJobs:
                 passes.append(event)
             if isinstance(event, Stepped):
                 self.losses[event.job].append(event.outcome.loss)
+            if isinstance(event, Scored):
+                references = self.stocks[event.job].samples.references
+                assert references is not None
+                references[list(event.samples)] = event.logprobs
         for batch in program.batches:
             self.stocks[batch.job].step = batch.step
         return passes
@@ -130,8 +160,7 @@ class AttachedJobs:
         return prepared
 
     def _fetch(self, plan: MicrobatchPlan, kind: type[ForwardPass]) -> Microbatch:
-        assert kind is Forward
-        return collate(
+        microbatch = collate(
             [
                 Part(
                     segment.job, segment.step, self.stocks[segment.job].samples, placed.sample, placed.offset
@@ -140,6 +169,10 @@ class AttachedJobs:
                 for placed in segment.samples
             ]
         )
+        if kind is not Score:
+            return microbatch
+        segments = tuple(replace(segment, adapter=None) for segment in microbatch.segments)
+        return replace(microbatch, segments=segments, references_S=None)
 
 
 def resident_jobs(
@@ -150,12 +183,17 @@ def resident_jobs(
     `optimizer_offloaded` keeps the adapters' master weights and moments in host memory.
     """
     base = Base.from_model(model, BaseSpec(model="random weights"), device)
+    return jobs_of_base(base, optimizer_offloaded)
+
+
+def jobs_of_base(base: Base, optimizer_offloaded: bool = False) -> AttachedJobs:
+    """Return an executor with this base on its device."""
     layout = one_device_layout(base.shape.layers, optimizer_offloaded)
     return AttachedJobs(resident_executor(base, part=layout.for_worker(0)))
 
 
-def random_samples(lengths: Sequence[int], vocabulary: int, seed: int) -> Samples:
-    """Return samples of random tokens, all supervised."""
+def random_samples(lengths: Sequence[int], vocabulary: int, seed: int, group_size: int = 1) -> Samples:
+    """Return samples of random tokens, all supervised. Of each row there are `group_size` samples."""
     total = sum(lengths)
     store = SampleStore(
         tokens=np.random.default_rng(seed).integers(vocabulary, size=total, dtype=np.int32),
@@ -165,7 +203,7 @@ def random_samples(lengths: Sequence[int], vocabulary: int, seed: int) -> Sample
         rows=np.arange(len(lengths), dtype=np.uint64),
         tally=Tally(),
     )
-    return Samples([Share(store, np.arange(len(lengths)))], f"random {seed}")
+    return Samples([Share(store, np.arange(len(lengths)))], f"random {seed}", group_size)
 
 
 def computed_rows(passes: Sequence[Passed]) -> int:
