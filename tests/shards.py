@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
-from typing import TypeVar
+from contextlib import contextmanager, nullcontext
+from threading import Barrier, Lock
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,22 +16,43 @@ from weftune.core.shards import ShardTeam
 Result = TypeVar("Result")
 
 
-def on_shards(shards: int, function: Callable[[ShardTeam], Result]) -> list[Result]:
-    """What `function(team)` returns on every shard. A shard that fails ends the sums of the others."""
+@contextmanager
+def released(turn: Any) -> Iterator[None]:
+    """Let other threads run, if they take turns."""
+    if isinstance(turn, nullcontext):
+        yield
+        return
+    turn.release()
+    try:
+        yield
+    finally:
+        turn.acquire()
+
+
+def on_shards(
+    shards: int, function: Callable[[ShardTeam], Result], one_at_a_time: bool = False
+) -> list[Result]:
+    """What `function(team)` returns on every shard. A shard that fails ends the sums of the others. If
+    `one_at_a_time`, a shard runs until its next sum before another goes on, as what threads may not share
+    needs."""
     barrier = Barrier(shards, timeout=60)
     given: dict[int, Tensor] = {}
+    turn = Lock() if one_at_a_time else nullcontext()
 
     def on_shard(shard: int) -> Result:
         def sum_over_shards(tensor: Tensor) -> None:
             given[shard] = tensor.clone()
-            barrier.wait()
+            with released(turn):
+                barrier.wait()
             assert len({(one.shape, one.dtype) for one in given.values()}) == 1, "the sums do not match"
             total = torch.stack([given[number] for number in range(shards)]).sum(dim=0)
-            barrier.wait()
+            with released(turn):
+                barrier.wait()
             tensor.copy_(total)
 
         try:
-            return function(ShardTeam(shard, shards, sum_over_shards))
+            with turn:
+                return function(ShardTeam(shard, shards, sum_over_shards))
         except BaseException:
             barrier.abort()
             raise

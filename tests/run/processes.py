@@ -41,6 +41,7 @@ def run_workers(
     ring: bool = False,
     shards: int = 1,
     rules: bool = True,
+    device: str = "cpu",
 ) -> list[Any]:
     """What `target(connections, *arguments)` returns on every worker; `workers` are those of all replicas.
 
@@ -66,7 +67,7 @@ def run_workers(
             NCCL_RULES: str(int(rules)),
         }
         process = made.Process(
-            target=_be_worker, args=(environment, theirs, replicas, ring, shards, target, arguments)
+            target=_be_worker, args=(environment, theirs, replicas, ring, shards, device, target, arguments)
         )
         process.start()
         theirs.close()
@@ -100,6 +101,7 @@ def _be_worker(
     replicas: int,
     ring: bool,
     shards: int,
+    device: str,
     target: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
@@ -114,7 +116,7 @@ def _be_worker(
         place = read_position()
         assert place is not None
         connections = connect(
-            replace(place, replicas=replicas, ring=ring, shards=shards), torch.device("cpu")
+            replace(place, replicas=replicas, ring=ring, shards=shards), torch.device(device)
         )
         connection.send_bytes(pickle.dumps(target(connections, *arguments)))
         dist.barrier()

@@ -215,7 +215,7 @@ class Banks:
         ]
         # Sites that share their input have one scale for it, or none.
         shared = any(part and part.g_in for parts in found if len(parts) > 1 for part in parts)
-        return None if shared else found
+        return None if shared or _has_partial_lengths(groups, found) else found
 
     def _linear_groups(self, kind: PlainKind, spec: Any) -> list[SiteGroup]:
         """Return the groups of linears to which an adapter attaches, after creating the banks of the
@@ -479,6 +479,19 @@ class Banks:
                 values = accumulate_gradient(attached.read[site, VALUES], totals[site, VALUES], bound.anchor)
                 found.append((keys, values))
         return found
+
+
+def _has_partial_lengths(groups: Sequence[SiteGroup], found: Sequence[Sequence[TiledPart | None]]) -> bool:
+    """Return whether an adapter divides by the lengths of rows of which a shard has only some inputs. The
+    kernels do not sum lengths over shards."""
+    parts = (
+        (site, part)
+        for group, own in zip(groups, found, strict=True)
+        for site, part in zip(group.sites, own, strict=True)
+    )
+    return any(
+        site.sums_outputs and part and part.g_out and part.g_out.inverse_M is not None for site, part in parts
+    )
 
 
 def _constants_key(spec: Any) -> tuple[str, Hashable] | None:

@@ -161,6 +161,7 @@ class TiledBank:
             device,
             aligned=all(width % 8 == 0 for width in widths),
             bands=self._band_count,
+            first_input=self.sites[0].first_input,
         )
         tables = Group(
             self._columns,

@@ -357,19 +357,29 @@ def _share_input(
     sum_over_shards: SumOverShards, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if given:
-        return (_SharedInput.apply(given[0], sum_over_shards), *given[1:]), named
-    return given, {**named, "hidden_states": _SharedInput.apply(named["hidden_states"], sum_over_shards)}
+        return (share_input(given[0], sum_over_shards), *given[1:]), named
+    return given, {**named, "hidden_states": share_input(named["hidden_states"], sum_over_shards)}
 
 
 def _sum_output(
     sum_over_shards: SumOverShards, module: nn.Module, given: tuple[Any, ...], output_TD: Tensor
 ) -> Tensor:
+    return sum_output(output_TD, sum_over_shards)
+
+
+def share_input(x_TD: Tensor, sum_over_shards: SumOverShards) -> Tensor:
+    """Return the input of a branch, which is the same on every shard. Its gradient is the sum over the
+    shards."""
+    return cast(Tensor, _SharedInput.apply(x_TD, sum_over_shards))
+
+
+def sum_output(output_TD: Tensor, sum_over_shards: SumOverShards) -> Tensor:
+    """Return the sum over the shards of the output of a branch. Every shard's gradient is the gradient of the
+    sum."""
     return cast(Tensor, _SummedOutput.apply(output_TD, sum_over_shards))
 
 
 class _SharedInput(torch.autograd.Function):
-    """Returns its input, which is the same on every shard. The gradient is the sum over the shards."""
-
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, sum_over_shards: SumOverShards) -> Tensor:
         ctx.sum_over_shards = sum_over_shards
@@ -383,8 +393,6 @@ class _SharedInput(torch.autograd.Function):
 
 
 class _SummedOutput(torch.autograd.Function):
-    """Returns the sum over the shards. Every shard's gradient is the gradient of the sum."""
-
     @staticmethod
     def forward(ctx: Any, y_TD: Tensor, sum_over_shards: SumOverShards) -> Tensor:
         total_TD = y_TD.clone(memory_format=torch.contiguous_format)

@@ -280,6 +280,18 @@ def sum_parameters_by_layer(parameters: Iterable[tuple[str, int]], layers: int) 
     return tuple(sums)
 
 
+def local_adapter_share(shard: ModelShape, shards: int) -> float:
+    """Return the share of the parameters of an adapter at all linears that passes over one shard use. `shard`
+    is the shape of that shard."""
+    whole = sum(
+        site.in_features * shards + site.out_features
+        if site.name.rpartition(".")[2] in CUT_BY_INPUTS
+        else site.in_features + site.out_features * shards
+        for site in shard.sites
+    )
+    return shard.values_per_token / whole
+
+
 FOUR_BIT_MAXIMA = 3 / 64
 """Bytes per value by which nf4 weights are larger on shards, where the maximum of each block of 64 values is
 a float32 instead of one byte."""
@@ -303,5 +315,10 @@ def shard_shape(shape: ModelShape, shards: int) -> ModelShape:
         stored += FOUR_BIT_MAXIMA
     parameters = shape.parameters - cut
     return replace(
-        shape, vocabulary=vocabulary, parameters=parameters, sites=sites, site_bytes_per_value=stored
+        shape,
+        vocabulary=vocabulary,
+        parameters=parameters,
+        sites=sites,
+        site_bytes_per_value=stored,
+        query_width=shape.attention_width // shards,
     )

@@ -31,6 +31,8 @@ class ShardTeam:
     """Index of this worker's shard."""
     shards: int
     sum_over_shards: SumOverShards
+    is_capturable: bool = False
+    """Whether a CUDA graph can contain sums over shards, as it can where NCCL computes them."""
 
     def part(self, size: int) -> tuple[int, int]:
         """Return this shard's part of `size` consecutive numbers, as (start, stop). The sizes of two parts

@@ -41,18 +41,16 @@ def resident_executor(
     at_once: bool = True,
     make: Make = update,
     team: ShardTeam | None = None,
+    fuses: bool | None = None,
 ) -> Executor:
     """Return an executor for a base that stays on its device, or for this worker's one stage or shard of the
-    base. `team` is given for a shard, whose passes use the segmented route on every device. If `graphs`,
-    passes are captured as CUDA graphs where possible; unless `at_once`, only where that saves time. `make`
-    applies the updates of adapters whose master weights and moments are in host memory."""
+    base. `team` is given for a shard. If `graphs`, passes are captured as CUDA graphs where possible; unless
+    `at_once`, only where that saves time. `make` applies the updates of adapters whose master weights and
+    moments are in host memory. `fuses` says whether layers run as fused ops; None fuses them where kernels
+    make that faster."""
     part = part or one_device_layout(base.shape.layers).for_worker(0)
     shards = None if team is None else Shards(base, team)
-    adapted = (
-        AdaptedBase(base, route)
-        if team is None
-        else AdaptedBase(base, Route.segmented, sum_over_shards=team.sum_over_shards)
-    )
+    adapted = AdaptedBase(base, route, fuses, team)
     stages = {part.own_stages[0]: base}
     captures = graphs and adapted.capturable
     timer = ActionTimer(base.device)

@@ -50,6 +50,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     coded: bool = False
     """The frozen weight is one of 8-bit floats."""
+    first_input: int = 0
+    """Index of the first input in the whole linear, of which a shard has a part."""
     sites: tuple[str, ...] = field(default=("layers.0.q_proj", "layers.0.k_proj", "layers.0.v_proj"))
 
     def dropping(self, share: float) -> Case:
@@ -174,7 +176,9 @@ def truth(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         a = leaves[f"da part{part} slot{slot}"] = made.a[slot, part].to(dtype).requires_grad_()
         b = leaves[f"db part{part} slot{slot}"] = made.b[slot, part].to(dtype).requires_grad_()
         token_index = case.token_index[rows].to(case.device)
-        kept = dropout.kept_TK(case.site_key(slot, part), token_index, case.features, job.dropout)
+        kept = dropout.kept_TK(
+            case.site_key(slot, part), token_index, case.features, job.dropout, case.first_input
+        )
         dropped = torch.where(kept, leaves["dx"][rows], 0.0) / (1.0 - job.dropout)
         low, high = case.columns[part]
         added = torch.zeros_like(y)
@@ -284,7 +288,9 @@ def attached(case: Case, made: Values) -> tuple[dict[int, list[LowRank | None]],
     aligned = all(width % 8 == 0 for width in (case.features, *case.widths))
     present = [job for job in case.jobs if job is not None]
     rank = max((job.rank for job in present), default=16)
-    table = SlotTable.empty(case.sites[: len(case.widths)], slots, device, aligned, bands_for(rank))
+    table = SlotTable.empty(
+        case.sites[: len(case.widths)], slots, device, aligned, bands_for(rank), case.first_input
+    )
     group = Group(
         case.columns,
         table,

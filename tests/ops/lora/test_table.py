@@ -22,7 +22,7 @@ def test_an_empty_table_seats_nobody_and_knows_its_sites():
     table = SlotTable.empty(SITES, slots=5, device=CPU)
     assert table.rank_PS.tolist() == [[0] * 5] * 3
     assert table.threshold_PS.tolist() == [[-(2**31)] * 5] * 3
-    assert [crc & 0xFFFFFFFF for crc in table.crc_P.tolist()] == [zlib.crc32(s.encode()) for s in SITES]
+    assert [crc & 0xFFFFFFFF for crc in table.crc_P[:-1].tolist()] == [zlib.crc32(s.encode()) for s in SITES]
     assert (table.address_PS4.shape, table.factor_PS2.shape) == ((3, 5, 4), (3, 5, 2))
     assert (table.address_PS4.dtype, table.factor_PS2.dtype) == (torch.int64, torch.float32)
     assert not table.address_PS4.any()
@@ -56,7 +56,7 @@ def test_a_rank_above_a_band_is_seated_in_several_parts_of_whole_rows():
         assert table.address_PS4[2 * band, 1].tolist() == here
         assert table.factor_PS2[2 * band, 1].tolist() == [4.0, 2.0]
         assert table.threshold_PS[2 * band, 1] == 0
-    assert table.crc_P.tolist() == table.crc_P[:2].tolist() * 3
+    assert table.crc_P[:-1].tolist() == table.crc_P[:2].tolist() * 3
     table.write(1, [entry(BAND), None])
     assert table.rank_PS[:, 1].tolist() == [BAND, 0, 0, 0, 0, 0]
     table.write(1, [None] * 2)

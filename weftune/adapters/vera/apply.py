@@ -29,10 +29,7 @@ class Vera(PlainKind):
     name = "vera"
 
     def part(self, at: JobAt) -> JobPart:
-        first = at.site.first_input
-        a_rK = at.constant(A)[:, first : first + at.site.in_features]
-        parts = [at.constant(B)[:, start:stop] for start, stop in at.site.output_ranges]
-        b_rN = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        a_rK, b_rN = _local_columns(at.site, at.constant(A), at.constant(B))
         d_r, e_N = at.trained(D), at.trained(E)
         return JobPart(add=lambda x_LK: e_N * ((at.dropped(x_LK) @ a_rK.T * d_r) @ b_rN))
 
@@ -55,10 +52,12 @@ class Vera(PlainKind):
 
         a_rK, b_rN = (scratch(name, "weight", d_r.dtype) for name in (A, B))
         da_rK, db_rN = (scratch(name, "gradient", torch.float32) for name in (A, B))
-        constants = at.weights[SHARED, A], at.weights[SHARED, B]
+        constant_a, constant_b = _local_columns(at.site, at.weights[SHARED, A], at.weights[SHARED, B])
+        # Columns that are not consecutive are a copy, which all layers share.
+        constant_b = at.scratch.setdefault((module, B, at.site.output_ranges), constant_b)
         return TiledPart(
             low_rank=LowRank(a_rK, b_rN, da_rK, db_rN, scale=1.0, dropout=spec.dropout),
-            computed_pair=ComputedPair(d_r, e_N, at.total(D), at.total(E), *constants),
+            computed_pair=ComputedPair(d_r, e_N, at.total(D), at.total(E), constant_a, constant_b),
         )
 
     def start(self, new: NewAdapter) -> None:
@@ -121,6 +120,16 @@ class Vera(PlainKind):
     def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
         a_rK, b_rN = at.own[A][:, : at.site.in_features], at.own[B][:, : at.site.out_features]
         return at.weight_NK + at.own[E][:, None] * ((b_rN.T * at.own[D]) @ a_rK), at.bias_N
+
+
+def _local_columns(site: SiteShape, a_rK: Tensor, b_rN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the columns of both random matrices for the local inputs and the local outputs of a site."""
+    first = site.first_input
+    parts = [b_rN[:, start:stop] for start, stop in site.output_ranges]
+    return (
+        a_rK[:, first : first + site.in_features],
+        parts[0] if len(parts) == 1 else torch.cat(parts, dim=1),
+    )
 
 
 def _draw_uniform(shape: tuple[int, int], generator: torch.Generator) -> Tensor:

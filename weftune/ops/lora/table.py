@@ -90,21 +90,29 @@ class SlotTable:
     """Number of ranks; 0 if the slot is empty or its job has no adapter at the site or no ranks in a band."""
     threshold_PS: Tensor
     crc_P: Tensor
+    """Checksums of the names of the sites. After them comes the index of the first input among those of the
+    whole linears, of which a shard may have a part: dropout masks depend on both."""
 
     @staticmethod
     def empty(
-        sites: Sequence[str], slots: int, device: torch.device, aligned: bool = True, bands: int = 1
+        sites: Sequence[str],
+        slots: int,
+        device: torch.device,
+        aligned: bool = True,
+        bands: int = 1,
+        first_input: int = 0,
     ) -> SlotTable:
         parts = bands * len(sites)
         # Sizes in 32-bit words; the 64-bit addresses come first, so that they are aligned.
-        shapes = [(parts, slots, 8), (parts, slots, 2), (parts, slots), (parts, slots), (parts,)]
+        shapes = [(parts, slots, 8), (parts, slots, 2), (parts, slots), (parts, slots), (parts + 1,)]
         host = torch.zeros(word_count(shapes), dtype=torch.int32)
         host_views = tuple(view.numpy() for view in _table_views(host, shapes))
         buffer = torch.empty_like(host, device=device)
         table = SlotTable(aligned, bands, host, host_views, buffer, *_table_views(buffer, shapes))
         *_, threshold_PS, crc_P = host_views
         threshold_PS[:] = NEVER
-        crc_P[:] = [to_signed(zlib.crc32(site.encode())) for site in sites] * bands
+        crc_P[:-1] = [to_signed(zlib.crc32(site.encode())) for site in sites] * bands
+        crc_P[-1] = first_input
         table.copy_to_device()
         return table
 

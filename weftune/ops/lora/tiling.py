@@ -167,7 +167,7 @@ class SiteCall:
 
     @property
     def adapters(self) -> tuple[Tensor, ...]:
-        """Dropout keys, token indices, and the addresses, ranks, thresholds and name hashes of adapters."""
+        """Dropout keys, token indices, and the addresses, ranks, thresholds and mask keys of adapters."""
         rows, table = self.rows, self.group.table
         own = table.address_PS4, table.rank_PS, table.threshold_PS, table.crc_P
         return rows.key_S, rows.token_index_T, *own

@@ -20,6 +20,7 @@ from weftune.ops.triton.slots import (
     bands_of,
     column_block,
     column_factor,
+    first_input,
     is_large,
     kept,
     matrix,
@@ -113,11 +114,14 @@ def large_ranks(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.co
 
 
 @triton.jit
-def survivors(sum_MC, key, token_index, threshold, crc, slot, site, row_M, stop, k_C, S: tl.constexpr):
+def survivors(
+    sum_MC, key, token_index, threshold, crc, slot, site, row_M, stop, k_C, S: tl.constexpr, P: tl.constexpr
+):
     """Return the values that a site's mask keeps; zero elsewhere."""
     token_M = tl.load(token_index + row_M, mask=row_M < stop, other=0)
     drawn = site_key(key, crc, slot, site)
-    row_M1, column_1C = row_factor(token_M, drawn)[:, None], column_factor(k_C, drawn)[None, :]
+    feature_C = first_input(crc, P) + k_C
+    row_M1, column_1C = row_factor(token_M, drawn)[:, None], column_factor(feature_C, drawn)[None, :]
     return tl.where(kept(row_M1, column_1C, tl.load(threshold + site * S + slot)), sum_MC, 0.0)
 
 
@@ -179,7 +183,7 @@ def large_dx(
                 if DROPS:
                     part_MC = tl.dot(factors[i], a_RC, input_precision=PRECISION)
                     dx_MC += survivors(
-                        part_MC, key, token_index, threshold, crc, slot, i, row_M, stop, k_C, S
+                        part_MC, key, token_index, threshold, crc, slot, i, row_M, stop, k_C, S, P
                     )
                 else:
                     dx_MC = tl.dot(factors[i], a_RC, dx_MC, input_precision=PRECISION)
@@ -201,7 +205,7 @@ def large_dx(
                     part_MC = tl.dot(ds_MR, a_RC, part_MC, input_precision=PRECISION)
                 if DROPS:
                     part_MC = survivors(
-                        part_MC, key, token_index, threshold, crc, slot, site, row_M, stop, k_C, S
+                        part_MC, key, token_index, threshold, crc, slot, site, row_M, stop, k_C, S, P
                     )
                 dx_MC += part_MC
             at_MC = row_M[:, None] * K + k_C[None, :]

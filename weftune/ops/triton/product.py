@@ -22,6 +22,7 @@ from weftune.ops.triton.slots import (
     DIRECT,
     NEVER,
     column_factor,
+    first_input,
     is_large,
     kept,
     matrix,
@@ -115,7 +116,8 @@ def added_by(
         if drops > NEVER:
             token_M = tl.load(token_index + row_M, mask=row_M < T, other=0)
             drawn = site_key(key, crc, slot, part)
-            row_M1, column_1H = row_factor(token_M, drawn)[:, None], column_factor(column_H, drawn)[None, :]
+            feature_H = first_input(crc, P) + column_H
+            row_M1, column_1H = row_factor(token_M, drawn)[:, None], column_factor(feature_H, drawn)[None, :]
             added_MH = tl.where(kept(row_M1, column_1H, drops), added_MH, 0.0)
     return added_MH
 

@@ -18,6 +18,7 @@ from weftune.ops.triton.slots import (
     column_block,
     column_factor,
     drops_in_any,
+    first_input,
     kept,
     largest_rank,
     matrix,
@@ -68,6 +69,8 @@ def down_of_tile(
     keys = ()
     row_factors = ()
     thresholds = ()
+    if DROPS:
+        first_feature = first_input(crc, P)
     for i in tl.static_range(TOGETHER):
         entry = (first + i) * S + slot
         a = matrix(address, entry, 0, x.dtype.element_ty, ALIGNMENT)
@@ -91,7 +94,7 @@ def down_of_tile(
             a_RC = tl.load(weights[i] + k_C[None, :], mask=owned[i][:, None] & inside_C[None, :], other=0.0)
             dropped_MC = x_MC
             if DROPS:
-                column_C = column_factor(k_C, keys[i])
+                column_C = column_factor(first_feature + k_C, keys[i])
                 kept_MC = kept(row_factors[i][:, None], column_C[None, :], thresholds[i])
                 dropped_MC = tl.where(kept_MC, x_MC, 0.0)
             sum_MR = tl.dot(dropped_MC, tl.trans(a_RC), sums[i], input_precision=PRECISION)

@@ -19,6 +19,7 @@ from weftune.ops.triton.slots import (
     column_block,
     column_factor,
     drops_in_any,
+    first_input,
     kept,
     largest_rank,
     matrix,
@@ -303,6 +304,7 @@ def da_of_piece(
     for i in tl.static_range(TOGETHER):
         ranks = ranks + (tl.load(rank + (first + i) * S + slot),)  # noqa: RUF005
     if DROPS:
+        first_feature = first_input(crc, P)
         for i in tl.static_range(TOGETHER):
             keys = keys + (site_key(key, crc, slot, first + i),)  # noqa: RUF005
             thresholds = thresholds + (tl.load(threshold + (first + i) * S + slot),)  # noqa: RUF005
@@ -324,7 +326,7 @@ def da_of_piece(
             if DROPS:
                 drawn_M = row_factor(token_M, keys[i])
                 # Recomputed for every M rows, since registers are scarce.
-                column_C = column_factor(k_C, keys[i])
+                column_C = column_factor(first_feature + k_C, keys[i])
                 kept_CM = kept(drawn_M[None, :], column_C[:, None], thresholds[i])
                 dropped_CM = tl.where(kept_CM, x_CM, 0.0)
             longer = longer + (tl.dot(dropped_CM, ds_MR, sums[i], input_precision=PRECISION),)  # noqa: RUF005
@@ -520,7 +522,11 @@ def add_dx(
                     )  # fmt: skip
                 token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
                 drawn = site_key(key, crc, slot, site)
-                row_M1, column_1C = row_factor(token_M, drawn)[:, None], column_factor(k_C, drawn)[None, :]
+                feature_C = first_input(crc, P) + k_C
+                row_M1, column_1C = (
+                    row_factor(token_M, drawn)[:, None],
+                    column_factor(feature_C, drawn)[None, :],
+                )
                 kept_MC = kept(row_M1, column_1C, tl.load(threshold + site * S + slot))
                 dx_MC += tl.where(kept_MC, part_MC, 0.0)
             else:

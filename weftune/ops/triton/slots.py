@@ -38,6 +38,13 @@ def site_key(key, crc, slot, part):
 
 
 @triton.jit
+def first_input(crc, P: tl.constexpr):
+    """Return the index of the first input among those of the whole linear, of which a shard may have a
+    part."""
+    return tl.load(crc + P)
+
+
+@triton.jit
 def row_factor(token_M, site_key):
     """Return the rows' factors of the bits of a site's values."""
     return folded(token_M.to(tl.uint32, bitcast=True) ^ site_key) | 1
@@ -45,7 +52,8 @@ def row_factor(token_M, site_key):
 
 @triton.jit
 def column_factor(column_C, site_key):
-    """Return the columns' factors of the bits of a site's input values."""
+    """Return the columns' factors of the bits of a site's input values. Columns are those of the whole
+    linear."""
     return folded((column_C + 1).to(tl.uint32) * STRIDE ^ site_key) | 1
 
 

@@ -15,7 +15,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from weftune.core.shapes import JobShape, LayerRange, ModelShape, SiteShape, layer_of, logit_rows
+from weftune.core.shapes import (
+    JobShape,
+    LayerRange,
+    ModelShape,
+    SiteShape,
+    layer_of,
+    local_adapter_share,
+    logit_rows,
+)
 from weftune.plan.cost.estimate import stage_shape
 from weftune.plan.cost.ring import optimizer_bytes, optimizer_ring_bytes
 from weftune.plan.cost.streamed_memory import (
@@ -295,9 +303,12 @@ class MemoryModel:
     @property
     def bytes_per_parameter(self) -> int:
         """Bytes per adapter parameter: compute copy, fp32 master, gradient and two moments. A shard also has
-        a compute copy and a gradient of its part, at most as large as the whole."""
-        local_part = 0 if self.layout.shards == 1 else self.shape.bytes_per_value + self.master_bytes
-        return self.shape.bytes_per_value + 4 * self.master_bytes + local_part
+        a compute copy and a gradient of its part."""
+        whole = self.shape.bytes_per_value + 4 * self.master_bytes
+        if self.layout.shards == 1:
+            return whole
+        part = local_adapter_share(self.shape, self.layout.shards)
+        return whole + math.ceil(part * (self.shape.bytes_per_value + self.master_bytes))
 
     @property
     def master_bytes(self) -> int:

@@ -561,13 +561,11 @@ def _cut(shape: ModelShape, machine: Machine) -> Sequence[LayerRange]:
 
 def _pipeline_memory(shape: ModelShape, machine: Machine, stages: Sequence[LayerRange]) -> MemoryModel:
     """Return the memory model of workers that each hold a stage, or a shard of one."""
-    is_divided = machine.shards > 1
     return MemoryModel(
-        shard_shape(shape, machine.shards) if is_divided else shape,
+        shard_shape(shape, machine.shards) if machine.shards > 1 else shape,
         machine.budget_bytes,
         machine.process_bytes,
-        # Layers of shards are not fused yet.
-        machine.on_gpu and not is_divided,
+        machine.on_gpu,
         _memory_fit(shape, machine),
         pipeline_layout(stages, machine.replicas, machine.shards),
         first_only_bytes=machine.first_only_bytes,

@@ -30,6 +30,9 @@ from weftune.plan.window.pace import LoadPace, simulate_timeline
 
 SUMS_PER_LAYER = 2
 """Sums over shards in a layer's forward, and in its backward: one for each of its two branches."""
+REPEATED_SUMS = 0.5
+"""Share of the sums of a layer's forward that its recomputation repeats: the second one ends the layer, and
+no gradient needs its value."""
 GRADIENT_BYTES = 4
 """Bytes per adapter parameter of the gradients that shards and replicas sum."""
 
@@ -101,7 +104,8 @@ class StageTimes:
         nothing = replace(work, tokens=0, squares=0, samples=0, supervised=0, adapted=0, segments=0)
         fixed = sum(factor * self._part_seconds(terms, layer_range, nothing) for terms, factor in each)
         sums, latency = (self._sum_seconds(layer_range, one) for one in (work, nothing))
-        return seconds + (passes - 1) * fixed + (2.0 + share) * (sums + (passes - 1) * latency)
+        repeated = 2.0 + REPEATED_SUMS * share
+        return seconds + (passes - 1) * fixed + repeated * (sums + (passes - 1) * latency)
 
     def _prices(self, program: Program, layout: Layout, shapes: JobShapes) -> Prices:
         held = [LayerRange(stage.start, stage.stop, self.layers) for stage in layout.stages]
@@ -138,7 +142,7 @@ class StageTimes:
         handed, sums = self.output_bytes * work.tokens, self._sum_seconds(layer_range, work)
         forward = self._part_seconds(self.terms.forward, layer_range, work)
         backward = self._part_seconds(self.terms.backward, layer_range, work) + recomputed_share * forward
-        backward_sums = (1.0 + recomputed_share) * sums
+        backward_sums = (1.0 + REPEATED_SUMS * recomputed_share) * sums
         ends = self._end_sum_seconds(layer_range.is_first + layer_range.is_last, work)
         return PassPrice(
             forward + sums + ends,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from weftune.adapters.banks import Banks
 from weftune.base.model import Base
 from weftune.base.quant.formats import WeightFormat
 from weftune.base.quant.linear import compute_by
+from weftune.core.shards import ShardTeam
 from weftune.ops.dequantise import KERNELS
 from weftune.ops.fallback import run_with_fallback
 from weftune.ops.fp8 import multiply
@@ -28,11 +29,11 @@ class AdaptedBase:
         base: Base,
         route: Route | None = None,
         fuses: bool | None = None,
-        sum_over_shards: Callable[[Tensor], None] | None = None,
+        team: ShardTeam | None = None,
     ) -> None:
         """`fuses` says whether layers of known families run as fused ops. None fuses them on the tiled
-        route, where kernels make that faster. `sum_over_shards` is given if layers are divided."""
-        self.base = base
+        route, where kernels make that faster. `team` is given if layers are divided into shards."""
+        self.base, self.team = base, team
         self.route = route or best_route(base.device, base.dtype)
         self.stream = torch.cuda.Stream(base.device) if base.device.type == "cuda" else None
         if self.route is Route.tiled:
@@ -40,7 +41,7 @@ class AdaptedBase:
             compute_by(base.model, _by_kernel, multiply)
         with self.on_stream():
             fuses = self.route is Route.tiled if fuses is None else fuses
-            self.layers = Layers(base) if fuses else None
+            self.layers = Layers(base, team) if fuses else None
             like = torch.empty(0, dtype=base.dtype, device=base.device)
             groups = self.layers.groups if self.layers else ()
             embedding = base.model.get_input_embeddings()
@@ -53,7 +54,7 @@ class AdaptedBase:
                 embedding,
                 base.tied,
                 tiled=self.route is Route.tiled,
-                sum_over_shards=sum_over_shards,
+                sum_over_shards=None if team is None else team.sum_over_shards,
             )
             if self.layers is not None:
                 self.layers.fuse(self.banks)

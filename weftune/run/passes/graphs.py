@@ -82,7 +82,8 @@ class CapturedPasses:
     def forward(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, keep: bool) -> Tensor:
         assert keep, "a forward that is recomputed is captured otherwise"
         # Gathered rows may be summed in another order, and whether a pass is captured depends on timing.
-        gathers = not are_kernels_deterministic()
+        # Their capture begins with a pass that runs, whose sums over shards no other shard would expect.
+        gathers = not are_kernels_deterministic() and self.adapted.team is None
         capturable = flight.sample_keys is None and self._banks.is_capturable(flight.laid.microbatch, gathers)
         if self._recompute.tile_rows or not capturable:
             return self._plain.forward(visit, flight, given_TD, keep)

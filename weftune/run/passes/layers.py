@@ -24,7 +24,9 @@ from weftune.adapters.banks import Banks
 from weftune.base.attention import Pack, Rule, attend_with_prefixes, kernel_serves
 from weftune.base.decoders import DECODERS, MIXTURES, DecoderFacts
 from weftune.base.model import Base
+from weftune.base.shards import share_input, sum_output
 from weftune.base.stages import Elsewhere, decoder_of
+from weftune.core.shards import ShardTeam
 from weftune.ops.norm import rms_norm, rms_norm_onto, skip_rms_norm
 from weftune.ops.rotary import HeadNorms, rotary_split
 from weftune.ops.swiglu import geglu, swiglu
@@ -40,7 +42,9 @@ ACTIVATIONS = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
 class Layers:
     """The decoder layers of a base of a known family; empty for other families."""
 
-    def __init__(self, base: Base) -> None:
+    def __init__(self, base: Base, team: ShardTeam | None = None) -> None:
+        """`team` is given if the layers are divided into shards."""
+        self.sum_over_shards = None if team is None else team.sum_over_shards
         self.recompute = Recompute()
         """Layers and outputs that the backward recomputes instead of keeping them from the forward."""
         self.host = HostStore(base.device)
@@ -62,7 +66,7 @@ class Layers:
         self.mixes = self._config.model_type in MIXTURES
         """Whether the layers have experts (MoE) instead of an MLP."""
         served = bool(heads) and kernel_serves(base.device, base.dtype, heads[0])
-        self.capturable = served and not self.mixes
+        self.capturable = served and not self.mixes and (team is None or team.is_capturable)
         """Whether passes can be captured as CUDA graphs, because the host never waits for the device."""
 
     @property
@@ -109,7 +113,8 @@ class FusedLayer:
         module, path = layers.modules[index], layers.paths[index]
         attention = module.self_attn
         self._layer = int(path.rpartition(".")[2])
-        self._heads, self._groups = config.num_attention_heads, config.num_key_value_heads
+        own = attention.config
+        self._heads, self._groups = own.num_attention_heads, own.num_key_value_heads
         window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
         self._rule = Rule(attention.scaling, window, None)
         names = (*facts.norms, *(facts.head_norms or ()))
@@ -120,11 +125,13 @@ class FusedLayer:
         self._head_norms = [norms[name] for name in facts.head_norms or ()]
         self._activation = ACTIVATIONS[getattr(config, facts.activation_key)]
         self._qkv = banks.linear(f"{path}.{facts.qkv[0]}")
-        self._o = banks.linear(f"{path}.{facts.o}", adds_residual=facts.after_attention is None)
+        self._sum_over_shards = layers.sum_over_shards
+        adds = self._sum_over_shards is None
+        self._o = banks.linear(f"{path}.{facts.o}", adds_residual=adds and facts.after_attention is None)
         self._experts: Callable[[Tensor], Tensor] | None = module.mlp if layers.mixes else None
         if not layers.mixes:
             self._gate_up = banks.linear(f"{path}.{facts.gate_up[0]}")
-            self._down = banks.linear(f"{path}.{facts.down}", adds_residual=facts.after_mlp is None)
+            self._down = banks.linear(f"{path}.{facts.down}", adds_residual=adds and facts.after_mlp is None)
 
     def __call__(
         self,
@@ -193,7 +200,7 @@ class FusedLayer:
     def rest(self, h_TD: Tensor, seen_THD: Tensor, spares: bool, graph_only: bool = False) -> Tensor:
         """Return the output of the layer, given the residual and the output of attention. If `graph_only`,
         the values of the output may be arbitrary."""
-        h_TD = _onto(h_TD, self._o, seen_THD.flatten(1), self._after_attention)
+        h_TD = self._onto(h_TD, self._o, seen_THD.flatten(1), self._after_attention)
         if self._experts is not None:
             h_TD, n_TD = self._before_mlp.beside(h_TD)
             return h_TD + self._experts(n_TD[None])[0]
@@ -205,12 +212,26 @@ class FusedLayer:
             recomputed(act_TI, partial(self._activation, gate_up_TN.detach()), spares),
             self._banks.graph_only() if discards else nullcontext(),
         ):
-            return _onto(h_TD, self._down, act_TI, self._after_mlp)
+            return self._onto(h_TD, self._down, act_TI, self._after_mlp, discards)
+
+    def _onto(
+        self, h_TD: Tensor, linear: Linear, x: Tensor, norm: FusedNorm | None, discards: bool = False
+    ) -> Tensor:
+        """Return the residual plus the output of a branch's last linear and, if there is one, its norm. If
+        layers are divided, the output is a sum over shards; it is left out where values are arbitrary."""
+        if self._sum_over_shards is None:
+            return linear(x, h_TD) if norm is None else norm.onto(h_TD, linear(x, None))
+        y_TD = linear(x, None)
+        if not discards:
+            y_TD = sum_output(y_TD, self._sum_over_shards)
+        return h_TD + y_TD if norm is None else norm.onto(h_TD, y_TD)
 
     def _normed(self, h_TD: Tensor, norm: FusedNorm, linear: Linear, spares: bool) -> tuple[Tensor, Tensor]:
         """Return the residual around a branch, and the output of the linears at the branch's start."""
         h_TD, n_TD = norm.beside(h_TD)
         with recomputed(n_TD, partial(norm, h_TD.detach()), spares):
+            if self._sum_over_shards is not None:
+                n_TD = share_input(n_TD, self._sum_over_shards)
             return h_TD, linear(n_TD, None)
 
 
@@ -233,11 +254,6 @@ def recomputed(output: Tensor, make: Callable[[], Tensor], spares: bool) -> Iter
 
     with saved_tensors_hooks(pack, unpack):
         yield
-
-
-def _onto(h_TD: Tensor, linear: Linear, x: Tensor, norm: FusedNorm | None) -> Tensor:
-    """Return the residual plus the output of a branch's last linear and, if there is one, its norm."""
-    return linear(x, h_TD) if norm is None else norm.onto(h_TD, linear(x, None))
 
 
 class FusedNorm:

@@ -59,7 +59,8 @@ def shard_team(connections: WorkerConnections) -> ShardTeam | None:
         except RuntimeError as error:
             raise PeerLost(f"a shard beside worker {position.worker} is gone: {error}") from error
 
-    return ShardTeam(position.shard, position.shards, sum_over_shards)
+    is_capturable = dist.get_backend(group) == "nccl"
+    return ShardTeam(position.shard, position.shards, sum_over_shards, is_capturable)
 
 
 def load_part(
