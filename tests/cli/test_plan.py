@@ -97,7 +97,7 @@ def test_a_plan_for_four_devices_is_made_in_seconds_without_torch_or_weights(fol
     for part in ("3 jobs on 4xA100-80G:pcie", "not measured", "one after another", "1F1B per job"):
         assert part in shown.stdout
     assert "- Token capacity" in shown.stdout
-    for part in ("embedding and head not counted", "left out: chunks", "left out: subgraph order", "GPipe"):
+    for part in ("embedding and head not counted", "no job shares a microbatch", "gpipe"):
         assert part in shown.stdout
     assert 'data-timeline="gantt"' in (folder / "out.html").read_text()
     numbers = json.loads((folder / "out.json").read_text())
@@ -107,6 +107,24 @@ def test_a_plan_for_four_devices_is_made_in_seconds_without_torch_or_weights(fol
     assert numbers["first_window"]["seconds"] is None, "without a profile a run promises no seconds"
     fastest = numbers["forecast"]["step_seconds"]
     assert all(other["step_seconds"] >= fastest for other in numbers["alternatives"])
+    assert all(
+        row["step_seconds"] / fastest - 1 == pytest.approx(row["cost"]) for row in numbers["ablations"]
+    )
+
+
+def test_mechanisms_are_compared_with_the_plan_that_is_shown(folder, weftune):
+    """With replicas and shards, which the comparison keeps or replaces by stages."""
+    file = jobs_file(folder, short="{rank: 8}", middle="{rank: 16}")
+    words = ("--cluster", "4xA100-80G", "--replicas", "2", "--shards", "2", "--ablate", "--json", "out.json")
+    shown = weftune(file, *words)
+    assert shown.code == 0, shown.err
+    numbers = json.loads((folder / "out.json").read_text())
+    rows = {row["mechanism"]: row for row in numbers["ablations"]}
+    assert {"sharing", "replicas", "shards"} <= rows.keys()
+    assert rows["shards"]["instead"] == "2 stages instead"
+    shown_seconds = numbers["forecast"]["step_seconds"]
+    for row in rows.values():
+        assert row["step_seconds"] / shown_seconds - 1 == pytest.approx(row["cost"])
 
 
 def test_where_the_base_fits_each_device_a_share_of_the_jobs_goes_to_each(folder, weftune):

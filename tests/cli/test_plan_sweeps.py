@@ -34,11 +34,11 @@ def plan(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
 
-    def call(*jobs, cluster="H200"):
+    def call(*jobs, cluster="H200", words=()):
         keys = {"data": "rows.jsonl", "steps": 200, "batch_size": 4, "eval": {"fraction": 0.1}}
         whole = [keys | job for job in jobs]
         (tmp_path / "jobs.yaml").write_text(json.dumps({"base": "./base", "jobs": whole}))
-        arguments = ["plan", "jobs.yaml", "--cluster", cluster, "--json", "out.json"]
+        arguments = ["plan", "jobs.yaml", "--cluster", cluster, "--json", "out.json", *words]
         monkeypatch.setattr(sys, "argv", ["weftune", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -89,7 +89,17 @@ def test_a_plan_without_a_sweep_has_no_keys_for_one(plan):
     assert "trial" not in out
 
 
-def test_trials_are_not_shared_out_to_devices_which_train_refuses(plan):
+def test_trials_are_divided_among_devices_if_that_is_requested(plan):
+    job = {"name": "sql", "sweep": {"over": OVER, "halving": HALVING}}
+    out, numbers = plan(job, cluster="2xA100-80G", words=("--gpus", "2"))
+    assert sorted(len(share["jobs"]) for share in numbers["shares"]) == [12, 12]
+    assert "Shares wait for one another at every rung, which is not counted." in out
+    alone = plan(job, cluster="A100-80G")[1]
+    assert 0.4 < numbers["run"]["seconds"] / alone["run"]["seconds"] < 0.7
+    assert numbers["expected_seconds"] < 0.4 * numbers["run"]["seconds"]
+
+
+def test_the_search_does_not_divide_the_trials_of_a_sweep(plan):
     out, numbers = plan({"name": "sql", "sweep": {"over": OVER}}, cluster="2xA100-80G")
     assert "--gpus" not in out
     assert numbers["shares"] is None

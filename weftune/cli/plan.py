@@ -39,7 +39,6 @@ def plan(
 ) -> None:
     """Predict what `weftune train` would do with the jobs: layout, memory, times. No weights are loaded."""
     from weftune.jobs.spec.checks import refuse_kinds_on_shards
-    from weftune.jobs.sweeps.read import refuse_shares
 
     if gantt is not None:
         _refuse_picture(gantt)
@@ -54,8 +53,6 @@ def plan(
         capacity=capacity,
     )
     run = early.read_jobs_file(jobs)
-    if options.gpus not in (None, 1):
-        refuse_shares(run.sweeps)
     refuse_kinds_on_shards(run.jobs, options.shards)
     early.refuse_rows(early.without_repeated_trials(run), name_jobs=True)
     found = read_cluster(cluster, options.gpu_memory, on_cpu=device == "cpu")

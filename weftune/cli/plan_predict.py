@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.layout.need import StreamDevice, gpu_device
 from weftune.plan.layout.split import JobWork, job_seconds, sheet_cost
 from weftune.plan.layout.stream_choice import fits_whole
+from weftune.plan.outlook.ablate import ablate, compare
 from weftune.plan.outlook.explain import explain, explain_streams
 from weftune.plan.outlook.forecast import (
     Ablation,
@@ -75,7 +77,7 @@ class Plan:
     sentences: Sequence[str] = ()
     """A sentence for each decision, if requested."""
     ablations: Sequence[Ablation] = ()
-    """Simulated benefit of each optimisation, if requested."""
+    """What each mechanism of the plan is worth, if requested."""
 
     @property
     def forecast(self) -> Forecast:
@@ -121,7 +123,7 @@ def predict(case: PlanCase, *, with_sentences: bool = False, with_ablations: boo
             later = [[name for name in one.jobs if name not in part.window.shapes] for one, part in pairs]
             run = _whole_run(case, shares.parts, later)
         sentences = explain(outlook, source) if with_sentences else []
-        ablations = _ablations(case, admission) if with_ablations else ()
+        ablations = _ablations(case, outlook) if with_ablations else ()
     return Plan(
         case=case,
         choice=choice,
@@ -221,17 +223,23 @@ def _whole_run(case: PlanCase, parts: Sequence[Prediction], waiting: Sequence[It
     return WholeRun(ends, need_bytes, max(part.choice.memory.budget_bytes for part in parts))
 
 
-def _ablations(case: PlanCase, admission: Admission) -> tuple[Ablation, ...]:
-    """Return the simulated benefit of each optimisation, whether or not a run uses it."""
-    from weftune.plan.studies.ablate import ablate
-    from weftune.plan.studies.placement import cluster_case
-    from weftune.plan.studies.search import outlook
-
-    jobs = [one.job for one in case.jobs if one.name in admission.admitted_names]
-    try:
-        return ablate(outlook(cluster_case(case.shape, case.cluster, case.speeds), jobs))
-    except PlanError:
-        return ()
+def _ablations(case: PlanCase, prediction: Prediction) -> tuple[Ablation, ...]:
+    """Return what each mechanism of the shown plan is worth; with shares, of the plan of the first one."""
+    machine, jobs = prediction.choice.machine, list(prediction.window.shapes.values())
+    rows = ablate(
+        prediction,
+        lambda name, rounds: case.job_window(name, rounds, False),
+        stage_times(case, machine),
+    )
+    for mechanism, number in (("replicas", machine.replicas), ("shards", machine.shards)):
+        if number == 1:
+            continue
+        own = replace(machine, workers=machine.workers * number, **{mechanism: 1})
+        with suppress(PlanError):
+            choice = choose_layout(case.shape, jobs, own)
+            other = _predict_outlook(case, choice, _admit_jobs(jobs, choice))
+            rows.append(compare(prediction, mechanism, f"{own.workers} stages instead", other.forecast))
+    return tuple(rows)
 
 
 def stage_needs(prediction: Prediction) -> list[int]:

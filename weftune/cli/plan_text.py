@@ -54,6 +54,8 @@ def _show_run(console: Console, plan: Plan) -> None:
     if others := {name: total for name, total in totals.items() if name in run.ends and name not in trials}:
         console.print(run_table(run, others))
     show_sweeps(console, run, case.sweeps, totals)
+    if plan.shares is not None and any(one.has_halving for one in case.sweeps):
+        console.print("Shares wait for one another at every rung, which is not counted.", highlight=False)
     for sentence in (sentence for one in case.sweeps for sentence in one.warnings):
         console.print(f"warning: {sentence}", highlight=False, markup=False, soft_wrap=True)
 

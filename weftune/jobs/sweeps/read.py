@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weftune.core.bounds import format_value
-from weftune.errors import Mistake, SpecError, UserError
+from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.build import build_job
 from weftune.jobs.spec.keys import SECTIONS, shared_value_reason, unknown_key
 from weftune.jobs.spec.layer import (
@@ -411,15 +411,6 @@ def trial_clashes(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tup
                 )
                 yield index, f"its trial {format_value(trial.name)} has the name of {whose}; choose another"
                 break
-
-
-def refuse_shares(sweeps: Sequence[Sweep]) -> None:
-    """Raise UserError if there is a sweep: a plan does not divide its trials among processes."""
-    if sweeps:
-        raise UserError(
-            f"A plan does not know the rounds in which shares of the jobs train the trials of sweep "
-            f"{sweeps[0].name}; leave --gpus out"
-        )
 
 
 def sweep_warnings(

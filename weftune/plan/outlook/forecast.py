@@ -100,16 +100,15 @@ def predict_window(
     timeline = _timeline(window, times)
     forecast = _forecast(window, timeline)
     others = _alternatives(choice, jobs, job_window, times)
-    alternatives = tuple(_scale_to_window(one, forecast) for one in others)
+    alternatives = tuple(scale_to_window(one, forecast) for one in others)
     return Prediction(first, window.program, timeline, forecast, alternatives)
 
 
 def price_window(choice: LayoutChoice, job_window: JobWindowOf, times: StageTimes) -> WindowPrice:
     """Return the price of a share's first window, without evaluations."""
-    times = replace(times, step=times.step.plus(choice.step_wait))
     window = first_window(choice, choice.attached_jobs, lambda name, rounds: job_window(name, rounds, False))
-    forecast = _forecast(window, _timeline(window, times))
-    at_once = _forecast(window, _timeline(window, replace(times, link=None)))
+    forecast = forecast_window(window, times)
+    at_once = forecast_window(window, replace(times, link=None))
     layers, recomputed = times.layers, window.program.recompute.recomputed_layers
     again = min(1.0, recomputed * len(choice.layout.stages) / layers)
     return WindowPrice(
@@ -121,6 +120,12 @@ def price_window(choice: LayoutChoice, job_window: JobWindowOf, times: StageTime
         peak_bytes=max(forecast.peaks),
         capacity=forecast.capacity,
     )
+
+
+def forecast_window(window: FirstWindow, times: StageTimes) -> Forecast:
+    """Return the forecast of a window, including the waits for Steps whose state is in host memory."""
+    times = replace(times, step=times.step.plus(window.choice.step_wait))
+    return _forecast(window, _timeline(window, times))
 
 
 def _timeline(window: FirstWindow, times: StageTimes) -> Timeline:
@@ -170,7 +175,7 @@ def _alternatives(
     return [alone_way, piped] if several else [alone_way]
 
 
-def _scale_to_window(part: Forecast, whole: Forecast) -> Forecast:
+def scale_to_window(part: Forecast, whole: Forecast) -> Forecast:
     """Return the forecast scaled to all the tokens of a window."""
     factor = whole.tokens / part.tokens
     return replace(

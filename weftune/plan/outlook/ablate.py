@@ -1,0 +1,74 @@
+"""What each mechanism of a plan is worth: the first window without it, beside the window that the plan shows.
+
+Both are planned and simulated alike, and scaled to the same number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from weftune.core.shapes import JobShape, LayerRange
+from weftune.plan.cost.memory import max_sample_tokens
+from weftune.plan.layout.choose import LayoutChoice
+from weftune.plan.layout.foresee import StageTimes
+from weftune.plan.outlook.forecast import (
+    Ablation,
+    Forecast,
+    Prediction,
+    forecast_window,
+    scale_to_window,
+)
+from weftune.plan.outlook.promise import FirstWindow, first_window
+from weftune.plan.program.layout import pipeline_layout
+from weftune.plan.window.pipeline import PipelineOrder
+from weftune.plan.window.rounds import JobWindow
+
+TrainedWindow = Callable[[str, int], JobWindow]
+"""Returns a job's part of the first window without evaluations, given its name and its rounds."""
+
+
+def ablate(prediction: Prediction, job_window: TrainedWindow, times: StageTimes) -> list[Ablation]:
+    """Return the cost of leaving out each mechanism of the plan, one at a time."""
+    jobs = list(prediction.window.shapes.values())
+    rows = [("sharing", "no job shares a microbatch", prediction.alternatives[-1])] if len(jobs) > 1 else []
+    for mechanism, alternative, window in _windows(prediction, jobs, job_window):
+        rows.append((mechanism, alternative, forecast_window(window, times)))
+    return [compare(prediction, *row) for row in rows]
+
+
+def compare(prediction: Prediction, mechanism: str, alternative: str, other: Forecast) -> Ablation:
+    """Return the row of a forecast that differs from the plan in one mechanism."""
+    shown = prediction.forecast
+    other = scale_to_window(other, shown)
+    return Ablation(mechanism, alternative, other, other.seconds / shown.seconds - 1.0)
+
+
+def _windows(
+    prediction: Prediction, jobs: Sequence[JobShape], job_window: TrainedWindow
+) -> Iterator[tuple[str, str, FirstWindow]]:
+    """Yield the names of a mechanism and of what replaces it, and the window with this replacement."""
+    choice, program = prediction.choice, prediction.program
+    if program.capacity // 2 >= max_sample_tokens(jobs):
+        half = replace(choice, capacity=program.capacity // 2)
+        yield "capacity", f"microbatches of {half.capacity:,} tokens", first_window(half, jobs, job_window)
+    if len(choice.layout.stages) == 1:
+        return
+    if choice.layout.replicas == 1:
+        # Several replicas always run in one order.
+        for order in PipelineOrder:
+            window = first_window(choice, jobs, job_window, order)
+            if window.program.devices != program.devices:
+                yield "order", order.value, window
+    if (even := _with_even_stages(choice)).layout != choice.layout:
+        yield "partition", "embedding and head not counted", first_window(even, jobs, job_window)
+
+
+def _with_even_stages(choice: LayoutChoice) -> LayoutChoice:
+    """Return the choice with stages whose numbers of layers differ by at most one."""
+    layout, layers = choice.layout, choice.layout.layers
+    cuts = [layers * number // len(layout.stages) for number in range(len(layout.stages) + 1)]
+    ranges = [LayerRange(start, stop, layers) for start, stop in pairwise(cuts)]
+    even = pipeline_layout(ranges, layout.replicas, layout.shards)
+    return replace(choice, layout=even, memory=replace(choice.memory, layout=even))
