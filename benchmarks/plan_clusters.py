@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from weftune.cli import early
-from weftune.cli.plan_jobs import PlanCase, read_case
-from weftune.cli.plan_predict import choose_planned
+from weftune.launch.choice import choose_planned
+from weftune.launch.plan_case import PlanCase, read_case
 from weftune.plan.cost.cluster import parse_cluster
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plan" / "70b.yaml"

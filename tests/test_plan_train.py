@@ -153,7 +153,7 @@ def test_where_the_host_is_too_small_both_leave_the_weights_in_their_files(
     place, planned, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("weftune.trainer.machine.host_budget", lambda *_: 20_480)
-    monkeypatch.setattr("weftune.cli.plan_predict.host_budget", lambda *_: 20_480)
+    monkeypatch.setattr("weftune.launch.choice.host_budget", lambda *_: 20_480)
     plan, run = planned("700KiB"), train(place, tmp_path / "out", "700KiB")
     assert run.choice is not None
     assert run.choice.reads_weight_files

@@ -24,12 +24,12 @@ from tests.plan.profiles import profile
 from weftune import Options
 from weftune.base.load import inspect, load_tokenizer
 from weftune.cli.plan import read_cluster
-from weftune.cli.plan_jobs import read_case
 from weftune.cli.plan_json import plan_numbers
 from weftune.cli.plan_predict import predict
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.store.scheduler import admit_jobs
 from weftune.jobs.store.status import PROMISE
+from weftune.launch.plan_case import read_case
 from weftune.plan.cost import cluster
 from weftune.plan.cost.memory import SLACK_BYTES
 from weftune.plan.cost.profile import (

@@ -533,7 +533,7 @@ def test_on_this_machine_a_base_is_streamed_by_the_link_that_a_run_would_measure
 
     by_sheet, source = seconds()
     assert "data sheet" in source
-    monkeypatch.setattr("weftune.cli.plan_predict._measured_link", lambda base: HostLink(1e9, 1e9, 1e15))
+    monkeypatch.setattr("weftune.launch.choice._measured_link", lambda base: HostLink(1e9, 1e9, 1e15))
     measured, source = seconds()
     assert "measured just now" in source
     # The layers' 13 GiB come twice a round, save those that find their slot still full.

@@ -14,9 +14,9 @@ from weftune.base.architecture import refuse_shards
 from weftune.base.spec import BaseSpec
 from weftune.cli import early, train
 from weftune.cli.plan import read_cluster
-from weftune.cli.plan_jobs import read_case
-from weftune.cli.plan_predict import choose_planned
 from weftune.errors import BaseModelError
+from weftune.launch.choice import choose_planned, has_free_numbers
+from weftune.launch.plan_case import read_case
 from weftune.plan.cost import cluster
 from weftune.run.measure import memory
 
@@ -73,11 +73,11 @@ def test_train_starts_what_plan_answers(tmp_path, monkeypatch):
     run = early.read_jobs_file(Path("jobs.yaml"))
     none = dict.fromkeys(("device", "memory", "gpu_memory", "pipeline", "gpus"))
     options = early.read_options(**none, replicas=1)
-    assert train._has_free_numbers(options)
+    assert has_free_numbers(options)
     started = train._choose_processes(run, options, None)
     case = read_case(run, read_cluster("auto"), options, on_this_machine=True)
     machine = choose_planned(case).machine
     assert machine.division.devices > 1
     found = (started.gpus or 1, started.pipeline or 1, started.replicas, started.shards, started.capacity)
     assert found == (machine.shares, machine.workers, machine.replicas, machine.shards, machine.capacity)
-    assert not train._has_free_numbers(started)
+    assert not has_free_numbers(started)

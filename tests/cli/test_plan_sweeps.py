@@ -13,9 +13,9 @@ from rich.console import Console
 from tests.data import families
 from tests.plan.outlooks import CONFIG
 from weftune.cli.main import main
-from weftune.cli.plan_sweeps import collapse_trials, expected_seconds, sweep_outlooks
 from weftune.cli.plan_text import show_sweeps
 from weftune.jobs.spec.read import parse_run
+from weftune.launch.plan_sweeps import collapse_trials, expected_seconds, sweep_outlooks
 from weftune.plan.outlook.whole_run import JobTotal, WholeRun
 
 ROWS = [{"text": "one"}, {"text": "two"}]

@@ -10,6 +10,9 @@ import pytest
 import weftune
 from tests.outputs import jobs_folder
 from weftune import Options, Trainer, UserError
+from weftune.jobs.spec.spec import RunSpec
+from weftune.launch import api
+from weftune.run.measure import memory
 
 SETTINGS = Options(device="cpu")
 
@@ -24,9 +27,9 @@ def jobs(tmp_path: Path) -> Path:
     [
         ({"gpus": 0}, 'gpus: must be a whole number from 1, or "all", got 0'),
         ({"gpus": "some"}, "gpus: must be a whole number from 1, or \"all\", got 'some'"),
-        ({"pipeline": 1.5}, "pipeline: must be a whole number from 1, got 1.5"),
+        ({"pipeline": 1.5}, 'pipeline: must be a whole number from 1, or "auto", got 1.5'),
         ({"replicas": True}, "replicas: must be a whole number from 1, got True"),
-        ({"shards": "2"}, "shards: must be a whole number from 1, got '2'"),
+        ({"shards": "2"}, "shards: must be a whole number from 1, or \"auto\", got '2'"),
         ({"gpus": "all"}, "--gpus all counts GPUs; with --device cpu write how many"),
         ({"pipeline": 3}, "--pipeline 3: the base has 2 layers"),
         ({"shards": 2}, "(opt) cannot be divided into shards"),
@@ -61,6 +64,32 @@ def test_one_of_everything_is_the_ordinary_run_with_its_callback(jobs: Path) -> 
     )
     assert {event.job for event in events} == set(results) == {"a", "b"}
     assert not (jobs.parent / "out" / "ranks").exists()
+
+
+def test_the_planner_chooses_one_process_on_a_cpu(jobs: Path) -> None:
+    results = weftune.train(jobs, options=SETTINGS, progress=False, shards="auto", pipeline="auto")
+    assert set(results) == {"a", "b"}
+    assert not (jobs.parent / "out" / "ranks").exists()
+
+
+def test_on_several_gpus_the_planner_decides_unless_something_ties_the_run_to_this_process(
+    jobs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Options] = []
+
+    def choose(run: RunSpec, options: Options, max_steps: int | None) -> tuple[Options, str]:
+        asked.append(options)
+        return options, "as it is"
+
+    monkeypatch.setattr(memory, "visible_gpus", lambda device: 4)
+    monkeypatch.setattr(api, "choose_processes", choose)
+    data = [{"text": "w7 w8", "more": lambda: None}] * 8
+    content = {"base": str(jobs.parent / "model"), "jobs": [{"name": "a", "steps": 1, "data": data}]}
+    output = iter("abc")
+    for given, calls, more in ((jobs, 1, {}), (jobs, 1, {"callback": print}), (content, 1, {})):
+        keys = {"output": jobs.parent / next(output), "options": SETTINGS, "progress": False, **more}
+        weftune.train(given, **keys)
+        assert len(asked) == calls
 
 
 def test_a_kind_that_cannot_be_divided_is_refused_with_its_job(tmp_path: Path) -> None:

@@ -59,10 +59,10 @@ def plan(
 
     from rich.console import Console
 
-    from weftune.cli.plan_jobs import read_case
     from weftune.cli.plan_json import plan_numbers
     from weftune.cli.plan_predict import predict
     from weftune.cli.plan_text import show_plan
+    from weftune.launch.plan_case import read_case
 
     # A plan makes hundreds of thousands of records and hardly any reference cycle: collecting garbage would
     # take an eighth of its time.

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from weftune.cli.plan_predict import Plan, stage_needs
-from weftune.cli.plan_sweeps import sweep_numbers
+from weftune.launch.plan_sweeps import sweep_numbers
 from weftune.plan.layout.division import SHOWN, Candidate
 from weftune.plan.outlook.forecast import Forecast, Prediction, shared_groups
 from weftune.plan.outlook.streamed import StreamOutlook

@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weftune.cli.plan_jobs import PlanCase
-from weftune.cli.plan_predict import Plan, division_sentence, stage_needs
-from weftune.cli.plan_sweeps import SweepOutlook, collapse_trials, expected_seconds
+from weftune.cli.plan_predict import Plan, stage_needs
+from weftune.launch.choice import division_sentence
+from weftune.launch.plan_case import PlanCase
+from weftune.launch.plan_sweeps import SweepOutlook, collapse_trials, expected_seconds
 from weftune.plan.cost.memory import format_bytes
 from weftune.plan.layout.division import SHOWN
 from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction, ShareOutlook

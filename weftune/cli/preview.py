@@ -139,9 +139,9 @@ def _show_trials(console: Console, run: RunSpec, sweeps: Sequence[Sweep]) -> Non
     from rich.text import Text
 
     from weftune.cli.plan import read_cluster
-    from weftune.cli.plan_jobs import read_case
     from weftune.cli.plan_predict import predict
     from weftune.cli.plan_text import show_sweeps
+    from weftune.launch.plan_case import read_case
     from weftune.trainer.options import Options
 
     try:
@@ -168,7 +168,7 @@ def draw_samples(
     from rich.rule import Rule
     from rich.text import Text
 
-    from weftune.cli.plan_sweeps import collapse_trials
+    from weftune.launch.plan_sweeps import collapse_trials
 
     train = group.prepared.train
     parts: list[RenderableType] = [Rule(Text(", ".join(collapse_trials(group.jobs, sweeps))))]

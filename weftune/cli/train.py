@@ -147,7 +147,9 @@ def _train_locally(
     """Train on this machine, in the requested number of processes or the number that the planner chooses.
     `arguments` is the command line of a worker without the numbers of processes, and `more` are further words
     that are said the first time only."""
-    if _has_free_numbers(options):
+    from weftune.launch.choice import has_free_numbers
+
+    if has_free_numbers(options):
         options = _choose_processes(run, options, max_steps)
     devices: Sequence[str] = ()
     if options.starts_processes:
@@ -162,46 +164,15 @@ def _train_locally(
 
 def _choose_processes(run: RunSpec, options: Options, max_steps: int | None) -> Options:
     """Return the options with the numbers of processes that the planner chooses for this machine, and print
-    them with the reason. `weftune plan` gives the same answer."""
+    them with the reason."""
     from rich.console import Console
 
-    from weftune.cli.plan import read_cluster
-    from weftune.cli.plan_jobs import read_case
-    from weftune.cli.plan_predict import choose_planned, division_sentence
+    from weftune.launch.choice import choose_processes
     from weftune.report.terminal import safe_output
-    from weftune.run.measure.memory import visible_gpus
 
-    gpus = visible_gpus(options.device)
-    cluster = read_cluster("auto", options.gpu_memory, on_cpu=not gpus)
-    cluster = replace(cluster, devices=cluster.devices[: max(1, gpus)])
-    case = read_case(run, cluster, options, on_this_machine=True, max_steps=max_steps)
-    choice = choose_planned(case)
-    console = Console(file=safe_output())
-    console.print(
-        f"Weftune: {division_sentence(case, choice)}", highlight=False, markup=False, soft_wrap=True
-    )
-    division, stream = choice.machine.division, choice.stream_device
-    several = division.workers_per_share > 1
-    return replace(
-        options,
-        gpus=division.shares if division.shares > 1 else None,
-        pipeline=division.stages if division.stages > 1 else None,
-        replicas=division.replicas,
-        shards=division.shards,
-        capacity=division.capacity,
-        gpu_memory=stream.budget_bytes if stream is not None and several else options.gpu_memory,
-    )
-
-
-def _has_free_numbers(options: Options) -> bool:
-    """Return whether the planner chooses numbers of processes: if an option is `auto`, or if no option starts
-    processes on a machine with several GPUs."""
-    from weftune.run.measure.memory import visible_gpus
-    from weftune.trainer.options import AUTO
-
-    if AUTO in (options.pipeline, options.shards):
-        return True
-    return not options.starts_processes and visible_gpus(options.device) > 1
+    chosen, sentence = choose_processes(run, options, max_steps)
+    Console(file=safe_output()).print(f"Weftune: {sentence}", highlight=False, markup=False, soft_wrap=True)
+    return chosen
 
 
 def _launch(run: RunSpec, options: Options, arguments: Sequence[str], more: Sequence[str]) -> int:

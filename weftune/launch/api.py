@@ -18,6 +18,7 @@ from weftune.jobs.spec.spec import RunSpec
 from weftune.jobs.store.status import train_command
 from weftune.jobs.sweeps.halving import sort_value
 from weftune.jobs.sweeps.record import read_record
+from weftune.launch.choice import choose_processes, has_free_numbers
 from weftune.launch.requests import requested_shares
 from weftune.launch.split import train_in_processes
 from weftune.launch.supervise import end_unguarded_script
@@ -26,7 +27,7 @@ from weftune.report.read import read_run as read_records
 from weftune.report.terminal import LiveView
 from weftune.trainer.journal import View
 from weftune.trainer.loop import Callback
-from weftune.trainer.options import ALL, Options
+from weftune.trainer.options import ALL, AUTO, Options
 from weftune.trainer.train import trainer_for
 from weftune.trainer.trainer import Result
 
@@ -63,9 +64,9 @@ def train(
     resume: bool = False,
     deterministic: bool = False,
     gpus: int | Literal["all"] | None = None,
-    pipeline: int | None = None,
+    pipeline: int | Literal["auto"] | None = None,
     replicas: int | None = None,
-    shards: int | None = None,
+    shards: int | Literal["auto"] | None = None,
     progress: bool = True,
     options: Options | None = None,
     view: View | None = None,
@@ -77,7 +78,8 @@ def train(
     continues an output that was begun. With `deterministic`, here or in the file, two runs on the same device
     give bitwise equal results. `gpus`, `pipeline`, `replicas` and `shards` are those of `weftune train`: they
     train in new processes, which import the calling script, so that the call must be under
-    `if __name__ == "__main__":`. Terminals and notebooks show the progress and, at the end, the table of
+    `if __name__ == "__main__":`. Without them, the planner decides how several GPUs are used, unless there is
+    a `callback`. Terminals and notebooks show the progress and, at the end, the table of
     `weftune train`, unless `progress` is False or a `view` is given, which receives the progress instead.
     """
     end_unguarded_script()
@@ -91,6 +93,11 @@ def train(
     options = replace(options, deterministic=True) if deterministic or run.deterministic else options
     if isinstance(jobs, str | Path) and not options.command:
         options = replace(options, command=train_command(jobs, output, max_steps, processes))
+    console = Console()
+    if _may_choose_processes(run, options, callback):
+        options, sentence = choose_processes(run, options, max_steps)
+        if progress and view is None:
+            console.print(f"Weftune: {sentence}", highlight=False, markup=False, soft_wrap=True)
     devices = requested_shares(run, options)
     if len(devices) == 1 and options.workers_per_share == 1:
         # One share in one process is an ordinary run.
@@ -111,11 +118,26 @@ def train(
 
     if view is not None or not progress:
         return run_trainer(view)
-    console = Console()
     with LiveView(console, []) as live:
         results = run_trainer(live)
     print_ending(console, read_records(Path(output or run.output)))
     return results
+
+
+def _may_choose_processes(run: RunSpec, options: Options, callback: Callback | None) -> bool:
+    """Return whether the planner chooses numbers of processes: those that are requested as `auto`, or all of
+    them if the jobs can be sent to other processes and nothing is called in this one."""
+    if not has_free_numbers(options):
+        return False
+    return AUTO in (options.pipeline, options.shards) or (callback is None and _is_picklable(run))
+
+
+def _is_picklable(run: RunSpec) -> bool:
+    try:
+        _refuse_unpicklable(run)
+    except SpecError:
+        return False
+    return True
 
 
 def _refuse_unpicklable(run: RunSpec) -> None:
@@ -135,9 +157,11 @@ def _with_processes(options: Options, numbers: Mapping[str, Any]) -> Options:
     for key, number in given.items():
         if key == "gpus" and number == "all":
             given[key] = ALL
+        elif key in ("pipeline", "shards") and number == "auto":
+            given[key] = AUTO
         elif not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            allowed = 'a whole number from 1, or "all"' if key == "gpus" else "a whole number from 1"
-            raise SpecError(Mistake(key, f"must be {allowed}, got {number!r}"))
+            word = {"gpus": ', or "all"', "replicas": ""}.get(key, ', or "auto"')
+            raise SpecError(Mistake(key, f"must be a whole number from 1{word}, got {number!r}"))
     return replace(options, **given)
 
 
@@ -150,9 +174,9 @@ def sweep(
     resume: bool = False,
     deterministic: bool = False,
     gpus: int | Literal["all"] | None = None,
-    pipeline: int | None = None,
+    pipeline: int | Literal["auto"] | None = None,
     replicas: int | None = None,
-    shards: int | None = None,
+    shards: int | Literal["auto"] | None = None,
     progress: bool = True,
     options: Options | None = None,
     view: View | None = None,

@@ -22,10 +22,10 @@ from weftune.adapters.kind import JobAdapter
 from weftune.adapters.registry import get_kind
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
-from weftune.cli.plan_jobs import outline_jobs
 from weftune.core.batch import IGNORED
 from weftune.errors import AdapterError, SpecError
 from weftune.jobs.spec.checks import check_starts, check_targets, warnings
+from weftune.launch.plan_case import outline_jobs
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.program.layout import Layout, StageLayers, one_device_layout
 from weftune.plan.program.program import Forward, MicrobatchPlan, SegmentPlan

@@ -13,9 +13,9 @@ import pytest
 from tests.plan.costs import SHAPE
 from tests.plan.program.test_check import course
 from weftune.cli import early
-from weftune.cli.plan_jobs import read_case
-from weftune.cli.plan_predict import choose_planned
 from weftune.core.shapes import JobShape
+from weftune.launch.choice import choose_planned
+from weftune.launch.plan_case import read_case
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import data_sheet_speed
 from weftune.plan.cost.prior import counted_terms

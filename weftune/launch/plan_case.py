@@ -13,7 +13,6 @@ import numpy as np
 from weftune.base.architecture import can_be_sharded, refuse_shards, spec_shape
 from weftune.base.config import bytes_per_value, read_config, read_tokenizer
 from weftune.base.spec import BaseSpec
-from weftune.cli.plan_sweeps import SweepOutlook, averaged_trials, sweep_outlooks
 from weftune.core.files import cache_folder
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.data.prepare import Prepared, SharedData, data_identity
@@ -30,6 +29,7 @@ from weftune.jobs.courses import (
 )
 from weftune.jobs.spec.checks import check_on_base
 from weftune.jobs.spec.spec import JobSpec, RunSpec, to_steps
+from weftune.launch.plan_sweeps import SweepOutlook, averaged_trials, sweep_outlooks
 from weftune.plan.cost.cluster import Cluster
 from weftune.plan.cost.estimate import JobOutline, Speed, data_sheet_speed
 from weftune.plan.cost.memory import MemoryModel

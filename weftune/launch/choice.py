@@ -1,0 +1,303 @@
+"""The choice of how to run jobs on a machine: the question that `weftune plan`, `weftune train` and
+`weftune.train` ask alike, without loading weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+from weftune.core.shapes import JobShape
+from weftune.errors import Mistake, PlanError
+from weftune.jobs.store.scheduler import Admission, admit_jobs
+from weftune.launch.plan_case import PlanCase, read_case
+from weftune.plan.cost import profile_cost
+from weftune.plan.cost.cluster import detect_cluster, detect_cpu, first_gpu_name, limit_memory
+from weftune.plan.cost.memory import format_bytes
+from weftune.plan.cost.prior import counted_terms
+from weftune.plan.cost.profile import Profile, find_local_profile
+from weftune.plan.cost.time import Rate
+from weftune.plan.layout.choose import (
+    PIPELINE_ROUNDS,
+    PROCESS_BYTES,
+    LayoutChoice,
+    Machine,
+    choose_layout,
+)
+from weftune.plan.layout.division import AUTO, Division, WindowPrice, Workload
+from weftune.plan.layout.foresee import StageTimes
+from weftune.plan.layout.need import StreamDevice, gpu_device
+from weftune.plan.layout.split import JobWork, job_seconds, sheet_cost
+from weftune.plan.layout.stream_choice import fits_whole
+from weftune.plan.outlook.forecast import price_window
+from weftune.trainer.options import host_budget
+
+if TYPE_CHECKING:
+    from weftune.base.spec import BaseSpec
+    from weftune.jobs.spec.spec import RunSpec
+    from weftune.run.measure.link import HostLink
+    from weftune.trainer.options import Options
+
+ENOUGH = 1 << 50
+"""Bytes of host memory assumed for a cluster, since a cluster's description does not contain them."""
+
+
+def choose_planned(case: PlanCase) -> LayoutChoice:
+    """Return the choice for a case: the question that `weftune plan` and `weftune train` both ask. Raise
+    PlanError if no job fits."""
+    machine = planned_machine(case)
+    choice = choose_layout(case.shape, case.shapes, machine, _workload(case, machine))
+    admit_first(case.shapes, choice)
+    return choice
+
+
+def _workload(case: PlanCase, machine: Machine) -> Workload:
+    job_window = cache(case.job_window)
+
+    def price(choice: LayoutChoice) -> WindowPrice:
+        return price_window(choice, job_window, stage_times(case, choice.machine))
+
+    return Workload(
+        windows={one.name: job_window(one.name, PIPELINE_ROUNDS, False) for one in case.jobs},
+        seconds=seconds_alone(case, machine),
+        shape=case.shape,
+        times=stage_times(case, replace(machine, shards=1)),
+        price=price,
+        # Plans do not know the rounds in which shares train trials.
+        max_shares=1 if case.sweeps else None,
+        shard_counts=case.shard_counts,
+    )
+
+
+def seconds_alone(case: PlanCase, machine: Machine) -> dict[str, float]:
+    """Return the seconds of each job's whole training on one device."""
+    profile = machine.profile
+    cost = profile_cost.cost_of(profile, case.shape) if profile else sheet_cost(case.shape, case.speeds[0])
+    seconds = {}
+    for one in case.jobs:
+        batches = one.curriculum.job_window(0, 4, True).batches
+        work = JobWork(shape=one.shape, steps=one.total.steps, batches=batches)
+        seconds[one.name] = job_seconds(work, cost, machine.max_tokens)
+    return seconds
+
+
+def admit_first(jobs: Sequence[JobShape], choice: LayoutChoice) -> Admission:
+    """Return the jobs admitted first, by the rule of the scheduler; raise PlanError if none can be."""
+    found = admit_jobs(jobs, [], choice.memory.misfit_reason)
+    if not found.admitted_names:
+        raise PlanError(
+            Mistake(f"job {name}", f"even alone it {why}") for name, why in found.too_large.items()
+        )
+    return found
+
+
+# -- the processes of a run -----------------------------------------------------------------------------
+
+
+def has_free_numbers(options: Options) -> bool:
+    """Return whether the planner chooses numbers of processes: if an option is `AUTO`, or if no option starts
+    processes on a machine with several GPUs."""
+    from weftune.run.measure.memory import visible_gpus
+
+    if AUTO in (options.pipeline, options.shards):
+        return True
+    return not options.starts_processes and visible_gpus(options.device) > 1
+
+
+def choose_processes(run: RunSpec, options: Options, max_steps: int | None) -> tuple[Options, str]:
+    """Return the options with the numbers of processes that the planner chooses for this machine, and a
+    sentence with the reason. `weftune plan` gives the same answer."""
+    from weftune.run.measure.memory import visible_gpus
+
+    gpus = visible_gpus(options.device)
+    cluster = detect_cluster() if gpus else detect_cpu()
+    if gpus and options.gpu_memory is not None:
+        cluster = limit_memory(cluster, options.gpu_memory)
+    cluster = replace(cluster, devices=cluster.devices[: max(1, gpus)])
+    case = read_case(run, cluster, options, on_this_machine=True, max_steps=max_steps)
+    choice = choose_planned(case)
+    division, stream = choice.machine.division, choice.stream_device
+    several = division.workers_per_share > 1
+    chosen = replace(
+        options,
+        gpus=division.shares if division.shares > 1 else None,
+        pipeline=division.stages if division.stages > 1 else None,
+        replicas=division.replicas,
+        shards=division.shards,
+        capacity=division.capacity,
+        gpu_memory=stream.budget_bytes if stream is not None and several else options.gpu_memory,
+    )
+    return chosen, division_sentence(case, choice)
+
+
+# -- the machine ----------------------------------------------------------------------------------------
+
+
+def planned_machine(case: PlanCase) -> Machine:
+    """Return the machine that the options describe. On several GPUs, numbers that no option fixes are chosen
+    if no option starts processes, or if one of them is `auto`."""
+    division, machine = requested_division(case), _machine_of(case)
+    known = len(case.cluster.devices)
+    if machine.on_gpu and division.shares > 1 and division.workers_per_share > 1 and division.devices > known:
+        raise PlanError(
+            f"{division.flags}: {division.devices} GPUs are needed, and {case.cluster.name} has {known}; "
+            "write smaller numbers"
+        )
+    if division.shares > 1 and division.workers_per_share == 1:
+        return _machine_in_shares(case, machine, division)
+    return machine
+
+
+def requested_division(case: PlanCase) -> Division:
+    """Return the numbers that the options fix, and `AUTO` for numbers that are to be chosen."""
+    options, cluster = case.options, case.cluster
+    is_searched = not options.starts_processes or AUTO in (options.pipeline, options.shards)
+    several = cluster.devices[0].is_gpu and len(cluster.devices) > 1
+    unknown = AUTO if is_searched and several else 1
+    replicas, shards = (one if one > 1 else unknown for one in (options.replicas, options.shards))
+    stages = options.pipeline or unknown
+    shares = unknown
+    if options.gpus is not None:
+        workers = max(1, replicas * stages * shards)
+        shares = min(options.gpus or len(cluster.devices) // workers, len(case.jobs))
+    return Division(shares=shares, replicas=replicas, stages=stages, shards=shards)
+
+
+def train_flags(case: PlanCase, choice: LayoutChoice) -> str:
+    """Return the flags of `weftune train` that request the chosen numbers of workers."""
+    machine, options = choice.machine, case.options
+    flags = machine.division.flags
+    if options.gpus is not None and machine.shares == 1:
+        flags = "--gpus 1"
+    if choice.stream_device is None or options.gpu_memory is not None or machine.workers == 1:
+        return flags
+    return f"{flags} --gpu-memory {choice.stream_device.budget_bytes >> 20}MiB"
+
+
+def division_sentence(case: PlanCase, choice: LayoutChoice) -> str:
+    """Return how the devices are used, and why, as a sentence."""
+    devices = len(case.cluster.devices)
+    kind = "GPUs" if choice.machine.on_gpu else "processes"
+    division, flags = choice.machine.division, train_flags(case, choice)
+    if choice.is_streamed and devices > 1:
+        return f"{devices} {kind} stream the base together, as no division of it fits in their memory."
+    if division.devices == devices == 1:
+        return f"one process, since there is one device. The base is {choice.reason}."
+    if not choice.candidates:
+        return f"{division.text}: the base is {choice.reason}."
+    best, *others = choice.candidates
+    speeds = f"{best.tokens_per_second:,.0f} tokens/s are predicted"
+    if others:
+        speeds += f", and {others[0].tokens_per_second:,.0f} for {others[0].division.text}"
+    idle = devices - division.devices
+    sentence = f"{division.devices} {kind} as {division.text} ({flags}): {speeds}."
+    if idle > 0:
+        sentence += (
+            f" {idle} of {devices} {kind} stay idle, since no division over more of them is predicted to be "
+            "more than 1 % faster."
+        )
+    return sentence
+
+
+def _machine_in_shares(case: PlanCase, machine: Machine, division: Division) -> Machine:
+    """Return a machine whose devices each have the whole base; on a CPU they are processes."""
+    devices = case.options.gpus or len(case.cluster.devices)
+    known = len(case.cluster.devices)
+    if machine.on_gpu and devices > known:
+        raise PlanError(f"--gpus {devices}: {case.cluster.name} has {known}; write --gpus all")
+    budget = machine.budget_bytes if machine.on_gpu else machine.budget_bytes // devices
+    if not fits_whole(case.shape, case.shapes, budget):
+        raise PlanError(
+            f"--gpus {devices}: the base and a job do not fit the {format_bytes(budget)} that they may "
+            "take of one "
+            f"device; cut the base into stages with --pipeline {max(2, devices)}"
+        )
+    return replace(machine, budget_bytes=budget)
+
+
+def _machine_of(case: PlanCase) -> Machine:
+    """Return the machine for the requested division, in which numbers may be `AUTO`."""
+    options, devices, division = case.options, case.cluster.devices, requested_division(case)
+    on_gpu = devices[0].is_gpu
+    processes = max(1, division.stages) * max(1, division.replicas) * max(1, division.shards)
+    profile = _profile(case)
+    worker_profile = profile if processes == 1 else _profile(case, processes)
+    known = worker_profile or profile
+    machine = options.machine(
+        on_gpu=on_gpu,
+        device_bytes=min(device.budget for device in devices),
+        process_bytes=0 if on_gpu else (known.process_bytes_of(processes) if known else 0) or PROCESS_BYTES,
+        host_bytes=host_budget() if case.on_this_machine else ENOUGH,
+        # The processes of a CPU share it, however many there are.
+        devices=len(devices) if on_gpu else processes,
+        workers=division.stages,
+        # GPUs are divided where there are more workers than GPUs; the processes of a CPU share its memory.
+        workers_per_device=max(1, processes // len(devices)) if on_gpu else processes,
+        shares=division.shares,
+        device_flops=case.speeds[0].flops if on_gpu and len(devices) > 1 else None,
+        profile=profile,
+        worker_profile=worker_profile,
+        gpu=partial(_gpu, case),
+    )
+    return replace(machine, replicas=division.replicas, shards=division.shards)
+
+
+def _profile(case: PlanCase, neighbours: int = 1) -> Profile | None:
+    """Return this machine's profile for this base; None unless `weftune doctor --profile` has written one."""
+    if not case.on_this_machine:
+        return None
+    return find_local_profile(
+        case.shape, first_gpu_name() if case.cluster.devices[0].is_gpu else None, neighbours
+    )
+
+
+def stage_times(case: PlanCase, machine: Machine) -> StageTimes:
+    """Return the times of stages, from the profile of a worker or, without one, from the data sheet."""
+    shape, profile = case.shape, machine.worker_profile or machine.profile
+    if profile is not None:
+        rate = profile_cost.step_rate(profile)
+        times = StageTimes(shape.layers, profile_cost.directions(profile, shape), rate)
+    else:
+        sheet = counted_terms(shape).times(1 / case.speeds[0].flops)
+        handed = shape.hidden * shape.bytes_per_value
+        times = StageTimes(shape.layers, sheet, Rate(), case.cluster.link, handed)
+    return times.for_shards(shape, machine.shards)
+
+
+def time_source(case: PlanCase, choice: LayoutChoice) -> str:
+    """Return a description of where the times come from."""
+    sheet, machine, stream = case.speeds[0], choice.machine, choice.stream_device
+    if stream is not None:
+        if not machine.on_gpu:
+            return "those of a simulated device, not measured"
+        measured = "predicted from this GPU's link and products, measured just now"
+        return sheet.source if stream.flops == sheet.flops else measured
+    profile = machine.worker_profile or machine.profile
+    return sheet.source if profile is None else profile_cost.source_of(profile)
+
+
+def _gpu(case: PlanCase, budget: int, host: int, workers: int) -> StreamDevice:
+    """Return the device as a run would see it; devices under one PCIe root complex share its bandwidth."""
+    link = _measured_link(case.base) if case.on_this_machine else None
+    if link is not None:
+        return gpu_device(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
+    crowd = max(case.cluster.root_sizes) if workers > 1 else 1
+    sheet = case.speeds[0]
+    return gpu_device(budget, host, case.cluster.host_link.bandwidth / crowd, sheet.flops, sheet.bandwidth)
+
+
+def _measured_link(base: BaseSpec) -> HostLink | None:
+    """Measure the host-to-device link as a run does. Return None if the GPU cannot be used or is full."""
+    import torch
+
+    from weftune.run.measure.link import measure_link
+
+    if not torch.cuda.is_available():
+        return None
+    # The same as base_dtype, which would import all of transformers.
+    dtype: torch.dtype = getattr(torch, base.dtype or "bfloat16")
+    try:
+        return measure_link(torch.device("cuda", 0), dtype)
+    except torch.OutOfMemoryError:
+        return None
