@@ -164,10 +164,13 @@ def _ablations(case: PlanCase, prediction: Prediction) -> tuple[Ablation, ...]:
         lambda name, rounds: case.job_window(name, rounds, False),
         stage_times(case, machine),
     )
-    for mechanism, number in (("replicas", machine.replicas), ("shards", machine.shards)):
+    for mechanism, number, without in (
+        ("replicas", machine.replicas, replace(machine, replicas=1)),
+        ("shards", machine.shards, replace(machine, shards=1)),
+    ):
         if number == 1:
             continue
-        own = replace(machine, workers=machine.workers * number, **{mechanism: 1})
+        own = replace(without, workers=machine.workers * number)
         with suppress(PlanError):
             choice = choose_layout(case.shape, jobs, own)
             other = _predict_outlook(case, choice, admit_first(jobs, choice))
