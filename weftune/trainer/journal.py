@@ -132,10 +132,17 @@ class Journal:
         return f"warning: {warning}" if warning else ""
 
     def record_window(
-        self, program: Program, shapes: JobShapes, promise: Promise, outcome: Outcome, cost: CostModel
+        self,
+        program: Program,
+        shapes: JobShapes,
+        promise: Promise,
+        outcome: Outcome,
+        cost: CostModel,
+        worker_peaks: Sequence[int],
     ) -> None:
         """Record an executed window with predicted and measured values. `cost` is the time model fitted with
-        the window's passes: it predicts how long the jobs would have taken one after another."""
+        the window's passes: it predicts how long the jobs would have taken one after another. `worker_peaks`
+        are the peak bytes of each worker."""
         trained = [one for one in outcome.passes if one.training]
         alone = cost.solo_seconds(program.batches, program.capacity, shapes)
         if alone is not None:
@@ -152,6 +159,7 @@ class Journal:
             "seconds": outcome.seconds,
             "predicted_seconds": promise.seconds,
             "peak_bytes": outcome.peak_bytes,
+            **({"worker_peak_bytes": list(worker_peaks)} if len(worker_peaks) > 1 else {}),
             "predicted_peak_bytes": promise.peak_bytes,
             "peak_error_bytes": promise.error_bytes,
             "profile": promise.version,

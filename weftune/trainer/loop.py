@@ -537,8 +537,9 @@ class Loop:
             if self.jobs[name].spec.save_every is None and now - self._last_saved[name] < MIN_SAVE_SECONDS
         )
 
-    def _peak_bytes(self) -> int:
-        return max([peak_bytes(self.base.device), *self.engine.other_peak_bytes()])
+    def _peak_bytes(self) -> list[int]:
+        """Return the peak bytes in use on each worker."""
+        return [peak_bytes(self.base.device), *self.engine.other_peak_bytes()]
 
     def _job_shapes(self, names: Iterable[str]) -> list[JobShape]:
         return [self.jobs[name].shape for name in names]
@@ -549,7 +550,7 @@ class Loop:
         taken = self.learned.memory.process_bytes
         self.journal.record_prediction(promise_numbers(self.choice.layout, program, attached, promise, taken))
         self._timed = TimedWindow()
-        own_peak, peak_before = reset_peak(self.base.device), self._peak_bytes()
+        own_peak, peak_before = reset_peak(self.base.device), max(self._peak_bytes())
         if not own_peak:
             # The measured value will be the highest peak so far, so that is what is predicted.
             promise = replace(promise, peak_bytes=max(peak_before, promise.peak_bytes))
@@ -568,12 +569,12 @@ class Loop:
             self.programs_run.append(program)
         timed = self._timed
         seconds = time.monotonic() - began - timed.other_seconds - self.answers.window_seconds
-        peak = self._peak_bytes()
-        outcome = Outcome(seconds, peak, own_peak, timed.pass_times, timed.steps, timed.save_times)
+        peaks = self._peak_bytes()
+        outcome = Outcome(seconds, max(peaks), own_peak, timed.pass_times, timed.steps, timed.save_times)
         self.learned.learn(program, attached, outcome)
         if not self.engine.deterministic and self.learned.adopt_fitted_models():
             self.journal.save_learned(self.learned.state_record())
-        self.journal.record_window(program, attached, promise, outcome, self.learned.cost)
+        self.journal.record_window(program, attached, promise, outcome, self.learned.cost, peaks)
         if self._slow_run is not None and len(program.devices) == 1:
             planned = self._planned_cost.program_seconds(program, attached)
             if sentence := self._slow_run.add(planned, seconds):
