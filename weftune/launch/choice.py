@@ -31,6 +31,7 @@ from weftune.plan.layout.need import StreamDevice, gpu_device
 from weftune.plan.layout.split import JobWork, job_seconds, sheet_cost
 from weftune.plan.layout.stream_choice import fits_whole
 from weftune.plan.outlook.forecast import price_window
+from weftune.plan.program.prices import Link
 from weftune.trainer.options import host_budget
 
 if TYPE_CHECKING:
@@ -240,7 +241,15 @@ def _machine_of(case: PlanCase) -> Machine:
         worker_profile=worker_profile,
         gpu=partial(_gpu, case),
     )
-    return replace(machine, replicas=division.replicas, shards=division.shards)
+    return replace(
+        machine, replicas=division.replicas, shards=division.shards, link=_link_between_workers(case)
+    )
+
+
+def _link_between_workers(case: PlanCase) -> Link | None:
+    """Return the link between two GPUs by the data sheet. None for the processes of a CPU, whose link is not
+    known."""
+    return case.cluster.link if case.cluster.devices[0].is_gpu else None
 
 
 def _profile(case: PlanCase, neighbours: int = 1) -> Profile | None:
@@ -255,13 +264,13 @@ def _profile(case: PlanCase, neighbours: int = 1) -> Profile | None:
 def stage_times(case: PlanCase, machine: Machine) -> StageTimes:
     """Return the times of stages, from the profile of a worker or, without one, from the data sheet."""
     shape, profile = case.shape, machine.worker_profile or machine.profile
+    output_bytes = shape.hidden * shape.bytes_per_value
     if profile is not None:
-        rate = profile_cost.step_rate(profile)
-        times = StageTimes(shape.layers, profile_cost.directions(profile, shape), rate)
+        terms, rate = profile_cost.directions(profile, shape), profile_cost.step_rate(profile)
+        times = StageTimes(shape.layers, terms, rate, _link_between_workers(case), output_bytes)
     else:
         sheet = counted_terms(shape).times(1 / case.speeds[0].flops)
-        handed = shape.hidden * shape.bytes_per_value
-        times = StageTimes(shape.layers, sheet, Rate(), case.cluster.link, handed)
+        times = StageTimes(shape.layers, sheet, Rate(), case.cluster.link, output_bytes)
     return times.for_shards(shape, machine.shards)
 
 

@@ -18,7 +18,7 @@ from weftune.plan.cost.memory import format_bytes
 from weftune.plan.cost.profile import find_profile, read_profile
 from weftune.plan.layout.choose import PROCESS_BYTES, Machine
 from weftune.plan.layout.need import StreamDevice, file_device, gpu_device
-from weftune.plan.window.pace import data_sheet_device_speed
+from weftune.plan.window.pace import data_sheet_device_speed, data_sheet_link
 from weftune.run.measure.link import measure_file_bandwidth, measure_link
 from weftune.run.measure.memory import GPU_SHARE, budget_bytes, bytes_before_base, fixed_budget_bytes
 from weftune.run.profile import key_here
@@ -66,6 +66,7 @@ def describe_machine(
     files = partial(file_stream_device, spec, device, measure_speed=not steady)
     return replace(
         machine,
+        link=data_sheet_link() if on_gpu and workers.workers > 1 else None,
         make_file_device=files,
         stream_budget_bytes=None if is_loaded else machine.stream_budget_bytes,
     )

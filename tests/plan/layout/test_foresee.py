@@ -12,6 +12,7 @@ from tests.plan.profiles import profile
 from tests.plan.program.test_check import course
 from weftune.core.shapes import JobShape, LayerRange
 from weftune.plan.cost.profile_cost import cost_of, directions, step_rate
+from weftune.plan.layout.choose import Machine, choose_layout
 from weftune.plan.layout.foresee import StageTimes, taking_turns
 from weftune.plan.program.layout import Layout, StageLayers, one_device_layout, pipeline_layout
 from weftune.plan.program.prices import Link
@@ -113,3 +114,23 @@ def test_recomputed_layers_take_their_forward_again():
         if isinstance(event.action, Forward)
     ]
     assert seconds(again, layout) - seconds(program, layout) == pytest.approx(sum(forwards))
+
+
+def test_a_recomputed_layer_repeats_the_first_of_its_two_sums():
+    whole = LayerRange(0, SHAPE.layers, SHAPE.layers)
+    layout = pipeline_layout([whole], shards=2)
+    program = plan_window([course("b", [[50]])], layout, 100, pacing=Pacing((guess_pace(SHAPE.layers),)))
+    again = replace(program, recompute=Recompute(recomputed_layers=SHAPE.layers))
+    shared = LINKED.for_shards(SHAPE, 2)
+    plain, repeated = (shared.timeline(one, layout, SHAPES).sum_seconds for one in (program, again))
+    assert repeated - plain == pytest.approx(SHAPE.layers * LINK.all_reduce_seconds(1000 * 50, 2))
+
+
+def test_the_times_of_a_profile_include_the_link_between_gpus():
+    measured = profile()
+    machine = Machine(
+        on_gpu=True, budget_bytes=1 << 40, shards=2, profile=measured, worker_profile=measured, link=LINK
+    )
+    times = choose_layout(SHAPE, list(SHAPES.values()), machine).stage_times
+    assert times.link == LINK
+    assert times.output_bytes == SHAPE.hidden * SHAPE.bytes_per_value

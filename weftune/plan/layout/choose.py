@@ -44,6 +44,7 @@ from weftune.plan.layout.stages import (
 )
 from weftune.plan.layout.stream_choice import StreamChoice, choose_for_jobs, choose_for_workers, fits_whole
 from weftune.plan.program.layout import Layout, one_device_layout, pipeline_layout
+from weftune.plan.program.prices import Link
 from weftune.plan.program.program import Program
 from weftune.plan.window.pace import LoadPace, StagePace, WindowPace, data_sheet_pace, first_pace
 from weftune.plan.window.pipeline import PipelineOrder
@@ -93,6 +94,8 @@ class Machine:
     """Number of workers that hold each layer together, or `AUTO`."""
     shares: int = 1
     """Number of machines like this one that each train a share of the jobs, or `AUTO`."""
+    link: Link | None = None
+    """Link between two workers. None means that sending takes no time."""
     device_flops: float | None = None
     """Operations per second of each of several GPUs. None if they are unknown, or if there is one device."""
     profile: Profile | None = None
@@ -625,7 +628,10 @@ def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
     profile = machine.worker_profile
     if profile is None:
         return None
-    times = StageTimes(shape.layers, directions(profile, shape), step_rate(profile))
+    output_bytes = shape.hidden * shape.bytes_per_value
+    times = StageTimes(
+        shape.layers, directions(profile, shape), step_rate(profile), machine.link, output_bytes
+    )
     return times.for_shards(shape, machine.shards)
 
 

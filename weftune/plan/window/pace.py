@@ -189,6 +189,15 @@ def data_sheet_pace(shape: ModelShape, flops: float) -> WindowPace:
     return WindowPace(ROW_FLOPS * shape.active_parameters / flops)
 
 
+def data_sheet_link() -> Link | None:
+    """Return the link between this machine's GPUs by their data sheet. None without GPUs that are known."""
+    try:
+        cluster = detect_cluster()
+    except PlanError:
+        return None
+    return cluster.link if cluster.devices[0].is_gpu else None
+
+
 def data_sheet_device_speed(on_gpu: bool) -> Speed | None:
     """Return the speed of this machine's devices from their data sheet. None if no data sheet is known."""
     try:
