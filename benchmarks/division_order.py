@@ -45,7 +45,7 @@ from weftune.launch.workers import worker_environment
 from weftune.plan.cost.memory import SPARE
 from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import directions, step_rate
-from weftune.plan.layout.choose import Machine, choose_layout
+from weftune.plan.layout.choose import CPU_CHUNK_ROWS, Machine, choose_layout
 from weftune.plan.layout.division import SAME_SPEED, Division, DivisionSpace
 from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.layout.split import share_jobs
@@ -219,7 +219,8 @@ def read_setting(options: argparse.Namespace) -> Setting:
         threads=options.threads or max(1, cores // options.workers),
         models=MODELS,
         jobs=(1, 6),
-        lengths=(64, 256),
+        # Longer samples might be cut into chunks, which these random microbatches are not.
+        lengths=(32, CPU_CHUNK_ROWS),
         batch_tokens=2 * CAPACITY,
         rounds=3,
         repeats=2,
