@@ -18,10 +18,11 @@ from weftune import JobSpec, Options
 from weftune.base.model import Base
 
 
-def write_rows(path: Path, count: int = 24, seed: int = 0, longest: int = 20) -> None:
+def write_rows(path: Path, count: int = 24, seed: int = 0, longest: int = 20, shortest: int = 4) -> None:
     rng = random.Random(seed)
     rows = [
-        " ".join(f"w{rng.randrange(6, 97)}" for _ in range(rng.randrange(4, longest))) for _ in range(count)
+        " ".join(f"w{rng.randrange(6, 97)}" for _ in range(rng.randrange(shortest, longest)))
+        for _ in range(count)
     ]
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
 

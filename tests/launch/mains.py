@@ -155,3 +155,13 @@ def tell_wall_time() -> None:
     from weftune.core.clock import process_clock
 
     Path(sys.argv[1]).write_text(str(process_clock().read().seconds))
+
+
+def with_short_chunks() -> None:
+    """Samples of tiny models are cut, although their passes take no longer with more rows."""
+    from weftune.plan.layout import choose
+    from weftune.run.workers.paces import Paces
+
+    choose.CPU_CHUNK_ROWS = 8
+    Paces.measured, Paces.stages = True, Paces.guessed_stages
+    _main()

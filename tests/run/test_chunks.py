@@ -107,7 +107,7 @@ def test_a_quantised_base_trains_the_same_in_chunks(quantize):
     assert_chunks_change_nothing(lambda: quantised_base(tiny("llama", torch.float64), quantize), two_jobs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, ["prompt", "prefix", "diff"]))
 def test_every_kind_trains_the_same_in_chunks(kind):
     def prepared(base):
         return [prepare_job(job(kind, "llama"), 0, bench.tokenizer(), base.shape, cache_folder())]

@@ -163,7 +163,12 @@ class AttachedJobs:
         microbatch = collate(
             [
                 Part(
-                    segment.job, segment.step, self.stocks[segment.job].samples, placed.sample, placed.offset
+                    segment.job,
+                    segment.step,
+                    self.stocks[segment.job].samples,
+                    placed.sample,
+                    placed.sample_offset,
+                    rows=placed.chunk_rows,
                 )
                 for segment in plan.segments
                 for placed in segment.samples

@@ -432,11 +432,11 @@ class Executor:
 
     def _keys_of(self, plan: MicrobatchPlan) -> SampleKeys | None:
         """Return the keys and values of a sample of which the microbatch is a chunk, or None."""
-        if (chunk := plan.chunk) is None:
+        if (sample := self._program.sample_of(plan)) is None:
             return None
-        batch = self._program.batch(plan.segments[0].job, plan.segments[0].step)
-        (sample,) = (placed for placed in batch.samples if placed.offset == chunk.sample_offset)
-        return self._sample_keys.setdefault((batch.job, batch.step, sample.offset), SampleKeys(sample.length))
+        segment = plan.segments[0]
+        key = segment.job, segment.step, sample.offset
+        return self._sample_keys.setdefault(key, SampleKeys(sample.length))
 
     def _release_keys(self, plan: MicrobatchPlan) -> None:
         """Release the keys and values of a sample after the backward of its first chunk, the last of all."""

@@ -148,7 +148,9 @@ def _workers_engine(
         arithmetic(choice.memory.shape if choice.is_streamed else driver.base.shape),
         # There is one trace in an output: of several shares, that of the first.
         timeline=None if options.share else TimelineWatcher(driver),
-        pacing=lambda: choice.pacing(paces()),
+        pacing=lambda: choice.pacing(
+            paces(), are_measured=driver.paces.measured and not options.deterministic
+        ),
         price=partial(_price_function, driver, choice),
         other_peak_bytes=lambda: driver.peaks,
         deterministic=options.deterministic,

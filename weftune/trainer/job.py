@@ -193,9 +193,8 @@ def collate_plan(
         for placed in segment.samples:
             samples, index = _find_sample(job, kind, placed.sample, without_adapter)
             before = samples.before, samples.first_position
-            start = placed.chunk_start
-            rows = None if start is None else slice(start, start + placed.length)
-            parts.append(Part(segment.job, segment.step, samples, index, placed.sample_offset, *before, rows))
+            where = placed.sample_offset, *before, placed.chunk_rows
+            parts.append(Part(segment.job, segment.step, samples, index, *where))
     microbatch = collate(parts)
     if not without_adapter and kind is not Score:
         return microbatch

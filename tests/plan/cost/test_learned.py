@@ -13,7 +13,18 @@ from weftune.plan.cost.memory_fit import Peak, fit_memory, larger_factors, rows_
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import StateTime, work_of
 from weftune.plan.program.layout import pipeline_layout
-from weftune.plan.program.program import Program
+from weftune.plan.program.program import (
+    NOTHING,
+    Backward,
+    Forward,
+    GlobalBatch,
+    MicrobatchPlan,
+    PlacedSample,
+    Program,
+    SegmentPlan,
+    Step,
+    cut_sample,
+)
 from weftune.plan.window.pace import guess_pace
 from weftune.plan.window.window import Pacing, plan_window
 
@@ -96,7 +107,7 @@ def test_a_pipelines_window_needs_what_its_workers_hold_at_a_time() -> None:
     pacing = Pacing(tuple(guess_pace(stage.layer_count) for stage in layout.stages), spare_microbatches=1)
     model = memory(layout=layout)
     windows = [plan_window([course("a", [[40] * count])], layout, 40, pacing=pacing) for count in (1, 2, 8)]
-    held = [rows_in_flight(model, one) for one in windows]
+    held = [rows_in_flight(model, one, model.key_shares(JOBS, NOTHING)) for one in windows]
     assert held[0] == [40, 40], "one microbatch is in flight"
     assert held[1][0] == 80
     assert held[2][0] == 120, "as many as stages, and a spare one"
@@ -273,3 +284,21 @@ def test_a_process_that_holds_most_of_the_memory_does_not_lead_to_recomputation_
     learned = Learned(initial_cost=arithmetic(SHAPE), memory=memory)
     assert not learned.recompute_more(small, 20)
     assert memory.misfit_reason(small) is None
+
+
+def test_a_window_with_chunks_holds_whole_keys_and_their_gradients() -> None:
+    """A sample of 12 rows in three chunks: its keys count from the first forward to the last backward, and
+    their gradients, as wide as float32 makes them, as soon as a backward has begun."""
+    whole = PlacedSample(0, 12, 0)
+    plans = tuple(MicrobatchPlan((SegmentPlan("a", 1, (one,)),)) for one in cut_sample(whole, 4))
+    passes = (*map(Forward, range(3)), *map(Backward, (2, 1, 0)), Step("a", 1))
+    batch = GlobalBatch("a", 1, (whole,), 12)
+    window, model = Program(12, plans, (batch,), (passes,)), memory()
+    (share,) = model.key_shares(JOBS, NOTHING)
+    assert 0 < share < 1
+    (held,) = rows_in_flight(model, window, [share])
+    assert held == pytest.approx(12 + share * model.sum_ratio * 12)
+    first = replace(window, devices=(passes[:1],))
+    assert rows_in_flight(model, first, [share]) == pytest.approx([4 + share * 8])
+    half = replace(model, shape=replace(SHAPE, bytes_per_value=2))
+    assert half.sum_ratio == 2

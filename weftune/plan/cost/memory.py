@@ -182,6 +182,20 @@ class MemoryModel:
         ]
         return self._largest_need(self._needs_with_activations(jobs, held, supervised, recompute))
 
+    def key_shares(self, jobs: Sequence[JobShape], recompute: Recompute) -> list[float]:
+        """Return, for each worker of a pipeline, the part of a row's activation bytes that are its keys and
+        values."""
+        layers, fused = self.shape.layers, self.uses_fused_ops
+        return [
+            decoder_row_bytes(part) / token_bytes(part, layers, fused, recompute, jobs)
+            for part in self._part_shapes
+        ]
+
+    @property
+    def sum_ratio(self) -> float:
+        """Bytes of a sum of gradients per value, relative to an activation."""
+        return self.master_bytes / self.shape.bytes_per_value
+
     def logit_bytes(self, supervised: float) -> int:
         """Return the bytes of the logits of `supervised` rows, or of one chunk if that is less."""
         rows = min(supervised, logit_rows("cuda" if self.uses_fused_ops else "cpu", self.shape.vocabulary))

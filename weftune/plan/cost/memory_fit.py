@@ -39,9 +39,8 @@ def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program)
     """Return the memory need of a window, computed from its largest microbatch or, in a pipeline, from all
     microbatches in flight at a time. Both may be smaller than the capacity allows."""
     if memory.layout.is_pipeline:
-        return memory.need_for_rows(
-            jobs, rows_in_flight(memory, program), program.recompute, scored_rows(program)
-        )
+        rows = rows_in_flight(memory, program, memory.key_shares(jobs, program.recompute))
+        return memory.need_for_rows(jobs, rows, program.recompute, scored_rows(program))
     tokens = 0.0
     for action, microbatch in program.forward_passes():
         # Such a pass keeps nothing for a backward: it holds the activations of about one layer.
@@ -61,24 +60,58 @@ def scored_rows(program: Program) -> int:
     )
 
 
-def rows_in_flight(memory: MemoryModel, program: Program) -> list[float]:
-    """Return, for each worker of a replica, the largest number of rows that await their backward at once."""
+def rows_in_flight(memory: MemoryModel, program: Program, key_shares: Sequence[float]) -> list[float]:
+    """Return, for each worker of a replica, the largest number of rows that await their backward at once.
+
+    The keys and values of a sample in chunks are held from the forward of its first chunk to the backward of
+    its first chunk, and their gradients from the backward of its last chunk. They count as the number of rows
+    that keep as many bytes: `key_shares` is, for each worker, the part of a row's bytes that are its keys and
+    values.
+    """
     most = [0.0] * len(program.devices)
     for device, actions in enumerate(program.devices):
-        held = 0
+        share, held = key_shares[device % program.devices_per_replica], 0.0
         for action in actions:
             match action:
-                case Forward(microbatch):
-                    held += program.microbatches[microbatch].rows
+                case Forward(number):
+                    held += _rows_of_forward(program, number, share)
                     most[device] = max(most[device], held)
-                case Backward(microbatch):
-                    held -= program.microbatches[microbatch].rows
+                case Backward(number):
+                    held += _gradient_rows(program, number, memory.sum_ratio * share)
+                    most[device] = max(most[device], held)
+                    held -= _rows_of_forward(program, number, share)
+                    if (chunk := program.microbatches[number].chunk) is not None and chunk.chunk_start == 0:
+                        held -= _sample_rows(program, number) * memory.sum_ratio * share
                 case Evaluate(microbatch) | Score(microbatch):
                     passing = program.microbatches[microbatch].rows / memory.pass_layers
                     most[device] = max(most[device], held + passing)
     return [
         max(most[device] for device in program.group(worker)) for worker in range(program.devices_per_replica)
     ]
+
+
+def _rows_of_forward(program: Program, number: int, key_share: float) -> float:
+    """Return the rows that a forward adds: of a chunk, without keys and values, which the first chunk adds
+    for the whole sample."""
+    plan = program.microbatches[number]
+    if (chunk := plan.chunk) is None:
+        return plan.rows
+    keys = _sample_rows(program, number) if chunk.chunk_start == 0 else 0
+    return plan.rows + key_share * (keys - chunk.length)
+
+
+def _gradient_rows(program: Program, number: int, gradient_share: float) -> float:
+    """Return the rows that count for the gradients of keys and values, which the backward of a sample's last
+    chunk adds."""
+    chunk, rows = program.microbatches[number].chunk, _sample_rows(program, number)
+    is_last = chunk is not None and (chunk.chunk_start or 0) + chunk.length == rows
+    return gradient_share * rows if is_last else 0.0
+
+
+def _sample_rows(program: Program, number: int) -> int:
+    """Return the rows of the sample of which a microbatch is a chunk, or 0."""
+    sample = program.sample_of(program.microbatches[number])
+    return 0 if sample is None else sample.length
 
 
 def fit_memory(peaks: Sequence[Peak], initial_fit: MemoryFit = UNFITTED) -> MemoryFit:

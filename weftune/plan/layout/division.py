@@ -354,9 +354,7 @@ class _Bounds:
         count = -(-work.tokens // passes.capacity)
         stages = [times.least_seconds(one, work, count, passes.recompute) for one in ranges]
         shortest = min(placed.length for one in windows for batch in one.batches for placed in batch.samples)
-        if choice.min_chunk_rows:
-            shortest = min(shortest, choice.min_chunk_rows)
-        # The other stages wait until the first microbatch has arrived, and until the last one has returned.
+        # The other stages wait until the first sample has arrived, and until the last one has returned.
         filling = (sum(stages) - max(stages)) * shortest / work.tokens
         return work.tokens / (max(stages) / division.replicas + filling) / share.part
 

@@ -61,6 +61,11 @@ class PlacedSample:
         """Number of tokens before the whole sample in its batch, which identifies the sample."""
         return self.offset - (self.chunk_start or 0)
 
+    @property
+    def chunk_rows(self) -> slice | None:
+        """Rows of the sample that this chunk consists of. None for a whole sample."""
+        return None if self.chunk_start is None else slice(self.chunk_start, self.chunk_start + self.length)
+
     def follows(self, earlier: PlacedSample | None) -> bool:
         """Return whether this chunk begins where an earlier chunk of the same sample ends, or is the first
         chunk if there is no earlier one."""
@@ -383,6 +388,14 @@ class Program:
     def _batches(self) -> dict[tuple[str, int], GlobalBatch]:
         """Maps (job, step) to the batch, for quick lookup with thousands of jobs."""
         return {(batch.job, batch.step): batch for batch in self.batches}
+
+    def sample_of(self, microbatch: MicrobatchPlan) -> PlacedSample | None:
+        """Return the whole sample of which a microbatch is a chunk, or None."""
+        if (chunk := microbatch.chunk) is None:
+            return None
+        batch = self.batch(microbatch.segments[0].job, microbatch.segments[0].step)
+        (sample,) = (placed for placed in batch.samples if placed.offset == chunk.sample_offset)
+        return sample
 
     def supervised(self, segment: JobStepKey) -> int:
         """Return the supervised tokens of a segment's whole global batch, by which its loss is divided."""

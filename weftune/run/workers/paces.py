@@ -10,7 +10,15 @@ from statistics import mean
 import numpy as np
 
 from weftune.plan.cost.time import Line
-from weftune.plan.program.program import Backward, Evaluate, Forward, Program, Score, Step
+from weftune.plan.program.program import (
+    Backward,
+    Evaluate,
+    Forward,
+    MicrobatchPlan,
+    Program,
+    Score,
+    Step,
+)
 from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pace import LoadPace, StagePace, predict_timeline, vary_timelines
 from weftune.run.workers.agreed import TimedAction, WorkerReport
@@ -34,16 +42,32 @@ def _new_measurements() -> deque[MeasuredPass]:
 
 
 @dataclass(slots=True)
+class _Measurements:
+    """The latest passes in one direction. Those of chunks do not displace those of whole samples: passes of
+    both sizes are needed to tell how long a pass takes besides the time of its rows."""
+
+    whole: deque[MeasuredPass] = field(default_factory=_new_measurements)
+    chunks: deque[MeasuredPass] = field(default_factory=_new_measurements)
+
+    def add(self, plan: MicrobatchPlan, measured: MeasuredPass) -> None:
+        (self.whole if plan.chunk is None else self.chunks).append(measured)
+
+    def all(self) -> list[MeasuredPass]:
+        return [*self.whole, *self.chunks]
+
+
+@dataclass(slots=True)
 class _Stage:
     layers: int
-    forwards: deque[MeasuredPass] = field(default_factory=_new_measurements)
-    backwards: deque[MeasuredPass] = field(default_factory=_new_measurements)
+    forwards: _Measurements = field(default_factory=_Measurements)
+    backwards: _Measurements = field(default_factory=_Measurements)
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_MEASUREMENTS))
 
     def pace(self) -> StagePace:
         steps = sum(self.steps) / max(1, len(self.steps))
-        forward, backward = fit_line(self.forwards), fit_line(self.backwards)
-        kinds = ((self.forwards, forward), (self.backwards, backward))
+        forwards, backwards = self.forwards.all(), self.backwards.all()
+        forward, backward = fit_line(forwards), fit_line(backwards)
+        kinds = ((forwards, forward), (backwards, backward))
         passes = sorted((one.start, one.seconds, line(one.rows)) for passed, line in kinds for one in passed)
         spread = tuple(seconds / predicted for _, seconds, predicted in passes if predicted > 0)
         return StagePace(forward, backward, steps, spread)
@@ -61,7 +85,7 @@ class Paces:
 
     @property
     def measured(self) -> bool:
-        return all(stage.forwards and stage.backwards for stage in self._stages)
+        return all(stage.forwards.all() and stage.backwards.all() for stage in self._stages)
 
     def learn(self, program: Program, reports: Sequence[WorkerReport]) -> None:
         """Learn from the reports of all workers; a Step belongs to all stages of its worker."""
@@ -75,11 +99,13 @@ class Paces:
         seconds = timed_action.stop - timed_action.start
         match timed_action.action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
-                rows = program.microbatches[number].rows
-                self._stages[stage].forwards.append(MeasuredPass(rows, seconds, timed_action.start))
+                plan = program.microbatches[number]
+                measured = MeasuredPass(plan.rows, seconds, timed_action.start)
+                self._stages[stage].forwards.add(plan, measured)
             case Backward(number, stage):
-                rows = program.microbatches[number].rows
-                self._stages[stage].backwards.append(MeasuredPass(rows, seconds, timed_action.start))
+                plan = program.microbatches[number]
+                measured = MeasuredPass(plan.rows, seconds, timed_action.start)
+                self._stages[stage].backwards.add(plan, measured)
             case Step():
                 for stepped in worker_stages:
                     stepped.steps.append(seconds)
