@@ -9,9 +9,11 @@ from peft.tuners.lora import LoraLayer
 
 from tests.families import EVERY, FAMILIES, tiny
 from tests.oracle import lora_config
+from weftune.adapters.bottleneck.spec import BottleneckSpec
 from weftune.adapters.dora.spec import DoraSpec
 from weftune.adapters.ia3.spec import Ia3Spec
 from weftune.adapters.lora.spec import LoraSpec, site_of_weight, weight_names
+from weftune.adapters.prefix.spec import PrefixSpec
 from weftune.adapters.target import embedding_path, embedding_width
 from weftune.base.shape import linears, model_sites
 from weftune.core.shapes import SiteShape
@@ -111,6 +113,9 @@ def test_outputs_that_are_kept_are_those_of_sites_beside_one_that_scales_its_own
     assert Ia3Spec().scaled_outputs(sites) == 2 * (64 + 16 + 16)
     assert DoraSpec().scaled_outputs(sites) == 2 * (64 + 16 + 16 + 32 + 32)
     assert DoraSpec(layers=1, targets=("down_proj",)).scaled_outputs(sites) == 32
+    assert LoraSpec().copied_values(sites) == DoraSpec().copied_values(sites) == 0
+    assert BottleneckSpec(size=8).copied_values(sites) == 2 * (32 + 8 + 32 + 8)
+    assert PrefixSpec().copied_values(sites) == 2 * (64 + 16 + 16 + 2 * 64)
 
 
 @pytest.mark.parametrize("family", [*(family for family in EVERY if family != "opt"), "qwen3_5"])

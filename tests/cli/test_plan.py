@@ -308,14 +308,14 @@ def test_where_host_memory_lets_more_jobs_aboard_the_plan_says_so(folder, weftun
 
 
 def test_a_job_that_must_wait_is_shown_with_its_reason(folder, weftune):
-    lines = [f"  - {{name: job{at}, data: middle.jsonl, adapter: {{rank: 64}}}}" for at in range(5)]
+    lines = [f"  - {{name: job{at}, data: middle.jsonl, adapter: {{rank: 64}}}}" for at in range(6)]
     (folder / "many.yaml").write_text("\n".join(["base: ./base", "jobs:", *lines, ""]))
     shown = weftune("many.yaml", "--cluster", "RTX4090")
     assert shown.code == 0, shown.err
-    assert "3 jobs on 1xRTX4090" in shown.out
-    assert "job3 waits: needs" in shown.out
-    assert "with 3 other jobs running" in shown.out
-    assert "job4 waits: it waits behind job3, which comes first" in shown.out
+    assert "6 jobs on 1xRTX4090" in shown.out
+    assert "job4 waits: needs" in shown.out
+    assert "with 4 other jobs running" in shown.out
+    assert "job5 waits: it waits behind job4, which comes first" in shown.out
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_without_the_drawing_library_a_picture_is_refused_with_what_to_install(f
 
 
 def test_a_base_that_does_not_fit_is_streamed_and_the_bare_transfer_is_told(folder, weftune):
-    file = jobs_file(folder, short="{rank: 8}", middle="{rank: 8}")
+    file = jobs_file(folder, short="{rank: 64}", middle="{rank: 64}")
     shown = weftune(
         file, "--cluster", "T4", "--explain", "--ablate", "--gantt", "out.html", "--json", "out.json"
     )

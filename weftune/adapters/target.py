@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 from weftune.core.shapes import SCORE, SiteShape, layer_of
 
 ALL_LINEAR = "all-linear"
+ATTENTION = ("o_proj", "self_attn.out_proj", "attn.c_proj", "attention.dense")
+"""Names, in different model families, of the last linear of the attention block."""
 FEEDFORWARD = ("down_proj", "fc2", "mlp.c_proj", "dense_4h_to_h")
 """Names, in different model families, of the last linear of the feed-forward block."""
 Layers = str | int | tuple[int, ...]
@@ -174,6 +176,11 @@ class TargetSpec:
             _shared_input_key(site) for site in sites if self.adapts(site) and self.scales_outputs(site)
         }
         return sum(site.out_features for site in sites if _shared_input_key(site) in beside)
+
+    def copied_values(self, sites: Sequence[SiteShape]) -> int:
+        """Return the number of values per token that fused layers keep in addition to the base's activations
+        and to scaled outputs, over all layers and if every row belongs to the job."""
+        return 0
 
     def rank_at(self, name: str) -> int:
         """Return the rank of the adapter at a linear, or 0. The time of the adapter is estimated from it."""

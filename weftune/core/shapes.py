@@ -242,6 +242,9 @@ class JobShape:
     scaled_outputs: int = 0
     """Number of base outputs per token, over all layers, that kernels keep for every token of a microbatch
     while the job is attached, because its adapter scales outputs."""
+    copied_values: int = 0
+    """Number of values per token, over all layers, that fused layers keep for the job's rows in addition to
+    the base's activations and to scaled outputs: rows of a bottleneck, or attention without prefix keys."""
     mean_vectors: int = 0
     """Number of additional vectors as large as the master weights: 1 for a trial whose rungs evaluate the
     mean of its weights."""

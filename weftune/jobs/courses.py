@@ -185,6 +185,7 @@ def adapter_sizes(adapter: AdapterSpec, base: ModelShape) -> JobShape:
         parameters_by_layer=sum_parameters_by_layer(counts, base.layers),
         inactive_parameters=sum(site.inactive_parameters(adapter.parameters_at(site)) for site in adapted),
         scaled_outputs=adapter.scaled_outputs(base.sites),
+        copied_values=adapter.copied_values(base.sites),
     )
     _ADAPTER_SIZES.append((adapter, base.sites, sizes))
     return sizes

@@ -163,6 +163,12 @@ def test_outputs_that_jobs_scale_are_kept_once_for_all_of_them_where_kernels_sca
     assert plain.predict_need([one], 7) == plain.predict_need([job()], 7)
 
 
+def test_copies_of_a_kinds_rows_are_counted_beside_scaled_outputs() -> None:
+    jobs = [replace(job("a"), scaled_outputs=5000), replace(job("b"), copied_values=2000)]
+    for attached, values in ((jobs, 7000), (jobs[:1], 5000), (jobs[1:], 2000)):
+        assert deep(0).bytes_per_token(jobs=attached) - deep(0).bytes_per_token(jobs=[job()]) == values * 2
+
+
 def test_a_job_that_fits_only_with_everything_recomputed_is_let_aboard() -> None:
     everything = deep(0).bytes_per_token(Recompute(True, 10))
     assert deep(10 * everything).misfit_reason([job()]) is None

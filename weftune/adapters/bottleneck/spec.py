@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from weftune.adapters.target import FEEDFORWARD, TargetSpec, ends_with
+from weftune.adapters.target import ATTENTION, FEEDFORWARD, TargetSpec, ends_with
 from weftune.core.bounds import SIZE
 from weftune.core.shapes import SiteShape
 
-ATTENTION = ("o_proj", "self_attn.out_proj", "attn.c_proj", "attention.dense")
-"""Names, in different model families, of the last linear of the attention block."""
 DOWN, DOWN_BIAS, UP, UP_BIAS = "down", "down_bias", "up", "up_bias"
 
 Activation = Literal["relu", "gelu", "silu"]
@@ -40,6 +39,9 @@ class BottleneckSpec(TargetSpec):
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         width = site.out_features
         return {DOWN: (self.size, width), DOWN_BIAS: (self.size,), UP: (width, self.size), UP_BIAS: (width,)}
+
+    def copied_values(self, sites: Sequence[SiteShape]) -> int:
+        return sum(site.out_features + self.size for site in sites if self.adapts(site))
 
     def rank_at(self, name: str) -> int:
         return self.size

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from weftune.adapters.target import KEYS, VALUES, TargetSpec, ends_with
+from weftune.adapters.target import ATTENTION, KEYS, VALUES, TargetSpec, ends_with
 from weftune.core.bounds import SIZE
 from weftune.core.shapes import SiteShape
 
+QUERIES_AND_KEYS = ("q_proj", "k_proj")
 VALUE_LINEAR = "v_proj"
 FUSED_LINEARS = ("qkv_proj", "attn.c_attn", "query_key_value")
 """Names, in different model families, of linears that compute queries, keys and values at once."""
@@ -38,6 +40,14 @@ class PrefixSpec(TargetSpec):
     @property
     def keys_before(self) -> int:
         return self.num_virtual_tokens
+
+    def copied_values(self, sites: Sequence[SiteShape]) -> int:
+        """Rows with prefix keys have a second copy of queries, keys, values and attention's output, and the
+        output without prefix keys is kept too."""
+        inputs = (*QUERIES_AND_KEYS, VALUE_LINEAR, *FUSED_LINEARS)
+        copies = sum(site.out_features for site in sites if any(ends_with(site.name, one) for one in inputs))
+        outputs = (site.in_features for site in sites if any(ends_with(site.name, one) for one in ATTENTION))
+        return copies + 2 * sum(outputs)
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         if site.part is not None:

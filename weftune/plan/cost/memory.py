@@ -49,7 +49,7 @@ samples always run in tiles: capturing their passes would need their memory twic
 
 SMALL_BYTES, TINY_BYTES = 50 << 20, 50 << 10
 SLACK_BYTES = 256 << 20
-FUSED_SLACK_BYTES = 3 << 30
+FUSED_SLACK_BYTES = 9 << 28
 """Bytes for logits of one chunk, temporaries and the allocator's rounding. GPUs use larger chunks."""
 TILED_SLACK_BYTES = 512 << 20
 """Slack bytes of passes in tiles, which are not captured and have freed their logits in the backward."""

@@ -26,7 +26,8 @@ from weftune.plan.program.program import NOTHING, Recompute
 
 ACTIVATION_FACTOR = 1.5
 """Activations kept per token, divided by the summed widths of all linears: 1.1 to 1.4 was measured."""
-FUSED_FACTOR = 0.92
+FUSED_FACTOR = 0.87
+"""Activations kept per token by fused layers, divided by the widths of all linears: 0.86 was measured."""
 OUTPUTS_FACTOR = 0.64
 """Activations kept per token by fused layers that recompute outputs of norms and activation functions,
 divided by the widths of all linears: 0.55 to 0.57, and a margin for temporaries of the backward."""
@@ -52,15 +53,14 @@ ON_THE_WAY = 4
 
 
 def token_bytes(
-    part: ModelShape, layers: int, fused: bool, recompute: Recompute, jobs: Iterable[JobShape]
+    part: ModelShape, layers: int, fused: bool, recompute: Recompute, jobs: Sequence[JobShape]
 ) -> int:
     """Return the activation bytes per token in the layers of `part`. The whole base has `layers` layers."""
     widths = part.values_per_token
     factor, extra = ACTIVATION_FACTOR, 0.0
     if fused and not part.routes_to_experts:
         factor, extra = OUTPUTS_FACTOR if recompute.recomputes_outputs else FUSED_FACTOR, part.extra_values
-        # Jobs that scale outputs mostly scale the same ones, which are kept once for all jobs.
-        extra += max((job.scaled_outputs for job in jobs), default=0) / layers
+        extra += _values_of_kinds(jobs) / layers
     again, one = min(recompute.recomputed_layers, part.layers), widths / part.layers
     values = (part.layers - again) * (factor * one + extra)
     if recompute.tile_rows:
@@ -69,6 +69,14 @@ def token_bytes(
         # Each recomputed layer keeps its input, and one layer at a time is held completely.
         values += again * part.hidden + RECOMPUTED_FACTOR * one + extra
     return int(values * part.bytes_per_value) + part.code_bytes
+
+
+def _values_of_kinds(jobs: Sequence[JobShape]) -> int:
+    """Return the values per token that fused layers keep because of the jobs' kinds, over all layers."""
+    # Jobs that scale outputs mostly scale the same ones, which are kept once for all jobs. Copies are those
+    # of a job's own rows, which are a part of the microbatch.
+    scaled = max((job.scaled_outputs for job in jobs), default=0)
+    return scaled + max((job.copied_values for job in jobs), default=0)
 
 
 def _tiled_values(part: ModelShape, recompute: Recompute, again: int, kept: float) -> float:
@@ -85,10 +93,10 @@ def _tiled_values(part: ModelShape, recompute: Recompute, again: int, kept: floa
     return waiting + max(kept, recomputing if again else 0.0)
 
 
-def tile_bytes(part: ModelShape, recompute: Recompute, jobs: Iterable[JobShape]) -> int:
+def tile_bytes(part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
     """Return the activation bytes of one tile of rows in one layer, from its forward to its backward."""
     one = TILE_FACTOR * part.values_per_token / part.layers + part.extra_values
-    one += max((job.scaled_outputs for job in jobs), default=0) / part.layers
+    one += _values_of_kinds(jobs) / part.layers
     return int(recompute.tile_rows * one * part.bytes_per_value)
 
 
