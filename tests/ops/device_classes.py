@@ -37,6 +37,7 @@ from weftune.ops import triton as kernels
 from weftune.ops.experts import ExpertSite
 from weftune.ops.lora.computed import computed_table
 from weftune.ops.lora.experts import ExpertLinears, _apply_gate, _gated_backward, _sum_choices, sort_choices
+from weftune.ops.lora.few_rows import TILE_ROWS, few_rows_linear, is_plain
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.scales import scale_table
 from weftune.ops.lora.table import Group, SlotTable, bands_for
@@ -45,6 +46,8 @@ from weftune.ops.lora.tiling import SiteCall, candidate_plans, choose_tiling
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SLOTS = 8
+DECODED = 64
+"""Rows of a decode step."""
 REGISTERS = 65536
 """Registers of one program, on every class."""
 TENSOR_COLUMNS = 512
@@ -235,6 +238,10 @@ def launch_linear(case: LinearCase) -> None:
         assert y_TN.shape == dy_TN.shape
         if training:
             backward(dy_TN, x_TK, right, s_TPR, call, needs_dx=True, u_TN=u_TN)
+    if is_plain(group):
+        step = Rows.empty(DECODED, SLOTS, CPU, TILE_ROWS)
+        residual_TN = None if residual_TN is None else residual_TN[:DECODED]
+        few_rows_linear(x_TK[:DECODED], right, None, residual_TN, group, step)
 
 
 def launch_others(device_class: DeviceClass, quick: bool) -> None:

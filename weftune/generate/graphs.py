@@ -19,6 +19,7 @@ from weftune.base import attention
 from weftune.core.batch import IGNORED, Microbatch, copy_to
 from weftune.core.weights import Head
 from weftune.generate.cache import CachedSequence, DecodedRows, PagedCache
+from weftune.ops.lora.few_rows import TILE_ROWS
 from weftune.ops.lora.rows import Rows
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graphs import captured
@@ -66,7 +67,7 @@ class DecodeGraph:
         device = adapted_base.base.device
         self._adapted, self._head = adapted_base, head
         self._cached = DecodedRows(cache, count, pages, device)
-        self._rows = Rows.empty(count, adapted_base.banks.slots, device, max_runs=runs)
+        self._rows = Rows.empty(count, adapted_base.banks.slots, device, TILE_ROWS, max_runs=runs)
         zeros = torch.zeros(count, dtype=torch.int64, device=device)
         self._microbatch = Microbatch(
             tokens_T=zeros.clone(),

@@ -281,7 +281,7 @@ def run(
     return found
 
 
-def attached(case: Case, made: Values) -> tuple[dict[int, list[LowRank | None]], Group, Rows]:
+def attached(case: Case, made: Values, tile: int = 64) -> tuple[dict[int, list[LowRank | None]], Group, Rows]:
     """The jobs seated in the tables, and the rows dealt out."""
     device = torch.device(case.device)
     slots = max(4, len(case.jobs))
@@ -300,7 +300,7 @@ def attached(case: Case, made: Values) -> tuple[dict[int, list[LowRank | None]],
     by_slot = {slot: entries(case, made, slot) for slot, job in enumerate(case.jobs) if job is not None}
     for slot, found in by_slot.items():
         group.write(slot, found)
-    rows = Rows.empty(case.rows, slots, device, piece=case.piece)
+    rows = Rows.empty(case.rows, slots, device, tile, case.piece)
     rows.fill(case.seats, case.token_index.numpy())
     return by_slot, group, rows
 

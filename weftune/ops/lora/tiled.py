@@ -27,6 +27,7 @@ from weftune.core.weights import FrozenWeight, Weight, is_coded, weight_matrix
 from weftune.ops.fallback import rehearse
 from weftune.ops.lora.choice import Choices, PlanTrial
 from weftune.ops.lora.computed import add_pair_gradients, write_pairs
+from weftune.ops.lora.few_rows import FEW_ROWS, few_rows_linear, is_plain
 from weftune.ops.lora.products import Right, fused_dx, fused_y, matrix_like, wide_dx, wide_y
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.scales import scale_rows, unscale_rows
@@ -45,8 +46,6 @@ from weftune.ops.lora.tiled_kernels import (
 from weftune.ops.lora.tiling import ProductPlan, SiteCall, candidate_plans, choose_tiling
 
 OP = "LoRA"
-FEW_ROWS = 256
-"""Maximum rows of a pass without a backward for which the frozen product is left to torch."""
 
 
 def plan_trial(
@@ -81,6 +80,9 @@ def lora_linear(
     """
     assert x_TK.shape[0] == len(rows.token_index_T)
     right = multiplied(weight)
+    if len(x_TK) <= FEW_ROWS and not torch.is_grad_enabled() and not training and is_plain(group):
+        _rehearse_few_rows(x_TK, right, bias_N, residual_TN, group, rows)
+        return few_rows_linear(x_TK, right, bias_N, residual_TN, group, rows)
     weight_NK = _lying(right)
     plans = candidate_plans(weight_NK, group, x_TK.device)
     if not training and len(x_TK) <= FEW_ROWS:
@@ -125,6 +127,23 @@ def _rehearse(
         if call.training:
             dy_TN = torch.zeros_like(y_TN)
             backward(dy_TN, x_TK.contiguous(), right, s_TPR, vacant, True, u_TN, bias_N)
+
+    rehearse(OP, key, x_TK.device, run)
+
+
+def _rehearse_few_rows(
+    x_TK: Tensor, right: Right, bias_N: Tensor | None, residual_TN: Tensor | None, group: Group, rows: Rows
+) -> None:
+    """Run the kernels for few rows once for each set of launch parameters, on rows that belong to no job."""
+    lying, slots = _lying(right), len(rows.key_S)
+    key = (
+        *("few rows", x_TK.device, x_TK.dtype, lying.shape, lying.dtype, lying.stride(0) == 1),
+        *(bias_N is None, residual_TN is None, group.launches, slots, rows.tile),
+    )
+
+    def run() -> None:
+        empty = Rows.empty(len(x_TK), slots, x_TK.device, rows.tile, rows.piece)
+        few_rows_linear(x_TK, right, bias_N, residual_TN, group, empty)
 
     rehearse(OP, key, x_TK.device, run)
 

@@ -16,8 +16,8 @@ from weftune.core.clock import Phase, claim
 from weftune.core.device_class import class_of
 
 MODULES = (
-    *("adamw", "computed", "dequantise", "experts", "fp8", "large", "logprobs", "norm", "paged"),
-    *("product", "rotary", "scales", "site", "site_gradients", "slots", "swiglu"),
+    *("adamw", "computed", "dequantise", "experts", "few_rows", "fp8", "large", "logprobs", "norm"),
+    *("paged", "product", "rotary", "scales", "site", "site_gradients", "slots", "swiglu"),
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of the kernels, which compute in float32; float64 is left to torch."""
