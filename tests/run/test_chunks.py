@@ -21,13 +21,22 @@ from tests.run.workers.test_agreed import cut as cut_stage
 from weftune.adapters.kind import JobAdapter
 from weftune.core.files import cache_folder
 from weftune.errors import PlanError
+from weftune.ops.lora.routes import Route
 from weftune.plan.program.check import check
 from weftune.plan.program.layout import Layout, StageLayers
-from weftune.plan.program.program import Backward, Forward, MicrobatchPlan, SegmentPlan, Step, cut_sample
+from weftune.plan.program.program import (
+    NOTHING,
+    Backward,
+    Forward,
+    MicrobatchPlan,
+    Recompute,
+    SegmentPlan,
+    Step,
+    cut_sample,
+)
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
-from weftune.run import assemble
+from weftune.run.assemble import resident_executor
 from weftune.run.parts import delivered
-from weftune.run.passes import adapted
 from weftune.run.training.state import new_training
 from weftune.trainer.job import collate_plan, prepare_job
 
@@ -52,12 +61,12 @@ def in_chunks(program, rows=ROWS):
     return made
 
 
-def train(base, jobs, cut):
+def train(base, jobs, cut, recompute, fuses):
     """Return losses and weights, and the weights at the start."""
-    made = executors.executor_with(base, [])
+    made = resident_executor(base, Route.segmented, fuses=fuses)
     for one in jobs:
         made.attach(new_state(base, one))
-    program = executors.plan_program(jobs, ROUNDS, 64)
+    program = replace(executors.plan_program(jobs, ROUNDS, 64), recompute=recompute)
     events = list(executors.run_program(made, in_chunks(program) if cut else program, jobs))
     assert not made._sample_keys
     starts = views({one.name: new_state(base, one) for one in jobs})
@@ -71,12 +80,14 @@ def new_state(base, prepared):
     return new_training(adapter, prepared.recipe, sites, base.dtype, base.device, frozen=reader)
 
 
-def assert_chunks_change_nothing(make_base, make_jobs):
-    whole, cut = (
-        train(base, make_jobs(base), cut) for base, cut in ((make_base(), False), (make_base(), True))
-    )
+def assert_chunks_change_nothing(make_base, make_jobs, recompute=NOTHING, fuses=None):
+    found = []
+    for cut in (False, True):
+        base = make_base()
+        found.append(train(base, make_jobs(base), cut, recompute, fuses))
+    whole, chunked = found
     assert whole[0]
-    assert_equal(cut[:2], whole, 1e-9, 1e-8)
+    assert_equal(chunked[:2], whole, 1e-9, 1e-8)
 
 
 def two_jobs(base):
@@ -97,9 +108,10 @@ def test_every_family_trains_the_same_in_chunks(family):
 
 
 @pytest.mark.parametrize("family", slow_but(FUSED, ["mistral"]))
-def test_fused_layers_train_the_same_in_chunks(family, monkeypatch):
-    monkeypatch.setattr(assemble, "AdaptedBase", partial(adapted.AdaptedBase, fuses=True))
-    assert_chunks_change_nothing(partial(bench.base, family), two_jobs)
+@pytest.mark.parametrize("recompute", [NOTHING, Recompute(recomputes_outputs=True, tile_rows=7)])
+def test_fused_layers_train_the_same_in_chunks(family, recompute):
+    """Where whole samples would run in tiles of rows, chunks do not."""
+    assert_chunks_change_nothing(partial(bench.base, family), two_jobs, recompute, fuses=True)
 
 
 @pytest.mark.parametrize("quantize", slow_but(["nf4", "int8"], ["nf4"]))

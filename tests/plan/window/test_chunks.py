@@ -78,7 +78,6 @@ def mismatched(window):
         ([course("a", LONG)], {"min_chunk_rows": 0}),
         ([course("a", LONG)], {"min_chunk_rows": 201}),
         ([course("a", LONG)], {"recompute": Recompute(True, 1)}),
-        ([course("a", LONG)], {"recompute": Recompute(True, tile_rows=64)}),
         ([course("a", LONG)], {"order": PipelineOrder.multi_job}),
         ([course("a", LONG)], {"replicas": 2}),
         ([grouped(course("a", LONG))], {"capacity": 800}),

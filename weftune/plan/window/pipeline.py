@@ -92,9 +92,9 @@ class PipelineRules:
     @property
     def cuts_samples(self) -> bool:
         """Whether long samples may run in chunks."""
-        # Layers that are recomputed would keep what attention has saved, and tiles need whole samples.
-        recomputes = self.recompute.recomputed_layers or self.recompute.tile_rows
-        return self.min_chunk_rows > 0 and not recomputes and self.order is None and self.replicas == 1
+        # Layers that are recomputed would still keep what the attention of chunks has saved.
+        keeps_layers = not self.recompute.recomputed_layers
+        return self.min_chunk_rows > 0 and keeps_layers and self.order is None and self.replicas == 1
 
     @property
     def batch_distance(self) -> int:

@@ -149,7 +149,9 @@ class FusedLayer:
         assert weftune_pack is not None
         cos_TE, sin_TE = (x[0] for x in position_embeddings)
         arguments = hidden_states[0], cos_TE, sin_TE, weftune_pack
-        if self._layers.recompute.tile_rows:
+        # A chunk of a sample is as short as a tile.
+        is_chunk = weftune_pack.cache is not None and torch.is_grad_enabled()
+        if self._layers.recompute.tile_rows and not is_chunk:
             h_TD = self._run_in_tiles(*arguments)
         elif torch.is_grad_enabled() and self._is_recomputed:
             h_TD = checkpoint(self._run, *arguments, use_reentrant=False, preserve_rng_state=False)

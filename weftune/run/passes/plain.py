@@ -88,6 +88,7 @@ class PlainPasses:
         adapted = self.adapted
         base = self.stages[visit.stage]
         tiled = adapted.layers is not None and adapted.layers.recompute.tile_rows > 0
+        tiled &= flight.sample_keys is None
         membership = flight.membership(adapted, tiled)
         return Plain(base, adapted.banks, flight.laid, adapted.route, membership, given, tiled)
 
