@@ -18,6 +18,8 @@ from weftune.base.spec import BaseSpec
 from weftune.core.shapes import LayerRange, shard_shape
 from weftune.core.shards import ShardTeam, kept_indices
 from weftune.errors import BaseModelError
+from weftune.plan.cost.streamed_memory import token_bytes
+from weftune.plan.program.program import NOTHING
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3")
 SPEC = BaseSpec(model="tiny")
@@ -67,6 +69,15 @@ def test_the_largest_shard_has_the_planned_number_of_parameters(family):
     assert max(base.shape.parameters for base in found) == planned.parameters
     assert all(base.tied == whole.shape.ties_head == (family == "gemma3") for base in found)
     assert all(base.shape.vocabulary == 97 for base in found)
+
+
+def test_a_shard_keeps_four_tensors_of_the_hidden_width_per_layer_whole_and_half_of_the_others():
+    whole = base_of(tiny("llama", torch.float32)).shape
+    shard, layers = shard_shape(whole, 2), whole.layers
+    assert shard.whole_values_per_token == whole.values_per_token
+    kept, in_half = (token_bytes(shape, layers, True, NOTHING, ()) for shape in (whole, shard))
+    hidden_bytes = layers * whole.hidden * whole.bytes_per_value
+    assert 2 * in_half - kept == pytest.approx(4 * hidden_bytes, abs=2)
 
 
 def load(spec, shard, shards, held):

@@ -138,6 +138,8 @@ class ModelShape:
     widths of its linears: some families have more norms, or one linear where others have three."""
     query_width: int = 0
     """Values per token of all query heads, which is also the width of attention's output. 0 if unknown."""
+    shards: int = 1
+    """Number of shards that the layers are divided into, if this is the shape of one of them."""
 
     @property
     def is_recurrent(self) -> bool:
@@ -158,6 +160,16 @@ class ModelShape:
     def values_per_token(self) -> int:
         """Number of input and output values per token of all sites."""
         return sum(site.values_per_token for site in self.sites)
+
+    @cached_property
+    def whole_values_per_token(self) -> int:
+        """Number of input and output values per token of all sites, of all shards together."""
+        return sum(
+            self.shards * site.in_features + site.out_features
+            if site.name.rpartition(".")[2] in CUT_BY_INPUTS
+            else site.in_features + self.shards * site.out_features
+            for site in self.sites
+        )
 
     @property
     def active_parameters(self) -> int:
@@ -283,18 +295,6 @@ def sum_parameters_by_layer(parameters: Iterable[tuple[str, int]], layers: int) 
     return tuple(sums)
 
 
-def local_adapter_share(shard: ModelShape, shards: int) -> float:
-    """Return the share of the parameters of an adapter at all linears that passes over one shard use. `shard`
-    is the shape of that shard."""
-    whole = sum(
-        site.in_features * shards + site.out_features
-        if site.name.rpartition(".")[2] in CUT_BY_INPUTS
-        else site.in_features + site.out_features * shards
-        for site in shard.sites
-    )
-    return shard.values_per_token / whole
-
-
 FOUR_BIT_MAXIMA = 3 / 64
 """Bytes per value by which nf4 weights are larger on shards, where the maximum of each block of 64 values is
 a float32 instead of one byte."""
@@ -324,4 +324,5 @@ def shard_shape(shape: ModelShape, shards: int) -> ModelShape:
         sites=sites,
         site_bytes_per_value=stored,
         query_width=shape.attention_width // shards,
+        shards=shards,
     )

@@ -54,7 +54,7 @@ def test_values_and_gradients_equal_plain_autograd_over_one_job_after_another(na
     close(run(case), truth(case))
 
 
-@pytest.mark.parametrize("plan", [ProductPlan.wide, ProductPlan.wide_beside])
+@pytest.mark.parametrize("plan", slow_but(ProductPlan, [ProductPlan.wide, ProductPlan.fused]))
 def test_masks_of_a_shard_are_those_of_its_inputs_in_the_whole_linear(plan):
     case = Case([Job(20, rank=4), Job(9, rank=70)], first_input=96).dropping(0.3)
     close(run(case, plan=plan), truth(case))

@@ -21,7 +21,6 @@ from weftune.core.shapes import (
     ModelShape,
     SiteShape,
     layer_of,
-    local_adapter_share,
     logit_rows,
 )
 from weftune.plan.cost.estimate import stage_shape
@@ -321,7 +320,7 @@ class MemoryModel:
         whole = self.shape.bytes_per_value + 4 * self.master_bytes
         if self.layout.shards == 1:
             return whole
-        part = local_adapter_share(self.shape, self.layout.shards)
+        part = self.shape.values_per_token / self.shape.whole_values_per_token
         return whole + math.ceil(part * (self.shape.bytes_per_value + self.master_bytes))
 
     @property

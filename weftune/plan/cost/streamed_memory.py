@@ -46,6 +46,9 @@ TILED_REST = 5.2
 tiles are computed."""
 TILE_FACTOR = 1.06
 """Values per row of a tile during its backward, divided by the widths of the layer's linears."""
+UNDIVIDED, OUTPUTS_UNDIVIDED = 4, 2
+"""Number of tensors as wide as the hidden state that a layer keeps per token and that every shard has whole:
+its input, the residual behind attention, and the outputs of both norms unless these are recomputed."""
 LOG_SUMS = 1 / 64
 """Bytes of the log-sums that attention keeps, relative to its output."""
 ON_THE_WAY = 4
@@ -56,18 +59,18 @@ def token_bytes(
     part: ModelShape, layers: int, fused: bool, recompute: Recompute, jobs: Sequence[JobShape]
 ) -> int:
     """Return the activation bytes per token in the layers of `part`. The whole base has `layers` layers."""
-    widths = part.values_per_token
     factor, extra = ACTIVATION_FACTOR, 0.0
     if fused and not part.routes_to_experts:
         factor, extra = OUTPUTS_FACTOR if recompute.recomputes_outputs else FUSED_FACTOR, part.extra_values
         extra += _values_of_kinds(jobs) / layers
-    again, one = min(recompute.recomputed_layers, part.layers), widths / part.layers
-    values = (part.layers - again) * (factor * one + extra)
+    again = min(recompute.recomputed_layers, part.layers)
+    undivided = OUTPUTS_UNDIVIDED if recompute.recomputes_outputs else UNDIVIDED
+    values = (part.layers - again) * (_layer_values(part, factor, undivided) + extra)
     if recompute.tile_rows:
         values = _tiled_values(part, recompute, again, values)
     elif again:
         # Each recomputed layer keeps its input, and one layer at a time is held completely.
-        values += again * part.hidden + RECOMPUTED_FACTOR * one + extra
+        values += again * part.hidden + _layer_values(part, RECOMPUTED_FACTOR, UNDIVIDED) + extra
     return int(values * part.bytes_per_value) + part.code_bytes
 
 
@@ -77,6 +80,14 @@ def _values_of_kinds(jobs: Sequence[JobShape]) -> int:
     # of a job's own rows, which are a part of the microbatch.
     scaled = max((job.scaled_outputs for job in jobs), default=0)
     return scaled + max((job.copied_values for job in jobs), default=0)
+
+
+def _layer_values(part: ModelShape, factor: float, undivided: int) -> float:
+    """Return `factor` times the widths of a layer's linears, of values per token. On a shard, values of
+    `undivided` tensors as wide as the hidden state are whole, and all others are divided."""
+    values = factor * part.whole_values_per_token / part.layers
+    whole = min(values, undivided * part.hidden)
+    return whole + (values - whole) / part.shards
 
 
 def _tiled_values(part: ModelShape, recompute: Recompute, again: int, kept: float) -> float:
@@ -95,7 +106,7 @@ def _tiled_values(part: ModelShape, recompute: Recompute, again: int, kept: floa
 
 def tile_bytes(part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
     """Return the activation bytes of one tile of rows in one layer, from its forward to its backward."""
-    one = TILE_FACTOR * part.values_per_token / part.layers + part.extra_values
+    one = _layer_values(part, TILE_FACTOR, UNDIVIDED) + part.extra_values
     one += _values_of_kinds(jobs) / part.layers
     return int(recompute.tile_rows * one * part.bytes_per_value)
 
