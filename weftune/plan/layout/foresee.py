@@ -32,7 +32,7 @@ SUMS_PER_LAYER = 2
 """Sums over shards in a layer's forward, and in its backward: one for each of its two branches."""
 REPEATED_SUMS = 0.5
 """Share of the sums of a layer's forward that its recomputation repeats: the second one ends the layer, and
-no gradient needs its value."""
+no gradient needs its value, unless a norm follows."""
 GRADIENT_BYTES = 4
 """Bytes per adapter parameter of the gradients that shards and replicas sum."""
 
