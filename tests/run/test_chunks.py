@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import CUTS, PACE, assert_equal, losses_of, on_worker, views, whole_base
 from tests.run.workers.test_agreed import cut as cut_stage
 from weftune.adapters.kind import JobAdapter
+from weftune.base.chunks import ChunkKeys
 from weftune.core.files import cache_folder
 from weftune.errors import PlanError
 from weftune.ops.lora.routes import Route
@@ -36,6 +38,7 @@ from weftune.plan.program.program import (
 )
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.run.assemble import resident_executor
+from weftune.run.events import OutOfMemory
 from weftune.run.parts import delivered
 from weftune.run.training.state import new_training
 from weftune.trainer.job import collate_plan, prepare_job
@@ -174,6 +177,45 @@ def test_a_pipeline_of_processes_trains_one_job_of_long_samples_in_chunks(family
     whole = losses_of(events), views(made.attached), views({"a": executors.job_training(base, job)})
     weights = {key: value for _, slices in answers for key, value in slices.items()}
     assert_equal((losses_of(answers[0][0]), weights), whole, 1e-9, 1e-8)
+
+
+def test_a_job_that_dies_between_two_chunks_leaves_no_keys_and_changes_no_other_job():
+    base = bench.base()
+    jobs = two_jobs(base)
+    program = in_chunks(executors.plan_program(jobs, 1, 64))
+    made = executors.executor_with(base, jobs)
+    calls = count(1)
+
+    def kill_after_two_forwards():
+        if next(calls) == 2:
+            assert made._sample_keys
+            made.kill("a")
+
+    made.offer_turn = kill_after_two_forwards
+    events = list(executors.run_program(made, program, jobs))
+    assert not made._sample_keys
+    other = executors.executor_with(bench.base(), jobs[1:])
+    alone = list(executors.run_program(other, program.without("a"), jobs[1:]))
+    starts = views({"b": executors.job_training(base, jobs[1])})
+    weights = {key: value for key, value in views(made.attached).items() if key[0] == "b"}
+    assert_equal((losses_of(events), weights), (losses_of(alone), views(other.attached), starts), 1e-9, 1e-8)
+
+
+def test_a_chunk_without_memory_drops_the_keys_of_its_sample(monkeypatch):
+    base = bench.base()
+    jobs = two_jobs(base)
+    made, attend, calls = executors.executor_with(base, jobs), ChunkKeys.attend, count(1)
+
+    def attend_twice(*given, **named):
+        if next(calls) > 3:
+            raise torch.OutOfMemoryError("no room")
+        return attend(*given, **named)
+
+    monkeypatch.setattr(ChunkKeys, "attend", attend_twice)
+    with pytest.raises(OutOfMemory, match="no room"):
+        list(executors.run_program(made, in_chunks(executors.plan_program(jobs, 1)), jobs))
+    assert not made._sample_keys
+    assert not made._in_flight
 
 
 def test_chunks_are_refused_where_stages_take_turns():

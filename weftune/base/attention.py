@@ -311,7 +311,9 @@ def attend_by_sample(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, pack: Pack,
     """Compute the attention sample by sample. The backward of `split` writes each gradient once."""
     samples = zip(*(x.split(pack.lengths, dim=2) for x in (q_1HTD, k_1GTD, v_1GTD)), strict=True)
     sample_attention = attend_within if rule.softcap is None else attend_within_capped
-    return torch.cat([sample_attention(q, k, v, rule).transpose(1, 2) for q, k, v in samples], dim=1)
+    seen = [sample_attention(q, k, v, rule).transpose(1, 2) for q, k, v in samples]
+    # A copy would be kept beside the output that the attention keeps.
+    return seen[0] if len(seen) == 1 else torch.cat(seen, dim=1)
 
 
 def attend_within(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) -> Tensor:

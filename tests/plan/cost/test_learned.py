@@ -288,17 +288,18 @@ def test_a_process_that_holds_most_of_the_memory_does_not_lead_to_recomputation_
 
 def test_a_window_with_chunks_holds_whole_keys_and_their_gradients() -> None:
     """A sample of 12 rows in three chunks: its keys count from the first forward to the last backward, and
-    their gradients, as wide as float32 makes them, as soon as a backward has begun."""
+    their gradients, as wide as float32 makes them, in the place of the last chunk as soon as that has gone
+    back."""
     whole = PlacedSample(0, 12, 0)
     plans = tuple(MicrobatchPlan((SegmentPlan("a", 1, (one,)),)) for one in cut_sample(whole, 4))
     passes = (*map(Forward, range(3)), *map(Backward, (2, 1, 0)), Step("a", 1))
     batch = GlobalBatch("a", 1, (whole,), 12)
     window, model = Program(12, plans, (batch,), (passes,)), memory()
+    share = 0.5
+    assert rows_in_flight(model, replace(window, devices=(passes[:1],)), [share]) == [2 + 6]
+    assert rows_in_flight(model, replace(window, devices=(passes[:3],)), [share]) == [3 * 2 + 6]
+    wide = 4 / SHAPE.bytes_per_value
+    assert model.sum_ratio == wide
+    assert rows_in_flight(model, window, [share]) == [max(12, 2 * 2 + 6 + wide * 6)]
     (share,) = model.key_shares(JOBS, NOTHING)
     assert 0 < share < 1
-    (held,) = rows_in_flight(model, window, [share])
-    assert held == pytest.approx(12 + share * model.sum_ratio * 12)
-    first = replace(window, devices=(passes[:1],))
-    assert rows_in_flight(model, first, [share]) == pytest.approx([4 + share * 8])
-    half = replace(model, shape=replace(SHAPE, bytes_per_value=2))
-    assert half.sum_ratio == 2

@@ -64,9 +64,9 @@ def rows_in_flight(memory: MemoryModel, program: Program, key_shares: Sequence[f
     """Return, for each worker of a replica, the largest number of rows that await their backward at once.
 
     The keys and values of a sample in chunks are held from the forward of its first chunk to the backward of
-    its first chunk, and their gradients from the backward of its last chunk. They count as the number of rows
-    that keep as many bytes: `key_shares` is, for each worker, the part of a row's bytes that are its keys and
-    values.
+    its first chunk, and their gradients from the backward of its last chunk, which layer by layer takes the
+    place of what the chunk has kept. They count as the number of rows that keep as many bytes: `key_shares`
+    is, for each worker, the part of a row's bytes that are its keys and values.
     """
     most = [0.0] * len(program.devices)
     for device, actions in enumerate(program.devices):
@@ -78,8 +78,8 @@ def rows_in_flight(memory: MemoryModel, program: Program, key_shares: Sequence[f
                     most[device] = max(most[device], held)
                 case Backward(number):
                     held += _gradient_rows(program, number, memory.sum_ratio * share)
-                    most[device] = max(most[device], held)
                     held -= _rows_of_forward(program, number, share)
+                    most[device] = max(most[device], held)
                     if (chunk := program.microbatches[number].chunk) is not None and chunk.chunk_start == 0:
                         held -= _sample_rows(program, number) * memory.sum_ratio * share
                 case Evaluate(microbatch) | Score(microbatch):

@@ -51,10 +51,10 @@ from weftune.plan.window.rounds import JobWindow, mismatched_segments
 Groups = tuple[tuple[str, ...], ...]
 MAX_SPLITS = 4
 """Maximum factor by which a round is cut into more microbatches than it needs, if that fills the pipeline."""
-
-
 CUT_GAIN = 1.02
 """Factor by which a window must be predicted to be faster before samples are cut, or cut more finely."""
+TRIAL_ROUNDS = 2
+"""Rounds by which the size of chunks is chosen. The whole window is planned with this size only."""
 PATIENCE = 1.02
 """Factor by which a window may be predicted to take longer if devices then never wait for gradients."""
 
@@ -154,8 +154,17 @@ def _batches(windows: Sequence[JobWindow]) -> list[list[GlobalBatch]]:
 def _plan_training(
     batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules
 ) -> Program:
-    """Return the program that is fastest in the simulator, among several sizes of microbatches and several
-    orders."""
+    """Return the program that is fastest in the simulator, with long samples whole or in chunks."""
+    whole = _plan_whole(batches, windows, rules)
+    if not rules.cuts_samples or (rows := _choose_chunk_rows(batches, windows, rules)) is None:
+        return whole.program
+    cut = _plan_cut(batches, windows, rules, rows)
+    return cut.program if CUT_GAIN * cut.seconds <= whole.seconds else whole.program
+
+
+def _plan_whole(batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules) -> Timed:
+    """Return the program of whole samples that is fastest in the simulator, among several sizes of
+    microbatches and several orders."""
     longest = max(_tokens(together) for batch in batches for together in sample_groups(batch.samples))
     # Among equals the first is chosen: with spare microbatches it waits less for links and slow passes.
     orders = [PipelineOrder.multi_job, PipelineOrder.alternating] if rules.order is None else [rules.order]
@@ -184,36 +193,47 @@ def _plan_training(
         if room == longest:
             break
     assert best is not None
-    return _plan_chunks(batches, windows, rules, best, best_seconds) if rules.cuts_samples else best
+    return Timed(best, best_seconds)
 
 
-def _plan_chunks(
-    batches: Sequence[GlobalBatch],
-    windows: Sequence[JobWindow],
-    rules: PipelineRules,
-    best: Program,
-    best_seconds: float,
-) -> Program:
-    """Return the program with long samples in chunks, among several sizes of chunks, or `best`, in which they
-    are whole, if chunks are not faster in the simulator."""
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A program with its simulated seconds."""
+
+    program: Program
+    seconds: float
+
+
+def _choose_chunk_rows(
+    batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules
+) -> int | None:
+    """Return the rows of chunks with which the first rounds are fastest in the simulator. None if whole
+    samples are about as fast."""
+    first = {window.job: window.batches[0].step for window in windows if window.batches}
+    few = [batch for batch in batches if batch.step < first[batch.job] + TRIAL_ROUNDS]
     runs = [(batch, together) for batch in batches for together in sample_groups(batch.samples)]
     longest = max((_tokens(together) for batch, together in runs if batch.may_be_cut), default=0)
     longest_whole = max((_tokens(together) for batch, together in runs if not batch.may_be_cut), default=0)
     # The rows that an adapter inserts before a sample are all in its first chunk.
     inserted = max(batch.prefix_rows // len(batch.samples) for batch in batches)
     least = max(rules.min_chunk_rows, longest_whole, inserted + 1)
-    rows = -(-longest // 2)
-    while rows >= least:
-        groups = _groups(batches, [window.job for window in windows], rows, rules)
-        work = cut_long_samples(_deal_microbatches(batches, groups, rows, rules), rows)
-        prices = pace_prices(work.microbatches, rules.paces)
-        found = chunked_multi_job(work, rules.stages, prices, max(longest, longest_whole))
-        seconds = _seconds(found, prices)
-        if CUT_GAIN * seconds > best_seconds:
-            break
-        best, best_seconds = found, seconds
-        rows = -(-rows // 2)
-    return best
+    chosen, rows = None, -(-longest // 2)
+    best_seconds = _plan_whole(few, windows, rules).seconds if rows >= least else 0.0
+    while rows >= least and CUT_GAIN * (cut := _plan_cut(few, windows, rules, rows).seconds) <= best_seconds:
+        chosen, best_seconds, rows = rows, cut, -(-rows // 2)
+    return chosen
+
+
+def _plan_cut(
+    batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules, rows: int
+) -> Timed:
+    """Return the program in which samples of more than `rows` rows are cut into chunks of at most that."""
+    longest = max(_tokens(together) for batch in batches for together in sample_groups(batch.samples))
+    groups = _groups(batches, [window.job for window in windows], rows, rules)
+    work = cut_long_samples(_deal_microbatches(batches, groups, rows, rules), rows)
+    prices = pace_prices(work.microbatches, rules.paces)
+    program = chunked_multi_job(work, rules.stages, prices, longest)
+    return Timed(program, _seconds(program, prices))
 
 
 def _seconds(program: Program, prices: Prices) -> float:
