@@ -43,6 +43,7 @@ from weftune.ops.lora.scales import scale_table
 from weftune.ops.lora.table import Group, SlotTable, bands_for
 from weftune.ops.lora.tiled import backward, forward
 from weftune.ops.lora.tiling import SiteCall, candidate_plans, choose_tiling
+from weftune.ops.sampling import Draw, sample_rows
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SLOTS = 8
@@ -274,6 +275,9 @@ def launch_others(device_class: DeviceClass, quick: bool) -> None:
         for softcap, wants_gradient in product((None, 30.0), (True, False)):
             _launch_logprobs(dtype, softcap, wants_gradient)
         _launch_adamw(dtype)
+        logits_BV = torch.empty(DECODED, 128256, device=META)
+        with patch("weftune.ops.sampling.to_device", lambda tensor, device: tensor):
+            sample_rows(logits_BV, logits_BV, [Draw(0.8, 0.9, 1)] * DECODED)
         _launch_experts(dtype, quick)
 
 

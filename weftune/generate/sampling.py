@@ -17,6 +17,9 @@ from torch import Tensor
 from weftune.core.batch import to_device
 from weftune.errors import UserError
 from weftune.ops.dropout import STRIDE, mix_bits, step_key, to_signed
+from weftune.ops.fallback import run_with_fallback
+from weftune.ops.sampling import Draw, sample_rows
+from weftune.ops.triton import kernels_available
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,24 @@ def sample(logits_BV: Tensor, rows: Sequence[SampledRow]) -> tuple[Tensor, Tenso
     """Return the next token of every sequence, and its log-probability in the model's own distribution, which
     temperature, penalties and truncation do not change."""
     scores_BV = _apply_penalties(logits_BV, rows)
+    has_kernel = logits_BV.dtype == torch.float32 and kernels_available(logits_BV)
+    if not has_kernel or any(row.sampling.top_k for row in rows):
+        return _sample_by_torch(scores_BV, logits_BV, rows)
+    return run_with_fallback(
+        "sampling", logits_BV.device, _sample_by_kernel, _sample_by_torch, scores_BV, logits_BV, rows
+    )
+
+
+def _sample_by_kernel(
+    scores_BV: Tensor, logits_BV: Tensor, rows: Sequence[SampledRow]
+) -> tuple[Tensor, Tensor]:
+    draws = [Draw(row.sampling.temperature, row.sampling.top_p, _random_key(row)) for row in rows]
+    return sample_rows(scores_BV, logits_BV, draws)
+
+
+def _sample_by_torch(
+    scores_BV: Tensor, logits_BV: Tensor, rows: Sequence[SampledRow]
+) -> tuple[Tensor, Tensor]:
     if any(row.sampling.temperature for row in rows):
         scores_BV = _perturb_scores(_truncate_scores(scores_BV, rows), rows)
     tokens_B = scores_BV.argmax(dim=-1)
@@ -98,30 +119,33 @@ def _apply_penalties(logits_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
 
 def _truncate_scores(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     """Divide by the temperatures, and set the scores of tokens outside top-k and top-p to -inf. The most
-    probable token always remains. Greedy rows stay as they are."""
+    probable token always remains, and so do tokens as probable as the last one that remains. Greedy rows stay
+    as they are."""
     settings = [row.sampling for row in rows]
     device, vocabulary = scores_BV.device, scores_BV.shape[1]
     temperature_B1 = _to_column([one.temperature or 1.0 for one in settings], device)
     scores_BV = scores_BV / temperature_B1
     if all(one.top_k == 0 and one.top_p == 1.0 for one in settings):
         return scores_BV
-    sorted_BV, order_BV = scores_BV.sort(dim=-1, descending=True, stable=True)
+    sorted_BV = scores_BV.sort(dim=-1, descending=True).values
     top_k_B1 = _to_column([one.top_k or vocabulary for one in settings], device)
-    sorted_BV = sorted_BV.masked_fill(torch.arange(vocabulary, device=device) >= top_k_B1, -torch.inf)
+    is_kept_BV = torch.arange(vocabulary, device=device) < top_k_B1
     # As in transformers and vLLM, top-p counts the probabilities of what top-k has left.
-    probability_BV = sorted_BV.softmax(dim=-1)
+    probability_BV = sorted_BV.masked_fill(~is_kept_BV, -torch.inf).softmax(dim=-1)
     before_BV = probability_BV.cumsum(dim=-1) - probability_BV
     top_p_B1 = _to_column([one.top_p if one.top_p < 1.0 else 2.0 for one in settings], device)
-    sorted_BV[:, 1:] = sorted_BV[:, 1:].masked_fill(before_BV[:, 1:] >= top_p_B1, -torch.inf)
-    return torch.empty_like(sorted_BV).scatter(1, order_BV, sorted_BV)
+    is_kept_BV &= before_BV < top_p_B1
+    is_kept_BV[:, 0] = True
+    last_B1 = sorted_BV.masked_fill(~is_kept_BV, torch.inf).amin(dim=-1, keepdim=True)
+    return scores_BV.masked_fill(scores_BV < last_B1, -torch.inf)
 
 
 def _perturb_scores(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     """Add Gumbel noise: the argmax of the result is a sample of the softmax of the scores. Rows that decode
     greedily get none."""
-    keys = [to_signed(step_key(row.sampling.seed, len(row.completion))) for row in rows]
     device = scores_BV.device
-    key_B1 = to_device(torch.tensor(keys, dtype=torch.int32), device)[:, None]
+    keys = torch.tensor([_random_key(row) for row in rows], dtype=torch.int32)
+    key_B1 = to_device(keys, device)[:, None]
     count_V = torch.arange(1, scores_BV.shape[1] + 1, dtype=torch.int32, device=device)
     bits_BV = mix_bits(count_V * to_signed(STRIDE) ^ key_B1)
     # Shifted arithmetically, the top 23 bits are a whole number from −2²² up to 2²² − 1. With 24 bits, the
@@ -129,6 +153,13 @@ def _perturb_scores(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     uniform_BV = ((bits_BV >> 9).to(scores_BV.dtype) + (2.0**22 + 0.5)) * 2.0**-23
     is_random_B1 = _to_column([float(row.sampling.temperature > 0) for row in rows], device) > 0
     return torch.where(is_random_B1, scores_BV - (-uniform_BV.log()).log(), scores_BV)
+
+
+def _random_key(row: SampledRow) -> int:
+    """Return the key of the random numbers of a row. Rows that decode greedily need none."""
+    if not row.sampling.temperature:
+        return 0
+    return to_signed(step_key(row.sampling.seed, len(row.completion)))
 
 
 def _to_column(values: Sequence[float], device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from weftune.core.device_class import class_of
 
 MODULES = (
     *("adamw", "computed", "dequantise", "experts", "few_rows", "fp8", "large", "logprobs", "norm"),
-    *("paged", "product", "rotary", "scales", "site", "site_gradients", "slots", "swiglu"),
+    *("paged", "product", "rotary", "sampling", "scales", "site", "site_gradients", "slots", "swiglu"),
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of the kernels, which compute in float32; float64 is left to torch."""
