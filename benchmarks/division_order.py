@@ -125,6 +125,7 @@ class Setting:
     batch_tokens: int
     rounds: int
     repeats: int
+    """Windows that are measured, divided by the number of jobs."""
 
     def cases(self, model: SmallModel) -> list[OrderCase]:
         return [
@@ -222,8 +223,8 @@ def read_setting(options: argparse.Namespace) -> Setting:
         # Longer samples might be cut into chunks, which these random microbatches are not.
         lengths=(32, CPU_CHUNK_ROWS),
         batch_tokens=2 * CAPACITY,
-        rounds=3,
-        repeats=2,
+        rounds=2,
+        repeats=12,
     )
 
 
@@ -405,7 +406,12 @@ def measure_division(
             shares = share_names(case, division)
             for connection, jobs in zip(connections, shares, strict=True):
                 connection.send(
-                    ShareTask(case=case, jobs=jobs, rounds=setting.rounds, repeats=setting.repeats)
+                    ShareTask(
+                        case=case,
+                        jobs=jobs,
+                        rounds=setting.rounds,
+                        repeats=max(1, setting.repeats // case.jobs),
+                    )
                 )
             for connection in connections:
                 assert answer(connection) == "ready"
@@ -448,11 +454,11 @@ def run_tasks(connection: Connection, executor: Executor | Driver, layout: Layou
                 )
             )
 
-        def run_window(step: int, task: ShareTask = task) -> float:
+        def run_window(step: int, rounds: int, task: ShareTask = task) -> float:
             pacing = None
             if isinstance(executor, Driver):
                 pacing = Pacing(executor.paces.stages(), spare_microbatches=SPARE)
-            windows = [task.case.window(name, step, task.rounds) for name in task.jobs]
+            windows = [task.case.window(name, step, rounds) for name in task.jobs]
             program = plan_window(windows, layout, CAPACITY, pacing=pacing)
             began = time.perf_counter()
             for _ in executor.run(program, fetch, lambda: False):
@@ -460,13 +466,14 @@ def run_tasks(connection: Connection, executor: Executor | Driver, layout: Layou
             return time.perf_counter() - began
 
         # The first passes of a process, and of a size, are slow.
-        run_window(step)
+        run_window(step, 1)
+        step += 1
         connection.send("ready")
         assert connection.recv() == "begin"
         taken = []
         for _ in range(task.repeats):
+            taken.append(run_window(step, task.rounds))
             step += task.rounds
-            taken.append(run_window(step))
         connection.send(sum(taken) / len(taken))
         for name in task.jobs:
             executor.detach(name)
