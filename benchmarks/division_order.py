@@ -75,7 +75,7 @@ PRELOADED = [
     "weftune.launch.workers",
     "transformers.models.llama.modeling_llama",
 ]
-ANSWER_SECONDS = 90.0
+ANSWER_SECONDS = 180.0
 """Seconds after which a process that does not answer is lost."""
 SUM_BYTES = 4 << 10, 1 << 20
 """Sizes of the sums by which latency and bandwidth between processes are measured."""
