@@ -71,8 +71,8 @@ CAPACITY = 512
 ALIKE = 0.05
 """Relative difference of speeds below which the order of a pair is not judged."""
 PRELOADED = [
-    "benchmarks.division_order",
-    "weftune.launch.workers",
+    "benchmarks.pipeline_bubbles",
+    "weftune.trainer.trainer",
     "transformers.models.llama.modeling_llama",
 ]
 ANSWER_SECONDS = 180.0
