@@ -164,6 +164,8 @@ class ModelShape:
     @cached_property
     def whole_values_per_token(self) -> int:
         """Number of input and output values per token of all sites, of all shards together."""
+        if self.shards == 1:
+            return self.values_per_token
         return sum(
             self.shards * site.in_features + site.out_features
             if site.name.rpartition(".")[2] in CUT_BY_INPUTS
