@@ -1,11 +1,12 @@
 """One job of long samples in a pipeline of CPU processes: whole samples against chunks that reuse keys.
 
 A random Llama is cut into stages, one process each. One job trains global batches of a few long samples, so
-that the pipeline fills and drains with every batch. The planner orders whole samples, then chunks; the first
-window of each case teaches it the speed of the stages, and those after it are measured. The idle share is the
-part of a window in which a worker is neither in a pass nor in a step, as a mean over workers. Activations are
-the tensors that autograd keeps for backwards, and the sums of the gradients of keys and values; those of
-chunks are predicted from the bytes that a row of the whole samples keeps.
+that the pipeline fills and drains with every batch. The planner orders whole samples, then chunks. As in a
+run, the first window of each case has whole samples and teaches the planner the speed of the stages; the
+second one teaches it what smaller passes take; those after it are timed. The idle share is the part of a
+window in which a worker is neither in a pass nor in a step, as a mean over workers. In one more window,
+activations are counted: the tensors that autograd keeps for backwards, and the sums of the gradients of keys
+and values. Those of chunks are predicted from the bytes that a row of the whole samples keeps.
 
     python -m benchmarks.pipeline_chunks [--stages N] [--threads N] [--length N] [--samples N] [--simulate]
         [--toy] [--json FILE]
@@ -24,6 +25,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import mean
@@ -63,6 +65,8 @@ from weftune.run.workers.trace import timeline_of
 from weftune.run.workers.worker import serve
 
 JOB = "a"
+LEARNING = 2
+"""Windows of each case before those that are timed."""
 SIMULATED = ((2, 2), (2, 6), (4, 2), (4, 6), (4, 12), (8, 6))
 """Stages and samples per global batch of the simulated cases."""
 
@@ -80,6 +84,11 @@ class Setting(pipeline_bubbles.Setting):
     @property
     def rows(self) -> int:
         return self.length
+
+    @property
+    def windows_per_case(self) -> int:
+        """Number of windows of each case: the last one is counted instead of timed."""
+        return LEARNING + self.windows + 1
 
 
 TOY = Setting(
@@ -192,7 +201,7 @@ def measure(setting: Setting) -> dict[str, Any]:
             peaks: list[list[int]] = []
             with (
                 others(setting, peaks),
-                counted_activations() as own,
+                counted_activations(setting.windows_per_case) as own,
                 opened(spec, cut.held, folder, setting) as one,
             ):
                 windows = [run_case(one, setting, cut, least) for least in (0, setting.least_rows)]
@@ -217,7 +226,7 @@ def run_case(pipeline: Driver, setting: Setting, cut: Cut, least: int) -> list[W
     )
     pipeline.paces = Paces([held.stop - held.start for held in cut.held])
     found = []
-    for number in range(setting.windows + 1):
+    for number in range(setting.windows_per_case):
         # As in a run, nothing is cut until passes have been measured.
         rows = least if number else 0
         program = plan(setting, pipeline.paces.stages(), rows, number * setting.steps)
@@ -232,18 +241,17 @@ def run_case(pipeline: Driver, setting: Setting, cut: Cut, least: int) -> list[W
 def report(
     setting: Setting, shape: Any, cut: Cut, cases: Sequence[Sequence[Window]], peaks: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Print and return the measured numbers of both cases. `peaks` are the bytes of each worker in each
-    window of all cases, in order."""
-    found, done = [], 0
-    for name, windows in zip(("whole samples", "chunks"), cases, strict=True):
-        numbers = range(done + 1, done + len(windows))
-        done += len(windows)
+    """Print and return the measured numbers of both cases. `peaks` are the bytes of each worker in the last
+    window of each case."""
+    found = []
+    for number, (name, windows) in enumerate(zip(("whole samples", "chunks"), cases, strict=True)):
+        timed = windows[LEARNING:-1]
         one = Measured(
             name,
             max(plan.rows for plan in windows[-1].program.microbatches),
-            mean(each.idle for each in windows[1:]),
-            mean(each.seconds for each in windows[1:]) / setting.steps,
-            tuple(max(own[number] for number in numbers) for own in peaks),
+            mean(each.idle for each in timed),
+            mean(each.seconds for each in timed) / setting.steps,
+            tuple(own[number] for own in peaks),
         )
         found.append(one)
         sizes = ", ".join(f"{size / 2**20:.1f}" for size in one.peak_bytes)
@@ -312,7 +320,7 @@ class ActivationCounter:
 
     def __init__(self) -> None:
         self.peaks: list[int] = []
-        """Largest number of bytes in each window."""
+        """Largest number of bytes in each window that was counted."""
         self._users: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._held = self._peak = 0
@@ -348,14 +356,20 @@ class ActivationCounter:
 
 
 @contextmanager
-def counted_activations() -> Iterator[ActivationCounter]:
-    """Count the activations of every window that this process runs within the context."""
-    counter = ActivationCounter()
+def counted_activations(windows: int) -> Iterator[ActivationCounter]:
+    """Count the activations of every last one of `windows` windows that this process runs in the context."""
+    counter, number = ActivationCounter(), count(1)
     run, zeros = Executor.run, chunks._zeros_like
 
     def counted_run(self: Executor, *given: Any, **named: Any) -> Iterator[Any]:
+        if next(number) % windows:
+            yield from run(self, *given, **named)
+            return
         counter.begin_window()
-        yield from run(self, *given, **named)
+        chunks._zeros_like = counted_zeros
+        with saved_tensors_hooks(counter.pack, counter.unpack):
+            yield from run(self, *given, **named)
+        chunks._zeros_like = zeros
         counter.end_window()
 
     def counted_zeros(x: Tensor) -> Tensor:
@@ -363,10 +377,9 @@ def counted_activations() -> Iterator[ActivationCounter]:
         weakref.finalize(made, counter.release, counter.hold(made))
         return made
 
-    Executor.run, chunks._zeros_like = counted_run, counted_zeros  # type: ignore[method-assign]
+    Executor.run = counted_run  # type: ignore[method-assign]
     try:
-        with saved_tensors_hooks(counter.pack, counter.unpack):
-            yield counter
+        yield counter
     finally:
         Executor.run, chunks._zeros_like = run, zeros  # type: ignore[method-assign]
 
@@ -386,7 +399,7 @@ def others(setting: Setting, peaks: list[list[int]]) -> Iterator[None]:
     ]
     pipes = [context.Pipe(duplex=False) for _ in environments[1:]]
     processes = [
-        context.Process(target=be_worker, args=(one, setting.threads, sender), daemon=True)
+        context.Process(target=be_worker, args=(one, setting, sender), daemon=True)
         for one, (_, sender) in zip(environments[1:], pipes, strict=True)
     ]
     before = dict(os.environ)
@@ -405,12 +418,12 @@ def others(setting: Setting, peaks: list[list[int]]) -> Iterator[None]:
             process.kill()
 
 
-def be_worker(variables: dict[str, str], threads: int, sender: Connection) -> None:
+def be_worker(variables: dict[str, str], setting: Setting, sender: Connection) -> None:
     os.environ.update(variables)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(setting.threads)
     position = read_position()
     assert position is not None
-    with counted_activations() as counter:
+    with counted_activations(setting.windows_per_case) as counter:
         serve(connect(position, CPU), CPU)
     sender.send(counter.peaks)
     torch.distributed.destroy_process_group()
