@@ -50,6 +50,26 @@ def test_values_and_gradients_equal_plain_log_softmax(rows, softcap, bias, multi
     assert not correct.all() or rows < 2
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_of_half_precision_products_are_not_rounded(bias):
+    """Logits of about 20, which bfloat16 would round by up to 0.06; gradients are in bfloat16."""
+    torch.manual_seed(0)
+    h, weight = (torch.randn(size, 64, device="cuda", dtype=torch.bfloat16) for size in (13, 53))
+    head = Head(2.5 * weight, torch.randn(53, device="cuda", dtype=torch.bfloat16) if bias else None)
+    targets = torch.randint(0, 53, (13,), device="cuda")
+    leaf = h.requires_grad_()
+    got, _ = target_logprobs(leaf, targets, head)
+    (gradient,) = torch.autograd.grad(got.sum(), leaf)
+    exact = h.detach().double().requires_grad_()
+    logits = exact @ head.weight_VD.double().T + (0.0 if head.bias_V is None else head.bias_V.double())
+    want = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    (expected,) = torch.autograd.grad(want.sum(), exact)
+    torch.testing.assert_close(got.double(), want, atol=1e-3, rtol=0.0)
+    torch.testing.assert_close(head.logits(h.detach()).double(), logits.detach(), atol=1e-3, rtol=0.0)
+    assert (gradient.double() - expected).norm() <= 0.01 * expected.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_a_hit_is_the_argmax_and_the_lowest_index_among_equals(softcap, dtype, device):

@@ -22,12 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from weftune.core.batch import to_device
 from weftune.core.shapes import logit_rows
 from weftune.core.shards import VocabularyShard
-from weftune.core.weights import Head, HeadRows
+from weftune.core.weights import Head, HeadRows, float_linear
 from weftune.ops import triton as kernels
 from weftune.ops.fallback import run_with_fallback
 from weftune.ops.triton import kernels_available
@@ -241,7 +240,9 @@ def _product_gradient(
 def _run_kernel(
     h: Tensor, targets: Tensor, head: Head, needs_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    z = linear(h, head.weight_VD, head.bias_V)
+    z = float_linear(h, head.weight_VD, head.bias_V)
+    # Of logits in half precision, the gradient is in half precision, too, for the product with the weight.
+    gradient = z if h.dtype == z.dtype or not needs_gradient else torch.empty_like(z, dtype=h.dtype)
     logprobs = torch.empty(len(h), dtype=torch.float32, device=h.device)
     correct = torch.empty(len(h), dtype=torch.bool, device=h.device)
     if not len(h):
@@ -249,6 +250,7 @@ def _run_kernel(
     with torch.cuda.device_of(h):
         kernels.logprobs.target_logprobs[(len(h),)](
             z,
+            gradient,
             targets,
             logprobs,
             correct,
@@ -260,7 +262,7 @@ def _run_kernel(
             BLOCK=4096,
             num_warps=8,
         )
-    return logprobs, correct, z @ head.weight_VD if needs_gradient else h
+    return logprobs, correct, gradient @ head.weight_VD if needs_gradient else h
 
 
 def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:

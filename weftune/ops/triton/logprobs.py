@@ -1,5 +1,5 @@
-"""The kernel of target log-probabilities. A program processes one row of logits, reads it twice and
-overwrites it with the gradient; the second read mostly finds it in the cache.
+"""The kernel of target log-probabilities. A program processes one row of logits and reads it twice; the
+second read, before the gradient is written, mostly finds it in the cache.
 
 Shapes: V vocabulary, B values at a time.
 """
@@ -28,6 +28,7 @@ def _capped(z_B, multiplier, softcap, CAPS: tl.constexpr):
 @triton.jit
 def target_logprobs(
     z,
+    gradient,
     targets,
     logprobs,
     correct,
@@ -38,12 +39,14 @@ def target_logprobs(
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write log p(target) and whether the target is the row's argmax; z becomes d log p(target) / dz.
+    """Write log p(target), whether the target is the row's argmax, and d log p(target) / dz to `gradient`,
+    which may be z.
 
     Among equal logits the argmax is the lowest index, as in torch.
     """
     row = tl.program_id(0).to(tl.int64)
     z += row * vocabulary
+    gradient += row * vocabulary
     target = tl.load(targets + row)
     wanted = _capped(tl.load(z + target), multiplier, softcap, CAPS)
     # Finite, so that a lane without values does not subtract an infinity from itself.
@@ -79,4 +82,4 @@ def target_logprobs(
             d_B = tl.where(at_B == target, 1.0, 0.0) - tl.exp(value_B - norm)
             if CAPS:
                 d_B *= 1.0 - (value_B / softcap) * (value_B / softcap)
-            tl.store(z + at_B, (d_B * multiplier).to(z.dtype.element_ty), mask=inside_B)
+            tl.store(gradient + at_B, (d_B * multiplier).to(gradient.dtype.element_ty), mask=inside_B)
