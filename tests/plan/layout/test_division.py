@@ -120,10 +120,11 @@ def test_flags_name_what_is_not_one():
     assert Division(replicas=2, shards=4).text == "2 replicas of 4 shards"
 
 
-def example(cluster, **flags):
+def example(cluster, jobs=8, **flags):
     none = dict.fromkeys(("device", "memory", "gpu_memory", "pipeline", "gpus"))
     options = early.read_options(**{**none, "replicas": 1, **flags})
     run = early.read_jobs_file(EXAMPLE)
+    run = replace(run, jobs=run.jobs[:jobs])
     return read_case(run, parse_cluster(cluster), options, on_this_machine=False)
 
 
@@ -135,6 +136,13 @@ def test_70b_on_eight_gpus_is_above_its_bar_with_no_gpu_idle():
     for flags in ({"pipeline": "8"}, {"shards": "8"}, {"shards": "4", "replicas": 2}, {"pipeline": "4"}):
         forced = choose_planned(example("8xH100", **flags)).candidates
         assert all(one.tokens_per_second <= best.tokens_per_second for one in forced)
+
+
+@pytest.mark.slow
+def test_one_70b_job_on_eight_gpus_leaves_them_idle_for_less_than_15_percent():
+    best = choose_planned(example("8xH100", jobs=1)).candidates[0]
+    assert best.idle_share < 0.15
+    assert best.division.devices == 8
 
 
 @pytest.mark.slow
