@@ -2,7 +2,7 @@
 
     python -m benchmarks.long_samples [--shape 8b] [--layers N] [--jobs N] [--lengths 32768,131072]
                                       [--modes chosen,attention,recomputed,offloaded,inputs] [--rank R]
-                                      [--steps N] [--memory GIB] [--no-peft] [--profile]
+                                      [--steps N] [--long-steps N] [--memory GIB] [--no-peft] [--profile]
 
 Every job trains one sample per step. Modes of Weftune:
 chosen      what the memory model chooses with the memory of the device, or with --memory
@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=2, help="timed steps after one more, of samples up to 65,536 tokens"
     )
+    parser.add_argument("--long-steps", type=int, default=0, help="the same for longer samples")
     parser.add_argument("--memory", type=float, help="GiB of the device that the memory model may use")
     parser.add_argument("--no-peft", action="store_true")
     parser.add_argument("--profile", action="store_true", help="show the device time by kind of work")
@@ -182,7 +183,7 @@ def main() -> None:
 
     def steps_at(length: int) -> int:
         # Shorter samples have compiled the kernels.
-        return options.steps if length <= LONG else 0
+        return options.steps if length <= LONG else options.long_steps
 
     def show(row: LongStep) -> None:
         rows.append(row)
