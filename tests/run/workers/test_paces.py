@@ -4,10 +4,19 @@ import pytest
 
 from tests.plan.works import work
 from weftune.plan.cost.time import Line
-from weftune.plan.program.program import Backward, Forward, Step
+from weftune.plan.program.program import (
+    Backward,
+    Forward,
+    MicrobatchPlan,
+    PlacedSample,
+    Program,
+    SegmentPlan,
+    Step,
+    cut_sample,
+)
 from weftune.plan.window.orders import one_forward_one_backward
 from weftune.run.workers.agreed import TimedAction, WorkerReport
-from weftune.run.workers.paces import BACKWARD_GUESS, MeasuredPass, Paces, fit_line
+from weftune.run.workers.paces import BACKWARD_GUESS, MAX_MEASUREMENTS, MeasuredPass, Paces, fit_line
 
 
 def test_a_line_is_found_and_never_goes_below_zero():
@@ -100,3 +109,19 @@ def test_what_is_promised_counts_that_workers_wait_for_one_anothers_slow_passes(
     ]
     paces.learn(program, reports)
     assert paces.predicted_seconds(program) > 1.05 * paces.timeline(program).makespan
+
+
+def test_many_passes_of_chunks_do_not_displace_those_of_whole_samples():
+    """Passes of one size do not tell how long a pass takes besides the time of its rows."""
+    whole, half = PlacedSample(0, 100, 0), cut_sample(PlacedSample(0, 100, 0), 50)
+    plans = tuple(MicrobatchPlan((SegmentPlan("a", 1, (one,)),)) for one in (whole, *half))
+    program, paces = Program(100, plans, (), ((),)), Paces([1])
+
+    def learn(number, seconds, times):
+        both = [TimedAction(kind(number), 0.0, seconds) for kind in (Forward, Backward)]
+        paces.learn(program, [WorkerReport(times=both * times)])
+
+    learn(0, 1.5, 2)
+    learn(1, 1.0, 3 * MAX_MEASUREMENTS)
+    (pace,) = paces.stages()
+    assert (pace.forward.fixed, pace.forward.per_token) == pytest.approx((0.5, 0.01))
