@@ -21,6 +21,7 @@ from weftune.core.interrupt import StopRequest
 from weftune.errors import PlanError
 from weftune.objectives.registry import make_objective
 from weftune.objectives.spec import SFT_SPEC
+from weftune.plan.program.handover import FINISHED, unfinished_work
 from weftune.plan.program.layout import WorkerLayout
 from weftune.plan.program.program import (
     Action,
@@ -99,6 +100,8 @@ class Executor:
         self._in_flight: dict[int, InFlight] = {}
         self._sample_keys: dict[tuple[str, int, int], SampleKeys] = {}
         """Maps job, step and offset of each sample whose chunks are in flight to its keys and values."""
+        self.unfinished = FINISHED
+        """Batches that the last window left unfinished, whose microbatches are in flight on this worker."""
         self._next: tuple[MicrobatchPlan, LaidMicrobatch] | None = None
         """Plan and tensors of the next microbatch, prepared in advance."""
         self.offer_turn: Callable[[], object] | None = None
@@ -194,11 +197,13 @@ class Executor:
         stop: Callable[[], bool] = lambda: False,
         overdue: Callable[[], bool] = lambda: False,
     ) -> Iterator[Event]:
-        """Run every action and yield events. Once `stop` returns True, the run ends as soon as no global
-        batch is unfinished. If that takes too long, or if `overdue` returns True, nothing more is computed
-        and unfinished global batches are dropped."""
+        """Run every action and yield events. Microbatches that the window leaves in flight are kept for the
+        next window. Once `stop` returns True, the run ends as soon as no global batch is unfinished. If that
+        takes too long, or if `overdue` returns True, nothing more is computed and unfinished global batches
+        are dropped."""
         self._refuse(program)
         with self.adapted.on_stream():
+            self._inherit(program)
             self._timer.begin_window()
             self.weights.begin_window()
             self.activations.reserve(rows_at_once(program, self.worker))
@@ -211,6 +216,23 @@ class Executor:
             yield from self._act(actions, StopRequest(stop), overdue)
             yield from self._guarded(self.agreement.finish_steps())
             self.agreement.end_window(self.weights.waited)
+            if not self.agreement.shortage:
+                self.unfinished = unfinished_work(program)
+
+    def _inherit(self, program: Program) -> None:
+        """Give the microbatches in flight their indices in the program. Where it inherits none, drop those
+        that the window before left."""
+        if program.inherited:
+            numbers = {one.number: index for index, one in enumerate(program.inherited)}
+            self._in_flight = {numbers[old]: flight for old, flight in self._in_flight.items()}
+            self.activations.inherit(numbers)
+            self.passes.inherit(numbers)
+        elif self.unfinished.batches:
+            self._in_flight.clear()
+            self.activations.forget()
+            self.passes.abandon()
+            self.adapters.abandon()
+        self.unfinished = FINISHED
 
     def _act(
         self, actions: Sequence[Action], request: StopRequest, overdue: Callable[[], bool]

@@ -149,7 +149,10 @@ def _workers_engine(
         # There is one trace in an output: of several shares, that of the first.
         timeline=None if options.share else TimelineWatcher(driver),
         pacing=lambda: choice.pacing(
-            paces(), are_measured=driver.paces.measured and not options.deterministic
+            paces(),
+            are_measured=driver.paces.measured and not options.deterministic,
+            # A run that resumes begins with an empty pipeline, and must come to the same microbatches.
+            hands_over=not options.deterministic,
         ),
         price=partial(_price_function, driver, choice),
         other_peak_bytes=lambda: driver.peaks,

@@ -16,6 +16,7 @@ from weftune.jobs.store.store import JobStore
 from weftune.jobs.sweeps.record import SweepRecord
 from weftune.plan.cost.learned import Outcome, Promise
 from weftune.plan.cost.time import CostModel, JobShapes
+from weftune.plan.program.handover import closed_batches
 from weftune.plan.program.program import Program
 from weftune.report.evaluation import ANSWERS, answers_record
 from weftune.report.read import JobRecord
@@ -144,7 +145,9 @@ class Journal:
         the window's passes: it predicts how long the jobs would have taken one after another. `worker_peaks`
         are the peak bytes of each worker."""
         trained = [one for one in outcome.passes if one.training]
-        alone = cost.solo_seconds(program.batches, program.capacity, shapes)
+        closed = closed_batches(program)
+        batches = [batch for batch in program.batches if (batch.job, batch.step) in closed]
+        alone = cost.solo_seconds(batches, program.capacity, shapes)
         if alone is not None:
             self._saved += alone - sum(one.seconds for one in trained)
         line = {

@@ -146,6 +146,9 @@ class Loop:
         """Function that is called after every pass."""
         self.paused: set[str] = set()
         """Jobs that were paused on request and have not been resumed."""
+        self._stop: Callable[[], bool] = lambda: False
+        """Function that returns whether the run is to end."""
+        self._callback: Callback | None = None
         self._judged: frozenset[str] = frozenset()
         """Trials that make no step in this window: only the mean of their last weights is evaluated."""
         self._max_jobs: float = math.inf
@@ -246,14 +249,14 @@ class Loop:
         decision = admit_jobs(
             ranking.waiting_jobs, ranking.attached_jobs, self._misfit_reason, self._overtaken
         )
+        held = [name for name in self.executor.attached if name in ranking.hold_reasons]
+        if self.executor.unfinished.batches and (decision.admitted_names or decision.preempted or held):
+            self._drain()
+            self._detach_ended()
+            self._admit()
+            return
         self._overtaken = decision.overtake_counts
-        self._requeue(
-            {
-                name: ranking.hold_reasons[name]
-                for name in self.executor.attached
-                if name in ranking.hold_reasons
-            }
-        )
+        self._requeue({name: ranking.hold_reasons[name] for name in held})
         for name, reason in decision.too_large.items():
             advice = self.learned.memory.advice(self.waiting.pop(name).shape)
             self.journal.set_state(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
@@ -268,8 +271,8 @@ class Loop:
         if self._endings:
             # A job that cannot be saved is detached all the same.
             self._detach_ended()
-        held = {name: reason for name, reason in ranking.hold_reasons.items() if name in self.waiting}
-        for name, reason in {**decision.wait_reasons, **held}.items():
+        waiting_reasons = {one: why for one, why in ranking.hold_reasons.items() if one in self.waiting}
+        for name, reason in {**decision.wait_reasons, **waiting_reasons}.items():
             # A preempted job keeps its reason as long as the job that replaced it is attached.
             is_replaced = self._preempted_by.get(name) in self.executor.attached
             if not is_replaced and self.store.job(name).reason != reason:
@@ -388,6 +391,7 @@ class Loop:
     @phase(Phase.TRAINING)
     def run(self, stop: Callable[[], bool], callback: Callback | None = None) -> None:
         """Train until every job has ended, or until `stop` returns True; then save and pause the rest."""
+        self._stop, self._callback = stop, callback
         try:
             self._run(stop, callback)
         except KeyboardInterrupt:
@@ -485,6 +489,7 @@ class Loop:
         if not unscored:
             return False
         same_samples = {names[0]: names for names in unscored.values()}
+        self._drain()
         program = self.windows.base_evaluation(same_samples)
         fetch = partial(collate_plan, jobs=self.jobs, without_adapter=True)
         try:
@@ -510,6 +515,8 @@ class Loop:
     def _needs_first_evaluation(self, name: str) -> bool:
         """Whether the job must be evaluated before its next step: at its start, or after an interruption."""
         job, progress = self.jobs[name], self.executor.attached[name].progress
+        if name in self.executor.unfinished.steps:
+            return False
         if job.data.evaluation is None:
             return progress.step == 0
         if self.sweeps.is_awaited(name, progress.step) and not self.sweeps.evaluates_mean_weights(name):
@@ -543,6 +550,11 @@ class Loop:
 
     def _job_shapes(self, names: Iterable[str]) -> list[JobShape]:
         return [self.jobs[name].shape for name in names]
+
+    def _drain(self) -> None:
+        """Finish the batches that the last window left unfinished: jobs join and leave a drained pipeline."""
+        if self.executor.unfinished.batches:
+            self._execute(self.windows.drain(), self._stop, self._callback)
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         attached = {name: self.jobs[name].shape for name in self.executor.attached}
@@ -719,11 +731,11 @@ class Loop:
         self.executor.kill(name)
 
     def _detach_ended(self) -> None:
-        for name, training in list(self.executor.attached.items()):
-            if training.progress.step >= self.jobs[name].recipe.steps and not self._needs_first_evaluation(
-                name
-            ):
-                self._endings.setdefault(name, Ending(State.SUCCEEDED))
+        self._end_complete_jobs()
+        # Captured passes in flight read tables of all attached jobs.
+        if self._endings and (self.executor.captures is not None or self._is_unfinished(self._endings)):
+            self._drain()
+            self._end_complete_jobs()
         for name, ending in self._endings.items():
             self._max_jobs = math.inf
             training = self._detach(name)
@@ -742,6 +754,18 @@ class Loop:
             release(self.base.device)
         self._endings.clear()
 
+    def _is_unfinished(self, names: Iterable[str]) -> bool:
+        """Whether the last window left a batch of one of these jobs unfinished."""
+        return not self.executor.unfinished.steps.keys().isdisjoint(names)
+
+    def _end_complete_jobs(self) -> None:
+        """Set how jobs end that have made their last step and have been evaluated."""
+        for name, training in list(self.executor.attached.items()):
+            if training.progress.step >= self.jobs[name].recipe.steps and not self._needs_first_evaluation(
+                name
+            ):
+                self._endings.setdefault(name, Ending(State.SUCCEEDED))
+
     def _requeue(self, reasons: Mapping[str, str], are_resting_trials: bool = False) -> None:
         """Save jobs and queue them again with the reasons; `are_resting_trials` marks trials that wait at a
         rung."""
@@ -758,6 +782,7 @@ class Loop:
 
     def _save_and_detach(self, names: Sequence[str]) -> list[Training]:
         """Save and detach jobs; return the saved ones. A job that cannot be saved gets an ending instead."""
+        self._drain()
         for name in names:
             self._save_checkpoint(name, self.executor.save_now)
         for name in names:

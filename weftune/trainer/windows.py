@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weftune.plan.cost.learned import Learned
+from weftune.plan.program.handover import Unfinished, unfinished_work
 from weftune.plan.program.program import Program, Recompute
 from weftune.plan.window.pace import WindowPace, cut_to_window_seconds, rounds_within
 from weftune.plan.window.rounds import JobWindow
@@ -25,7 +26,7 @@ SAME_LIMIT = 0.25
 were planned ahead stay valid and captured passes keep their sizes."""
 
 Cursors = Mapping[str, int]
-"""Maps each job to its last completed step."""
+"""Maps each job to the last step before the window, which may be unfinished."""
 Unscored = Mapping[str, NDArray[np.int64]]
 """Maps each job that waits for its reference log-probabilities to the samples that it scores."""
 
@@ -48,11 +49,20 @@ class WindowAhead:
     recompute: Recompute
     pace: WindowPace
     """Predictor of seconds, which limits the number of rounds in the window."""
+    unfinished: Unfinished
+    """Batches that the current window was to leave unfinished."""
     future: Future[PlannedWindow]
 
-    def is_valid_for(self, cursors: Cursors, capacity: int, recompute: Recompute, pace: WindowPace) -> bool:
+    def is_valid_for(
+        self,
+        cursors: Cursors,
+        capacity: int,
+        recompute: Recompute,
+        pace: WindowPace,
+        unfinished: Unfinished,
+    ) -> bool:
         """Whether the same window would be planned now; the pace matters only for its number of rounds."""
-        alike = (capacity, recompute) == (self.capacity, self.recompute)
+        alike = (capacity, recompute, unfinished) == (self.capacity, self.recompute, self.unfinished)
         if not alike or not cursors.items() <= self.cursors.items():
             return False
         if pace == self.pace:
@@ -84,14 +94,24 @@ class Windows:
     def next(self, beginners: frozenset[str], unscored: Unscored) -> Program:
         """Return the window planned ahead, without jobs that have left, if it still fits the attached jobs;
         else plan a new one. Jobs in `beginners` are evaluated first; jobs in `unscored` score samples and do
-        not train."""
+        not train. Before another capacity or recomputation, a window only finishes unfinished batches."""
         cursors, pace, ahead = self._cursors(), self._window_pace(), self._ahead
         capacity, recompute = self._capacity()
-        is_valid = ahead is not None and ahead.is_valid_for(cursors, capacity, recompute, pace)
+        unfinished = self._executor.unfinished
+        if unfinished.batches and (capacity, recompute) != (unfinished.capacity, unfinished.recompute):
+            return self.drain()
+        is_valid = ahead is not None and ahead.is_valid_for(cursors, capacity, recompute, pace, unfinished)
         if ahead is None or beginners or unscored or not is_valid:
-            return self._plan(cursors, beginners, capacity, recompute, pace, unscored).program
+            return self._plan(cursors, beginners, capacity, recompute, pace, unfinished, unscored).program
         program, gone = ahead.future.result().program, ahead.cursors.keys() - cursors.keys()
         return program.without(*gone) if gone else program
+
+    def drain(self) -> Program:
+        """Return a window that only finishes the batches that the last one left unfinished."""
+        unfinished = self._executor.unfinished
+        windows = [self._jobs[name].job_window(step, 0, False) for name, step in self._cursors().items()]
+        limits = unfinished.capacity, False, unfinished.recompute
+        return plan_window(windows, self._choice.layout, *limits, self._engine.pacing(), unfinished)
 
     def base_evaluation(self, names: Collection[str]) -> Program:
         """Return a window that only evaluates the base, without adapters, on the held-out samples of the
@@ -102,16 +122,25 @@ class Windows:
 
     def plan_ahead(self, program: Program) -> None:
         """Begin to plan the window that follows `program`."""
-        cursors, pace = self._cursors(), self._window_pace()
+        cursors, pace, unfinished = self._cursors(), self._window_pace(), unfinished_work(program)
         for batch in program.batches:
             cursors[batch.job] = max(cursors[batch.job], batch.step)
-        unfinished = {name: step for name, step in cursors.items() if step < self._jobs[name].last_step}
-        limits = program.capacity, program.recompute, pace
-        planned = self._thread.submit(self._plan, unfinished, frozenset(), *limits)
-        self._ahead = WindowAhead(unfinished, *limits, planned)
+        remaining = {
+            name: step
+            for name, step in cursors.items()
+            if step < self._jobs[name].last_step or name in unfinished.steps
+        }
+        limits = program.capacity, program.recompute, pace, unfinished
+        planned = self._thread.submit(self._plan, remaining, frozenset(), *limits)
+        self._ahead = WindowAhead(remaining, *limits, planned)
 
     def _cursors(self) -> dict[str, int]:
-        return {name: training.progress.step for name, training in self._executor.attached.items()}
+        """Return the last step of each attached job that is complete, or that has begun."""
+        begun = self._executor.unfinished.steps
+        return {
+            name: max(training.progress.step, begun.get(name, 0))
+            for name, training in self._executor.attached.items()
+        }
 
     def _plan(
         self,
@@ -120,6 +149,7 @@ class Windows:
         capacity: int,
         recompute: Recompute,
         pace: WindowPace,
+        unfinished: Unfinished,
         unscored: Unscored = MappingProxyType({}),
     ) -> PlannedWindow:
         rounds, layout = self._choice.window_rounds, self._choice.layout
@@ -132,7 +162,9 @@ class Windows:
         cut = cut_to_window_seconds(windows, pace)
         # Passes in tiles are not captured, so their microbatches need not be padded.
         ladder = self._executor.captures is not None and not recompute.tile_rows
-        program = plan_window(cut, layout, capacity, ladder, recompute, self._engine.pacing())
+        program = plan_window(
+            cut, layout, capacity, ladder, recompute, self._engine.pacing(), inherited=unfinished
+        )
         return PlannedWindow(program, windows, rounds_within(windows, pace))
 
     def _capacity(self) -> tuple[int, Recompute]:

@@ -70,7 +70,13 @@ def rows_in_flight(memory: MemoryModel, program: Program, key_shares: Sequence[f
     """
     most = [0.0] * len(program.devices)
     for device, actions in enumerate(program.devices):
-        share, held = key_shares[device % program.devices_per_replica], 0.0
+        share = key_shares[device % program.devices_per_replica]
+        held = sum(
+            _rows_of_forward(program, number, share)
+            for number, one in enumerate(program.inherited)
+            if one.is_in_flight(device % program.devices_per_replica, len(program.stages))
+        )
+        most[device] = held
         for action in actions:
             match action:
                 case Forward(number):

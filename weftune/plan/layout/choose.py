@@ -215,14 +215,20 @@ class LayoutChoice:
         return ENOUGH_TOKENS if self.memory.uses_fused_ops else CPU_CHUNK_ROWS
 
     def pacing(
-        self, paces: Sequence[StagePace], order: PipelineOrder | None = None, *, are_measured: bool = False
+        self,
+        paces: Sequence[StagePace],
+        order: PipelineOrder | None = None,
+        *,
+        are_measured: bool = False,
+        hands_over: bool = True,
     ) -> Pacing | None:
         """Return the options of a pipeline whose stages have these paces. None for other layouts. `order`
         replaces the pipeline's own order, for comparison only. Samples are cut only if the paces are
         measured, since guessed passes take no time besides that of their rows."""
         if not self.layout.is_pipeline:
             return None
-        return Pacing(tuple(paces), order, SPARE, self.min_chunk_rows if are_measured else 0)
+        chunk_rows = self.min_chunk_rows if are_measured else 0
+        return Pacing(tuple(paces), order, SPARE, chunk_rows, hands_over)
 
     @property
     def first_pace(self) -> WindowPace:

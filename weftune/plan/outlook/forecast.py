@@ -95,8 +95,8 @@ def predict_window(
     first = first_window(choice, jobs, lambda name, rounds: job_window(name, rounds, True))
     evaluating = any(isinstance(action, ForwardOnly) for action, _ in first.program.forward_passes())
     window = first
-    if evaluating:
-        window = first_window(choice, jobs, lambda name, rounds: job_window(name, rounds, False))
+    if evaluating or first.program.hands_over:
+        window = _training_window(choice, jobs, job_window)
     timeline = _timeline(window, times)
     forecast = _forecast(window, timeline)
     others = _alternatives(choice, jobs, job_window, times)
@@ -106,7 +106,7 @@ def predict_window(
 
 def price_window(choice: LayoutChoice, job_window: JobWindowOf, times: StageTimes) -> WindowPrice:
     """Return the price of a share's first window, without evaluations."""
-    window = first_window(choice, choice.attached_jobs, lambda name, rounds: job_window(name, rounds, False))
+    window = _training_window(choice, choice.attached_jobs, job_window)
     forecast = forecast_window(window, times)
     at_once = forecast_window(window, replace(times, link=None))
     layers, recomputed = times.layers, window.program.recompute.recomputed_layers
@@ -120,6 +120,11 @@ def price_window(choice: LayoutChoice, job_window: JobWindowOf, times: StageTime
         peak_bytes=max(forecast.peaks),
         capacity=forecast.capacity,
     )
+
+
+def _training_window(choice: LayoutChoice, jobs: Sequence[JobShape], job_window: JobWindowOf) -> FirstWindow:
+    """Return a window without evaluations that ends with whole batches."""
+    return first_window(choice, jobs, lambda name, rounds: job_window(name, rounds, False), hands_over=False)
 
 
 def forecast_window(window: FirstWindow, times: StageTimes) -> Forecast:
@@ -166,6 +171,7 @@ def _alternatives(
             [job],
             lambda name, rounds: job_window(name, min(rounds, FEW_ROUNDS), False),
             PipelineOrder.alternating,
+            hands_over=False,
         )
         parts.append(_forecast(alone, _timeline(alone, times)))
     piped = replace(sum_forecasts(parts), name=PIPED)

@@ -72,9 +72,13 @@ def first_window(
     attached: Sequence[JobShape],
     job_window: Callable[[str, int], JobWindow],
     order: PipelineOrder | None = None,
+    *,
+    hands_over: bool = True,
 ) -> FirstWindow:
     """Return the window that a run begins with. `job_window` returns a job's part of it for a number of
-    rounds; `order` replaces a pipeline's own order, for comparison only."""
+    rounds; `order` replaces a pipeline's own order, for comparison only. From a window that does not hand
+    over, and so ends with whole batches, a run can be predicted."""
+    paces = tuple(guess_pace(stage.layer_count) for stage in choice.layout.stages)
     memory, shapes = choice.memory, {job.name: job for job in attached}
     recompute = memory.choose_recompute(attached, choice.capacity)
     capacity = memory.choose_capacity(attached, choice.capacity, recompute)
@@ -87,7 +91,7 @@ def first_window(
         capacity,
         choice.captures_graphs and not recompute.tile_rows,
         recompute,
-        choice.pacing(tuple(guess_pace(stage.layer_count) for stage in choice.layout.stages), order),
+        choice.pacing(paces, order, hands_over=hands_over),
     )
     known = choice.cost_model or arithmetic(choice.shape)
     learned = Learned(initial_cost=known, memory=memory, first_seconds=choice.first_pass_seconds)

@@ -87,7 +87,7 @@ def verify(
     ends: dict[tuple[str, int], int] = {}
     newest: dict[str, int] = {}
     for number, microbatch in enumerate([*previous, *microbatches], start=-len(previous)):
-        if _load(microbatch, rules.multiple) > rules.capacity:
+        if number >= 0 and _load(microbatch, rules.multiple) > rules.capacity:
             raise IllegalProgram(f"microbatch {number} is over the capacity of {rules.capacity}")
         for one in microbatch:
             if one.batch < newest.setdefault(one.job, one.batch):

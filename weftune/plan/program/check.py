@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from weftune.plan.program.handover import closed_batches, pass_counts
 from weftune.plan.program.layout import WorkerLayout
 from weftune.plan.program.program import (
     SCORE_PAYLOADS,
@@ -19,6 +20,7 @@ from weftune.plan.program.program import (
     ForwardOnly,
     ForwardPass,
     IllegalProgram,
+    Inherited,
     Load,
     Payload,
     PlacedSample,
@@ -48,7 +50,9 @@ def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
     Step; Evaluate, Score and Save follow the step that they name; a streamed stage is used between its Load
     and its Evict; the chunks of a sample go forward in order and backward in reverse. Every Send has its
     Recv, in one order per pair of devices; a Reduce waits for the Reduce of the next device, a Step for the
-    Step of the previous one. At the end of the window nothing is pending.
+    Step of the previous one. At the end of the window nothing is pending. A window
+    that hands over may leave batches unfinished, with the same progress of a microbatch on all devices and
+    without a message in transit; then all devices make the same Steps.
 
     With replicas: every microbatch runs in one of them; each replica sends the gradient of its part of a
     batch once, after its last Backward; the Reduce that adds the gradients waits for all of them, with an
@@ -98,10 +102,13 @@ def _check_microbatches(program: Program) -> None:
 
 def _check_samples(program: Program) -> None:
     trained: dict[tuple[str, int], list[PlacedSample]] = {}
-    for action, microbatch in program.forward_passes():
-        if isinstance(action, Forward):
-            for segment in microbatch.segments:
-                trained.setdefault((segment.job, segment.step), []).extend(segment.samples)
+    plans = [plan for action, plan in program.forward_passes() if isinstance(action, Forward)]
+    if program.hands_over:
+        begun = program.pass_kinds()
+        plans += [plan for number, plan in enumerate(program.microbatches) if number not in begun]
+    for microbatch in plans:
+        for segment in microbatch.segments:
+            trained.setdefault((segment.job, segment.step), []).extend(segment.samples)
     planned = {(batch.job, batch.step): batch for batch in program.batches}
     _require(trained.keys() == planned.keys(), "the batches trained are not the batches planned")
     for key, batch in planned.items():
@@ -186,6 +193,45 @@ class _DeviceCheck:
         self.sent: set[Send] = set()
         self.loaded = program.present_at_start(device)
         self.found = set(self.loaded)
+        for number, one in enumerate(program.inherited):
+            self._inherit(number, one)
+
+    def _inherit(self, number: int, progress: Inherited) -> None:
+        """Add the progress that a microbatch has on this device at the start of the window."""
+        stages = len(self.homes)
+        for stage in self.own_stages:
+            if not progress.has_forward(stage):
+                continue
+            is_returned = progress.has_backward(stage, stages)
+            self.passed.add((number, stage))
+            (self.returned if is_returned else self.in_flight).add((number, stage))
+            for segment in self.program.microbatches[number].segments:
+                key = segment.job, segment.step
+                self.open_rows[key] = self.open_rows.get(key, 0) + is_returned * len(segment.samples)
+        self.arrived |= self._arrivals(number, progress)
+
+    def _arrivals(self, number: int, progress: Inherited) -> set[Recv]:
+        """Return the message that waits on this device for the next pass of a microbatch."""
+        arrival = progress.arrival(len(self.homes))
+        if arrival is None or arrival[0] not in self.own_stages:
+            return set()
+        stage, payload = arrival
+        maker = self.homes[stage - 1 if payload == "activation" else stage + 1]
+        return set() if maker == self.device else {Recv(number, stage, payload, maker)}
+
+    def _check_handover(self) -> None:
+        """Check that this device ends with the progress that the lists of all devices add up to."""
+        program, stages = self.program, len(self.homes)
+        in_flight: set[tuple[int, int]] = set()
+        arrived: set[Recv] = set()
+        for number, counts in enumerate(zip(*pass_counts(program), strict=True)):
+            progress = Inherited(number, *counts)
+            own = (stage for stage in self.own_stages if progress.is_in_flight(stage, stages))
+            in_flight |= {(number, stage) for stage in own}
+            arrived |= self._arrivals(number, progress)
+        _require(self.in_flight == in_flight, "device {} leaves other passes in flight", self.device)
+        _require(self.arrived == arrived, "device {} leaves a message in transit", self.device)
+        _require(self.made == closed_batches(program), "device {} makes other Steps", self.device)
 
     def run(self) -> None:
         for action in self.program.devices[self.device]:
@@ -204,9 +250,13 @@ class _DeviceCheck:
                     self._check_forward(action)
                 case Backward():
                     self._check_backward(action)
-        _require(not self.in_flight and not self.open_rows, "work is left over at the end of the window")
-        _require(not self.arrived, "device {} received what it never used", self.device)
-        _require(self.made == self.left.keys(), "device {} does not make every Step", self.device)
+        if self.program.hands_over:
+            self._check_handover()
+        else:
+            left_over = self.in_flight or self.open_rows
+            _require(not left_over, "work is left over at the end of the window")
+            _require(not self.arrived, "device {} received what it never used", self.device)
+            _require(self.made == self.left.keys(), "device {} does not make every Step", self.device)
         _require(
             self.loaded == self.found, "device {} ends with other stages than it began with", self.device
         )
@@ -352,22 +402,31 @@ class _DeviceCheck:
 
 
 def _check_coverage(program: Program) -> None:
-    """Check that each microbatch with rows runs on every stage of exactly one replica."""
+    """Check that each microbatch with rows runs on every stage of exactly one replica, in this window or in
+    the one before, unless the window hands over."""
     filled = {index for index, microbatch in enumerate(program.microbatches) if microbatch.segments}
     found: set[int] = set()
     for replica in range(program.replicas):
         own = {action.microbatch for action, _ in program.replica_passes(replica)}
-        passed: list[set[int]] = [set() for _ in program.stages]
+        passed = [
+            {
+                number
+                for number, one in enumerate(program.inherited)
+                if replica == 0 and one.has_forward(stage)
+            }
+            for stage in range(len(program.stages))
+        ]
         for device in range(
             replica * program.devices_per_replica, (replica + 1) * program.devices_per_replica
         ):
             for action in program.devices[device]:
                 if isinstance(action, ForwardPass):
                     passed[action.stage].add(action.microbatch)
-        _require(all(one == own for one in passed), "a microbatch is never run on one of the stages")
+        covered = program.hands_over or all(one == own for one in passed)
+        _require(covered, "a microbatch is never run on one of the stages")
         _require(found.isdisjoint(own), "a microbatch runs in two replicas")
         found |= own
-    _require(found == filled, "a microbatch is never run")
+    _require(found <= filled if program.hands_over else found == filled, "a microbatch is never run")
 
 
 def _check_chunks(program: Program) -> None:

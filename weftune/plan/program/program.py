@@ -316,6 +316,38 @@ class Evict:
     stage: int
 
 
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """Progress of a microbatch that the window before has left unfinished. The input of its next pass has
+    arrived at the device of that pass."""
+
+    number: int
+    """Index of the microbatch in the Program of the window before."""
+    forwards: int
+    """Number of stages, from the first, that have run its forward."""
+    backwards: int
+    """Number of stages, from the last, that have run its backward."""
+
+    def has_forward(self, stage: int) -> bool:
+        return stage < self.forwards
+
+    def has_backward(self, stage: int, stages: int) -> bool:
+        return stage >= stages - self.backwards
+
+    def is_in_flight(self, stage: int, stages: int) -> bool:
+        """Whether a stage has run the forward and not yet the backward."""
+        return self.has_forward(stage) and not self.has_backward(stage, stages)
+
+    def arrival(self, stages: int) -> tuple[int, Payload] | None:
+        """Return the stage at which the input of the next pass waits, and what it is. None if no other stage
+        has made it."""
+        if 0 < self.forwards < stages:
+            return self.forwards, "activation"
+        if 0 < self.backwards < stages:
+            return stages - 1 - self.backwards, "gradient"
+        return None
+
+
 ForwardOnly = Evaluate | Score
 """A forward pass that keeps nothing for a backward."""
 ForwardPass = Forward | ForwardOnly
@@ -340,6 +372,10 @@ class Program:
     recompute: Recompute = NOTHING
     replicas: int = 1
     """Number of copies of all stages, each on its own devices; every microbatch runs in one of them."""
+    inherited: tuple[Inherited, ...] = ()
+    """Progress of the first microbatches, which belong to batches that the window before left unfinished."""
+    hands_over: bool = False
+    """Whether the window may leave batches unfinished, for the next window. Otherwise it ends drained."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -416,7 +452,12 @@ class Program:
             yield from self.replica_passes(replica)
 
     def replica_passes(self, replica: int) -> Iterator[tuple[ForwardPass, MicrobatchPlan]]:
-        """Yield the forward passes, of any kind, of one replica with their microbatches."""
+        """Yield the forward passes, of any kind, of one replica with their microbatches. Inherited
+        microbatches that have begun are among them."""
+        if replica == 0:
+            for number, one in enumerate(self.inherited):
+                if one.forwards:
+                    yield Forward(number), self.microbatches[number]
         for action in self.devices[self.stage_devices(replica)[0]]:
             if isinstance(action, ForwardPass) and action.stage == 0:
                 yield action, self.microbatches[action.microbatch]
@@ -425,9 +466,17 @@ class Program:
         """Return a map from each microbatch to the class of its forward pass."""
         return {action.microbatch: type(action) for action, _ in self.forward_passes()}
 
+    @cached_property
+    def _kinds(self) -> dict[int, type[ForwardPass]]:
+        return self.pass_kinds()
+
+    def kind(self, microbatch: int) -> type[ForwardPass]:
+        """Return the class of a microbatch's forward pass, which a later window may run."""
+        return self._kinds.get(microbatch, Forward)
+
     def shared_count(self) -> int:
-        """Return the number of microbatches that contain two jobs or more."""
-        return sum(len(set(microbatch.jobs)) > 1 for microbatch in self.microbatches)
+        """Return the number of new microbatches that contain two jobs or more."""
+        return sum(len(set(microbatch.jobs)) > 1 for microbatch in self.microbatches[len(self.inherited) :])
 
     def without(self, *jobs: str) -> Program:
         """Return the program without the rows and actions of these jobs."""
@@ -447,22 +496,27 @@ class Program:
         )
 
     def followed_by(self, later: Program) -> Program:
-        """Return the program that runs this one and then `later`, on the same devices."""
-        first = len(self.microbatches)
+        """Return the program that runs this one and then `later`, on the same devices. Microbatches that
+        `later` inherits are those of this program."""
+        kept, first = len(later.inherited), len(self.microbatches) - len(later.inherited)
 
         def moved(action: Action) -> Action:
             if isinstance(action, Compute | Transport):
-                return replace(action, microbatch=first + action.microbatch)
+                number = action.microbatch
+                own = first + number if number >= kept else later.inherited[number].number
+                return replace(action, microbatch=own)
             return action
 
+        known = {(batch.job, batch.step) for batch in self.batches} if kept else set()
         return replace(
             self,
-            microbatches=(*self.microbatches, *later.microbatches),
-            batches=(*self.batches, *later.batches),
+            microbatches=(*self.microbatches, *later.microbatches[kept:]),
+            batches=(*self.batches, *(one for one in later.batches if (one.job, one.step) not in known)),
             devices=tuple(
                 (*own, *map(moved, following))
                 for own, following in zip(self.devices, later.devices, strict=True)
             ),
+            hands_over=later.hands_over,
         )
 
     def without_saves(self, jobs: frozenset[str]) -> Program:

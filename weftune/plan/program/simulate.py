@@ -231,6 +231,13 @@ class _Simulation:
         self.now = 0.0
         self._ends: list[tuple[float, int, Callable[[], None]]] = []
         self._number = count()
+        self.inherited_arrivals: list[set[Arrival]] = [set() for _ in program.devices]
+        """Inputs that have arrived at each device before the window."""
+        for number, one in enumerate(program.inherited):
+            if (arrival := one.arrival(len(program.stages))) is not None:
+                self.inherited_arrivals[self.homes[0][arrival[0]]].add((number, *arrival))
+        for lanes, arrivals in zip(self.lanes, self.inherited_arrivals, strict=True):
+            lanes.arrived |= arrivals
 
     def run(self) -> None:
         for device in range(len(self.lanes)):
@@ -240,8 +247,17 @@ class _Simulation:
             end()
 
     def initial_bytes(self, device: int) -> int:
-        """Return the weight bytes of the stages that are on the device at the start."""
-        return sum(map(self._weight_bytes, self.program.present_at_start(device)))
+        """Return the weight bytes of the stages that are on the device at the start, and the bytes of
+        inherited microbatches: what their forwards keep, and inputs that have arrived."""
+        weights = sum(map(self._weight_bytes, self.program.present_at_start(device)))
+        stages = range(len(self.program.stages))
+        kept = sum(
+            self.prices.passes[number][stage].kept_bytes
+            for number, one in enumerate(self.program.inherited)
+            for stage in stages
+            if self.homes[device][stage] == device and one.is_in_flight(stage, len(stages))
+        )
+        return weights + kept + sum(map(self._message_bytes, self.inherited_arrivals[device]))
 
     def _schedule(self, time: float, end: Callable[[], None]) -> None:
         heapq.heappush(self._ends, (time, next(self._number), end))

@@ -1,6 +1,7 @@
 """Greedy dispatch: each device of a pipeline runs whatever is ready, in an order predicted from costs.
 
-All replicas are dispatched together: a job's next batch waits for the Backwards of every replica.
+All replicas are dispatched together: a job's next batch waits for the Backwards of every replica. A dispatch
+may begin with microbatches in flight, which the window before has left.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from weftune.plan.program.prices import Prices
-from weftune.plan.program.program import Action, Backward, Forward, MicrobatchPlan, batch_samples
+from weftune.plan.program.program import (
+    Action,
+    Backward,
+    Forward,
+    Inherited,
+    MicrobatchPlan,
+    batch_samples,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +87,9 @@ class Dispatch:
         launches: Sequence[Sequence[int]],
         prices: Prices,
         rules: DispatchRules,
+        inherited: Sequence[Inherited] = (),
     ) -> None:
+        """`inherited` is the progress of the first microbatches; with it, there is one replica."""
         self.microbatches, self.prices, self.rules = microbatches, prices, rules
         self.last = len(rules.max_in_flight) - 1
         samples = batch_samples(microbatches)
@@ -107,6 +117,8 @@ class Dispatch:
             for device in everyone
         ]
         """Devices that may become able to run a pass when a device has ended one."""
+        for number, progress in enumerate(inherited):
+            self._inherit(number, progress)
         self._ends: list[tuple[float, int, int, Forward | Backward | BatchClosed]] = []
         self._number = count()
 
@@ -129,6 +141,24 @@ class Dispatch:
         stuck = [number for one in self.devices for number in one.ready_forward]
         assert not stuck, f"microbatch {stuck[0]} never runs: it waits for a batch behind it, or for room"
         return [one.actions for one in self.devices]
+
+    def _inherit(self, number: int, progress: Inherited) -> None:
+        """Add a microbatch that is in flight, or whose passes are done while its batch is unfinished."""
+        stages = self.last + 1
+        for stage, one in enumerate(self.devices):
+            if progress.is_in_flight(stage, stages):
+                one.in_flight += 1
+                one.kept_bytes += self.prices.passes[number][stage].kept_bytes
+            elif progress.has_backward(stage, stages):
+                for segment in self.microbatches[number].segments:
+                    key = segment.job, segment.step
+                    self._remaining[stage][key] -= len(segment.samples)
+                    if not self._remaining[stage][key]:
+                        self._open[stage].remove(key)
+        if 0 < progress.forwards < stages:
+            self.devices[progress.forwards].ready_forward.append(number)
+        elif progress.forwards == stages and progress.backwards < stages:
+            self.devices[self.last - progress.backwards].ready_backward.append(number)
 
     def _start(self, devices: Iterable[int], now: float) -> None:
         for device in devices:

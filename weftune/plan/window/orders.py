@@ -10,18 +10,21 @@ eagerly. Under its premises the last stage never waits between its first forward
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from weftune.plan.program.check import check
-from weftune.plan.program.prices import PassPrice, Prices
+from weftune.plan.program.prices import PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import (
     Action,
     Backward,
+    Compute,
     Evaluate,
     Forward,
     GlobalBatch,
+    Inherited,
     MicrobatchPlan,
+    Payload,
     Program,
     Recv,
     Reduce,
@@ -31,6 +34,7 @@ from weftune.plan.program.program import (
     batch_samples,
     cut_sample,
 )
+from weftune.plan.program.simulate import Lane, simulate
 from weftune.plan.window.dispatch import Dispatch, DispatchRules
 
 Passes = list[list[Action]]
@@ -48,11 +52,19 @@ class Work:
     batches: tuple[GlobalBatch, ...]
     by_replica: tuple[tuple[int, ...], ...] = ()
     """Indices of each replica's microbatches in their preferred order; empty with one replica."""
+    inherited: tuple[Inherited, ...] = ()
+    """Progress of the first microbatches, which the window before left unfinished."""
 
     @property
     def filled_microbatches(self) -> list[int]:
         """Indices of the microbatches that have rows; the others are no-ops."""
         return [number for number, one in enumerate(self.microbatches) if one.segments]
+
+    @property
+    def launches(self) -> list[int]:
+        """Indices of the microbatches that the first stage has not run yet."""
+        begun = {number for number, one in enumerate(self.inherited) if one.forwards}
+        return [number for number in self.filled_microbatches if number not in begun]
 
 
 def gpipe(work: Work, stages: int) -> Program:
@@ -117,7 +129,7 @@ def alternating_passes(work: Work, stages: int) -> Passes:
     this drains the pipeline after every batch, unless its batches are far enough apart (the bubble lemma in
     `merge`).
     """
-    return [_alternating_order(work, stage, stages - stage) for stage in range(stages)]
+    return [_alternating_order(work, stage, stages) for stage in range(stages)]
 
 
 def multi_job_passes(work: Work, stages: int, prices: Prices, spare: int = 0) -> Passes:
@@ -128,7 +140,8 @@ def multi_job_passes(work: Work, stages: int, prices: Prices, spare: int = 0) ->
     on all stages but the last: `stages` − 1 more hide transfers that take no longer than a pass.
     """
     rules = multi_job_rules(stages, spare)
-    return Dispatch(work.microbatches, [work.filled_microbatches], prices, rules).run()
+    launches = [work.launches]
+    return Dispatch(work.microbatches, launches, prices, rules, work.inherited).run()
 
 
 def multi_job_rules(stages: int, spare: int = 0) -> DispatchRules:
@@ -154,42 +167,118 @@ def rounds(work: Work) -> list[list[int]]:
 
 
 def assemble(
-    work: Work, device_passes: Sequence[Iterable[Action]], stage_devices: Sequence[int] = ()
+    work: Work,
+    device_passes: Sequence[Iterable[Action]],
+    stage_devices: Sequence[int] = (),
+    hands_over: bool = False,
 ) -> Program:
     """Return a checked Program from the passes of every device, with Steps, Sends and Recvs inserted.
 
-    `stage_devices` is the device of every stage; without it stage s is on device s.
+    `stage_devices` is the device of every stage; without it stage s is on device s. If the window
+    `hands_over`, passes may be missing at the end of the lists.
     """
     stages = tuple(stage_devices) or tuple(range(len(device_passes)))
+    passes = [list(actions) for actions in device_passes]
+    closed = _closed_batches(work, passes[stages[0]], stages)
+    lists = [device_actions(work, actions, device, stages, closed) for device, actions in enumerate(passes)]
+    if hands_over:
+        receive_sent(lists)
     program = Program(
         capacity=work.capacity,
         microbatches=work.microbatches,
         batches=work.batches,
-        devices=tuple(
-            tuple(device_actions(work, actions, device, stages))
-            for device, actions in enumerate(device_passes)
-        ),
+        devices=tuple(map(tuple, lists)),
         stages=stages,
+        inherited=work.inherited,
+        hands_over=hands_over,
     )
     check(program)
     return program
 
 
+def cut_passes(program: Program, work: Work, prices: Prices) -> Program:
+    """Return a program of the same work that ends when the first stage has run its last forward. Passes that
+    begin later are left to the next window, in which they overlap with the forwards that follow."""
+    events = simulate(program, prices, PricedCluster(len(program.devices))).events
+    end = max(one.stop for one in events if one.device == 0 and isinstance(one.action, Forward))
+    kept: Passes = [[] for _ in program.devices]
+    for one in events:
+        if one.lane is Lane.compute and isinstance(one.action, Compute) and one.start < end:
+            kept[one.device].append(one.action)
+    return assemble(work, kept, hands_over=True)
+
+
+Batches = Collection[tuple[str, int]]
+"""Pairs of a job and a step."""
+
+
+def _closed_batches(work: Work, first_passes: Iterable[Action], stages: Sequence[int]) -> Batches:
+    """Return the batches whose last Backward on the first stage is in this window. On every other stage it
+    comes earlier, maybe in a window before."""
+    remaining = _remaining_samples(work, stages[0], stages)
+    for action in first_passes:
+        if isinstance(action, Backward):
+            for segment in work.microbatches[action.microbatch].segments:
+                remaining[segment.job, segment.step] -= len(segment.samples)
+    return {key for key, count in remaining.items() if not count}
+
+
+def _remaining_samples(work: Work, device: int, stages: Sequence[int]) -> Counter[tuple[str, int]]:
+    """Return how many samples of each batch still need a backward on a device at the start of the window,
+    counted once for each of its stages."""
+    own = [stage for stage, home in enumerate(stages) if home == device]
+    remaining = batch_samples(work.microbatches)
+    for key in remaining:
+        remaining[key] *= len(own)
+    for plan, progress in zip(work.microbatches, work.inherited, strict=False):
+        returned = sum(progress.has_backward(stage, len(stages)) for stage in own)
+        for segment in plan.segments:
+            remaining[segment.job, segment.step] -= returned * len(segment.samples)
+    return remaining
+
+
 def device_actions(
-    work: Work, passes: Iterable[Action], device: int, stage_devices: Sequence[int]
+    work: Work, passes: Iterable[Action], device: int, stage_devices: Sequence[int], closed: Batches
 ) -> list[Action]:
     """Return one device's actions: its passes with the Steps, Reduces, Sends and Recvs that belong to them.
 
-    `stage_devices` is the device of every stage.
+    `stage_devices` is the device of every stage. `closed` are the batches whose Steps are in this window.
     """
-    return list(insert_transfers(_with_steps(work, passes, device, Counter(stage_devices)), stage_devices))
+    stepped = _with_steps(work, passes, device, stage_devices, closed)
+    arrived = {
+        (number, *arrival)
+        for number, one in enumerate(work.inherited)
+        if (arrival := one.arrival(len(stage_devices))) is not None
+    }
+    return list(insert_transfers(stepped, stage_devices, arrived))
 
 
-def _alternating_order(work: Work, stage: int, max_in_flight: int) -> list[Action]:
+def receive_sent(lists: Sequence[list[Action]]) -> None:
+    """Add Recvs at the ends of the lists for everything that is sent and not received yet, so that no message
+    is in transit between two windows."""
+    received = {
+        (one.microbatch, one.stage, one.payload) for own in lists for one in own if isinstance(one, Recv)
+    }
+    sends = [(device, one) for device, own in enumerate(lists) for one in own if isinstance(one, Send)]
+    for device, sent in sends:
+        if (sent.microbatch, sent.stage, sent.payload) not in received:
+            lists[sent.peer].append(Recv(sent.microbatch, sent.stage, sent.payload, device))
+
+
+def _alternating_order(work: Work, stage: int, stages: int) -> list[Action]:
     """Return the 1F1B order of one stage."""
     remaining = batch_samples(work.microbatches)
-    waiting = work.filled_microbatches[::-1]
+    waiting = work.filled_microbatches
     flying: list[int] = []
+    for number, progress in enumerate(work.inherited):
+        if progress.has_forward(stage):
+            waiting.remove(number)
+        if progress.is_in_flight(stage, stages):
+            flying.append(number)
+        elif progress.has_backward(stage, stages):
+            for segment in work.microbatches[number].segments:
+                remaining[segment.job, segment.step] -= len(segment.samples)
+    waiting.reverse()
     actions: list[Action] = []
     back = 0
 
@@ -198,7 +287,7 @@ def _alternating_order(work: Work, stage: int, max_in_flight: int) -> list[Actio
         return any(remaining[segment.job, segment.step - 1] > 0 for segment in segments)
 
     while waiting or back < len(flying):
-        if waiting and len(flying) - back < max_in_flight and not blocked(waiting[-1]):
+        if waiting and len(flying) - back < stages - stage and not blocked(waiting[-1]):
             flying.append(waiting.pop())
             actions.append(Forward(flying[-1], stage))
             continue
@@ -210,16 +299,21 @@ def _alternating_order(work: Work, stage: int, max_in_flight: int) -> list[Actio
     return actions
 
 
-def _with_steps(work: Work, actions: Iterable[Action], device: int, homes: Counter[int]) -> Iterable[Action]:
-    """Yield the actions of a device with a job's Step right after the last Backward of its batch. `homes`
-    maps each device to its number of stages.
+def _with_steps(
+    work: Work, actions: Iterable[Action], device: int, stages: Sequence[int], closed: Batches
+) -> Iterable[Action]:
+    """Yield the actions of a device with a job's Step right after the last Backward of its batch, or at the
+    start if that Backward is in the window before. The Steps of batches that are not `closed` are left out.
 
     With several devices, a Reduce follows that Backward, and on all but the first device the Step is as late
     as possible, before the job's next Forward or at the end, so that devices rarely wait for the decision of
     the first device.
     """
-    remaining = {key: homes[device] * count for key, count in batch_samples(work.microbatches).items()}
+    remaining, several = _remaining_samples(work, device, stages), len(set(stages)) > 1
     pending: dict[str, Step] = {}
+    for key in [key for key, count in remaining.items() if not count and key in closed]:
+        yield Reduce(*key)
+        pending[key[0]] = Step(*key)
     for action in actions:
         if isinstance(action, Forward):
             for job in work.microbatches[action.microbatch].jobs:
@@ -230,28 +324,33 @@ def _with_steps(work: Work, actions: Iterable[Action], device: int, homes: Count
             for segment in work.microbatches[action.microbatch].segments:
                 key = segment.job, segment.step
                 remaining[key] -= len(segment.samples)
-                if not remaining[key]:
-                    if len(homes) > 1:
+                if not remaining[key] and key in closed:
+                    if several:
                         yield Reduce(*key)
                     pending[segment.job] = Step(*key)
-            if device == 0 or len(homes) == 1:
+            if device == 0 or not several:
                 yield from pending.values()
                 pending.clear()
     yield from pending.values()
 
 
-def insert_transfers(actions: Iterable[Action], homes: Sequence[int]) -> Iterable[Action]:
-    """Yield the actions with a Recv before each input from another device and a Send after each output."""
+def insert_transfers(
+    actions: Iterable[Action], homes: Sequence[int], arrived: Collection[tuple[int, int, Payload]] = ()
+) -> Iterable[Action]:
+    """Yield the actions with a Recv before each input from another device and a Send after each output.
+    Inputs in `arrived` were received in the window before."""
     for action in actions:
         match action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
-                if stage > 0 and homes[stage - 1] != homes[stage]:
+                is_here = (number, stage, "activation") in arrived
+                if stage > 0 and homes[stage - 1] != homes[stage] and not is_here:
                     yield Recv(number, stage, "activation", homes[stage - 1])
                 yield action
                 if stage + 1 < len(homes) and homes[stage + 1] != homes[stage]:
                     yield Send(number, stage + 1, "activation", homes[stage + 1])
             case Backward(number, stage):
-                if stage + 1 < len(homes) and homes[stage + 1] != homes[stage]:
+                is_here = (number, stage, "gradient") in arrived
+                if stage + 1 < len(homes) and homes[stage + 1] != homes[stage] and not is_here:
                     yield Recv(number, stage, "gradient", homes[stage + 1])
                 yield action
                 if stage > 0 and homes[stage - 1] != homes[stage]:

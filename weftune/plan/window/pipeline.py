@@ -7,6 +7,7 @@ its Step. A window ends with the round in which a job evaluates, since later ste
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -15,6 +16,7 @@ from itertools import accumulate
 from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group_jobs, merge
 from weftune.plan.pack.segments import QUICK_LIMITS, pack_segments
 from weftune.plan.program.check import check
+from weftune.plan.program.handover import FINISHED, Unfinished, pass_counts
 from weftune.plan.program.prices import PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import (
     NOTHING,
@@ -38,6 +40,7 @@ from weftune.plan.window.orders import (
     Work,
     chunked_multi_job,
     cut_long_samples,
+    cut_passes,
     gpipe,
     insert_transfers,
     multi_job,
@@ -64,6 +67,10 @@ class PipelineOrder(StrEnum):
     alternating = "1f1b"
     multi_job = "multi-job"
     template = "template"
+
+
+CUT_ORDERS = PipelineOrder.multi_job, PipelineOrder.alternating
+"""Orders in which a window may begin with microbatches in flight, and leave some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,20 +110,36 @@ class PipelineRules:
         return self.stages + (self.replicas > 1)
 
 
-def plan_pipeline(windows: Sequence[JobWindow], rules: PipelineRules) -> Program:
-    """Return a checked program that trains the jobs' batches up to the first evaluation."""
+def plan_pipeline(
+    windows: Sequence[JobWindow],
+    rules: PipelineRules,
+    inherited: Unfinished = FINISHED,
+    hands_over: bool = False,
+) -> Program:
+    """Return a checked program that trains the jobs' batches up to the first evaluation, and the batches that
+    are `inherited` from the window before. If it `hands_over`, the pipeline does not drain at the end, unless
+    a job evaluates there: the last batches are left unfinished.
+
+    Windows begin after the inherited batches. The program of an empty window finishes what is inherited.
+    """
     step = {window.job: window.step for window in windows}
     beginners = [window for window in windows if window.begins_run]
     evaluating = [window for window in beginners if window.starts_with_evaluation]
     # A job that evaluates at its start needs the result before its first batch; no job trains meanwhile.
     parts = [] if evaluating else _batches(windows)
+    hands_over = hands_over and _may_hand_over(parts, windows, rules)
     lists = ((),) * (rules.stages * rules.replicas)
     program = Program(rules.capacity, (), (), lists, tuple(range(rules.stages)), replicas=rules.replicas)
     scored = [SegmentPlan(one.job, one.step, one.scored) for one in windows if one.scored]
+    if inherited.batches:
+        # Where samples are scored first, by the weights after the last Steps, the pipeline drains before.
+        joins = len(parts) == 1 and not scored and not mismatched_segments(parts[0])
+        first = parts.pop() if joins else []
+        program = _plan_training(first, windows, rules, inherited, hands_over and joins)
     program = _with_passes(program, Score, scored, rules)
     for batches in parts:
         program = _with_mismatched(program, mismatched_segments(batches), rules)
-        program = program.followed_by(_plan_training(batches, windows, rules))
+        program = program.followed_by(_plan_training(batches, windows, rules, hands_over=hands_over))
     last = {batch.job: batch.step for batch in program.batches}
     evaluated = evaluating or [one for one in windows if one.evaluates_at(last.get(one.job, -1))]
     after = step | last
@@ -129,8 +152,19 @@ def plan_pipeline(windows: Sequence[JobWindow], rules: PipelineRules) -> Program
     # A job that waits meanwhile begins in the next window, and must not save at the same step in both.
     program = _with_saves(program, windows, evaluating or beginners)
     program = replace(program, recompute=rules.recompute)
-    check(program, step)
+    check(program, step | {batch.job: batch.step - 1 for batch in inherited.batches})
     return program
+
+
+def _may_hand_over(
+    parts: Sequence[Sequence[GlobalBatch]], windows: Sequence[JobWindow], rules: PipelineRules
+) -> bool:
+    """Whether batches may be left unfinished: new ones begin, in an order that can be cut, and nothing at the
+    end of the window needs their results."""
+    if len(parts) != 1 or rules.order not in (None, *CUT_ORDERS) or rules.replicas > 1:
+        return False
+    by_job = {window.job: window for window in windows}
+    return not any(batch.mismatched or by_job[batch.job].evaluates_at(batch.step) for batch in parts[0])
 
 
 def _batches(windows: Sequence[JobWindow]) -> list[list[GlobalBatch]]:
@@ -152,45 +186,59 @@ def _batches(windows: Sequence[JobWindow]) -> list[list[GlobalBatch]]:
 
 
 def _plan_training(
-    batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules
+    batches: Sequence[GlobalBatch],
+    windows: Sequence[JobWindow],
+    rules: PipelineRules,
+    inherited: Unfinished = FINISHED,
+    hands_over: bool = False,
 ) -> Program:
-    """Return the program that is fastest in the simulator, with long samples whole or in chunks."""
-    whole = _plan_whole(batches, windows, rules)
-    if not rules.cuts_samples or (rows := _choose_chunk_rows(batches, windows, rules)) is None:
+    """Return the program that is fastest in the simulator, with long samples whole or in chunks. It also
+    finishes the inherited batches."""
+    whole = _plan_whole(batches, windows, rules, inherited, hands_over)
+    if not batches or not rules.cuts_samples:
+        return whole.program
+    if (rows := _choose_chunk_rows(batches, windows, rules)) is None:
         return whole.program
     cut = _plan_cut(batches, windows, rules, rows)
+    if inherited.batches:
+        # Chunks begin with an empty pipeline, and leave none in flight.
+        program = _plan_whole((), windows, rules, inherited).program.followed_by(cut.program)
+        cut = Timed(program, _seconds(program, pace_prices(program.microbatches, rules.paces)))
     return cut.program if CUT_GAIN * cut.seconds <= whole.seconds else whole.program
 
 
-def _plan_whole(batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules) -> Timed:
+def _plan_whole(
+    batches: Sequence[GlobalBatch],
+    windows: Sequence[JobWindow],
+    rules: PipelineRules,
+    inherited: Unfinished = FINISHED,
+    hands_over: bool = False,
+) -> Timed:
     """Return the program of whole samples that is fastest in the simulator, among several sizes of
-    microbatches and several orders."""
-    longest = max(_tokens(together) for batch in batches for together in sample_groups(batch.samples))
-    # Among equals the first is chosen: with spare microbatches it waits less for links and slow passes.
-    orders = [PipelineOrder.multi_job, PipelineOrder.alternating] if rules.order is None else [rules.order]
+    microbatches and several orders. Inherited microbatches stay as they are."""
+    runs = (samples for batch in batches for samples in sample_groups(batch.samples))
+    longest = max(map(_tokens, runs), default=0)
     best: Program | None = None
     best_seconds = math.inf
     for splits in range(1, MAX_SPLITS + 1):
         room = max(longest, -(-rules.capacity // splits))
-        groups = _groups(batches, [window.job for window in windows], room, rules)
-        work = _deal_microbatches(batches, groups, room, rules)
-        prices = pace_prices(work.microbatches, rules.paces)
-        if rules.replicas > 1:
-            found = [
-                order_replicas(work, rules.stages, prices, rules.spare_microbatches, patient)
-                for patient in (True, False)
-            ]
-            seconds = [_seconds(one, prices) for one in found]
-            # The patient order hides links that the prices omit, unless waiting itself costs time.
-            fastest = 0 if seconds[0] <= PATIENCE * seconds[1] else 1
-        else:
-            found = [_order_passes(order, work, prices, groups, rules) for order in orders]
-            seconds = [_seconds(one, prices) for one in found]
-            fastest = seconds.index(min(seconds))
-        if seconds[fastest] >= best_seconds:
+        groups = _groups(batches, [window.job for window in windows], room, rules) if batches else ()
+        found: list[Timed] = []
+        for turns in _turns(groups, batches, inherited):
+            work = _deal_microbatches(batches, turns, room, rules, inherited)
+            prices = pace_prices(work.microbatches, rules.paces)
+            for program in _orders(work, prices, turns, rules):
+                ordered = cut_passes(program, work, prices) if hands_over else program
+                found.append(Timed(ordered, _seconds(ordered, prices)))
+        fastest = min(found, key=lambda one: one.seconds)
+        # With replicas, the patient order comes first: it hides links that the prices omit, unless waiting
+        # itself costs time.
+        if rules.replicas > 1 and found[0].seconds <= PATIENCE * found[1].seconds:
+            fastest = found[0]
+        if fastest.seconds >= best_seconds:
             break
-        best, best_seconds = found[fastest], seconds[fastest]
-        if room == longest:
+        best, best_seconds = fastest.program, fastest.seconds
+        if room == longest or not batches:
             break
     assert best is not None
     return Timed(best, best_seconds)
@@ -237,7 +285,18 @@ def _plan_cut(
 
 
 def _seconds(program: Program, prices: Prices) -> float:
-    return simulate(program, prices, PricedCluster(len(program.devices))).makespan
+    """Return the simulated seconds of a window. One that hands over is charged, too, with the passes that it
+    leaves to the next window, as if no device waited in them."""
+    timeline = simulate(program, prices, PricedCluster(len(program.devices)))
+    if not program.hands_over:
+        return timeline.makespan
+    devices, stages = range(len(program.devices)), len(program.stages)
+    seconds = sum(max((one.stop for one in timeline.events_of(device)), default=0.0) for device in devices)
+    forwards, backwards = pass_counts(program)
+    for number, passes in enumerate(prices.passes):
+        seconds += sum(one.forward for one in passes[forwards[number] :])
+        seconds += sum(one.backward for one in passes[: stages - backwards[number]])
+    return seconds / len(devices)
 
 
 def _groups(
@@ -257,8 +316,41 @@ def _groups(
     return group_jobs(lengths, capacity, rules.batch_distance).groups
 
 
+def _turns(groups: Groups, batches: Sequence[GlobalBatch], inherited: Unfinished) -> list[Groups]:
+    """Return the groups in the order in which their next rounds may begin: those whose batches are unfinished
+    come last, in the order of their last microbatches. Where batches are inherited, also return as many
+    groups of jobs that may begin at about the same time."""
+    last = {job: number for number, plan in enumerate(inherited.microbatches) for job in plan.jobs}
+    found = [tuple(sorted(groups, key=lambda members: max(last.get(job, -1) for job in members)))]
+    if last and len(groups) > 1:
+        tokens = Counter({batch.job: 0 for batch in batches})
+        for batch in batches:
+            tokens[batch.job] += batch.tokens
+        alike: list[list[str]] = [[] for _ in groups]
+        before, total = 0, sum(tokens.values())
+        for job in sorted(tokens, key=lambda job: last.get(job, -1)):
+            alike[(before + tokens[job] // 2) * len(groups) // total].append(job)
+            before += tokens[job]
+        found.append(tuple(tuple(members) for members in alike if members))
+    return found
+
+
+def _orders(work: Work, prices: Prices, groups: Groups, rules: PipelineRules) -> list[Program]:
+    """Return the programs from which the fastest is chosen."""
+    if rules.replicas > 1:
+        spare = rules.spare_microbatches
+        return [order_replicas(work, rules.stages, prices, spare, patient) for patient in (True, False)]
+    # Among equals the first is chosen: with spare microbatches it waits less for links and slow passes.
+    orders = CUT_ORDERS if rules.order is None else [rules.order]
+    return [_order_passes(order, work, prices, groups, rules) for order in orders]
+
+
 def _deal_microbatches(
-    batches: Sequence[GlobalBatch], groups: Groups, max_tokens: int, rules: PipelineRules
+    batches: Sequence[GlobalBatch],
+    groups: Groups,
+    max_tokens: int,
+    rules: PipelineRules,
+    inherited: Unfinished = FINISHED,
 ) -> Work:
     """Return microbatches of at most `max_tokens` tokens, shared by the jobs of a group. A longer sample is a
     microbatch of its own. The microbatches of each replica are ordered so that a job's batches are far enough
@@ -267,8 +359,12 @@ def _deal_microbatches(
     # replicas, two microbatches could each hold a sample that waits for the other's round.
     shift = rules.order is not PipelineOrder.template and rules.replicas == 1
     merging = MergeRules(max_tokens, rules.batch_distance, limits=QUICK_LIMITS)
+    previous = [
+        tuple(BatchSample(one.job, one.step, 0, one.tokens) for one in plan.segments)
+        for plan in inherited.microbatches
+    ]
     laid = [
-        merge(rounds, merging, move_samples=shift).microbatches
+        merge(rounds, merging, previous, move_samples=shift).microbatches
         for rounds in deal_samples(_rounds(batches, groups, max_tokens), rules.replicas)
     ]
     starts = accumulate((len(one) for one in laid), initial=0)
@@ -277,7 +373,13 @@ def _deal_microbatches(
         for start, one in zip(starts, laid, strict=False)
     )
     microbatches = _microbatches([held for one in laid for held in one], batches)
-    return Work(rules.capacity, microbatches, tuple(batches), numbers)
+    return Work(
+        rules.capacity,
+        (*inherited.microbatches, *microbatches),
+        (*inherited.batches, *batches),
+        numbers,
+        inherited.progress,
+    )
 
 
 def _rounds(batches: Sequence[GlobalBatch], groups: Groups, max_tokens: int) -> Rounds:
@@ -287,7 +389,7 @@ def _rounds(batches: Sequence[GlobalBatch], groups: Groups, max_tokens: int) -> 
     for batch in batches:
         by_job.setdefault(batch.job, []).append(batch)
     rounds: Rounds = []
-    for turn in range(max(len(found) for found in by_job.values())):
+    for turn in range(max((len(found) for found in by_job.values()), default=0)):
         for members in groups:
             turns = [by_job[job][turn] for job in members if turn < len(by_job[job])]
             samples = [

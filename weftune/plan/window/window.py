@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from weftune.plan.pack.segments import ladder_size
+from weftune.plan.program.handover import FINISHED, Unfinished
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import NOTHING, Forward, Program, Recompute
 from weftune.plan.window.pace import StagePace
@@ -25,6 +26,8 @@ class Pacing:
     """Number of additional microbatches in flight, compared with 1F1B, on all stages but the last."""
     min_chunk_rows: int = 0
     """Fewest rows of the chunks into which long samples may be cut. 0 means that samples stay whole."""
+    hands_over: bool = False
+    """Whether a window may leave batches unfinished, so that the pipeline does not drain before the next."""
 
 
 def plan_window(
@@ -34,14 +37,18 @@ def plan_window(
     ladder: bool = False,
     recompute: Recompute = NOTHING,
     pacing: Pacing | None = None,
+    inherited: Unfinished = FINISHED,
 ) -> Program:
     """Return a checked program that trains the jobs' batches, with at most `capacity` tokens per microbatch.
 
     With a `ladder`, training passes have few sizes, as captured CUDA graphs require. With `pacing`, resident
     stages run as a pipeline with several microbatches in flight; without it, all microbatches of a round pass
     one stage before the next stage begins.
+
+    A pipeline begins with the batches that are `inherited` from the window before.
     """
     if pacing is None:
+        assert not inherited.batches, "only a pipeline has unfinished batches between two windows"
         return plan_rounds(windows, layout, capacity, ladder, recompute)
     assert layout.is_pipeline, "only the stages of a pipeline have paces of their own"
     assert len(pacing.paces) == len(layout.stages), "a pace for every stage"
@@ -54,19 +61,20 @@ def plan_window(
         replicas=layout.replicas,
         min_chunk_rows=pacing.min_chunk_rows,
     )
-    program = plan_pipeline(windows, rules)
+    program = plan_pipeline(windows, rules, inherited, pacing.hands_over)
     return _pad_to_ladder(program, capacity) if ladder else program
 
 
 def _pad_to_ladder(program: Program, capacity: int) -> Program:
     """Return the program with each training microbatch padded to a size on the ladder, except chunks, whose
-    passes are not captured."""
+    passes are not captured, and inherited microbatches, which are padded already."""
     trained = {action.microbatch for action, _ in program.forward_passes() if isinstance(action, Forward)}
+    padded = trained.difference(range(len(program.inherited)))
     return replace(
         program,
         microbatches=tuple(
             replace(plan, padded_rows=min(ladder_size(plan.tokens), capacity))
-            if number in trained and plan.chunk is None
+            if number in padded and plan.chunk is None
             else plan
             for number, plan in enumerate(program.microbatches)
         ),

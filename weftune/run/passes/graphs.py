@@ -33,7 +33,7 @@ from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, key_of
 from weftune.run.passes.payback import Payback, WatchedPass
 from weftune.run.passes.plain import PlainPasses
-from weftune.run.passes.rows import InFlight, LaidMicrobatch, StageVisit
+from weftune.run.passes.rows import InFlight, LaidMicrobatch, StageVisit, renumbered
 
 MOST_GRAPHS = 128
 """Maximum number of graphs; beyond it the least recently used one is dropped."""
@@ -124,6 +124,12 @@ class CapturedPasses:
 
     def evaluate(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None) -> Tensor:
         return self._plain.evaluate(visit, flight, given_TD)
+
+    def inherit(self, numbers: Mapping[int, int]) -> None:
+        """Give the microbatches in flight new indices. Each keeps its graph and its instance."""
+        self._plain.inherit(numbers)
+        self._replayed = renumbered(self._replayed, numbers)
+        self._timed = renumbered(self._timed, numbers)
 
     def abandon(self) -> None:
         self._plain.abandon()

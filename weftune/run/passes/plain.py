@@ -21,7 +21,7 @@ from weftune.base.model import Base
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import Program
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.rows import InFlight, LaidMicrobatch, Membership, StageVisit
+from weftune.run.passes.rows import InFlight, LaidMicrobatch, Membership, StageVisit, renumbered
 
 
 class PlainPasses:
@@ -76,6 +76,10 @@ class PlainPasses:
     def evaluate(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None) -> Tensor:
         """Return the stage's output, computed without dropout and without gradients."""
         return self._pass(visit, flight, given_TD).forward(training=False)
+
+    def inherit(self, numbers: Mapping[int, int]) -> None:
+        """Give the microbatches in flight new indices; `numbers` maps each old index to the new one."""
+        self.open = renumbered(self.open, numbers)
 
     def abandon(self) -> None:
         """Drop passes that wait for their backward, and free optional memory such as captured graphs."""

@@ -6,10 +6,10 @@ Shapes: T rows, S supervised rows.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -155,6 +155,14 @@ class StageVisit:
 
     microbatch: int
     stage: int
+
+
+Held = TypeVar("Held")
+
+
+def renumbered(held: Mapping[StageVisit, Held], numbers: Mapping[int, int]) -> dict[StageVisit, Held]:
+    """Return the map with new indices of microbatches; `numbers` maps each old index to the new one."""
+    return {StageVisit(numbers[at.microbatch], at.stage): one for at, one in held.items()}
 
 
 @dataclass(slots=True)

@@ -281,6 +281,9 @@ class CapturedVisits:
         self.graphs.make_room()
         return self._plain.evaluate(visit, flight, given_TD)
 
+    def inherit(self, numbers: Mapping[int, int]) -> None:
+        assert not numbers, "a streamed base has no microbatch in flight between two windows"
+
     def abandon(self) -> None:
         self._plain.abandon()
         self.graphs.clear()

@@ -7,7 +7,7 @@ Shapes: G stages with kept inputs, R rows of a round, T rows of a microbatch, D 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from weftune.base.host.streamed import StreamedBase
 from weftune.plan.program.program import Payload
 from weftune.run.measure.timers import Waited
 from weftune.run.passes.host_copies import HostCopies
-from weftune.run.passes.rows import StageVisit
+from weftune.run.passes.rows import StageVisit, renumbered
 
 
 class KeptActivations:
@@ -68,6 +68,11 @@ class KeptActivations:
     def take_outgoing(self, to: StageVisit, what: Payload) -> Tensor | None:
         """Return the tensor to send, or None if it was never computed."""
         return self._outgoing.pop((to, what), None)
+
+    def inherit(self, numbers: Mapping[int, int]) -> None:
+        """Give the microbatches in flight new indices; `numbers` maps each old index to the new one."""
+        self._here = renumbered(self._here, numbers)
+        self._gradients = renumbered(self._gradients, numbers)
 
     def forget(self) -> None:
         """Drop an unfinished round. Tensors computed for other workers are still sent to them."""
@@ -156,6 +161,9 @@ class OffloadedActivations:
 
     def take_outgoing(self, to: StageVisit, what: Payload) -> Tensor | None:
         return self._kept.take_outgoing(to, what)
+
+    def inherit(self, numbers: Mapping[int, int]) -> None:
+        assert not numbers, "a streamed base has no microbatch in flight between two windows"
 
     def forget(self) -> None:
         self._copies.finish()

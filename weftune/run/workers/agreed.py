@@ -116,7 +116,7 @@ class Agreed:
         self.report.copied_bytes, self.report.waited = waited.copied_bytes, waited.total()
         machine_times = [(action, *self._timer.machine_times(span)) for action, span in self._ran]
         self.report.times = [TimedAction(*one) for one in machine_times]
-        if self.shortage or self._roster.inside_a_step():
+        if self.shortage or (self._roster.inside_a_step() and not self._program.hands_over):
             self._adapters.abandon()
         assert not self._later_sums, "sums came for which there is no Reduce"
         assert not self._decisions, "a decision was announced that no Step took"

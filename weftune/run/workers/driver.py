@@ -27,6 +27,7 @@ from weftune.core.interrupt import StopRequest
 from weftune.errors import UserError
 from weftune.ops.adamw import AdamState
 from weftune.plan.cost.time import PassTime, work_of
+from weftune.plan.program.handover import FINISHED, unfinished_work
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Backward, Compute, Evaluate, Forward, ForwardPass, Program
 from weftune.run.events import Event, Failed, OutOfMemory, Passed, evaluation_event, score_event
@@ -120,6 +121,10 @@ class Driver:
         self._awaited_evaluations: set[tuple[str, int]] = set()
         """Evaluations of this window whose result is not known yet."""
         self._ends_early = False
+        self.unfinished = FINISHED
+        """Batches that the last window left unfinished; their microbatches are in flight on all workers."""
+        self._seconds_before: dict[int, tuple[float, float]] = {}
+        """Maps each microbatch in flight to the seconds of its forward and of its backward so far."""
 
     # -- as an executor ----------------------------------------------------------------------------------
 
@@ -192,7 +197,11 @@ class Driver:
         unless that would take long: then nothing more is computed, and unfinished global batches are
         dropped."""
         self._ends_early, request = False, StopRequest(stop)
+        self.unfinished = FINISHED
         kinds = program.pass_kinds()
+        entered = {
+            one.microbatch for actions in program.devices for one in actions if isinstance(one, ForwardPass)
+        }
         self._awaited_evaluations = {
             (segment.job, segment.step)
             for number, kind in kinds.items()
@@ -202,13 +211,14 @@ class Driver:
         microbatches = {
             number: fetch(plan, kinds[number])
             for number, plan in enumerate(program.microbatches)
-            if plan.segments
+            if number in entered
         }
         self._window_reports.clear()
         shares = [
             {
                 action.microbatch: microbatches[action.microbatch]
                 for action, _ in program.replica_passes(replica)
+                if action.microbatch in entered
             }
             for replica in range(self.replicas)
         ]
@@ -247,6 +257,7 @@ class Driver:
         short = [report.shortage for report in self.reports if report.shortage]
         yield from self._late_failure_events()
         if not short:
+            self.unfinished = unfinished_work(program)
             self.paces.learn(program, self.reports)
             yield from self._pass_events(program)
             yield from self._evaluation_events()
@@ -258,11 +269,20 @@ class Driver:
             raise OutOfMemory("; ".join(short))
 
     def _pass_events(self, program: Program) -> Iterator[Passed]:
-        """Yield every microbatch's pass over the base, with its share of the workers' time."""
+        """Yield every microbatch's pass over the base, with its share of the workers' time, in the window in
+        which it ends."""
         forward, backward = (microbatch_seconds(self.reports, kinds) for kinds in (ForwardPass, Backward))
+        for number, one in enumerate(program.inherited):
+            before_forward, before_backward = self._seconds_before.get(one.number, (0.0, 0.0))
+            forward[number] = forward.get(number, 0.0) + before_forward
+            backward[number] = backward.get(number, 0.0) + before_backward
         met = {job: training.layout.active_size for job, training in self.attached.items()}
+        in_flight = {one.number for one in self.unfinished.progress if one.backwards < self.stages}
+        done = {number for number, one in enumerate(program.inherited) if one.backwards == self.stages}
         for action, plan in program.forward_passes():
             number = action.microbatch
+            if number in in_flight or number in done:
+                continue
             time = PassTime(
                 work=work_of(plan, met),
                 forward=forward[number],
@@ -270,6 +290,9 @@ class Driver:
                 training=isinstance(action, Forward),
             )
             yield Passed(plan, time)
+        self._seconds_before = {
+            number: (forward.get(number, 0.0), backward.get(number, 0.0)) for number in in_flight
+        }
 
     def _late_failure_events(self) -> Iterator[Event]:
         """Yield the failures of jobs on another worker after the decision on their step."""
