@@ -53,7 +53,7 @@ CAPACITY = 8192
 WARM_ROUNDS = 3
 MAX_TURNS = 1000
 """Tokens after which a sequence ends; no part of the benchmark takes so many turns."""
-WEIGHT_STEPS = 12
+WEIGHT_STEPS = 8
 """Number of optimizer steps after which decode steps are measured."""
 
 
@@ -315,7 +315,7 @@ def main() -> None:
         rank=options.rank,
         sequences=options.sequences,
         prompt=8 if options.toy else options.prompt,
-        rounds=3 if options.toy else options.rounds,
+        rounds=2 if options.toy else options.rounds,
         tokens=options.tokens,
         cache_bytes=16 << 20 if options.toy else 8 << 30,
     )

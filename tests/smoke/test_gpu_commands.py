@@ -98,6 +98,31 @@ def test_dpo_learns_from_preferences(tmp_path):
     assert all(line["eval_rewards/accuracies"] > 0.8 for line in last), last
 
 
+def test_kto_learns_from_labels(tmp_path):
+    rows = [
+        {"prompt": f"There were {n} cats.", "completion": f" They had {n} hats.", "label": bool(n % 2)}
+        for n in range(2, 66)
+    ]
+    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = {"objective": {"kind": "kto"}, "learning_rate": 1e-3, "eval": {"fraction": 0.2}}
+    jobs = jobs_file(tmp_path, bench.STORIES, tmp_path / "labels.jsonl", **more)
+    weftune("train", jobs, "--output", tmp_path / "out", "--device", "cuda")
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "eval_loss" in line][-2:]
+    assert all(math.isfinite(line["eval_loss"]) for line in last), last
+
+
+def test_held_out_prompts_are_answered_at_evaluations(stories, tmp_path):
+    spec = yaml.safe_load(stories.read_text())
+    generate = {"prompts": 2, "max_new_tokens": 6}
+    spec["defaults"] |= {"eval": {"fraction": 0.1, "generate": generate, "metric": "exact_match"}}
+    (tmp_path / "jobs.yaml").write_text(yaml.safe_dump(spec))
+    weftune("train", tmp_path / "jobs.yaml", "--output", tmp_path / "out", "--device", "cuda")
+    assert_trained(tmp_path / "out")
+    for job in ("small", "large"):
+        assert json.loads((tmp_path / "out" / job / "answers.json").read_text())
+
+
 def test_export_portable_and_merged(plain, tmp_path):
     shutil.copytree(plain / "small", tmp_path / "small")
     weftune("export", tmp_path / "small", "--portable")
