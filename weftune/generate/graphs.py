@@ -20,7 +20,7 @@ from weftune.core.batch import IGNORED, Microbatch, copy_to
 from weftune.core.weights import Head
 from weftune.generate.cache import CachedSequence, DecodedRows, PagedCache
 from weftune.ops.lora.few_rows import TILE_ROWS
-from weftune.ops.lora.rows import Rows
+from weftune.ops.lora.rows import Rows, Seat
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graphs import captured
 from weftune.run.passes.rows import bucket
@@ -68,6 +68,7 @@ class DecodeGraph:
         self._adapted, self._head = adapted_base, head
         self._cached = DecodedRows(cache, count, pages, device)
         self._rows = Rows.empty(count, adapted_base.banks.slots, device, TILE_ROWS, max_runs=runs)
+        self._seats: list[Seat] = []
         zeros = torch.zeros(count, dtype=torch.int64, device=device)
         self._microbatch = Microbatch(
             tokens_T=zeros.clone(),
@@ -104,7 +105,10 @@ class DecodeGraph:
         ):
             copy_to(target[:count], source)
         self._cached.fill(sequences)
-        self._rows.fill(self._adapted.banks.seats(microbatch), np.zeros(0, dtype=np.int32))
+        # Most steps have the sequences of the step before.
+        if (seats := self._adapted.banks.seats(microbatch)) != self._seats:
+            self._rows.fill(seats, np.zeros(0, dtype=np.int32))
+            self._seats = seats
 
     def _run(self) -> Tensor:
         adapted = self._adapted
