@@ -78,8 +78,19 @@ def _round_to_8_bits(monkeypatch, interpreter):
 
 
 def _share_shapes(monkeypatch):
-    """Tensors of one shape share its constants, of which it would make new ones for each."""
+    """Tensors of one shape share it and its constants, of which it would make new ones for each."""
     from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    @cache
+    def block_shape(sizes):
+        shape = core.tuple(sizes)
+        return shape, core.validate_block_shape(shape), str(shape)
+
+    def init_block_type(self, element_ty, shape):
+        self.element_ty = element_ty
+        self.shape, self.numel, name = block_shape(tuple(map(core._unwrap_if_constexpr, shape)))
+        self.name = f"<{name}, {element_ty}>"
 
     @cache
     def constants(shape):
@@ -89,4 +100,13 @@ def _share_shapes(monkeypatch):
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = constants(type.shape if type.is_block() else ())
 
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_unless_equal(self, left, right):
+        if left.type.is_block() and right.type.is_block() and left.type.shape is right.type.shape:
+            return left, right
+        return broadcast(self, left, right)
+
+    monkeypatch.setattr(core.block_type, "__init__", init_block_type)
     monkeypatch.setattr(core.tensor, "__init__", init)
+    monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_unless_equal)
