@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,13 @@ class Forks:
         """The exit code, or minus the signal that ended it."""
         self._process.join()
         return int(self._process.exitcode)
+
+    def wait_for_lines(self, output: Path, count: int) -> None:
+        """Wait until the run in `output` has written so many lines of metrics."""
+        metrics = output / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= count):
+            assert self.running(), "the run has ended"
+            time.sleep(0.005)
 
     def weftune(self, *arguments: str | Path, cwd: Path, **limits: Any) -> int:
         self.start(*arguments, cwd=cwd, **limits)

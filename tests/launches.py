@@ -71,7 +71,7 @@ class Started:
         while not true():
             assert self.code is None, f"the run has ended with {self.code}"
             assert time.monotonic() < deadline, "the run does not get there"
-            time.sleep(0.001)
+            time.sleep(0.005)
 
     def pids(self) -> list[int]:
         lines = (self.output / "ranks" / "pids").read_text().splitlines()

@@ -132,9 +132,7 @@ def test_profiled_since_it_goes_on_with_other_stages_to_the_same_curve(place):
 def test_interrupted_alone_it_goes_on_in_stages_to_the_same_curve(place, forks):
     output = place / fresh(place, "growing")
     forks.start("train", "jobs.yaml", "--output", "growing", cwd=place)
-    metrics = output / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 12):
-        assert forks.running()
+    forks.wait_for_lines(output, 12)
     forks.signal(signal.SIGINT)
     assert forks.wait() == 130
     assert Launch(place, "growing", 2, "--resume").wait() == 0

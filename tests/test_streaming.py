@@ -69,9 +69,7 @@ def test_interrupted_while_streaming_it_goes_on_resident_to_the_same_curve(place
     output = place / fresh(place, "shrunk")
     words = ("train", "jobs.yaml", "--device", "cpu", "--output", "shrunk", "--gpu-memory", SMALL)
     forks.start(*words, cwd=place)
-    metrics = output / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 12):
-        assert forks.running()
+    forks.wait_for_lines(output, 12)
     forks.signal(signal.SIGINT)
     assert forks.wait() == 130
     assert forks.weftune("train", "jobs.yaml", "--output", "shrunk", "--resume", cwd=place) == 0
@@ -83,9 +81,7 @@ def test_interrupted_while_streaming_it_goes_on_resident_to_the_same_curve(place
 def test_killed_resident_it_goes_on_streamed_to_the_same_curve(place, forks):
     output = place / fresh(place, "killed")
     forks.start("train", "jobs.yaml", "--output", "killed", cwd=place)
-    metrics = output / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 20):
-        assert forks.running()
+    forks.wait_for_lines(output, 20)
     forks.signal(signal.SIGKILL)
     assert forks.wait() == -signal.SIGKILL
     assert stream(forks, place, "killed", SMALL, "--resume") == 0

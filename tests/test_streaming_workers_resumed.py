@@ -35,9 +35,7 @@ def test_interrupted_while_streaming_over_workers_it_goes_on_alone_to_the_same_c
 def test_interrupted_alone_it_goes_on_over_workers_to_the_same_curve(place, forks):
     output = place / fresh(place, "grown")
     forks.start("train", "jobs.yaml", "--output", "grown", cwd=place)
-    metrics = output / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 12):
-        assert forks.running()
+    forks.wait_for_lines(output, 12)
     forks.signal(signal.SIGINT)
     assert forks.wait() == 130
     assert stream(place, "grown", "--resume").wait() == 0

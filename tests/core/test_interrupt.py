@@ -41,18 +41,11 @@ def undisturbed(tmp_path_factory):
     return rich_run(tmp_path_factory.mktemp("interrupt") / "out")
 
 
-def wait_for_lines(folder, count):
-    metrics = folder / "out" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= count):
-        assert time.monotonic() < deadline, (folder / "log").read_text()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_first_signal_finishes_the_step_saves_and_exits_130_and_resume_completes(place, forks, number):
     shutil.rmtree(place / "out", ignore_errors=True)
     forks.start("train", "jobs.yaml", cwd=place)
-    wait_for_lines(place, 12)
+    forks.wait_for_lines(place / "out", 12)
     forks.signal(number)
     assert forks.wait() == 130
     log = (place / "log").read_text()

@@ -54,9 +54,7 @@ def test_interrupted_alone_then_in_two_shares_it_goes_on_in_three_and_ends_alone
 ):
     output = place / fresh(place, "changing")
     forks.start("train", "jobs.yaml", "--output", "changing", cwd=place)
-    metrics = output / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 8):
-        assert forks.running()
+    forks.wait_for_lines(output, 8)
     forks.signal(signal.SIGINT)
     assert forks.wait() == 130
     for count, at in ((2, 8), (3, 8)):

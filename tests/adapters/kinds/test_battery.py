@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import time
 
 import pytest
 import torch
@@ -153,6 +154,7 @@ def test_killed_and_resumed_it_is_the_same(place, forks):
         if log.exists() and log.read_text().count('"dora"') >= 2:
             forks.signal(signal.SIGKILL)
             break
+        time.sleep(0.005)
     assert forks.wait() == -signal.SIGKILL
     assert forks.weftune("train", "jobs.yaml", "--output", "killed", "--resume", cwd=place) == 0
     assert_same_results(place / "killed", place / "undisturbed")
