@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -35,12 +36,16 @@ from weftune.plan.window.pace import WindowPace, first_pace
 GIB = 1 << 30
 
 
+def measure_gpu(budget: int, host: int, _workers: int):
+    return gpu_device(budget, host, 25e9, 300e12, 1e12)
+
+
 def gpu(gib: float, **changes) -> Machine:
     return Machine(
         on_gpu=True,
         budget_bytes=int(gib * GIB),
         host_budget_bytes=1 << 50,
-        measure_gpu=lambda budget, host, workers: gpu_device(budget, host, 25e9, 300e12, 1e12),
+        measure_gpu=measure_gpu,
         **changes,
     )
 
@@ -52,6 +57,7 @@ def shapes(count: int, rank: int = 16):
     ]
 
 
+@cache
 def chosen(machine: Machine, count: int = 2, rank: int = 16) -> LayoutChoice:
     return choose_layout(SHAPE, shapes(count, rank), machine)
 

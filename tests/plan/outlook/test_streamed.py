@@ -75,14 +75,20 @@ def found():
 @pytest.mark.parametrize(
     ("device", "jobs", "travels", "offloads"),
     [
-        (place(13), alike(2, batch=1), False, False),
         pytest.param(place(13), alike(2), False, True, marks=pytest.mark.slow),
         pytest.param(place(9), alike(4, batch=1, rank=256), True, False, marks=pytest.mark.slow),
         (place(7.5), alike(4, length=2000), True, True),
     ],
 )
 def test_forecast_and_bytes_are_those_of_the_choice(device, jobs, travels, offloads):
-    found = foreseen(device, jobs)
+    assert_of_the_choice(foreseen(device, jobs), device, travels, offloads)
+
+
+def test_so_they_are_where_adapters_and_inputs_stay(found):
+    assert_of_the_choice(found, place(13), travels=False, offloads=False)
+
+
+def assert_of_the_choice(found: StreamOutlook, device: StreamDevice, travels: bool, offloads: bool):
     choice, case = found.choice, found.case
     draft = draft_from_layout(choice.layout)
     assert (choice.layout.adapters_travel, choice.layout.offloads_inputs) == (travels, offloads)
