@@ -28,6 +28,8 @@ from pathlib import Path
 import httpx2 as httpx
 
 from weftune.bench.table import aligned
+from weftune.service.keys import KeyFile
+from weftune.service.settings import KEYS
 
 TENANTS = ("ada", "bob", "cleo", "dan")
 START_SECONDS = 300.0
@@ -80,15 +82,8 @@ def free_port() -> int:
 def running_service(store: Path, base: str, arguments: Sequence[str]) -> Iterator[Service]:
     """Start `weftune serve` and yield it when it is ready."""
     weftune = [sys.executable, "-m", "weftune"]
-    keys = {
-        tenant: subprocess.run(
-            [*weftune, "keys", "create", tenant, "--store", str(store)],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.split()[-1]
-        for tenant in TENANTS
-    }
+    file = KeyFile(store / KEYS)
+    keys = {tenant: file.create(tenant) for tenant in TENANTS}
     port = free_port()
     service = Service(f"http://127.0.0.1:{port}", keys)
     with (store / "serve.log").open("w") as log:

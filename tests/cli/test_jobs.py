@@ -9,13 +9,13 @@ from functools import partial
 import pytest
 import yaml
 
-from tests.launches import Launch, Shares, dealt, deep_folder, fresh
+from tests.launches import Launch, Shares, copied, dealt, deep_folder, fresh
 from tests.outputs import assert_same_job, assert_whole, jobs_folder, lines, states, status
 from weftune.cli import jobs
 from weftune.errors import UserError
 from weftune.jobs.store.inbox import INBOX, pending_requests
 
-LONG, SHORT = 150, 12
+LONG, SHORT = 100, 12
 JOBS = [
     {"name": "alpha", "steps": LONG, "adapter": {"rank": 4, "dropout": 0.1}},
     {"name": "beta", "steps": LONG, "adapter": {"rank": 3}, "data": "b.jsonl", "seed": 2},
@@ -234,15 +234,24 @@ def test_a_job_of_a_share_is_paused_and_resumed_and_none_can_join(place, capsys)
 
 
 FOUR = [
-    {"name": f"job-{n}", "steps": 60, "adapter": {"rank": 2 + n}, "data": "b.jsonl", "seed": n}
+    {"name": f"job-{n}", "steps": 40, "adapter": {"rank": 2 + n}, "data": "b.jsonl", "seed": n}
     for n in range(4)
 ]
 
 
-@pytest.mark.parametrize("mode", ["a pipeline", "shares"])
-def test_a_job_that_was_paused_stays_paused_when_a_lost_process_is_restarted(mode, tmp_path, forks, capsys):
-    folder = deep_folder(tmp_path, FOUR, learning_rate=1e-3)
+@pytest.fixture(scope="module")
+def four_trained(tmp_path_factory, forks):
+    """A folder with four jobs; `undisturbed` is what one process makes of them. To be copied."""
+    folder = deep_folder(tmp_path_factory.mktemp("four"), FOUR, learning_rate=1e-3)
     assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["a pipeline", "shares"])
+def test_a_job_that_was_paused_stays_paused_when_a_lost_process_is_restarted(
+    mode, four_trained, tmp_path, capsys
+):
+    folder = copied(four_trained, tmp_path)
     run = Launch(folder, "out", 2) if mode == "a pipeline" else Shares(folder, "out", 2)
     run.wait_for_lines(20)
     shared = mode == "shares"

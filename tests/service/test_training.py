@@ -115,7 +115,7 @@ def test_a_cancelled_job_ends_whatever_its_state(serving):
 
 def test_a_job_is_paused_resumed_and_reprioritised_without_losing_a_bit(serving):
     serving.start()
-    job, other = serving.submit(steps=120), serving.submit(steps=60, seed=1)
+    job, other = serving.submit(steps=60), serving.submit(steps=30, seed=1)
     serving.until(lambda: serving.step(job) > 2)
     serving.command(job, "pause")
     step = serving.until_state(job, State.PAUSED).status.step
@@ -165,7 +165,7 @@ def test_killed_again_and_again_every_job_ends_as_alone_and_no_row_is_doubled(se
 def test_sigterm_saves_every_job_and_loses_no_step(serving):
     """Row 22 of the faults."""
     serving.start()
-    job, waiting = serving.submit(steps=100), serving.submit(steps=10, prepared=False)
+    job, waiting = serving.submit(steps=60), serving.submit(steps=5, prepared=False)
     serving.until(lambda: serving.step(job) > 3)
     began = time.monotonic()
     assert serving.end(signal.SIGTERM) == 0
@@ -204,7 +204,7 @@ def test_a_process_that_was_stopped_beyond_its_lease_writes_nothing_any_more(tmp
     serving = Serving(tmp_path, lease_seconds=1.0)
     try:
         stopped = serving.start()
-        job = serving.submit(steps=80)
+        job = serving.submit(steps=50)
         serving.until(lambda: serving.step(job) > 3)
         os.kill(stopped.pid, signal.SIGSTOP)
         serving.start()
@@ -270,9 +270,9 @@ def test_a_preference_job_equals_its_solo_run_through_kills(serving):
     pairs = serving.folder / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     serving.start()
-    other = serving.submit(steps=60)
-    dpo = serving.submit(steps=40, data={"path": str(pairs), "max_length": 64}, objective="dpo")
-    serving.until(lambda: serving.step(dpo) > 10)
+    other = serving.submit(steps=30)
+    dpo = serving.submit(steps=25, data={"path": str(pairs), "max_length": 64}, objective="dpo")
+    serving.until(lambda: serving.step(dpo) > 3)
     serving.end()
     serving.start()
     for job in (dpo, other):
@@ -339,7 +339,7 @@ def answer_and_train(serving):
     of_base, of_job = answer(), answer(job)
     assert of_base != of_job
     # From the first answer on, passes are short.
-    running = serving.submit(steps=100, learning_rate=1e-4)
+    running = serving.submit(steps=60, learning_rate=1e-4)
     serving.until(lambda: serving.step(running) > 1)
     assert (answer(), answer(job)) == (of_base, of_job)
     assert answer(running)[1] > 0
