@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import signal
-import time
 
 import pytest
 
-from tests.launches import Launch, Shares, deep_folder, fresh
+from tests.cases import slow_but
+from tests.launches import deep_folder
+from tests.objectives.ways import WAYS
 from tests.outputs import assert_same_job, assert_same_results, assert_whole, jobs_folder, lines
 from weftune.objectives.spec import OBJECTIVE_METRICS
 
@@ -100,42 +100,9 @@ def test_a_kto_job_alone_equals_the_same_job_among_others(name, place, forks):
     assert metrics_of(folder / "out", name) == pytest.approx(wanted, rel=1e-9, abs=1e-9)
 
 
-def test_killed_and_resumed_it_ends_where_the_undisturbed_run_ended(place, forks):
-    output = place / fresh(place, "killed")
-    forks.start("train", "jobs.yaml", "--output", "killed", cwd=place)
-    while (
-        not (output / "metrics.jsonl").exists() or (output / "metrics.jsonl").read_text().count('"loss"') < 8
-    ):
-        assert forks.running()
-        time.sleep(0.005)
-    forks.signal(signal.SIGKILL)
-    assert forks.wait() == -signal.SIGKILL
-    assert forks.weftune("train", "jobs.yaml", "--output", "killed", "--resume", cwd=place) == 0
-    assert_same(output, place)
-
-
-def test_a_pipeline_equals_one_process(place):
-    assert Launch(place, fresh(place, "pipeline"), 2).wait() == 0
-    assert_same(place / "pipeline", place)
-
-
-@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_replicas_equal_one_process(workers, place):
-    assert Launch(place, fresh(place, "replicas"), workers, replicas=2).wait() == 0
-    assert_same(place / "replicas", place)
-
-
-@pytest.mark.slow
-def test_a_streamed_base_equals_a_resident_one(place, forks):
-    words = ("train", "jobs.yaml", "--device", "cpu", "--output", fresh(place, "streamed"))
-    assert forks.weftune(*words, "--gpu-memory", "960KiB", cwd=place) == 0
-    assert_same(place / "streamed", place)
-
-
-@pytest.mark.slow
-def test_shares_equal_one_process(place):
-    assert Shares(place, fresh(place, "shares"), 2).wait() == 0
-    assert_same(place / "shares", place)
+@pytest.mark.parametrize("way", slow_but(WAYS, ["killed and resumed", "a pipeline"]))
+def test_however_they_run_they_end_as_in_one_process(way, place, forks):
+    assert_same(WAYS[way](place, forks), place)
 
 
 def test_a_sweep_over_beta_compares_its_trials_by_the_margin_of_rewards(place, forks):
