@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ from weftune.trainer.export import write_merged, write_portable
 SAMPLES = random_samples((9, 4, 13))
 FLOAT32 = ("llama", "gpt2", "qwen2")
 CASES = [(family, torch.float64) for family in FAMILIES] + [(family, torch.float32) for family in FLOAT32]
+STARTS = ({}, {"use_rslora": True, "rank_pattern": {r".*\.1\..*": 3}})
+"""Keys of adapters that a job starts from."""
 JOBS = ("plain", "rslora", "patterns", "wide")
 CLOSE = 1e-6
 """In float64 too: most families normalise in float32 whatever the dtype, where a last bit can flip."""
@@ -176,8 +179,10 @@ def test_portable_and_merged_agree_in_float32(family, trained, tmp_path):
     assert_same(by_transformers(merged), want, 1e-5)
 
 
-@pytest.mark.parametrize("family", FLOAT32)
-@pytest.mark.parametrize("keys", [{}, {"use_rslora": True, "rank_pattern": {r".*\.1\..*": 3}}])
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    slow_but(product(FLOAT32, STARTS), [("llama", STARTS[1]), ("gpt2", STARTS[0]), ("qwen2", STARTS[1])]),
+)
 def test_a_peft_adapter_is_where_a_job_starts_and_goes_on_from(family, keys, tmp_path):
     model = tiny(family)
     config = oracle.lora_config(model, 4, 6.0, "all-linear", **keys)

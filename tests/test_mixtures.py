@@ -102,8 +102,13 @@ def cases(family, asked, folder):
     return made
 
 
-@pytest.mark.parametrize("asked", [ON_ATTENTION, ON_EXPERTS], ids=["attention", "experts"])
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(
+    ("family", "asked"),
+    slow_but(
+        product(MIXTURES, (ON_ATTENTION, ON_EXPERTS)),
+        [(MIXTURES[0], ON_EXPERTS), *product(MIXTURES[1:], (ON_ATTENTION, ON_EXPERTS))],
+    ),
+)
 def test_jobs_together_equal_solo_peft_in_float64(family, asked, tmp_path):
     made = cases(family, asked, tmp_path)
     bench.train(bench.base(family), tmp_path / "out", [case.spec() for case in made], capacity=64)
@@ -155,9 +160,18 @@ def decisions(base, banks, microbatch):
     return [made for (made,) in routing._decisions.values()]
 
 
-@pytest.mark.parametrize("parameters", [(), tuple(EXPERTS)], ids=["attention", "experts"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(
+    ("family", "dtype", "parameters"),
+    slow_but(
+        product(MIXTURES, (torch.float64, torch.float32), ((), tuple(EXPERTS))),
+        [
+            (MIXTURES[0], torch.float64, ()),
+            (MIXTURES[0], torch.float32, tuple(EXPERTS)),
+            (MIXTURES[1], torch.float64, tuple(EXPERTS)),
+            (MIXTURES[1], torch.float32, ()),
+        ],
+    ),
+)
 def test_a_nan_of_one_job_reaches_nobody_who_shares_its_experts(family, dtype, parameters):
     base, samples = bench.base(family, dtype), random_samples((9, 5, 12))
     microbatch = together("abc", samples)

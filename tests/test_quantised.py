@@ -37,7 +37,10 @@ def by_peft(model, s, padded=True, steps=STEPS):
     return oracle.train_with_peft(model, s["config"], s["start"], batches, recipe, padded)
 
 
-@pytest.mark.parametrize(("family", "quantize"), [("llama", "nf4"), ("gpt2", "nf4"), ("opt", "int8")])
+@pytest.mark.parametrize(
+    ("family", "quantize"),
+    slow_but([("llama", "nf4"), ("gpt2", "nf4"), ("opt", "int8")], [("gpt2", "nf4"), ("opt", "int8")]),
+)
 def test_two_jobs_together_equal_solo_peft_on_the_matrices_in_float64(family, quantize, tmp_path):
     settings = two_jobs(family, tmp_path)
     base = quantised_base(tiny(family, torch.float64), quantize)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests import bench
+from tests.cases import slow_but
 from tests.launches import Launch, Shares, copied, deep_folder
 from tests.outputs import Crash, assert_same_job, assert_same_results, assert_whole, lines, status
 from tests.test_memory import strike_above
@@ -91,7 +92,7 @@ def test_a_policy_begins_as_its_reference_with_and_without_another_adapter(train
     assert first_lines(output, "virtual")[0]["eval_loss"] != LN_2
 
 
-@pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("workers", "replicas"), slow_but([(2, 1), (4, 2)], [(4, 2)]))
 def test_pipelines_and_replicas_score_and_train_as_one_process(place, workers, replicas):
     assert Launch(place, "out", workers, replicas=replicas).wait() == 0
     assert_whole(place / "out")
@@ -221,7 +222,7 @@ def test_where_scoring_finds_no_memory_it_goes_on_in_smaller_passes(tmp_path, al
     assert sorted(sample for _, sample in scored_samples(trainer)) == list(range(48))
 
 
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("step", slow_but([1, 3], [3]))
 def test_broken_off_later_it_scores_nothing_again_even_without_the_cache(base, tmp_path, alone, step):
     forget_scores()
 

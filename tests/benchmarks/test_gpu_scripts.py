@@ -271,7 +271,8 @@ def test_a_pipeline_on_one_device_has_the_losses_of_one_process(run: Any) -> Non
     assert found["gap"] <= pipeline_gpu.NOISE * max(found["noise"], 1e-6)
 
 
-@pytest.mark.parametrize("words", [("--no-peft",), pytest.param(("--profile",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--no-peft",), ("--profile",)])
 def test_companies_of_kinds_are_measured_beside_eight_lora_jobs_and_peft(run: Any, words: tuple[str]) -> None:
     found = run(gpu_kinds, *words)
     rows = {row["name"]: row["measured"]["seconds"] for row in found["rows"]}

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import yaml
 
-from tests.launches import Launch, Shares, copied, dealt, deep_folder, fresh
+from tests.launches import Launch, Shares, copied, dealt, deep_folder
 from tests.outputs import assert_same_job, assert_whole, jobs_folder, lines, states, status
 from weftune.cli import jobs
 from weftune.errors import UserError
@@ -219,20 +219,6 @@ def test_kills_between_pauses_and_resumptions_lose_nothing(run, place, seed):
         assert_same_job(run.output, place / "undisturbed", name)
 
 
-def test_a_job_of_a_share_is_paused_and_resumed_and_none_can_join(place, capsys):
-    run = Shares(place, fresh(place, "shares"), 2)
-    run.wait_until(lambda: run.lines() > 20)
-    jobs.pause("alpha", run.output)
-    assert "alpha is paused at step" in printed(capsys)
-    with pytest.raises(UserError, match="divides its jobs among the GPUs"):
-        jobs.add(place / "late.yaml", run.output)
-    assert run.wait() == 130
-    resumed = Shares(place, "shares", 2, resume=True)
-    assert resumed.wait() == 0
-    for name in ("alpha", "beta"):
-        assert_same_job(resumed.output, place / "undisturbed", name)
-
-
 FOUR = [
     {"name": f"job-{n}", "steps": 40, "adapter": {"rank": 2 + n}, "data": "b.jsonl", "seed": n}
     for n in range(4)
@@ -257,6 +243,10 @@ def test_a_job_that_was_paused_stays_paused_when_a_lost_process_is_restarted(
     shared = mode == "shares"
     paused, other = dealt(run.output)[1][:2] if shared else ("job-0", "job-1")
     jobs.pause(paused, run.output)
+    assert f"{paused} is paused at step" in printed(capsys)
+    if shared:
+        with pytest.raises(UserError, match="divides its jobs among the GPUs"):
+            jobs.add(folder / "jobs.yaml", run.output)
     before = run.pids()
     run.signal(1, signal.SIGKILL)
     run.wait_until(lambda: run.pids() != before)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.base.packs import CPU
+from tests.cases import slow_but
 from tests.families import tiny
 from tests.generate.test_decoder import MIB, PROMPTS, logprobs_of, uncached
 from weftune.adapters.dora.spec import DoraSpec
@@ -36,7 +37,7 @@ def masters(jobs: AttachedJobs) -> list[torch.Tensor]:
     return [jobs.executor.attached[name].master.clone() for name in SPECS]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", slow_but(["llama", "gemma3"], ["gemma3"]))
 def test_training_has_the_same_bits_whether_or_not_somebody_generates(family):
     quiet, busy = jobs_on(family), jobs_on(family)
     decoder = Decoder(busy.executor.adapted, MIB)

@@ -34,6 +34,7 @@ from weftune.trainer.job import collate_plan
 ROWS = 256
 WAYS = list(product((False, True), (False, True)))
 """Whether adapters travel, and whether inputs are offloaded."""
+SOME_WAYS = [(False, False), (True, True)]
 
 
 def layout(travels, offloads, slots=(2,)):
@@ -61,7 +62,7 @@ def wanted():
     return resident("llama", torch.float32)
 
 
-@pytest.mark.parametrize(("travels", "offloads"), slow_but(WAYS, [(False, False), (True, True)]))
+@pytest.mark.parametrize(("travels", "offloads"), slow_but(WAYS, SOME_WAYS))
 def test_one_worker_whose_stages_take_turns(travels, offloads, wanted):
     cut = layout(travels, offloads)
     executor = streamed_executor(
@@ -95,10 +96,10 @@ def test_one_worker_whose_base_stays_and_whose_optimizer_is_offloaded(wanted):
     assert all(torch.equal(masters[name], master) for name, master in wanted[1].items())
 
 
-def as_worker(connections):
+def as_worker(connections, ways):
     """Of each way: the kinds of parts, what happened, this worker's slices, and what it evaluated."""
     found = []
-    for travels, offloads in WAYS:
+    for travels, offloads in ways:
         cut = layout(travels, offloads, (1, 1))
         part = cut.for_worker(connections.position.worker)
         streamed = stream_model(
@@ -124,14 +125,15 @@ def as_worker(connections):
     return found
 
 
-def test_workers_whose_stages_take_turns():
+@pytest.mark.parametrize("ways", slow_but([SOME_WAYS, WAYS], [SOME_WAYS]), ids=["some ways", "every way"])
+def test_workers_whose_stages_take_turns(ways):
     base = whole_base("llama", torch.float64)
     jobs = evaluated_jobs(base)
     made = executors.executor_with(base, jobs)
     events = list(executors.run_program(made, executors.plan_program(jobs, 6, CAPACITY, begins=True), jobs))
     starts = views({job.name: executors.job_training(base, job) for job in jobs})
-    first, second = run_workers(2, as_worker, ring=True)
-    for (travels, offloads), mine, theirs in zip(WAYS, first, second, strict=True):
+    first, second = run_workers(2, as_worker, ways, ring=True)
+    for (travels, offloads), mine, theirs in zip(ways, first, second, strict=True):
         # The first has stages 0 and 2: the one has no input, that of the other is wanted first.
         assert mine[0] == expected_kinds(travels, False, Agreed)
         assert theirs[0] == expected_kinds(travels, offloads, Agreed)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import bench
+from tests.cases import slow_but
 from tests.run import executors
 from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import (
@@ -52,7 +53,7 @@ def exact():
     return alone("llama", torch.float64)
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("stages", "replicas"), slow_but([(1, 2), (2, 2)], [(2, 2)]))
 def test_losses_and_adapters_equal_one_process_and_replicas_hold_the_same_bits(exact, stages, replicas):
     found = train(stages, replicas)
     assert_equal((losses_of(found[0][0][0]), whole(found[0])), exact, 1e-9, 1e-8)

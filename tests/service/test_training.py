@@ -261,6 +261,7 @@ def test_a_job_that_cannot_be_trained_fails_and_a_budget_ends_a_job(serving):
     assert "/gone" not in unknown
 
 
+@pytest.mark.slow
 def test_a_preference_job_equals_its_solo_run_through_kills(serving):
     """Its references are scored first, beside a job that trains."""
     rows = [

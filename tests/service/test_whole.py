@@ -157,6 +157,7 @@ def test_the_command_line_submits_follows_and_downloads(whole, tmp_path, capsys)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_a_service_that_is_stopped_and_started_finds_its_jobs_again(whole):
     client = whole.client()
     before = [job.id for job in client.fine_tuning.jobs.list()]

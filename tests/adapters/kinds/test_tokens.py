@@ -247,7 +247,10 @@ def ready_aboard(executor, family):
     return jobs
 
 
-@pytest.mark.parametrize(("family", "travels"), [("llama", False), ("llama", True), ("gemma3", False)])
+@pytest.mark.parametrize(
+    ("family", "travels"),
+    slow_but([("llama", False), ("llama", True), ("gemma3", False)], [("llama", True), ("gemma3", False)]),
+)
 def test_streamed_it_learns_the_same(family, travels):
     cut = Layout(
         tuple(StageLayers(n, n + 1, is_resident=n == 1) for n in range(LAYERS)), (2,), adapters_travel=travels

@@ -35,7 +35,10 @@ def nothing_is_zero_by_chance(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=[64, 128])
+BANDS = (64, 128)
+
+
+@pytest.fixture(params=BANDS)
 def band(request, monkeypatch):
     """Ranks of a band: of 128 ranks 64 make two, 128 one."""
     monkeypatch.setattr(table, "BAND", request.param)
@@ -65,11 +68,13 @@ def test_ranks_in_bands_beside_small_ones_equal_plain_autograd(plan, band):
     close(run(MIXED, plan=plan), truth(MIXED))
 
 
+@pytest.mark.parametrize("band", slow_but(BANDS, [128]), indirect=True)
 @pytest.mark.parametrize("plan", slow_but([ProductPlan.wide, ProductPlan.fused], [ProductPlan.fused]))
 def test_in_bands_ds_and_db_are_the_same_from_one_read_of_dy(plan, band):
     close(run(MIXED, plan=plan, one_read=True), truth(MIXED))
 
 
+@pytest.mark.parametrize("band", slow_but(BANDS, [64]), indirect=True)
 def test_sums_in_shares_are_right_in_bands(band):
     """From so many columns on, sums over inputs and outputs are split among programs."""
     jobs = [Job(9, rank=130), Job(20, rank=4), Job(7, rank=40, dropout=0.1)]

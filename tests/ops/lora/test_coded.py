@@ -1,6 +1,7 @@
 """Sites whose frozen weight is one of 8-bit floats, in Triton's interpreter, against plain torch."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -46,9 +47,18 @@ BOUND = 1e-5
 """Of sums in float32 of numbers that differ by what a scale may."""
 
 
-@pytest.mark.parametrize("case", [ONE, PARTS], ids=["one site", "three with bias and residual"])
-@pytest.mark.parametrize("plan", slow_but(ProductPlan, [ProductPlan.wide, ProductPlan.fused]))
-def test_values_and_gradients_are_those_of_the_codes(plan, case):
+CASES = {"one site": ONE, "three with bias and residual": PARTS}
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    slow_but(
+        product(ProductPlan, CASES),
+        [(ProductPlan.wide, "one site"), (ProductPlan.fused, "three with bias and residual")],
+    ),
+)
+def test_values_and_gradients_are_those_of_the_codes(plan, name):
+    case = CASES[name]
     case = case.dropping(0.1)
     want = coded_truth(case)
     close(run(case, plan=plan), want, BOUND)

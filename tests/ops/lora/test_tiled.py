@@ -171,7 +171,8 @@ BESIDE = (32, 0.1, ProductPlan.wide_beside)
     slow_but(
         ((poison, *how) for poison, how in product(POISONS, (IN_PIECES, IN_ONE, BESIDE))),
         [
-            *((poison, *IN_PIECES) for poison in ("x", "b", "dy")),
+            ("x", *IN_PIECES),
+            ("b", *IN_PIECES),
             ("padding", *IN_ONE),
             ("dy", *BESIDE),
         ],

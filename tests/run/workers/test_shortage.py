@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import bench
+from tests.cases import slow_but
 from tests.run import executors
 from tests.run.models import LAYERS, deep
 from tests.run.processes import run_workers
@@ -90,14 +91,17 @@ def as_worker(connections, layout, short, at):
 
 @pytest.mark.parametrize(
     ("layout", "short", "at"),
-    [
-        (PIPELINE, 0, 1),
-        (PIPELINE, 1, 4),
-        (PIPELINE, 0, 9),
-        (STREAMED, 1, 1),
-        (STREAMED, 0, 11),
-        (REPLICAS, 1, 2),
-    ],
+    slow_but(
+        [
+            (PIPELINE, 0, 1),
+            (PIPELINE, 1, 4),
+            (PIPELINE, 0, 9),
+            (STREAMED, 1, 1),
+            (STREAMED, 0, 11),
+            (REPLICAS, 1, 2),
+        ],
+        [(PIPELINE, 1, 4), (STREAMED, 0, 11), (REPLICAS, 1, 2)],
+    ),
 )
 def test_the_window_ends_short_everywhere_and_jobs_end_as_if_nothing_had_been(layout, short, at):
     answers = run_workers(
@@ -163,7 +167,7 @@ def as_replica(connections, short):
     return events, views(executor.attached), shortages, steps
 
 
-@pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.parametrize("short", slow_but([0, 1], [1]))
 def test_no_step_is_made_without_the_scores_of_a_replica_that_fell_short(short):
     answers = run_workers(2, as_replica, short, replicas=2)
     for worker, (_, _, shortages, steps) in enumerate(answers):
