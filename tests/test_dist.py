@@ -50,7 +50,7 @@ def test_installed_from_the_wheel_doctor_and_training_work_without_the_clone(whe
     env = tmp_path / "env"
     run(sys.executable, "-m", "venv", "--without-pip", env, cwd=tmp_path)
     python = env / "bin" / "python"
-    installing = ("install", "--quiet", "--no-index", "--no-deps", wheel)
+    installing = ("install", "--quiet", "--no-compile", "--no-index", "--no-deps", wheel)
     run(sys.executable, "-m", "pip", "--python", python, *installing, cwd=tmp_path)
     # Torch and the others from here; lines of a .pth file come behind what is installed, and name no clone.
     (site,) = (env / "lib").glob("python*/site-packages")

@@ -37,26 +37,32 @@ MODES = {
 FUSED = [family for family in EVERY if family not in ("opt", "gpt2")]
 
 
+def train(output, recompute, base, jobs):
+    """Train jobs with fused layers and this recomputation, on the CPU, and return the output."""
+    calls = []
+
+    def counted(h_TD, anchor, parts, tiles, keep):
+        calls.append((len(tiles), keep))
+        return row_tiles.tiled_layer(h_TD, anchor, parts, tiles, keep)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "tiled_layer", counted)
+        patch.setattr(MemoryModel, "choose_recompute", lambda *_: recompute)
+        patch.setattr(assemble, "AdaptedBase", partial(adapted.AdaptedBase, fuses=True))
+        bench.train(base, output, jobs, capacity=64)
+    assert any(tiles > 2 for tiles, _ in calls) == (recompute.tile_rows > 0)
+    assert any(keep.host for _, keep in calls) == (recompute.offloaded_layers > 0)
+    return output
+
+
 @pytest.fixture
-def train_with(monkeypatch, tmp_path):
-    """A function that trains jobs with fused layers and this recomputation, on the CPU."""
+def train_with(tmp_path):
+    return lambda recompute, base, jobs, name: train(tmp_path / name, recompute, base, jobs)
 
-    def train(recompute, base, jobs, name):
-        calls = []
 
-        def counted(h_TD, anchor, parts, tiles, keep):
-            calls.append((len(tiles), keep))
-            return row_tiles.tiled_layer(h_TD, anchor, parts, tiles, keep)
-
-        monkeypatch.setattr(layers, "tiled_layer", counted)
-        monkeypatch.setattr(MemoryModel, "choose_recompute", lambda *_: recompute)
-        monkeypatch.setattr(assemble, "AdaptedBase", partial(adapted.AdaptedBase, fuses=True))
-        bench.train(base, tmp_path / name, jobs, capacity=64)
-        assert any(tiles > 2 for tiles, _ in calls) == (recompute.tile_rows > 0)
-        assert any(keep.host for _, keep in calls) == (recompute.offloaded_layers > 0)
-        return tmp_path / name
-
-    return train
+@pytest.fixture(scope="module")
+def untiled(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("untiled") / "out", NOTHING, bench.base("llama"), family_jobs())
 
 
 def family_jobs():
@@ -69,8 +75,7 @@ def family_jobs():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_whatever_is_kept_and_wherever_jobs_learn_the_same(mode, train_with):
-    untiled = train_with(NOTHING, bench.base("llama"), family_jobs(), "untiled")
+def test_whatever_is_kept_and_wherever_jobs_learn_the_same(mode, train_with, untiled):
     tiled = train_with(MODES[mode], bench.base("llama"), family_jobs(), "tiled")
     for name in ("a", "b"):
         equal(tiled, untiled, name)

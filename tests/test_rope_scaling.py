@@ -3,6 +3,7 @@ base was trained with, resident, streamed and in stages, and the scaling is reco
 
 import ast
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -71,8 +72,10 @@ def by_transformers(folder, name):
     return with_exact_norms(model).eval()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("name", slow_but([*SCALINGS], ["yarn", "llama3"]))
+@pytest.mark.parametrize(
+    ("name", "family"),
+    slow_but(product(SCALINGS, ("llama", "qwen3")), [("yarn", "llama"), ("llama3", "qwen3")]),
+)
 def test_two_jobs_together_equal_solo_peft_on_scaled_positions_in_float64(family, name, tmp_path):
     settings = two_jobs(family, tmp_path)
     for index, one in enumerate(settings):
@@ -237,7 +240,10 @@ def refused(folder, forks, base, *words, max_length=None):
     return code, " ".join((folder / "log").read_text().split())
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "preview"])
+COMMANDS = ("train", "plan", "preview")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_max_length_over_the_context_is_refused_with_the_scaling_that_extends_it(command, place, forks):
     code, said = refused(place, forks, {"model": "model"}, command, max_length=150)
     assert code == 2
@@ -246,7 +252,7 @@ def test_a_max_length_over_the_context_is_refused_with_the_scaling_that_extends_
     assert remedy in said
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "preview"])
+@pytest.mark.parametrize("command", slow_but(COMMANDS, ["plan"]))
 def test_a_max_length_over_the_scaled_context_is_refused_with_a_larger_factor(command, place, forks):
     scaled = {"model": "model", "rope_scaling": {"rope_type": "linear", "factor": 2}}
     code, said = refused(place, forks, scaled, command, max_length=150)
@@ -255,7 +261,7 @@ def test_a_max_length_over_the_scaled_context_is_refused_with_a_larger_factor(co
     assert "write 128 or less, or raise base.rope_scaling.factor to 3" in said
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "preview"])
+@pytest.mark.parametrize("command", slow_but(COMMANDS, ["preview"]))
 def test_learned_positions_are_not_scaled(command, place, forks, tmp_path):
     model = str(model_folder(tmp_path / "opt", "opt", torch.float64))
     code, said = refused(place, forks, {"model": model}, command, max_length=150)
@@ -267,7 +273,7 @@ def test_learned_positions_are_not_scaled(command, place, forks, tmp_path):
     assert "(opt) has no rotary positions that can be scaled; leave it out" in said
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "preview"])
+@pytest.mark.parametrize("command", slow_but(COMMANDS, ["train"]))
 def test_scaling_by_the_longest_sample_is_refused_with_the_reason(command, place, forks):
     dynamic = {"model": "model", "rope_scaling": {"rope_type": "dynamic", "factor": 3}}
     code, said = refused(place, forks, dynamic, command)
