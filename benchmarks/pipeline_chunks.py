@@ -73,7 +73,7 @@ SIMULATED = ((2, 2), (2, 6), (4, 2), (4, 6), (4, 12), (8, 6))
 
 @dataclass(frozen=True, slots=True)
 class Setting(pipeline_bubbles.Setting):
-    length: int = 2048
+    length: int = 4096
     samples: int = 6
     """Samples of a global batch."""
     steps: int = 2
