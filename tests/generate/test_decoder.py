@@ -134,6 +134,26 @@ def test_kinds_that_peft_lacks_decode_as_a_training_pass_computes(kind, tmp_path
     assert made[0].logprobs != made[len(PROMPTS)].logprobs
 
 
+def test_a_step_laid_out_ahead_is_laid_out_as_it_would_be_later(tmp_path):
+    decoder = Decoder(adapted_with("llama", tmp_path, ("lora",), torch.float64), MIB)
+    for number, prompt in enumerate(PROMPTS):
+        decoder.submit(prompt, Sampling(max_tokens=3 + number), ("lora", None)[number % 2])
+    laid_ahead = 0
+    while not decoder.is_idle:
+        decoder.turn()
+        running, ahead = decoder._running, decoder._ahead
+        if not running or ahead is None or ahead.batch != running:
+            continue
+        microbatch, sequences = decoder._lay(running)
+        decoder._ahead = None
+        later, later_sequences = decoder._lay(running)
+        assert microbatch.tokens_T.equal(later.tokens_T)
+        assert microbatch.positions_T.equal(later.positions_T)
+        assert (microbatch.segments, sequences) == (later.segments, later_sequences)
+        decoder._ahead, laid_ahead = ahead, laid_ahead + 1
+    assert laid_ahead
+
+
 @pytest.mark.parametrize("family", WRAPPERS)
 def test_text_towers_decode_as_a_training_pass_computes(family, tmp_path):
     folder = wrapper_folder(tmp_path, family)

@@ -94,6 +94,15 @@ class Generation:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class StepAhead:
+    """A decode step laid out before its tokens are known."""
+
+    batch: list[Generation]
+    microbatch: Microbatch
+    sequences: list[CachedSequence]
+
+
 class Decoder:
     def __init__(
         self,
@@ -126,6 +135,8 @@ class Decoder:
             self._graphs = DecodeGraphs(adapted_base, self._cache, self._head)
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
+        self._ahead: StepAhead | None = None
+        """The next decode step, if it continues the sequences of the last one."""
 
     @property
     def is_idle(self) -> bool:
@@ -190,9 +201,12 @@ class Decoder:
             logits_BV = self._next_logits(batch)
             rows = [SampledRow(one.sampling, one.prompt, one.tokens) for one in batch]
             tokens_B, logprobs_B = sample(logits_BV, rows)
+            # While the device computes.
+            ahead = self._lay_ahead(batch) if batch is self._running else None
             tokens, logprobs = tokens_B.tolist(), logprobs_B.tolist()
         for generation, token, logprob in zip(batch, tokens, logprobs, strict=True):
             self._append_token(generation, token, logprob)
+        self._ahead = ahead
         continued = list(batch)
         for generation in continued:
             if generation.finish_reason is not None:
@@ -264,13 +278,8 @@ class Decoder:
 
     def _next_logits(self, batch: Sequence[Generation]) -> Tensor:
         """Run the new rows of the sequences, and return the logits of the last row of each, [B, V]."""
-        microbatch, counts = self._microbatch(batch)
-        sequences = [
-            CachedSequence(
-                one.pages, one.cached_positions, one.cached_positions + count, one.prefix_keys, one.state
-            )
-            for one, count in zip(batch, counts, strict=True)
-        ]
+        microbatch, sequences = self._lay(batch)
+        counts = microbatch.sample_lengths
         decodes = all(one.tokens for one in batch)
         if decodes and self._graphs is not None:
             with self._run_whole_layers():
@@ -282,9 +291,22 @@ class Decoder:
         last = to_device(torch.tensor(list(accumulate(counts))) - 1, self._base.device)
         return self._logits(h_TD[last], batch)
 
-    def _microbatch(self, batch: Sequence[Generation]) -> tuple[Microbatch, list[int]]:
-        """Return the new rows of the sequences as a microbatch, and their number in each sequence."""
-        rows = [generation.rows() for generation in batch]
+    def _lay(self, batch: Sequence[Generation]) -> tuple[Microbatch, list[CachedSequence]]:
+        """Return the new rows of the sequences as a microbatch, and the sequences' positions in the cache."""
+        if (ahead := self._ahead) is not None and ahead.batch == batch:
+            tokens_T = torch.tensor([one.tokens[-1] for one in batch])
+            return replace(ahead.microbatch, tokens_T=tokens_T), ahead.sequences
+        return self._lay_rows(batch, [one.rows() for one in batch], [one.cached_positions for one in batch])
+
+    def _lay_ahead(self, batch: Sequence[Generation]) -> StepAhead:
+        """Lay out the decode step that follows if none of these sequences ends and none is admitted."""
+        laid = self._lay_rows(batch, [[0]] * len(batch), [one.positions for one in batch])
+        return StepAhead(list(batch), *laid)
+
+    def _lay_rows(
+        self, batch: Sequence[Generation], rows: Sequence[list[int]], firsts: Sequence[int]
+    ) -> tuple[Microbatch, list[CachedSequence]]:
+        """Return tokens of the sequences as a microbatch, from the position `firsts` of each on."""
         counts = [len(own) for own in rows]
         segments, start = [], 0
         for adapter, run in groupby(zip(batch, counts, strict=True), key=lambda one: one[0].adapter):
@@ -294,11 +316,8 @@ class Decoder:
             job = adapter or ""
             segments.append(Segment(job, 0, start, stop, adapter=adapter, prefix_rows=inserted))
             start = stop
-        positions = [
-            position
-            for one, count in zip(batch, counts, strict=True)
-            for position in range(one.cached_positions, one.cached_positions + count)
-        ]
+        stops = [first + count for first, count in zip(firsts, counts, strict=True)]
+        positions = [position for span in zip(firsts, stops, strict=True) for position in range(*span)]
         tokens_T = torch.tensor([token for own in rows for token in own])
         microbatch = Microbatch(
             tokens_T=tokens_T,
@@ -308,7 +327,11 @@ class Decoder:
             sample_lengths=tuple(counts),
             segments=tuple(segments),
         )
-        return microbatch, counts
+        sequences = [
+            CachedSequence(one.pages, first, stop, one.prefix_keys, one.state)
+            for one, first, stop in zip(batch, firsts, stops, strict=True)
+        ]
+        return microbatch, sequences
 
     def _hidden_states(
         self,
