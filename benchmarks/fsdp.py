@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from weftune.bench.baselines import BaselineWork, job_step, peft_model
 from weftune.bench.sizes import Size, random_ids
-from weftune.bench.timing import Hardware, MeasuredStep, Repeats, measure, repeated, reset_memory
+from weftune.bench.timing import Hardware, MeasuredStep, Repeats, measure, repeat_step, reset_memory
 
 
 def peft_offloaded(
@@ -31,7 +31,7 @@ def peft_offloaded(
     reset_memory(hardware.device)
     step = job_step(model, random_ids(size, work.batch, work.length, hardware))
     with capped:
-        one = measure(repeated(step), hardware, pace)
+        one = measure(repeat_step(step), hardware, pace)
     assert one.seconds is not None
     return MeasuredStep(one.seconds * work.jobs, one.peak_bytes)
 

@@ -25,7 +25,7 @@ from weftune.bench.baselines import EXPERTS
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, build, toy_size
 from weftune.bench.table import aligned, number
-from weftune.bench.timing import Hardware, Repeats, bench_hardware, measure, repeated
+from weftune.bench.timing import Hardware, Repeats, bench_hardware, measure, repeat_step
 from weftune.core.shapes import SiteShape
 from weftune.ops.experts import ExpertSite
 from weftune.ops.lora.experts import lora_experts
@@ -128,7 +128,7 @@ def main() -> None:
         for order, product in ((ProductPlan.fused, "our product"), (ProductPlan.wide, "the library's")):
             steps[f"kernels, frozen, {product}"] = partial(layer.lora, order, adapted=False)
             steps[f"kernels, {options.jobs} adapters, {product}"] = partial(layer.lora, order, adapted=True)
-    found = {name: measure(repeated(step), hardware, pace).seconds or 0.0 for name, step in steps.items()}
+    found = {name: measure(repeat_step(step), hardware, pace).seconds or 0.0 for name, step in steps.items()}
     print(f"{size.name}: {options.jobs} jobs of rank {options.rank}, {tokens} tokens, one layer's experts\n")
     frozen = found["transformers, frozen"]
     lines = [(name, number(time, scale=1e3), number(time / frozen, ".2f")) for name, time in found.items()]

@@ -41,9 +41,9 @@ from weftune.bench.timing import (
     bench_hardware,
     gemm_rate,
     measure,
-    repeated,
+    measure_or_note,
+    repeat_step,
     reset_memory,
-    run_or_note,
 )
 from weftune.bench.weftune_side import AttachedJobs, resident_jobs
 from weftune.core.shapes import JobShape
@@ -141,7 +141,7 @@ def with_peft(case: Case, hardware: Hardware, kinds: Sequence[str]) -> MeasuredS
     for kind, times in Counter(kinds).items():
         reset_memory(hardware.device)
         adapted = get_peft_model(model, case.peft_config(kind), autocast_adapter_dtype=False).train()
-        step = measure(repeated(job_step(adapted, ids_BL)), hardware, case.pace)
+        step = measure(repeat_step(job_step(adapted, ids_BL)), hardware, case.pace)
         assert step.seconds is not None
         print(f"  PEFT, {kind}: {1e3 * step.seconds:.1f} ms", flush=True)
         seconds, peak = seconds + times * step.seconds, max(peak, step.peak_bytes or 0)
@@ -156,7 +156,7 @@ def rows(case: Case, hardware: Hardware, peft: bool) -> Iterator[Row]:
     if peft:
         ways += [(f"PEFT, {name}", with_peft, kinds) for name, kinds in COMPANIES.items()]
     for name, way, kinds in ways:
-        measured = run_or_note(lambda way=way, kinds=kinds: way(case, hardware, kinds), hardware)  # type: ignore[misc]
+        measured = measure_or_note(lambda way=way, kinds=kinds: way(case, hardware, kinds), hardware)  # type: ignore[misc]
         print(f"{name}: {number(measured.seconds, scale=1e3)} ms {measured.note}", flush=True)
         predicted = predicted_bytes(case, hardware, kinds) if way is with_weftune else None
         yield Row(name, measured, predicted)

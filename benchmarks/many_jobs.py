@@ -69,7 +69,7 @@ PLACES: Mapping[str, tuple[str, str]] = {
     "of it the fingerprint": ("data/encode.py", "fingerprint"),
     "loading the base": ("trainer/engine.py", "open_engine"),
     "admission": ("jobs/store/scheduler.py", "admit_jobs"),
-    "boarding": ("trainer/loop.py", "_attach"),
+    "boarding": ("trainer/loop.py", "_attach_job"),
     "planning": ("plan/window/window.py", "plan_window"),
     "promise and refit": ("plan/cost/learned.py", "promise"),
     "learning": ("plan/cost/learned.py", "learn"),
@@ -106,17 +106,17 @@ class TimedLoop(Loop):
 
     arithmetic_seconds = 0.0
 
-    def _handle(self, event: Event, callback: Callback | None) -> None:
+    def _handle_event(self, event: Event, callback: Callback | None) -> None:
         if isinstance(event, Passed | StateTime):
             timed = event.time if isinstance(event, Passed) else event
             self.arithmetic_seconds += timed.seconds
-        super()._handle(event, callback)
+        super()._handle_event(event, callback)
 
 
 class TimedTrainer(Trainer):
     timed: TimedLoop
 
-    def _loop(self, engine: Engine, store: Store, journal: Journal) -> Loop:
+    def _create_loop(self, engine: Engine, store: Store, journal: Journal) -> Loop:
         self.timed = TimedLoop(engine, self.tokenizer, store, journal)
         return self.timed
 

@@ -16,7 +16,7 @@ class Recorder(Trainer):
         super().__init__(*args, **keys)
         self.programs: list[Program] = []
 
-    def _loop(self, *args: Any) -> Loop:
-        loop = super()._loop(*args)
+    def _create_loop(self, *args: Any) -> Loop:
+        loop = super()._create_loop(*args)
         loop.programs_run = self.programs
         return loop

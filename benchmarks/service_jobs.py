@@ -101,14 +101,14 @@ def job_keys(work: ServiceWork) -> dict[str, Any]:
 async def upload_rows(service: Service, work: ServiceWork, size: Size) -> None:
     for seed, tenant in enumerate(TENANTS):
         rows = training_rows(work, size, seed)
-        async with client_of(service, tenant) as client:
+        async with open_client(service, tenant) as client:
             sent = await client.post(
                 "/v1/files", data={"purpose": "fine-tune"}, files={"file": ("rows.jsonl", rows)}
             )
             service.files[tenant] = sent.raise_for_status().json()["id"]
 
 
-def client_of(service: Service, tenant: str) -> httpx.AsyncClient:
+def open_client(service: Service, tenant: str) -> httpx.AsyncClient:
     headers = {"Authorization": f"Bearer {service.keys[tenant]}"}
     return httpx.AsyncClient(base_url=service.url, headers=headers, timeout=120.0, trust_env=False)
 
@@ -129,7 +129,7 @@ async def submit_jobs(service: Service, work: ServiceWork, base: str) -> None:
             "hyperparameters": {"batch_size": work.batch},
             "weftune": job_keys(work),
         }
-        async with client_of(service, tenant) as client:
+        async with open_client(service, tenant) as client:
             created = await client.post("/v1/fine_tuning/jobs", json=body)
         if created.is_error:
             raise SystemExit(f"the job was refused: {created.text}")
@@ -140,7 +140,7 @@ async def summaries(service: Service) -> list[dict[str, Any]]:
     """Return the jobs of all tenants, as the dashboard shows them."""
     found = []
     for tenant in TENANTS:
-        async with client_of(service, tenant) as client:
+        async with open_client(service, tenant) as client:
             page = await client.get("/api/jobs", params={"limit": 100})
             found += page.raise_for_status().json()["data"]
     return found
@@ -163,7 +163,7 @@ async def chat(
 ) -> None:
     """Ask one question after another until the task is cancelled."""
     tenant, chosen = TENANTS[number % len(TENANTS)], random.Random(1000 + number)
-    async with client_of(service, tenant) as client:
+    async with open_client(service, tenant) as client:
         while True:
             model = base
             if number % 2:
@@ -224,11 +224,11 @@ async def count_steps(service: Service) -> int:
 
 async def use_service(service: Service, work: ServiceWork, size: Size) -> dict[str, Any]:
     """Submit, chat and measure. Return the numbers."""
-    async with client_of(service, TENANTS[0]) as client:
+    async with open_client(service, TENANTS[0]) as client:
         base = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
     await upload_rows(service, work, size)
     warm, early, late = ChatTimes(), ChatTimes(), ChatTimes()
-    async with client_of(service, TENANTS[0]) as client:
+    async with open_client(service, TENANTS[0]) as client:
         await ask(client, {"model": base, "prompt": "w5 w6", "max_tokens": 8, "stream": True}, warm)
     arriving = asyncio.create_task(submit_jobs(service, work, base))
     await chat_for(service, work, size, base, max(2.0, work.arrival_seconds - CHAT_REST_SECONDS), early)
@@ -240,7 +240,7 @@ async def use_service(service: Service, work: ServiceWork, size: Size) -> dict[s
     await asyncio.sleep(5.0)
     busy = await rate(service, work.measured_seconds)
     await chatting
-    async with client_of(service, TENANTS[0]) as client:
+    async with open_client(service, TENANTS[0]) as client:
         windows = (await client.get("/api/windows", params={"limit": 200})).raise_for_status().json()
     return {
         "started": len(waits),

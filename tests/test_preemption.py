@@ -119,7 +119,7 @@ class Watched:
 
     def __init__(self, monkeypatch):
         self.boundaries, self.preempted, self.overtaken = 0, set(), 0
-        real = Loop._admit
+        real = Loop._admit_jobs
 
         def watched(loop):
             before = set(loop.executor.attached)
@@ -128,7 +128,7 @@ class Watched:
             self.preempted |= before & set(loop.waiting)
             self.look(loop)
 
-        monkeypatch.setattr(Loop, "_admit", watched)
+        monkeypatch.setattr(Loop, "_admit_jobs", watched)
 
     def look(self, loop):
         self.overtaken = max([self.overtaken, *loop._overtaken.values()])

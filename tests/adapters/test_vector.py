@@ -49,7 +49,7 @@ def test_the_views_of_one_module_in_all_layers_are_made_by_one_call(monkeypatch)
     layout = VectorLayout(
         tuple(ParameterShape(f"layers.{at}.{site}", *rest) for at in range(50) for site, *rest in shapes)
     )
-    assert len(layout._runs) == len(shapes)
+    assert len(layout._contiguous_runs) == len(shapes)
 
 
 def test_a_vector_of_another_size_is_a_bug():

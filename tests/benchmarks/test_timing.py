@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from weftune.bench.table import aligned, number, ratio
-from weftune.bench.timing import Hardware, MeasuredStep, Repeats, gemm_rate, measure, repeated, run_or_note
+from weftune.bench.timing import (
+    Hardware,
+    MeasuredStep,
+    Repeats,
+    gemm_rate,
+    measure,
+    measure_or_note,
+    repeat_step,
+)
 from weftune.errors import PlanError
 from weftune.run.events import OutOfMemory
 
@@ -15,7 +23,7 @@ CPU = Hardware(torch.device("cpu"), torch.float32)
 
 def test_a_step_is_the_median_block_over_its_steps_and_the_warm_up_is_not_counted() -> None:
     naps = iter([0.2, 0.2, *[0.002] * 4, *[0.05] * 2, *[0.002] * 4])
-    measured = measure(repeated(lambda: time.sleep(next(naps))), CPU, Repeats(warmup=2, blocks=5, steps=2))
+    measured = measure(repeat_step(lambda: time.sleep(next(naps))), CPU, Repeats(warmup=2, blocks=5, steps=2))
     assert measured.seconds is not None
     assert 0.002 <= measured.seconds < 0.04
     assert next(naps, None) is None
@@ -26,14 +34,14 @@ def test_a_lack_of_memory_is_a_row_that_says_so(error: Exception) -> None:
     def run() -> MeasuredStep:
         raise error
 
-    assert run_or_note(run, CPU) == MeasuredStep(None, None, "out of memory: no room")
+    assert measure_or_note(run, CPU) == MeasuredStep(None, None, "out of memory: no room")
 
 
 def test_what_cannot_be_planned_is_a_row_that_says_why() -> None:
     def run() -> MeasuredStep:
         raise PlanError("the host needs more")
 
-    assert run_or_note(run, CPU) == MeasuredStep(None, None, "the host needs more")
+    assert measure_or_note(run, CPU) == MeasuredStep(None, None, "the host needs more")
 
 
 def test_any_other_error_is_not_swallowed() -> None:
@@ -41,7 +49,7 @@ def test_any_other_error_is_not_swallowed() -> None:
         raise ValueError
 
     with pytest.raises(ValueError):
-        run_or_note(run, CPU)
+        measure_or_note(run, CPU)
 
 
 def test_a_large_product_has_a_rate() -> None:

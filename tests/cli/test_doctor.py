@@ -12,13 +12,13 @@ from weftune.cli.doctor import (
     GIB,
     Check,
     Verdict,
-    all_checks,
     cache_check,
     class_check,
     exit_code,
     kernel_choice_check,
     package_check,
     package_checks,
+    run_checks,
 )
 from weftune.cli.main import app
 from weftune.core.device_class import CLASSES, OLDER
@@ -54,7 +54,7 @@ def test_a_package_out_of_range_is_missing_and_an_optional_one_only_absent() -> 
 
 
 def test_every_row_that_lacks_something_a_command_can_get_says_how() -> None:
-    for check in all_checks():
+    for check in run_checks():
         assert check.verdict is Verdict.OK or check.remedy or check.name == "GPU"
 
 

@@ -59,7 +59,7 @@ def test_supervised_tokens_are_coloured_and_markup_stays_text(tokenizer, tmp_pat
 
 def test_without_colours_marks_stand_around_what_is_supervised(tokenizer, tmp_path):
     prepared = prepare(DataSpec(rows=[CHAT]), None, tokenizer, tmp_path)
-    text = printed(draw_samples(SharedSamples(("a",), prepared), tokenizer, rows=1, use_marks=True))
+    text = printed(draw_samples(SharedSamples(("a",), prepared), tokenizer, rows=1, uses_marks=True))
     assert ">>>yes [/x]<|im_end|><<<" in text
     assert text.count(">>>") == 2, "and once in the title"
     assert "supervised, between >>> and <<<" in text
@@ -171,7 +171,7 @@ def test_both_samples_of_a_pair_are_shown_side_by_side(tmp_path):
     tokenizer = families.smollm2()
     row = {"prompt": "The sky is", "chosen": " blue.", "rejected": " a green thing."}
     prepared = prepare(DataSpec(rows=[row]), None, tokenizer, tmp_path, row_kind="pairs")
-    text = printed(draw_samples(SharedSamples(("a",), prepared), tokenizer, rows=3, use_marks=True))
+    text = printed(draw_samples(SharedSamples(("a",), prepared), tokenizer, rows=3, uses_marks=True))
     (titles,) = [line for line in text.splitlines() if "pair 1" in line]
     assert titles.index("pair 1, chosen:") < titles.index("pair 1, rejected:")
     (shown,) = [line for line in text.splitlines() if "The sky is" in line]
@@ -184,7 +184,7 @@ def test_a_labelled_answer_is_shown_with_its_label(tmp_path):
     tokenizer = families.smollm2()
     rows = [{"prompt": "The sky is", "completion": " blue.", "label": label} for label in (True, False)]
     prepared = prepare(DataSpec(rows=rows), None, tokenizer, tmp_path, row_kind="labelled")
-    text = printed(draw_samples(SharedSamples(("a",), prepared), tokenizer, rows=3, use_marks=True))
+    text = printed(draw_samples(SharedSamples(("a",), prepared), tokenizer, rows=3, uses_marks=True))
     assert "sample 1, desirable: " in text
     assert "sample 2, undesirable: " in text
     assert text.count("The sky is>>> blue.") == 2

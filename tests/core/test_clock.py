@@ -45,7 +45,7 @@ def spent(clock):
 
 
 def test_a_second_belongs_to_the_innermost_phase_and_all_of_them_are_the_wall_time(hands):
-    clock = PhaseClock(now=hands)
+    clock = PhaseClock(read_clock=hands)
     with use_clock(clock):
         hands.time += 1
         with phase(Phase.TRAINING):
@@ -61,7 +61,7 @@ def test_a_second_belongs_to_the_innermost_phase_and_all_of_them_are_the_wall_ti
 
 
 def test_an_open_phase_is_counted_up_to_now(hands):
-    clock = PhaseClock(now=hands)
+    clock = PhaseClock(read_clock=hands)
     with use_clock(clock), phase(Phase.LOADING):
         hands.time += 3
         assert spent(clock) == {Phase.LOADING: 3}
@@ -70,7 +70,7 @@ def test_an_open_phase_is_counted_up_to_now(hands):
 
 
 def test_a_phase_ends_with_the_error_that_leaves_it(hands):
-    clock = PhaseClock(now=hands)
+    clock = PhaseClock(read_clock=hands)
     with use_clock(clock):
         with suppress(ValueError), phase(Phase.LOADING):
             hands.time += 1
@@ -85,7 +85,7 @@ def test_a_function_can_be_a_phase(hands):
         hands.time += 5
         return "done"
 
-    clock = PhaseClock(now=hands)
+    clock = PhaseClock(read_clock=hands)
     with use_clock(clock):
         assert [export(), export()] == ["done", "done"]
     assert spent(clock) == {Phase.EXPORT: 10}
@@ -94,7 +94,7 @@ def test_a_function_can_be_a_phase(hands):
 
 
 def test_seconds_that_are_known_afterwards_are_taken_from_the_phase_around_them(hands):
-    clock = PhaseClock(now=hands)
+    clock = PhaseClock(read_clock=hands)
     with use_clock(clock), phase(Phase.TRAINING):
         hands.time += 10
         claim(Phase.COMPILING, 4)
@@ -103,7 +103,7 @@ def test_seconds_that_are_known_afterwards_are_taken_from_the_phase_around_them(
 
 
 def test_what_another_thread_does_beside_is_not_counted(hands):
-    clock = PhaseClock(now=hands)
+    clock = PhaseClock(read_clock=hands)
 
     def write():
         assert current_clock() is None
@@ -157,7 +157,7 @@ def test_a_backward_on_a_gpu_counts_although_it_runs_in_a_thread_of_autograds():
 
 
 def test_a_run_inside_a_run_has_its_own_clock(hands):
-    outer, inner = PhaseClock(now=hands), PhaseClock(now=hands)
+    outer, inner = PhaseClock(read_clock=hands), PhaseClock(read_clock=hands)
     with use_clock(outer), phase(Phase.TRAINING):
         with use_clock(inner), phase(Phase.LOADING):
             hands.time += 2
@@ -215,7 +215,7 @@ def test_a_phase_is_cheap():
 
 
 def test_imports_are_a_phase_without_garbage_collection(hands):
-    clock = PhaseClock(now=hands)
+    clock = PhaseClock(read_clock=hands)
     with use_clock(clock), count_imports():
         hands.time += 2
         assert not gc.isenabled()

@@ -44,13 +44,13 @@ def test_a_check_tells_every_bad_row_up_to_the_limit():
 
 def told(bad: _BadRowReport, rest: str = "") -> list[str]:
     with pytest.raises(DataError) as error:
-        bad.raise_if_any(rest)
+        bad.raise_bad_rows(rest)
     return [str(mistake) for mistake in error.value.mistakes]
 
 
 def test_bad_rows_are_told_each_and_those_with_a_common_reason_once():
     bad = _BadRowReport()
-    bad.raise_if_any("nothing to refuse")
+    bad.raise_bad_rows("nothing to refuse")
     for number, needed in enumerate((5, 9, 7), start=1):
         remedy = "raise it to {needed_tokens}"
         bad.add(f"a:{number}", CommonBadRow("long", kind="length", remedy=remedy, needed_tokens=needed))

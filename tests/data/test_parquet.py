@@ -90,7 +90,7 @@ def test_a_small_file_may_become_four_times_what_is_harmless_and_a_large_one_man
     size = path.stat().st_size
     for harmless in (0, 1000 * size):
         monkeypatch.setattr(parquet, "HARMLESS_BYTES", harmless)
-        monkeypatch.setattr(parquet, "_upper_bound", lambda _, harmless=harmless: harmless + 1)
+        monkeypatch.setattr(parquet, "_row_count_bound", lambda _, harmless=harmless: harmless + 1)
         refuse_expansion(path, f"with {harmless} bytes")
     assert [most for _, most, _ in process.asked] == [parquet.MAX_EXPANSION * size, 4000 * size]
 
@@ -144,4 +144,4 @@ def test_a_column_that_states_less_than_nothing_takes_nothing_from_the_others():
     parts = [SimpleNamespace(num_values=count, total_uncompressed_size=size) for count, size in stated]
     group = SimpleNamespace(num_columns=3, column=parts.__getitem__)
     metadata = SimpleNamespace(num_row_groups=1, row_group=lambda _: group)
-    assert list(parquet._columns(metadata)) == [(5, 70), (0, 20), (4, 0)]
+    assert list(parquet._column_chunks(metadata)) == [(5, 70), (0, 20), (4, 0)]

@@ -71,7 +71,7 @@ class Watched(LiveView):
         record = next(iter(self._sweeps.values()), None)
         if not self.frame and record is not None and len(record.decisions) == 1 and _is_half_way(record, row):
             console = Console(record=True, width=TERMINAL_COLUMNS, file=io.StringIO(), force_terminal=True)
-            console.print(self._frame())
+            console.print(self._view_content())
             self.frame = console.export_svg(title="weftune train examples/sweep/jobs.yaml")
 
 

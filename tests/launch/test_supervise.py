@@ -170,6 +170,6 @@ def test_asked_to_stop_nobody_is_started_again(tmp_path):
 
 def test_workers_count_the_wall_time_of_the_command_that_has_started_them(tmp_path):
     words = [str(tmp_path / "seconds")]
-    with use_clock(PhaseClock(age=100.0)):
+    with use_clock(PhaseClock(elapsed_seconds=100.0)):
         assert launch(tell_wall_time, words, words, 1, tmp_path / "out") == 0
     assert 100 <= float((tmp_path / "seconds").read_text()) < 200

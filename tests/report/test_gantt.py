@@ -19,9 +19,9 @@ from weftune.report.gantt import (
     Bar,
     Timelines,
     bubble_rows,
-    drawn_timeline,
     gantt_page,
     job_colours,
+    prepare_timeline,
     read_timelines,
     timeline_charts,
     timeline_data,
@@ -108,7 +108,7 @@ def timelines(run):
     slower = tuple(replace(one, start=2 * one.start, stop=2 * one.stop) for one in run.timeline.events)
     measured = replace(run.timeline, events=slower)
     return Timelines(
-        foreseen=drawn_timeline(run.timeline, run.program), measured=drawn_timeline(measured, run.program)
+        foreseen=prepare_timeline(run.timeline, run.program), measured=prepare_timeline(measured, run.program)
     )
 
 
@@ -155,7 +155,7 @@ def test_a_worker_has_its_foreseen_bubbles_beside_the_measured_ones(run, timelin
 
 def test_of_a_long_window_the_first_actions_are_drawn_and_the_page_says_so(run, monkeypatch):
     monkeypatch.setattr(module, "MAX_BARS", 5)
-    cut = drawn_timeline(run.timeline, run.program)
+    cut = prepare_timeline(run.timeline, run.program)
     assert len(cut.bars) == 5
     assert max(one.start for one in cut.bars) <= min(
         one.start

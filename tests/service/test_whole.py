@@ -149,7 +149,7 @@ def test_the_command_line_submits_follows_and_downloads(whole, tmp_path, capsys)
     )
     own = ServiceClient(whole.url, whole.key)
     service_jobs.submit_jobs(own, tmp_path / "jobs.yaml")
-    service_jobs.print_logs(own, "shell", follow=True)
+    service_jobs.print_logs(own, "shell", keeps_following=True)
     assert "The job has successfully completed" in capsys.readouterr().out
     service_jobs.download_adapter(own, "shell", tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

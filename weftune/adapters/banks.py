@@ -102,13 +102,14 @@ class Banks:
         """Heap of the slots freed by detached jobs, all lower than the slots that were never used."""
         self._like, self._embedding, self._tied, self._tiled = example, embedding, tied, tiled
         self.anchor = torch.zeros((), device=example.device, requires_grad=True)
-        """A scalar that requires a gradient and never gets one, so that outputs of sites require one."""
+        """A scalar that requires a gradient, so that the outputs of sites require a gradient. It never gets a
+        gradient itself."""
         self._compiled: set[Hashable] = set()
         self._sum_over_shards = sum_over_shards
         self._whole_sites = tuple(whole_sites or sites)
         self._is_partial = len(self._whole_sites) > len(sites)
         self._constants: dict[tuple[str, Hashable], Parameters] = {}
-        """Maps (kind, key) to constants, which are kept while an attached job reads them."""
+        """Maps (kind, key) to constants, which are kept as long as an attached job uses them."""
         self._current = CurrentPass()
         self._tiles: dict[int, CurrentPass] = {}
         """Maps the first row of each tile to the part of the bound pass with the tile's rows."""
@@ -289,8 +290,8 @@ class Banks:
     # -- passes ------------------------------------------------------------------------------------------
 
     def limits(self) -> tuple[object, ...]:
-        """Return what a captured pass depends on besides its rows: slots, ranks, and whether there is
-        dropout."""
+        """Return the properties that a captured pass depends on besides its rows: slots, ranks, and whether
+        there is dropout."""
         return self.slots, tuple(bank.limits() for bank in self._tiled_banks())
 
     def is_capturable(self, microbatch: Microbatch, gathers_rows: bool = False) -> bool:
@@ -457,7 +458,8 @@ class Banks:
         return h
 
     def rows_in_head(self, segment: Segment) -> HeadRows | None:
-        """Return the trained rows that replace rows of the tied head for a segment. Needs no bound pass."""
+        """Return the trained rows that replace rows of the tied head for a segment. No pass needs to be
+        bound."""
         attached = self.attached.get(segment.adapter_job or "")
         if not self._tied or attached is None or attached.tokens is None:
             return None

@@ -93,7 +93,7 @@ def has_scalar_head(config: Mapping[str, Any]) -> bool:
 
 
 def refuse_reward_model(folder: Path, sentence: str) -> None:
-    """Raise with this sentence if the folder holds an adapter with a scalar head."""
+    """Raise AdapterError with this sentence if the folder holds an adapter with a scalar head."""
     if has_scalar_head(read_config(folder)):
         raise AdapterError(f"{folder} holds a reward model, {sentence}.")
 

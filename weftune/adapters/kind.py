@@ -101,7 +101,8 @@ class Pass:
     route: Route
     training: bool
     anchor: Tensor
-    """A scalar that requires a gradient and never gets one; see `ops.lora.routes.Blocks`."""
+    """A scalar that requires a gradient, so that the outputs of sites do, too; see
+    `ops.lora.routes.Blocks`."""
     totals: Mapping[str, Parameters]
     """Maps each job to the accumulators of its gradients."""
     rows: Rows | None = None

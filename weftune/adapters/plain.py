@@ -49,7 +49,7 @@ KIND, BASE = "weftune_kind", "base_model_name_or_path"
 
 @dataclass(frozen=True, slots=True)
 class JobAt:
-    """A job at one site in one pass: its rows, and access to its weights with gradients."""
+    """The adapter of a job at one site in one pass: its rows, and access to its weights with gradients."""
 
     adapter: JobAdapter
     site: SiteShape
@@ -62,11 +62,11 @@ class JobAt:
 
     def trained(self, name: str) -> Tensor:
         """Return a parameter of this site. Autograd accumulates its gradient."""
-        return self._trained(self.site.name, name)
+        return self._trainable_weight(self.site.name, name)
 
     def shared(self, name: str) -> Tensor:
         """Return a parameter that all sites share. Autograd accumulates its gradient."""
-        return self._trained(SHARED, name)
+        return self._trainable_weight(SHARED, name)
 
     def untrained(self, name: str) -> Tensor:
         """Return a parameter of this site without autograd. Its gradient is added with `add_gradient`."""
@@ -110,7 +110,7 @@ class JobAt:
         kept = kept_TK(own, index_L, x_LK.shape[1], probability, self.site.first_input)
         return torch.where(kept, x_LK, 0.0) / (1.0 - probability)
 
-    def _trained(self, site: str, name: str) -> Tensor:
+    def _trainable_weight(self, site: str, name: str) -> Tensor:
         total = self.bound.totals[self.adapter.job][site, name]
         return accumulate_gradient(self.weights[site, name], total, self.bound.anchor)
 

@@ -49,7 +49,8 @@ class CurrentPass:
     untiled_pass: Pass | None = None
     """The pass with only the segments of jobs whose adapters the tiled kernels do not compute."""
     owners: tuple[Tensor, tuple[str | None, ...]] | None = None
-    """Index of each row's job, and the jobs, computed when the first layer with experts needs them."""
+    """The jobs of the pass, and the index of each row's job among them. They are computed when the first
+    layer with experts needs them."""
 
     def replace(self, new_pass: CurrentPass) -> CurrentPass:
         """Bind another pass, and return the one that was bound."""
@@ -73,7 +74,8 @@ class SiteGroup:
     """Whether the caller of `linear` passes a residual to which the outputs are added."""
 
     def timing_trial(self, bound: Pass) -> PlanTrial | None:
-        """Return the timing trial of the linear's kernels. None unless kernels compute all of the linear."""
+        """Return the trial that measures which kernels are fastest for the linear. None unless kernels
+        compute the whole linear."""
         return None if self.tiled is None else self.tiled.timing_trial(self.frozen, self.adds_residual, bound)
 
     def forward(self, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

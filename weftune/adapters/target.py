@@ -69,10 +69,11 @@ class TargetSpec:
     served: ClassVar[bool] = False
     """Whether vLLM loads the adapter files of the kind."""
     runs_on_shards: ClassVar[bool] = False
-    """Whether the kind works where each layer is divided into shards. Its parameters at a site are then cut
-    as the site is; of those that are not cut, each shard computes a part of the gradient."""
+    """Whether the kind supports layers that are divided into shards. Its parameters at a site are then
+    divided as the site is. For parameters that are not divided, each shard computes a part of the
+    gradient."""
     unused: ClassVar[frozenset[str]] = frozenset()
-    """Keys of this class that have no meaning for the kind."""
+    """Keys of this class that the kind does not use."""
 
     kind: str
     targets: str | tuple[str, ...] = ALL_LINEAR
@@ -134,7 +135,8 @@ class TargetSpec:
 
     @property
     def trained_tokens(self) -> tuple[int, ...]:
-        """Tokens whose embeddings are trained, with their rows of the output layer if it is tied."""
+        """Ids of the tokens whose embeddings are trained, together with their rows of the output layer if it
+        is tied."""
         return ()
 
     @property

@@ -30,7 +30,8 @@ class TiledBank:
         self.sites = tuple(sites)
         self._slots = slots
         self._parts: dict[str, tuple[int, Sequence[TiledPart | None]]] = {}
-        """Maps each job to its slot and its parts, whose tensors stay alive: tables hold addresses."""
+        """Maps each job to its slot and its parts. They keep the tensors alive whose addresses the tables
+        contain."""
         self._tables: Group | None = None
         """The tables that the kernels read. None until a pass needs them, and after a change of their
         sizes."""
@@ -137,7 +138,8 @@ class TiledBank:
         )
 
     def timing_trial(self, frozen: Frozen, residual: bool, bound: Pass) -> PlanTrial | None:
-        """Return the timing trial of `linear`, for compilation ahead of time. None if no trial is needed."""
+        """Return the trial that measures which kernels are fastest for `linear`, for compilation ahead of
+        time. None if no trial is needed."""
         weight = frozen.weight
         if bound.rows is None or (isinstance(weight, Tensor) and weight.dim() != 2):
             return None

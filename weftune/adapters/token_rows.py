@@ -24,7 +24,7 @@ from weftune.ops.accumulate import accumulate_gradient
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokens:
-    """A job's trained rows of the embedding, and the accumulator of their gradient."""
+    """The rows of the embedding that a job trains, and the accumulator of their gradient."""
 
     ids_n: Tensor
     rows_nD: Tensor

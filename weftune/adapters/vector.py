@@ -63,7 +63,7 @@ class VectorLayout:
         return tuple(runs) if any(run.rate != 1.0 for run in runs) else ()
 
     @cached_property
-    def _runs(self) -> list[list[tuple[int, int]]]:
+    def _contiguous_runs(self) -> list[list[tuple[int, int]]]:
         """All parameters, as (index, start), in runs of parameters with one shape at equal distances, usually
         those of one module in every layer. One call creates the views of a whole run, which is faster: an
         adapter has hundreds of parameters."""
@@ -85,7 +85,7 @@ class VectorLayout:
         assert flat.shape == (self.size,), "the vector does not fit the layout"
         assert flat.is_contiguous()
         found: list[Tensor] = [flat] * len(self.parameters)
-        for run in self._runs:
+        for run in self._contiguous_runs:
             (first, start), apart = run[0], run[1][1] - run[0][1] if len(run) > 1 else 0
             shape = self.parameters[first].shape
             strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
@@ -94,11 +94,11 @@ class VectorLayout:
                 found[index] = view
         return {(one.site, one.name): view for one, view in zip(self.parameters, found, strict=True)}
 
-    def slice_of(self, other: VectorLayout, flat: Tensor) -> Tensor:
-        """Return a vector of this layout, taken from the vector `flat`. Its layout `other` contains all
-        parameters of this layout."""
-        if other == self:
+    def slice_of(self, other_layout: VectorLayout, flat: Tensor) -> Tensor:
+        """Return a vector of this layout, taken from the vector `flat`. Its layout `other_layout` contains
+        all parameters of this layout."""
+        if other_layout == self:
             return flat
-        views = other.parameter_views(flat)
+        views = other_layout.parameter_views(flat)
         pieces = [views[parameter.site, parameter.name].flatten() for parameter in self.parameters]
         return torch.cat(pieces) if pieces else flat.new_zeros(0)

@@ -35,16 +35,16 @@ _Layer = tuple[tuple[SiteShape, ...], int]
 """The sites of a layer, named by their paths inside it, and the number of all its parameters."""
 
 
-def _layer(
-    linears: _Linears, others: int, experts: Sequence[SiteShape] = (), transposed: bool = False
+def _layer_sites(
+    linears: _Linears, other_parameters: int, experts: Sequence[SiteShape] = (), transposed: bool = False
 ) -> _Layer:
-    """Return a layer with these linears, then experts, and `others` further parameters."""
+    """Return a layer with these linears, then experts, and `other_parameters` further parameters."""
     sites = (
         *(SiteShape(name, inputs, outputs, transposed) for name, inputs, outputs, _ in linears),
         *experts,
     )
     biases = sum(outputs for _, _, outputs, bias in linears if bias)
-    return sites, sum(site.weight_count for site in sites) + biases + others
+    return sites, sum(site.weight_count for site in sites) + biases + other_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelSha
     shape, found = model_shape(config, spec.model, bytes_per_value), quantised(config, spec)
     if spec.rope_scaling is not None:
         text = text_values(config) if config.get("model_type") in WRAPPERS else config
-        scaled = {**DEFAULTS[str(text["model_type"])], **_given(text)}
+        scaled = {**DEFAULTS[str(text["model_type"])], **_configured_values(text)}
         scaled |= scaled_rope_values(scaled, spec)
         shape = replace(shape, context=context_length(scaled), unscaled_context=unscaled_context(scaled))
     if found is None:
@@ -130,17 +130,17 @@ def refuse_shards(spec: BaseSpec, config: Config, shards: int) -> None:
     text = text_values(config) if config.get("model_type") in WRAPPERS else config
     family = str(text.get("model_type"))
     refuse_family_on_shards(family, spec.model)
-    whole = {**DEFAULTS[family], **_given(text)}
+    whole = {**DEFAULTS[family], **_configured_values(text)}
     heads = int(whole["num_attention_heads"])
     keys = int(whole.get("num_key_value_heads") or heads)
     refuse_uneven_shards(heads, keys, int(whole["intermediate_size"]), spec.model, shards)
 
 
-def refuse_format_on_shards(found: Quantised | None, name: str) -> None:
+def refuse_format_on_shards(quantised: Quantised | None, name: str) -> None:
     """Raise BaseModelError if shards do not compute the products of a quantised base in this format."""
-    if found is not None and found.quantize in MULTIPLIED_AS_STORED:
+    if quantised is not None and quantised.quantize in MULTIPLIED_AS_STORED:
         raise BaseModelError(
-            f"{name} in {found.quantize} cannot be divided into shards: activations are rounded by the "
+            f"{name} in {quantised.quantize} cannot be divided into shards: activations are rounded by the "
             "largest value of a whole row, of which a shard has a part; write quantize: nf4 or int8, or "
             "leave --shards out"
         )
@@ -163,12 +163,14 @@ def refuse_family_on_shards(family: str, name: str) -> None:
         )
 
 
-def refuse_uneven_shards(heads: int, key_heads: int, inner: int, name: str, shards: int) -> None:
-    """Raise BaseModelError if shards cannot have equal parts. `inner` is the width of the feed-forward."""
-    if heads % shards or inner % shards or (key_heads % shards and shards % key_heads):
+def refuse_uneven_shards(heads: int, key_heads: int, intermediate_size: int, name: str, shards: int) -> None:
+    """Raise BaseModelError if shards cannot have equal parts. `intermediate_size` is the width of the
+    feed-forward."""
+    if heads % shards or intermediate_size % shards or (key_heads % shards and shards % key_heads):
         raise BaseModelError(
-            f"{name} has {heads} attention heads, {key_heads} key/value heads and a feed-forward of width "
-            f"{inner}, which {shards} shards cannot divide evenly; choose another number for --shards"
+            f"{name} has {heads} attention heads, {key_heads} key/value heads and a feed-forward of "
+            f"width {intermediate_size}, which {shards} shards cannot divide evenly; choose another "
+            "number for --shards"
         )
 
 
@@ -184,7 +186,7 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
             f"{name} is a {family} model, whose sizes cannot be determined from config.json alone; "
             f"known: {known}"
         )
-    whole = {**DEFAULTS[family], **_given(config)}
+    whole = {**DEFAULTS[family], **_configured_values(config)}
     try:
         parts = FAMILIES[family](whole)
         longest, unscaled = context_length(whole), unscaled_context(whole)
@@ -219,23 +221,25 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
     )
 
 
-def _given(config: Config) -> dict[str, Any]:
+def _configured_values(config: Config) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 
-def _decoder(facts: DecoderFacts, config: Config) -> _Parts:
+def _decoder_parts(facts: DecoderFacts, config: Config) -> _Parts:
     """Return the parts of a Llama-like model: q, k, v and o, then gate, up and down."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     bias = facts.uses_biases and bool(config["mlp_bias"])
     gate_up = (inner, inner) if len(facts.gate_up) == 2 else (2 * inner,)
-    linears = _attention(facts, config)
+    linears = _attention_linears(facts, config)
     linears += [(name, hidden, out, bias) for name, out in zip(facts.gate_up, gate_up, strict=True)]
     linears.append((facts.down, inner, hidden, bias))
-    layer = _layer(linears, _norms(facts, config))
-    return _Parts(hidden, (layer,) * int(config["num_hidden_layers"]), _ends(config, hidden) + hidden)
+    layer = _layer_sites(linears, _norm_parameters(facts, config))
+    return _Parts(
+        hidden, (layer,) * int(config["num_hidden_layers"]), _end_parameters(config, hidden) + hidden
+    )
 
 
-def _attention(facts: DecoderFacts, config: Config) -> list[tuple[str, int, int, bool]]:
+def _attention_linears(facts: DecoderFacts, config: Config) -> list[tuple[str, int, int, bool]]:
     hidden = int(config["hidden_size"])
     _, wide, narrow = _head_counts(config)
     bias = facts.uses_biases and bool(config["attention_bias"])
@@ -246,27 +250,27 @@ def _attention(facts: DecoderFacts, config: Config) -> list[tuple[str, int, int,
     return linears
 
 
-def _norms(facts: DecoderFacts, config: Config) -> int:
+def _norm_parameters(facts: DecoderFacts, config: Config) -> int:
     head, _, _ = _head_counts(config)
     return len(facts.norms) * int(config["hidden_size"]) + (2 * head if facts.head_norms else 0)
 
 
-def _mixture(facts: MixtureFacts, config: Config) -> _Parts:
+def _mixture_parts(facts: MixtureFacts, config: Config) -> _Parts:
     """Return the parts of a model with Llama-like attention, then a router and experts. Some layers may have
     an MLP instead, which cannot be adapted."""
     hidden, inner, layers = (int(config[key]) for key in ("hidden_size", facts.inner, "num_hidden_layers"))
     count = int(config.get("num_experts") or config["num_local_experts"])
     active = int(config["num_experts_per_tok"])
     every, named = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
-    attention, norms = _attention(facts.attention, config), _norms(facts.attention, config)
+    attention, norms = _attention_linears(facts.attention, config), _norm_parameters(facts.attention, config)
     experts = (
         SiteShape(f"{EXPERTS}.{GATE_UP}", hidden, 2 * inner, experts=count, active_matrices=active),
         SiteShape(f"{EXPERTS}.{DOWN}", inner, hidden, experts=count, active_matrices=active),
     )
-    sparse = _layer(attention, norms + count * hidden, experts)
-    dense = _layer(attention, norms + 3 * hidden * int(config["intermediate_size"]))
+    sparse = _layer_sites(attention, norms + count * hidden, experts)
+    dense = _layer_sites(attention, norms + 3 * hidden * int(config["intermediate_size"]))
     found = tuple(dense if at in named or (at + 1) % every else sparse for at in range(layers))
-    return _Parts(hidden, found, _ends(config, hidden) + hidden)
+    return _Parts(hidden, found, _end_parameters(config, hidden) + hidden)
 
 
 def _head_counts(config: Config) -> tuple[int, int, int]:
@@ -276,12 +280,12 @@ def _head_counts(config: Config) -> tuple[int, int, int]:
     return head, heads * head, int(config.get("num_key_value_heads") or heads) * head
 
 
-def _ends(config: Config, hidden: int) -> int:
+def _end_parameters(config: Config, hidden: int) -> int:
     """Return the number of parameters of the embedding, and of the output layer unless they are tied."""
     return int(config["vocab_size"]) * hidden * (1 if config["tie_word_embeddings"] else 2)
 
 
-def _opt(config: Config) -> _Parts:
+def _opt_parts(config: Config) -> _Parts:
     hidden, inner, bias = int(config["hidden_size"]), int(config["ffn_dim"]), bool(config["enable_bias"])
     word = int(config.get("word_embed_proj_dim") or hidden)
     norm = 2 * hidden if config["layer_norm_elementwise_affine"] else 0
@@ -294,11 +298,11 @@ def _opt(config: Config) -> _Parts:
     )
     attention = ("k_proj", "v_proj", "q_proj", "out_proj")
     linears = [(f"self_attn.{one}", hidden, hidden, bias) for one in attention]
-    layer = _layer([*linears, ("fc1", hidden, inner, bias), ("fc2", inner, hidden, bias)], 2 * norm)
+    layer = _layer_sites([*linears, ("fc1", hidden, inner, bias), ("fc2", inner, hidden, bias)], 2 * norm)
     return _Parts(
         hidden,
         (layer,) * int(config["num_hidden_layers"]),
-        _ends(config, word) + positions + last,
+        _end_parameters(config, word) + positions + last,
         stem="model.decoder.layers",
         outside=projections if word != hidden else (),
     )
@@ -313,8 +317,8 @@ def _gpt2(config: Config) -> _Parts:
         ("mlp.c_fc", hidden, inner, True),
         ("mlp.c_proj", inner, hidden, True),
     )
-    layer = _layer(linears, 4 * hidden, transposed=True)
-    around = _ends(config, hidden) + int(config["n_positions"]) * hidden + 2 * hidden
+    layer = _layer_sites(linears, 4 * hidden, transposed=True)
+    around = _end_parameters(config, hidden) + int(config["n_positions"]) * hidden + 2 * hidden
     return _Parts(hidden, (layer,) * int(config["n_layer"]), around, stem="transformer.h")
 
 
@@ -347,16 +351,16 @@ def _qwen3_5(config: Config) -> _Parts:
         *((f"linear_attn.in_proj_{one}", hidden, out, False) for one, out in inputs),
     )
     mixer = mixed * int(config["linear_conv_kernel_dim"]) + 2 * heads + width
-    full = _layer((*attention, *mlp), 2 * hidden + 2 * head)
-    linear = _layer((*delta_net, *mlp), 2 * hidden + mixer)
+    full = _layer_sites((*attention, *mlp), 2 * hidden + 2 * head)
+    linear = _layer_sites((*delta_net, *mlp), 2 * hidden + mixer)
     layers = tuple(full if kind == "full_attention" else linear for kind in kinds[:number])
-    return _Parts(hidden, layers, _ends(config, hidden) + hidden)
+    return _Parts(hidden, layers, _end_parameters(config, hidden) + hidden)
 
 
 FAMILIES: Mapping[str, Callable[[Config], _Parts]] = {
-    **{family: partial(_decoder, facts) for family, facts in DECODERS.items()},
-    **{family: partial(_mixture, facts) for family, facts in MIXTURES.items()},
-    "opt": _opt,
+    **{family: partial(_decoder_parts, facts) for family, facts in DECODERS.items()},
+    **{family: partial(_mixture_parts, facts) for family, facts in MIXTURES.items()},
+    "opt": _opt_parts,
     "gpt2": _gpt2,
     "qwen3_5_text": _qwen3_5,
 }

@@ -70,10 +70,10 @@ def bytes_per_value(spec: BaseSpec, gpu: bool) -> int:
 def model_folder(spec: BaseSpec) -> str:
     """Return the base's local folder or its Hub id. Raise if the base would have to be converted first."""
     if spec.model == DEMO:
-        return _converted(cache_folder() / "demo", "*", spec)
+        return _converted_file(cache_folder() / "demo", "*", spec)
     path = Path(spec.model).expanduser()
     if path.suffix.lower() == ".gguf":
-        return _converted(cache_folder() / "gguf", f"{path.stem}-*", spec)
+        return _converted_file(cache_folder() / "gguf", f"{path.stem}-*", spec)
     return local_folder(spec) or spec.model
 
 
@@ -94,7 +94,7 @@ def refuse_missing_base(spec: BaseSpec) -> None:
         raise BaseModelError(sentence)
 
 
-def _converted(folder: Path, pattern: str, spec: BaseSpec) -> str:
+def _converted_file(folder: Path, pattern: str, spec: BaseSpec) -> str:
     """Return the newest converted folder. Raise if there is none, since a conversion needs torch."""
     made = [
         file.parent for file in folder.glob(f"{pattern}/{CONFIG}") if not file.parent.name.startswith(".")

@@ -52,7 +52,7 @@ class PackedDeltaNet:
     ) -> Any:
         module = self._module
         if weftune_pack is None:
-            with refused_sums_made_otherwise():
+            with summations_not_supported():
                 return type(module).forward(module, hidden_states, *given, **named)
         assert named.get("attention_mask") is None, "packed rows have no mask"
         assert named.get("cache_params") is None, "packed rows have no past"
@@ -61,7 +61,7 @@ class PackedDeltaNet:
         arguments = qkv_TN, b_TH, a_TH, weftune_pack.lengths
         # The recurrence keeps many times the size of its inputs, so its backward recomputes it instead.
         if weftune_pack.cache is not None:
-            mixed_THV = self._continued(*arguments, weftune_pack.cache.states)
+            mixed_THV = self._mix_continued_samples(*arguments, weftune_pack.cache.states)
         elif torch.is_grad_enabled():
             mixed_THV = checkpoint(self._mix_rows, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -88,7 +88,7 @@ class PackedDeltaNet:
         decay_TH = -self._module.A_log.float().exp() * softplus(a_TH.float() + self._module.dt_bias)
         return list(zip(*(x.split(lengths) for x in (qkv_TN, b_TH.sigmoid(), decay_TH)), strict=True))
 
-    def _continued(
+    def _mix_continued_samples(
         self,
         qkv_TN: Tensor,
         b_TH: Tensor,
@@ -117,18 +117,20 @@ class PackedDeltaNet:
         qkv_SLN: Tensor,
         beta_SLH: Tensor,
         decay_SLH: Tensor,
-        earlier: int = 0,
+        earlier_inputs: int = 0,
         matrix: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the outputs of the recurrence and its last state. The first `earlier` inputs of the
+        """Return the outputs of the recurrence and its last state. The first `earlier_inputs` inputs of the
         convolution are of an earlier pass, whose recurrence ended with the state `matrix`."""
         module = self._module
         weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
-        qkv_SLN = self._convolve(qkv_SLN.mT, weight, bias, activation=module.activation).mT[:, earlier:]
+        qkv_SLN = self._convolve(qkv_SLN.mT, weight, bias, activation=module.activation).mT[
+            :, earlier_inputs:
+        ]
         q, k, v = qkv_SLN.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
         q, k = (x.unflatten(-1, (-1, module.head_k_dim)) for x in (q, k))
         repeats = module.num_v_heads // module.num_k_heads
-        with refused_sums_made_otherwise():
+        with summations_not_supported():
             mixed_SLHV, last = self._recur(
                 q.repeat_interleave(repeats, dim=2),
                 k.repeat_interleave(repeats, dim=2),
@@ -158,7 +160,7 @@ class SumsByProducts(TorchFunctionMode):
         return sums.movedim(-1, dim).to(args[0].dtype)
 
 
-def refused_sums_made_otherwise() -> AbstractContextManager[object]:
+def summations_not_supported() -> AbstractContextManager[object]:
     return SumsByProducts() if are_kernels_deterministic() else nullcontext()
 
 

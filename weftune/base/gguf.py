@@ -334,10 +334,10 @@ class GgufHeader:
         else:
             self._skip_value(kind)
 
-    def _skip_value(self, kind: int, depth: int = 0) -> None:
+    def _skip_value(self, kind: int, nesting_level: int = 0) -> None:
         if kind == STRING:
             self._skip_bytes(self._read_number(8))
-        elif kind == ARRAY and depth < 4:
+        elif kind == ARRAY and nesting_level < 4:
             inner, count = self._read_number(4), self._read_number(8)
             if inner in VALUE_BYTES:
                 self._skip_bytes(VALUE_BYTES[inner] * count)
@@ -345,7 +345,7 @@ class GgufHeader:
                 raise ValueError(f"a list in its header claims {count:,} values")
             else:
                 for _ in range(count):
-                    self._skip_value(inner, depth + 1)
+                    self._skip_value(inner, nesting_level + 1)
         elif kind in VALUE_BYTES:
             self._skip_bytes(VALUE_BYTES[kind])
         else:

@@ -18,7 +18,7 @@ from weftune.base import attention
 from weftune.base.check import check_packing, refuse_config, refuse_modules
 from weftune.base.decoders import MIXTURES
 from weftune.base.delta_net import separate_samples
-from weftune.base.quant.linear import QuantLinear, matrix_dtype, unrounded
+from weftune.base.quant.linear import QuantLinear, matrix_dtype, unrounded_activations
 from weftune.base.shape import embedding_module, model_shape, site_modules, site_shape
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
@@ -95,7 +95,7 @@ class Base:
         isolate_samples(model)
         dtype = matrix_dtype(model)
         base = cls(model, spec, model_shape(model, dtype), device, dtype)
-        with unrounded(model):
+        with unrounded_activations(model):
             check_packing(base, plain)
         return base
 

@@ -25,7 +25,7 @@ def context_length(config: Config) -> int:
     """Return the largest sample length for which a sample's positions do not depend on others in the pack.
     LongRoPE changes the rotation of all rows if the longest sample exceeds the original length, which is
     therefore the limit for such a base."""
-    longest, rope = _positions(config), _rope(config)
+    longest, rope = _position_count(config), _rope_values(config)
     for one in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:
         if _rope_type(one) in LONG_ROPE:
             longest = min(longest, int(one.get(ORIGINAL) or config[ORIGINAL]))
@@ -46,7 +46,7 @@ def scaled_rope_values(config: Config, spec: BaseSpec) -> dict[str, Any]:
     if scaling is None:
         return {}
     _refuse_unscalable(config, spec)
-    rope, own = _rope(config), _full_rope(config)
+    rope, own = _rope_values(config), _full_rope(config)
     kept = {
         key: value
         for key, value in own.items()
@@ -58,7 +58,7 @@ def scaled_rope_values(config: Config, spec: BaseSpec) -> dict[str, Any]:
         changed[ORIGINAL] = int(original)
     # What a config says of its context holds for its own rope only.
     same = _rope_type(own) in ("default", scaling.rope_type)
-    longest = max(_positions(config) if same else 0, int(original * scaling.factor))
+    longest = max(_position_count(config) if same else 0, int(original * scaling.factor))
     return {
         "rope_parameters": {**rope, FULL: changed} if FULL in rope else changed,
         "max_position_embeddings": longest,
@@ -90,21 +90,21 @@ def _refuse_unscalable(config: Config, spec: BaseSpec) -> None:
         )
 
 
-def _rope(config: Config) -> Mapping[str, Any]:
+def _rope_values(config: Config) -> Mapping[str, Any]:
     found = config.get("rope_parameters") or config.get("rope_scaling")
     return found if isinstance(found, Mapping) else {}
 
 
 def _full_rope(config: Config) -> Mapping[str, Any]:
     """Return the RoPE parameters of the full-attention layers."""
-    return _rope(config).get(FULL) or _rope(config)
+    return _rope_values(config).get(FULL) or _rope_values(config)
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
-def _positions(config: Config) -> int:
+def _position_count(config: Config) -> int:
     return int(config.get("max_position_embeddings") or config["n_positions"])
 
 
@@ -113,4 +113,4 @@ def _original_rope(config: Config) -> float:
     own = _full_rope(config)
     if original := own.get(ORIGINAL) or config.get(ORIGINAL):
         return float(original)
-    return _positions(config) / (float(own.get("factor") or 1) if _rope_type(own) == "linear" else 1.0)
+    return _position_count(config) / (float(own.get("factor") or 1) if _rope_type(own) == "linear" else 1.0)

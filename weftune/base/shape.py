@@ -108,7 +108,7 @@ def values(model: PreTrainedModel) -> int:
     for module in linears(model).values():
         if isinstance(module, WeightHolder):
             own = sum(value.numel() for name, value in module.named_parameters() if name != "bias")
-            count += _weights(module) - own
+            count += _weight_count(module) - own
     return count
 
 
@@ -120,9 +120,9 @@ def _site_bytes(modules: Collection[nn.Module]) -> float | None:
     for module in modules:
         weight = module.frozen_weight() if isinstance(module, WeightHolder) else module.weight
         stored += stored_bytes(cast(Weight, weight))
-    return stored / sum(map(_weights, modules))
+    return stored / sum(map(_weight_count, modules))
 
 
-def _weights(module: nn.Module) -> int:
+def _weight_count(module: nn.Module) -> int:
     shape = site_shape("", module)
     return shape.in_features * shape.out_features

@@ -118,19 +118,19 @@ def _open_tensor(files: WeightFiles, name: str) -> Tensor:
         return file.get_tensor(name)
 
 
-def _read(files: WeightFiles, known: StoredNames, name: str, out: Tensor) -> None:
-    if is_stored_weight(known[name][0], files.files):
-        value = stored_matrix(known[name][0], partial(_open_tensor, files), files.files)
+def _read(files: WeightFiles, stored_names: StoredNames, name: str, out: Tensor) -> None:
+    if is_stored_weight(stored_names[name][0], files.files):
+        value = stored_matrix(stored_names[name][0], partial(_open_tensor, files), files.files)
         refuse_other_shape(name, value.shape, out.shape)
         out.copy_(value)
         return
     by_file: dict[Path, list[str]] = {}
-    for part in known[name]:
+    for part in stored_names[name]:
         by_file.setdefault(files.path(part), []).append(part)
     for path, parts in by_file.items():
         with open_safetensors(path) as file:
             for part in parts:
-                target, value = take_part(out, known[name], part), file.get_tensor(part)
+                target, value = take_part(out, stored_names[name], part), file.get_tensor(part)
                 refuse_other_shape(name, value.shape, target.shape)
                 target.copy_(value)
 

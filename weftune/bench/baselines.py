@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weftune.bench.sizes import Size, build, random_ids
-from weftune.bench.timing import Block, Hardware, MeasuredStep, Repeats, measure, repeated
+from weftune.bench.timing import Block, Hardware, MeasuredStep, Repeats, measure, repeat_step
 from weftune.core.batch import IGNORED
 from weftune.core.shapes import layer_of
 
@@ -72,7 +72,7 @@ def frozen(size: Size, work: BaselineWork, hardware: Hardware, repeats: Repeats)
         x_BLD.grad = None
         model(inputs_embeds=x_BLD, labels=ids_BL, use_cache=False).loss.backward()
 
-    return measure(repeated(step), hardware, repeats)
+    return measure(repeat_step(step), hardware, repeats)
 
 
 def peft_one_by_one(
@@ -91,7 +91,7 @@ def peft_one_by_one(
     model = peft_model(size, work.rank, hardware, float32_adapters, nf4)
     held = sum(value.nbytes for name, value in model.named_parameters() if "lora_" not in name)
     step = job_step(model, random_ids(size, work.batch, work.length, hardware))
-    one = measure(repeated(step), hardware, repeats)
+    one = measure(repeat_step(step), hardware, repeats)
     assert one.seconds is not None
     return MeasuredStep(one.seconds * work.jobs, one.peak_bytes, base_bytes=held)
 
@@ -157,7 +157,7 @@ def peft_padded(
     """
     model = peft_model(size, rank, hardware, float32_adapters=False)
     optimizer = adamw(model)
-    batches = [[_padded(size, lengths, hardware) for lengths in jobs] for jobs in rounds]
+    batches = [[_padded_step(size, lengths, hardware) for lengths in jobs] for jobs in rounds]
 
     def one_round(number: int) -> None:
         for ids_BL, present_BL, labels_BL in batches[number % len(batches)]:
@@ -176,7 +176,7 @@ def peft_padded(
     return block
 
 
-def _padded(size: Size, lengths: Sequence[int], hardware: Hardware) -> tuple[Tensor, Tensor, Tensor]:
+def _padded_step(size: Size, lengths: Sequence[int], hardware: Hardware) -> tuple[Tensor, Tensor, Tensor]:
     ids_BL = random_ids(size, len(lengths), max(lengths), hardware)
     ends_B1 = torch.tensor(lengths, device=hardware.device)[:, None]
     present_BL = torch.arange(max(lengths), device=hardware.device)[None] < ends_B1

@@ -1,11 +1,12 @@
-"""Jobs attached and detached at random in one executor: does memory grow, are CUDA graphs captured again?
+"""A test of whether memory grows or CUDA graphs are captured again while jobs are attached to and detached
+from one executor at random.
 
 First the largest adapters fill all places; then jobs are attached and detached in three walks, with other
 ranks in each. A graph is captured when its shapes occur for the second time, so all graphs exist after the
 second walk. The memory in use with no job attached is compared before and after the third walk, each time
 with an empty allocator cache, since captures empty it too and the third walk makes none.
 
-    python -m benchmarks.gpu_churn [--shape 1b|8b] [--changes N] [--places N] [--json FILE]
+python -m benchmarks.gpu_churn [--shape 1b|8b] [--changes N] [--places N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from weftune.bench.weftune_side import AttachedJobs, resident_jobs
 ALLOWED_GROWTH = 0.01
 MAX_RANK = 64
 SAMPLES, TOKENS = (1, 2, 4), (16, 64, 192, 512)
-"""Choices for the samples per batch and the tokens per sample of a job."""
+"""Possible numbers of samples per batch and of tokens per sample of a job."""
 PROGRESS_INTERVAL = 20
 """Number of attached or detached jobs between two lines of progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChurnState:
-    """State with no job attached: bytes of tensors, bytes the process holds, captures made so far."""
+    """The memory of an executor without attached jobs: bytes of tensors, bytes that the process holds, and
+    the number of captured graphs so far."""
 
     allocated: int
     reserved: int
@@ -54,8 +56,8 @@ class Churn:
     def fill(self) -> None:
         """Attach as many jobs as allowed, with the largest adapters, so that no bank must grow later."""
         for _ in range(self.max_jobs):
-            self._join(MAX_RANK, max(SAMPLES), max(TOKENS))
-        self._round()
+            self._attach_job(MAX_RANK, max(SAMPLES), max(TOKENS))
+        self._train_round()
 
     def attach_and_detach(self, changes: int, seed: int) -> None:
         """Start with no job; then repeatedly attach or detach a job and make a step of all attached jobs.
@@ -71,10 +73,10 @@ class Churn:
                 print(f"walk {seed}: {change} changes in {seconds:.0f} s", flush=True)
             attached = list(self.attached_jobs.stocks)
             if not attached or (len(attached) < self.max_jobs and sizes.random() < 0.5):
-                self._join(ranks.randint(1, MAX_RANK), sizes.choice(SAMPLES), sizes.choice(TOKENS))
+                self._attach_job(ranks.randint(1, MAX_RANK), sizes.choice(SAMPLES), sizes.choice(TOKENS))
             else:
-                self._leave(sizes.choice(attached))
-            self._round()
+                self._detach_job(sizes.choice(attached))
+            self._train_round()
 
     def empty(self) -> ChurnState:
         for job in list(self.attached_jobs.stocks):
@@ -87,22 +89,22 @@ class Churn:
             return ChurnState(resident_jobs, resident_jobs, captures)
         return ChurnState(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), captures)
 
-    def _join(self, rank: int, samples: int, tokens: int) -> None:
+    def _attach_job(self, rank: int, samples: int, tokens: int) -> None:
         self.came += 1
         adapter = LoraSpec(rank=rank, alpha=2.0 * rank)
         self.attached_jobs.join(f"job{self.came}", adapter, [[tokens] * samples], seed=self.came)
 
-    def _leave(self, job: str) -> None:
+    def _detach_job(self, job: str) -> None:
         self.left += 1
         self.attached_jobs.leave(job)
 
-    def _round(self) -> None:
+    def _train_round(self) -> None:
         if self.attached_jobs.stocks:
             self.attached_jobs.run(self.attached_jobs.plan(1, self.capacity))
 
 
-def growth_ratio(before: int, after: int) -> float:
-    return after / before - 1
+def growth_ratio(first_count: int, after: int) -> float:
+    return after / first_count - 1
 
 
 def main() -> None:

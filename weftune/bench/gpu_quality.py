@@ -1,8 +1,7 @@
-"""Does speed cost quality? Four jobs together in bfloat16 on the GPU, against each alone in PEFT in float32.
+"""A comparison of quality: four jobs trained together in bfloat16 on the GPU, and each alone in PEFT in
+float32. Both start from the same adapters and see the same batches. The final validation losses are compared.
 
-Both start from the same adapters and see the same batches; compared are the validation losses at the end.
-
-    python -m benchmarks.gpu_quality [--model FOLDER] [--steps N] [--json FILE]
+python -m benchmarks.gpu_quality [--model FOLDER] [--steps N] [--json FILE]
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 from weftune.bench.baselines import BaselineWork, adamw, peft_model
 from weftune.bench.processes import ProcessTask, first_line, run_in_process
 from weftune.bench.sizes import random_ids
-from weftune.bench.timing import Hardware, MeasuredStep, measure, repeated, reset_memory
+from weftune.bench.timing import Hardware, MeasuredStep, measure, repeat_step, reset_memory
 
 
 def peft_with_liger(task: ProcessTask) -> MeasuredStep:
@@ -60,7 +60,7 @@ def measure_padding_free(task: ProcessTask, compiled: bool) -> MeasuredStep:
     model = peft_model(task.size, task.work.rank, task.hardware, float32_adapters=False)
     if compiled:
         compile_layers(model)
-    one = measure(repeated(packed_step(model, task)), task.hardware, task.pace)
+    one = measure(repeat_step(packed_step(model, task)), task.hardware, task.pace)
     assert one.seconds is not None
     return MeasuredStep(one.seconds * task.work.jobs, one.peak_bytes)
 

@@ -87,7 +87,7 @@ def _run_children(function: Callable[[Any], Answer], count: int) -> list[Answer]
     spawn = multiprocessing.get_context("spawn")
     barrier, answers = spawn.Barrier(count), spawn.Queue()
     children = [
-        spawn.Process(target=_child, args=(function, barrier, answers), daemon=True) for _ in range(count)
+        spawn.Process(target=_run_child, args=(function, barrier, answers), daemon=True) for _ in range(count)
     ]
     for child in children:
         child.start()
@@ -111,7 +111,7 @@ def _collect_answers(answers: Any, count: int) -> list[Answer]:
     return heard
 
 
-def _child(function: Callable[[Any], Answer], barrier: Any, answers: Any) -> None:
+def _run_child(function: Callable[[Any], Answer], barrier: Any, answers: Any) -> None:
     try:
         answers.put(function(barrier))
     except threading.BrokenBarrierError:

@@ -224,11 +224,11 @@ def config(size: Size) -> PretrainedConfig:
         tie_word_embeddings=size.tied,
         use_cache=False,
         **({} if size.head is None else {"head_dim": size.head}),
-        **_family_values(size),
+        **_family_config(size),
     )
 
 
-def _family_values(size: Size) -> dict[str, Any]:
+def _family_config(size: Size) -> dict[str, Any]:
     """Return the config values of a family besides the sizes: rotary embeddings and attention windows."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": size.rope_theta}
     match size.family:
@@ -274,18 +274,18 @@ def base_bytes(size: Size, bytes_per_value: int = 2) -> int:
 
 
 def floor_seconds(
-    size: Size, rate: float, lengths: Sequence[int], rank: float, recomputed: float = 0.0
+    size: Size, rate: float, lengths: Sequence[int], rank: float, recomputed_share: float = 0.0
 ) -> float:
     """Return the minimum seconds of one step on samples of these lengths at `rate` operations per second.
 
     Counted are forward and dX of the frozen linears and the head; causal attention, whose backward costs 2.5
     times its forward; and the six products of the adapters' two factors. Rank 0 means the base alone.
-    `recomputed` is the share of the layers whose forward is computed twice.
+    `recomputed_share` is the share of the layers whose forward is computed twice.
     """
     tokens = sum(lengths)
     linears = size.layers * sum(k * n for k, n in size.sites)
     head = size.hidden * size.vocabulary
     attention = 2 * size.layers * size.wide * sum(length * length for length in lengths)
     adapters = 6 * tokens * rank * size.layers * sum(k + n for k, n in size.sites)
-    again = recomputed * (2 * tokens * linears + attention + adapters / 3)
+    again = recomputed_share * (2 * tokens * linears + attention + adapters / 3)
     return (4 * tokens * (linears + head) + 3.5 * attention + adapters + again) / rate

@@ -46,7 +46,7 @@ class MeasuredStep:
 
 
 def bench_hardware(toy: bool) -> Hardware | None:
-    """Return the GPU with bfloat16 or, for a toy, the CPU with float32; None if there is no GPU."""
+    """Return the GPU with bfloat16, or None if there is no GPU. With `toy`, return the CPU with float32."""
     if toy:
         return Hardware(torch.device("cpu"), torch.float32)
     if not torch.cuda.is_available():
@@ -68,7 +68,7 @@ def measure(block: Block, hardware: Hardware, repeats: Repeats) -> MeasuredStep:
     return MeasuredStep(statistics.median(taken), peak_bytes(hardware.device))
 
 
-def repeated(step: Callable[[], object]) -> Block:
+def repeat_step(step: Callable[[], object]) -> Block:
     def block(steps: int) -> Callable[[], object]:
         def run() -> None:
             for _ in range(steps):
@@ -79,7 +79,7 @@ def repeated(step: Callable[[], object]) -> Block:
     return block
 
 
-def run_or_note(run: Callable[[], MeasuredStep], hardware: Hardware) -> MeasuredStep:
+def measure_or_note(run: Callable[[], MeasuredStep], hardware: Hardware) -> MeasuredStep:
     """Call `run` while nothing else uses the device, and return its result.
 
     A lack of memory, or a case that cannot be planned, becomes a note instead of an error, so that the
@@ -118,6 +118,6 @@ def gemm_rate(hardware: Hardware, matrix_side: int | None = None) -> float:
     matrix_side = matrix_side or (8192 if hardware.device.type == "cuda" else 256)
     a = torch.randn(matrix_side, matrix_side, device=hardware.device, dtype=hardware.dtype)
     b = torch.randn_like(a)
-    measured = measure(repeated(lambda: a @ b), hardware, Repeats(warmup=5, blocks=5, steps=10))
+    measured = measure(repeat_step(lambda: a @ b), hardware, Repeats(warmup=5, blocks=5, steps=10))
     assert measured.seconds is not None
     return 2 * matrix_side**3 / measured.seconds

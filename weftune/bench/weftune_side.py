@@ -112,7 +112,7 @@ class AttachedJobs:
             steps = range(stock.step + 1, stock.step + rounds + 1)
             batches = tuple(stock.batch(job, step) for step in steps)
             courses.append(JobWindow(job, stock.step, batches, (), frozenset(), frozenset()))
-        return self._window(courses, capacity)
+        return self._plan_window(courses, capacity)
 
     def score_references(self, capacity: int) -> list[Passed]:
         """Score all samples by the base alone, keep the results as the jobs' reference log-probabilities, and
@@ -123,9 +123,9 @@ class AttachedJobs:
             stock.samples.references = np.full(count, np.nan)
             scored = stock.placed(0, count)
             windows.append(JobWindow(job, stock.step, (), (), frozenset(), frozenset(), scored=scored))
-        return self.run(self._window(windows, capacity))
+        return self.run(self._plan_window(windows, capacity))
 
-    def _window(self, courses: Sequence[JobWindow], capacity: int) -> Program:
+    def _plan_window(self, courses: Sequence[JobWindow], capacity: int) -> Program:
         layout = self.executor.part.layout
         ladder = self.executor.captures is not None and not self.recompute.tile_rows
         return plan_window(courses, layout, capacity, ladder, self.recompute)
@@ -133,7 +133,7 @@ class AttachedJobs:
     def run(self, program: Program) -> list[Passed]:
         """Execute the program and return every pass that it made over the base."""
         passes = []
-        for event in self.executor.run(program, self._fetch, lambda: False):
+        for event in self.executor.run(program, self._fetch_microbatch, lambda: False):
             assert not isinstance(event, Failed), event
             if isinstance(event, Passed):
                 passes.append(event)
@@ -159,7 +159,7 @@ class AttachedJobs:
 
         return prepared
 
-    def _fetch(self, plan: MicrobatchPlan, kind: type[ForwardPass]) -> Microbatch:
+    def _fetch_microbatch(self, plan: MicrobatchPlan, kind: type[ForwardPass]) -> Microbatch:
         microbatch = collate(
             [
                 Part(
@@ -192,13 +192,13 @@ def resident_jobs(
 
 
 def jobs_of_base(base: Base, optimizer_offloaded: bool = False) -> AttachedJobs:
-    """Return an executor with this base on its device."""
+    """Return an executor to which jobs of this base can be attached, on the device of the base."""
     layout = one_device_layout(base.shape.layers, optimizer_offloaded)
     return AttachedJobs(resident_executor(base, part=layout.for_worker(0)))
 
 
 def random_samples(lengths: Sequence[int], vocabulary: int, seed: int, group_size: int = 1) -> Samples:
-    """Return samples of random tokens, all supervised. Of each row there are `group_size` samples."""
+    """Return samples of random tokens, all of them supervised. Each row has `group_size` samples."""
     total = sum(lengths)
     store = SampleStore(
         tokens=np.random.default_rng(seed).integers(vocabulary, size=total, dtype=np.int32),

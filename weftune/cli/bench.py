@@ -17,7 +17,7 @@ import typer
 from weftune.errors import UserError
 
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
-"""Names of the two rows that every other row of a benchmark is compared with."""
+"""Names of the two rows with which a benchmark compares all other rows."""
 
 
 class BenchShape(StrEnum):
@@ -36,7 +36,7 @@ class BenchPart:
 
 @dataclass(frozen=True, slots=True)
 class BenchLine:
-    """The result of a benchmark; one that compares no times has only a verdict."""
+    """The result of a benchmark. A benchmark that does not compare times has only a verdict."""
 
     title: str
     milliseconds: float | None = None
@@ -58,7 +58,7 @@ def bench(
     ] = None,
     toy: Annotated[bool, typer.Option("--toy", help="Tiny, on the CPU: does it run at all.")] = False,
 ) -> None:
-    """Measure Weftune and the strongest other ways on this machine's GPU."""
+    """Measure Weftune and the fastest alternatives on this machine's GPU."""
     if not toy:
         import torch
 

@@ -62,12 +62,12 @@ def doctor(
 
         make_profile(base, device, output)
         return
-    checks = list(all_checks())
+    checks = list(run_checks())
     draw(checks)
     raise typer.Exit(exit_code(checks))
 
 
-def all_checks() -> Iterator[Check]:
+def run_checks() -> Iterator[Check]:
     yield python_check()
     yield from package_checks()
     yield from kind_checks()
@@ -193,16 +193,18 @@ def gpu_check(torch: Any, index: int) -> Check:
     return Check(f"GPU {index}", Verdict.OK, found, mend)
 
 
-def class_check(found: DeviceClass, index: int) -> Check:
+def class_check(device_class: DeviceClass, index: int) -> Check:
     """Report the class by which kernels are selected, and whether they have been tested on such a GPU."""
     from weftune.core.device_class import TEST_COMMAND
 
     name = f"GPU {index} class"
-    if not found.has_kernels:
-        finding = f"{found.name}: no kernels for it; everything is computed by plain torch, which is slower"
+    if not device_class.has_kernels:
+        finding = (
+            f"{device_class.name}: no kernels for it; everything is computed by plain torch, which is slower"
+        )
         return Check(name, Verdict.ABSENT, finding)
-    selected = f"{found.architecture}, {found.name}"
-    if found.tested:
+    selected = f"{device_class.architecture}, {device_class.name}"
+    if device_class.tested:
         return Check(name, Verdict.OK, f"{selected}; kernels are tested on such a GPU")
     finding = f"{selected}; kernels compile for it, but have not been tested on such a GPU"
     return Check(name, Verdict.ABSENT, finding, f"to test them, run `{TEST_COMMAND}` in a clone of Weftune")

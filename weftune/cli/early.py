@@ -104,7 +104,7 @@ def refuse_device(name: str | None) -> None:
 
 
 def store_folder(chosen: Path | None) -> Path:
-    """Return the folder of a service: `chosen`, or else `weftune` in the user's folder of data."""
+    """Return the folder of a service: `chosen`, or `weftune` in the user's data folder if none is chosen."""
     if chosen is not None:
         return chosen.expanduser()
     shared = os.environ.get("XDG_DATA_HOME")
@@ -118,12 +118,12 @@ def read_jobs_file(jobs: Path) -> RunSpec:
     """Read the jobs file, and raise the mistakes that can be found with the config of its base."""
     from weftune.jobs.spec.read import read_run
 
-    run = read_run(jobs, shape_of_folder)
+    run = read_run(jobs, read_model_shape)
     refuse_base(run.base)
     return run
 
 
-def shape_of_folder(base: BaseSpec) -> ModelShape | None:
+def read_model_shape(base: BaseSpec) -> ModelShape | None:
     """Return the model shape of a local folder of a known family; None if the model must be loaded for it."""
     if not Path(base.model).is_dir():
         return None
@@ -152,8 +152,8 @@ def refuse_base(base: BaseSpec) -> None:
         refuse_missing_base(base)
 
 
-def refuse_rows(jobs: Iterable[JobSpec], name_jobs: bool) -> None:
-    """Refuse invalid rows of small files, of all jobs at once; `name_jobs` adds the job to each mistake."""
+def refuse_rows(jobs: Iterable[JobSpec], names_jobs: bool) -> None:
+    """Refuse invalid rows of small files, of all jobs at once; `names_jobs` adds the job to each mistake."""
     from weftune.data.prepare import check_rows
 
     known: list[tuple[DataSpec, EvalSpec | None, RowKind, tuple[Mistake, ...]]] = []
@@ -168,12 +168,12 @@ def refuse_rows(jobs: Iterable[JobSpec], name_jobs: bool) -> None:
             except DataError as error:
                 found = error.mistakes
             known.append((job.data, job.eval, row_kind, found))
-        mistakes.update(dict.fromkeys(one.of_job(job.name) if name_jobs else one for one in found))
+        mistakes.update(dict.fromkeys(one.of_job(job.name) if names_jobs else one for one in found))
     if mistakes:
         raise DataError(mistakes)
 
 
 def without_repeated_trials(run: RunSpec) -> list[JobSpec]:
-    """Return all jobs but only one trial per sweep, since all trials of a sweep have the same rows."""
+    """Return the jobs with only one trial of each sweep, since all trials of a sweep have the same rows."""
     others = {trial.name for sweep in run.sweeps for trial in sweep.trials[1:]}
     return [job for job in run.jobs if job.name not in others]

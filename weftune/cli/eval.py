@@ -68,10 +68,10 @@ def eval(
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=errors) as progress:
         tasks: dict[str, TaskID] = {}
 
-        def show_progress(counted: str, done: int, total: int | None) -> None:
-            if counted not in tasks:
-                tasks[counted] = progress.add_task(counted, total=total)
-            progress.update(tasks[counted], completed=done, total=total)
+        def show_progress(count_text: str, done: int, total: int | None) -> None:
+            if count_text not in tasks:
+                tasks[count_text] = progress.add_task(count_text, total=total)
+            progress.update(tasks[count_text], completed=done, total=total)
 
         found = evaluate(
             Answers(base, folders, select_device(device)),
@@ -95,16 +95,16 @@ def eval(
         errors.print(f"Answers side by side: {page}", highlight=False, markup=False, soft_wrap=True)
 
 
-def read_metric(text: str, of_rewards: bool = False) -> tuple[str, UserMetric | None]:
+def read_metric(text: str, is_reward_model: bool = False) -> tuple[str, UserMetric | None]:
     """Return the name of the metric that ranks the table, and the user's function if it names one. Reward
     models have other metrics, and no answers that a function could measure."""
     from weftune.core.evaluation import METRICS, REWARDS
     from weftune.objectives.spec import REWARD_METRICS
 
-    known = ("loss", *REWARD_METRICS) if of_rewards else (*METRICS, *REWARDS)
+    known = ("loss", *REWARD_METRICS) if is_reward_model else (*METRICS, *REWARDS)
     if text in known:
         return text, None
-    if of_rewards:
+    if is_reward_model:
         raise UserError(f"--metric: {text} is no metric of reward models; write {', '.join(known)}.")
     file, _, function = text.rpartition(":")
     if file.endswith(".py"):

@@ -78,14 +78,16 @@ def vllm_advice(rank: int) -> str:
     return f"vLLM takes ranks up to {VLLM_RANKS[0]} by default: start it with --max-lora-rank {allowed}."
 
 
-def _export_merged(folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None, into: str | None) -> None:
+def _export_merged(
+    folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None, destination: str | None
+) -> None:
     from weftune.base.load import base_quantisation
     from weftune.trainer.export import Into, merged_losses, write_merged
 
     quantised = base_quantisation(base)
-    if quantised is None and into is not None:
+    if quantised is None and destination is not None:
         raise UserError(f"--into: {base.published_name} is not quantised, and there is nothing to choose.")
-    chosen = cast(Into, into or INTO[0])
+    chosen = cast(Into, destination or INTO[0])
     where = f"the {chosen} weights of " if quantised else ""
     typer.echo(f"Merging {folder} into {where}{base.published_name}.")
     kept = write_merged(folder, base, target, dtype, chosen)

@@ -49,7 +49,7 @@ def generate(
     plain: Annotated[bool, typer.Option("--plain", help="Use prompts as text, without a template.")] = False,
     device: DeviceOption = None,
 ) -> None:
-    """Ask finished adapters something."""
+    """Generate answers with finished adapters."""
     refuse_device(device)
     folders, prompt = split_arguments(arguments)
     if prompts is not None and prompt is not None:
@@ -131,7 +131,8 @@ def common_base(folders: Sequence[Path]) -> BaseSpec:
 
 
 def named_folders(folders: Sequence[Path]) -> dict[str, Path]:
-    """Return the folders under their names, or under their paths where names are equal or `base`."""
+    """Return a mapping from names to folders. A folder that has the name `base`, or the name of another
+    folder, is named by its path."""
     names = [folder.resolve().name for folder in folders]
     clear = {name for name in names if names.count(name) == 1 and name != "base"}
     return {
@@ -160,7 +161,7 @@ def recorded_base(folder: Path) -> BaseSpec:
 def show_answers(
     console: Console,
     answers: Answers,
-    asked: Sequence[tuple[str, Sequence[int]]],
+    prompts: Sequence[tuple[str, Sequence[int]]],
     sampling: Sampling,
     stop: Sequence[str],
     stop_requested: Callable[[], bool] = lambda: False,
@@ -169,7 +170,7 @@ def show_answers(
     from rich.live import Live
     from rich.padding import Padding
 
-    texts = {name: "" for name, _ in asked}
+    texts = {name: "" for name, _ in prompts}
 
     def drawn() -> RenderableType:
         panels = answer_panels({answers.title(name): text.strip() for name, text in texts.items()})
@@ -183,7 +184,7 @@ def show_answers(
             if console.is_terminal:
                 live.update(drawn(), refresh=True)
 
-        found = answers.ask(asked, sampling, stop, show, stop_requested)
+        found = answers.ask(prompts, sampling, stop, show, stop_requested)
         texts = {answer.adapter: answer.text for answer in found}
         live.update(drawn(), refresh=True)
     if not console.is_terminal:
@@ -193,7 +194,7 @@ def show_answers(
 
 def answer_file(
     answers: Answers,
-    asked: Sequence[tuple[int, str, Sequence[int]]],
+    prompts: Sequence[tuple[int, str, Sequence[int]]],
     sampling: Sampling,
     stop: Sequence[str],
     output: Path | None,
@@ -206,13 +207,13 @@ def answer_file(
 
     console = Console(stderr=True)
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
-        task = progress.add_task("answers", total=len(asked))
+        task = progress.add_task("answers", total=len(prompts))
 
         def show(answer: StreamedAnswer, new: str) -> None:
             if answer.finish_reason is not None:
                 progress.advance(task)
 
-        found = answers.ask([(name, tokens) for _, name, tokens in asked], sampling, stop, show)
+        found = answers.ask([(name, tokens) for _, name, tokens in prompts], sampling, stop, show)
     lines = [
         json.dumps(
             {
@@ -223,7 +224,7 @@ def answer_file(
             },
             ensure_ascii=False,
         )
-        for (index, _, _), answer in zip(asked, found, strict=True)
+        for (index, _, _), answer in zip(prompts, found, strict=True)
     ]
     text = "".join(f"{line}\n" for line in lines)
     if output is None:
@@ -241,8 +242,8 @@ def converse(
     stop: Sequence[str],
     system: str | None,
 ) -> None:
-    """Chat in the terminal until the input ends. Every adapter sees its own answers only. A question that
-    cannot be answered leaves no trace in the chat."""
+    """Chat in the terminal until the input ends. Every adapter sees only its own answers. A question that
+    cannot be answered is not added to the chat."""
     from weftune.core.interrupt import handle_interrupts
 
     start = [] if system is None else [{"role": "system", "content": system}]

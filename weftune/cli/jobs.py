@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weftune.cli import service_jobs
-from weftune.cli.service_jobs import KeyOption, UrlOption, client_of
+from weftune.cli.service_jobs import KeyOption, UrlOption, open_client
 from weftune.errors import OutputError, SpecError, UserError
 
 if TYPE_CHECKING:
     from weftune.jobs.store.inbox import FileRequest, RequestAnswer
 
 POLL_SECONDS = 0.1
-"""Seconds between two looks for the answer of the run."""
+"""Seconds between two checks whether the run has answered."""
 PATIENT_SECONDS = 3.0
-"""Seconds after which the user reads what the command waits for."""
+"""Seconds after which the command prints what it waits for."""
 RESTART_SECONDS = 5.0
-"""Seconds without any process in the output folder after which the run has ended: a run of several processes
-is restarted when one of them is lost."""
+"""Seconds without any process in the output folder after which the run is considered ended. The wait is
+needed because a run of several processes restarts when it loses one of them."""
 
 app = typer.Typer(help="List, add, pause, resume and cancel jobs while they train.", no_args_is_help=True)
 
@@ -35,7 +35,7 @@ JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The name of a j
 def list_jobs(run: RunOption = None, url: UrlOption = None, key: KeyOption = None) -> None:
     """List the jobs of a run or of a service with their states."""
     if run is None:
-        service_jobs.list_jobs(client_of(url, key))
+        service_jobs.list_jobs(open_client(url, key))
         return
     from rich.console import Console
 
@@ -72,14 +72,14 @@ def add(
     path = jobs.resolve()
     # Mistakes in the file are reported at once, with their lines.
     read_added_run(text, path, list(status_of_run(run).jobs))
-    _request(run, run, FileRequest(verb="add", file=str(path), text=text))
+    _send_request(run, run, FileRequest(verb="add", file=str(path), text=text))
 
 
 @app.command()
 def pause(job: JobArgument, run: RunOption = None, url: UrlOption = None, key: KeyOption = None) -> None:
     """Save a job and take it out of the run until it is resumed."""
     if run is None:
-        service_jobs.change_job(client_of(url, key), job, "pause")
+        service_jobs.change_job(open_client(url, key), job, "pause")
     else:
         _request_for_job(run, job, "pause")
 
@@ -88,7 +88,7 @@ def pause(job: JobArgument, run: RunOption = None, url: UrlOption = None, key: K
 def resume(job: JobArgument, run: RunOption = None, url: UrlOption = None, key: KeyOption = None) -> None:
     """Resume a paused job."""
     if run is None:
-        service_jobs.change_job(client_of(url, key), job, "resume")
+        service_jobs.change_job(open_client(url, key), job, "resume")
     else:
         _request_for_job(run, job, "resume")
 
@@ -97,7 +97,7 @@ def resume(job: JobArgument, run: RunOption = None, url: UrlOption = None, key: 
 def cancel(job: JobArgument, run: RunOption = None, url: UrlOption = None, key: KeyOption = None) -> None:
     """Cancel a job; the others continue."""
     if run is None:
-        service_jobs.change_job(client_of(url, key), job, "cancel")
+        service_jobs.change_job(open_client(url, key), job, "cancel")
     else:
         _request_for_job(run, job, "cancel")
 
@@ -112,7 +112,7 @@ def priority(
 ) -> None:
     """Change the priority of a job."""
     if run is None:
-        service_jobs.change_priority(client_of(url, key), job, value)
+        service_jobs.change_priority(open_client(url, key), job, value)
     else:
         _request_for_job(run, job, "priority", value)
 
@@ -124,13 +124,13 @@ def submit(
     key: KeyOption = None,
 ) -> None:
     """Upload the rows of a jobs file to a service and submit its jobs; their ids are printed."""
-    service_jobs.submit_jobs(client_of(url, key), jobs)
+    service_jobs.submit_jobs(open_client(url, key), jobs)
 
 
 @app.command()
 def show(job: JobArgument, url: UrlOption = None, key: KeyOption = None) -> None:
     """Show a job of a service."""
-    service_jobs.show_job(client_of(url, key), job)
+    service_jobs.show_job(open_client(url, key), job)
 
 
 @app.command()
@@ -141,7 +141,7 @@ def logs(
     key: KeyOption = None,
 ) -> None:
     """Print the events of a job of a service."""
-    service_jobs.print_logs(client_of(url, key), job, follow)
+    service_jobs.print_logs(open_client(url, key), job, follow)
 
 
 @app.command()
@@ -152,7 +152,7 @@ def download(
     key: KeyOption = None,
 ) -> None:
     """Download the adapter of a finished job of a service."""
-    service_jobs.download_adapter(client_of(url, key), job, folder)
+    service_jobs.download_adapter(open_client(url, key), job, folder)
 
 
 def _request_for_job(run: Path, job: str, verb: str, value: int = 0) -> None:
@@ -172,7 +172,7 @@ def _request_for_job(run: Path, job: str, verb: str, value: int = 0) -> None:
             f"the process that trained {job} has ended, while others of {run} still train; when they have "
             f"ended, resume with {status.command}"
         )
-    _request(run, folder, FileRequest(verb=verb, job=job, priority=value))  # type: ignore[arg-type]
+    _send_request(run, folder, FileRequest(verb=verb, job=job, priority=value))  # type: ignore[arg-type]
 
 
 def _refuse_inactive(run: Path) -> None:
@@ -188,7 +188,7 @@ def _refuse_inactive(run: Path) -> None:
     raise OutputError(f"no weftune train is running in {run}{again}")
 
 
-def _request(run: Path, folder: Path, request: FileRequest) -> None:
+def _send_request(run: Path, folder: Path, request: FileRequest) -> None:
     """Write a request to the inbox in `folder`, wait for its answer, and print it."""
     from weftune.jobs.store.inbox import write_request
 

@@ -38,8 +38,8 @@ app.add_typer(keys)
 app.add_typer(jobs, name="jobs")
 
 
-def _show_version(is_requested: bool) -> None:
-    if is_requested:
+def _show_version(version_requested: bool) -> None:
+    if version_requested:
         from importlib.metadata import version
 
         typer.echo(f"weftune {version('weftune')}")

@@ -54,8 +54,8 @@ def plan(
     )
     run = early.read_jobs_file(jobs)
     refuse_kinds_on_shards(run.jobs, options.shards)
-    early.refuse_rows(early.without_repeated_trials(run), name_jobs=True)
-    found = read_cluster(cluster, options.gpu_memory, on_cpu=device == "cpu")
+    early.refuse_rows(early.without_repeated_trials(run), names_jobs=True)
+    found = read_cluster(cluster, options.gpu_memory, uses_cpu=device == "cpu")
 
     from rich.console import Console
 
@@ -69,7 +69,7 @@ def plan(
     gc.disable()
     try:
         case = read_case(run, found, options, on_this_machine=cluster == "auto", max_steps=max_steps)
-        answer = predict(case, with_sentences=explain, with_ablations=ablate)
+        answer = predict(case, needs_sentences=explain, with_ablations=ablate)
         show_plan(Console(), answer)
     finally:
         gc.enable()
@@ -82,14 +82,14 @@ def plan(
             from weftune.report.gantt import gantt_page
 
             picture = gantt_page(answer.timeline(), answer.program, found.name).encode()
-        _write(gantt, picture)
+        _write_file(gantt, picture)
     if json is not None:
         from json import dumps
 
-        _write(json, (dumps(plan_numbers(answer), indent=2) + "\n").encode())
+        _write_file(json, (dumps(plan_numbers(answer), indent=2) + "\n").encode())
 
 
-def read_cluster(text: str, limit: int | None = None, on_cpu: bool = False) -> Cluster:
+def read_cluster(text: str, limit: int | None = None, uses_cpu: bool = False) -> Cluster:
     """Return the cluster that `text` names. `limit` applies to the memory of GPUs only, not of a CPU."""
     from weftune.plan.cost.cluster import (
         cluster_from_values,
@@ -100,7 +100,7 @@ def read_cluster(text: str, limit: int | None = None, on_cpu: bool = False) -> C
     )
 
     if text == "auto":
-        cluster = detect_cpu() if on_cpu else detect_cluster()
+        cluster = detect_cpu() if uses_cpu else detect_cluster()
     elif not text.lower().endswith((".yaml", ".yml")):
         cluster = parse_cluster(text)
     else:
@@ -127,7 +127,7 @@ def _refuse_picture(file: Path) -> None:
         require_pillow()
 
 
-def _write(file: Path, content: bytes) -> None:
+def _write_file(file: Path, content: bytes) -> None:
     try:
         file.write_bytes(content)
     except OSError as error:

@@ -46,7 +46,7 @@ class Plan:
     case: PlanCase
     choice: LayoutChoice
     outlook: Prediction | StreamOutlook
-    """Prediction for the devices; with shares, for the devices of the first share."""
+    """Prediction for all devices or, with shares, for the devices of the first share."""
     shares: ShareOutlook | None
     """Prediction for all shares, if each device trains a share of the jobs."""
     window: FirstWindow
@@ -59,7 +59,7 @@ class Plan:
     sentences: Sequence[str] = ()
     """A sentence for each decision, if requested."""
     ablations: Sequence[Ablation] = ()
-    """What each mechanism of the plan is worth, if requested."""
+    """Effect of each mechanism of the plan, if requested."""
 
     @property
     def forecast(self) -> Forecast:
@@ -76,7 +76,7 @@ class Plan:
         return round_timeline(self.outlook.case, self.choice.layout, self.program)
 
 
-def predict(case: PlanCase, *, with_sentences: bool = False, with_ablations: bool = False) -> Plan:
+def predict(case: PlanCase, *, needs_sentences: bool = False, with_ablations: bool = False) -> Plan:
     """Choose a layout as `weftune train` would, and predict the first window and the whole run."""
     choice = choose_planned(case)
     machine, totals = choice.machine, case.totals
@@ -89,22 +89,22 @@ def predict(case: PlanCase, *, with_sentences: bool = False, with_ablations: boo
     shares = _share_outlook(case, choice) if machine.shares > 1 else None
     if choice.is_streamed and shares is None:
         outlook = stream_outlook(choice)
-        window = first_window(choice, _shapes(case, admission), case.job_window)
+        window = first_window(choice, _admitted_shapes(case, admission), case.job_window)
         seconds = outlook.forecast.seconds
         ends = job_ends(totals, admission.admitted_names, admission.wait_reasons, lambda _: seconds)
         run = WholeRun(ends, choice.peak_device_bytes, outlook.case.device.budget_bytes)
-        sentences = explain_streams(outlook, source) if with_sentences else []
+        sentences = explain_streams(outlook, source) if needs_sentences else []
         ablations = ablate_streams(outlook) if with_ablations else ()
     else:
         outlook = _predict_outlook(case, choice, admission) if shares is None else shares.parts[0]
         window = outlook.window
         if shares is None:
-            run = _whole_run(case, [outlook], [admission.wait_reasons])
+            run = _predict_whole_run(case, [outlook], [admission.wait_reasons])
         else:
             pairs = zip(shares.shares, shares.parts, strict=True)
             later = [[name for name in one.jobs if name not in part.window.shapes] for one, part in pairs]
-            run = _whole_run(case, shares.parts, later)
-        sentences = explain(outlook, source) if with_sentences else []
+            run = _predict_whole_run(case, shares.parts, later)
+        sentences = explain(outlook, source) if needs_sentences else []
         ablations = _ablations(case, outlook) if with_ablations else ()
     return Plan(
         case=case,
@@ -121,7 +121,7 @@ def predict(case: PlanCase, *, with_sentences: bool = False, with_ablations: boo
     )
 
 
-def _shapes(case: PlanCase, admission: Admission) -> list[JobShape]:
+def _admitted_shapes(case: PlanCase, admission: Admission) -> list[JobShape]:
     """Return the shapes of the admitted jobs, in the order of admission."""
     by_name = {job.name: job for job in case.shapes}
     return [by_name[name] for name in admission.admitted_names]
@@ -129,7 +129,7 @@ def _shapes(case: PlanCase, admission: Admission) -> list[JobShape]:
 
 def _predict_outlook(case: PlanCase, choice: LayoutChoice, admission: Admission) -> Prediction:
     return predict_window(
-        choice, _shapes(case, admission), case.job_window, stage_times(case, choice.machine)
+        choice, _admitted_shapes(case, admission), case.job_window, stage_times(case, choice.machine)
     )
 
 
@@ -146,7 +146,9 @@ def _share_outlook(case: PlanCase, choice: LayoutChoice) -> ShareOutlook:
     return share_outlook(case.shapes, seconds, machine.shares, predict_alone)
 
 
-def _whole_run(case: PlanCase, parts: Sequence[Prediction], waiting: Sequence[Iterable[str]]) -> WholeRun:
+def _predict_whole_run(
+    case: PlanCase, parts: Sequence[Prediction], waiting: Sequence[Iterable[str]]
+) -> WholeRun:
     """Predict the whole run on devices that train different jobs; `waiting` are the jobs queued on each."""
     ends: dict[str, float] = {}
     for part, names in zip(parts, waiting, strict=True):
@@ -157,7 +159,8 @@ def _whole_run(case: PlanCase, parts: Sequence[Prediction], waiting: Sequence[It
 
 
 def _ablations(case: PlanCase, prediction: Prediction) -> tuple[Ablation, ...]:
-    """Return what each mechanism of the shown plan is worth; with shares, of the plan of the first one."""
+    """Return the effect of each mechanism of the shown plan or, with shares, of the plan of the first
+    share."""
     machine, jobs = prediction.choice.machine, list(prediction.window.shapes.values())
     rows = ablate(
         prediction,

@@ -21,7 +21,7 @@ from weftune.report.words import duration_text, plural
 
 
 def show_plan(console: Console, plan: Plan) -> None:
-    _show_run(console, plan)
+    _show_plan_of_run(console, plan)
     if plan.shares is not None:
         _show_shares(console, plan, plan.shares)
     elif isinstance(plan.outlook, Prediction):
@@ -37,7 +37,7 @@ def show_plan(console: Console, plan: Plan) -> None:
         console.print(ablation_table(plan.ablations))
 
 
-def _show_run(console: Console, plan: Plan) -> None:
+def _show_plan_of_run(console: Console, plan: Plan) -> None:
     """Print the time and memory of the whole run and of each job."""
     case, run, totals = plan.case, plan.run, plan.case.totals
     least = "at least " if any(total.is_lower_bound for total in totals.values()) else ""
@@ -62,25 +62,25 @@ def _show_run(console: Console, plan: Plan) -> None:
 
 
 def show_sweeps(
-    console: Console, run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapping[str, JobTotal]
+    console: Console, run: WholeRun, sweeps: Sequence[SweepOutlook], job_totals: Mapping[str, JobTotal]
 ) -> None:
     """Print the trials of each sweep as if none were dropped, and the expected time with halving."""
     for one in sweeps:
-        listed = {name: totals[name] for name in one.known_trials}
+        listed = {name: job_totals[name] for name in one.known_trials}
         console.print(run_table(run, listed, "trial", f"Sweep {one.name}"))
         console.print(one.sentence(), highlight=False, markup=False, soft_wrap=True)
     if any(one.has_halving or len(one.known_trials) < one.trials for one in sweeps):
-        seconds = span_text(expected_seconds(run, sweeps, totals))
+        seconds = span_text(expected_seconds(run, sweeps, job_totals))
         console.print(f"Expected for the whole run with all of its trials: {seconds}.", highlight=False)
 
 
 def run_table(
-    run: WholeRun, totals: Mapping[str, JobTotal], kind: str = "job", title: str = "The run"
+    run: WholeRun, job_totals: Mapping[str, JobTotal], kind: str = "job", title: str = "The run"
 ) -> Table:
     table = Table(kind, title=Text(title))
     for title in ("steps", "ends after", "memory of its own"):
         table.add_column(title, justify="right")
-    for name, total in totals.items():
+    for name, total in job_totals.items():
         if name in run.ends:
             steps = f"{'≥ ' if total.is_lower_bound else ''}{total.steps:,}"
             table.add_row(Text(name), steps, span_text(run.ends[name]), format_bytes(total.state_bytes))
@@ -141,7 +141,7 @@ def _show_shares(console: Console, plan: Plan, outlook: ShareOutlook) -> None:
     for number, (share, part) in enumerate(zip(outlook.shares, outlook.parts, strict=True)):
         table.add_row(
             _device_text(plan.case, number),
-            ", ".join(_collapsed(share.jobs, plan.case)),
+            ", ".join(_collapse_trial_names(share.jobs, plan.case)),
             duration_text(share.seconds),
             f"{part.forecast.tokens_per_second:,.0f}",
             format_bytes(part.window.promise.peak_bytes),
@@ -151,7 +151,7 @@ def _show_shares(console: Console, plan: Plan, outlook: ShareOutlook) -> None:
 
 
 def _show_candidates(console: Console, plan: Plan) -> None:
-    """Print the fastest ways to divide the devices, and why the first of them is chosen."""
+    """Print the fastest layouts of the devices, and why the first of them is chosen."""
     sentence = division_sentence(plan.case, plan.choice)
     console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     if not plan.choice.candidates:
@@ -205,7 +205,7 @@ def _show_streamed(console: Console, plan: Plan, outlook: StreamOutlook) -> None
 
 
 def _show_sampling_note(console: Console, case: PlanCase) -> None:
-    if sampled := _collapsed((one.name for one in case.jobs if one.is_sampled), case):
+    if sampled := _collapse_trial_names((one.name for one in case.jobs if one.is_sampled), case):
         console.print(f"Not tokenised yet, so the first rows stand for all: {', '.join(sampled)}.")
 
 
@@ -224,12 +224,12 @@ def _show_waiting(console: Console, plan: Plan) -> None:
         console.print(f"{name} cannot run even alone: {reason}.", highlight=False, markup=False)
 
 
-def _collapsed(names: Iterable[str], case: PlanCase) -> list[str]:
+def _collapse_trial_names(names: Iterable[str], case: PlanCase) -> list[str]:
     return collapse_trials(names, [one.sweep for one in case.sweeps])
 
 
 def _device_text(case: PlanCase, number: int) -> str:
-    """Return the number and name of a worker's device; several workers may share the last device."""
+    """Return the index and name of a worker's device; several workers may share the last device."""
     devices = case.cluster.devices
     return f"{number} {devices[min(number, len(devices) - 1)].name}"
 

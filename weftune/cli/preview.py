@@ -32,7 +32,7 @@ BAR_WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class SharedSamples:
-    """Jobs that train on identical samples, and these samples."""
+    """A set of samples, and the jobs that train on it."""
 
     jobs: tuple[str, ...]
     prepared: Prepared
@@ -47,7 +47,7 @@ def preview(
     trials of sweeps. No weights are loaded."""
     run = read_jobs_file(file)
     chosen = select_jobs(run, job)
-    refuse_rows(chosen, name_jobs=False)
+    refuse_rows(chosen, names_jobs=False)
     sweeps = [sweep for sweep in run.sweeps if job in (None, sweep.name)]
 
     from rich.console import Console
@@ -161,9 +161,9 @@ def _show_trials(console: Console, run: RunSpec, sweeps: Sequence[Sweep]) -> Non
 
 
 def draw_samples(
-    group: SharedSamples, tokenizer: Any, rows: int, sweeps: Sequence[Sweep] = (), use_marks: bool = False
+    group: SharedSamples, tokenizer: Any, rows: int, sweeps: Sequence[Sweep] = (), uses_marks: bool = False
 ) -> list[RenderableType]:
-    """Draw one dataset, with all text as `Text`, never markup; `use_marks` is for output without colours."""
+    """Draw one dataset, with all text as `Text`, never markup; `uses_marks` is for output without colours."""
     from rich.panel import Panel
     from rich.rule import Rule
     from rich.text import Text
@@ -179,9 +179,9 @@ def draw_samples(
             name = f"sample {row + 1}" if train.together == 1 else f"pair {row + 1}, {SIDES[side]}"
             if train.desirable is not None:
                 name = f"sample {row + 1}, {'desirable' if train.desirable[i] else 'undesirable'}"
-            between = f", between {' and '.join(MARKS)}" if use_marks else ""
+            between = f", between {' and '.join(MARKS)}" if uses_marks else ""
             counts = f"{name}: {train.lengths[i]} tokens, {train.supervised[i]} supervised{between}"
-            shown = colour_sample(train, i, tokenizer, use_marks)
+            shown = colour_sample(train, i, tokenizer, uses_marks)
             panels.append(Panel(shown, title=Text(counts), title_align="left"))
         parts.append(panels[0] if len(panels) == 1 else side_by_side(panels))
     parts.append(Text(summary("training", train)))
@@ -203,8 +203,8 @@ def side_by_side(panels: Sequence[RenderableType]) -> RenderableType:
     return table
 
 
-def colour_sample(samples: Samples, index: int, tokenizer: Any, use_marks: bool = False) -> Text:
-    """Return a sample's text, supervised parts in another colour; with `use_marks`, also between `MARKS`."""
+def colour_sample(samples: Samples, index: int, tokenizer: Any, uses_marks: bool = False) -> Text:
+    """Return a sample's text, supervised parts in another colour; with `uses_marks`, also between `MARKS`."""
     from rich.text import Text
 
     text = Text()
@@ -215,7 +215,7 @@ def colour_sample(samples: Samples, index: int, tokenizer: Any, use_marks: bool 
             continue
         # Decoded from the beginning each time: a run by itself may lose the space it starts with.
         so_far = tokenizer.decode(tokens[:stop], clean_up_tokenization_spaces=False)
-        begin, end = MARKS if use_marks and mask[start] else ("", "")
+        begin, end = MARKS if uses_marks and mask[start] else ("", "")
         shown = f"{begin}{escape_controls(so_far[len(printed) :])}{end}"
         text.append(shown, style=SUPERVISED if mask[start] else UNSUPERVISED)
         start, printed = stop, so_far

@@ -67,8 +67,8 @@ def _tokenizer(spec: BaseSpec) -> Any:
 
 
 def worker_bytes(spec: BaseSpec) -> tuple[int, int]:
-    """Return the bytes that the first of several workers, and any other, use before loading anything; zeros
-    if none can be started. Workers are forked, so they are measured in a forked process."""
+    """Return the bytes that the first of several workers and any other worker use before they load anything;
+    zeros if no worker can be started. Workers are forked, so they are measured in a forked process."""
     from weftune.launch.supervise import ProcessSpec, kill_processes, start_process
 
     process = start_process(ProcessSpec("worker", partial(_send_process_bytes, spec)), None, neighbours=2)

@@ -36,7 +36,7 @@ PACKAGES = ("fastapi", "uvicorn", "python_multipart", "sqlalchemy", "alembic", "
 EXPECT = re.compile(r"(\d{1,5})xrank(\d{1,5})(?:x(\d{1,7}))?")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 READY_SECONDS = 600.0
-"""Seconds for which the start is watched. Large bases take minutes to load."""
+"""Seconds for which the start of the service is monitored. Large bases take minutes to load."""
 
 
 def serve(
@@ -113,7 +113,7 @@ def serve(
     upgrade_store(settings)
     if check:
         typer.echo(
-            f"{settings.base_name} can be served at {url_of(settings)}; the store is {settings.store}."
+            f"{settings.base_name} can be served at {service_url(settings)}; the store is {settings.store}."
         )
         return
     show_start(settings)
@@ -160,7 +160,7 @@ def read_envelope(text: str) -> Envelope:
 
 
 def read_quotas(texts: Sequence[str]) -> Quotas:
-    """Return the quotas, of which `KEY=VALUE` changes one; `none` disables it."""
+    """Return the quotas. Each text `KEY=VALUE` changes one quota; the value `none` disables it."""
     from weftune.jobs.spec.keys import nearest_word
     from weftune.service.settings import Quotas
 
@@ -189,7 +189,8 @@ def read_announce(url: str) -> str:
 
 
 def read_metrics(texts: Sequence[str]) -> dict[str, str]:
-    """Return name → `FILE.py:NAME` of Python metrics, each of which has been imported once."""
+    """Return a mapping from the name of each Python metric to its `FILE.py:NAME`. Each is imported once as a
+    check."""
     from weftune.data.spec import EXACT_MATCH
     from weftune.generate.metric import load_metric
     from weftune.jobs.spec.build import locate_metric
@@ -229,7 +230,7 @@ def refuse_taken_port(host: str, port: int) -> None:
         raise UserError(f"cannot listen on {host}:{port}: {reason}") from None
 
 
-def url_of(settings: ServiceSettings) -> str:
+def service_url(settings: ServiceSettings) -> str:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"http://{host}:{settings.port}"
 
@@ -238,7 +239,7 @@ def show_start(settings: ServiceSettings) -> None:
     """Print what is started, how to get a key if there is none, and later that the service is ready."""
     from weftune.service.keys import KeyFile
 
-    typer.echo(f"Weftune serves {settings.base_name} at {url_of(settings)}/v1; Ctrl-C stops it.")
+    typer.echo(f"Weftune serves {settings.base_name} at {service_url(settings)}/v1; Ctrl-C stops it.")
     typer.echo(f"Files, jobs and adapters are kept in {settings.store}.")
     if not KeyFile(settings.keys).keys():
         typer.echo(
@@ -246,11 +247,11 @@ def show_start(settings: ServiceSettings) -> None:
         )
     if settings.host not in LOOPBACK:
         typer.echo("Other machines can reach it: put a proxy with TLS before it (docs/operations.md).")
-    threading.Thread(target=_tell_ready, args=(settings,), daemon=True).start()
+    threading.Thread(target=_report_readiness, args=(settings,), daemon=True).start()
 
 
-def _tell_ready(settings: ServiceSettings) -> None:
-    """Print a line when jobs can be submitted and are trained."""
+def _report_readiness(settings: ServiceSettings) -> None:
+    """Print a line as soon as the service is ready for jobs."""
     begun = time.monotonic()
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
     address = f"http://{host}:{settings.port}/readyz"

@@ -29,7 +29,7 @@ KeyOption = Annotated[
 ]
 
 
-def client_of(url: str | None, key: str | None) -> ServiceClient:
+def open_client(url: str | None, key: str | None) -> ServiceClient:
     """Return the client of the service that the options or the environment name."""
     from weftune.service.client import ServiceClient
 
@@ -72,8 +72,8 @@ def show_job(client: ServiceClient, name: str) -> None:
     typer.echo(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True), nl=False)
 
 
-def print_logs(client: ServiceClient, name: str, follow: bool) -> None:
-    """Print a job's events, and with `follow` new ones until the job has ended."""
+def print_logs(client: ServiceClient, name: str, keeps_following: bool) -> None:
+    """Print a job's events, and with `keeps_following` new ones until the job has ended."""
     id, shown = client.job(name)["id"], set()
     while True:
         has_ended = client.job(id)["status"] in ENDED
@@ -82,7 +82,7 @@ def print_logs(client: ServiceClient, name: str, follow: bool) -> None:
                 shown.add(event["id"])
                 at = time.strftime("%H:%M:%S", time.localtime(event["created_at"]))
                 typer.echo(f"{at}  {event['level']:<5}  {event['message']}")
-        if has_ended or not follow:
+        if has_ended or not keeps_following:
             return
         time.sleep(POLL_SECONDS)
 

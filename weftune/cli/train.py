@@ -71,7 +71,7 @@ def train(
         "--capacity": capacity,
         "--gpu-memory": gpu_memory,
     }
-    again = ["train", str(jobs), *_flags(named)]
+    again = ["train", str(jobs), *_flag_arguments(named)]
     repeated = {"--restart": restart, "--retry": retry, "--set": changes}
     more = ["--resume"] * resume
     more += [word for key, values in repeated.items() for one in values or () for word in (key, one)]
@@ -79,7 +79,7 @@ def train(
         from weftune.jobs.spec.retry import read_changes
 
         _refuse_without_resume(resume, restart, retry, changes)
-        command = shlex.join(["weftune", *again, *_flags(processes), "--resume"])
+        command = shlex.join(["weftune", *again, *_flag_arguments(processes), "--resume"])
         options = replace(
             early.read_options(
                 device=device,
@@ -104,8 +104,8 @@ def train(
             _train_locally(_read_run(jobs, output, options), options, max_steps, again, more)
 
 
-def _flags(values: Mapping[str, object]) -> list[str]:
-    """Return the words of the options that have a value."""
+def _flag_arguments(values: Mapping[str, object]) -> list[str]:
+    """Return the command-line arguments of all options that have a value."""
     return [word for key, value in values.items() if value is not None for word in (key, str(value))]
 
 
@@ -137,16 +137,20 @@ def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
     check_trackers(run.report_to)
     refuse_output(run.output, options.resume, options.command)
     with phase(Phase.TOKENISING):
-        early.refuse_rows(early.without_repeated_trials(run), name_jobs=True)
+        early.refuse_rows(early.without_repeated_trials(run), names_jobs=True)
     return run
 
 
 def _train_locally(
-    run: RunSpec, options: Options, max_steps: int | None, arguments: Sequence[str], more: Sequence[str]
+    run: RunSpec,
+    options: Options,
+    max_steps: int | None,
+    arguments: Sequence[str],
+    extra_arguments: Sequence[str],
 ) -> None:
     """Train on this machine, in the requested number of processes or the number that the planner chooses.
-    `arguments` is the command line of a worker without the numbers of processes, and `more` are further words
-    that are said the first time only."""
+    `arguments` is the command line of a worker without the numbers of processes. `extra_arguments` are
+    added to it at the first start only."""
     from weftune.launch.choice import has_free_numbers
 
     if has_free_numbers(options):
@@ -157,9 +161,9 @@ def _train_locally(
 
         devices = requested_shares(run, options)
     if len(devices) > 1 or options.workers_per_share == 1:
-        _train(run, options, max_steps, devices)
+        _train_in_process(run, options, max_steps, devices)
     else:
-        raise typer.Exit(_launch(run, options, arguments, more))
+        raise typer.Exit(_launch_processes(run, options, arguments, extra_arguments))
 
 
 def _choose_processes(run: RunSpec, options: Options, max_steps: int | None) -> Options:
@@ -175,7 +179,9 @@ def _choose_processes(run: RunSpec, options: Options, max_steps: int | None) -> 
     return chosen
 
 
-def _launch(run: RunSpec, options: Options, arguments: Sequence[str], more: Sequence[str]) -> int:
+def _launch_processes(
+    run: RunSpec, options: Options, arguments: Sequence[str], extra_arguments: Sequence[str]
+) -> int:
     """Start a process for every shard of every stage of every replica and wait for them."""
     from weftune.launch.workers import launch
 
@@ -186,10 +192,12 @@ def _launch(run: RunSpec, options: Options, arguments: Sequence[str], more: Sequ
         "--capacity": options.capacity,
         "--gpu-memory": None if options.gpu_memory is None else f"{options.gpu_memory}B",
     }
-    words = [*arguments, *_flags(processes)]
+    words = [*arguments, *_flag_arguments(processes)]
     # The command line's module is given by name: a newly started process imports it for itself.
     main = partial(runpy.run_module, "weftune", run_name="__main__")
-    return launch(main, [*words, *more], [*words, "--resume"], options.workers_per_share, run.output)
+    return launch(
+        main, [*words, *extra_arguments], [*words, "--resume"], options.workers_per_share, run.output
+    )
 
 
 def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: int | None) -> None:
@@ -226,10 +234,12 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
         if restart_count() > 0:
             # torchrun has restarted all workers with the original command line.
             options = replace(options, resume=run.output.exists(), restart=(), retry=(), changes={})
-        _train(run, replace(options, staff=staff), max_steps)
+        _train_in_process(run, replace(options, staff=staff), max_steps)
 
 
-def _train(run: RunSpec, options: Options, max_steps: int | None, devices: Sequence[str] = ()) -> None:
+def _train_in_process(
+    run: RunSpec, options: Options, max_steps: int | None, devices: Sequence[str] = ()
+) -> None:
     """Train in this process and its workers, or train one share of the jobs on each of `devices`."""
     with count_imports():
         from rich.console import Console
@@ -255,7 +265,7 @@ def _train(run: RunSpec, options: Options, max_steps: int | None, devices: Seque
             results, codes = train_shares(run, trainer, devices)
         else:
             results = trainer.run()
-    _finish(console, trainer, results, codes)
+    _print_results(console, trainer, results, codes)
 
 
 def _job_count_text(run: RunSpec) -> str:
@@ -281,8 +291,8 @@ def _shares_text(shares: int, options: Options) -> str:
 
 
 def _workers_text(worker: WorkerPosition) -> str:
-    """Return `2 stages`, `2 replicas` or `2 replicas of 2 stages`; `2 workers` with several stages each; with
-    shards, `2 replicas of 2 stages of 4 shards`."""
+    """Return text such as `2 stages`, `2 replicas of 2 stages` or, with shards, `2 replicas of 2 stages of 4
+    shards`. Workers with several stages each are called `2 workers`."""
     stages = f"{worker.stages} {'workers' if worker.ring else 'stages'}"
     named = {
         f"{worker.replicas} replicas": worker.replicas,
@@ -292,7 +302,9 @@ def _workers_text(worker: WorkerPosition) -> str:
     return " of ".join(text for text, count in named.items() if count > 1) or stages
 
 
-def _finish(console: Console, trainer: Trainer, results: Mapping[str, Result], codes: set[int]) -> None:
+def _print_results(
+    console: Console, trainer: Trainer, results: Mapping[str, Result], codes: set[int]
+) -> None:
     """Print all jobs and the wall time, and set the exit code; `codes` are the exit codes of shares."""
     from weftune.jobs.store.status import State
     from weftune.jobs.sweeps.record import records_in

@@ -16,7 +16,7 @@ IGNORED = -100
 
 
 OWN_ADAPTER = ""
-"""Placeholder for the name of the job that the rows belong to."""
+"""Value of `Segment.adapter` for the adapter of the job that the rows belong to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,18 @@ class Segment:
     start: int
     stop: int
     adapter: str | None = OWN_ADAPTER
-    """Job whose adapter the rows pass through, by default their own. None selects the base alone."""
+    """Name of the job whose adapter is applied to the rows, by default the job that they belong to. None
+    applies no adapter."""
     prefix_rows: int = 0
-    """Number of rows, not tokens of the data, that the adapter inserts before samples."""
+    """Number of rows that the adapter inserts before the samples. They are not tokens of the data."""
     kl_of: Literal["", "batch", "held_out"] = ""
-    """Samples whose KL term the rows estimate, if they are mismatched ones: those of the job's next global
-    batch, or the held-out ones. Empty for other rows."""
+    """Samples whose KL term is estimated from these rows, which are mismatched samples: `batch` for the job's
+    next global batch, `held_out` for the held-out samples. Empty for all other rows."""
 
     @property
     def adapter_job(self) -> str | None:
-        """Job whose adapter the rows pass through, or None for the base alone."""
+        """Name of the job whose adapter is applied to the rows. None if the base is used without an
+        adapter."""
         return self.job if self.adapter == OWN_ADAPTER else self.adapter
 
     @property
@@ -91,8 +93,8 @@ class Microbatch:
         )
 
     def chunk(self, rows: slice) -> Microbatch:
-        """Return consecutive rows of the only sample, which keep their positions and targets. Rows that the
-        adapter inserts belong to the first chunk."""
+        """Return consecutive rows of a microbatch with a single sample. The rows keep their positions and
+        targets. Rows that the adapter inserts belong to the first chunk."""
         (segment,) = self.segments
         part = self.part(rows)
         prefix_rows = 0 if rows.start else segment.prefix_rows

@@ -55,14 +55,17 @@ class WallTime:
 
 
 class PhaseClock:
-    def __init__(self, age: float = 0.0, now: Callable[[], float] = time.monotonic) -> None:
-        """Start a clock `age` seconds in the past. Those seconds count as `OTHER` until they are claimed."""
-        self.started = time.time() - age
-        self._now = now
+    def __init__(
+        self, elapsed_seconds: float = 0.0, read_clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Start a clock `elapsed_seconds` seconds in the past. Those seconds count as `OTHER` until they are
+        claimed."""
+        self.started = time.time() - elapsed_seconds
+        self._now = read_clock
         self._lock = threading.Lock()
         self._seconds = dict.fromkeys(Phase, 0.0)
         self._open = [Phase.OTHER]
-        self._since = now() - age
+        self._since = read_clock() - elapsed_seconds
 
     def enter(self, phase: Phase) -> None:
         with self._lock:

@@ -46,7 +46,7 @@ def deterministic_kernels(enabled: bool = True) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        sentence = _advice(str(error))
+        sentence = _determinism_advice(str(error))
         if sentence is None:
             raise
         raise UserError(f"deterministic: {sentence}") from error
@@ -61,8 +61,8 @@ def set_workspace() -> None:
     os.environ.setdefault(WORKSPACE, WORKSPACE_SIZE)
 
 
-def _advice(refusal: str) -> str | None:
-    """Return advice about torch's error message, or None if the error is of another kind."""
+def _determinism_advice(refusal: str) -> str | None:
+    """Return advice for an error that torch raises in deterministic mode, or None for any other error."""
     if found := REFUSED.match(refusal):
         return (
             f"torch {torch.__version__} has no deterministic form of {found[1]}, which this run needs; leave "

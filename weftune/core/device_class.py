@@ -29,7 +29,8 @@ class DeviceClass:
     shared_memory: int
     """Bytes of shared memory that one program may use."""
     multiprocessors: int
-    """Multiprocessors of the first example; of the device itself, where there is one."""
+    """Number of multiprocessors of the device or, for a class that no device in use belongs to, of the first
+    GPU in `cards`."""
     has_copy_engines: bool = False
     """Whether tensor descriptors are copied by hardware (TMA)."""
     has_fp8: bool = False
@@ -38,7 +39,7 @@ class DeviceClass:
     """Whether torch's `grouped_mm` is one kernel. Elsewhere it is a loop that reads the groups' sizes on the
     host."""
     has_kernels: bool = True
-    """Whether Triton compiles for it."""
+    """Whether Triton compiles kernels for these GPUs."""
     tested: bool = False
     """Whether the tests of this project have run on such a GPU."""
 
@@ -81,7 +82,7 @@ CLASSES = (
 OLDER = DeviceClass((0, 0), "before Ampere", "V100, T4", 48 << 10, 40, has_kernels=False)
 """Class of GPUs that Triton does not support: everything is computed by plain torch."""
 INTERPRETER = DeviceClass((0, 0), "CPU", "Triton's interpreter", 160 << 10, 3, has_kernels=False)
-"""Class of a CPU. Few programs, so that tests cover loops over tiles."""
+"""Class of a CPU. Its number of programs is small, so that tests cover loops over tiles."""
 
 _pretended: DeviceClass | None = None
 

@@ -59,8 +59,8 @@ class Evaluation:
     """Sentences about rows that were skipped or truncated."""
 
     def ranked(self, metric: str) -> list[AdapterScores]:
-        """Return the results, the best first. Among equal values, the lower loss is better. Results without a
-        value are last."""
+        """Return the results, best first. Results with equal values are ordered by their loss; results
+        without a value are last."""
         return sorted(
             self.results, key=lambda one: (_badness(metric, one.scores), _badness("loss", one.scores))
         )

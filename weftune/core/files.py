@@ -21,7 +21,8 @@ FORMAT = 1
 """Current format version of job.yaml, checkpoints and status.json. Raise it whenever a change of one of them
 would be misread by an older Weftune."""
 BEFORE = 0
-"""Version of files without a format field, which early versions wrote and which are still read."""
+"""Format version of files without a format field. Early versions wrote such files, which can still be
+read."""
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """Pattern of the end of an I/O error's message from safetensors and tokenizers, which use Rust."""
 MAX_YAML_CHARACTERS = 1 << 16
@@ -100,7 +101,7 @@ class LineFile:
         self.path = path
         self._handle: int | None = None
         self._size = 0
-        """Size of the file in bytes while it is open; nobody else writes to it."""
+        """Size of the file in bytes while it is open; no other object writes to the file."""
         self._unwritten: deque[bytes] = deque(maxlen=MAX_PENDING_LINES)
 
     def append(self, line: Mapping[str, Any]) -> None:

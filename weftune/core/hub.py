@@ -7,7 +7,7 @@ from typing import Literal
 
 TIMEOUT_SECONDS = 5.0
 NAMES = {"model": "folder", "dataset": "file or folder"}
-"""Maps each kind of repository to what the same name could denote on the local disk."""
+"""Maps each kind of repository to the kind of local file or folder that its name could also refer to."""
 
 
 def absence_reason(name: str, kind: Literal["model", "dataset"], revision: str | None = None) -> str | None:

@@ -87,7 +87,7 @@ class _LimitedProcess:
         self._lock = threading.Lock()
         self._running: subprocess.Popen[bytes] | None = None
         self._owner = 0
-        atexit.register(self._kill)
+        atexit.register(self._kill_process)
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
         payload = pickle.dumps((function.__module__, function.__qualname__, seconds, arguments))
@@ -98,10 +98,10 @@ class _LimitedProcess:
             try:
                 reply = _send_request(process, process.stdin, process.stdout, payload)
             except BaseException:  # interrupted: a late reply must not be taken for the next call's
-                self._kill()
+                self._kill_process()
                 raise
             if reply is None or reply.get("stopped"):
-                self._kill()
+                self._kill_process()
                 timed = {-getattr(signal, name) for name in ("SIGPROF", "SIGXCPU") if hasattr(signal, name)}
                 ending: Reason = "time" if process.returncode in timed or not timed else "crash"
                 raise LimitExceeded("memory" if reply else ending, seconds)
@@ -116,7 +116,7 @@ class _LimitedProcess:
             self._running, self._owner = start_server(__name__, SINGLE_THREADED), os.getpid()
         return self._running
 
-    def _kill(self) -> None:
+    def _kill_process(self) -> None:
         process, self._running = self._running, None
         if process is not None and self._owner == os.getpid():
             process.kill()

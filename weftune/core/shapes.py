@@ -19,7 +19,8 @@ LINEAR_ATTENTION = ".linear_attn."
 SCORE = "score"
 """Module path of the scalar head in transformers' models for sequence classification."""
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Bytes of logits computed at a time: few enough for the caches of a CPU, or enough to fill a GPU."""
+"""Bytes of logits that are computed at a time: small enough for the caches of a CPU, large enough to keep a
+GPU busy."""
 
 
 def logit_rows(device: str, vocabulary: int) -> int:
@@ -34,8 +35,8 @@ class SiteSlice:
     ranges: tuple[tuple[int, int], ...]
     """Consecutive outputs or inputs as (start, stop), in order."""
     cuts_inputs: bool
-    """Whether the linear is cut by its inputs, so that the outputs of all shards are summed. Otherwise it is
-    cut by its outputs."""
+    """Whether the inputs of the linear are divided among shards, so that the outputs of all shards are
+    summed. Otherwise its outputs are divided."""
 
     @property
     def size(self) -> int:
@@ -99,7 +100,7 @@ class SiteShape:
 
 
 CUT_BY_INPUTS = ("o_proj", "down_proj")
-"""Names of the linears that are cut by their inputs where a layer is divided into shards."""
+"""Names of the linears whose inputs, rather than outputs, are divided among the shards of a layer."""
 
 
 def layer_of(site: str) -> int | None:
@@ -276,7 +277,8 @@ class JobShape:
         return self.mean_vectors * self.parameters_in_layers(layer_range)
 
     def parameters_in_layers(self, layer_range: LayerRange) -> int:
-        """Return the adapter parameters in a stage; those outside the layers count in every stage."""
+        """Return the number of adapter parameters in a stage; parameters outside the layers count in every
+        stage."""
         if not self.parameters_by_layer:
             return math.ceil(
                 self.trainable_parameters * (layer_range.stop - layer_range.start) / layer_range.base_layers
@@ -303,8 +305,9 @@ a float32 instead of one byte."""
 
 
 def shard_shape(shape: ModelShape, shards: int) -> ModelShape:
-    """Return the sizes of the largest shard of a base, of which the linears in the layers are cut, and the
-    embedding and the head by tokens. Key/value heads that several shards repeat are counted once."""
+    """Return the sizes of the largest shard of a base. The linears of every layer are divided among the
+    shards, and so are the tokens of the embedding and of the head. Key/value heads that several shards repeat
+    are counted once."""
     sites = tuple(
         replace(site, in_features=site.in_features // shards)
         if site.name.rpartition(".")[2] in CUT_BY_INPUTS

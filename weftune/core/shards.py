@@ -1,8 +1,5 @@
-"""The workers that hold the layers of a base together, each of them a slice of every linear, and the parts of
-the vocabulary that they hold.
-
-Shapes: K shards.
-"""
+"""Teams of workers that divide the layers of a base, so that each holds a slice of every linear and a part of
+the vocabulary."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ def kept_indices(part: SiteSlice, device: torch.device | None = None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ShardTeam:
-    """The workers that hold each layer together, as one of them sees them."""
+    """The workers that divide each layer among themselves, from the point of view of one of them."""
 
     shard: int
     """Index of this worker's shard."""
@@ -54,7 +51,7 @@ class VocabularyShard:
 
     team: ShardTeam
     vocabulary: int
-    """Number of tokens of all shards together."""
+    """Total number of tokens of all shards."""
 
     @property
     def start(self) -> int:

@@ -34,7 +34,7 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write and sync a file of contiguous host tensors, with the same bytes that safetensors would write."""
-    _write(path, _file_pieces(tensors, metadata))
+    _write_pieces(path, _file_pieces(tensors, metadata))
 
 
 def write_hashed_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -46,11 +46,11 @@ def write_hashed_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
             digest.update(piece)
             yield piece
 
-    _write(path, hashed())
+    _write_pieces(path, hashed())
     return digest.hexdigest()
 
 
-def _write(path: Path, pieces: Iterator[Piece]) -> None:
+def _write_pieces(path: Path, pieces: Iterator[Piece]) -> None:
     with open(path, "wb", buffering=0) as file:
         for piece in _join_small(pieces):
             _write_all(file, piece)
@@ -64,8 +64,8 @@ def _write_all(file: io.FileIO, piece: Piece) -> None:
 
 
 def _join_small(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Join small pieces, since a thread releases the interpreter lock at every write, and waiting for it
-    again takes longer than copying a matrix of an adapter."""
+    """Join small pieces. A thread releases the interpreter lock at every write, and waiting to acquire the
+    lock again takes longer than copying a matrix of an adapter."""
     small: list[Piece] = []
     size = 0
     for piece in pieces:

@@ -95,7 +95,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def quantise_rows(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (codes_TM, scale_T): x ⊙ scale_M ≈ codes · scale, and each row's largest code is LARGEST."""
+    """Return (codes_TM, scale_T) such that x ⊙ scale_M ≈ codes · scale. The largest code of each row is
+    LARGEST."""
     x_TM = x_TM.to(accumulation_dtype(x_TM.dtype))
     if scale_M is not None:
         x_TM = x_TM * scale_M
@@ -161,7 +162,7 @@ class FrozenWeight(Protocol):
 
     @property
     def empty_rows(self) -> Tensor:
-        """An empty tensor [0, K] of the matrix's dtype, on its device."""
+        """An empty tensor [0, K] with the dtype and device of the matrix."""
 
     def matrix(self) -> Tensor:
         """Compute the matrix [N, K], which callers keep only for one product."""
@@ -188,7 +189,7 @@ class StackedWeight:
     """The weights of several linears, stacked along the outputs. Only whole linears can be selected."""
 
     parts: tuple[tuple[int, int, Weight], ...]
-    """First output, end of the outputs, and weight of each linear."""
+    """First output, end of the outputs, and weight, for each linear."""
 
     @classmethod
     def stack(cls, weights: Sequence[Weight], outputs: Sequence[int]) -> StackedWeight:

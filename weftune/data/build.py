@@ -29,7 +29,7 @@ MAX_KEPT_REASONS = 5
 ROWS_AT_ONCE = 128
 CHARACTERS_AT_ONCE = 1_000_000
 CHUNKS_BEFORE_WORKERS = 4
-"""Number of chunks tokenised in this process before workers start; small tables need no workers."""
+"""Number of chunks that this process tokenises before workers start, since small tables need no workers."""
 
 
 def store_key(table: Table, format: Format, rules: Rules) -> str:
@@ -59,7 +59,7 @@ def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], Non
     if store is None:
         if not rules.spec.skip_bad_rows:
             check(table, format, rules.spec)
-        _write(table, format, rules, cache / key, progress)
+        _write_store(table, format, rules, cache / key, progress)
         store = open_store(cache / key)
         if store is None:
             raise DataError(
@@ -93,7 +93,7 @@ def find_format(table: Table, spec: DataSpec, row_kind: RowKind = "answers") -> 
         hint = "say which is which, as in `columns: {prompt: question}`"
         sentence = f"no row format has these columns: {found}; {hint}"
         raise DataError(Mistake(seen.location, sentence))
-    bad.raise_if_any()
+    bad.raise_bad_rows()
     raise DataError(Mistake(table.label, "the dataset is empty"))
 
 
@@ -105,7 +105,7 @@ def check(table: Table, format: Format, spec: DataSpec) -> None:
             _read_content(row, format, spec)
         except BadRow as problem:
             bad.add(row.location, problem)
-    bad.raise_if_any()
+    bad.raise_bad_rows()
 
 
 def _rows_within_limit(table: Table, spec: DataSpec) -> Iterator[Row]:
@@ -145,7 +145,8 @@ class _SimilarRows:
 
 
 class _BadRowReport:
-    """The first invalid rows, with one entry for all rows of a common reason, and the number of the rest."""
+    """A report of invalid rows: the first ones, with one entry for all rows that are invalid for the same
+    reason, and the number of all others."""
 
     def __init__(self) -> None:
         self._found: list[_SimilarRows] = []
@@ -169,7 +170,7 @@ class _BadRowReport:
                 self._common[problem.kind] = alike
         alike.add(location, problem)
 
-    def raise_if_any(self, remainder: str = "") -> None:
+    def raise_bad_rows(self, remainder: str = "") -> None:
         """Raise DataError if there are invalid rows."""
         if not self._found:
             return
@@ -178,12 +179,12 @@ class _BadRowReport:
         raise DataError([*mistakes, *([Mistake("", remainder)] if remainder else [])])
 
     def reasons(self, count: int) -> tuple[list[str], int]:
-        """Return up to `count` sentences and the number of rows that they cover."""
+        """Return at most `count` sentences, and the number of rows that they are about."""
         first = self._found[:count]
         return [str(alike.message(includes_remedy=False)) for alike in first], sum(a.count for a in first)
 
 
-def _write(
+def _write_store(
     table: Table, format: Format, rules: Rules, folder: Path, progress: Callable[[int], None] | None
 ) -> None:
     tally = Tally()
@@ -194,13 +195,13 @@ def _write(
             for at, problem in chunk.bad_rows:
                 bad.add(rows[at].location, bad_row_from_json(problem))
             if not spec.skip_bad_rows and bad.full:
-                bad.raise_if_any("reading stopped here; there may be more")
+                bad.raise_bad_rows("reading stopped here; there may be more")
             writer.extend(chunk.arrays)
             tally.add(chunk.tally)
             if progress is not None:
                 progress(tally.rows)
         if not spec.skip_bad_rows:
-            bad.raise_if_any()
+            bad.raise_bad_rows()
         tally.reasons, tally.explained = bad.reasons(MAX_KEPT_REASONS)
         writer.commit(tally)
 

@@ -57,13 +57,13 @@ class Tally:
     reasons: list[str] = field(default_factory=list)
     """Locations and reasons of the first skipped rows."""
     explained: int = 0
-    """Number of skipped rows that `reasons` covers."""
+    """Number of skipped rows that `reasons` is about."""
 
-    def add(self, other: Tally) -> None:
-        """Add the counts of `other`; the caller merges the reasons."""
+    def add(self, other_tally: Tally) -> None:
+        """Add the counts of `other_tally`; the caller merges the reasons."""
         for one in fields(self):
             if one.type == "int":
-                setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+                setattr(self, one.name, getattr(self, one.name) + getattr(other_tally, one.name))
 
     def notes(self, label: str | None, max_tokens: int) -> list[str]:
         """Return a sentence about each count above 0. `label` is the name of the table, given if there are

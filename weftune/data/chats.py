@@ -21,7 +21,7 @@ from weftune.data.formats import Chat, Message
 from weftune.data.row import BadRow, CommonBadRow
 
 PROBE = "zq"
-"""Text that is inserted into a part to change it; any letters would do."""
+"""Text that is inserted into a part of a message to change it; its letters have no meaning."""
 THINKING_END = "</think>"
 MAX_SHAPES = 10_000
 REMEDY = (
@@ -68,12 +68,9 @@ def render_answer(chat: Chat, template: Renderer) -> tuple[Rendered, ...]:
 
 def render_turns(chat: Chat, template: Renderer, end_strings: Collection[str]) -> tuple[Rendered, ...]:
     """Render a chat and find its supervised turns. All turns are in one text, unless the template prints a
-    turn differently in the whole chat; then each turn has its own text. `end_strings` are the end-of-turn
-    tokens.
-
-    The one text is that of the whole chat, unless the messages after the last turn change how a turn is
-    printed.
-    """
+    turn differently within a longer chat; then each turn has its own text. If there is one text, it contains
+    the whole chat, unless the messages after the last turn change how a turn is printed. `end_strings` are
+    the end-of-turn tokens."""
     turns = [_render_turn(chat, at, template, end_strings) for at in chat.turns]
     texts = [turns[-1].text]
     if chat.turns[-1] + 1 < len(chat.messages):

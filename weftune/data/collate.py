@@ -32,7 +32,8 @@ class Part:
     """Number of rows that the adapter inserts before the sample; the last one predicts the first token."""
     first_position: int = 0
     rows: slice | None = None
-    """Rows of the sample, counting those that the adapter inserts, if the part is only a chunk of it."""
+    """Rows of the sample that this part contains if it is only a chunk of the sample. Rows that the adapter
+    inserts are counted."""
 
 
 def collate(parts: Sequence[Part]) -> Microbatch:

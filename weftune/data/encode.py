@@ -56,7 +56,8 @@ class Encoder:
         """Pattern that matches the text of any control token."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return a state for a process without transformers: the tokenizer is serialised as text."""
+        """Return a state that can be loaded without transformers, in which the tokenizer is serialised as
+        text."""
         return {**self.__dict__, "tokenizer": None, "_backend": self._backend.to_str()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -79,7 +80,7 @@ class Encoder:
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def texts(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Return the tokens of users' texts, each tokenised from the beginning of a sample."""
+        """Return the tokens of users' texts, each tokenised as the beginning of a sample."""
         # Without offsets, which would take longer than the tokens.
         parts = self._reset_tokenizer(parse=False).encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(part.ids, dtype=np.int32) for part in parts]
@@ -188,7 +189,7 @@ def replace_control_tokens(value: Any, control_pattern: re.Pattern[str]) -> tupl
     stand_ins: dict[str, str] = {}
     chosen: dict[str, str] = {}
 
-    def hidden(match: re.Match[str]) -> str:
+    def replaced(match: re.Match[str]) -> str:
         found = match.group()
         if found not in chosen:
             character = next(free, None)
@@ -200,7 +201,7 @@ def replace_control_tokens(value: Any, control_pattern: re.Pattern[str]) -> tupl
 
     def replace_nested(nested: Any) -> Any:
         if isinstance(nested, str):
-            return control_pattern.sub(hidden, nested)
+            return control_pattern.sub(replaced, nested)
         if isinstance(nested, Mapping):
             return {replace_nested(key): replace_nested(item) for key, item in nested.items()}
         if isinstance(nested, list | tuple):

@@ -315,7 +315,8 @@ def _to_pair(row: Mapping[str, Any], spec: DataSpec) -> Pair:
 
 
 def _text_pair(prompt: object, answers: Sequence[str], names: Sequence[str]) -> Iterator[Text]:
-    """Yield both sides of a pair of texts. Without a prompt, it is the text with which both begin."""
+    """Yield both sides of a pair of texts. If the row has no prompt, the prompt is the common prefix of both
+    texts."""
     chosen, rejected = (_require_filled(value, name) for name, value in zip(names, answers, strict=True))
     if prompt is None:
         count = _common_length(chosen, rejected)

@@ -27,9 +27,9 @@ LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:\[\]{}"]+')
 class _RefusedLiteral(ValueError):
     """Raised for a literal that `json` accepts but Weftune refuses; its position is not known."""
 
-    def __init__(self, sentence: str, literal: str) -> None:
+    def __init__(self, sentence: str, text: str) -> None:
         super().__init__(sentence)
-        self.literal = literal
+        self.literal = text
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -83,13 +83,13 @@ def _parse_line(line: bytes, location: str, first: bool) -> Row:
         # Without the line ending: otherwise missing text would be reported at column 1 of the next line.
         value = DECODER.decode(text.rstrip(SPACE))
     except (ValueError, RecursionError) as problem:
-        return Row(location, {}, explain_json_error(problem, text))
+        return Row(location, {}, json_error_text(problem, text))
     if is_deep_json(text, value):
         return Row(location, {}, f"not usable JSON: {TOO_DEEP}")
     return Row(location, value) if type(value) is dict else to_row(location, value)
 
 
-def explain_json_error(problem: Exception, line: str = "") -> str:
+def json_error_text(problem: Exception, line: str = "") -> str:
     """Return an error message for the user, with the column if the line is given."""
     if isinstance(problem, json.JSONDecodeError):
         return f"not valid JSON: {_error_reason(problem)} at column {problem.colno}"
@@ -151,7 +151,7 @@ class _TextWindow:
 
     def _fail_at(self, position: int, sentence: str) -> NoReturn:
         """Raise DataError with the line and column of `position` in the text in memory."""
-        self._advance(position)
+        self._advance_to(position)
         self.fail(f"not valid JSON: {sentence} at column {position - self._line_start + 1}")
 
     def _read_more(self) -> bool:
@@ -161,7 +161,7 @@ class _TextWindow:
         self._at = 0
         return bool(piece)
 
-    def _advance(self, stop: int) -> None:
+    def _advance_to(self, stop: int) -> None:
         breaks = self._text.count("\n", self._at, stop)
         if breaks:
             self.line += breaks
@@ -174,7 +174,7 @@ class _TextWindow:
             stop = self._at
             while stop < len(self._text) and self._text[stop] in SPACE:
                 stop += 1
-            self._advance(stop)
+            self._advance_to(stop)
             if stop < len(self._text):
                 return self._text[stop]
             if not self._read_more():
@@ -184,7 +184,7 @@ class _TextWindow:
         found = self.peek()
         if found != character:
             self._fail_at(self._at, f"expected {character!r}, found {found or 'the end of the file'!r}")
-        self._advance(self._at + 1)
+        self._advance_to(self._at + 1)
 
     def value(self) -> Any:
         while True:
@@ -194,14 +194,14 @@ class _TextWindow:
                 if stop < len(self._text) or not self._read_more():
                     if is_deep_json(self._text[self._at : stop], value):
                         self.fail(f"not usable JSON: {TOO_DEEP}")
-                    self._advance(stop)
+                    self._advance_to(stop)
                     return value
             except json.JSONDecodeError as problem:
-                self._grow_or_fail(problem)
+                self._read_more_or_raise(problem)
             except (ValueError, RecursionError) as problem:
-                self.fail(explain_json_error(problem))
+                self.fail(json_error_text(problem))
 
-    def _grow_or_fail(self, problem: json.JSONDecodeError) -> None:
+    def _read_more_or_raise(self, problem: json.JSONDecodeError) -> None:
         into_row = problem.pos - self._at  # `_read_more` moves the text in memory
         cut_short = problem.msg.startswith("Unterminated") or problem.pos >= len(self._text) - 16
         if len(self._text) - self._at > MAX_ROW_SIZE:

@@ -32,7 +32,7 @@ def batches(path: Path, memory_mapped: bool = False) -> Iterator[pyarrow.RecordB
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path, memory_map=memory_mapped) as file:
-        longest = max([1, *(size for _, size in _columns(file.metadata))])
+        longest = max([1, *(size for _, size in _column_chunks(file.metadata))])
         rows = max(1, min(ROWS_AT_ONCE, HARMLESS_BYTES // longest))
         yield from file.iter_batches(batch_size=rows, use_threads=False)
 
@@ -47,7 +47,7 @@ def refuse_expansion(path: Path, label: str) -> None:
 def _check_file(path: Path, label: str, size: int, _modified_ns: int) -> None:
     """Check a file, cached until it changes, since rows are read several times."""
     try:
-        if _upper_bound(path) <= HARMLESS_BYTES:
+        if _row_count_bound(path) <= HARMLESS_BYTES:
             return
         seconds = MAX_SECONDS + size * SECONDS_PER_BYTE
         run_limited(count_bytes, str(path), max(4 * HARMLESS_BYTES, MAX_EXPANSION * size), seconds=seconds)
@@ -82,20 +82,20 @@ def count_bytes(path: str, max_bytes: int) -> int:
     return total
 
 
-def _upper_bound(path: Path) -> int:
+def _row_count_bound(path: Path) -> int:
     """Return an upper bound on the uncompressed bytes, as if each value were as long as its whole column."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            return sum(values * (size + VALUE_BYTES) for values, size in _columns(file.metadata))
+            return sum(values * (size + VALUE_BYTES) for values, size in _column_chunks(file.metadata))
     except (pyarrow.ArrowException, OSError, ValueError) as problem:
         first_line = str(problem).partition("\n")[0]
         raise DataError(f"not a Parquet file that can be read: {first_line}") from None
 
 
-def _columns(metadata: Any) -> Iterator[tuple[int, int]]:
+def _column_chunks(metadata: Any) -> Iterator[tuple[int, int]]:
     """Yield the number of values and the uncompressed bytes of every column in every row group."""
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)

@@ -126,7 +126,7 @@ class SharedData:
 
     def is_prepared(self, data: DataSpec, evaluation: EvalSpec | None, row_kind: RowKind = "answers") -> bool:
         """Return whether all samples of a job are in the cache."""
-        _check(data, evaluation)
+        _check_data(data, evaluation)
         rules = self.rules(data, row_kind)
         tables = [*_open_training(data), *_open_evaluation(data, evaluation)]
         folders = (
@@ -137,7 +137,7 @@ class SharedData:
     def _prepare(
         self, data: DataSpec, evaluation: EvalSpec | None, progress: Progress | None, row_kind: RowKind
     ) -> Prepared:
-        _check(data, evaluation)
+        _check_data(data, evaluation)
         rules = self.rules(data, row_kind)
         training = _open_training(data)
         tables = [*training, *_open_evaluation(data, evaluation)]
@@ -150,7 +150,7 @@ class SharedData:
         trained, held_out = stores[: len(training)], stores[len(training) :]
         weights = [table.weight for table in training]
         if evaluation is not None and evaluation.fraction is not None:
-            return Prepared(*_split(trained, weights, evaluation.fraction, row_kind), notes)
+            return Prepared(*_split_rows(trained, weights, evaluation.fraction, row_kind), notes)
         train = _select_all_rows(trained, weights, row_kind)
         if not held_out:
             return Prepared(train, None, notes)
@@ -191,7 +191,7 @@ def check_rows(
     data: DataSpec, evaluation: EvalSpec | None, max_bytes: int, row_kind: RowKind = "answers"
 ) -> None:
     """Check the rows of local files of at most `max_bytes`, as far as possible without a tokenizer."""
-    _check(data, evaluation)
+    _check_data(data, evaluation)
     paths = [] if data.rows is not None else [Path(source.path) for source in data.sources]
     paths += [] if evaluation is None or evaluation.path is None else [Path(evaluation.path)]
     names = Counter(path.name for path in paths)
@@ -210,7 +210,7 @@ def check_rows(
         raise DataError(dict.fromkeys(mistakes))
 
 
-def _check(data: DataSpec, evaluation: EvalSpec | None) -> None:
+def _check_data(data: DataSpec, evaluation: EvalSpec | None) -> None:
     check_columns(data.columns)
     if (data.rows is None) == (not data.path):
         raise DataError(Mistake("data", "give either a path or rows"))
@@ -309,7 +309,7 @@ def _make_samples(shares: Sequence[Share], fingerprint: str, row_kind: RowKind) 
     return Samples(shares, fingerprint, 2 if row_kind == "pairs" else 1, row_kind == "labelled")
 
 
-def _split(
+def _split_rows(
     stores: Sequence[SampleStore], weights: Sequence[float], fraction: float, row_kind: RowKind
 ) -> tuple[Samples, Samples]:
     """Split by the hash of the row: jobs with the same file hold out the same rows, whatever the seed."""

@@ -63,8 +63,8 @@ MAX_DEPTH = 64
 TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 
 
-def is_nested_deeply(value: object, levels: int = MAX_DEPTH) -> bool:
-    """Return whether the value is nested more than `levels` deep, without recursing any deeper."""
+def is_nested_deeply(value: object, max_depth: int = MAX_DEPTH) -> bool:
+    """Return whether the value is nested more than `max_depth` deep, without recursing any deeper."""
     if isinstance(value, Mapping):
         inner: Collection[object] = value.values()
     elif isinstance(value, list | tuple):
@@ -72,7 +72,7 @@ def is_nested_deeply(value: object, levels: int = MAX_DEPTH) -> bool:
     else:
         return False
     holds_more = any(issubclass(kind, Mapping | list | tuple) for kind in set(map(type, inner)))
-    return levels == 0 or (holds_more and any(is_nested_deeply(item, levels - 1) for item in inner))
+    return max_depth == 0 or (holds_more and any(is_nested_deeply(item, max_depth - 1) for item in inner))
 
 
 def is_deep_json(text: str, value: object) -> bool:

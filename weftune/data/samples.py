@@ -33,7 +33,7 @@ class Samples:
         """`has_labels` is whether the samples are answers with a label."""
         self.fingerprint = fingerprint
         self.together = group_size
-        """Number of consecutive samples that come from one row: 2 for preference pairs, otherwise 1."""
+        """Number of consecutive samples that are made from one row: 2 for preference pairs, otherwise 1."""
         self.has_targets = True
         """Whether the tokens of answers are supervised."""
         self.supervises_prompts = False
@@ -53,7 +53,8 @@ class Samples:
         """For each sample, its prompt with the answer of another sample. None if the job does not need
         them."""
         self._partners: NDArray[np.int64] | None = None
-        """Sample whose answer replaces that of each sample. None for samples with their own answers."""
+        """Index of the sample whose answer replaces that of each sample. None if every sample has its own
+        answer."""
         self.lengths = np.concatenate([share.store.lengths[share.row_indices] for share in shares])
         self._stored_lengths = self.lengths
         self.supervised = np.concatenate([share.store.supervised[share.row_indices] for share in shares])
@@ -127,8 +128,8 @@ class Samples:
         return int(self._stored_row(index)[1].sum())
 
     def with_prefix(self, rows: int, keys: int = 0) -> Samples:
-        """Return the samples preceded by `rows` rows or `keys` keys of an adapter. The last of these rows
-        predicts the first token, which is then supervised like the others."""
+        """Return samples that are preceded by `rows` rows or `keys` keys of an adapter. The last of these
+        rows predicts the first token, which is then supervised like the others."""
         if rows == keys == 0:
             return self
         moved = copy.copy(self)
@@ -145,7 +146,7 @@ class Samples:
         return moved
 
     def _begins_supervised(self) -> NDArray[np.bool_]:
-        """Return, for each sample, whether its first token belongs to the answer."""
+        """Return an array that says for each sample whether its first token belongs to the answer."""
         firsts = [mask[begins] for (_, mask), begins in zip(self._arrays, self._begins, strict=True)]
         return np.concatenate(firsts)
 
@@ -155,8 +156,8 @@ class Samples:
         return (self,) if self.mismatched is None else (self, self.mismatched)
 
     def with_references(self, references: NDArray[np.float64]) -> Samples:
-        """Return the samples with their reference log-probabilities: those of the samples come first, then
-        those of the mismatched ones."""
+        """Return the samples with their reference log-probabilities. In `references`, the mismatched samples
+        follow the other samples."""
         assert len(references) == sum(map(len, self.parts))
         scored, border = copy.copy(self), len(self)
         scored.references = references[:border]
@@ -231,12 +232,12 @@ class SampleOrder:
         assert seed >= 0
         self._batch_size, self._together = batch_size, group_size
         self._seed = seed
-        self._cycles = () if weights is None else _cycles(weights, seed)
+        self._sampling_cycles = () if weights is None else _sampling_cycles(weights, seed)
         self._always_shown = np.arange(rows)
         if weights is not None:
             assert len(weights) == rows
             self._always_shown = np.repeat(np.arange(rows), np.floor(weights).astype(np.int64))
-        self._per_epoch = len(self._always_shown) + sum(share for _, share in self._cycles)
+        self._per_epoch = len(self._always_shown) + sum(share for _, share in self._sampling_cycles)
         assert self._per_epoch > 0
         self.steps_per_epoch = -(-self._per_epoch // batch_size)
         self._latest: tuple[int, NDArray[np.int64]] | None = None
@@ -262,7 +263,7 @@ class SampleOrder:
         latest = self._latest  # two threads may request two epochs at once
         if latest is None or latest[0] != epoch:
             drawn = [self._always_shown]
-            for circle, share in self._cycles:
+            for circle, share in self._sampling_cycles:
                 drawn.append(circle[(epoch * share + np.arange(share)) % len(circle)])
             everything = np.concatenate(drawn)
             latest = epoch, everything[_permutation(len(everything), self._seed, 1, epoch)]
@@ -270,7 +271,7 @@ class SampleOrder:
         return latest[1]
 
 
-def _cycles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[NDArray[np.int64], int], ...]:
+def _sampling_cycles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[NDArray[np.int64], int], ...]:
     """Return, for each fractional weight, a seeded cycle of its samples and how many are shown per epoch."""
     circles = []
     for number, weight in enumerate(np.unique(weights)):

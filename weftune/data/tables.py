@@ -121,7 +121,7 @@ def _iterate_rows(rows: Any) -> Iterator[Any]:
 
 
 def _drop_missing(location: str, value: object) -> Row:
-    """Return a row without missing values, which are null in tables and NaN in pandas."""
+    """Return a row without its missing values, which are null in tables and NaN in pandas."""
     if isinstance(value, Mapping):
         value = {
             name: cell

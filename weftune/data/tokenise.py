@@ -52,7 +52,7 @@ class Tokeniser:
 
     def outcomes(self, contents: Sequence[Content]) -> Iterator[Outcome]:
         """Yield the outcome of each row, in order."""
-        chats = iter(self._encode_chats([chat for content in contents for chat in _chats_in(content)]))
+        chats = iter(self._encode_chats([chat for content in contents for chat in _chats_of(content)]))
         texts = self._encode_texts([content for content in contents if isinstance(content, Text)])
         for content in contents:
             if isinstance(content, Pair | Labelled):
@@ -128,8 +128,8 @@ class Tokeniser:
             yield Sample(tokens, np.arange(len(tokens)) >= unsupervised)
 
     def _encode_sides(self, content: Pair | Labelled, chats: Iterator[Outcome]) -> Sequence[Outcome]:
-        """Return both sides of a pair, or a labelled answer, each as its prompt's tokens and all of its
-        tokens. `chats` yields those that are chats."""
+        """Return the sides of a pair or of a labelled answer, each as the tokens of its prompt and all of its
+        tokens. `chats` yields the sides that are chats."""
         parts = [
             [side.text, side.completion] if isinstance(side, Text) else list(side.messages)
             for side in content.sides
@@ -147,13 +147,13 @@ class Tokeniser:
         texts = [(side.text, side.completion or "") for side in sides]
         given, *whole = encoder.texts([texts[0][0], *(prompt + answer for prompt, answer in texts)])
         lead, end = np.array(encoder.prefix_tokens, np.int32), np.array([encoder.eos], np.int32)
-        prompt = _unmasked(np.concatenate([lead, given]))
-        return [(prompt, _unmasked(np.concatenate([lead, one, end]))) for one in whole]
+        prompt = _unmasked_sample(np.concatenate([lead, given]))
+        return [(prompt, _unmasked_sample(np.concatenate([lead, one, end]))) for one in whole]
 
     def _join_sides(self, content: Pair | Labelled, sides: Sequence[Outcome]) -> Outcome:
-        """Return the samples of a pair or a labelled answer, each given as its prompt and all of it. The
-        answers of a pair begin where the first of them differs from the prompt, as in TRL, so both samples
-        have the same prompt tokens."""
+        """Return the samples of a pair or of a labelled answer. Each of `sides` consists of the tokens of the
+        prompt and all tokens. The answers of a pair begin where the first of them differs from the prompt, as
+        in TRL, so both samples have the same prompt tokens."""
         found: list[Sequence[Sample]] = []
         for side in sides:
             if isinstance(side, BadRow):
@@ -219,7 +219,7 @@ class Tokeniser:
             encoder.pieces(one.text, chat.stand_ins) if chat.stand_ins else next(simple) for one in row
         ]
         if chat.answer is not None:
-            return tuple(_unmasked(part.tokens) for part in encoded)
+            return tuple(_unmasked_sample(part.tokens) for part in encoded)
         samples = list(zip(row, encoded, strict=True))
         tally.split += len(row) > 1
         tally.parted += any(one.parted for one in row)
@@ -242,17 +242,17 @@ class Tokeniser:
         return Sample(encoded.tokens, mask)
 
 
-def _chats_in(content: Content) -> Iterator[Chat]:
+def _chats_of(content: Content) -> Iterator[Chat]:
     sides = content.sides if isinstance(content, Pair | Labelled) else (content,)
     return (side for side in sides if isinstance(side, Chat))
 
 
-def _unmasked(tokens: NDArray[np.int32]) -> Sample:
+def _unmasked_sample(tokens: NDArray[np.int32]) -> Sample:
     return Sample(tokens, np.ones(len(tokens), dtype=bool))
 
 
 def _common_prefix(first: NDArray[np.integer], second: NDArray[np.integer]) -> int:
-    """Return the number of equal tokens with which both begin."""
+    """Return the length of the common prefix of two sequences of tokens."""
     shorter = min(len(first), len(second))
     differing = np.flatnonzero(first[:shorter] != second[:shorter])
     return int(differing[0]) if len(differing) else shorter

@@ -45,7 +45,7 @@ class Workers:
         """Create `count` workers. Their processes are started by `start`, or when they are needed."""
         self._count = count
         self.has_answered = False
-        """Whether any worker has answered yet, since starting takes a moment."""
+        """Whether any worker has answered yet. Starting a worker takes a moment."""
         self._is_started = False
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="tokeniser")
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -60,7 +60,7 @@ class Workers:
             known = _pickle_or_empty((function.__module__, function.__qualname__, shared))
             for _ in range(self._count):
                 # None is not a valid item for any work: the reply is empty.
-                self._threads.submit(self._request, known, None)
+                self._threads.submit(self._request_result, known, None)
 
     def map_items(self, function: Work, shared: Any, items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Yield each item with its result, in order; if a worker fails, `function` runs in this process."""
@@ -68,17 +68,17 @@ class Workers:
         waiting: deque[tuple[Any, Future[Any]]] = deque()
         try:
             for item in items:
-                waiting.append((item, self._threads.submit(self._request, known, item)))
+                waiting.append((item, self._threads.submit(self._request_result, known, item)))
                 # Enough to keep all workers busy without holding more rows in memory.
                 if len(waiting) > 2 * self._count:
-                    yield _work_result(function, shared, *waiting.popleft())
+                    yield _run_item(function, shared, *waiting.popleft())
             while waiting:
-                yield _work_result(function, shared, *waiting.popleft())
+                yield _run_item(function, shared, *waiting.popleft())
         finally:
             for _, reply in waiting:
                 reply.cancel()
 
-    def _request(self, shared: bytes, item: Any) -> bytes:
+    def _request_result(self, shared: bytes, item: Any) -> bytes:
         payload = _pickle_or_empty(item)
         if not (shared and payload):
             return b""
@@ -96,14 +96,14 @@ class Workers:
 
 
 def _pickle_or_empty(value: Any) -> bytes:
-    """Return the pickled value; empty if it cannot be pickled, as some rows from Python."""
+    """Return the pickled value; empty if it cannot be pickled, as is the case for some rows from Python."""
     try:
         return pickle.dumps(value)
     except Exception:
         return b""
 
 
-def _work_result(function: Work, shared: Any, item: Any, reply: Future[bytes]) -> tuple[Any, Any]:
+def _run_item(function: Work, shared: Any, item: Any, reply: Future[bytes]) -> tuple[Any, Any]:
     found = reply.result()
     return item, pickle.loads(found) if found else function(shared, item)
 
@@ -115,7 +115,8 @@ class _Worker:
         """Digest of the shared values last sent to the process."""
 
     def request(self, shared: bytes, payload: bytes) -> bytes:
-        """Return the process's pickled result for an item; empty if it failed or died."""
+        """Return the pickled result that the process computed for an item; empty if the process failed or
+        died."""
         process = self._ensure_started()
         assert process.stdin is not None
         assert process.stdout is not None

@@ -25,8 +25,8 @@ from weftune.plan.window.rounds import JobWindow
 DEFAULT_SAVE_EVERY = 0.1
 MIN_SAVE_STEPS = 25
 MIN_SAVE_SECONDS = 30.0
-"""Default of `save_every`, the most training that a kill may cost a job: a share of its steps, but at least
-LEAST_SAVE_EVERY steps and LEAST_SAVE_SECONDS."""
+"""Default of `save_every`, the maximum amount of training that a job loses if it is killed: a share of its
+steps, but at least LEAST_SAVE_EVERY steps and LEAST_SAVE_SECONDS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ def curriculum(spec: JobSpec, data: Prepared, max_steps: int | None = None) -> C
 
 
 def reference_data(spec: JobSpec, unprefixed_data: Prepared, data: Prepared) -> Prepared | None:
-    """Return the samples as the job's reference policy reads them, of samples without and with the rows that
-    the adapter inserts. None if the objective needs no reference policy."""
+    """Return the samples as the job's reference policy reads them, selected from the samples without and with
+    the rows that the adapter inserts. None if the objective needs no reference policy."""
     if not spec.objective.reference:
         return None
     return unprefixed_data if spec.adapter.init_from is None else data
@@ -149,10 +149,10 @@ def job_shape(
 
 
 PROMPT_SLACK = 32
-"""Number of tokens that a prompt, with what the template prints before an answer, may have beyond the longest
-held-out sample."""
+"""Number of tokens by which a prompt may be longer than the longest held-out sample. The template may print
+additional tokens before an answer."""
 PAGE_SLACK = 32
-"""Positions of a sequence for the unused end of its last page of memory."""
+"""Number of positions added to every sequence, since the last page of its cache may be partly unused."""
 
 
 def longest_prompt(data: Prepared) -> int:
@@ -192,12 +192,12 @@ def adapter_sizes(adapter: AdapterSpec, base: ModelShape) -> JobShape:
 
 
 def _place_rows(samples: Samples, indices: np.ndarray) -> tuple[PlacedSample, ...]:
-    """Return samples one after another; the two samples of a pair share a microbatch."""
+    """Return the samples in order; the two samples of a pair share a microbatch."""
     return group_samples(_place_samples([samples], indices), samples.together)
 
 
 def _place_samples(parts: Sequence[Samples], indices: np.ndarray) -> tuple[PlacedSample, ...]:
-    """Return samples one after another; indices count the samples of all parts."""
+    """Return the samples in order; indices count the samples of all parts."""
     lengths = _concatenate([samples.lengths for samples in parts])[indices].tolist()
     supervised = _concatenate([samples.supervised for samples in parts])[indices].tolist()
     offsets = accumulate(lengths, initial=0)
@@ -210,8 +210,8 @@ def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def save_interval(spec: JobSpec, steps: int) -> int:
-    """Return the steps between two checkpoints, the most that a kill may cost the job. A job without
-    `save_every` may lose LEAST_SAVE_SECONDS of training if those are more steps."""
+    """Return the number of steps between two checkpoints, which is the maximum that a killed job loses.
+    Without `save_every`, a job may lose LEAST_SAVE_SECONDS of training if that is more steps."""
     if spec.save_every is None:
         return max(to_steps(DEFAULT_SAVE_EVERY, steps), MIN_SAVE_STEPS)
     return max(1, to_steps(spec.save_every, steps))
@@ -233,8 +233,8 @@ def _save_steps(spec: JobSpec, steps: int) -> frozenset[int]:
 
 
 def _evaluation_steps(interval: float | None, steps: int) -> frozenset[int]:
-    """Return the steps at which a job is evaluated: step 0, every interval, and the last step. If `interval`
-    is None, only the first and the last."""
+    """Return the steps at which a job is evaluated: step 0, every `interval` steps, and the last step. If
+    `interval` is None, the job is evaluated at step 0 and at the last step only."""
     if interval is None:
         return frozenset({0, steps})
     return frozenset({*range(0, steps, max(1, to_steps(interval, steps))), steps})

@@ -18,10 +18,10 @@ class Kto:
         self._spec = spec
 
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
-        return self._losses(scores).sum() / batch.samples
+        return self._answer_losses(scores).sum() / batch.samples
 
     def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
-        return HeldOutSums(self._losses(scores).sum(), len(scores.counts))
+        return HeldOutSums(self._answer_losses(scores).sum(), len(scores.counts))
 
     @torch.no_grad()
     def metrics(self, scores: SampleScores) -> Tensor:
@@ -40,7 +40,7 @@ class Kto:
         )
         return torch.stack(rows).sum(dim=1)
 
-    def _losses(self, scores: SampleScores) -> Tensor:
+    def _answer_losses(self, scores: SampleScores) -> Tensor:
         spec, ratios_B = self._spec, scores.log_ratios()
         chosen_B = ratios_B.new_tensor(scores.desirable)
         weights_B = chosen_B * spec.desirable_weight + (1 - chosen_B) * spec.undesirable_weight

@@ -77,7 +77,7 @@ class SampleScores:
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """Properties of the whole global batch that a segment's loss needs."""
+    """Properties of the whole global batch that are needed for the loss of a segment."""
 
     supervised: int
     counts: tuple[int, ...] = ()
@@ -113,8 +113,8 @@ class Objective(Protocol):
 
 
 def add_metrics(first_M: Tensor, second_M: Tensor, max_metric_count: int) -> Tensor:
-    """Return the metrics over the rows of both arguments. The last `max_metric_count` are maxima, all others
-    are sums."""
+    """Combine the metrics of two sets of rows. The last `max_metric_count` metrics are maxima, all others are
+    sums."""
     sums = len(first_M) - max_metric_count
     largest = torch.maximum(first_M[sums:], second_M[sums:])
     return torch.cat([first_M[:sums] + second_M[:sums], largest])

@@ -26,10 +26,10 @@ class PairScores:
         return self.chosen_P - self.rejected_P
 
 
-def answer_scores(scores: SampleScores, average: bool) -> PairScores:
-    """Return the log-probability of each answer: the sum over its tokens or, if `average`, the mean."""
+def answer_scores(scores: SampleScores, averages: bool) -> PairScores:
+    """Return the log-probability of each answer: the sum over its tokens or, if `averages`, the mean."""
     logps_B = scores.answer_sums()
-    if average:
+    if averages:
         counts = map(min, zip(scores.counts, scores.answers, strict=True))
         logps_B = logps_B / logps_B.new_tensor(list(counts))
     return split_pairs(logps_B)

@@ -24,7 +24,7 @@ def first_loss(job: JobRecord) -> float | None:
 
 
 def first_validation(job: JobRecord) -> float | None:
-    """Return the validation loss at step 0, before any training."""
+    """Return the validation loss at step 0, which is measured before any training."""
     return next((line.loss for line in job.evaluations if line.step == 0), None)
 
 
@@ -73,7 +73,7 @@ def held_out_rows(job: JobRecord) -> int | None:
 
 
 def objective_name(job: JobRecord) -> str:
-    return str(_section(job, "objective").get("kind") or "sft")
+    return str(_spec_section(job, "objective").get("kind") or "sft")
 
 
 def held_out_tokens(job: JobRecord) -> int | None:
@@ -101,8 +101,8 @@ def sort_by_result(jobs: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
 
 
 def validation_groups(jobs: Sequence[JobRecord]) -> tuple[tuple[JobRecord, ...], ...]:
-    """Return the jobs that have a validation loss, best first, in one group per set of held-out rows, since
-    losses on different rows cannot be compared."""
+    """Return groups of jobs that have a validation loss, best first. Each group has its own held-out rows,
+    since losses on different rows cannot be compared."""
     groups: dict[str, list[JobRecord]] = {}
     for job in sort_by_result(jobs):
         if job.state not in ENDED_BADLY and kept_validation(job) is not None:
@@ -130,19 +130,21 @@ def is_worse_than_base(job: JobRecord) -> bool:
 def validation_key(job: JobRecord) -> str:
     """Return a key that is equal for jobs evaluated on the same rows with the same tokenisation and the same
     loss."""
-    held_out = {key: value for key, value in _section(job, "eval").items() if key in ("path", "fraction")}
-    data = dict(_section(job, "data"))
+    held_out = {
+        key: value for key, value in _spec_section(job, "eval").items() if key in ("path", "fraction")
+    }
+    data = dict(_spec_section(job, "data"))
     if held_out.get("path"):
         for key in ("path", "split", "limit", "skip_bad_rows"):
             data.pop(key, None)
-    sections = [held_out, data, dict(_section(job, "objective"))]
+    sections = [held_out, data, dict(_spec_section(job, "objective"))]
     return json.dumps(sections, sort_keys=True, default=str)
 
 
 def validation_rows(job: JobRecord) -> str:
     """Return a short name of the files that the validation rows come from, and of the objective that they are
     scored by if that is not supervised fine-tuning."""
-    path = _section(job, "eval").get("path") or _section(job, "data").get("path") or "validation"
+    path = _spec_section(job, "eval").get("path") or _spec_section(job, "data").get("path") or "validation"
     sources = path if isinstance(path, list | tuple) else [path]
     paths = [str(source.get("path", "")) if isinstance(source, dict) else str(source) for source in sources]
     named = " + ".join(path.rsplit("/", 1)[-1] for path in paths)
@@ -175,7 +177,7 @@ def value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _section(job: JobRecord, key: str) -> Mapping[str, Any]:
+def _spec_section(job: JobRecord, key: str) -> Mapping[str, Any]:
     section = job.spec.get(key)
     return section if isinstance(section, dict) else {}
 
@@ -195,7 +197,7 @@ class RunVerdict:
     """CSS class of the change: `good`, `worse`, or `bad` if there is no result."""
     losses: str = ""
     basis: str = ""
-    """Text with the numbers of rows and tokens that the verdict is based on."""
+    """Numbers of rows and tokens that the verdict is based on, as text."""
     caution: str = ""
 
 
@@ -241,7 +243,7 @@ def _single_job_lead(job: JobRecord) -> str:
     return f"{job.name} {'is better' if has_enough_rows(job) else 'has a lower loss'} than the base."
 
 
-def _job_verdict(job: JobRecord, lead: str, rival_count: int, rows_name: str) -> RunVerdict:
+def _job_verdict(job: JobRecord, lead_sentence: str, rival_count: int, rows_name: str) -> RunVerdict:
     base, kept = base_validation(job), kept_validation(job)
     assert kept is not None
     change = tone = ""
@@ -256,7 +258,7 @@ def _job_verdict(job: JobRecord, lead: str, rival_count: int, rows_name: str) ->
     least = f"at least {MIN_ROWS} held-out rows and {MIN_TOKENS} tokens"
     basis = basis_text(job)
     return RunVerdict(
-        introduction=lead,
+        introduction=lead_sentence,
         change=change,
         colour_class=tone,
         losses=losses,

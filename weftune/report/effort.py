@@ -18,7 +18,7 @@ COLUMNS = (
     "window", "jobs", "passes", "predicted", "measured", "off", "predicted peak", "peak", "off", "",
 )  # fmt: skip
 MIN_WINDOWS, MAX_ERROR = 4, 0.25
-"""Minimum number of windows and maximum mean error for a headline about predictions."""
+"""Minimum number of windows and maximum mean error for which predictions are mentioned in a headline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +67,15 @@ def window_rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
             bytes_text(window.predicted_peak_bytes),
             bytes_text(window.peak_bytes),
             error_text(peak_error(window)),
-            _remark(window),
+            _window_remark(window),
         )
         for number, window in enumerate(windows, start=1)
     ]
 
 
 def headline(windows: Sequence[WindowLine]) -> str | None:
-    """Return one line about the errors; None if too few windows were predicted, or they were predicted badly,
-    which also happens on a busy machine."""
+    """Return one line about the errors. None if too few windows were predicted, or if the predictions were
+    inaccurate, which also happens on a busy machine."""
     found = prediction_errors(windows, with_compilation=False)
     if found.windows < MIN_WINDOWS or found.seconds is None or found.seconds > MAX_ERROR:
         return None
@@ -85,7 +85,8 @@ def headline(windows: Sequence[WindowLine]) -> str | None:
 
 
 def error_sentences(windows: Sequence[WindowLine]) -> list[str]:
-    """Return sentences for the table: the errors of predictions, and the source of the first one."""
+    """Return sentences for the table: the errors of the predictions, and the source of the first
+    prediction."""
     changed, unsettled = (
         prediction_errors(windows, with_compilation=False),
         prediction_errors(windows, with_compilation=True),
@@ -123,7 +124,7 @@ def _relative_error(predicted: float | None, measured: float | None) -> float | 
     return None if predicted is None or not measured else predicted / measured - 1.0
 
 
-def _remark(window: WindowLine) -> str:
+def _window_remark(window: WindowLine) -> str:
     if window.compiled_passes:
         return f"first, compiled or captured: {plural(window.compiled_passes, 'time')}"
     return "" if window.changed else "as the one before"

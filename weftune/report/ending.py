@@ -42,7 +42,7 @@ def final_table(run: Run, width: int = 80) -> Group:
     trials = run.trials
     jobs = tuple(job for job in sort_by_result(run.jobs) if job.name not in trials)
     sweeps = [part for record in run.sweeps for part in sweep_ending(run, record, width)]
-    parts = _jobs(run, jobs, width) if jobs or not sweeps else []
+    parts = _jobs_in_table(run, jobs, width) if jobs or not sweeps else []
     sentence = headline(run.windows)
     predictions = [Text(printable_line(sentence), style="dim")] if sentence else []
     return Group(*parts, *sweeps, *predictions)
@@ -59,16 +59,16 @@ def print_ending(console: Console, run: Run) -> None:
         console.print(f"Report: {run.output / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _jobs(run: Run, jobs: tuple[JobRecord, ...], width: int) -> list[RenderableType]:
-    below = _reasons(run, jobs)
-    whole = _table(run, jobs, shows_paths=True)
+def _jobs_in_table(run: Run, jobs: tuple[JobRecord, ...], width: int) -> list[RenderableType]:
+    below = _job_reasons(run, jobs)
+    whole = _job_table(run, jobs, shows_paths=True)
     if Console(width=10_000).measure(whole).maximum <= width:
         return [whole, *below]
     paths = [Text(_short_path(run.output / printable_line(job.name))) for job in jobs if job.spec]
-    return [_table(run, jobs, shows_paths=False), *paths, *below]
+    return [_job_table(run, jobs, shows_paths=False), *paths, *below]
 
 
-def _reasons(run: Run, jobs: tuple[JobRecord, ...]) -> list[Text]:
+def _job_reasons(run: Run, jobs: tuple[JobRecord, ...]) -> list[Text]:
     """Return warnings about results, the reasons of unfinished jobs, and the command to retry failed jobs."""
     lines = [_unwrapped_text(f"{job.name}: {job.warning}", style="red") for job in jobs if job.warning]
     for job in jobs:
@@ -80,11 +80,12 @@ def _reasons(run: Run, jobs: tuple[JobRecord, ...]) -> list[Text]:
 
 
 def _unwrapped_text(text: str, style: str = "") -> Text:
-    """Return a line that only the terminal wraps: a command with line breaks could not be pasted."""
+    """Return a line that only the terminal may wrap, because a command with line breaks could not be
+    pasted."""
     return Text(printable_line(text), style=style, no_wrap=True, overflow="ignore")
 
 
-def _table(run: Run, jobs: tuple[JobRecord, ...], shows_paths: bool) -> Table:
+def _job_table(run: Run, jobs: tuple[JobRecord, ...], shows_paths: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("job", overflow="ellipsis", no_wrap=True)
     table.add_column("state", no_wrap=True)
@@ -94,7 +95,7 @@ def _table(run: Run, jobs: tuple[JobRecord, ...], shows_paths: bool) -> Table:
         table.add_column("path", no_wrap=True)
     best = best_jobs(jobs)
     for job in jobs:
-        losses, validation = _losses(job), (base_validation(job), kept_validation(job))
+        losses, validation = _first_and_last_loss(job), (base_validation(job), kept_validation(job))
         table.add_row(
             Text(printable_line(job.name), style="bold" if job.name in best else ""),
             Text(job.state, style=STATE_STYLES.get(job.state, "")),
@@ -131,14 +132,14 @@ def job_state_table(jobs: Sequence[JobRecord]) -> Table:
     return table
 
 
-def _losses(job: JobRecord) -> Losses:
+def _first_and_last_loss(job: JobRecord) -> Losses:
     """Return the first and the last training loss; the last is None for a job with one step."""
     many = sum(line.loss is not None for line in job.losses) > 1
     return first_loss(job), job.loss if many else None
 
 
 def _losses_text(first_loss: float | None, last_loss: float | None) -> str:
-    """Format the first and the last loss, or the one that is known."""
+    """Format the first and the last loss, or only one of them if the other is not known."""
     if first_loss is None or last_loss is None:
         return loss_text(first_loss if last_loss is None else last_loss, 3)
     return f"{loss_text(first_loss, 3)} → {loss_text(last_loss, 3)}"
@@ -167,8 +168,8 @@ def sweep_ending(run: Run, record: SweepRecord, width: int) -> list[RenderableTy
     best = winners(record) or leaders(record, _LEADERS)
     doubt = base_sentence(record)
     below = [Text(printable_line(doubt), style="red")] if doubt else []
-    below += [*_failures(record), *_resume_lines(run, record)]
-    heading = Text(printable_line(_heading(record)), style="bold")
+    below += [*_trial_failures(record), *_resume_lines(run, record)]
+    heading = Text(printable_line(_sweep_heading(record)), style="bold")
     if not best:
         return [heading, *below]
     folders = [best_folder(run.output / record.name, trial.name) for trial in best if record.best]
@@ -181,7 +182,7 @@ def sweep_ending(run: Run, record: SweepRecord, width: int) -> list[RenderableTy
     return [heading, _trial_table(record, best, ()), *map(Text, paths), *below]
 
 
-def _heading(record: SweepRecord) -> str:
+def _sweep_heading(record: SweepRecord) -> str:
     states = ", ".join(f"{count} {trial_state_text(state)}" for state, count in counts(record).items())
     share = trained_share(record)
     saved = "" if share is None else f"; {100 * share:.0f} % of the samples that all to the end would take"
@@ -210,7 +211,7 @@ def _trial_table(record: SweepRecord, trials: Sequence[TrialRecord], paths: Sequ
     return table
 
 
-def _failures(record: SweepRecord) -> list[Text]:
+def _trial_failures(record: SweepRecord) -> list[Text]:
     failed = [trial for trial in record.trials if trial.state == "failed"]
     lines = [Text(printable_line(f"{trial.name} failed: {trial.reason}")) for trial in failed[:_FAILURES]]
     more = len(failed) - _FAILURES

@@ -81,7 +81,7 @@ class Bar:
 
 def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
     """Return the timeline as one self-contained HTML page."""
-    drawn = timeline_data(_bars(timeline, program), lane_names(timeline), timeline.makespan, program)
+    drawn = timeline_data(_timeline_bars(timeline, program), lane_names(timeline), timeline.makespan, program)
     passes = sum(isinstance(one.action, Compute) for one in timeline.events)
     microbatches = plural(len(program.microbatches), "microbatch").replace("batchs", "batches")
     tiles = [
@@ -188,7 +188,7 @@ def _segments(program: Program, number: int, jobs: Mapping[str, int]) -> list[in
     return found
 
 
-def _bars(timeline: Timeline, program: Program) -> list[Bar]:
+def _timeline_bars(timeline: Timeline, program: Program) -> list[Bar]:
     return [
         Bar(
             lane_name(one.device, one.lane),
@@ -229,7 +229,7 @@ def _hue(number: int) -> str:
 
 
 def lane_names(timeline: Timeline) -> list[str]:
-    """Return every lane that has an event, device by device."""
+    """Return all lanes that have an event, sorted by device."""
     used = {(one.device, one.lane) for one in timeline.events}
     return [
         lane_name(device, lane)
@@ -265,13 +265,14 @@ BUBBLE_COLUMNS = ("worker", "bubbles predicted", "measured", "in the steady part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnTimeline:
-    """The part of a timeline that the page shows."""
+    """A timeline as the page shows it: the workers' bars and their shares of idle time."""
 
     seconds: float
     bubbles: tuple[float, ...]
     """Share of the window in which each worker is idle."""
     steady: tuple[float, ...]
-    """Share of idle time of each worker, from when all workers have begun until one has no Forward left."""
+    """Share of idle time of each worker while the pipeline is full: from the time when all workers have begun
+    until one of them has run its last Forward."""
     bars: tuple[Bar, ...]
 
 
@@ -281,7 +282,7 @@ class Timelines:
     measured: DrawnTimeline
 
 
-def drawn_timeline(timeline: Timeline, program: Program) -> DrawnTimeline:
+def prepare_timeline(timeline: Timeline, program: Program) -> DrawnTimeline:
     """Return the workers' computation as bars. Transfers run in parallel and are not drawn; only the trace
     file contains them."""
     computed = sorted(
@@ -375,12 +376,14 @@ def timeline_charts(timelines: Timelines) -> tuple[TimelineChart, ...]:
     longest = max(one.seconds for one in both)
     workers = len(timelines.measured.bubbles)
     return (
-        _chart("foreseen", "Predicted", timelines.foreseen, longest, workers),
-        _chart("measured", "Measured", timelines.measured, longest, workers),
+        _timeline_chart("foreseen", "Predicted", timelines.foreseen, longest, workers),
+        _timeline_chart("measured", "Measured", timelines.measured, longest, workers),
     )
 
 
-def _chart(name: str, title: str, timeline: DrawnTimeline, max_seconds: float, workers: int) -> TimelineChart:
+def _timeline_chart(
+    name: str, title: str, timeline: DrawnTimeline, max_seconds: float, workers: int
+) -> TimelineChart:
     data = timeline_data(
         timeline.bars[:MAX_BARS], [worker_row(worker) for worker in range(workers)], max_seconds
     )

@@ -121,15 +121,15 @@ def ticks(makespan: float) -> Iterator[float]:
         yield float(f"{number * step:.6g}")
 
 
-def _draw_bar(pen: ImageDraw, event: Event, makespan: float, top: int) -> None:
+def _draw_bar(pen: ImageDraw, event: Event, makespan: float, top_pixel: int) -> None:
     left, right = _x_position(event.start, makespan), _x_position(event.stop, makespan)
     # A bar of no width would vanish, and a rim would hide a narrow one.
     rim = PAPER if right - left >= 4 else None
-    box = (left, top + GAP // 2, max(right, left + 1), top + ROW - GAP // 2)
+    box = (left, top_pixel + GAP // 2, max(right, left + 1), top_pixel + ROW - GAP // 2)
     pen.rectangle(box, fill=COLOURS[action_kind(event.action)], outline=rim)
     label = str(getattr(event.action, "microbatch", ""))
     if label and pen.textlength(label, font=_font(12)) + 4 < right - left:
-        middle = (left + right) / 2, top + (ROW - FOOT) / 2
+        middle = (left + right) / 2, top_pixel + (ROW - FOOT) / 2
         pen.text(middle, label, fill=PAPER, font=_font(12), anchor="mm")
 
 

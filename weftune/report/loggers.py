@@ -25,7 +25,7 @@ _LONGEST_PARAMETER = 500
 
 
 class JobLogger(Protocol):
-    """A destination for the metrics of one job."""
+    """A logger that sends the metrics of one job to one tracker."""
 
     def log(self, step: int, time: float, values: Mapping[str, float]) -> None: ...
 

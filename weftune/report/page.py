@@ -59,7 +59,7 @@ _MAX_DETAILS = 200
 _MAX_ANSWERS = 8
 """Maximum number of jobs whose answers to a prompt are shown side by side, the best ones."""
 _MAX_RUNS = 5
-"""Maximum number of runs that are shown; if a folder was resumed more often, only the last ones are."""
+"""Maximum number of runs that are shown. If a folder was resumed more often, only its last runs are shown."""
 _CURVES = ("loss", "validation", "accuracy")
 """Names of the charts of losses and accuracy. All other charts show time and memory."""
 _NUMBERS = (
@@ -71,15 +71,15 @@ _NUMBERS = (
     ("preference_accuracy", "rewards/accuracies"),
     ("loss", "training loss"),
 )
-"""Pairs of an attribute of `JobView` and the heading of its column of numbers."""
+"""Columns of numbers: pairs of an attribute of `JobView` and the heading of the column."""
 _STOPPED = ("failed", "cancelled", "paused", "interrupted")
 _MIN_SAVED = 0.05
-"""Minimum share of saved time that is reported: a smaller one is within the error of the time model."""
+"""Minimum share of saved time that is reported. A smaller share is within the error of the time model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One cell of the table: a short text, and the complete text that is shown on hover."""
+    """One cell of the table: a short text, and a complete text that is shown when the pointer is on it."""
 
     key: str
     text: str
@@ -118,7 +118,8 @@ class JobView:
     trial: bool
     """Whether the job belongs to a sweep; then it is listed in the sweep's table."""
     dropped: bool
-    """Whether the job was dropped from its sweep: it has no adapter, and the user need not act."""
+    """Whether the job was dropped from its sweep. Such a job has no adapter, and the user does not have to do
+    anything."""
 
     @property
     def pen(self) -> Pen:
@@ -177,9 +178,9 @@ def render_page(run: Run, timelines: Timelines | None = None) -> str:
     pipeline = timeline_charts(timelines) if timelines else ()
     values = {
         "title": run.output.resolve().name,
-        "facts": _facts(run),
+        "facts": _run_facts(run),
         "verdicts": verdicts(run),
-        "tiles": _tiles(run),
+        "tiles": _run_tiles(run),
         "keys": [value.key for value in table[0].values] if table else [],
         "numbers": [one for one in _NUMBERS if any(getattr(view, one[0]).text for view in table)],
         "jobs": views,
@@ -201,7 +202,7 @@ def render_page(run: Run, timelines: Timelines | None = None) -> str:
         "unfinished": [view for view in views if view.has_instructions and not view.snippet],
         "usable": [view for view in views if view.has_instructions and view.snippet],
     }
-    values["sections"] = _sections(values)
+    values["sections"] = _page_sections(values)
     return render("page.html.jinja", {chart.name: chart.data for chart in pipeline}, values)
 
 
@@ -245,7 +246,7 @@ def _sorted_jobs(run: Run) -> tuple[JobRecord, ...]:
     return tuple(sorted(sort_by_result(run.jobs), key=lambda job: ranks.get(job.name, (0, 0))))
 
 
-def _sections(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _page_sections(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the anchor and title of each section that the page has."""
     others = (
         (values["table"], "jobs", "Jobs"),
@@ -262,7 +263,7 @@ def _sections(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _facts(run: Run) -> list[str]:
+def _run_facts(run: Run) -> list[str]:
     """Return model, quantisation, dtype, device and start time, if they are known."""
     bases = [base for job in run.jobs if job.base and (base := base_spec(job, run)) is not None]
     formats = sorted({base.quantize for base in bases if base.quantize})
@@ -297,7 +298,7 @@ def _effort_sentences(run: Run) -> list[str]:
     return words
 
 
-def _tiles(run: Run) -> list[Tile]:
+def _run_tiles(run: Run) -> list[Tile]:
     dropped = run.dropped
     states = Counter("dropped" if job.name in dropped else str(job.state) for job in run.jobs)
     succeeded = states.pop("succeeded", 0)
@@ -395,7 +396,7 @@ def _metric_number(job: JobRecord, names: Sequence[str], text: Callable[[float],
 
 
 def _score_number(job: JobRecord) -> Number:
-    """Return the job's own metric for the adapter that is kept, and for the base."""
+    """Return the value of the job's `eval.metric` for the adapter that is kept, and for the base."""
     name, base = job.metric_name, job.base_score
     if job.score is None or name is None:
         return Number()
@@ -419,11 +420,11 @@ def _accuracy_number(job: JobRecord) -> Number:
 def _setting_columns(jobs: Sequence[JobRecord]) -> list[list[Value]]:
     """Return, for each key in which jobs differ, the values of all jobs, unless all values look the same."""
     specs = [flat_spec(job) for job in jobs]
-    columns = [_column(key, [spec.get(key) for spec in specs]) for key in differing_keys(jobs)]
+    columns = [_setting_column(key, [spec.get(key) for spec in specs]) for key in differing_keys(jobs)]
     return [column for column in columns if len({one.full_text for one in column}) > 1]
 
 
-def _column(key: str, values: Sequence[Any]) -> list[Value]:
+def _setting_column(key: str, values: Sequence[Any]) -> list[Value]:
     wholes = ["" if value is None or value in ("", [], {}) else value_text(value) for value in values]
     names = short_paths(sorted({whole for whole in wholes if PurePath(whole).is_absolute()}))
     return [Value(key=key, text=_shorten(names.get(whole, whole)), full_text=whole) for whole in wholes]

@@ -32,7 +32,7 @@ from weftune.report.evaluation import SampleAnswers, read_answers
 WALL_TIME = "wall.json"
 Curve = list["MetricLine"]
 _EVALUATION_KEYS = ("eval_loss", "eval_tokens", "eval_token_accuracy")
-"""Keys of an evaluation with attributes of their own in `MetricLine`."""
+"""Keys of an evaluation that have their own attribute in `MetricLine`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,13 +141,15 @@ def read_run(output: Path) -> Run:
         raise OutputError(f"{output} {what}: name a folder that `weftune train` has written to.")
     notes: list[str] = []
     shares = read_shares(output)
-    losses, evaluations = _read_curves(_metrics(output, shares, notes))
+    losses, evaluations = _read_curves(_read_metrics(output, shares, notes))
     folders = (output, *share_folders(output))
-    windows = tuple(_window(line) for folder in folders for line in _read_lines(folder / WINDOWS, notes))
+    windows = tuple(_window_line(line) for folder in folders for line in _read_lines(folder / WINDOWS, notes))
     record = _merge_shares(output, _read_status(status, notes), shares)
     states = {str(name): _as_mapping(state) for name, state in _as_mapping(record.get("jobs")).items()}
     jobs = tuple(
-        _job(output, name, states.get(name, {}), losses.get(name, ()), evaluations.get(name, ()), notes)
+        _job_record(
+            output, name, states.get(name, {}), losses.get(name, ()), evaluations.get(name, ()), notes
+        )
         for name in dict.fromkeys((*states, *losses))
     )
     seconds = _as_number(record.get("seconds"))
@@ -195,8 +197,9 @@ def _read_lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
     return lines
 
 
-def _metrics(output: Path, shares: Sequence[RunStatus], notes: list[str]) -> list[Mapping[str, Any]]:
-    """Return all lines of metrics; for a job of a share, only the share's lines, which are complete."""
+def _read_metrics(output: Path, shares: Sequence[RunStatus], notes: list[str]) -> list[Mapping[str, Any]]:
+    """Return all lines of metrics. For a job of a share, only the lines of the share are returned, since they
+    are complete."""
     owned = frozenset(name for share in shares for name in share.jobs)
     own = [line for line in _read_lines(output / METRICS, notes) if str(line.get("job")) not in owned]
     return [
@@ -244,7 +247,7 @@ def _read_curves(lines: list[Mapping[str, Any]]) -> tuple[dict[str, Curve], dict
             )
         else:
             tokens = _as_count(line.get("tokens"))
-            metrics = _numbers(line, {name: name for name in OBJECTIVE_METRICS})
+            metrics = _line_numbers(line, {name: name for name in OBJECTIVE_METRICS})
             loss = _as_number(line.get("loss"))
             steps.append(MetricLine(step=step, loss=loss, tokens=tokens, metrics=metrics))
     return losses, evaluations
@@ -253,10 +256,10 @@ def _read_curves(lines: list[Mapping[str, Any]]) -> tuple[dict[str, Curve], dict
 def _evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of an evaluation without the prefix of their keys."""
     own = (key for key in line if key.startswith("eval_") and key not in _EVALUATION_KEYS)
-    return _numbers(line, {key.removeprefix("eval_"): key for key in own})
+    return _line_numbers(line, {key.removeprefix("eval_"): key for key in own})
 
 
-def _numbers(line: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, float]:
+def _line_numbers(line: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, float]:
     """Return the finite numbers in a line of metrics. `keys` maps the name of each number to its key in the
     line."""
     found = {name: _as_number(line.get(key)) for name, key in keys.items()}
@@ -280,7 +283,7 @@ def _read_status(path: Path, notes: list[str]) -> Mapping[str, Any]:
         return {}
 
 
-def _job(
+def _job_record(
     output: Path,
     name: str,
     status: Mapping[str, Any],
@@ -347,7 +350,7 @@ def _read_sweeps(output: Path, notes: list[str]) -> tuple[SweepRecord, ...]:
     return tuple(found)
 
 
-def _window(line: Mapping[str, Any]) -> WindowLine:
+def _window_line(line: Mapping[str, Any]) -> WindowLine:
     return WindowLine(
         tokens=_as_count(line.get("tokens")),
         microbatches=_as_count(line.get("microbatches")),
@@ -387,11 +390,11 @@ def _wall_time_record(wall_time: WallTime) -> dict[str, Any]:
 
 
 def _wall_time(run: Any) -> WallTime:
-    phases = {phase: _seconds(run["phases"].get(phase, 0.0)) for phase in Phase}
-    return WallTime(_seconds(run["started"]), _seconds(run["seconds"]), phases)
+    phases = {phase: _phase_seconds(run["phases"].get(phase, 0.0)) for phase in Phase}
+    return WallTime(_phase_seconds(run["started"]), _phase_seconds(run["seconds"]), phases)
 
 
-def _seconds(value: Any) -> float:
+def _phase_seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError("no number of seconds")
     return float(value)

@@ -89,7 +89,8 @@ def serve_command(run: Run) -> str | None:
 
 
 def load_snippet(base: BaseSpec, folder: Path) -> str:
-    """Return Python that loads the adapter in `folder` with PEFT onto the base that it was trained on."""
+    """Return Python code that loads the adapter in `folder` with PEFT onto the base that it was trained
+    on."""
     name = base.published_name
     arguments = [repr(name)]
     if name.endswith(".gguf"):
@@ -138,8 +139,8 @@ def _rope_lines(scaling: RopeScaling, load_arguments: str) -> list[str]:
 
 
 def _quantisation_lines(base: BaseSpec, folder: Path) -> list[str]:
-    """Return lines for a quantised base: bitsandbytes computes the same nf4; for formats that transformers
-    cannot load, comments describe the difference."""
+    """Return lines that load a quantised base. For nf4, bitsandbytes computes the same values; for formats
+    that transformers cannot load, comments describe the difference."""
     if base.quantize is None:
         return []
     if base.quantize == "nf4":
@@ -180,14 +181,15 @@ def is_reward_model(folder: Path) -> bool:
 
 def generate_command(folder: Path) -> str:
     """Return the shell command that shows the answers of the base and the adapter side by side. Empty for a
-    reward model, which gives none."""
+    reward model, which gives no answers."""
     if is_reward_model(folder):
         return ""
     return f'weftune generate {shlex.quote(str(folder))} "your prompt" --against-base'
 
 
 def remedies(job: JobRecord, command: str | None = None) -> tuple[Remedy, ...]:
-    """Return the remedies for an unfinished job, best first. `command` is that recorded in the status."""
+    """Return the remedies for an unfinished job, best first. `command` is the command that the status
+    records."""
     resumed, anew = resume_line(command), resume_line(command, restart=[job.name])
     if job.state == "succeeded":
         return ()

@@ -15,7 +15,7 @@ from statistics import median
 from markupsafe import Markup
 
 POINTS = 800
-"""Maximum number of points of one curve on the page: about the pixels of a chart."""
+"""Maximum number of points of one curve on the page, about the width of a chart in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Pen:
 
     colour: str
     dash_style: str = "solid"
-    """A key of `DASHES`."""
+    """Style of the dashes, a key of `DASHES`."""
 
     @property
     def dashes(self) -> str:

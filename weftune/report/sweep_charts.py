@@ -47,7 +47,7 @@ _RUNG_COLOURS = ("#b3bac6", "#7c98cf", "#3b7ddd")
 _FURTHEST = 6
 """Multiple of the median's distance from the best beyond which values are drawn at the axis' end."""
 _FEWEST = 6
-"""Minimum number of values for which outliers are determined."""
+"""Minimum number of values from which outliers are determined."""
 
 Pens = Mapping[str, Pen]
 
@@ -85,14 +85,14 @@ def _drawn_keys(record: SweepRecord) -> list[str]:
     return [key for key in keys if key in widest]
 
 
-def _vary_together(values: Mapping[str, Sequence[str]], first_key: str, second_key: str) -> bool:
+def _vary_together(values: Mapping[str, Sequence[str]], key_a: str, second_key: str) -> bool:
     """Return whether the values of each key determine the values of the other key, although several trials
     share a value."""
     names = list(values)
-    pairs = set(zip(values[first_key], values[second_key], strict=True))
-    kinds = {len(pairs), len(set(values[first_key])), len(set(values[second_key]))}
+    pairs = set(zip(values[key_a], values[second_key], strict=True))
+    kinds = {len(pairs), len(set(values[key_a])), len(set(values[second_key]))}
     return (
-        names.index(first_key) < names.index(second_key)
+        names.index(key_a) < names.index(second_key)
         and len(kinds) == 1
         and len(pairs) < len(values[second_key])
     )
@@ -137,7 +137,7 @@ def _trial_series(trial: TrialRecord, axes: Sequence[TrialAxis], pens: Pens) -> 
 
 def _key_axis(record: SweepRecord, key: str, name: str) -> TrialAxis:
     values = {trial.name: flat_trial_values(trial).get(key) for trial in record.trials}
-    scale = _scale(list(values.values()))
+    scale = _key_scale(list(values.values()))
     texts = {trial: setting_text(value) for trial, value in values.items()}
     positions = {trial: scale.position(value) for trial, value in values.items()}
     ticks = tuple((scale.position(value), setting_text(value)) for value in scale.ticks)
@@ -187,7 +187,7 @@ def _trial_rung_value(trial: TrialRecord, rung: int, *, is_last: bool) -> float 
 def _key_chart(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
     count = _rung_count(record)
     span = _metric_span(record, count)
-    scale = _scale([flat_trial_values(trial).get(key) for trial in record.trials])
+    scale = _key_scale([flat_trial_values(trial).get(key) for trial in record.trials])
     ticks = tuple((scale.position(value), setting_text(value)) for value in scale.ticks)
     drawn = (_rung_series(record, key, rung, count, scale) for rung in range(count))
     series = [one for one in drawn if one is not None]
@@ -231,7 +231,8 @@ def _result_axis(label: str, span: tuple[float, float], *, may_be_log: bool) -> 
 
 
 def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Scale) -> Series | None:
-    """Return the points of the trials measured at a rung; a value beyond the axis is drawn at its end."""
+    """Return the points of the trials that were measured at a rung. A value beyond the axis is drawn at the
+    end of the axis."""
     is_last = rung == count - 1
     found = [
         (trial, flat_trial_values(trial).get(key), value)
@@ -276,7 +277,7 @@ class Scale:
         return math.log(value) if self.log else float(value)
 
 
-def _scale(values: Sequence[Any]) -> Scale:
+def _key_scale(values: Sequence[Any]) -> Scale:
     distinct = list({repr(value): value for value in values}.values())
     if not all(_is_number(value) for value in distinct):
         return Scale(tuple(distinct), is_numeric=False, log=False, ticks=tuple(distinct))

@@ -107,8 +107,8 @@ def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> S
     several = len({one.generation for one in record.trials}) > 1
     return SweepView(
         name=record.name,
-        facts=_facts(record),
-        tiles=_tiles(run, record),
+        facts=_sweep_facts(record),
+        tiles=_sweep_tiles(run, record),
         metric=metric_title(record.metric),
         keys=tuple(shorten_keys(keys).values()),
         trials=trials[:shown],
@@ -124,7 +124,7 @@ def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> S
     )
 
 
-def _facts(record: SweepRecord) -> str:
+def _sweep_facts(record: SweepRecord) -> str:
     better = "lower" if record.mode == "min" else "higher"
     parts = [
         SEARCHES.get(record.search, record.search),
@@ -140,7 +140,7 @@ def _facts(record: SweepRecord) -> str:
     return " · ".join(parts)
 
 
-def _tiles(run: Run, record: SweepRecord) -> list[Tile]:
+def _sweep_tiles(run: Run, record: SweepRecord) -> list[Tile]:
     best, ended = leaders(record, 1), counts(record)
     others = ", ".join(
         f"{count} {trial_state_text(state)}" for state, count in ended.items() if state != "finished"

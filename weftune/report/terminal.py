@@ -71,7 +71,7 @@ class Pace:
         self._moments: deque[tuple[float, int, int]] = deque()
         """Time, total steps and total tokens at the end of each burst of reports."""
         self._burst = float("-inf")
-        """Start time of the burst that ends with the last entry of `_moments`."""
+        """Start time of the burst of reports that ends with the last entry of `_moments`."""
 
     def add(self, now: float, step: int, tokens: int) -> None:
         # Jobs report in bursts, which say nothing about speed: only the end of each is kept.
@@ -85,13 +85,13 @@ class Pace:
 
     @property
     def tokens_per_second(self) -> float | None:
-        return self._rate(2)
+        return self._rate_per_second(2)
 
     def remaining_seconds(self, steps: int) -> float | None:
-        rate = self._rate(1)
+        rate = self._rate_per_second(1)
         return steps / rate if rate else None
 
-    def _rate(self, index: int) -> float | None:
+    def _rate_per_second(self, index: int) -> float | None:
         if len(self._moments) < 2:
             return None
         first, last = self._moments[0], self._moments[-1]
@@ -121,7 +121,7 @@ class LiveView:
         self._lock = RLock()
         """Lock of the rows: the trainer changes them while rich's thread draws them."""
         self._live = (
-            Live(console=console, get_renderable=self._frame, refresh_per_second=1)
+            Live(console=console, get_renderable=self._view_content, refresh_per_second=1)
             if _can_redraw(console)
             else None
         )
@@ -132,14 +132,14 @@ class LiveView:
         self._overall.add(self._clock(), self._steps, self._tokens)
         if self._live is not None:
             self._live.start()
-            self._draw()
+            self._draw_frame()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live is not None:
-            self._draw()
+            self._draw_frame()
             self._live.stop()
 
     def update(self, row: JobRecord) -> None:
@@ -159,7 +159,7 @@ class LiveView:
         if self._live is None:
             self._print_change(before, row, pace)
         elif self._clock() >= self._next_draw:
-            self._draw()
+            self._draw_frame()
 
     def sweep(self, record: SweepRecord) -> None:
         """Show the new state of a sweep: its trials' states, its rungs or its winners."""
@@ -171,7 +171,7 @@ class LiveView:
             if before is None or (before.decisions, before.best) != (record.decisions, record.best):
                 self.note("  ".join(line.strip() for line in _sweep_lines(record)))
         elif self._clock() >= self._next_draw:
-            self._draw()
+            self._draw_frame()
 
     def _print_change(self, previous_row: JobRecord, row: JobRecord, pace: Pace) -> None:
         """Print a line about an important change of the job; with many jobs, print totals at intervals."""
@@ -190,15 +190,15 @@ class LiveView:
         """Print a sentence for the user above the table."""
         self._console.print(Text(printable_line(text)), soft_wrap=True, highlight=False)
 
-    def _draw(self) -> None:
+    def _draw_frame(self) -> None:
         assert self._live is not None
         began = self._clock()
         self._live.refresh()
         drawn = self._clock()
         self._next_draw = drawn + max(_REDRAW_SECONDS, (drawn - began) / _DRAW_SHARE)
 
-    def _frame(self) -> Group:
-        """Return the current content of the live view."""
+    def _view_content(self) -> Group:
+        """Return the table that the live view shows now."""
         with self._lock:
             rows = [self._with_trial_state(row) for row in self._rows.values()]
             leading = {trial.name for record in self._sweeps.values() for trial in leaders(record, _LEADERS)}
@@ -266,8 +266,9 @@ def _can_redraw(console: Console) -> bool:
 def _select_rows(
     rows: Sequence[JobRecord], room: int, trials: Collection[str] = (), leading_trials: Collection[str] = ()
 ) -> list[JobRecord]:
-    """Return the rows that fit, running jobs before queued and ended ones, in the order of the jobs file. If
-    not all fit, only the leading and running trials of a sweep are shown: lines above summarise the rest."""
+    """Return the rows that fit on the screen: running jobs before queued and ended jobs, otherwise in the
+    order of the jobs file. If not all rows fit, only the leading and running trials of a sweep are shown;
+    lines above the table summarise the other trials."""
     if len(rows) <= max(room, 3):
         return list(rows)
     importance = {"running": 0, "failed": 1, "paused": 1, "queued": 2}
@@ -386,5 +387,6 @@ class _SafeOutput:
 
 
 def safe_output() -> IO[str]:
-    """Return a standard output whose errors do not end a run: one is reported, then output is discarded."""
+    """Return a standard output whose errors do not end a run. The first error is reported; later output is
+    discarded."""
     return cast("IO[str]", _SafeOutput(sys.stdout))

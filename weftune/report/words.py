@@ -29,9 +29,9 @@ def accuracy_text(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def points_text(first_share: float, last_share: float) -> str:
+def points_text(old_share: float, new_share: float) -> str:
     """Format the change of a share in percentage points."""
-    return f"{100 * (last_share - first_share):+.1f} points".replace("-", "−")
+    return f"{100 * (new_share - old_share):+.1f} points".replace("-", "−")
 
 
 def duration_text(seconds: float | None) -> str:
@@ -70,7 +70,8 @@ def printable_line(text: str) -> str:
 
 
 def trial_state_text(state: str) -> str:
-    """Return the word for a trial's state: `dropped` for `left`, which could be read as remaining time."""
+    """Return the word for a trial's state. The state `left` is shown as `dropped`, since `left` could be read
+    as remaining time."""
     return "dropped" if state == "left" else state
 
 

@@ -1,4 +1,4 @@
-"""Finished adapters are announced to a running vLLM, which answers with them until they are deleted."""
+"""Announcements of finished adapters to a running vLLM, which serves them until they are deleted."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ API_KEY = "VLLM_API_KEY"
 """Environment variable with the key that vLLM requires, if it requires one."""
 ATTEMPTS = 10
 FIRST_DELAY, MAX_DELAY = 1.0, 60.0
-"""Seconds before the second attempt, and the limit that they double up to: four minutes in total."""
+"""Seconds before the second attempt, and the limit up to which they double. All attempts together take four
+minutes."""
 TIMEOUT_SECONDS = 60.0
 """Seconds for one attempt, in which vLLM reads the adapter."""
 RETRIED = (408, 429)
-"""Statuses after which an attempt is repeated, besides those from 500 on."""
+"""HTTP statuses below 500 after which an attempt is repeated. Statuses from 500 on are always repeated."""
 LOADED, ABSENT = "has already been loaded", "cannot be found"
-"""Words of vLLM's refusals to load an adapter that it has, and to unload one that it does not have."""
+"""Words in vLLM's errors for loading an adapter that is already loaded, and for unloading an adapter that is
+not loaded."""
 
 Tell = Callable[[str, str, Literal["info", "warn"], bool], None]
 
@@ -81,13 +83,13 @@ class Announcer:
         while (notice := self._notices.get()) is not None and not self._closed.is_set():
             try:
                 if notice.verb == "load":
-                    self._load(notice)
+                    self._load_adapter(notice)
                 else:
-                    self._unload(notice)
+                    self._unload_adapter(notice)
             except Exception:
                 log.exception("%s: vLLM could not %s its adapter", notice.job, notice.verb)
 
-    def _load(self, notice: Notice) -> None:
+    def _load_adapter(self, notice: Notice) -> None:
         job, folder = notice.job, self._jobs_folder / notice.job
         if job in self._deleted:
             return
@@ -96,27 +98,28 @@ class Announcer:
                 job, "The adapter is not announced to vLLM, which loads no such adapter", "info", False
             )
             return
-        status = self._send(notice, {"lora_path": str(folder)}, LOADED)
+        status = self._send_notice(notice, {"lora_path": str(folder)}, LOADED)
         if status == 200:
             self._tell(job, f"vLLM answers with the adapter as {notice.model}", "info", True)
         elif status is not None:
-            self._tell(job, _failure(status), "warn", False)
+            self._tell(job, _failure_text(status), "warn", False)
 
-    def _unload(self, notice: Notice) -> None:
-        status = self._send(notice, {}, ABSENT)
+    def _unload_adapter(self, notice: Notice) -> None:
+        status = self._send_notice(notice, {}, ABSENT)
         if status == 200:
             self._tell(notice.job, "vLLM does not answer with the deleted adapter", "info", False)
         elif status is not None:
             # It counts as loaded, so that the next start tries again.
-            self._tell(notice.job, _failure(status), "warn", True)
+            self._tell(notice.job, _failure_text(status), "warn", True)
 
-    def _send(self, notice: Notice, values: Mapping[str, str], nothing_to_do: str) -> int | None:
-        """Repeat a notice until vLLM obeys or refuses, and return the status: 200 also if its answer has the
-        words `nothing_to_do`, and 0 if it cannot be reached. None if the notice is not needed any more."""
+    def _send_notice(self, notice: Notice, values: Mapping[str, str], ignored_error: str) -> int | None:
+        """Send a notice until vLLM accepts or refuses it, and return the status. The status is 200 also if
+        the response contains the words `ignored_error`, and 0 if vLLM cannot be reached. None if the notice
+        is no longer needed."""
         delay = FIRST_DELAY
         for attempt in range(1, ATTEMPTS + 1):
-            status, answer = self._post(notice, values)
-            if status == 200 or nothing_to_do in answer:
+            status, answer = self._post_request(notice, values)
+            if status == 200 or ignored_error in answer:
                 return 200
             log.warning(
                 "%s: vLLM at %s: %s (attempt %d of %d)", notice.job, self._url, answer, attempt, ATTEMPTS
@@ -130,7 +133,7 @@ class Announcer:
             delay = min(MAX_DELAY, 2 * delay)
         return 0
 
-    def _post(self, notice: Notice, values: Mapping[str, str]) -> tuple[int, str]:
+    def _post_request(self, notice: Notice, values: Mapping[str, str]) -> tuple[int, str]:
         """Return the status and the text of vLLM's answer. The status is 0 if vLLM does not answer."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY):
@@ -146,8 +149,8 @@ class Announcer:
             return 0, str(error)
 
 
-def _failure(status: int) -> str:
-    """Return a sentence about a notice that vLLM has not obeyed."""
+def _failure_text(status: int) -> str:
+    """Return a sentence about a notice that vLLM did not accept."""
     if status == 0:
         return f"vLLM could not be reached in {ATTEMPTS} attempts"
     return f"vLLM has refused the adapter with status {status}"

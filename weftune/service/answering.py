@@ -1,4 +1,4 @@
-"""The base that trains, as it answers prompts: adapters attached on demand, tokenizers, and a decoder."""
+"""Answers to prompts by the base that also trains: adapters attached on demand, tokenizers, and a decoder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A tokenised prompt, and what has been read of the adapter that will answer it."""
+    """A tokenised prompt, and the location and size of the adapter that will answer it."""
 
     tokens: list[int]
     tokenizer: PreTrainedTokenizerBase
@@ -51,7 +51,8 @@ class ChatAnswer:
 
 
 class AnsweringBase:
-    """All methods but `tokenise` belong to the thread that trains; `tokenise` belongs to one other thread."""
+    """The training base as a generator of answers. The thread that trains calls all methods except
+    `tokenise`, which one other thread calls."""
 
     def __init__(
         self,
@@ -86,13 +87,14 @@ class AnsweringBase:
         return self._decoder
 
     def reset(self) -> None:
-        """Drop the decoder, whose state is unknown after a failure; the next prompt gets a new one."""
+        """Delete the decoder, whose state is unknown after a failure; a new one is created for the next
+        prompt."""
         self._running.clear()
         self._decoder = None
 
     def close(self) -> None:
         for name in list(self._attached):
-            self._detach(name)
+            self._detach_adapter(name)
 
     # -- the other thread --------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class AnsweringBase:
         """Queue a prompt. Raise ChatError or UserError if it cannot be answered."""
         name = request.job
         if prompt.folder is not None:
-            name = self._attach(request, prompt)
+            name = self._attach_adapter(request, prompt)
         elif name is not None and name not in self._adapted.banks.attached:
             raise ChatError("The job has just left the device; try again.", "unavailable")
         wanted = request.sampling
@@ -168,13 +170,13 @@ class AnsweringBase:
         return answer
 
     def cancel(self, answer: ChatAnswer) -> None:
-        """Forget an answer, whether or not it has ended."""
+        """Remove an answer, whether or not it has ended."""
         self._running.discard(answer)
         if self._decoder is not None:
             self._decoder.cancel(answer.stream.generation)
 
     def lost(self, answer: ChatAnswer) -> str | None:
-        """Return a sentence if the adapter that answers is not attached any more. None if it is."""
+        """Return a sentence if the adapter that generates the answer is no longer attached, else None."""
         attached = self._adapted.banks.attached.get(answer.stream.adapter)
         if answer.serial is None or (attached is not None and attached.serial == answer.serial):
             return None
@@ -187,12 +189,12 @@ class AnsweringBase:
 
     @property
     def unused_adapter_bytes(self) -> int:
-        """Device bytes reserved for adapters that answer, less those of the adapters that are attached."""
+        """Device bytes reserved for adapters that generate answers and not used by attached adapters."""
         return self._adapter_bytes - sum(self._attached.values())
 
     # -- adapters ----------------------------------------------------------------------------------------
 
-    def _attach(self, request: ChatRequest, prompt: ChatPrompt) -> str:
+    def _attach_adapter(self, request: ChatRequest, prompt: ChatPrompt) -> str:
         """Attach a finished adapter, unless it is attached already, and return its name."""
         assert prompt.folder is not None
         # Jobs that train are attached under their ids, which have no colon.
@@ -210,7 +212,7 @@ class AnsweringBase:
         for name in [name for name in self._attached if name not in used]:
             if self._has_room(size):
                 return
-            self._detach(name)
+            self._detach_adapter(name)
         if not self._has_room(size):
             raise ChatError(
                 f"The adapter takes {size:,} bytes, and the memory for adapters that answer, "
@@ -221,7 +223,7 @@ class AnsweringBase:
     def _has_room(self, size: int) -> bool:
         return len(self._attached) < MAX_ATTACHED and size <= self.unused_adapter_bytes
 
-    def _detach(self, name: str) -> None:
+    def _detach_adapter(self, name: str) -> None:
         del self._attached[name]
         with self._adapted.on_stream():
             self._adapted.banks.detach(name)

@@ -104,7 +104,7 @@ class ChatClient:
 
 
 class ChatServer:
-    """Answers prompts with the base that trains.
+    """A server that answers prompts with the base that trains.
 
     A thread owns the socket and reads tokenizers. The thread that trains calls `turn` between passes and
     while it waits; nothing else touches the base. No request raises an error in that thread.
@@ -141,16 +141,16 @@ class ChatServer:
 
     @property
     def is_active(self) -> bool:
-        """Whether somebody waits for an answer."""
+        """Whether a client is waiting for an answer."""
         return bool(self._answers) or not self._arrivals.empty()
 
     @property
     def unused_adapter_bytes(self) -> int:
-        """Device bytes reserved for adapters that answer, less those of the adapters that are attached."""
+        """Device bytes reserved for adapters that generate answers and not used by attached adapters."""
         return self._base.unused_adapter_bytes
 
     def was_active_within(self, seconds: float) -> bool:
-        """Return whether somebody waits for an answer, or has waited within the last `seconds`."""
+        """Return whether a client is waiting for an answer, or was waiting within the last `seconds`."""
         return self.is_active or time.monotonic() - self._last_turn < seconds
 
     def turn(self) -> bool:
@@ -161,7 +161,7 @@ class ChatServer:
         self._arrived.clear()
         with suppress(queue.Empty):
             while True:
-                self._accept(*self._arrivals.get_nowait())
+                self._apply_request(*self._arrivals.get_nowait())
         if not self._answers:
             return False
         self._last_turn = time.monotonic()
@@ -181,7 +181,7 @@ class ChatServer:
             return True
         for exchange, answer in list(self._answers.items()):
             if answer in continued:
-                self._send(exchange, answer)
+                self._send_answer(exchange, answer)
         return True
 
     def wait(self, seconds: float) -> bool:
@@ -204,7 +204,7 @@ class ChatServer:
 
     # -- the thread that trains --------------------------------------------------------------------------
 
-    def _accept(self, exchange: _Exchange, prompt: Any) -> None:
+    def _apply_request(self, exchange: _Exchange, prompt: Any) -> None:
         if prompt is None:
             if (answer := self._answers.pop(exchange, None)) is not None:
                 self._base.cancel(answer)
@@ -222,7 +222,7 @@ class ChatServer:
             logger.exception("chat: a request failed")
             exchange.reply_error(ChatError("The answer could not be started; try again.", "unavailable"))
 
-    def _send(self, exchange: _Exchange, answer: ChatAnswer) -> None:
+    def _send_answer(self, exchange: _Exchange, answer: ChatAnswer) -> None:
         if text := answer.stream.update():
             exchange.reply({"text": text})
         if (reason := answer.stream.finish_reason) is None:
@@ -305,7 +305,7 @@ class ChatServer:
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
-    """One request of a connection, which any thread may answer."""
+    """One request of a connection, and the means to answer it from any thread."""
 
     loop: asyncio.AbstractEventLoop
     writer: asyncio.StreamWriter
@@ -315,12 +315,12 @@ class _Exchange:
 
     def reply(self, values: Mapping[str, Any]) -> None:
         if not self.is_closed:
-            self.loop.call_soon_threadsafe(self._write, _json_line({"id": self.id, **values}))
+            self.loop.call_soon_threadsafe(self._write_line, _json_line({"id": self.id, **values}))
 
     def reply_error(self, error: ChatError) -> None:
         self.reply({"error": str(error), "code": error.code})
 
-    def _write(self, line: bytes) -> None:
+    def _write_line(self, line: bytes) -> None:
         if self.writer.is_closing():
             return
         self.writer.write(line)

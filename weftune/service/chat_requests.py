@@ -17,7 +17,7 @@ BOUNDS = {
     "presence_penalty": (-1e6, 1e6),
     "seed": (-(1 << 63), (1 << 63) - 1),
 }
-"""Smallest and largest values; top_p must be above 0."""
+"""Smallest and largest value of each sampling parameter; top_p must be above 0."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
@@ -57,7 +57,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatEnd:
-    """The end of an answer."""
+    """The last message of an answer: why the answer ended, and its numbers of tokens."""
 
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int

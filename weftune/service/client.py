@@ -22,7 +22,7 @@ from weftune.service.settings import public_name
 
 TIMEOUT_SECONDS = 120.0
 ATTEMPTS = 3
-"""Number of times that a request is sent if the service does not answer, or answers that it cannot now."""
+"""Number of times that a request is sent if the service does not respond or is temporarily unavailable."""
 RETRIED = (408, 429, 502, 503, 504)
 MAX_WAIT_SECONDS = 30.0
 """Maximum seconds between two attempts."""
@@ -49,9 +49,11 @@ class ServiceClient:
         """Return the JSON of an answer, or raise a UserError with the service's sentence."""
         content = None if body is None else json.dumps(body).encode()
         kind = {} if body is None else {"Content-Type": "application/json"}
-        return json.loads(self._send(method, path, content, {**kind, **(headers or {})}))
+        return json.loads(self._send_request(method, path, content, {**kind, **(headers or {})}))
 
-    def _send(self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]) -> bytes:
+    def _send_request(
+        self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]
+    ) -> bytes:
         whole = {**headers, "Authorization": f"Bearer {self._key}"}
         for attempt in range(ATTEMPTS):
             is_last = attempt == ATTEMPTS - 1
@@ -61,7 +63,7 @@ class ServiceClient:
                     return bytes(answer.read())
             except urllib.error.HTTPError as error:
                 if error.code not in RETRIED or is_last:
-                    raise UserError(_sentence(error)) from None
+                    raise UserError(_http_error_sentence(error)) from None
                 wait = error.headers.get("Retry-After", "")
                 time.sleep(min(MAX_WAIT_SECONDS, float(wait) if wait.isdecimal() else 2.0**attempt))
             except OSError as error:
@@ -75,7 +77,7 @@ class ServiceClient:
 
     def upload(self, path: str, data: DataSpec) -> str:
         """Upload rows as JSON Lines, with Weftune's names of columns, and return the file's id."""
-        content = b"".join(_lines(path, data))
+        content = b"".join(_row_lines(path, data))
         boundary = f"weftune-{secrets.token_hex(16)}"
         name = urllib.parse.quote(Path(path).with_suffix(".jsonl").name, safe=" ")
         head = (
@@ -85,7 +87,7 @@ class ServiceClient:
         )
         body = b"".join([head.encode(), content, f"\r\n--{boundary}--\r\n".encode()])
         kind = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
-        return str(json.loads(self._send("POST", "/v1/files", body, kind))["id"])
+        return str(json.loads(self._send_request("POST", "/v1/files", body, kind))["id"])
 
     def list(self, path: str) -> Iterator[dict[str, Any]]:
         """Yield all items of a list, page by page."""
@@ -141,7 +143,7 @@ class ServiceClient:
 
     def adapter(self, id: str) -> bytes:
         """Return the adapter of a finished job as a tar archive."""
-        return self._send("GET", f"/api/jobs/{urllib.parse.quote(id, safe='')}/adapter", None, {})
+        return self._send_request("GET", f"/api/jobs/{urllib.parse.quote(id, safe='')}/adapter", None, {})
 
     def events(self, id: str) -> Sequence[dict[str, Any]]:
         """Return all events of a job, the oldest first."""
@@ -173,7 +175,8 @@ def job_request(job: JobSpec) -> dict[str, Any]:
 
 
 def refuse_unsubmittable(run: RunSpec) -> None:
-    """Refuse what a service does not take: files of its machine, mixtures, and chains of jobs."""
+    """Refuse jobs with keys that a service does not support: files of its machine, mixtures, and jobs that
+    start from other jobs."""
     mistakes: list[Mistake] = []
     for sweep in run.sweeps:
         if sweep.spec.search != "grid" or sweep.spec.halving is not None:
@@ -196,7 +199,7 @@ def refuse_unsubmittable(run: RunSpec) -> None:
         raise SpecError(mistakes)
 
 
-def _lines(path: str, data: DataSpec) -> Iterator[bytes]:
+def _row_lines(path: str, data: DataSpec) -> Iterator[bytes]:
     """Yield the rows of a file, in any format that training reads, as JSON Lines."""
     table = open_path(path, None, Path(path).name)
     for number, row in enumerate(table.rows()):
@@ -207,7 +210,7 @@ def _lines(path: str, data: DataSpec) -> Iterator[bytes]:
         yield json.dumps(rename_columns(row.value, data.columns), ensure_ascii=False).encode() + b"\n"
 
 
-def _sentence(error: urllib.error.HTTPError) -> str:
+def _http_error_sentence(error: urllib.error.HTTPError) -> str:
     try:
         found = json.loads(error.read())["error"]["message"]
     except (ValueError, KeyError, TypeError):

@@ -68,7 +68,7 @@ class ServiceInbox:
         if (submissions or commands) and not found:
             # Nothing is left for the loop to apply.
             self.applied()
-            self._store.flush_soon()
+            self._store.schedule_flush()
         return found
 
     def applied(self) -> None:
@@ -82,7 +82,7 @@ class ServiceInbox:
         """Wait until a request may have arrived, at most `IDLE_SECONDS`. A service without jobs continues to
         run until it is stopped."""
         deadline = time.monotonic() + IDLE_SECONDS
-        self._store.flush_soon()
+        self._store.schedule_flush()
         while not stop() and time.monotonic() < deadline:
             try:
                 if self._requests.prepared_after(self.cursors["prepared"], 1):
@@ -155,9 +155,9 @@ class ServiceInbox:
                 case "priority":
                     return [SetPriority(id, name, int(command.value))]
             return []
-        return self._obey_outside(command, row.state)
+        return self._apply_to_unplanned_job(command, row.state)
 
-    def _obey_outside(self, command: Command, state: State) -> list[Request]:
+    def _apply_to_unplanned_job(self, command: Command, state: State) -> list[Request]:
         """Apply a command to a job that the loop does not hold, since it is paused or not prepared yet."""
         name = command.job
         match command.verb:

@@ -60,7 +60,7 @@ MEASURED = {
     "eval": ("validation", "valid_loss"),
     "base": ("base validation", "base_valid_loss"),
 }
-"""Maps what was measured to its name in messages and the key of its loss."""
+"""Maps each kind of measured loss to its name in messages and its key in metrics."""
 
 
 class JobNotes:
@@ -71,9 +71,9 @@ class JobNotes:
         self.receipt = Receipt(job=submission.id, tenant=submission.tenant)
         self.suffix = submission.suffix or ""
         self.waited = max(0.0, now - submission.created_at)
-        """Seconds that the job has waited, up to `waits_since`."""
+        """Seconds that the job had waited before `waits_since`."""
         self.waits_since: float | None = now
-        """Time since when it waits. None while it trains."""
+        """Time at which the job began to wait. None while it trains."""
         self.began: tuple[float, int] = (now, 0)
         """Time and step of its last admission, from which its speed is measured."""
         self.metrics: dict[str, Any] = {}
@@ -99,7 +99,7 @@ class ServiceJobStore:
         self.is_stopping: Callable[[], bool] = lambda: False
         """Function that returns whether the service is being stopped: jobs are then queued, not paused."""
         self.notes: dict[str, JobNotes] = {}
-        """Maps each job that has not ended to what is known about it."""
+        """Maps each job that has not ended to its notes."""
         self._jobs: dict[str, JobRow] = {}
         self._changed: dict[str, JobRow] = {}
         self._transitions: list[Transition] = []
@@ -140,7 +140,7 @@ class ServiceJobStore:
         self._add_event(row.id, f"Created fine-tuning job: {row.id}")
 
     def row(self, name: str) -> JobRow | None:
-        """Return a job that training knows, also one that has ended."""
+        """Return a job that the training process has recorded, even if it has ended."""
         return self._jobs.get(name) or self._training.job(name)
 
     def __contains__(self, name: str) -> bool:
@@ -155,7 +155,7 @@ class ServiceJobStore:
         assert name in self._jobs, f"{name} has been submitted"
 
     def move_job(self, name: str, state: State, reason: str = "") -> None:
-        row, now, reason = self._jobs[name], time.time(), self._without_strangers(name, reason)
+        row, now, reason = self._jobs[name], time.time(), self._hide_other_tenants(name, reason)
         if state is State.PAUSED and self.is_stopping():
             # It waits for the next training process, and nobody has to resume it.
             state, reason = State.QUEUED, ""
@@ -199,7 +199,7 @@ class ServiceJobStore:
             self.withdraw(name, row.model)
 
     def explain_job(self, name: str, reason: str) -> None:
-        self._change_status(name, reason=self._without_strangers(name, reason))
+        self._change_status(name, reason=self._hide_other_tenants(name, reason))
 
     def advance_job(self, name: str, step: int, steps: int, trained_tokens: int) -> None:
         self._change_status(name, step=step, steps=steps, trained_tokens=trained_tokens)
@@ -237,7 +237,7 @@ class ServiceJobStore:
         if sentence:
             self._add_event(name, f"Warning: {sentence}", "warn")
 
-    def note_job(self, name: str, sentence: str) -> None:
+    def add_note(self, name: str, sentence: str) -> None:
         if sentence not in (known := self.job(name).notes):
             self._change_status(name, notes=(*known, sentence))
             self._add_event(name, sentence)
@@ -360,7 +360,8 @@ class ServiceJobStore:
         return self._training.usage(tenant, day).get(day, 0) + pending
 
     def set_cursors(self, cursors: Mapping[str, int]) -> None:
-        """Record how far the requests were applied; written with their effects."""
+        """Record the numbers of the last applied requests. They are written in the transaction with the
+        effects of the requests."""
         with self._lock:
             self._cursors |= cursors
 
@@ -396,8 +397,8 @@ class ServiceJobStore:
                 del self._jobs[name], self.notes[name]
 
     def flush(self, seconds: float = 0.0) -> None:
-        """Write all changes; try again for so many seconds if the database cannot be used, and then leave
-        them to the next flush."""
+        """Write all changes. If the database cannot be used, try again for the given seconds; afterwards the
+        next flush writes them."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -409,7 +410,7 @@ class ServiceJobStore:
                 return
             time.sleep(FLUSH_SECONDS)
 
-    def flush_soon(self) -> None:
+    def schedule_flush(self) -> None:
         if self.is_write_due():
             self.flush()
 
@@ -435,7 +436,7 @@ class ServiceJobStore:
         with self._lock:
             self._receipts[name] = receipt
 
-    def _without_strangers(self, name: str, reason: str) -> str:
+    def _hide_other_tenants(self, name: str, reason: str) -> str:
         """Return a reason for a job's owner, in which the jobs of other tenants have no names."""
         tenant = self._jobs[name].tenant
 

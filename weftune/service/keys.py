@@ -53,7 +53,7 @@ class KeyFile:
 
         The time that this takes does not depend on how much of the key is right.
         """
-        presented, tenant = _hash(key), None
+        presented, tenant = _key_hash(key), None
         for known in self.keys():
             if hmac.compare_digest(known.sha256, presented):
                 tenant = known.tenant
@@ -66,7 +66,7 @@ class KeyFile:
                 found = self.path.stat()
                 version = found.st_ino, found.st_mtime_ns, found.st_size
                 if version != self._version:
-                    self._keys, self._version = _read(self.path), version
+                    self._keys, self._version = _read_keys(self.path), version
             except FileNotFoundError:
                 self._keys, self._version = (), None
             return self._keys
@@ -78,16 +78,16 @@ class KeyFile:
                 f"{tenant!r} cannot name a tenant; write up to 40 lower-case letters, digits and hyphens."
             )
         key = PREFIX + secrets.token_urlsafe(32)
-        new = ApiKey(secrets.token_hex(ID_CHARACTERS // 2), tenant, _hash(key), time.time())
+        new = ApiKey(secrets.token_hex(ID_CHARACTERS // 2), tenant, _key_hash(key), time.time())
         with self._hold_lock():
             self._replace_keys((*self.keys(), new))
         return key
 
     def revoke(self, id_or_key: str) -> ApiKey:
-        """Delete a key, given by its id or as itself, and return it."""
+        """Delete a key, given by its id or by its text, and return it."""
         with self._hold_lock():
             known = self.keys()
-            found = [one for one in known if one.id == id_or_key or one.sha256 == _hash(id_or_key)]
+            found = [one for one in known if one.id == id_or_key or one.sha256 == _key_hash(id_or_key)]
             if not found:
                 # The argument may be a key, which no message may contain.
                 raise UserError(f"{self.path} has no such key; weftune keys list shows the ids of all keys.")
@@ -116,11 +116,11 @@ class KeyFile:
             os.close(handle)
 
 
-def _hash(key: str) -> str:
+def _key_hash(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _read(path: Path) -> tuple[ApiKey, ...]:
+def _read_keys(path: Path) -> tuple[ApiKey, ...]:
     try:
         values = json.loads(path.read_bytes())
         refuse_unknown_format(values.get("format"), path)

@@ -30,7 +30,8 @@ NEW = "this-job"
 """Name of the new job in the plan."""
 TIMEOUT_SECONDS = 60.0
 NICENESS = 10
-"""How much lower the priority of the planning process is than that of HTTP and training."""
+"""Niceness of the planning process: how much lower its priority is than that of the HTTP and training
+processes."""
 
 
 class PlanFailed(WeftuneError):
@@ -42,18 +43,18 @@ class OtherJob:
     """A job that trains or waits."""
 
     name: str
-    """Name in the plan, which its messages contain."""
+    """Name of the job in the plan and in its messages."""
     job: Mapping[str, Any]
     """Keys of jobs.yaml."""
     priority: int
     """Effective priority, which the service's policy has given the job."""
     remaining_steps: int | None
-    """None if the number of steps is not known yet."""
+    """Number of steps that the job still has to make. None if it is not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
-    """The plan of a new job."""
+    """The predictions for a new job."""
 
     why_not: str
     """Why the job cannot run even alone. Empty if it can; otherwise all numbers are 0."""
@@ -92,8 +93,8 @@ async def preview(
         command = [sys.executable, "-m", "weftune", "plan", str(file), "--json", str(answer)]
         status, output = await _run([*command, *_plan_options(settings, budget_bytes)])
         if status == 0:
-            return _read(json.loads(answer.read_text(encoding="utf-8")))
-    message = _plain(output)
+            return _read_preview(json.loads(answer.read_text(encoding="utf-8")))
+    message = _public_message(output)
     if status == 2 and (found := re.search(rf"{NEW}: (even alone it .*)", message)):
         return Preview(why_not=found[1])
     if status == 2 and not re.search(r"job other-\d+", message):
@@ -138,13 +139,13 @@ async def _run(command: Sequence[str]) -> tuple[int, str]:
     return process.returncode or 0, output.decode("utf-8", "replace")
 
 
-def _plain(output: str) -> str:
+def _public_message(output: str) -> str:
     """Return the message without paths of this machine."""
     text = re.sub(r"/\S*/(?=[^/\s]+)", "", output.strip())
     return re.sub(r"^(Error|error): ", "", text)
 
 
-def _read(plan: Mapping[str, Any]) -> Preview:
+def _read_preview(plan: Mapping[str, Any]) -> Preview:
     own, run = plan["run"]["jobs"].get(NEW), plan["run"]
     if (why_not := plan["too_large"].get(NEW)) or own is None:
         return Preview(why_not=why_not or "it cannot run")

@@ -37,13 +37,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""Number of processes that may die with a file or job before it is refused."""
+"""Number of processes that may die while they work on a file or job before it is refused."""
 CHECK_PROCESSES = 2
 """Number of processes that check uploaded files, while clients wait."""
 STORE_SECONDS = 1.0
 """Seconds between attempts to write to a store that is locked."""
 NICENESS = 5
-"""How much lower the priority of these processes is than that of HTTP and training."""
+"""Niceness of these processes: how much lower their priority is than that of the HTTP and training
+processes."""
 MAX_MISTAKES = 3
 """Maximum number of mistakes in the reason for which a job is refused."""
 
@@ -153,7 +154,7 @@ def prepare_job(base: BaseSpec, job: Mapping[str, Any]) -> None:
     from weftune.trainer.job import prepare_job as prepare
 
     spec = JobSpec(**job)
-    loaded = _load(base)
+    loaded = _load_base_parts(base)
     if mistakes := check_on_base((spec,), loaded.shape, base):
         raise UserError(mistakes)
     folder = cache_folder() / "tokens"
@@ -173,8 +174,8 @@ class _Loaded:
 
 
 @cache
-def _load(base: BaseSpec) -> _Loaded:
-    """Return what training reads of the base without its weights."""
+def _load_base_parts(base: BaseSpec) -> _Loaded:
+    """Return the tokenizer, the encoder and the sizes of the base, without loading its weights."""
     from weftune.base.load import inspect, load_tokenizer
     from weftune.data.encode import Encoder
 
@@ -226,7 +227,7 @@ class _PreparerProcess:
 
     def call(self, payload: bytes) -> Any:
         for attempt in range(ATTEMPTS):
-            reply = self._request(payload)
+            reply = self._request_from_process(payload)
             if reply is not None:
                 break
             if self._closed:
@@ -246,7 +247,7 @@ class _PreparerProcess:
             raise kind([Mistake(*one) for one in reply["mistakes"]])
         return reply["value"]
 
-    def _request(self, payload: bytes) -> dict[str, Any] | None:
+    def _request_from_process(self, payload: bytes) -> dict[str, Any] | None:
         """Return the reply, or None if the process died."""
         if self._closed:
             return None
@@ -283,10 +284,10 @@ def serve() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     while (payload := receive_bytes(sys.stdin.buffer)) is not None:
-        send_bytes(answers, json.dumps(_answer(payload)).encode())
+        send_bytes(answers, json.dumps(_answer_request(payload)).encode())
 
 
-def _answer(payload: bytes) -> dict[str, Any]:
+def _answer_request(payload: bytes) -> dict[str, Any]:
     name, arguments = ForkingPickler.loads(payload)
     try:
         return {"value": WORK[name](*arguments)}

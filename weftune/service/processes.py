@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 PIDS = "pids.json"
 """File in the store that maps the names of the processes to their ids."""
 FIRST_DELAY, MAX_DELAY = 0.5, 30.0
-"""Seconds before the first restart of a process, and the limit that they double up to."""
+"""Seconds before the first restart of a process, and the limit up to which they double."""
 STABLE_SECONDS = 60.0
 """Seconds after which a process counts as healthy, so that its next restart is quick again."""
 STOP_SECONDS = 30.0
@@ -96,7 +96,7 @@ def supervise(settings: ServiceSettings, members: Sequence[Member] = MEMBERS) ->
         try:
             return _watch_processes(settings, running, stop)
         finally:
-            _stop(running)
+            _stop_processes(running)
             with suppress(OSError):
                 (settings.store / PIDS).unlink()
 
@@ -119,8 +119,8 @@ def _watch_processes(settings: ServiceSettings, running: Sequence[_Running], sto
     return 0
 
 
-def _stop(running: Sequence[_Running]) -> None:
-    """Let the processes end, one after another."""
+def _stop_processes(running: Sequence[_Running]) -> None:
+    """Stop the processes, one after another."""
     for one in running:
         if one.process.is_alive():
             one.process.terminate()

@@ -1,4 +1,4 @@
-"""The order in which waiting jobs are admitted, as the HTTP process knows it.
+"""The order in which waiting jobs are admitted, as the HTTP process computes it.
 
 The training process records with every window the facts that its policy decides by. From these, the same
 policy ranks the jobs here, and a job that has not been submitted yet with them.
@@ -93,7 +93,7 @@ def _queued_job(
         recorded_at = now
     waited = 0.0 if is_attached else now - recorded_at
     return QueuedJob(
-        shape=_shape(row.id, row.priority, facts["batch_tokens"]),
+        shape=_job_shape(row.id, row.priority, facts["batch_tokens"]),
         is_attached=is_attached,
         tenant=row.tenant,
         submitted=facts["submitted"],
@@ -110,14 +110,14 @@ def new_job(requests: RequestStore, submission: Submission, name: str) -> Queued
     row_bytes = 0.0 if file is None else file.bytes / max(1, file.rows)
     tokens = round(submission.job["batch_size"] * row_bytes / BYTES_PER_TOKEN)
     return QueuedJob(
-        shape=_shape(name, int(submission.job.get("priority", 0)), tokens),
+        shape=_job_shape(name, int(submission.job.get("priority", 0)), tokens),
         tenant=submission.tenant,
         submitted=2**62,
         deadline=submission.deadline,
     )
 
 
-def _shape(name: str, priority: int, batch_tokens: int) -> JobShape:
+def _job_shape(name: str, priority: int, batch_tokens: int) -> JobShape:
     """Return a shape with the sizes that a policy reads."""
     return JobShape(
         name=name,

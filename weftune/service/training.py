@@ -55,11 +55,11 @@ log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 15.0
 CHAT_REST_SECONDS = 60.0
-"""Seconds for which passes stay short after an answer, since a chat goes on with another prompt."""
+"""Seconds for which passes stay short after an answer, since the chat may continue with another prompt."""
 ANNOUNCED_JOBS = 100
 """Maximum number of adapters of earlier processes that are announced at the start, the newest ones."""
 FINAL_SECONDS = 15.0
-"""Seconds for which a database that is locked is waited for at the start and at the end."""
+"""Maximum seconds of waiting for a locked database when the process starts and when it ends."""
 LEASE_LOST = 75
 """Exit code of a process whose lease was taken by another one."""
 BATCH_ROWS = 16
@@ -89,7 +89,7 @@ ANSWER_MEMORY = {
     "cuda": AnswerMemory(chat=2 << 30, evaluation=1 << 30, adapters=1 << 30),
     "cpu": AnswerMemory(chat=256 << 20, evaluation=128 << 20, adapters=128 << 20),
 }
-"""Maps the type of a device to what is reserved on it."""
+"""Maps each type of device to the memory that is reserved for answers on it."""
 
 
 def main(settings: ServiceSettings) -> None:
@@ -107,9 +107,9 @@ def main(settings: ServiceSettings) -> None:
         TrainingService(settings, training, requests).run(stop)
 
 
-def end_process(lost: LeaseLost) -> None:
+def end_process(lost_lease: LeaseLost) -> None:
     """End the process immediately, so that it writes nothing after another process has taken over."""
-    log.error("%s", lost)
+    log.error("%s", lost_lease)
     os._exit(LEASE_LOST)
 
 
@@ -119,7 +119,7 @@ class _HeldLease:
     def __init__(self, training: TrainingStore) -> None:
         self._training = training
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew_leases, name="lease", daemon=True)
 
     def __enter__(self) -> None:
         # The lease of a process that was killed on this machine is free at once.
@@ -132,7 +132,7 @@ class _HeldLease:
         with suppress(StoreUnavailable, LeaseLost):
             self._training.release_lease()
 
-    def _renew(self) -> None:
+    def _renew_leases(self) -> None:
         while not self._ended.wait(LEASE_SECONDS / 4):
             try:
                 self._training.renew_lease(LEASE_SECONDS)
@@ -154,7 +154,7 @@ class TrainingService:
         """Facts by which the jobs were ranked for the running window."""
         self.loop: Loop | None = None
         self._suspects: dict[str, int] = {}
-        """Maps each job that may crash the process to the step at which it last did."""
+        """Maps each job that may have crashed the process to its step at the last crash."""
 
     def run(self, stop: Callable[[], bool]) -> None:
         settings = self.settings
@@ -296,7 +296,7 @@ class TrainingService:
     # -- jobs --------------------------------------------------------------------------------------------
 
     def prepare(self, submission: Submission) -> PreparedJob:
-        """Return a job with its tokens, which the HTTP side has put into the cache."""
+        """Return a job with its tokens, which the HTTP process has written to the cache."""
         metric = submission.job.get("eval", {}).get("metric")
         if metric not in (None, EXACT_MATCH, *self.settings.metrics.values()):
             sentence = "is no longer registered with this service; submit the job with another metric"
@@ -338,7 +338,7 @@ class TrainingService:
             for tenant in {job.tenant for job in jobs}
         }
         self._queue = queue_values(jobs, usage)
-        held = self._held_suspects(waiting, attached)
+        held = self._suspects_that_wait(waiting, attached)
         found = self.policy.rank([job for job in jobs if job.shape.name not in held], usage, now)
         return replace(found, hold_reasons={**found.hold_reasons, **held})
 
@@ -346,7 +346,9 @@ class TrainingService:
         row = self.store.row(name)
         return 0.0 if row is None or row.estimated_finish is None else max(0.0, row.estimated_finish - now)
 
-    def _held_suspects(self, waiting: Sequence[JobShape], attached: Sequence[JobShape]) -> dict[str, str]:
+    def _suspects_that_wait(
+        self, waiting: Sequence[JobShape], attached: Sequence[JobShape]
+    ) -> dict[str, str]:
         """Return the suspected jobs that wait until another one of them has made progress or ended."""
         for name in [name for name in self._suspects if name not in self.store.notes]:
             del self._suspects[name]
@@ -364,7 +366,7 @@ class TrainingService:
         self.store.record_pass(event.microbatch, one.seconds, predicted, one.training)
 
     def _describe_device(self) -> dict[str, Any]:
-        """Return the device's name, the bytes of its memory by what they are for, and the queue."""
+        """Return the device's name, the bytes of its memory by purpose, and the queue."""
         assert self.loop is not None
         memory, device = self.loop.learned.memory, self.loop.base.device
         attached = [self.loop.jobs[name].shape for name in self.loop.executor.attached]

@@ -38,7 +38,7 @@ class JobAnswers:
     def __init__(
         self, engine: Engine, tokenizer: Any, journal: Journal, jobs: Mapping[str, PreparedJob]
     ) -> None:
-        """`jobs` maps names to the jobs of the loop."""
+        """Create the answers of a loop. `jobs` maps the name of each job of the loop to the job."""
         self._engine = engine
         self._tokenizer, self._journal, self._jobs = tokenizer, journal, jobs
         self._base_answers: dict[tuple[tuple[int, ...], int], str] = {}
@@ -49,8 +49,8 @@ class JobAnswers:
         """Seconds spent on answers in the current window."""
 
     def check(self, job: PreparedJob) -> None:
-        """Raise SpecError if a job that is added to the run has answers that do not fit, one at a time, into
-        the memory that the run has reserved."""
+        """Raise SpecError if even a single answer of a job that is added to the run does not fit into the
+        memory that the run has reserved."""
         evaluation, reserved = job.spec.eval, self.cache_bytes
         if evaluation is None or evaluation.generate is None:
             return
@@ -89,12 +89,12 @@ class JobAnswers:
                     yield event
                 # After an event has been handled, too: that may have ended a job.
                 if held and self._is_complete(held, rounds):
-                    yield from self._answered(held, judged_trials)
+                    yield from self._with_answer_metrics(held, judged_trials)
                     held.clear()
         except OutOfMemory:
-            yield from self._answered(held, judged_trials)
+            yield from self._with_answer_metrics(held, judged_trials)
             raise
-        yield from self._answered(held, judged_trials)
+        yield from self._with_answer_metrics(held, judged_trials)
 
     def _is_complete(
         self, evaluations: Mapping[str, Evaluated], rounds: Mapping[Evaluation, frozenset[str]]
@@ -103,18 +103,18 @@ class JobAnswers:
         first = next(iter(evaluations.values()))
         return rounds[first.job, first.step] <= evaluations.keys() | self._executor.dead
 
-    def _answered(
+    def _with_answer_metrics(
         self, evaluations: Mapping[str, Evaluated], judged_trials: Collection[str]
     ) -> Iterator[Event]:
         """Yield the evaluations with the metrics of their answers, or the failures of their jobs."""
         began = time.monotonic()
-        answers = self._generate(evaluations, judged_trials) if evaluations else {}
+        answers = self._generate_answers(evaluations, judged_trials) if evaluations else {}
         self.window_seconds += time.monotonic() - began
         for name, event in evaluations.items():
             own, prompts = answers[name], self._jobs[name].prompts
             assert prompts is not None
             if isinstance(own, str):
-                yield self._failure(name, own)
+                yield self._fail_job(name, own)
                 continue
             base = [self._base_answers[tokens, prompts.max_new_tokens] for tokens in prompts.tokens]
             rows = prompts.with_answers({BARE_BASE: base, name: own})
@@ -122,14 +122,14 @@ class JobAnswers:
                 scores = prompts.scores(rows, name)
                 self._score_base(event, rows, scores)
             except UserError as error:
-                yield self._failure(name, str(error))
+                yield self._fail_job(name, str(error))
                 continue
             yield replace(event, metrics={**event.metrics, **scores})
             if name not in judged_trials and self._is_kept(name, event.step):
                 self._journal.record_answers(name, event.step, rows)
 
     def _score_base(self, event: Evaluated, rows: Sequence[AnsweredRow], scores: Mapping[str, float]) -> None:
-        """Record the metric of the base's answers, once. `scores` is that of the adapter's answers."""
+        """Record the metric of the base's answers once. `scores` are the metrics of the adapter's answers."""
         prompts = self._jobs[event.job].prompts
         if prompts is None or self._journal.has_base_score(event.job):
             return
@@ -143,7 +143,7 @@ class JobAnswers:
         keeps_best = self._jobs[name].spec.keep == "best"
         return training is not None and (not keeps_best or training.progress.best_step == step)
 
-    def _failure(self, name: str, reason: str) -> Failed:
+    def _fail_job(self, name: str, reason: str) -> Failed:
         self._executor.kill(name)
         return Failed(name, reason)
 
@@ -157,7 +157,8 @@ class JobAnswers:
 
     @cached_property
     def _decoder(self) -> Decoder:
-        """Created when the first answer is needed. Its memory is reserved from the start."""
+        """The decoder, which is created when the first answer is needed. Its memory is reserved from the
+        start."""
         return Decoder(
             self._executor.adapted,
             self.cache_bytes,
@@ -166,19 +167,20 @@ class JobAnswers:
 
     @property
     def unused_bytes(self) -> int:
-        """Bytes of the cache, until the first answer is needed; then 0."""
+        """Bytes of the reserved cache that are unused: all of them until the first answer is needed, then
+        0."""
         return 0 if "_decoder" in self.__dict__ else self.cache_bytes
 
     @cached_property
     def _stop_ids(self) -> frozenset[int]:
         return stop_ids(self._engine.base.model, self._tokenizer)
 
-    def _generate(
+    def _generate_answers(
         self, evaluations: Mapping[str, Evaluated], judged_trials: Collection[str]
     ) -> Mapping[str, list[str] | str]:
         """Return a map from each job to its answers, or to the reason why it has no answers."""
         try:
-            return self._decode(evaluations, judged_trials)
+            return self._decode_prompts(evaluations, judged_trials)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -187,7 +189,7 @@ class JobAnswers:
         reason = "its answers to held-out prompts do not fit into memory; lower eval.generate or --memory"
         return dict.fromkeys(evaluations, reason)
 
-    def _decode(
+    def _decode_prompts(
         self, evaluations: Mapping[str, Evaluated], judged_trials: Collection[str]
     ) -> Mapping[str, list[str] | str]:
         base: dict[tuple[tuple[int, ...], int], Generation] = {}
@@ -228,8 +230,8 @@ class JobAnswers:
 
 
 def _evaluation_rounds(program: Program, jobs: Collection[str]) -> Mapping[Evaluation, frozenset[str]]:
-    """Return a map from each evaluation of these jobs to all jobs that are evaluated with it: no optimizer
-    step is made between the first and the last of them."""
+    """Return a map from each evaluation of these jobs to all jobs that are evaluated in the same round. No
+    optimizer step is made between the first and the last evaluation of a round."""
     rounds: dict[Evaluation, frozenset[str]] = {}
     for is_evaluation, run in groupby(program.actions, lambda action: isinstance(action, Evaluate)):
         if not is_evaluation:

@@ -20,7 +20,7 @@ from weftune.plan.cost.time import CostModel, JobShapes
 from weftune.plan.layout.choose import LayoutChoice, choose_layout
 from weftune.plan.program.program import Program
 from weftune.plan.window.window import Pacing
-from weftune.report.gantt import DrawnTimeline, Timelines, drawn_timeline, write_timelines
+from weftune.report.gantt import DrawnTimeline, Timelines, prepare_timeline, write_timelines
 from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.executor import Executor
 from weftune.run.measure.memory import set_memory_limit
@@ -49,14 +49,14 @@ class TimelineWatcher:
         # Computed before the window runs: afterwards the paces have learnt from it.
         paces = self._driver.paces
         known = program.batches and paces.measured
-        self._predicted = drawn_timeline(paces.timeline(program), program) if known else None
+        self._predicted = prepare_timeline(paces.timeline(program), program) if known else None
 
     def end(self, program: Program) -> None:
         reports = self._driver.reports
         self._trace.add(program, reports)
         if self._predicted is not None and not any(report.shortage for report in reports):
             self._timelines = Timelines(
-                foreseen=self._predicted, measured=drawn_timeline(timeline_of(reports), program)
+                foreseen=self._predicted, measured=prepare_timeline(timeline_of(reports), program)
             )
 
     def close(self, output: Path) -> None:
@@ -83,7 +83,7 @@ class Engine:
     other_peak_bytes: Callable[[], Sequence[int]] = tuple
     """Function that returns the peak bytes in use on each other worker."""
     deterministic: bool = False
-    """Whether windows are planned without anything that the run measures."""
+    """Whether windows are planned without using measurements of the run."""
 
     @property
     def base(self) -> Base:

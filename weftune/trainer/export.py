@@ -45,7 +45,8 @@ INTO: tuple[Into, ...] = get_args(Into)
 
 
 def write_portable(folder: Path, target_folder: Path) -> int:
-    """Write the adapter of `folder` with its scale folded in and a common rank; return that rank."""
+    """Write the adapter of `folder` with its scale multiplied into the weights and one rank for all linears;
+    return that rank."""
     kind = read_finished_kind(folder)
     refuse_outside_links(folder)
     with new_folder(target_folder):
@@ -55,7 +56,11 @@ def write_portable(folder: Path, target_folder: Path) -> int:
 
 
 def write_merged(
-    folder: Path, base: BaseSpec, target_folder: Path, dtype: Dtype | None = None, into: Into = "dequantised"
+    folder: Path,
+    base: BaseSpec,
+    target_folder: Path,
+    dtype: Dtype | None = None,
+    merge_mode: Into = "dequantised",
 ) -> torch.dtype:
     """Write the base with the adapter of `folder` merged into its weights, as a plain model folder. Return
     the dtype of the weights: that of the base's files unless `dtype` is given. If the base is the text tower
@@ -63,7 +68,7 @@ def write_merged(
     read_finished_kind(folder)
     refuse_outside_links(folder)
     with new_folder(target_folder):
-        model = merged_model(folder, base, dtype, into)
+        model = merged_model(folder, base, dtype, merge_mode)
         if is_tower(model) and base_quantisation(base, stored_only=True):
             raise BaseModelError(
                 f"{base.model} sees images too and is stored quantised, so it cannot be written as a plain "
@@ -79,10 +84,11 @@ def write_merged(
     return model.dtype
 
 
-def merged_model(folder: Path, base: BaseSpec, dtype: Dtype | None, into: Into) -> PreTrainedModel:
-    """Return the base, unquantised, with the adapter merged in; `into` matters for a quantised base only."""
+def merged_model(folder: Path, base: BaseSpec, dtype: Dtype | None, merge_mode: Into) -> PreTrainedModel:
+    """Return the base, unquantised, with the adapter merged in; `merge_mode` matters for a quantised base
+    only."""
     kept = dtype or cast(Dtype, str(file_dtype(base)).removeprefix("torch."))
-    original = into == "original"
+    original = merge_mode == "original"
     if original and base_quantisation(base, stored_only=True):
         raise BaseModelError(
             f"{base.model} is stored quantised, and what it was made of is not known: merge into the "

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """A request to train a job. `id` is the name under which the inbox recognises its answer."""
+    """A request to train a job. `id` identifies the request when it is answered."""
 
     id: str
     job: PreparedJob
@@ -76,7 +76,7 @@ class JobInbox(Protocol):
         ...
 
     def applied(self) -> None:
-        """Record that all requests were applied; their effects are written to disk next."""
+        """Record that all requests were applied. The loop writes their effects to disk afterwards."""
         ...
 
     def answer(self, request: Request, answer: RequestAnswer) -> None:
@@ -159,7 +159,7 @@ class FolderInbox:
         self._records, self._prepare, self._show_note = records, prepare, show_note
 
     def read(self) -> Sequence[Request]:
-        return [one for path in pending_requests(self._records) for one in self._requests(path)]
+        return [one for path in pending_requests(self._records) for one in self._read_requests(path)]
 
     def applied(self) -> None:
         pass
@@ -167,7 +167,7 @@ class FolderInbox:
     def answer(self, request: Request, answer: RequestAnswer) -> None:
         # The jobs of one file are answered together, when they have been prepared.
         if not isinstance(request, Enter):
-            self._answer(Path(request.id), answer)
+            self._try_to_answer(Path(request.id), answer)
 
     def wait(self, stop: Callable[[], bool]) -> bool:
         """Return whether there are requests. This never waits, since a run of `weftune train` ends when no
@@ -175,13 +175,13 @@ class FolderInbox:
         return bool(pending_requests(self._records)) and not stop()
 
     def close(self) -> None:
-        """Refuse the requests that came too late."""
+        """Refuse the requests that arrived too late to be applied."""
         for path in pending_requests(self._records):
-            self._answer(
+            self._try_to_answer(
                 path, RequestAnswer(accepted=False, sentence="the run ended before it read the request")
             )
 
-    def _requests(self, path: Path) -> Sequence[Request]:
+    def _read_requests(self, path: Path) -> Sequence[Request]:
         """Return the requests of a file. Jobs of a jobs file are prepared, recorded and answered at once."""
         try:
             found = read_request(path)
@@ -192,7 +192,7 @@ class FolderInbox:
             what = str(error).splitlines()[0]
             self._show_note(f"warning: {path.name} in the inbox is no request ({what}); it is left aside.")
             rename_damaged_request(path)
-            self._answer(path, RequestAnswer(accepted=False, sentence=f"it is no request: {what}"))
+            self._try_to_answer(path, RequestAnswer(accepted=False, sentence=f"it is no request: {what}"))
             return ()
         job, name = found.job, str(path)
         match found.verb:
@@ -205,9 +205,9 @@ class FolderInbox:
             case "priority":
                 return [SetPriority(name, job, found.priority)]
             case "add":
-                return self._add(path, found)
+                return self._add_jobs_file(path, found)
 
-    def _add(self, path: Path, request: FileRequest) -> Sequence[Request]:
+    def _add_jobs_file(self, path: Path, request: FileRequest) -> Sequence[Request]:
         jobs: Sequence[PreparedJob] = ()
         answer = RequestAnswer(accepted=True, sentence="the jobs have joined the run")
         # An earlier process may have been killed before it answered.
@@ -220,10 +220,10 @@ class FolderInbox:
                 self._show_note(f"{answer.sentence}: {request.file}")
             except UserError as refusal:
                 answer = RequestAnswer(accepted=False, sentence=str(refusal))
-        self._answer(path, answer)
+        self._try_to_answer(path, answer)
         return [Enter(str(path), job) for job in jobs]
 
-    def _answer(self, path: Path, answer: RequestAnswer) -> None:
+    def _try_to_answer(self, path: Path, answer: RequestAnswer) -> None:
         # Without room on the disk there is no answer, and training continues.
         with suppress(OutputError):
             write_answer(path, answer)

@@ -1,4 +1,4 @@
-"""A job that is ready to train: its data are tokenised and its numbers of steps are known."""
+"""Jobs that are ready to train: their data is tokenised and their numbers of steps are known."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PreparedJob:
     evaluate_at: frozenset[int]
     save_at: frozenset[int]
     limit: int | None = None
-    """Step up to which a trial of a sweep may train for now. None means its last step."""
+    """Step up to which a trial of a sweep may currently train. None means its last step."""
     start_tokens: tuple[int, ...] = ()
     """Tokens of the text that initialises the job's virtual tokens."""
     requested_evaluations: frozenset[int] | None = None
@@ -64,8 +64,8 @@ class PreparedJob:
 
     @property
     def reference_adapter(self) -> str | None:
-        """Adapter of the reference policy, as in `Segment.adapter`: the job's own adapter, before its first
-        step, if it starts from another one; otherwise none."""
+        """Adapter of the reference policy, as in `Segment.adapter`. If the job starts from another adapter,
+        this is the job's adapter before its first step; otherwise None."""
         return None if self.spec.adapter.init_from is None else OWN_ADAPTER
 
     def score_window(self, step: int, indices: np.ndarray) -> JobWindow:
@@ -98,7 +98,7 @@ class PreparedJob:
 
     @property
     def last_step(self) -> int:
-        """Last step that the job may make for now."""
+        """Last step up to which the job may currently train."""
         return self.recipe.steps if self.limit is None else self.limit
 
     def is_requested_evaluation(self, step: int) -> bool:
@@ -185,13 +185,13 @@ def collate_plan(
     without_adapter: bool = False,
 ) -> Microbatch:
     """Return the planned samples as tensors: training samples for a Forward, held-out samples for an
-    Evaluate, and any of both for a Score, through the adapter of the reference policy until the job has its
-    reference log-probabilities. With `without_adapter`, samples skip all adapters."""
+    Evaluate, and either for a Score. Samples of a Score use the adapter of the reference policy. With
+    `without_adapter`, samples skip all adapters."""
     parts = []
     for segment in plan.segments:
         job = jobs[segment.job]
         for placed in segment.samples:
-            samples, index = _find_sample(job, kind, placed.sample, without_adapter)
+            samples, index = _held_out_sample(job, kind, placed.sample, without_adapter)
             before = samples.before, samples.first_position
             where = placed.sample_offset, *before, placed.chunk_rows
             parts.append(Part(segment.job, segment.step, samples, index, *where))
@@ -221,7 +221,7 @@ def _sample_route(
     return replace(segment, adapter=adapter, kl_of="batch" if in_batch else "held_out")
 
 
-def _find_sample(
+def _held_out_sample(
     job: PreparedJob, kind: type[ForwardPass], index: int, without_adapter: bool
 ) -> tuple[Samples, int]:
     """Return the samples that a kind of pass reads, and the index among them of a planned sample."""

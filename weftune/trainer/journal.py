@@ -1,4 +1,5 @@
-"""The journal of a run: it sends lines and states to the store, rows to the view and metrics to trackers."""
+"""The journal of a run. It writes lines and states to the store, rows to the view, and metrics to
+trackers."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ class Journal:
 
     def record_step(self, event: Stepped, job: PreparedJob, progress: Progress) -> None:
         outcome = event.outcome
-        self._metrics(
+        self._write_metrics(
             {
                 "job": event.job,
                 "step": event.step,
@@ -59,7 +60,7 @@ class Journal:
                 "tokens": outcome.tokens,
                 "learning_rate": outcome.learning_rate,
                 "grad_norm": outcome.grad_norm,
-                **_accuracy("token_accuracy", outcome.token_accuracy),
+                **_accuracy_values("token_accuracy", outcome.token_accuracy),
                 **outcome.metrics,
                 "time": time.time(),
             }
@@ -86,7 +87,7 @@ class Journal:
         return self.store.job(job).base_score is not None
 
     def record_base_score(self, job: str, score: float) -> None:
-        """Record the value of a job's own metric for the base without adapters."""
+        """Record the value of a job's `eval.metric` for the base without adapters."""
         self.store.measure_base(job, score)
         self._try_write(self.store.write_status_soon)
 
@@ -96,13 +97,13 @@ class Journal:
 
     def _write_evaluation(self, event: Evaluated, job: str, loss: str, prefix: str) -> None:
         """Write an evaluation: its loss under the key `loss`, the other values under keys with `prefix`."""
-        self._metrics(
+        self._write_metrics(
             {
                 "job": job,
                 "step": event.step,
                 loss: event.loss,
                 f"{prefix}_tokens": event.tokens,
-                **_accuracy(f"{prefix}_token_accuracy", event.token_accuracy),
+                **_accuracy_values(f"{prefix}_token_accuracy", event.token_accuracy),
                 **{f"{prefix}_{name}": value for name, value in event.metrics.items()},
                 "time": time.time(),
             }
@@ -210,14 +211,14 @@ class Journal:
         self.view.update(self._rows[name])
 
     def forget_job(self, name: str) -> None:
-        """Forget the shown row of a job that has ended."""
+        """Delete the row that was last shown for a job that has ended."""
         self._rows.pop(name, None)
 
     def flush(self) -> bool:
         """Write everything to disk; return whether that succeeded."""
         return self._try_write(self.store.write_status)
 
-    def _metrics(self, line: Mapping[str, Any]) -> None:
+    def _write_metrics(self, line: Mapping[str, Any]) -> None:
         self._try_write(lambda: self.store.append_metrics(line))
         self._log(line)
 
@@ -234,6 +235,6 @@ class Journal:
         return True
 
 
-def _accuracy(key: str, value: float | None) -> dict[str, float]:
+def _accuracy_values(key: str, value: float | None) -> dict[str, float]:
     """Return the token accuracy under its key; empty for jobs without supervised tokens."""
     return {} if value is None else {key: value}

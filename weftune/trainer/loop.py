@@ -51,8 +51,8 @@ from weftune.trainer.windows import Windows
 
 Callback = Callable[[Stepped | Evaluated], None]
 Rank = Callable[[Sequence[JobShape], Sequence[JobShape]], Ranking]
-"""Function that maps the waiting and the attached jobs to those that may train now, with the priorities and
-the order by which they are admitted."""
+"""Function that selects, from the waiting and the attached jobs, those that may train now, and sets the
+priorities and the order of their admission."""
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ class Loop:
         self._timed = TimedWindow()
         self._saved_at_every_step: set[str] = set()
         self._last_saved: dict[str, float] = {}
-        """Maps each attached job to the time of its admission or of the begin of its last checkpoint."""
+        """Maps each attached job to the time at which it was admitted or its last checkpoint was begun."""
         self.sweeps = Sweeps()
         """The sweeps whose trials are jobs of this run."""
         self.add: Callable[[JobSpec], Any] | None = None
@@ -152,10 +152,11 @@ class Loop:
         self._judged: frozenset[str] = frozenset()
         """Trials that make no step in this window: only the mean of their last weights is evaluated."""
         self._max_jobs: float = math.inf
-        """Maximum number of attached jobs after a shortage of memory, until one of them has ended."""
+        """Maximum number of attached jobs. It is set after a shortage of memory, until one of these jobs has
+        ended."""
         self._max_jobs_reason = ""
         self._overtaken: Mapping[str, int] = {}
-        """Maps each waiting job to the number of jobs behind it that were admitted before it."""
+        """Maps each waiting job to the number of later jobs that were admitted before it."""
         self._preempted_by: dict[str, str] = {}
         """Maps each preempted job that still waits to the job that replaced it."""
 
@@ -174,7 +175,7 @@ class Loop:
             self._saved_at_every_step.add(job.name)
         self.store.add_job(job.name)
         for note in job.data.notes:
-            self.store.note_job(job.name, note)
+            self.store.add_note(job.name, note)
         status = self.store.job(job.name)
         step, steps, tokens = status.step, job.recipe.steps, status.trained_tokens
         self.store.advance_job(job.name, step, steps, tokens)
@@ -191,7 +192,7 @@ class Loop:
             self._set_ending(name, Ending(State.CANCELLED))
 
     def fail(self, name: str, reason: str) -> None:
-        """Let an attached job fail for a reason that the caller has found, before its next microbatch."""
+        """Mark an attached job as failed, for a reason that the caller knows, before its next microbatch."""
         if name in self.executor.attached and name not in self._endings:
             self._set_ending(name, Ending(State.FAILED, reason))
 
@@ -240,9 +241,9 @@ class Loop:
         self.sweeps.remove_resting(name)
         self.journal.set_state(name, state, reason)
 
-    def _admit(self) -> None:
+    def _admit_jobs(self) -> None:
         """Admit and preempt jobs at a window boundary."""
-        self._inspect_sources()
+        self._check_source_jobs()
         attached = self._job_shapes(self.executor.attached)
         waiting = [job.shape for job in self.waiting.values()]
         ranking = self.rank(waiting, attached)
@@ -253,16 +254,16 @@ class Loop:
         if self.executor.unfinished.batches and (decision.admitted_names or decision.preempted or held):
             self._drain()
             self._detach_ended()
-            self._admit()
+            self._admit_jobs()
             return
         self._overtaken = decision.overtake_counts
-        self._requeue({name: ranking.hold_reasons[name] for name in held})
+        self._requeue_jobs({name: ranking.hold_reasons[name] for name in held})
         for name, reason in decision.too_large.items():
             advice = self.learned.memory.advice(self.waiting.pop(name).shape)
             self.journal.set_state(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
         self._preempted_by |= decision.preempted
         priorities = {name: self.jobs[name].shape.priority for name in decision.preempted.values()}
-        self._requeue(
+        self._requeue_jobs(
             {
                 name: f"preempted by {other}, priority {priorities[other]}"
                 for name, other in decision.preempted.items()
@@ -289,12 +290,12 @@ class Loop:
             # If the process dies while it attaches them, the next one knows which jobs these were.
             self.journal.flush()
         for name in decision.admitted_names:
-            self._attach(self.waiting.pop(name), written[name])
+            self._attach_job(self.waiting.pop(name), written[name])
         if decision.admitted_names or decision.too_large:
             # Once for all of them, however many are admitted.
             self.journal.flush()
 
-    def _inspect_sources(self) -> None:
+    def _check_source_jobs(self) -> None:
         """Queue jobs whose source job has succeeded, and pause those whose source can no longer succeed."""
         for name, job in list(self.waiting.items()):
             if not (source := job.shape.source_job):
@@ -317,7 +318,7 @@ class Loop:
     def _misfit_reason(self, jobs: Sequence[JobShape]) -> str | None:
         return self._max_jobs_reason if len(jobs) > self._max_jobs else self.learned.misfit_reason(jobs)
 
-    def _attach(self, job: PreparedJob, pending_write: Future[None] | None) -> None:
+    def _attach_job(self, job: PreparedJob, pending_write: Future[None] | None) -> None:
         """Attach a job to the executor. `pending_write` is the unfinished write of its job file, if there is
         one."""
         spec = job.spec
@@ -410,7 +411,7 @@ class Loop:
             if self.inbox is not None:
                 handle_requests(self, self.inbox)
             before = len(self.waiting)
-            self._admit()
+            self._admit_jobs()
             if not self.executor.attached:
                 if len(self.waiting) < before or self._follow_sweeps() or self._wait_for_requests(stop):
                     # A job could not be attached, and others may have waited for it.
@@ -435,7 +436,7 @@ class Loop:
                 self.engine.timeline.begin(program)
             began = time.monotonic()
             with self._use_mean_weights():
-                self._execute(program, stop, callback)
+                self._execute_program(program, stop, callback)
             for name, numbers in self.references.finish_window().items():
                 self.jobs[name] = self.jobs[name].with_references(numbers)
             self.seconds += time.monotonic() - began
@@ -474,9 +475,9 @@ class Loop:
         return self.executor.attached[name].progress.step
 
     def _score_base(self, stop: Callable[[], bool], waiting: Container[str]) -> bool:
-        """Evaluate the base without adapters for jobs whose first evaluation does not give its loss, once per
-        set of held-out samples and objective. Jobs in `waiting` cannot be evaluated yet. Return False if the
-        loss is known for all other attached jobs."""
+        """Evaluate the base without adapters, once per set of held-out samples and objective, for jobs whose
+        first evaluation does not measure the loss of the base. Jobs in `waiting` cannot be evaluated yet.
+        Return False if the loss is known for all other attached jobs."""
         unscored: dict[Hashable, list[str]] = {}
         for name in self.executor.attached:
             prepared = self.jobs[name]
@@ -506,10 +507,10 @@ class Loop:
         self._detach_ended()
         return True
 
-    def take_turn(self, turn: Callable[[], object]) -> None:
+    def take_turn(self, action: Callable[[], object]) -> None:
         """Let a decoder take a turn between two passes, whose seconds do not count for the window."""
         began = time.monotonic()
-        turn()
+        action()
         self._timed.other_seconds += time.monotonic() - began
 
     def _needs_first_evaluation(self, name: str) -> bool:
@@ -554,9 +555,9 @@ class Loop:
     def _drain(self) -> None:
         """Finish the batches that the last window left unfinished: jobs join and leave a drained pipeline."""
         if self.executor.unfinished.batches:
-            self._execute(self.windows.drain(), self._stop, self._callback)
+            self._execute_program(self.windows.drain(), self._stop, self._callback)
 
-    def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
+    def _execute_program(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         attached = {name: self.jobs[name].shape for name in self.executor.attached}
         promise = self.learned.promise(program, attached, self.engine.price(attached))
         taken = self.learned.memory.process_bytes
@@ -570,7 +571,7 @@ class Loop:
         try:
             events = self.executor.run(program, partial(collate_plan, jobs=self.jobs), stop)
             for event in self.answers.add_to(events, program, self._judged):
-                self._handle(event, callback)
+                self._handle_event(event, callback)
         except OutOfMemory:
             # Handled below, when the traceback no longer holds tensors.
             fitted = False
@@ -625,7 +626,7 @@ class Loop:
         self._max_jobs_reason = f"{reason}; it resumes when another job has ended"
         if changed_results := self._changed_results_warning():
             self.journal.note(f"{last}: {reason}.{changed_results}")
-        self._requeue({last: self._max_jobs_reason})
+        self._requeue_jobs({last: self._max_jobs_reason})
 
     def _changed_results_warning(self) -> str:
         """Return the warning that a shortage changes a deterministic run's results; empty for other runs."""
@@ -635,7 +636,7 @@ class Loop:
 
     # -- events ------------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event, callback: Callback | None) -> None:
+    def _handle_event(self, event: Event, callback: Callback | None) -> None:
         match event:
             case Passed():
                 self._timed.pass_times.append(event.time)
@@ -709,12 +710,12 @@ class Loop:
         self.result_writer.record_finished_writes()
 
     def _wait_for_delivery(self) -> None:
-        self.result_writer.wait_for_one()
+        self.result_writer.wait_for_next_write()
         self._handle_writes()
 
     def _pause_unsaved(self, unsaved: Unsaved) -> None:
-        """Pause a job whose checkpoint could not be written, before more is lost. A job that has made its
-        last step is not paused: if its adapter can be written, it needs no checkpoint."""
+        """Pause a job whose checkpoint could not be written, so that no further training is lost. A job that
+        has made its last step is not paused: if its adapter can be written, it needs no checkpoint."""
         name, training = unsaved.job, self.executor.attached.get(unsaved.job)
         if training is None or name in self._endings:
             return
@@ -738,7 +739,7 @@ class Loop:
             self._end_complete_jobs()
         for name, ending in self._endings.items():
             self._max_jobs = math.inf
-            training = self._detach(name)
+            training = self._detach_job(name)
             if ending.state is State.SUCCEEDED:
                 status = self.store.job(name)
                 self.journal.warn(name, status.warning or base_warning(status))
@@ -766,7 +767,7 @@ class Loop:
             ):
                 self._endings.setdefault(name, Ending(State.SUCCEEDED))
 
-    def _requeue(self, reasons: Mapping[str, str], are_resting_trials: bool = False) -> None:
+    def _requeue_jobs(self, reasons: Mapping[str, str], are_resting_trials: bool = False) -> None:
         """Save jobs and queue them again with the reasons; `are_resting_trials` marks trials that wait at a
         rung."""
         if not reasons:
@@ -788,9 +789,9 @@ class Loop:
         for name in names:
             self.executor.finish_saves(name)
         self._handle_writes()
-        return [self._detach(name) for name in names if name not in self._endings]
+        return [self._detach_job(name) for name in names if name not in self._endings]
 
-    def _detach(self, name: str) -> Training:
+    def _detach_job(self, name: str) -> Training:
         self.references.remove_job(name)
         return self.executor.detach(name)
 
@@ -821,7 +822,7 @@ class Loop:
         self.waiting = {name: self.jobs[name] for name in (*self.waiting, *orders.promoted_trials)}
         for name, reason in orders.leave_reasons.items():
             self._leave_sweep(name, reason)
-        self._requeue(orders.rest_reasons, are_resting_trials=True)
+        self._requeue_jobs(orders.rest_reasons, are_resting_trials=True)
         self._detach_ended()
         assert self.add is not None, "a run with sweeps can add jobs"
         self.sweeps.propose_trials(self.add, self.journal.note)

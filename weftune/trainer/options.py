@@ -27,7 +27,7 @@ ALL = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options that say how to train the jobs: none of them changes a job's result."""
+    """Options of a run. No option changes the results of a job."""
 
     device: str | None = None
     resume: bool = False

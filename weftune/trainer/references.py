@@ -93,7 +93,7 @@ class References:
         waiting.copies[job.name] = copy
         if not waiting.is_complete():
             return job
-        self._write(waiting)
+        self._write_files(waiting)
         self.remove_job(job.name)
         return job.with_references(waiting.numbers)
 
@@ -105,7 +105,8 @@ class References:
         return reference_key(samples, self._base_key, str(self._base.dtype))
 
     def remove_job(self, job: str) -> None:
-        """Forget a job that is detached. Numbers that no other job waits for are on disk only."""
+        """Remove a job that is detached. Log-probabilities that no other job waits for then remain on disk
+        only."""
         for policy, one in list(self._unscored.items()):
             one.copies.pop(job, None)
             if not one.copies:
@@ -127,17 +128,19 @@ class References:
                 one.numbers[list(scored.samples)] = scored.logprobs
 
     def finish_window(self) -> Mapping[str, NDArray[np.float64]]:
-        """Write what Score passes have found, and return the numbers of the jobs that wait no longer."""
+        """Write the log-probabilities that Score passes have computed, and return those of the jobs that no
+        longer wait."""
         found: dict[str, NDArray[np.float64]] = {}
         for policy, one in list(self._unscored.items()):
-            self._write(one)
+            self._write_files(one)
             if one.is_complete():
                 found |= dict.fromkeys(one.copies, one.numbers)
                 del self._unscored[policy]
         return found
 
-    def _write(self, unscored: _Unscored) -> None:
-        """Write the files. Training does not depend on them, but a resumed run would score again."""
+    def _write_files(self, unscored: _Unscored) -> None:
+        """Write the files. Training does not depend on them, but without them a resumed run computes the
+        log-probabilities again."""
         for path in unscored.files():
             try:
                 write_references(path, unscored.key, unscored.numbers)

@@ -113,10 +113,10 @@ def refuse_changes(
     changed = [
         key
         for key in changed_keys(before["job"], description["job"])
-        if not _is_covered(key, allowed_changes)
+        if not _overlaps_key(key, allowed_changes)
     ]
     remedy = f"put them back, or {restart}"
-    if changed and all(_is_covered(key, CHANGEABLE) for key in changed):
+    if changed and all(_overlaps_key(key, CHANGEABLE) for key in changed):
         values = {key: value_of_key(description["job"], key) for key in changed}
         remedy = f"put them back, or resume with {resume_line(command, retry=[name], changes=values)}"
     changed += [f"base.{key}" for key in BASE_KEYS if before["base"].get(key) != description["base"][key]]
@@ -153,15 +153,18 @@ def finished_changes(folder: Path, job: JobSpec, base: BaseSpec, max_steps: int 
     if not changed and job.steps is not None:
         steps = job.steps if max_steps is None else min(job.steps, max_steps)
         changed |= {"steps with --max-steps": (before["steps"], steps)} if before["steps"] != steps else {}
-    return [f"{key} {_value_text(old)}, now {_value_text(new)}" for key, (old, new) in changed.items()]
+    return [
+        f"{key} {_changed_value_text(old)}, now {_changed_value_text(new)}"
+        for key, (old, new) in changed.items()
+    ]
 
 
-def _value_text(value: Any) -> str:
+def _changed_value_text(value: Any) -> str:
     return value if isinstance(value, str) else json_text(value)
 
 
-def _is_covered(key: str, keys: Collection[str]) -> bool:
-    """Whether a dotted key, a section that holds it or a key inside it is among `keys`."""
+def _overlaps_key(key: str, keys: Collection[str]) -> bool:
+    """Whether `keys` contains a dotted key, a section that contains it, or a key inside it."""
     return any(one == key or f"{one}.".startswith(f"{key}.") or key.startswith(f"{one}.") for one in keys)
 
 
@@ -203,16 +206,17 @@ class TokenizerFiles:
         """Maps each chat template (None: the tokenizer's own) to the paths and contents of its files."""
         self._one_at_a_time = threading.Lock()
 
-    def files_for(self, job: PreparedJob | None) -> Mapping[Path, bytes]:
-        """Return the files with the job's chat template; without a job, with the tokenizer's own."""
+    def recorded_files(self, job: PreparedJob | None) -> Mapping[Path, bytes]:
+        """Return the tokenizer's files with the job's chat template or, without a job, with the tokenizer's
+        own template."""
         chosen = None if job is None else job.spec.data.chat_template
         template = None if chosen is None else template_source(self._tokenizer, chosen)
         with self._one_at_a_time:
             if template not in self._made:
-                self._made[template] = self._create(template)
+                self._made[template] = self._create_files(template)
             return self._made[template]
 
-    def _create(self, template: str | None) -> dict[Path, bytes]:
+    def _create_files(self, template: str | None) -> dict[Path, bytes]:
         own = copy.deepcopy(self._tokenizer)
         if template is not None:
             own.chat_template = template
@@ -226,7 +230,7 @@ def prepare_result(job: PreparedJob | None, tokenizer: TokenizerFiles) -> None:
     """Prepare the slow parts of writing a result that do not depend on the weights."""
     with suppress(ImportError):
         importlib.import_module("peft")
-    tokenizer.files_for(job)
+    tokenizer.recorded_files(job)
 
 
 def write_result(
@@ -248,7 +252,7 @@ def write_result(
     try:
         with disk_errors():
             kind.save(draft, job.spec.adapter, parameters, sites, base.published_name)
-            for path, content in tokenizer.files_for(job).items():
+            for path, content in tokenizer.recorded_files(job).items():
                 (draft / path).parent.mkdir(exist_ok=True)
                 (draft / path).write_bytes(content)
             set_file_modes(draft)
@@ -336,7 +340,8 @@ class ResultWriter:
         self._writer.run(job.name, partial(self._prepare, job, snapshot_bytes))
 
     def _prepare(self, job: PreparedJob, snapshot_bytes: int) -> None:
-        """Prepare in a background thread. Errors are ignored: they occur again when the files are written."""
+        """Prepare a result in a background thread. Errors are ignored, since they occur again when the files
+        are written."""
         with suppress(Exception):
             prepare_result(job, self._tokenizer)
             self._writer.snapshots.reserve(snapshot_bytes)
@@ -366,7 +371,7 @@ class ResultWriter:
             raise
 
     def write_snapshot(self, job: PreparedJob, snapshot: Snapshot, folder: Path) -> Future[None]:
-        """Begin to write the adapter of a job that trains on to another folder."""
+        """Begin to write the adapter of a job that continues to train to a separate folder."""
 
         def write(snapshot: Snapshot) -> None:
             parameters = snapshot.layout.parameter_views(snapshot.tensors()["master"])
@@ -379,7 +384,8 @@ class ResultWriter:
         self._spent.append(name)
 
     def record_finished_writes(self) -> None:
-        """Record the ends of jobs whose adapters were written, or failed to be, since the last call."""
+        """Record the ends of jobs whose adapters were written, or could not be written, since the last
+        call."""
         # Only the first is checked, since they mostly end in the order of writing: thousands may wait.
         while self._begun and next(iter(self._begun.values())).done():
             name = next(iter(self._begun))
@@ -397,7 +403,7 @@ class ResultWriter:
                     self._writer.run(name, partial(shutil.rmtree, self.checkpoints(name), ignore_errors=True))
             self._spent.clear()
 
-    def wait_for_one(self) -> None:
+    def wait_for_next_write(self) -> None:
         wait([next(iter(self._begun.values()))])
 
     def resume_advice(self, name: str) -> str:

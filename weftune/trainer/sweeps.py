@@ -1,4 +1,4 @@
-"""The sweeps of a run, in the form that the training loop uses."""
+"""The sweeps of a run, as the training loop uses them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weftune.jobs.spec.spec import JobSpec
 from weftune.jobs.store.job_file import CHECKPOINTS
 from weftune.jobs.store.status import State
 from weftune.jobs.store.store import Store
-from weftune.jobs.sweeps.halving import averaged_spans
+from weftune.jobs.sweeps.halving import mean_weight_spans
 from weftune.jobs.sweeps.read import trial_job
 from weftune.jobs.sweeps.running import RunningSweep, ShowNote, TrialOrders
 from weftune.run.events import Evaluated, Stepped
@@ -52,7 +52,7 @@ class Sweeps:
         sweep = self._sweep_of_trial.get(job.name)
         if sweep is None or not sweep.evaluates_mean_weights:
             return job
-        spans = averaged_spans(sweep.sweep.spec.halving, job.recipe.steps)
+        spans = mean_weight_spans(sweep.sweep.spec.halving, job.recipe.steps)
         recipe, shape = (
             replace(job.recipe, averaged=spans),
             replace(job.shape, mean_vectors=1 if spans else 0),
@@ -117,8 +117,8 @@ class Sweeps:
                         show_note(f"warning: {trial.name} cannot be trained: {error}")
 
     def decide(self, store: Store) -> None:
-        """Decide the rungs that all trials have reached, from the metrics in the store, while nothing trains;
-        trials that leave are cancelled there."""
+        """Decide the rungs that all trials have reached from the metrics in the store, while no job trains.
+        Trials that leave are cancelled in the store."""
         for sweep in self.sweeps:
             sweep.read_metrics()
         for name, reason in self.trial_orders({}, ()).leave_reasons.items():

@@ -106,7 +106,7 @@ class Quiet:
 
 
 class Trainer:
-    """Trains every added job together on one base."""
+    """A trainer that trains all added jobs together on one base."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Trainer:
             except UserError:
                 del self.jobs[job.name]
                 raise
-            self._rewind(self._store_of(self.loop), [ready])
+            self._rewind_jobs(self._store_of(self.loop), [ready])
             self.loop.add_job(ready)
         return self
 
@@ -159,7 +159,7 @@ class Trainer:
         return loop.store
 
     def _prepare_joining(self, jobs: Sequence[JobSpec], locate: Callable[..., str]) -> list[PreparedJob]:
-        """Prepare jobs that join the running run, or raise the mistakes of all of them; they are among
+        """Prepare jobs that join the current run, or raise the mistakes of all of them. The jobs are in
         `self.jobs` already."""
         assert self.loop is not None
         shape = self.loop.choice.shape
@@ -193,7 +193,7 @@ class Trainer:
             raise
         self._show_job_warnings("warning", warnings(run.jobs, self.loop.choice.shape))
         self._show_data_notes(ready)
-        self._rewind(self._store_of(self.loop), ready)
+        self._rewind_jobs(self._store_of(self.loop), ready)
         return ready
 
     def _refuse_added(self, run: RunSpec) -> None:
@@ -293,7 +293,7 @@ class Trainer:
                     self.report_to, self.output, {name: resolve_job(job) for name, job in self.jobs.items()}
                 )
                 stack.callback(loggers.close)
-                self.loop = self._loop(engine, store, Journal(store, self.view, loggers.log))
+                self.loop = self._create_loop(engine, store, Journal(store, self.view, loggers.log))
                 self.loop.sweeps, self.loop.add = sweeps, self.add
                 inbox = FolderInbox(store.records, self._prepare_added, self._note_recorder(store))
                 self.loop.inbox = inbox
@@ -533,7 +533,7 @@ class Trainer:
             # If there is no room for a later status, this one names them all.
             store.add_job(job.name)
         self._record_retries(store, prepared_jobs)
-        self._rewind(store, prepared_jobs)
+        self._rewind_jobs(store, prepared_jobs)
         store.write_status()
         for name in self.options.restart:
             self._delete_job_folder(name)
@@ -552,10 +552,10 @@ class Trainer:
             write_job_file(folder, with_retries(after, folder, retry))
             store.retry_job(job.name, retry.sentence())
 
-    def _loop(self, engine: Engine, store: Store, journal: Journal) -> Loop:
+    def _create_loop(self, engine: Engine, store: Store, journal: Journal) -> Loop:
         return Loop(engine, self.tokenizer, store, journal)
 
-    def _rewind(self, store: Store, prepared_jobs: Sequence[PreparedJob]) -> None:
+    def _rewind_jobs(self, store: Store, prepared_jobs: Sequence[PreparedJob]) -> None:
         """Rewind each job to its newest checkpoint: drop later metrics, which will be written again."""
         found = {
             job.name: checkpoint.newest_progress(self.output / job.name / CHECKPOINTS)
@@ -593,7 +593,7 @@ class Trainer:
             self._draw_report(run)
             self._save_wall_time()
         records = {record.name: record for record in run.jobs}
-        return {name: self._result(store, name, records[name]) for name in self.jobs}
+        return {name: self._job_result(store, name, records[name]) for name in self.jobs}
 
     @phase(Phase.REPORT)
     def _draw_report(self, run: Run) -> None:
@@ -608,7 +608,7 @@ class Trainer:
             with suppress(OutputError):
                 save_wall_time(self.output, clock.read())
 
-    def _result(self, store: Store, name: str, record: JobRecord) -> Result:
+    def _job_result(self, store: Store, name: str, record: JobRecord) -> Result:
         status, kept = store.job(name), kept_evaluation(record)
         metrics: dict[str, float] = {"step": status.step, "trained_tokens": status.trained_tokens}
         found = {

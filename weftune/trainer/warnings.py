@@ -21,7 +21,8 @@ LOSS_TOLERANCE = 1e-6
 SLOW = 2.0
 """Ratio of measured to planned seconds from which a run counts as slow."""
 LEAST_SECONDS = 10.0
-"""Minimum seconds of windows that are judged together: a pause of the system distorts shorter times."""
+"""Minimum total seconds of the windows that are compared with their plan, since a pause of the system
+distorts shorter times."""
 
 # -- adapters ------------------------------------------------------------------------------------------
 

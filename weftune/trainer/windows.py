@@ -1,4 +1,5 @@
-"""The planner of windows: each is planned while the one before runs, and again if it no longer fits."""
+"""The planner of windows. Each window is planned while the previous one runs, and planned again if it no
+longer fits."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ Unscored = Mapping[str, NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class PlannedWindow:
-    """A planned window, and the parts of the jobs that it consists of."""
+    """A planned window, and the part of each job in it."""
 
     program: Program
     job_windows: Sequence[JobWindow]
@@ -95,34 +96,36 @@ class Windows:
         """Return the window planned ahead, without jobs that have left, if it still fits the attached jobs;
         else plan a new one. Jobs in `beginners` are evaluated first; jobs in `unscored` score samples and do
         not train. Before another capacity or recomputation, a window only finishes unfinished batches."""
-        cursors, pace, ahead = self._cursors(), self._window_pace(), self._ahead
+        cursors, pace, ahead = self._job_cursors(), self._window_pace(), self._ahead
         capacity, recompute = self._capacity()
         unfinished = self._executor.unfinished
         if unfinished.batches and (capacity, recompute) != (unfinished.capacity, unfinished.recompute):
             return self.drain()
         is_valid = ahead is not None and ahead.is_valid_for(cursors, capacity, recompute, pace, unfinished)
         if ahead is None or beginners or unscored or not is_valid:
-            return self._plan(cursors, beginners, capacity, recompute, pace, unfinished, unscored).program
+            return self._plan_window(
+                cursors, beginners, capacity, recompute, pace, unfinished, unscored
+            ).program
         program, gone = ahead.future.result().program, ahead.cursors.keys() - cursors.keys()
         return program.without(*gone) if gone else program
 
     def drain(self) -> Program:
         """Return a window that only finishes the batches that the last one left unfinished."""
         unfinished = self._executor.unfinished
-        windows = [self._jobs[name].job_window(step, 0, False) for name, step in self._cursors().items()]
+        windows = [self._jobs[name].job_window(step, 0, False) for name, step in self._job_cursors().items()]
         limits = unfinished.capacity, False, unfinished.recompute
         return plan_window(windows, self._choice.layout, *limits, self._engine.pacing(), unfinished)
 
     def base_evaluation(self, names: Collection[str]) -> Program:
         """Return a window that only evaluates the base, without adapters, on the held-out samples of the
         given jobs."""
-        cursors, (capacity, recompute) = self._cursors(), self._capacity()
+        cursors, (capacity, recompute) = self._job_cursors(), self._capacity()
         windows = [self._jobs[name].base_window(cursors[name]) for name in names]
         return plan_window(windows, self._choice.layout, capacity, False, recompute, self._engine.pacing())
 
     def plan_ahead(self, program: Program) -> None:
         """Begin to plan the window that follows `program`."""
-        cursors, pace, unfinished = self._cursors(), self._window_pace(), unfinished_work(program)
+        cursors, pace, unfinished = self._job_cursors(), self._window_pace(), unfinished_work(program)
         for batch in program.batches:
             cursors[batch.job] = max(cursors[batch.job], batch.step)
         remaining = {
@@ -131,10 +134,10 @@ class Windows:
             if step < self._jobs[name].last_step or name in unfinished.steps
         }
         limits = program.capacity, program.recompute, pace, unfinished
-        planned = self._thread.submit(self._plan, remaining, frozenset(), *limits)
+        planned = self._thread.submit(self._plan_window, remaining, frozenset(), *limits)
         self._ahead = WindowAhead(remaining, *limits, planned)
 
-    def _cursors(self) -> dict[str, int]:
+    def _job_cursors(self) -> dict[str, int]:
         """Return the last step of each attached job that is complete, or that has begun."""
         begun = self._executor.unfinished.steps
         return {
@@ -142,7 +145,7 @@ class Windows:
             for name, training in self._executor.attached.items()
         }
 
-    def _plan(
+    def _plan_window(
         self,
         cursors: Cursors,
         beginners: frozenset[str],

@@ -14,7 +14,7 @@ from weftune.base.architecture import spec_shape
 from weftune.base.config import read_config
 from weftune.base.load import inspect, load_plain
 from weftune.base.quant.formats import Fp8, refuse_without_fp8, supports_fp8
-from weftune.base.quant.linear import QuantLinear, unrounded
+from weftune.base.quant.linear import QuantLinear, unrounded_activations
 from weftune.base.quant.stored import stored_bytes
 from weftune.base.spec import BaseSpec
 from weftune.core.device_class import class_for_capability, pretend
@@ -86,7 +86,7 @@ def test_packing_is_checked_by_the_matrices_and_passes_are_made_of_codes_afterwa
     assert {module.multiply for module in linears} == {multiply_codes}
     module, x_TK = linears[0], torch.randn(5, linears[0].in_features)
     exact_TN = x_TK @ module.frozen_weight().matrix().T
-    with unrounded(base.model):
+    with unrounded_activations(base.model):
         torch.testing.assert_close(module(x_TK), exact_TN, rtol=1e-5, atol=1e-5)
     assert (module(x_TK) - exact_TN).abs().max() > 1e-3
 

@@ -14,17 +14,17 @@ from weftune.jobs.spec.layer import (
     ABSENT,
     Layer,
     Place,
-    all_places,
     child_value,
     dotted_name,
     expand_shorthands,
-    find_place,
+    find_source_location,
     is_row_data,
     layer_from_keywords,
     merge_layers,
-    nest_places,
+    nest_source_locations,
     plain_values,
     sort_mistakes,
+    source_locations,
 )
 
 
@@ -53,7 +53,7 @@ def test_a_step_leads_into_mappings_and_lists_and_nowhere_else() -> None:
 def test_what_has_no_line_of_its_own_stands_on_that_of_what_holds_it() -> None:
     tree = {"adapter": {"targets": ["q", "v"]}, "seed": 1}
     lines = {("jobs", 0): 3, ("jobs", 0, "adapter"): 4, ("jobs", 0, "adapter", "targets", 1): 6}
-    found = all_places(tree, ("jobs", 0), "jobs.yaml", lines)
+    found = source_locations(tree, ("jobs", 0), "jobs.yaml", lines)
     assert {str(place) for place in found.values()} == {
         "jobs.yaml:3 jobs[0]",
         "jobs.yaml:3 jobs[0].seed",
@@ -62,19 +62,19 @@ def test_what_has_no_line_of_its_own_stands_on_that_of_what_holds_it() -> None:
         "jobs.yaml:4 jobs[0].adapter.targets[0]",
         "jobs.yaml:6 jobs[0].adapter.targets[1]",
     }
-    assert str(find_place(found, ("adapter", "rank", "x"))) == "jobs.yaml:4 jobs[0].adapter"
-    assert str(find_place(found, ("adapter", "rank"))) == "jobs.yaml:4 jobs[0].adapter"
-    assert str(find_place(found, ("eval",))) == "jobs.yaml:3 jobs[0]"
+    assert str(find_source_location(found, ("adapter", "rank", "x"))) == "jobs.yaml:4 jobs[0].adapter"
+    assert str(find_source_location(found, ("adapter", "rank"))) == "jobs.yaml:4 jobs[0].adapter"
+    assert str(find_source_location(found, ("eval",))) == "jobs.yaml:3 jobs[0]"
 
 
 def test_in_python_there_are_no_lines_and_rows_are_not_looked_into() -> None:
-    found = all_places({"data": {"rows": [{"text": "a"}] * 3}, "seed": 1})
+    found = source_locations({"data": {"rows": [{"text": "a"}] * 3}, "seed": 1})
     assert {str(place) for place in found.values()} == {"", "data", "data.rows", "seed"}
 
 
 def test_what_a_shorthand_held_is_still_placed_where_it_was_written() -> None:
-    found = all_places({"data": ["a", "b"], "date": 1})
-    nest_places(found, ("data",), "path")
+    found = source_locations({"data": ["a", "b"], "date": 1})
+    nest_source_locations(found, ("data",), "path")
     assert str(found["data", "path"]) == "data"
     assert str(found["data", "path", 1]) == "data[1]"
     assert not any(loc[:2] == ("date", "path") for loc in found)
@@ -89,7 +89,7 @@ def test_mistakes_come_in_the_order_of_their_lines_each_once() -> None:
 
 
 def layer(name: str, **values: Any) -> Layer:
-    return expand_shorthands(values, all_places(values, (name,)))
+    return expand_shorthands(values, source_locations(values, (name,)))
 
 
 def place(found: Layer, *loc: str | int) -> str:
@@ -126,7 +126,7 @@ def test_a_number_alone_stands_for_the_patience_of_an_early_stop() -> None:
 
 def test_what_is_written_out_leaves_what_was_given_as_it_was() -> None:
     values = {"data": {"path": ["x"]}}
-    places = all_places(values)
+    places = source_locations(values)
     before = dict(places)
     expand_shorthands(values, places)
     assert values == {"data": {"path": ["x"]}}

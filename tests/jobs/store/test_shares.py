@@ -74,7 +74,7 @@ def work(output: Path) -> None:
             store.append_window({"seconds": 2.0 + number, "time": 1.5 + number})
             store.set_description("demo", f"cuda:{number}", "bfloat16")
             store.note("all shares say so")
-            store.note_job(share.jobs[0], "two rows were cut")
+            store.add_note(share.jobs[0], "two rows were cut")
             # As the journal does: seconds since the run began, and beside them those of one after another.
             store.record_totals(12.0 + number, 16.0 + 5.0, 900 + number)
             store.write_status()

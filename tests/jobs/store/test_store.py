@@ -36,7 +36,7 @@ def test_what_is_recorded_is_read_back_on_resume(tmp_path: Path) -> None:
         store.evaluate_job("a", eval_loss=1.7, best_step=2, best_loss=1.5, score=0.5)
         store.score_base("a", 2.5)
         store.warn_job("a", "it has collapsed")
-        store.note_job("a", "two rows were cut")
+        store.add_note("a", "two rows were cut")
         store.explain_job("b", "it waits behind a, which comes first")
         store.note("the base was converted")
         store.record_totals(seconds=2.5, solo_seconds=5.0, peak_bytes=1000)
@@ -250,7 +250,7 @@ def test_a_status_that_cannot_be_written_leaves_the_one_before_and_no_draft(tmp_
         store.add_job("a")
         store.write_status()
         before = (tmp_path / "status.json").read_bytes()
-        store.note_job("a", "n" * 1000)
+        store.add_note("a", "n" * 1000)
         with (
             largest_file(800),
             pytest.raises(OutputError, match=r"cannot write .*status.json: File too large"),
@@ -355,7 +355,7 @@ def test_notes_are_kept_once_each(tmp_path: Path) -> None:
         store.add_job("a")
         for sentence in ("one", "two", "one"):
             store.note(sentence)
-            store.note_job("a", sentence)
+            store.add_note("a", sentence)
         assert store.status.notes == ("one", "two")
         assert store.job("a").notes == ("one", "two")
 

@@ -14,9 +14,9 @@ from weftune.jobs.sweeps.halving import (
     Rungs,
     TrialEnd,
     TrialWork,
-    averaged_spans,
     expected_saving,
     kept_trial_count,
+    mean_weight_spans,
     ordinal,
     rung_counts,
     rung_steps,
@@ -268,8 +268,8 @@ def test_a_falling_loss_or_one_whose_first_steps_are_not_known_is_no_fault():
 def test_a_rung_judges_the_last_quarter_of_the_steps(
     at: tuple[float, ...], steps: int, spans: tuple[tuple[int, int], ...]
 ) -> None:
-    assert averaged_spans(Halving(at, 0.5), steps) == spans
-    assert averaged_spans(Halving(at, 0.5, "last"), steps) == averaged_spans(None, steps) == ()
+    assert mean_weight_spans(Halving(at, 0.5), steps) == spans
+    assert mean_weight_spans(Halving(at, 0.5, "last"), steps) == mean_weight_spans(None, steps) == ()
 
 
 THIRDS = Halving((0.1, 0.3), 0.33)

@@ -122,8 +122,8 @@ def test_every_generation_draws_with_a_seed_of_its_own(monkeypatch: pytest.Monke
         seeds.append(seed)
         return real(spec, known, seed)
 
-    real = search._study
-    monkeypatch.setattr(search, "_study", noted)
+    real = search._optuna_study
+    monkeypatch.setattr(search, "_optuna_study", noted)
     swept(seed=0)
     swept(seed=1)
     assert len(set(seeds)) == len(seeds) == 6

@@ -63,7 +63,7 @@ def test_the_jobs_of_a_file_arrive_as_the_file_describes_them(own, jobs, trainin
                 values["eval"].pop("path")
         assert stored == wanted
     table = made[1]
-    content = own._send("GET", f"/v1/files/{table['training_file']}/content", None, {})
+    content = own._send_request("GET", f"/v1/files/{table['training_file']}/content", None, {})
     assert [json.loads(line) for line in content.splitlines()] == [
         {"prompt": "How?", "completion": "So."},
         {"prompt": "Why?", "completion": "Thus."},
@@ -131,7 +131,7 @@ def test_verbs_find_a_job_by_its_id_and_by_its_suffix(own, jobs, training, capsy
     assert "2/4" in line
     service_jobs.show_job(own, "plain")
     assert f"id: {job['id']}" in capsys.readouterr().out
-    service_jobs.print_logs(own, "plain", follow=False)
+    service_jobs.print_logs(own, "plain", keeps_following=False)
     assert [line.split("  ")[-1].strip() for line in capsys.readouterr().out.splitlines()] == [
         "Step 1: loss 1.000",
         "Step 2: loss 0.500",
@@ -152,9 +152,9 @@ def test_mistakes_are_sentences(service, own, monkeypatch):
     monkeypatch.delenv(service_jobs.URL, raising=False)
     monkeypatch.delenv(service_jobs.KEY, raising=False)
     with pytest.raises(UserError, match="name a service with --url"):
-        service_jobs.client_of(None, None)
+        service_jobs.open_client(None, None)
     with pytest.raises(UserError, match="needs an API key"):
-        service_jobs.client_of(service.url, None)
+        service_jobs.open_client(service.url, None)
 
 
 def test_the_client_imports_neither_fastapi_nor_torch():

@@ -49,8 +49,8 @@ class Diff(PlainKind):
         return JobPart(add=lambda x_LK: difference_product(x_LK, values, totals, drawn, at.bound.anchor))
 
     def _draw_gates(self, at: JobAt) -> DrawnGates:
-        def own(what: str) -> int:
-            return key(at.adapter.seed, at.segment.step, f"{at.site.name}.{what}")
+        def own(tensor_name: str) -> int:
+            return key(at.adapter.seed, at.segment.step, f"{at.site.name}.{tensor_name}")
 
         index_L = at.bound.microbatch.token_index_T[at.segment.rows]
         return DrawnGates(own(ALPHA), own(GROUP), at.adapter.spec.l0_weight, (index_L == 0).any())

@@ -32,9 +32,11 @@ class DiffSpec(TargetSpec):
     structured: bool = True
     """Whether each target has a gate for its whole weight in addition to the gates of single elements."""
     relaxed: Annotated[float, RUN_SHARE] = 0.5
-    """Length of the first phase, with random gates: below 1 a share of the run, else optimizer steps."""
+    """Length of the first phase, in which gates are random: a share of the run if below 1, otherwise a number
+    of optimizer steps."""
     mask_lr_ratio: Annotated[float, Bound(above=0)] = 100.0
-    """Factor of the job's learning rate for gate parameters, whose values have to change a lot."""
+    """Factor by which the job's learning rate is multiplied for gate parameters, whose values have to change
+    a lot."""
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         matrix = (site.out_features, site.in_features)

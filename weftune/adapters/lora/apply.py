@@ -50,7 +50,7 @@ class LoraBank(SiteBank):
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
         found = [(segment, *self._attached[segment.adapter_job or ""]) for segment in self.segments(bound)]
         blocks = tuple(
-            _block(adapter, weights, self._sites[site], segment, bound)
+            _lora_block(adapter, weights, self._sites[site], segment, bound)
             for segment, adapter, weights in found
             if (site, A) in weights
         )
@@ -60,7 +60,7 @@ class LoraBank(SiteBank):
         return SiteParts(add=partial(add_lora, blocks=together, route=bound.route))
 
 
-def _block(
+def _lora_block(
     adapter: JobAdapter, weights: Parameters, shape: SiteShape, segment: Segment, bound: Pass
 ) -> Block:
     spec: LoraSpec = adapter.spec

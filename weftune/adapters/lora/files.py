@@ -253,7 +253,7 @@ def write_portable(folder: Path, target: Path) -> int:
 
 
 def _pad_rank(value_rM: Tensor, rank: int) -> Tensor:
-    """Pad with zero rows up to `rank`, which does not change the product of A and B."""
+    """Return the matrix padded with zero rows up to `rank`, which does not change the product of A and B."""
     missing = rank - value_rM.shape[0]
     return torch.cat([value_rM, value_rM.new_zeros(missing, value_rM.shape[1])]) if missing else value_rM
 

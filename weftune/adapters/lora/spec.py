@@ -60,7 +60,7 @@ class LoraSpec(TargetSpec):
     """Path endings of experts' parameters to adapt, with one A and B per expert."""
     rslora: bool = False
     loraplus_lr_ratio: Annotated[float, Bound(above=0)] = 1.0
-    """Factor of the job's learning rate for B (LoRA+)."""
+    """Factor by which the job's learning rate is multiplied for B (LoRA+)."""
     rank_pattern: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)
     alpha_pattern: Mapping[str, Annotated[float, Bound(above=0)]] = field(default_factory=dict)
     trainable_token_indices: tuple[int, ...] = ()

@@ -11,7 +11,7 @@ from weftune.core.bounds import Bound
 from weftune.core.shapes import SiteShape
 
 FIRST_A, FIRST_B = "first_a_rK", "first_b_rN"
-"""A₀ and B₀: the initial values of A and B, never trained."""
+"""Names of the parameters A₀ and B₀, the initial values of A and B. They are never trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,8 +44,8 @@ class Vera(PlainKind):
         module = at.site.name.rpartition(".")[2]
         shapes = {A: (spec.rank, at.site.in_features), B: (spec.rank, at.site.out_features)}
 
-        def scratch(name: str, use: str, dtype: torch.dtype) -> Tensor:
-            key = (module, name, use, shapes[name])
+        def scratch(name: str, purpose: str, dtype: torch.dtype) -> Tensor:
+            key = (module, name, purpose, shapes[name])
             if key not in at.scratch:
                 at.scratch[key] = torch.zeros(shapes[name], dtype=dtype, device=d_r.device)
             return at.scratch[key]

@@ -72,15 +72,15 @@ class MappedFile:
                 f"{self.path} has changed while weights are read from it; put the file back as it was and "
                 "resume the run"
             )
-        failed = self._advise(start, stop, MADV_POPULATE_READ)
+        failed = self._advise_kernel(start, stop, MADV_POPULATE_READ)
         if failed not in (0, errno.EINVAL):  # an older system does not know this advice
             raise self._read_error(failed)
         out.copy_(self._bytes[start:stop])
-        self._advise(start, stop, mmap.MADV_DONTNEED)
+        self._advise_kernel(start, stop, mmap.MADV_DONTNEED)
 
     def expect(self, start: int, stop: int) -> None:
         """Ask the operating system to prefetch a range of bytes into the page cache."""
-        self._advise(start, stop, mmap.MADV_WILLNEED)
+        self._advise_kernel(start, stop, mmap.MADV_WILLNEED)
 
     def drop_from_cache(self, size: int) -> None:
         """Drop the first `size` bytes from the page cache, as memory pressure would, where supported."""
@@ -100,7 +100,7 @@ class MappedFile:
             "in every step; repair that and resume the run"
         )
 
-    def _advise(self, start: int, stop: int, advice: int) -> int:
+    def _advise_kernel(self, start: int, stop: int, advice: int) -> int:
         """Call `madvise` on a range of bytes. Return the error number, or 0."""
         if sys.platform != "linux" or start >= stop:
             return 0

@@ -181,11 +181,11 @@ class Nf4:
             kept = (rows[:, None] + kept).flatten()
         return Nf4(nested=False), {
             "weight": parts["weight"].view(-1, NF4_BLOCK // 2).index_select(0, kept).view(-1, 1),
-            "absmax": self._maxima(parts).index_select(0, kept),
+            "absmax": self._block_maxima(parts).index_select(0, kept),
             "code": parts["code"].clone(),
         }
 
-    def _maxima(self, parts: Mapping[str, Tensor]) -> Tensor:
+    def _block_maxima(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Return the maximum of each block."""
         if not self.nested:
             return parts["absmax"]
@@ -193,7 +193,7 @@ class Nf4:
         return _scale_blocks(values_B, parts["nested_absmax"], NESTED_BLOCK) + parts["offset"]
 
     def write(self, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
-        absmax_B = self._maxima(parts)
+        absmax_B = self._block_maxima(parts)
         # Both values of a byte are looked up at once.
         pair_C2 = torch.stack(
             (parts["code"].repeat_interleave(NF4_CODES), parts["code"].repeat(NF4_CODES)), dim=1

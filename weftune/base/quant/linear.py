@@ -33,8 +33,8 @@ Dequantise = Callable[[WeightFormat, Mapping[str, Tensor], Tensor], None]
 """Function (format, its tensors, out_NK) that writes the dequantised matrix into out_NK."""
 
 
-def dequantise_plain(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
-    form.write(parts, out_NK)
+def dequantise_plain(weight_format: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
+    weight_format.write(parts, out_NK)
 
 
 class QuantLinear(nn.Linear):
@@ -44,7 +44,7 @@ class QuantLinear(nn.Linear):
     def __init__(
         self,
         shape: tuple[int, int],
-        form: WeightFormat,
+        weight_format: WeightFormat,
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
@@ -54,11 +54,11 @@ class QuantLinear(nn.Linear):
         matrix; `fan_in_fan_out` says that the original weight was stored as [K, N]."""
         nn.Module.__init__(self)
         self.out_features, self.in_features = shape
-        self.form, self.matrix_dtype, self.fan_in_fan_out = form, dtype, fan_in_fan_out
+        self.form, self.matrix_dtype, self.fan_in_fan_out = weight_format, dtype, fan_in_fan_out
         self.dequantise: Dequantise = dequantise_plain
         self.multiply: MultiplyCodes = multiply_codes
-        """Function that multiplies by codes. `compute_by` sets it, and `dequantise`, to kernels."""
-        stored = form.parts(*shape)
+        """Function that multiplies by codes. `set_weight_functions` sets it, and `dequantise`, to kernels."""
+        stored = weight_format.parts(*shape)
         self._parts = tuple(stored)
         for name, part in stored.items():
             value = torch.empty_like(part, device=device)
@@ -149,10 +149,10 @@ def replace_linears(model: PreTrainedModel, formats: Mapping[str, WeightFormat])
         model.set_submodule(path, _empty_linear(model.get_submodule(path), form, dtype))
 
 
-def _empty_linear(plain: nn.Module, form: WeightFormat, dtype: torch.dtype) -> QuantLinear:
+def _empty_linear(plain: nn.Module, weight_format: WeightFormat, dtype: torch.dtype) -> QuantLinear:
     weight, bias, turned = cast(Tensor, plain.weight), plain.bias is not None, isinstance(plain, Conv1D)
     outputs, inputs = reversed(weight.shape) if turned else weight.shape
-    return QuantLinear((outputs, inputs), form, bias, dtype, weight.device, turned)
+    return QuantLinear((outputs, inputs), weight_format, bias, dtype, weight.device, turned)
 
 
 def quantise_linears(model: PreTrainedModel, formats: Mapping[str, WeightFormat]) -> None:
@@ -187,7 +187,7 @@ def cut_quantised(linear: QuantLinear, parts: Mapping[str, Tensor], part: SiteSl
     return quantised
 
 
-def compute_by(
+def set_weight_functions(
     model: PreTrainedModel,
     dequantise: Dequantise = dequantise_plain,
     multiply: MultiplyCodes = multiply_codes,
@@ -199,13 +199,13 @@ def compute_by(
 
 
 @contextmanager
-def unrounded(model: PreTrainedModel) -> Iterator[None]:
+def unrounded_activations(model: PreTrainedModel) -> Iterator[None]:
     """Within the context, multiply by dequantised fp8 weights without rounding the activations."""
-    compute_by(model, multiply=multiply_unrounded)
+    set_weight_functions(model, multiply=multiply_unrounded)
     try:
         yield
     finally:
-        compute_by(model)
+        set_weight_functions(model)
 
 
 def quant_paths(model: PreTrainedModel) -> list[str]:

@@ -105,11 +105,11 @@ def stored_format(name: str, stored: Collection[str]) -> Nf4:
 
 
 def stored_parts(
-    name: str, read: ReadTensor, form: WeightFormat, shape: tuple[int, int]
+    name: str, read: ReadTensor, weight_format: WeightFormat, shape: tuple[int, int]
 ) -> dict[str, Tensor]:
     """Return the tensors of a matrix that bitsandbytes has quantised, after checking its metadata."""
     state = _read_state(name, read(f"{name}.{STATE}"))
-    announced = form.parts(*shape)
+    announced = weight_format.parts(*shape)
     nested = "nested_absmax" in announced
     expected = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "shape": list(shape)}
     expected |= {"nested_blocksize": NESTED_BLOCK} if nested else {}

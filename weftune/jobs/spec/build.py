@@ -20,7 +20,7 @@ from weftune.core.shapes import SCORE
 from weftune.data.spec import EXACT_MATCH, RESERVED_NAMES
 from weftune.errors import Mistake
 from weftune.jobs.spec.keys import SECTIONS, name_fault, nearest_word, shared_value_reason, unknown_key
-from weftune.jobs.spec.layer import ROWS, Fault, Layer, Loc, child_value, dotted_name, find_place
+from weftune.jobs.spec.layer import ROWS, Fault, Layer, Loc, child_value, dotted_name, find_source_location
 from weftune.jobs.spec.schema import EXPECTED, bound_of_key, build, choice_sentence, number_faults
 from weftune.objectives.spec import ANSWER_OBJECTIVES, OBJECTIVES, SFT_SPEC
 
@@ -138,7 +138,7 @@ TOKEN = Bound(whole=True, at_least=0, at_most=2**31 - 1)
 
 
 def build_job(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | None, list[Mistake]]:
-    """Return the job that `layer` describes, or every mistake in it. Paths are relative to `folder`."""
+    """Return the job that `layer` describes, or all mistakes in it. Paths are relative to `folder`."""
     values = _with_defaults(layer.values)
     faults: dict[Loc, str] = {}
 
@@ -157,10 +157,10 @@ def build_job(record: type[Record], layer: Layer, folder: Path) -> tuple[Record 
     note(wrong)
     made = build(record, {**values, "adapter": adapter, "objective": objective})
     note(made if isinstance(made, list) else [])
-    note(_contradictions(values))
+    note(_contradiction_faults(values))
     if faults:
         return None, [
-            find_place(layer.places, loc).mistake(sentence + _sweep_hint(values, loc))
+            find_source_location(layer.places, loc).mistake(sentence + _sweep_hint(values, loc))
             for loc, sentence in faults.items()
         ]
     assert isinstance(made, record)
@@ -278,7 +278,7 @@ def _resolve_paths(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any]
     return whole, faults
 
 
-def _contradictions(values: Mapping[str, Any]) -> Iterator[Fault]:
+def _contradiction_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield faults in the name, and in keys that are valid by themselves but contradict each other."""
     if "name" in values and (sentence := name_fault(values["name"])):
         yield Fault(("name",), sentence)
@@ -363,7 +363,7 @@ def _preference_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _head_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield the reasons why the job cannot train, or need not have, a scalar head."""
+    """Yield the reasons why the job cannot train a scalar head or does not need one."""
     objective, adapter, held_out = (values.get(key) for key in ("objective", "adapter", "eval"))
     kind = objective.get("kind", "sft") if isinstance(objective, Mapping) else "sft"
     if not isinstance(kind, str) or kind not in OBJECTIVES:
@@ -463,7 +463,8 @@ def _layer_faults(layers: Any) -> Iterator[Fault]:
 
 
 def _expression_faults(text: str, expression: str, location: Loc) -> Iterator[Fault]:
-    """Check the regular expression `expression`, of which the user wrote the part `text`."""
+    """Check the regular expression `expression`. Messages quote `text`, the part of it that the user
+    wrote."""
     if not text:
         yield Fault(location, "must not be empty")
     if slow := slow_pattern_error([expression]):
@@ -490,8 +491,8 @@ NO_SCALING: Mapping[str, str] = {
 
 
 def rope_checked(base: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the keys of the base with `type`, an older name of `rope_type`, renamed, and the faults of its
-    rope scaling that types do not show."""
+    """Return the keys of the base, in which `type`, an older name of `rope_type`, is renamed, and those
+    faults of the rope scaling that a check of types does not find."""
     keys = base.get("rope_scaling")
     if not isinstance(keys, Mapping):
         return dict(base), []

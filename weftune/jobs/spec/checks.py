@@ -35,7 +35,7 @@ NAMED = 4
 def check_on_base(
     jobs: Sequence[JobSpec], shape: ModelShape, base: BaseSpec, locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return the mistakes of a run's jobs that the sizes of its base show."""
+    """Return the mistakes in a run's jobs that can be found from the sizes of its base."""
     return [
         *check_targets(jobs, shape, locate),
         *check_lengths(jobs, shape, base, locate),
@@ -109,7 +109,7 @@ def _target_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
         return
     default = next(item.default for item in fields(adapter) if item.name == "targets")
     if isinstance(targets, str) or targets == default:
-        if not any(adapter.adapts(site) for site in _linears(shape)):
+        if not any(adapter.adapts(site) for site in _linear_names(shape)):
             # Default targets are names from several model families, some of which a base has.
             name_them = f"name modules of the base: its modules end in {', '.join(_linear_suffixes(shape))}"
             yield Fault(
@@ -118,7 +118,7 @@ def _target_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
         return
     for index, target in enumerate(targets):
         alone = replace(adapter, targets=(target,))
-        if not any(alone.adapts(site) for site in _linears(shape)):
+        if not any(alone.adapts(site) for site in _linear_names(shape)):
             sentence = (
                 f"{format_value(target)} matches no module of the base; {_suggest_targets(target, shape)}"
             )
@@ -161,7 +161,7 @@ def _suggest_targets(target: str, shape: ModelShape) -> str:
 
 
 def _linear_suffixes(shape: ModelShape) -> list[str]:
-    return list(dict.fromkeys(site.name.rpartition(".")[2] for site in _linears(shape)))
+    return list(dict.fromkeys(site.name.rpartition(".")[2] for site in _linear_names(shape)))
 
 
 def _parameter_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
@@ -189,7 +189,7 @@ def _token_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
         yield Fault((key,), f"{sentence} {outside} around its layers; leave it out")
 
 
-def _linears(shape: ModelShape) -> list[SiteShape]:
+def _linear_names(shape: ModelShape) -> list[SiteShape]:
     return [site for site in shape.sites if not site.experts]
 
 
@@ -305,11 +305,11 @@ def _rope_text(scaling: Mapping[str, Any] | None) -> str:
 def _lora_warnings(
     adapter: LoraSpec, sites: Sequence[SiteShape], adapters: Mapping[str, TargetSpec]
 ) -> Iterator[str]:
-    wide = [site for site in sites if adapter.rank_at(site.name) > _width(site)]
+    wide = [site for site in sites if adapter.rank_at(site.name) > _max_rank(site)]
     if wide:
-        narrow = min(wide, key=_width)
+        narrow = min(wide, key=_max_rank)
         yield (
-            f"rank {adapter.rank_at(narrow.name)} is over the width {_width(narrow)} of {narrow.name}"
+            f"rank {adapter.rank_at(narrow.name)} is over the width {_max_rank(narrow)} of {narrow.name}"
             f"{f' and {len(wide) - 1} more' if len(wide) > 1 else ''}; the ranks above it add nothing"
         )
     for key, patterns in (("rank_pattern", adapter.rank_pattern), ("alpha_pattern", adapter.alpha_pattern)):
@@ -348,8 +348,8 @@ def _source_adapter(
 
 
 def _start_warnings(adapter: LoraSpec, source_adapter: LoraSpec, sites: Sequence[SiteShape]) -> Iterator[str]:
-    """Warn if the scale differs from that of the source adapter: PEFT's files hold A and B only, and their
-    product is multiplied by the scale, which the job sets anew."""
+    """Warn if the scale differs from the scale of the source adapter. PEFT's files contain A and B only, and
+    their product is multiplied by the scale that the new job sets."""
     for site in sites:
         scale, was = adapter.scale_at(site.name), source_adapter.scale_at(site.name)
         if not math.isclose(scale, was):
@@ -360,7 +360,7 @@ def _start_warnings(adapter: LoraSpec, source_adapter: LoraSpec, sites: Sequence
             return
 
 
-def _width(site: SiteShape) -> int:
+def _max_rank(site: SiteShape) -> int:
     return min(site.in_features, site.out_features)
 
 
@@ -372,8 +372,8 @@ MAX_NAMED = 8
 def name_faults(
     jobs: Sequence[JobSpec], known_names: Sequence[str], trials: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield every job that starts from a job that cannot be its source, with the error message. `known_names`
-    are all names of the run, and `trials` maps the names of trials to their sweeps."""
+    """Yield every job whose source job cannot be a source, with the error message. `known_names` are all
+    names of the run, and `trials` maps the names of trials to their sweeps."""
     sources = {job.name: source for job in jobs if (source := source_job(job.adapter))}
     trials = trials or {}
     told: set[str] = set()
@@ -427,7 +427,8 @@ def check_names(
 def check_starts(
     jobs: Sequence[JobSpec], shape: ModelShape, locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return a mistake for every job whose source adapts other linears of this base or has other ranks."""
+    """Return a mistake for every job whose source job adapts different linears of this base or has different
+    ranks."""
     adapters = {job.name: job.adapter for job in jobs}
     return [
         Mistake(locate(job.name, *SOURCE), sentence)
@@ -470,7 +471,7 @@ def _mismatch_reason(source: str, source_adapter: TargetSpec, adapter: TargetSpe
 
 
 def refuse_kinds_on_shards(jobs: Iterable[JobSpec], shards: int) -> None:
-    """Raise UserError if a job's adapter cannot be divided as its layers are."""
+    """Raise UserError if a job's adapter cannot be divided among the shards of the layers."""
     for job in jobs:
         if shards > 1 and not job.adapter.runs_on_shards:
             raise UserError(

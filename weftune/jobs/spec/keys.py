@@ -22,18 +22,20 @@ from weftune.jobs.sweeps.spec import Halving, SweepSpec
 from weftune.objectives.spec import OBJECTIVES, ObjectiveSpec
 
 CUTOFF = 0.8
-"""Minimum similarity of a suggestion. It is above 0.75, since changing one letter of four can give another
-word, as in dora and lora."""
+"""Minimum similarity of a suggestion. It is above 0.75, since words of four letters that differ in one letter
+may be unrelated, such as dora and lora."""
 MIN_LETTERS = 3
 
 
-def nearest_word(word: str, known_words: Iterable[str]) -> str | None:
-    """Return the known name that `word` misspells, or the only known name that it abbreviates or is an
-    anagram of."""
+def nearest_word(unknown_word: str, known_words: Iterable[str]) -> str | None:
+    """Return the known name that `unknown_word` misspells, or the only known name that it abbreviates or is
+    an anagram of."""
     names = list(known_words)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=CUTOFF)
-    if not near and len(word) >= MIN_LETTERS:
-        near = [name for name in names if name.startswith(word) or sorted(name) == sorted(word)]
+    near = difflib.get_close_matches(unknown_word, names, n=1, cutoff=CUTOFF)
+    if not near and len(unknown_word) >= MIN_LETTERS:
+        near = [
+            name for name in names if name.startswith(unknown_word) or sorted(name) == sorted(unknown_word)
+        ]
     return near.pop() if len(near) == 1 else None
 
 
@@ -71,7 +73,7 @@ def name_fault(name: Any) -> str | None:
 
 
 def repeated_names(names: Sequence[Any]) -> Iterator[tuple[int, str]]:
-    """Yield the position of every name that an earlier job already has, with the error message."""
+    """Yield the position of every name that is already the name of an earlier job, with the error message."""
     first: dict[str, int] = {}
     for index, name in enumerate(names):
         if not isinstance(name, str):

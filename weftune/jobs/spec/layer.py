@@ -20,7 +20,8 @@ ROWS = "rows"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place where a value was written: a line of a file, if there is one, and the value's dotted name."""
+    """The location where the user wrote a value: a line of a file, if there is one, and the value's dotted
+    name."""
 
     file: str
     line: int
@@ -65,9 +66,11 @@ def dotted_name(location: Loc) -> str:
     return text
 
 
-def all_places(values: Any, root: Loc = (), file: str = "", lines: Mapping[Loc, int] | None = None) -> Places:
-    """Return the place of every value below `root`, keyed by its location relative to `root`; a value without
-    a line gets the line of its parent."""
+def source_locations(
+    values: Any, root: Loc = (), file: str = "", lines: Mapping[Loc, int] | None = None
+) -> Places:
+    """Map the location of every value, relative to `root`, to the place where the value was written. A value
+    without a line gets the line of its parent."""
     places: Places = {}
     known = lines or {}
 
@@ -87,14 +90,14 @@ def all_places(values: Any, root: Loc = (), file: str = "", lines: Mapping[Loc, 
     return places
 
 
-def find_place(places: Places, location: Loc) -> Place:
+def find_source_location(places: Places, location: Loc) -> Place:
     """Return the place of `location`, or of the nearest enclosing value that was written."""
     while location and location not in places:
         location = location[:-1]
     return places[location]
 
 
-def nest_places(places: Places, outer_location: Loc, key: str) -> None:
+def nest_source_locations(places: Places, outer_location: Loc, key: str) -> None:
     """Expand a shorthand: move the places of all values at `outer_location` one level deeper, under `key`."""
     for loc, place in list(places.items()):
         if loc[: len(outer_location)] == outer_location:
@@ -102,7 +105,8 @@ def nest_places(places: Places, outer_location: Loc, key: str) -> None:
 
 
 def sort_mistakes(mistakes: list[Mistake]) -> list[Mistake]:
-    """Return the mistakes by line, each once: one in `defaults` would otherwise be repeated for every job."""
+    """Return the mistakes by line, without repetitions: a mistake in `defaults` would otherwise be repeated
+    for every job."""
     return list(dict.fromkeys(sorted(mistakes, key=lambda mistake: mistake.line)))
 
 
@@ -123,7 +127,7 @@ def expand_shorthands(values: Mapping[str, Any], places: Places) -> Layer:
     data = whole.get("data")
     if isinstance(data, str | list | tuple):
         whole["data"] = data = {"path": data}
-        nest_places(places, ("data",), "path")
+        nest_source_locations(places, ("data",), "path")
     if isinstance(data, Mapping) and isinstance(data.get("path"), list | tuple):
         sources = [{"path": item} if isinstance(item, str) else item for item in data["path"]]
         plain = {index for index, item in enumerate(data["path"]) if isinstance(item, str)}
@@ -135,11 +139,11 @@ def expand_shorthands(values: Mapping[str, Any], places: Places) -> Layer:
         whole["data"] = {**data, "path": sources}
     if isinstance(whole.get("objective"), str):
         whole["objective"] = {"kind": whole["objective"]}
-        nest_places(places, ("objective",), "kind")
+        nest_source_locations(places, ("objective",), "kind")
     stop = whole.get("early_stop")
     if isinstance(stop, numbers.Real) and not isinstance(stop, bool):
         whole["early_stop"] = {"patience": stop}
-        nest_places(places, ("early_stop",), "patience")
+        nest_source_locations(places, ("early_stop",), "patience")
     return Layer(whole, places)
 
 
@@ -171,16 +175,17 @@ def _has_value(values: Any, location: Loc) -> bool:
 
 
 def layer_from_keywords(keywords: Mapping[str, Any]) -> Layer:
-    """Return the keywords of a JobSpec as a layer that equals the layer of these keys in a file."""
+    """Return the keywords of a JobSpec as a layer, equal to the layer that a file with these keys gives."""
     values = dict(keywords)
     if is_row_data(values.get("data")):
         values["data"] = {ROWS: values["data"]}
     values = {key: plain_values(value) for key, value in values.items()}
-    return expand_shorthands(values, all_places(values))
+    return expand_shorthands(values, source_locations(values))
 
 
 def is_row_data(data: Any) -> bool:
-    """Whether `data` is the rows themselves, not a mixture of datasets: a list of paths or {path, weight}."""
+    """Whether `data` contains the rows themselves. Otherwise it is a mixture of datasets: a list of paths or
+    {path, weight}."""
     if isinstance(data, list | tuple):
         return not data or not all(isinstance(item, str | Path) or _is_source(item) for item in data)
     is_path_or_keys = isinstance(data, str | bytes | Path | Mapping) or is_dataclass(data)

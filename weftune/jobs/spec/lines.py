@@ -19,7 +19,8 @@ MAX_NODES = 50_000
 billions of values."""
 MAX_CHARACTERS = 1_000_000
 MAX_DEPTH = 50
-"""Maximum nesting depth of lists and mappings. The YAML reader checks all open ones for every token."""
+"""Maximum nesting depth of lists and mappings. The YAML reader checks all enclosing lists and mappings for
+every token."""
 
 TAG = "tag:yaml.org,2002:"
 
@@ -72,20 +73,20 @@ class Document:
 
     def read(self, node: yaml.Node) -> None:
         self.lines[()] = node.start_mark.line + 1
-        self.values = self._value(node, ())
+        self.values = self._read_value(node, ())
 
-    def _fault(self, node: yaml.Node, location: Loc, sentence: str) -> None:
+    def _add_fault(self, node: yaml.Node, location: Loc, sentence: str) -> None:
         place = Place(self.file, node.start_mark.line + 1, dotted_name(location))
         self.faults.append(place.mistake(sentence))
 
-    def _value(self, node: yaml.Node, location: Loc) -> Any:
+    def _read_value(self, node: yaml.Node, location: Loc) -> Any:
         self._nodes += 1
         if self._nodes > MAX_NODES:
             raise SpecError(
                 Mistake(self.file, f"holds more than {MAX_NODES} values once aliases are followed")
             )
         if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, location)
+            return self._read_scalar(node, location)
         if id(node) in self._open:
             # The node is the anchored value, which begins further up than its alias.
             place = Place(self.file, self.lines[location], dotted_name(location))
@@ -94,19 +95,19 @@ class Document:
         self._open.add(id(node))
         try:
             return (
-                self._mapping(node, location)
+                self._read_mapping(node, location)
                 if isinstance(node, yaml.MappingNode)
-                else self._sequence(node, location)
+                else self._read_sequence(node, location)
             )
         finally:
             self._open.discard(id(node))
 
-    def _sequence(self, node: yaml.Node, location: Loc) -> list[Any]:
+    def _read_sequence(self, node: yaml.Node, location: Loc) -> list[Any]:
         for index, item in enumerate(node.value):
             self.lines[(*location, index)] = item.start_mark.line + 1
-        return [self._value(item, (*location, index)) for index, item in enumerate(node.value)]
+        return [self._read_value(item, (*location, index)) for index, item in enumerate(node.value)]
 
-    def _mapping(self, node: yaml.MappingNode, location: Loc) -> dict[str, Any]:
+    def _read_mapping(self, node: yaml.MappingNode, location: Loc) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key, value in node.value:
             if key.tag == TAG + "merge":
@@ -116,29 +117,30 @@ class Document:
             if key.tag == TAG + "merge":
                 continue
             if not isinstance(key, yaml.ScalarNode):
-                self._fault(key, location, "a key must be plain text")
+                self._add_fault(key, location, "a key must be plain text")
                 continue
             line = key.start_mark.line + 1
             here = (*location, key.value)
             if key.value in first:
-                self._fault(key, here, f"is written twice, first on line {first[key.value]}; remove one")
+                self._add_fault(key, here, f"is written twice, first on line {first[key.value]}; remove one")
                 continue
             first[key.value] = self.lines[here] = line
-            result[key.value] = self._value(value, here)
+            result[key.value] = self._read_value(value, here)
         return result
 
     def _merge_values(self, node: yaml.Node, location: Loc) -> dict[str, Any]:
-        """Return what `<<` merges in: one mapping, or a list of mappings, of which the earlier win."""
+        """Return the values that `<<` merges: those of one mapping, or of a list of mappings, in which
+        earlier mappings take precedence."""
         parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
         result: dict[str, Any] = {}
         for part in reversed(parts):
             if isinstance(part, yaml.MappingNode):
-                result |= self._value(part, location) or {}
+                result |= self._read_value(part, location) or {}
             else:
-                self._fault(part, location, "<< takes a mapping, or a list of mappings")
+                self._add_fault(part, location, "<< takes a mapping, or a list of mappings")
         return result
 
-    def _scalar(self, node: yaml.ScalarNode, location: Loc) -> Any:
+    def _read_scalar(self, node: yaml.ScalarNode, location: Loc) -> Any:
         text, tag = node.value, node.tag
         try:
             if tag == TAG + "null":
@@ -150,13 +152,13 @@ class Document:
             if tag == TAG + "float":
                 return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
         except ValueError:
-            self._fault(node, location, "is a number that cannot be read")
+            self._add_fault(node, location, "is a number that cannot be read")
             return None
         if tag not in (TAG + "str", TAG + "merge"):
-            self._fault(node, location, f"the tag {tag} means nothing here; remove it")
+            self._add_fault(node, location, f"the tag {tag} means nothing here; remove it")
             return None
         if any("\ud800" <= letter <= "\udfff" for letter in text):
-            self._fault(node, location, "holds half a surrogate pair, which is no text; remove it")
+            self._add_fault(node, location, "holds half a surrogate pair, which is no text; remove it")
             return None
         return text
 

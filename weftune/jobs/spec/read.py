@@ -29,13 +29,13 @@ from weftune.jobs.spec.layer import (
     Loc,
     Place,
     Places,
-    all_places,
     dotted_name,
     expand_shorthands,
-    find_place,
+    find_source_location,
     is_row_data,
     merge_layers,
     sort_mistakes,
+    source_locations,
 )
 from weftune.jobs.spec.lines import MAX_NODES, parse_yaml, read_yaml
 from weftune.jobs.spec.schema import EXPECTED, build
@@ -45,7 +45,8 @@ from weftune.jobs.sweeps.spec import Sweep
 
 OUTPUT = "output"
 ANY_DEFAULTS = 100
-"""Number of values that `defaults` may have with any number of jobs; a job has about forty keys."""
+"""Number of values that `defaults` may always have, whatever the number of jobs. A job has about forty
+keys."""
 
 
 ShapeOf = Callable[[BaseSpec], ModelShape | None]
@@ -265,7 +266,7 @@ class _Reader:
         known = [*(name for name in names if isinstance(name, str)), *self.known_jobs]
         trial_names = {trial.name: sweep.name for sweep in sweeps for trial in sweep.trials}
         for name, sentence in name_faults(made, known, trial_names):
-            self.mistakes.append(find_place(places[name], SOURCE).mistake(sentence))
+            self.mistakes.append(find_source_location(places[name], SOURCE).mistake(sentence))
         return tuple(made), tuple(sweeps), places
 
     def defaults(self, values: Any) -> Layer:
@@ -289,4 +290,4 @@ class _Reader:
         elif isinstance(data, Mapping) and "rows" in data:
             self.fault((*location, "data", "rows"), "write the rows to a file, and its path as data.path")
             keys = {**keys, "data": {key: value for key, value in data.items() if key != "rows"}}
-        return expand_shorthands(keys, all_places(keys, location, self.file, self.lines))
+        return expand_shorthands(keys, source_locations(keys, location, self.file, self.lines))

@@ -11,7 +11,7 @@ from typing import Any
 from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.build import build_job
 from weftune.jobs.spec.keys import SECTIONS, unknown_key
-from weftune.jobs.spec.layer import all_places, expand_shorthands, layer_from_keywords, merge_layers
+from weftune.jobs.spec.layer import expand_shorthands, layer_from_keywords, merge_layers, source_locations
 from weftune.jobs.spec.lines import parse_yaml
 from weftune.jobs.spec.spec import JobSpec, changed_keys, resolve_job
 from weftune.jobs.store.status import resume_line
@@ -89,7 +89,7 @@ def with_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
     below = layer_from_keywords({item.name: getattr(job, item.name) for item in fields(JobSpec)})
     nested = _nest_keys(changes)
     made, found = build_job(
-        JobSpec, merge_layers(below, expand_shorthands(nested, all_places(nested))), Path.cwd()
+        JobSpec, merge_layers(below, expand_shorthands(nested, source_locations(nested))), Path.cwd()
     )
     if made is None:
         raise SpecError([Mistake(f"--set {one.location}", one.sentence) for one in found])

@@ -101,21 +101,23 @@ def build(record: type, values: Mapping[str, Any], section: str = "job", root: L
     try:
         return _type_adapter(record).validate_python(values)
     except ValidationError as error:
-        return list(_faults(error, values, section, root))
+        return list(_validation_faults(error, values, section, root))
 
 
-def _faults(error: ValidationError, values: Mapping[str, Any], section: str, root: Loc) -> Iterator[Fault]:
+def _validation_faults(
+    error: ValidationError, values: Mapping[str, Any], section: str, root: Loc
+) -> Iterator[Fault]:
     found: dict[Loc, ErrorDetails] = {}
     for item in error.errors(include_url=False):
-        found.setdefault(_location(item, values), item)
+        found.setdefault(_error_location(item, values), item)
     # A union reports an error for each member: the one that lies deeper inside is the one meant.
     around = {loc[:length] for loc in found for length in range(len(loc))}
     for loc, item in found.items():
         if loc not in around:
-            yield _fault(root + loc, item, section)
+            yield _validation_fault(root + loc, item, section)
 
 
-def _location(item: ErrorDetails, values: Any) -> Loc:
+def _error_location(item: ErrorDetails, values: Any) -> Loc:
     """Return pydantic's location without the names of union members, which are no keys of the values."""
     loc = item["loc"]
     found: list[str | int] = []
@@ -130,7 +132,7 @@ def _location(item: ErrorDetails, values: Any) -> Loc:
     return tuple(found)
 
 
-def _fault(location: Loc, item: ErrorDetails, section: str) -> Fault:
+def _validation_fault(location: Loc, item: ErrorDetails, section: str) -> Fault:
     kind, value = item["type"], item["input"]
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return Fault(location, unknown_key(find_section(location[:-1], section), str(location[-1])))

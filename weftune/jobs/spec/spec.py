@@ -22,7 +22,7 @@ from weftune.jobs.spec.layer import (
     Loc,
     Places,
     dotted_name,
-    find_place,
+    find_source_location,
     layer_from_keywords,
     sort_mistakes,
 )
@@ -100,7 +100,7 @@ class RunSpec:
     def locate(self, job: str, *location: str | int) -> str:
         """Return where `loc` of a job was written, for mistakes found only when the base is known."""
         return (
-            str(find_place(self.places[job], location))
+            str(find_source_location(self.places[job], location))
             if job in self.places
             else locate_in_job(job, *location)
         )
@@ -129,13 +129,13 @@ def resolve_job(job: JobSpec) -> dict[str, Any]:
     whole["adapter"] = _to_plain_values(job.adapter)
     objective = _to_plain_values(job.objective)
     whole["objective"] = job.objective.kind if len(objective) == 1 else objective
-    whole["data"] = _data(job.data)
+    whole["data"] = _data_values(job.data)
     whole["eval"] = None if job.eval is None else _to_plain_values(job.eval)
     whole["early_stop"] = None if job.early_stop is None else _to_plain_values(job.early_stop)
     return whole
 
 
-def _data(data: DataSpec) -> dict[str, Any]:
+def _data_values(data: DataSpec) -> dict[str, Any]:
     """Return the keys of the data; rows passed from Python are replaced by their number."""
     whole = {item.name: getattr(data, item.name) for item in fields(DataSpec)}
     rows = whole.pop(ROWS)

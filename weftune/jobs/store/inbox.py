@@ -44,7 +44,7 @@ class FileRequest:
     priority: int = 0
     """New priority; for the verb `priority` only."""
     file: str = ""
-    """Absolute path of the jobs file to add, relative to which its paths are read."""
+    """Absolute path of the jobs file to add. Paths in the file are relative to its folder."""
     text: str = ""
     """Content of the jobs file, which may change or disappear before the run is resumed."""
 

@@ -80,7 +80,7 @@ def read_job_file(folder: Path) -> JobFile | None:
 
 
 def recorded_data(values: Mapping[str, Any]) -> DataSpec:
-    """Return the data keys of the job in a job file. Raises TypeError or AttributeError for unknown ones."""
+    """Return the data keys of the job in a job file. Raises TypeError or AttributeError for unknown keys."""
     keys = values["job"].get("data") or {}
     path = keys.get("path") or ()
     sources = path if isinstance(path, str) else tuple(Source(**source) for source in path)
@@ -124,7 +124,7 @@ def rebuild_status(output: Path, complaint: str) -> RunStatus:
     note = f"{STATUS} was damaged ({complaint}) and has been rebuilt from the folders of the jobs: {done}."
     return RunStatus(
         started=time.time(),
-        seconds=sum(_number(line.get("seconds")) for line in _read_lines(output / WINDOWS)),
+        seconds=sum(_finite_number(line.get("seconds")) for line in _read_lines(output / WINDOWS)),
         notes=(note,),
         jobs=jobs,
     )
@@ -137,7 +137,7 @@ def status_from_folder(folder: Path, lines: Sequence[Mapping[str, Any]] | None =
         lines = [line for line in _read_lines(folder.parent / METRICS) if line.get("job") == folder.name]
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if isinstance(line.get("eval_loss"), int | float)]
-    last = max(evaluations, key=lambda line: _number(line.get("step")), default={})
+    last = max(evaluations, key=lambda line: _finite_number(line.get("step")), default={})
     base = next((line[BASE_LOSS] for line in lines if isinstance(line.get(BASE_LOSS), int | float)), None)
     values: Mapping[str, Any] = {}
     with suppress(DamagedJobFile):
@@ -145,16 +145,18 @@ def status_from_folder(folder: Path, lines: Sequence[Mapping[str, Any]] | None =
     spec = values.get("job")
     keeps_best = isinstance(spec, Mapping) and spec.get("keep") == "best"
     metric = _metric_key(spec)
-    ranked = sorted(evaluations, key=lambda line: (-_number(line.get(metric)), float(line["eval_loss"])))
+    ranked = sorted(
+        evaluations, key=lambda line: (-_finite_number(line.get(metric)), float(line["eval_loss"]))
+    )
     best = ranked[0] if ranked else {}
     kept = best if keeps_best else last
-    step = max((int(_number(line.get("step"))) for line in steps), default=0)
+    step = max((int(_finite_number(line.get("step"))) for line in steps), default=0)
     is_finished = all((folder / name).is_file() for name in (CONFIG, WEIGHTS))
     return JobStatus(
         state=State.SUCCEEDED if is_finished and not (folder / CHECKPOINTS).exists() else State.QUEUED,
         step=step,
-        steps=int(_number(values.get("steps"))),
-        trained_tokens=sum(int(_number(line.get("tokens"))) for line in steps),
+        steps=int(_finite_number(values.get("steps"))),
+        trained_tokens=sum(int(_finite_number(line.get("tokens"))) for line in steps),
         eval_loss=kept.get("eval_loss"),
         score=kept.get(metric),
         best_step=best.get("step"),
@@ -195,5 +197,5 @@ def _read_lines(path: Path) -> list[Mapping[str, Any]]:
     return []
 
 
-def _number(value: Any) -> float:
+def _finite_number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 0.0

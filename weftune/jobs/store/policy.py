@@ -21,7 +21,7 @@ class QueuedJob:
     """A job that trains or waits, with the facts that policies decide by."""
 
     shape: JobShape
-    """Sizes of the job; its `priority` is the one that the user requested."""
+    """Sizes of the job, with the `priority` that the user requested."""
     is_attached: bool = False
     tenant: str = ""
     submitted: int = 0
@@ -29,7 +29,7 @@ class QueuedJob:
     queued_seconds: float = 0.0
     """Seconds that the job has waited in total, also before it was admitted."""
     deadline: float | None = None
-    """Time by which the job should have ended, in seconds since 1970."""
+    """Deadline of the job, in seconds since 1970."""
     remaining_seconds: float = 0.0
     """Predicted seconds until the job ends if it trains from now on."""
 
@@ -39,9 +39,9 @@ class TenantUsage:
     """Usage of a tenant so far."""
 
     recent_tokens: float = 0.0
-    """Tokens that its jobs have trained on, of which older ones count less."""
+    """Number of tokens that the tenant's jobs have trained on, in which older tokens have a lower weight."""
     tokens_today: int = 0
-    """Tokens that its jobs have trained on today."""
+    """Number of tokens that the tenant's jobs have trained on today."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class FairShare:
         nothing = TenantUsage()
         by_tenant: dict[str, list[QueuedJob]] = defaultdict(list)
         for job in sorted(
-            jobs, key=lambda job: (*self._urgency(job, now), not job.is_attached, job.submitted)
+            jobs, key=lambda job: (*self._aged_priority(job, now), not job.is_attached, job.submitted)
         ):
             by_tenant[job.tenant].append(job)
         held: dict[str, str] = {}
@@ -110,11 +110,12 @@ class FairShare:
                 tokens += max(1, job.shape.batch_tokens) / weight
                 positions[job.shape.name] = turns, tokens
         allowed = [job for job in jobs if job.shape.name not in held]
-        found = ranking(allowed, lambda job: (*self._urgency(job, now), *positions[job.shape.name]))
+        found = ranking(allowed, lambda job: (*self._aged_priority(job, now), *positions[job.shape.name]))
         return replace(found, hold_reasons=held)
 
-    def _urgency(self, job: QueuedJob, now: float) -> tuple[int, bool]:
-        """Return the job's aged priority, negated, and whether it can still wait."""
+    def _aged_priority(self, job: QueuedJob, now: float) -> tuple[int, bool]:
+        """Return the job's priority including ageing, negated, and whether the job can wait without missing
+        its deadline."""
         aged = job.shape.priority + int(job.queued_seconds // self.ageing_seconds)
         can_wait = job.deadline is None or now + DEADLINE_MARGIN * job.remaining_seconds < job.deadline
         return -aged, can_wait
@@ -134,7 +135,7 @@ other job joins."""
 
 def ranking(jobs: Sequence[QueuedJob], key: Callable[[QueuedJob], Any]) -> Ranking:
     """Return the jobs with effective priorities that follow `key`, lowest first. Jobs with equal keys get the
-    same one and are ordered by submission."""
+    same priority and are ordered by submission."""
     levels = {value: -level for level, value in enumerate(sorted({key(job) for job in jobs}))}
     ranked = {
         job.shape.name: replace(job.shape, priority=levels[key(job)], file_position=job.submitted)

@@ -37,8 +37,8 @@ def admit_jobs(
     fits: Fits,
     overtake_counts: Mapping[str, int] | None = None,
 ) -> Admission:
-    """Decide which jobs are admitted and preempted at this boundary; `overtake_counts` is that of the last
-    Admission. A job with `source_job` waits: once that adapter exists, the caller clears the field."""
+    """Decide which jobs are admitted and preempted at this boundary. `overtake_counts` is taken from the last
+    Admission. A job with a `source_job` waits until the caller clears that field, once the adapter exists."""
     never = too_large(waiting_jobs, fits)
     early = {job.name: f"waits for {job.source_job}" for job in waiting_jobs if job.source_job}
     possible = [job for job in waiting_jobs if job.name not in never and job.name not in early]
@@ -50,7 +50,7 @@ def admit_jobs(
     return Admission(
         admitted_names=tuple(job.name for job in admitted),
         preempted={job.name: _replacing_job(job, admitted) for job in seats.unseated if job.name in present},
-        wait_reasons=_reasons(seats, present, counts, fits)
+        wait_reasons=_wait_reasons(seats, present, counts, fits)
         | {name: reason for name, reason in early.items() if name not in never},
         too_large=never,
         overtake_counts=counts,
@@ -79,7 +79,9 @@ def _count_overtakes(
     return counts
 
 
-def _reasons(seats: Seats, attached_names: set[str], counts: Mapping[str, int], fits: Fits) -> dict[str, str]:
+def _wait_reasons(
+    seats: Seats, attached_names: set[str], counts: Mapping[str, int], fits: Fits
+) -> dict[str, str]:
     queue = [job for job in seats.unseated if job.name not in attached_names]
     reasons: dict[str, str] = {}
     behind = ""

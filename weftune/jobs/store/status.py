@@ -32,14 +32,16 @@ class State(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"
     PAUSED = "paused"
-    """Stopped at its current step, by Ctrl-C or since a file could not be written; --resume continues it."""
+    """State of a job that was stopped at its current step, by Ctrl-C or because a file could not be written;
+    --resume continues the job."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
     @property
     def ended(self) -> bool:
-        """Whether the job continues only at the user's request (--restart or --retry)."""
+        """Whether the job has ended. An ended job continues only at the user's request (--restart or
+        --retry)."""
         return not MOVES[self]
 
 
@@ -71,7 +73,7 @@ class JobStatus:
     reason: str = ""
     """Reason why the job waits, is paused, failed or was cancelled; empty otherwise."""
     step: int = 0
-    """Optimizer steps done."""
+    """Number of completed optimizer steps."""
     steps: int = 0
     """Total number of optimizer steps; 0 until the samples are counted."""
     trained_tokens: int = 0
@@ -258,7 +260,8 @@ def write_status(folder: Path, status: RunStatus) -> None:
 
 
 def requeue_jobs(status: RunStatus, states: Container[State] = (State.RUNNING, State.PAUSED)) -> RunStatus:
-    """Queue the jobs again that were paused, or running when their process was killed; return the status."""
+    """Return the status in which all jobs are queued again that were paused, or that were running when their
+    process was killed."""
     jobs = {
         name: replace(job, state=check_transition(job.state, State.QUEUED), reason="")
         if job.state in states
@@ -269,7 +272,7 @@ def requeue_jobs(status: RunStatus, states: Container[State] = (State.RUNNING, S
 
 
 ON_REQUEST = "paused on request"
-"""First words of the reason of a job that was paused on request."""
+"""Beginning of the reason of a job that was paused on request."""
 
 
 def paused_on_request(status: RunStatus) -> frozenset[str]:

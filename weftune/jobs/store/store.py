@@ -1,4 +1,5 @@
-"""The store of a run: writes the status and the lines of the output folder, or of one share of its jobs."""
+"""The store of a run. It writes the status and the lines of the output folder, or of one share of its
+jobs."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ class JobStore(Protocol):
 
     def warn_job(self, name: str, sentence: str) -> None: ...
 
-    def note_job(self, name: str, sentence: str) -> None: ...
+    def add_note(self, name: str, sentence: str) -> None: ...
 
     def append_metrics(self, line: Mapping[str, Any]) -> None: ...
 
@@ -116,7 +117,7 @@ def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
     try:
         status, rebuilt = _status_of(output, resume, command)
         status = status if command is None else replace(status, command=command)
-        store = _store(output, output, status, lock)
+        store = _create_store(output, output, status, lock)
         store.rebuilt = rebuilt
         if (output / SHARES).exists():
             store.merge_shares()
@@ -146,13 +147,13 @@ def open_share(output: Path, number: int) -> Store:
     records = share_folder(output, number)
     lock = lock_folder(records, output)
     try:
-        return _store(output, records, _status_of(records, resume=True)[0], lock)
+        return _create_store(output, records, _status_of(records, resume=True)[0], lock)
     except BaseException:
         os.close(lock)
         raise
 
 
-def _store(output: Path, records: Path, status: RunStatus, lock: int) -> Store:
+def _create_store(output: Path, records: Path, status: RunStatus, lock: int) -> Store:
     """Return a store whose unfinished jobs are queued."""
     store = Store(output, records, requeue_jobs(status), lock)
     store.paused_on_request = paused_on_request(status)
@@ -207,7 +208,7 @@ class Store:
         self.paused_on_request: frozenset[str] = frozenset()
         """Jobs that an earlier process has paused on request. They are queued when the store is opened."""
         self.rebuilt = ""
-        """Sentence that the status was damaged and what is used instead; empty if it was not."""
+        """Sentence that the status was damaged, and how it was replaced. Empty if the status was intact."""
         self._lock: int | None = lock
         self._metrics = LineFile(records / METRICS)
         self._windows = LineFile(records / WINDOWS)
@@ -220,7 +221,7 @@ class Store:
         self._late: threading.Timer | None = None
         """Timer that will write the status within a second."""
         self._trouble: OutputError | None = None
-        """Error of the timer's last write that has not been raised yet."""
+        """Error of the timer's last write, if it has not been raised yet."""
 
     def __enter__(self) -> Store:
         return self
@@ -265,14 +266,14 @@ class Store:
             self._metrics.filter_lines(lambda line: line.get("job") != name)
 
     def pause_job(self, name: str, reason: str) -> None:
-        """Exclude a job from this run: mark it as paused, whatever its state was."""
+        """Exclude a job from this run by marking it as paused, whatever its state was."""
         self.add_job(name)
         self._set_job(name, replace(self.job(name), state=State.PAUSED, reason=reason))
 
     def retry_job(self, name: str, sentence: str) -> None:
         """Queue a job that has stopped, at the user's request; it keeps its progress."""
         self._set_job(name, replace(self.job(name), state=State.QUEUED, reason=""))
-        self.note_job(name, sentence)
+        self.add_note(name, sentence)
 
     def move_job(self, name: str, state: State, reason: str = "") -> None:
         self._set_job(
@@ -307,14 +308,14 @@ class Store:
         self._set_job(name, replace(self.job(name), base_loss=loss))
 
     def measure_base(self, name: str, score: float) -> None:
-        """Record the value of the job's own metric for the base without the job's adapter."""
+        """Record the value of the job's `eval.metric` for the base without the job's adapter."""
         self._set_job(name, replace(self.job(name), base_score=score))
 
     def warn_job(self, name: str, sentence: str) -> None:
         """Record a warning about the job's adapter; an empty sentence withdraws it."""
         self._set_job(name, replace(self.job(name), warning=sentence))
 
-    def note_job(self, name: str, sentence: str) -> None:
+    def add_note(self, name: str, sentence: str) -> None:
         if sentence not in self.job(name).notes:
             self._set_job(name, replace(self.job(name), notes=(*self.job(name).notes, sentence)))
 
@@ -381,16 +382,16 @@ class Store:
     def is_write_due(self) -> bool:
         """Whether so much time has passed since the status was last written that the next change is written
         immediately."""
-        return self._wait() <= 0
+        return self._seconds_until_write() <= 0
 
-    def _wait(self) -> float:
+    def _seconds_until_write(self) -> float:
         return self._written + STATUS_SECONDS - time.monotonic()
 
     def write_status_soon(self) -> None:
         """Write the status within a second in a thread; raise the error of the last such write, if any."""
         with self._one_writer:
             if self._late is None:
-                self._late = threading.Timer(max(0.0, self._wait()), self._write_delayed)
+                self._late = threading.Timer(max(0.0, self._seconds_until_write()), self._write_delayed)
                 self._late.daemon = True
                 self._late.start()
             trouble, self._trouble = self._trouble, None

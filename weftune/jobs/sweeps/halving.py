@@ -38,7 +38,7 @@ TREND_SHARE = 0.1
 
 
 class TrialEnd(StrEnum):
-    """The ways in which a trial ends."""
+    """States in which a trial ends."""
 
     LEFT = "left"
     FAILED = "failed"
@@ -84,7 +84,7 @@ def rung_steps(halving: Halving | None, steps: int) -> tuple[int, ...]:
     return tuple(min(to_steps(share, steps), steps - 1) for share in shares)
 
 
-def averaged_spans(halving: Halving | None, steps: int) -> tuple[tuple[int, int], ...]:
+def mean_weight_spans(halving: Halving | None, steps: int) -> tuple[tuple[int, int], ...]:
     """Return the first and the last step of the weights whose mean each rung evaluates: the last quarter of
     the steps so far, but none before the previous rung. Empty if rungs evaluate the last weights."""
     if halving is None or halving.judge == "last":
@@ -132,7 +132,7 @@ class Rungs:
         self._steps[trial] = steps
 
     def evaluate(self, trial: str, step: int, value: float | None) -> bool:
-        """Record a value; return False if that step is not a rung or already has a value."""
+        """Record a trial's value at a step. Return False if the step is not a rung or already has a value."""
         seen = self.values.setdefault(trial, {})
         if step not in self.rungs(trial) or step in seen:
             return False
@@ -178,7 +178,7 @@ class Rungs:
         return self.limit(trial) < self.steps(trial) and not self.awaits_evaluation(trial)
 
     def wait_reason(self, trial: str) -> str:
-        """Return the reason why a trial is held."""
+        """Return the reason why a trial waits at a rung."""
         return f"waits for the others at step {self.limit(trial)}"
 
     def pending_decisions(self) -> list[Decision]:
@@ -233,7 +233,7 @@ class Rungs:
         return Decision(generation, rung, step, tuple(ranked[:count]), tuple(ranked[count:]), len(began))
 
     def _was_evaluated(self, trial: str, step: int) -> bool:
-        """Whether a trial was evaluated at this rung before it failed or left, if it did."""
+        """Whether a trial had neither failed nor left when this rung was evaluated."""
         ended = self.ended.get(trial)
         return ended is None or ended.step > step or (ended.kind is TrialEnd.FINISHED and ended.step == step)
 
@@ -241,7 +241,8 @@ class Rungs:
         return [decision for decision in self.decisions if decision.generation == generation]
 
     def _begins_rung(self, trial: str, rung: int) -> bool:
-        """Whether a trial begins a rung: all trials begin the first, and those that continue the next one."""
+        """Whether a trial takes part in a rung: all trials take part in the first rung, and those that
+        continue in the next one."""
         return rung == 0 or trial in self._decided_rungs(self._generation[trial])[rung - 1].kept
 
 

@@ -20,7 +20,7 @@ from weftune.jobs.spec.layer import (
     Loc,
     Places,
     expand_shorthands,
-    find_place,
+    find_source_location,
     merge_layers,
     plain_values,
     sort_mistakes,
@@ -68,11 +68,11 @@ def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
         faults.setdefault(fault.loc, fault.sentence)
     # The values that `over` may have depend on the job's other keys, which the record does not know.
     made = build(SweepSpec, {**value, **({"over": {}} if "over" in value else {})}, "sweep", ("sweep",))
-    over, found = _read_over(value["over"]) if "over" in value else ({}, [])
+    over, found = _read_searched_keys(value["over"]) if "over" in value else ({}, [])
     more = [
         *(made if isinstance(made, list) else []),
         *found,
-        *_contradictions(value, job, over, bool(found)),
+        *_contradiction_faults(value, job, over, bool(found)),
     ]
     for fault in more:
         faults.setdefault(fault.loc, fault.sentence)
@@ -90,10 +90,11 @@ def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
     return spec, []
 
 
-def _contradictions(
+def _contradiction_faults(
     value: Mapping[str, Any], job: Mapping[str, Any], over: Mapping[str, Choices], has_invalid_over: bool
 ) -> Iterator[Fault]:
-    """Yield faults of keys that contradict each other; `has_invalid_over` if a part of `over` is."""
+    """Yield faults of keys that contradict each other. `has_invalid_over` says whether a part of `over` is
+    invalid."""
     yield from _search_faults(value, over, has_invalid_over or not over)
     if job.get("eval") is None:
         at = next((key for key in ("halving", "metric") if value.get(key) is not None), None)
@@ -196,7 +197,7 @@ def _halving_faults(halving: Any, steps: Any) -> Iterator[Fault]:
             )
 
 
-def _read_over(over_values: Any) -> tuple[dict[str, Choices], list[Fault]]:
+def _read_searched_keys(over_values: Any) -> tuple[dict[str, Choices], list[Fault]]:
     loc: Loc = ("sweep", "over")
     if not isinstance(over_values, Mapping) or not over_values:
         return {}, [Fault(loc, f"must be {EXPECTED[loc]}, got {format_value(over_values)}")]
@@ -370,7 +371,7 @@ def expand_sweep(
     """Return a job's sweep, and the jobs of its trials with the places of their keys; or else the
     mistakes."""
     spec, faults = read_sweep(keys.values)
-    found = [find_place(keys.places, fault.loc).mistake(fault.sentence) for fault in faults]
+    found = [find_source_location(keys.places, fault.loc).mistake(fault.sentence) for fault in faults]
     job, wrong = build_job(JobSpec, own_keys(keys), folder)
     if spec is None:
         return None, [], [*found, *wrong]
@@ -425,7 +426,7 @@ def sweep_warnings(
 
 
 def _scale_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec]) -> Iterator[str]:
-    """Warn if trials are compared by their losses although the loss of each means something else."""
+    """Warn if trials are compared by their losses although a key of `over` changes what the loss measures."""
     key = next((key for key in sweep.spec.over if key.split(".")[0] == "objective"), None)
     first = next((jobs[trial.name] for trial in sweep.trials if trial.name in jobs), None)
     if key is None or first is None or sweep.spec.metric != "eval_loss":

@@ -1,5 +1,6 @@
-"""sweep.json, the state of a sweep, written at every change and read to resume or to show the sweep; and
-facts derived from it: its trials from best to worst, the values in which they differ, its rungs."""
+"""The file sweep.json, which holds the state of a sweep. It is written at every change, and read to resume or
+to show the sweep. Functions derive facts from it: the trials from best to worst, the values in which they
+differ, and the rungs."""
 
 from __future__ import annotations
 

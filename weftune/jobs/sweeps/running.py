@@ -142,7 +142,7 @@ class RunningSweep:
 
     @property
     def decides(self) -> bool:
-        """Whether rungs are decided here."""
+        """Whether this process decides the rungs."""
         return True
 
     # -- before the jobs are made ready ------------------------------------------------------------------
@@ -201,7 +201,7 @@ class RunningSweep:
             return None
 
     def _refuse_changes(self, record: SweepRecord) -> None:
-        mine = self._record(self.rungs)
+        mine = self._sweep_record(self.rungs)
         names = {"at": "halving.at", "share": "halving.keep", "judge": "halving.judge"}
         changed = [
             names.get(name, name)
@@ -288,7 +288,7 @@ class RunningSweep:
                 found = line["eval_loss"], line.get("eval_token_accuracy"), _metrics_in(line, "eval_")
                 self.record_evaluation(job, step, *found)
             elif line.get("loss") is not None:
-                self._trend(job).add_loss(step, line["loss"])
+                self._loss_trend(job).add_loss(step, line["loss"])
 
     def add_trial(self, name: str, steps: int) -> None:
         """Record that a trial with this number of steps is about to train."""
@@ -305,7 +305,7 @@ class RunningSweep:
     def record_step(self, name: str, step: int, loss: float) -> str | None:
         """Record a step's loss; return the reason if the trial leaves now, else None. The last trial never
         leaves, whatever its loss, so that a sweep ends with an adapter."""
-        trend = self._trend(name)
+        trend = self._loss_trend(name)
         trend.add_loss(step, loss)
         reason = trend.leave_reason()
         if reason is None or not self._has_other_trials(name):
@@ -353,7 +353,7 @@ class RunningSweep:
         known = {"loss": loss, "mean_token_accuracy": token_accuracy, **metrics}
         return known.get(metric.removeprefix("eval_"))
 
-    def _trend(self, name: str) -> LossTrend:
+    def _loss_trend(self, name: str) -> LossTrend:
         if name not in self._trends:
             self._trends[name] = LossTrend(self.rungs.steps(name))
         return self._trends[name]
@@ -394,7 +394,7 @@ class RunningSweep:
         while pending := decided.pending_decisions():
             for decision in pending:
                 decided.apply_decision(decision)
-        if self._write(decided, attached):
+        if self._write_sweep_record(decided, attached):
             self.rungs = decided
 
     def _record_ended_trials(
@@ -418,7 +418,7 @@ class RunningSweep:
             return ()
         before = deepcopy(self.rungs)
         self._begin_generation(found)
-        if self._write(self.rungs, {}):
+        if self._write_sweep_record(self.rungs, {}):
             return found
         self.rungs = before
         for trial in found:
@@ -432,8 +432,8 @@ class RunningSweep:
 
     # -- the record --------------------------------------------------------------------------------------
 
-    def _write(self, rungs: Rungs, attached: Mapping[str, int]) -> bool:
-        record = self._record(rungs, attached)
+    def _write_sweep_record(self, rungs: Rungs, attached: Mapping[str, int]) -> bool:
+        record = self._sweep_record(rungs, attached)
         if self._written is not None and replace(self._written, samples=record.samples) == record:
             return True
         try:
@@ -445,7 +445,7 @@ class RunningSweep:
         self.show(record)
         return True
 
-    def _record(self, rungs: Rungs, attached: Mapping[str, int] | None = None) -> SweepRecord:
+    def _sweep_record(self, rungs: Rungs, attached: Mapping[str, int] | None = None) -> SweepRecord:
         spec, halving = self.sweep.spec, self.sweep.spec.halving
         first = next(iter(self.trials), "")
         steps = rungs.steps(first)
@@ -469,19 +469,19 @@ class RunningSweep:
             expected=len(trials) if self._exhausted else trial_count(spec),
             decisions=tuple(rungs.decisions),
             best=self.best,
-            samples=self._samples(rungs),
+            samples=self._sample_count(rungs),
         )
 
     def _trial_record(
         self, rungs: Rungs, name: str, generation: int, attached: Mapping[str, int]
     ) -> TrialRecord:
         ended = rungs.ended.get(name)
-        score, score_step = self._score(rungs, name)
+        score, score_step = self._score_and_step(rungs, name)
         return TrialRecord(
             name=name,
             values=json.loads(json_text(self.trials[name].values)),
-            state=self._state(rungs, name, attached),
-            reason=self._reason(rungs, name, attached),
+            state=self._trial_state(rungs, name, attached),
+            reason=self._trial_reason(rungs, name, attached),
             steps=rungs.steps(name),
             at_rungs={str(step): value for step, value in rungs.values.get(name, {}).items()},
             score=score,
@@ -491,7 +491,7 @@ class RunningSweep:
             generation=generation,
         )
 
-    def _state(self, rungs: Rungs, name: str, attached: Mapping[str, int]) -> TrialState:
+    def _trial_state(self, rungs: Rungs, name: str, attached: Mapping[str, int]) -> TrialState:
         if name in rungs.ended:
             return rungs.ended[name].kind.value
         if rungs.is_waiting_at_rung(name) and (
@@ -500,17 +500,17 @@ class RunningSweep:
             return "resting"
         return "running" if name in attached else "waiting"
 
-    def _reason(self, rungs: Rungs, name: str, attached: Mapping[str, int]) -> str:
+    def _trial_reason(self, rungs: Rungs, name: str, attached: Mapping[str, int]) -> str:
         if name in self._reasons:
             return self._reasons[name]
         for decision in rungs.decisions:
             if name in decision.left:
                 return decision.reason(name, rungs.rungs(name)[decision.rung])
-        if self._state(rungs, name, attached) == "resting":
+        if self._trial_state(rungs, name, attached) == "resting":
             return rungs.wait_reason(name)
         return self.store.job(name).reason if name in self.store else ""
 
-    def _samples(self, rungs: Rungs) -> SampleCount:
+    def _sample_count(self, rungs: Rungs) -> SampleCount:
         trained = everything = 0
         for name in self.trials:
             size = self.jobs[name].batch_size if name in self.jobs else 0
@@ -519,10 +519,11 @@ class RunningSweep:
         return SampleCount(trained, everything)
 
     def score(self, name: str) -> float | None:
-        """Return a trial's metric: of its adapter, at the rung that dropped it, or of its last evaluation."""
-        return self._score(self.rungs, name)[0]
+        """Return a trial's metric: that of its adapter, that at the rung where it was dropped, or that of its
+        last evaluation."""
+        return self._score_and_step(self.rungs, name)[0]
 
-    def _score(self, rungs: Rungs, name: str) -> tuple[float | None, int | None]:
+    def _score_and_step(self, rungs: Rungs, name: str) -> tuple[float | None, int | None]:
         """Return a trial's score and the step at which it was measured."""
         if name in self._scores and name not in self._entered:
             return self._scores[name]
@@ -556,7 +557,7 @@ class RunningSweep:
         has_ended = all(name in self.store and self.store.job(name).state.ended for name in trained)
         if self.rungs.is_over() and self._exhausted and has_ended:
             self._publish_winners()
-        self._write(self.rungs, {})
+        self._write_sweep_record(self.rungs, {})
 
     def _publish_winners(self) -> None:
         doubtful = {
@@ -593,7 +594,8 @@ class RunningSweep:
 
 
 class SweepInShare(RunningSweep):
-    """A sweep as one share of the jobs sees it: its trials train up to their next rung, and rest there.
+    """A sweep in the process of one share of the jobs: its trials train up to their next rung, and wait
+    there.
 
     The launcher, which sees the trials of all shares, decides the rungs between rounds of training, proposes
     trials and writes the record.

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 GENERATIONS = 4
 """Number of TPE's generations; each is proposed when the previous one has ended."""
 MAX_REPEATS = 50
-"""Maximum number of proposals in a row that repeat other trials; then the rest of a generation is drawn at
-random."""
+"""Maximum number of consecutive proposals that repeat other trials. Afterwards, the remaining trials of a
+generation are drawn at random."""
 PATIENCE = 20
 """Maximum number of consecutive draws that repeat earlier draws. Afterwards, ranges are drawn with one more
 digit."""
@@ -169,8 +169,9 @@ def trial_names(
 
 
 def _named_locations(over: Mapping[str, Choices]) -> list[Loc]:
-    """Return the locations of the values that names contain: those that differ between trials, and only the
-    first of several that change together. If none differ, one value of each key."""
+    """Return the locations of the values that names contain: those that differ between trials. Of several
+    values that change together, only the first is used. If no values differ, one value of each key is
+    used."""
     locations: list[Loc] = []
     for key, choices in over.items():
         if isinstance(choices, ValueRange):
@@ -256,8 +257,8 @@ def _unique_name(name: str, used_names: set[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrialSearch:
-    """The source of a sweep's trials. It has no state: the same results give the same trials, also after a
-    kill."""
+    """The source of a sweep's trials. It has no state: the same results give the same trials, also if the
+    process was killed and resumes."""
 
     name: str
     spec: SweepSpec
@@ -285,16 +286,16 @@ class TrialSearch:
             return ()
         seed = int(Random(f"{self.seed} after {len(known)}").random() * 2**32)
         with _silence_optuna():
-            proposed = self._propose(_study(self.spec, known, seed), known, count, seed)
+            proposed = self._propose_combinations(_optuna_study(self.spec, known, seed), known, count, seed)
         return self._name_trials(proposed, [trial.name for trial, _ in known])
 
     def _name_trials(
-        self, combinations_drawn: Sequence[Mapping[str, Any]], known: Iterable[str] = ()
+        self, combinations_drawn: Sequence[Mapping[str, Any]], used_names: Iterable[str] = ()
     ) -> tuple[Trial, ...]:
-        names = trial_names(self.name, self.spec.over, combinations_drawn, (*self.used_names, *known))
+        names = trial_names(self.name, self.spec.over, combinations_drawn, (*self.used_names, *used_names))
         return tuple(map(Trial, names, combinations_drawn))
 
-    def _propose(
+    def _propose_combinations(
         self, study: optuna.Study, ended_trials: Ends, count: int, seed: int
     ) -> list[Mapping[str, Any]]:
         """Return `count` combinations that are distinct from one another and from those in `ended_trials`."""
@@ -316,13 +317,13 @@ class TrialSearch:
 
 
 def later_search(sweep: Sweep, used_names: Iterable[str]) -> TrialSearch | None:
-    """Return the search for later generations of a sweep; None if all trials are already known."""
+    """Return the search that proposes later generations of a sweep; None if all trials are already known."""
     if sweep.spec.search != "tpe":
         return None
     return TrialSearch(sweep.name, sweep.spec, int(sweep.keys.values.get("seed", 0)), tuple(used_names))
 
 
-def _study(spec: SweepSpec, ended_trials: Ends, seed: int) -> optuna.Study:
+def _optuna_study(spec: SweepSpec, ended_trials: Ends, seed: int) -> optuna.Study:
     try:
         import optuna
     except ImportError:

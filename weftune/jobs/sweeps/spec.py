@@ -72,7 +72,7 @@ class Trial:
 
 
 Ends = Sequence[tuple[Trial, float | None]]
-"""Trials, each with its last metric, or None if it has none."""
+"""Pairs of a trial and its last metric, which is None if the trial has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Sweep:
     """Trials of the sweep. For `tpe`, only the trials of the first generation, since later trials depend on
     their results."""
     keys: Layer = field(default_factory=lambda: Layer({}, {}), repr=False, compare=False)
-    """The job's own keys, including `sweep`, over which a trial's values are merged."""
+    """Keys of the job as written, including `sweep`. The values of a trial are merged over them."""
     folder: Path = field(default=Path(), repr=False, compare=False)
     """Folder that the job's paths are relative to."""
 
@@ -109,8 +109,8 @@ def nest_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaf_values(location: Loc, value: Any) -> Iterator[tuple[Loc, Any]]:
-    """Yield the locations and values that a `value` for the key at `location` sets: one, or those in a
-    mapping."""
+    """Yield the locations and values that `value` sets for the key at `location`. A mapping sets several
+    values."""
     if isinstance(value, Mapping):
         for name, below in value.items():
             yield from leaf_values((*location, name), below)
@@ -125,11 +125,11 @@ def leaf_locations(key: str, choices: Choices) -> list[Loc]:
     return list(dict.fromkeys(loc for value in choices for loc, _ in leaf_values(location_of(key), value)))
 
 
-def _merge_values(one: dict[str, Any], other: Any) -> Any:
-    if not isinstance(other, Mapping):
-        return other
-    whole = dict(one)
-    for name, value in other.items():
+def _merge_values(first_values: dict[str, Any], second_values: Any) -> Any:
+    if not isinstance(second_values, Mapping):
+        return second_values
+    whole = dict(first_values)
+    for name, value in second_values.items():
         held = whole.get(name)
         whole[name] = _merge_values(held, value) if isinstance(held, dict) else _copy_value(value)
     return whole

@@ -1,4 +1,4 @@
-"""What each mechanism of a plan is worth: the first window without it, beside the window that the plan shows.
+"""The effect of each mechanism of a plan: the first window without it, beside the window that the plan shows.
 
 Both are planned and simulated alike, and scaled to the same number of tokens.
 """

@@ -11,7 +11,7 @@ from torch import Tensor
 from weftune.adapters.banks import Banks
 from weftune.base.model import Base
 from weftune.base.quant.formats import WeightFormat
-from weftune.base.quant.linear import compute_by
+from weftune.base.quant.linear import set_weight_functions
 from weftune.core.shards import ShardTeam
 from weftune.ops.dequantise import KERNELS
 from weftune.ops.fallback import run_with_fallback
@@ -38,7 +38,7 @@ class AdaptedBase:
         self.stream = torch.cuda.Stream(base.device) if base.device.type == "cuda" else None
         if self.route is Route.tiled:
             count_compilation()
-            compute_by(base.model, _by_kernel, multiply)
+            set_weight_functions(base.model, _by_kernel, multiply)
         with self.on_stream():
             fuses = self.route is Route.tiled if fuses is None else fuses
             self.layers = Layers(base, team) if fuses else None
@@ -73,7 +73,7 @@ class AdaptedBase:
         """Remove all adapters and fused layers from the base."""
         if self.layers is not None:
             self.layers.unfuse()
-            compute_by(self.base.model)
+            set_weight_functions(self.base.model)
         self.banks.restore_base()
 
     @contextmanager

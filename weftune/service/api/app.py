@@ -26,7 +26,7 @@ from weftune.service.store.requests import RequestStore
 ROUTERS = (files.router, jobs.router, models.router, chats.router, native.router, page.router)
 LOOPBACK = ("127.0.0.1", "::1")
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
-"""Headers with which a proxy says that the request came from elsewhere."""
+"""Headers that a proxy adds to requests from other machines."""
 
 
 def create_app(
@@ -102,7 +102,7 @@ def add_health(app: FastAPI, telemetry: Telemetry) -> None:
 
 
 def readiness(service: Service) -> list[str]:
-    """Return why jobs cannot be submitted or trained now; empty if they can."""
+    """Return the reasons why jobs cannot be submitted or trained now; empty if they can."""
     reasons: list[str] = []
     try:
         service.requests.recent_submission("", "", 0.0)

@@ -41,7 +41,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-"""Maps parameters of OpenAI that are not supported to the values that ask for nothing."""
+"""Maps parameters of OpenAI's API that are not supported to the values that have no effect."""
 EXAMPLE: dict[str, Any] = {
     "model": "demo",
     "messages": [{"role": "user", "content": "Hello"}],
@@ -182,7 +182,7 @@ class ChatCompletion(BaseModel):
 
 UNCACHED = {"Cache-Control": "no-cache"}
 COMPLETION_TOKENS = 16
-"""Maximum tokens of a text completion that gives none, as OpenAI has it."""
+"""Default maximum number of tokens of a text completion, as in OpenAI's API."""
 STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 
 
@@ -200,8 +200,8 @@ async def complete_chat(body: ChatBody, tenant: Tenant, service: ServiceHere) ->
         id=f"chatcmpl-{secrets.token_hex(12)}",
         job=None if adapter is None else adapter.job,
         step=None if adapter is None else adapter.step,
-        messages=[_message(one) for one in body.messages],
-        sampling=_sampling(body, body.max_completion_tokens),
+        messages=[_message_values(one) for one in body.messages],
+        sampling=_read_sampling(body, body.max_completion_tokens),
     )
     if body.stream:
         return await _stream(service, request, body, _chat_chunk)
@@ -226,7 +226,7 @@ async def complete_text(body: TextBody, tenant: Tenant, service: ServiceHere) ->
         job=None if adapter is None else adapter.job,
         step=None if adapter is None else adapter.step,
         prompt=body.prompt if isinstance(body.prompt, str) else body.prompt[0],
-        sampling=_sampling(body, COMPLETION_TOKENS if body.max_tokens is None else None),
+        sampling=_read_sampling(body, COMPLETION_TOKENS if body.max_tokens is None else None),
     )
     if body.stream:
         return await _stream(service, request, body, _text_chunk)
@@ -250,14 +250,14 @@ def _find_adapter(service: Service, tenant: str, model: str) -> Adapter | None:
     return adapter
 
 
-def _message(message: ChatMessage) -> dict[str, Any]:
+def _message_values(message: ChatMessage) -> dict[str, Any]:
     content = message.content
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     named = {} if message.name is None else {"name": message.name}
     return {"role": message.role, "content": text, **named}
 
 
-def _sampling(body: SamplingBody, max_completion_tokens: int | None) -> ChatSampling:
+def _read_sampling(body: SamplingBody, max_completion_tokens: int | None) -> ChatSampling:
     values: dict[str, Any] = {
         "max_tokens": max_completion_tokens or body.max_tokens,
         "temperature": body.temperature,

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 
-from weftune.data.json_rows import DECODER, explain_json_error
+from weftune.data.json_rows import DECODER, json_error_text
 from weftune.data.row import is_deep_json
 from weftune.service.api.errors import invalid
 from weftune.service.api.schemas import Error
@@ -43,7 +43,7 @@ def service_of(request: Request) -> Service:
 
 
 Tenant = Annotated[str, Depends(_tenant)]
-"""The tenant whose key the request has."""
+"""The tenant that the request's API key belongs to."""
 ServiceHere = Annotated[Service, Depends(service_of)]
 BEARER = Depends(HTTPBearer(auto_error=False, description="A key that `weftune keys create` has printed."))
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ class _StrictRequest(Request):
         except UnicodeDecodeError:
             raise invalid("The body is not UTF-8.", code="invalid_json") from None
         except (ValueError, RecursionError) as error:
-            sentence = explain_json_error(error, content.decode())
+            sentence = json_error_text(error, content.decode())
             raise invalid(f"The body is {sentence}.", code="invalid_json") from None
         if is_deep_json(text, value):
             raise invalid("The body is nested too deeply.", code="invalid_json")

@@ -38,7 +38,7 @@ UNKNOWN_KEY = "unknown_key"
 
 
 class ApiError(HTTPException):
-    """An answer that is an error. The message is a sentence that says what is wrong and how to correct it."""
+    """An error response. The message is a sentence that says what is wrong and how to correct it."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ def not_found(kind: str, id: str) -> ApiError:
 
 
 def quota_error(message: str, code: str, seconds: int) -> ApiError:
-    """Return the error for a limit that frees itself with time."""
+    """Return the error for a limit that no longer applies after some time."""
     return ApiError(429, message, code=code, headers={"Retry-After": str(seconds)})
 
 
@@ -84,7 +84,7 @@ def error_response(
 
 
 def install(app: FastAPI) -> None:
-    """Answer refusals of all kinds in OpenAI's form."""
+    """Register handlers that answer all kinds of errors in OpenAI's form."""
 
     @app.exception_handler(ApiError)
     def on_api_error(_: Request, error: ApiError) -> JSONResponse:
@@ -119,17 +119,17 @@ def describe(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str | None
     """
     found: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for error in errors:
-        key = _key(error["loc"], body, str(error["type"]))
+        key = _error_location(error["loc"], body, str(error["type"]))
         key = (*key, error["ctx"]["key"]) if error["type"] == UNKNOWN_KEY else key
         found.setdefault(key, []).append(error)
     # Members of a union that take a mapping report what is wrong inside: the deepest key is the one meant.
     around = {key[:length] for key in found for length in range(len(key))}
     key = next(key for key in found if key not in around)
     param = ".".join(key) or None
-    return param, ": ".join(filter(None, (param, _sentence(found[key]))))
+    return param, ": ".join(filter(None, (param, _error_sentence(found[key]))))
 
 
-def _key(loc: Sequence[str | int], body: Any, kind: str) -> tuple[str, ...]:
+def _error_location(loc: Sequence[str | int], body: Any, kind: str) -> tuple[str, ...]:
     """Return pydantic's location without `body` and without the names of union members."""
     if not loc or loc[0] != "body":
         return tuple(map(str, loc[1:]))
@@ -144,7 +144,7 @@ def _key(loc: Sequence[str | int], body: Any, kind: str) -> tuple[str, ...]:
     return tuple(key)
 
 
-def _sentence(errors: Sequence[Mapping[str, Any]]) -> str:
+def _error_sentence(errors: Sequence[Mapping[str, Any]]) -> str:
     first = errors[0]
     if first["type"] == "missing":
         return "is required"

@@ -36,11 +36,11 @@ from weftune.service.store.requests import FileRecord, Submission
 MAX_FILENAME = 255
 MAX_PAGE = 10_000
 MULTIPART_BYTES = 64 << 10
-"""Bytes that an upload may have besides the file."""
+"""Maximum number of bytes of an upload in addition to the file."""
 UPLOADING = ".uploading"
 """Ending of a file that is not complete."""
 RESULTS = "file-results-"
-"""Beginning of the ids of metrics files, which are made from the store when they are read."""
+"""Prefix of the ids of metrics files, which are created from the store when they are read."""
 FIELDS = ("purpose", "file")
 COLUMNS = {
     "step": "step",
@@ -49,7 +49,8 @@ COLUMNS = {
     "valid_loss": "valid_loss",
     "valid_mean_token_accuracy": "valid_mean_token_accuracy",
 }
-"""Maps the first columns of a metrics file, which are OpenAI's, to the names of these metrics in events."""
+"""Maps the first columns of a metrics file, which are those of OpenAI's API, to the names of the metrics in
+events."""
 
 UPLOAD: dict[str, Any] = {
     "requestBody": {
@@ -132,7 +133,7 @@ def list_files(
 @router.get("/{file_id}", response_model=File, summary="Get a file")
 def get_file(file_id: str, tenant: Tenant, service: ServiceHere) -> File:
     if (job := result_job(file_id)) is not None:
-        text, created_at = _results(service, tenant, file_id, job)
+        text, created_at = _result_content(service, tenant, file_id, job)
         return File(
             id=file_id,
             bytes=len(text.encode()),
@@ -140,7 +141,7 @@ def get_file(file_id: str, tenant: Tenant, service: ServiceHere) -> File:
             filename=f"{job}.csv",
             purpose="fine-tune-results",
         )
-    return view(_file(service, tenant, file_id))
+    return view(_find_file(service, tenant, file_id))
 
 
 @router.get(
@@ -152,9 +153,9 @@ def get_file(file_id: str, tenant: Tenant, service: ServiceHere) -> File:
 def get_content(file_id: str, tenant: Tenant, service: ServiceHere) -> Response:
     """Download what was uploaded, or the metrics of a finished job (`result_files`) as CSV."""
     if (job := result_job(file_id)) is not None:
-        text, _ = _results(service, tenant, file_id, job)
+        text, _ = _result_content(service, tenant, file_id, job)
         return Response(text, media_type="text/csv", headers=ATTACHMENT)
-    record = _file(service, tenant, file_id)
+    record = _find_file(service, tenant, file_id)
     path = service.settings.file_path(record.id)
     if not path.is_file():
         raise not_found("file", file_id)
@@ -163,8 +164,8 @@ def get_content(file_id: str, tenant: Tenant, service: ServiceHere) -> Response:
 
 @router.delete("/{file_id}", response_model=FileDeleted, summary="Delete a file")
 def delete_file(file_id: str, tenant: Tenant, service: ServiceHere) -> FileDeleted:
-    record = _file(service, tenant, file_id)
-    if (job := _user_of(service, tenant, record.id)) is not None:
+    record = _find_file(service, tenant, file_id)
+    if (job := _file_user(service, tenant, record.id)) is not None:
         raise invalid(
             f"{record.id} is used by {job}, which has not ended; cancel the job first.",
             param="file_id",
@@ -189,12 +190,12 @@ def view(record: FileRecord) -> File:
     )
 
 
-def page_ends(found: Sequence[Any], limit: int) -> dict[str, Any]:
-    """Return all fields of a page except its data. `found` has one item more than the page if there is a next
+def page_ends(rows: Sequence[Any], limit: int) -> dict[str, Any]:
+    """Return all fields of a page except its data. `rows` has one item more than the page if there is a next
     page."""
-    shown = found[:limit]
+    shown = rows[:limit]
     return {
-        "has_more": len(found) > limit,
+        "has_more": len(rows) > limit,
         "first_id": shown[0].id if shown else None,
         "last_id": shown[-1].id if shown else None,
     }
@@ -205,7 +206,7 @@ def result_job(file_id: str) -> str | None:
     return file_id.removeprefix(RESULTS) if file_id.startswith(RESULTS) else None
 
 
-def _file(service: Service, tenant: str, id: str) -> FileRecord:
+def _find_file(service: Service, tenant: str, id: str) -> FileRecord:
     record = service.requests.file(tenant, id)
     if record is None:
         raise not_found("file", id)
@@ -225,8 +226,8 @@ def open_jobs(service: Service, tenant: str) -> list[Submission]:
     return list(found.values())
 
 
-def _user_of(service: Service, tenant: str, file: str) -> str | None:
-    """Return a job that still needs a file."""
+def _file_user(service: Service, tenant: str, file: str) -> str | None:
+    """Return a job that still uses the file, or None."""
     users = (one.id for one in open_jobs(service, tenant) if file in (one.training_file, one.validation_file))
     return next(users, None)
 
@@ -319,7 +320,8 @@ class _Form:
 
 
 def clean_filename(text: str | None) -> str:
-    """Return a client's name of a file, for display only: without folders and control characters."""
+    """Return the name that a client gave to a file, without folders and control characters. It is only
+    displayed."""
     name = re.split(r"[/\\]", text or "")[-1]
     name = "".join(letter for letter in name if letter.isprintable())
     return name[:MAX_FILENAME].strip() or "rows.jsonl"
@@ -364,7 +366,7 @@ def _check_upload(service: Service, path: Path, filename: str) -> int:
 
 
 def remove_unfinished(settings: ServiceSettings) -> None:
-    """Remove what uploads have left behind that a stop or a crash ended."""
+    """Remove incomplete files of uploads that a stop or a crash ended."""
     for path in settings.files.glob(f"*{UPLOADING}"):
         with suppress(OSError):
             path.unlink()
@@ -373,7 +375,7 @@ def remove_unfinished(settings: ServiceSettings) -> None:
 # -- results --------------------------------------------------------------------------------------------
 
 
-def _results(service: Service, tenant: str, file_id: str, job: str) -> tuple[str, float]:
+def _result_content(service: Service, tenant: str, file_id: str, job: str) -> tuple[str, float]:
     """Return the metrics of a job that has ended, as CSV, and when it ended."""
     row = service.training.job(job, tenant)
     if row is None or not row.state.ended:

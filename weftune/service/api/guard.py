@@ -26,7 +26,7 @@ MAX_JSON_BYTES = 512 << 10
 MIN_BYTES_PER_SECOND = 16 << 10
 """Rate below which an upload is ended, after the first `body_seconds`."""
 DRAIN_BYTES, DRAIN_SECONDS = 4 << 20, 2.0
-"""Limits on what is read of a request that has been refused by its headers."""
+"""Maximum bytes and seconds for reading the body of a request that was refused by its headers."""
 GUARDED = re.compile(r"/(v1|api)(/|$)")
 """Paths that need a key."""
 UNLOGGED = ("/healthz", "/readyz", "/metrics")
@@ -65,7 +65,7 @@ class RequestLimits:
 
 
 class Guard:
-    """An ASGI application around another one."""
+    """An ASGI middleware that checks every request before it reaches the application."""
 
     def __init__(self, app: ASGIApp, keys: Keys, limits: RequestLimits, record_request: Observe) -> None:
         self._app, self._keys, self._limits, self._observe = app, keys, limits, record_request
@@ -92,7 +92,7 @@ class Guard:
             await send(message)
 
         try:
-            self._admit(scope, headers)
+            self._check_request(scope, headers)
         except ApiError as refusal:
             await self._drain(receive)
             await refusal.response()(scope, receive, send_guarded)
@@ -114,7 +114,8 @@ class Guard:
             log.info("%s %s %s %s %d %.0f ms", *words, status, seconds * 1e3)
 
     async def _drain(self, receive: Receive) -> None:
-        """Read a body that is refused, up to a limit: a client that is still writing would not see why."""
+        """Read the body of a refused request, up to a limit, since a client does not read the response while
+        it is still writing."""
         received = 0
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
@@ -124,11 +125,12 @@ class Guard:
                     if not message.get("more_body", False):
                         return
 
-    def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Raise the error of a request that is refused before its body is read; note its tenant otherwise."""
+    def _check_request(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Raise the error of a request that is refused before its body is read; otherwise store its
+        tenant."""
         if b"%00" in scope.get("raw_path", b"") or b"%00" in scope.get("query_string", b""):
             raise ApiError(400, "The address holds a zero byte.", code="invalid_value")
-        scope["state"]["tenant"] = tenant = self._tenant(headers)
+        scope["state"]["tenant"] = tenant = self._tenant_of_key(headers)
         if tenant is None and GUARDED.match(scope["path"]):
             raise unauthorized()
         if headers.get(b"content-encoding", b"identity") != b"identity":
@@ -137,7 +139,7 @@ class Guard:
         if length.isdigit() and int(length) > self._max_bytes(scope):
             raise too_large(self._max_bytes(scope))
 
-    def _tenant(self, headers: dict[bytes, bytes]) -> str | None:
+    def _tenant_of_key(self, headers: dict[bytes, bytes]) -> str | None:
         scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         try:
             return self._keys.find_tenant(key.strip()) if scheme.lower() == "bearer" and key else None

@@ -1,5 +1,5 @@
-"""A request for a job as a job of Weftune: OpenAI's hyperparameters and the keys under `weftune` become keys
-of jobs.yaml. A client sends values only: all paths are those of files that the service has named."""
+"""Conversion of a request to a job of Weftune: OpenAI's hyperparameters and the keys under `weftune` become
+keys of jobs.yaml. A client sends values only; all paths belong to files that the service has named."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def job_keys(
     """
     refuse_unsupported(body)
     extension = body.weftune or Extension()
-    objective = _objective(body, extension)
+    objective = _read_objective(body, extension)
     kind = objective.get("kind", "sft")
     given = hyperparameters_of(body)
     keys: dict[str, Any] = {"name": name, "objective": objective}
     keys["data"] = {"path": training_path} | _given_names(extension, DATA_KEYS)
-    keys["adapter"] = dict(_section(extension.adapter, "adapter"))
+    keys["adapter"] = dict(_request_section(extension.adapter, "adapter"))
     if start is not None:
         keys["adapter"] = {**start, **keys["adapter"]}
     if given.n_epochs != "auto" and (extension.steps is not None or extension.epochs is not None):
@@ -105,7 +105,7 @@ def job_keys(
     keys |= _learning_rate(extension, given, kind)
     keys |= _evaluation(extension, validation_path, epochs, metrics or {})
     if epochs > 1 and extension.steps is None:
-        keys["save_every"] = _share(epochs)
+        keys["save_every"] = _epoch_share(epochs)
     validate(keys, body)
     return keys
 
@@ -118,7 +118,8 @@ def hyperparameters_of(body: JobRequest) -> Hyperparameters:
 
 
 def auto_batch(rows: int) -> int:
-    """Return the rows per step for `batch_size: auto`: 16, or fewer where an epoch had under 8 steps."""
+    """Return the number of rows per step for `batch_size: auto`: 16, or fewer if an epoch would have less
+    than 8 steps."""
     return max(1, min(AUTO_BATCH, rows // 8))
 
 
@@ -127,8 +128,9 @@ def _given_names(extension: Extension, names: tuple[str, ...]) -> dict[str, Any]
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _section(values: Mapping[str, Any] | None, section: str) -> Mapping[str, Any]:
-    """Return the keys of a section of `weftune`, unless one of them names something of the server."""
+def _request_section(values: Mapping[str, Any] | None, section: str) -> Mapping[str, Any]:
+    """Return the keys of a section of `weftune`. Raise an error if a key names a file or module of the
+    server."""
     refused = REFUSED_KEYS[section]
     for key in values or ():
         param = f"weftune.{section}.{key}"
@@ -141,9 +143,9 @@ def _section(values: Mapping[str, Any] | None, section: str) -> Mapping[str, Any
     return values or {}
 
 
-def _objective(body: JobRequest, extension: Extension) -> dict[str, Any]:
+def _read_objective(body: JobRequest, extension: Extension) -> dict[str, Any]:
     own = extension.objective
-    keys: dict[str, Any] = {"kind": own} if isinstance(own, str) else dict(_section(own, "objective"))
+    keys: dict[str, Any] = {"kind": own} if isinstance(own, str) else dict(_request_section(own, "objective"))
     method = "" if body.method is None else body.method.type
     if method and keys.setdefault("kind", METHODS[method]) != METHODS[method]:
         raise invalid(
@@ -174,7 +176,7 @@ def _learning_rate(extension: Extension, given: Hyperparameters, kind: Any) -> d
 def _evaluation(
     extension: Extension, path: str | None, epochs: float, metrics: Mapping[str, str]
 ) -> dict[str, Any]:
-    own = dict(_section(extension.eval, "eval"))
+    own = dict(_request_section(extension.eval, "eval"))
     known = {EXACT_MATCH: EXACT_MATCH, **metrics}
     if (metric := own.get("metric")) is not None:
         if not isinstance(metric, str) or metric not in known:
@@ -193,11 +195,11 @@ def _evaluation(
     if not own:
         return {}
     if "every" not in own and epochs > 1 and extension.steps is None:
-        own["every"] = _share(epochs)
+        own["every"] = _epoch_share(epochs)
     return {"eval": own}
 
 
-def _share(epochs: float) -> float:
+def _epoch_share(epochs: float) -> float:
     """Return the share of the run that an epoch is, rounded down, so that it is never more than an epoch."""
     return math.floor(1e9 / epochs) / 1e9
 

@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 
 MAX_PAGE = 100
 REPEAT_SECONDS = 600.0
-"""Seconds within which a request that the client marks as repeated returns the job of the first one."""
+"""Seconds within which a request that the client marks as a repetition returns the job of the first
+request."""
 QUEUE_SECONDS = 30
 """Value of Retry-After when a tenant has too many jobs."""
 METADATA = re.compile(r"metadata\[.{1,64}\]")
@@ -111,19 +112,19 @@ def get_job(job_id: str, tenant: Tenant, service: ServiceHere) -> Job:
 @router.post("/{job_id}/cancel", response_model=Job, summary="Cancel a job")
 def cancel(job_id: str, tenant: Tenant, service: ServiceHere) -> Job:
     """Cancel a job. It ends at its next window; its checkpoints stay."""
-    return _command(service, tenant, job_id, "cancel")
+    return _request_change(service, tenant, job_id, "cancel")
 
 
 @router.post("/{job_id}/pause", response_model=Job, summary="Pause a job")
 def pause(job_id: str, tenant: Tenant, service: ServiceHere) -> Job:
     """Pause a job at its next window. It keeps its steps; its status is queued, with an event."""
-    return _command(service, tenant, job_id, "pause")
+    return _request_change(service, tenant, job_id, "pause")
 
 
 @router.post("/{job_id}/resume", response_model=Job, summary="Resume a job")
 def resume(job_id: str, tenant: Tenant, service: ServiceHere) -> Job:
     """Let a paused job train again."""
-    return _command(service, tenant, job_id, "resume")
+    return _request_change(service, tenant, job_id, "resume")
 
 
 @router.get("/{job_id}/events", response_model=EventPage, summary="List a job's events")
@@ -162,7 +163,7 @@ def new_submission(
 ) -> Submission:
     """Return the job that a request describes, or raise the error of its first mistake."""
     id, now, settings = new_id("ftjob"), time.time(), service.settings
-    start = _start(service, tenant, body.model)
+    start = _starting_adapter(service, tenant, body.model)
     training = service.requests.file(tenant, body.training_file)
     if training is None:
         raise _no_file("training_file", body.training_file)
@@ -201,7 +202,7 @@ def new_submission(
     )
 
 
-def _start(service: Service, tenant: str, model: str) -> dict[str, Any] | None:
+def _starting_adapter(service: Service, tenant: str, model: str) -> dict[str, Any] | None:
     """Return the adapter keys of the model that a job starts from. None for the base."""
     if is_base(service, model):
         return None
@@ -240,7 +241,7 @@ def _refuse_full_queue(service: Service, tenant: str, key: str | None) -> None:
     )
 
 
-def _command(service: Service, tenant: str, id: str, verb: Verb) -> Job:
+def _request_change(service: Service, tenant: str, id: str, verb: Verb) -> Job:
     submission = find_job(service, tenant, id)
     row = service.training.job(id)
     if row is None or not row.state.ended:
@@ -311,14 +312,14 @@ def used_hyperparameters(body: JobRequest, job: Mapping[str, Any]) -> UsedHyperp
 
 
 def used_method(job: Mapping[str, Any], used: UsedHyperparameters) -> UsedMethod:
-    """Return the method as OpenAI has it; every objective over preferences is shown as dpo."""
+    """Return the method in the form of OpenAI's API. Every preference objective is shown as dpo."""
     if job["objective"].get("kind", "sft") == "sft":
         return UsedMethod(type="supervised", supervised=UsedMethod.Used(hyperparameters=used))
     return UsedMethod(type="dpo", dpo=UsedMethod.Used(hyperparameters=used))
 
 
 def without_paths(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a job's keys without what only the service's machine knows."""
+    """Return a job's keys without paths of the service's machine."""
     shown = {key: value for key, value in job.items() if key not in ("name", "data", "eval", "adapter")}
     for section, hidden in (("data", "path"), ("eval", "path"), ("adapter", "init_from")):
         if section in job:

@@ -63,7 +63,8 @@ def find_training(service: Service, tenant: str, name: str) -> Adapter | None:
 
 
 def adapter_keys(service: Service, adapter: Adapter) -> dict[str, Any]:
-    """Return the keys of an adapter that starts from a finished one: its own, and its folder."""
+    """Return the keys of an adapter that starts from a finished adapter: the keys and the folder of that
+    adapter."""
     submission = service.requests.submission(None, adapter.job)
     assert submission is not None, f"{adapter.job} has been submitted"
     return {**submission.job["adapter"], "init_from": str(adapter.folder)}

@@ -44,15 +44,15 @@ SHOWN_JOBS = 200
 """Maximum number of jobs of an overview: the newest."""
 SHOWN_EVENTS = 200
 CURVE_POINTS = 1000
-"""Maximum number of points of a curve: about the pixels of a chart."""
+"""Maximum number of points of a curve, about the width of a chart in pixels."""
 PLANNED_JOBS = 64
 """Maximum number of other jobs that a plan considers."""
 MAX_PLANS = 4
-"""Maximum number of plans that are requested at the same time; they are made one after another."""
+"""Maximum number of plans that may be requested at the same time. They are computed one after another."""
 MAX_STREAMS = 20
 """Maximum number of open streams of one tenant."""
 STREAM_SECONDS = 1.0
-"""Seconds between two looks at the store for a stream."""
+"""Seconds between two reads of the store for a stream."""
 SILENT_SECONDS = 15.0
 """Seconds without a change after which a stream sends a comment, so that proxies keep it open."""
 STREAM_MINUTES = 30.0
@@ -98,7 +98,8 @@ class JobSummary(BaseModel):
 
 
 class JobChanges(BaseModel):
-    """The part of an overview that changes. In a stream, `jobs` has only those that have changed."""
+    """The part of an overview that changes over time. In a stream, `jobs` contains only jobs that have
+    changed."""
 
     now: float
     training: bool = Field(description="Whether the training process runs.")
@@ -190,7 +191,7 @@ class MemoryView(BaseModel):
 
 
 class WindowView(BaseModel):
-    """A window of the device, planned and measured."""
+    """A window that the device has executed, with planned and measured values."""
 
     number: int
     at: float
@@ -294,8 +295,8 @@ def curve(job_id: str, tenant: Tenant, service: ServiceHere) -> Curve:
 
 @router.post("/jobs/{job_id}/priority", response_model=JobSummary, summary="Change a job's priority")
 def set_priority(job_id: str, body: PriorityRequest, tenant: Tenant, service: ServiceHere) -> JobSummary:
-    """Change the priority with which a job is admitted, from the next window on. The answer is the job before
-    that."""
+    """Change the priority with which a job is admitted, from the next window on. The response shows the job
+    before the change."""
     submission = find_job(service, tenant, job_id)
     row = service.training.job(job_id)
     if row is not None and row.state.ended:
@@ -346,7 +347,7 @@ def _job_changes(service: Service, submissions: Sequence[Submission], names: Nam
         place = places.get(one.id)
         before = [names.own_name(id) or ANOTHER for id in queue[:3]] if place else []
         row, base = rows.get(one.id), service.settings.base_name
-        jobs.append(_summary(one, row, place, before[:place], names, base))
+        jobs.append(_job_summary(one, row, place, before[:place], names, base))
     lease = service.training.lease()
     now = time.time()
     return JobChanges(
@@ -358,7 +359,7 @@ def _job_changes(service: Service, submissions: Sequence[Submission], names: Nam
     )
 
 
-def _summary(
+def _job_summary(
     submission: Submission,
     row: JobRow | None,
     ahead: int | None,
@@ -389,7 +390,7 @@ def _summary(
         model=None if row is None else row.model,
         answers_as=_chat_name(submission, row, base),
         error=None if row is None or row.error is None else JobError(**row.error),
-        actions=_actions(row),
+        actions=_allowed_actions(row),
     )
 
 
@@ -399,7 +400,7 @@ def _chat_name(submission: Submission, row: JobRow | None, base: str) -> str | N
     return str(AdapterName(base, submission.tenant, submission.suffix or "", submission.id))
 
 
-def _actions(row: JobRow | None) -> list[Action]:
+def _allowed_actions(row: JobRow | None) -> list[Action]:
     """Return what can be requested in a job's state, by the table of legal transitions."""
     if row is None:
         return ["cancel", "priority"]
@@ -464,7 +465,7 @@ def window_view(row: WindowRow, names: Names) -> WindowView:
 
 
 def _pass_view(values: Mapping[str, Any], names: Names) -> PassView:
-    own, count, tokens = _own_part(values["jobs"], names)
+    own, count, tokens = _split_tenant_numbers(values["jobs"], names)
     return PassView(
         jobs=own,
         other_jobs=count,
@@ -477,7 +478,7 @@ def _pass_view(values: Mapping[str, Any], names: Names) -> PassView:
 
 
 def _memory_view(values: Mapping[str, Any], names: Names) -> MemoryView:
-    own, count, taken = _own_part(values["jobs"], names)
+    own, count, taken = _split_tenant_numbers(values["jobs"], names)
     return MemoryView(
         budget_bytes=values["budget_bytes"],
         base_bytes=values["base_bytes"],
@@ -490,11 +491,11 @@ def _memory_view(values: Mapping[str, Any], names: Names) -> MemoryView:
 
 
 def _training_bytes(memory: Mapping[str, int]) -> int:
-    """Return the bytes that the base and the jobs may take."""
+    """Return the bytes of memory that the base and the jobs may use."""
     return memory["budget_bytes"] - memory.get("answer_bytes", 0)
 
 
-def _own_part(numbers: Mapping[str, int], names: Names) -> tuple[dict[str, int], int, int]:
+def _split_tenant_numbers(numbers: Mapping[str, int], names: Names) -> tuple[dict[str, int], int, int]:
     """Return the numbers of the tenant's own jobs, and the count and sum of the numbers of all other jobs."""
     own = {job: number for job, number in numbers.items() if names.own_name(job) is not None}
     return own, len(numbers) - len(own), sum(numbers.values()) - sum(own.values())
@@ -507,16 +508,17 @@ def receipts(
     after: After = None,
     limit: Annotated[int, Query(ge=1, le=SHOWN_JOBS)] = 50,
 ) -> ReceiptPage:
-    """List receipts of jobs, the newest job first. Jobs that have not trained yet have used nothing."""
+    """List receipts of jobs, the newest job first. The receipt of a job that has not trained yet contains
+    zeros."""
     found = service.requests.submissions(tenant, after=after, limit=limit + 1)
-    data = [_read_receipt(service, one.id) or _unused(one.id) for one in found[:limit]]
+    data = [_read_receipt(service, one.id) or _unused_receipt(one.id) for one in found[:limit]]
     return ReceiptPage(data=data, **page_ends(found, limit))
 
 
 @router.get("/jobs/{job_id}/receipt", response_model=ReceiptView, summary="Get what a job has used")
 def receipt(job_id: str, tenant: Tenant, service: ServiceHere) -> ReceiptView:
     find_job(service, tenant, job_id)
-    return _read_receipt(service, job_id) or _unused(job_id)
+    return _read_receipt(service, job_id) or _unused_receipt(job_id)
 
 
 def _read_receipt(service: Service, job: str) -> ReceiptView | None:
@@ -528,7 +530,7 @@ def _read_receipt(service: Service, job: str) -> ReceiptView | None:
     return ReceiptView(**values)
 
 
-def _unused(job: str) -> ReceiptView:
+def _unused_receipt(job: str) -> ReceiptView:
     return ReceiptView(job=job, tokens=0, padding_tokens=0, device_seconds=0, passes=0, shared_passes=0)
 
 
@@ -536,7 +538,7 @@ def _unused(job: str) -> ReceiptView:
 
 
 class Streams:
-    """The number of open streams of each tenant, and the turns of plans."""
+    """The number of open streams of each tenant, and the queue of plans."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -547,7 +549,7 @@ class Streams:
         self.plans = 0
 
     def allow(self, tenant: str, key: str) -> bool:
-        """Whether a stream of this key may go on. A revoked key ends its streams."""
+        """Return whether a stream with this key may continue. The streams of a revoked key end."""
         return not self.closing and self._keys.find_tenant(key) == tenant
 
 
@@ -594,7 +596,7 @@ async def _events(service: Service, tenant: str, key: str, streams: Streams) -> 
 
 @dataclass(slots=True)
 class Seen:
-    """The state of a stream: everything that it has sent already."""
+    """The state of a stream: the values that it has already sent."""
 
     service: Service
     tenant: str
@@ -632,13 +634,13 @@ class Seen:
         for job in changed:
             self.jobs[job.id] = job
             if not first or job.id in self.metrics:
-                yield from self._metrics(job.id)
+                yield from self._job_metrics(job.id)
         last = service.training.last_windows(1)
         if last and last[0].number > self.window:
             self.window = last[0].number
             yield "window", window_view(last[0], names)
 
-    def _metrics(self, job: str) -> Iterator[tuple[str, BaseModel]]:
+    def _job_metrics(self, job: str) -> Iterator[tuple[str, BaseModel]]:
         rows = self.service.training.metrics(job, self.metrics.get(job, 0))
         if rows:
             self.metrics[job] = rows[-1].number
@@ -676,7 +678,7 @@ async def plan(request: Request, body: JobRequest, tenant: Tenant, service: Serv
     if not found.why_not and queue.hold_reason:
         values["waits_for"] = queue.hold_reason
     for key in ("waits_for", "why_not"):
-        values[key] = _with_names(values[key], {**by_name, NEW: "this job"})
+        values[key] = _replace_names(values[key], {**by_name, NEW: "this job"})
     return PlanPreview(fits=not found.why_not, running_jobs=queue.running_jobs, ahead=queue.ahead, **values)
 
 
@@ -693,7 +695,7 @@ class _PlannedQueue:
     ahead: int
     running_jobs: int
     budget_bytes: int | None
-    """Memory that training on a CPU may take, if a window has recorded it."""
+    """Bytes of memory that training on a CPU may use, if a window has recorded them."""
 
 
 def _planned_queue(service: Service, submission: Submission) -> _PlannedQueue:
@@ -721,16 +723,16 @@ def _planned_queue(service: Service, submission: Submission) -> _PlannedQueue:
     )
 
 
-def _with_names(text: str, names: Mapping[str, str]) -> str:
+def _replace_names(text: str, names: Mapping[str, str]) -> str:
     return re.sub(r"other-\d+|" + NEW, lambda found: names.get(found[0], found[0]), text)
 
 
 def _without_file_ids(service: Service, tenant: str, text: str) -> str:
     """Return a message with the names that the tenant gave to its files."""
 
-    def name(found: re.Match[str]) -> str:
-        file = service.requests.file(tenant, found[1])
-        return found[0] if file is None else file.filename
+    def name(match: re.Match[str]) -> str:
+        file = service.requests.file(tenant, match[1])
+        return match[0] if file is None else file.filename
 
     return re.sub(r"(file-[0-9a-f]+)\.jsonl", name, text.replace(f"job {NEW}: ", ""))
 
@@ -787,7 +789,7 @@ def _tar_chunks(folder: Path, root: str) -> Iterator[bytes]:
         entry, found = tarfile.TarInfo(f"{root}/{path.name}"), path.stat()
         entry.size, entry.mtime, entry.mode = found.st_size, int(found.st_mtime), 0o644
         yield entry.tobuf(tarfile.PAX_FORMAT)
-        yield from _pieces(path)
+        yield from _file_pieces(path)
         yield bytes(-entry.size % tarfile.BLOCKSIZE)
     yield bytes(2 * tarfile.BLOCKSIZE)
 
@@ -798,19 +800,20 @@ def _zip_chunks(folder: Path, root: str) -> Iterator[bytes]:
         for path in _adapter_files(folder):
             # Weights hardly become smaller.
             with archive.open(zipfile.ZipInfo.from_file(path, f"{root}/{path.name}"), "w") as entry:
-                for piece in _pieces(path):
+                for piece in _file_pieces(path):
                     entry.write(piece)
                     yield target.take_chunks()
     yield target.take_chunks()
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
+def _file_pieces(path: Path) -> Iterator[bytes]:
     with path.open("rb") as content:
         yield from iter(lambda: content.read(CHUNK), b"")
 
 
 class _Pieces(io.RawIOBase):
-    """A file that is emptied while it is written, so that an archive is sent while it is made."""
+    """A write-only file whose content is taken out piece by piece, so that an archive is sent while it is
+    created."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []

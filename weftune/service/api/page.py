@@ -1,4 +1,4 @@
-"""The dashboard: static files, which load nothing from elsewhere."""
+"""The dashboard: static files that load nothing from other servers."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def _dashboard_files() -> dict[str, Traversable]:
 
 @router.get("/")
 def index(request: Request) -> Response:
-    return _answer(request, "index.html")
+    return _page_response(request, "index.html")
 
 
 @router.get("/dashboard/{name}")
 def static(name: str, request: Request) -> Response:
-    return _answer(request, name)
+    return _page_response(request, name)
 
 
-def _answer(request: Request, name: str) -> Response:
+def _page_response(request: Request, name: str) -> Response:
     found = _dashboard_files().get(name)
     if found is None or name.rpartition(".")[2] not in TYPES:
         raise not_found("file", name)

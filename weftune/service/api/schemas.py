@@ -1,5 +1,5 @@
-"""Requests and answers of the OpenAI side of the API, as its client's types have them. The OpenAPI document
-is made from these classes."""
+"""Requests and responses of OpenAI's API, as in the types of OpenAI's client. The OpenAPI document is
+generated from these classes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Purpose = Literal["fine-tune", "fine-tune-results"]
 
 
 class Body(BaseModel):
-    """A request. Keys that are not known are refused, and types are not converted."""
+    """The body of a request. Unknown keys are refused, and types are not converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -198,7 +198,7 @@ class JobError(BaseModel):
 
 
 class UsedHyperparameters(BaseModel):
-    """The numbers that the job trains with, where the request says `auto`."""
+    """The hyperparameters that the job trains with, in which `auto` is replaced by numbers."""
 
     n_epochs: Auto | int | None = None
     batch_size: Auto | int | None = None

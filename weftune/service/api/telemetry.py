@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: requests of this process, and what the stores say about jobs when they are read."""
+"""Metrics for Prometheus: requests of this process, and numbers of jobs that are read from the stores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weftune.service.store.requests import RequestStore
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 UNKNOWN = "unknown"
-"""Route of a request that fits none: its path is chosen by the client."""
+"""Name of the route of a request that matches no route, since the client chooses its path."""
 
 
 class Telemetry:
@@ -62,9 +62,9 @@ class _Stores(Collector):
 
     def collect(self) -> Iterator[Metric]:
         with suppress(StoreUnavailable):
-            yield from self._read()
+            yield from self._collect_metrics()
 
-    def _read(self) -> Iterator[Metric]:
+    def _collect_metrics(self) -> Iterator[Metric]:
         jobs = GaugeMetricFamily("weftune_jobs", "Jobs by state.", labels=["state"])
         counts = dict.fromkeys(State, 0)
         for row in self._training.unfinished_jobs():

@@ -1,4 +1,5 @@
-"""Connections to the two sets of tables, one that writes and several that read, and their migrations."""
+"""Connections to the two sets of tables, and their migrations. For each set, one connection writes and
+several read."""
 
 from __future__ import annotations
 
@@ -83,12 +84,12 @@ class Database:
 
 def open_requests(settings: ServiceSettings, writable: bool, busy_seconds: float = BUSY_SECONDS) -> Database:
     """Open the tables that the HTTP process writes. Only that process may open them as writable."""
-    return _open(settings, "requests", writable, busy_seconds)
+    return _open_database(settings, "requests", writable, busy_seconds)
 
 
 def open_training(settings: ServiceSettings, writable: bool, busy_seconds: float = BUSY_SECONDS) -> Database:
     """Open the tables that the training process writes. Only that process may open them as writable."""
-    return _open(settings, "training", writable, busy_seconds)
+    return _open_database(settings, "training", writable, busy_seconds)
 
 
 def upgrade_store(settings: ServiceSettings, folder: Path = MIGRATIONS) -> None:
@@ -99,17 +100,19 @@ def upgrade_store(settings: ServiceSettings, folder: Path = MIGRATIONS) -> None:
     for tables in ("requests", "training"):
         writer = _writer(settings, tables, UPGRADE_SECONDS)
         try:
-            _upgrade(writer, settings, tables, folder)
+            _upgrade_schema(writer, settings, tables, folder)
         finally:
             writer.dispose()
 
 
-def _open(settings: ServiceSettings, tables: TableSet, writable: bool, busy_seconds: float) -> Database:
+def _open_database(
+    settings: ServiceSettings, tables: TableSet, writable: bool, busy_seconds: float
+) -> Database:
     writer = None
     if writable:
         writer = _writer(settings, tables, busy_seconds)
         try:
-            _upgrade(writer, settings, tables, MIGRATIONS)
+            _upgrade_schema(writer, settings, tables, MIGRATIONS)
         except BaseException:
             writer.dispose()
             raise
@@ -199,7 +202,7 @@ def _postgres(url: str, busy_seconds: float, **keys: Any) -> Engine:
 
 @contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Raise StoreUnavailable for errors that are no bugs, such as a lock, a full disk, or missing tables."""
+    """Raise StoreUnavailable for errors that are not bugs, such as a lock, a full disk, or missing tables."""
     try:
         yield
     except (OperationalError, PoolTimeoutError) as error:
@@ -217,7 +220,7 @@ def _error_message(error: Exception) -> str:
 # -- migrations ------------------------------------------------------------------------------------------
 
 
-def _upgrade(writer: Engine, settings: ServiceSettings, tables: TableSet, folder: Path) -> None:
+def _upgrade_schema(writer: Engine, settings: ServiceSettings, tables: TableSet, folder: Path) -> None:
     from alembic import command
     from alembic.config import Config
     from alembic.script import ScriptDirectory
@@ -229,8 +232,8 @@ def _upgrade(writer: Engine, settings: ServiceSettings, tables: TableSet, folder
     config.set_main_option("version_locations", str(folder / tables).replace("%", "%%"))
     config.attributes["version_table"] = f"{tables}_version"
     head = ScriptDirectory.from_config(config).get_current_head()
-    with _typed_errors(), writer.connect() as connection, _one_upgrade(connection, settings):
-        if _revision(connection, tables) == head:
+    with _typed_errors(), writer.connect() as connection, _upgrade_exclusively(connection, settings):
+        if _schema_revision(connection, tables) == head:
             return
         config.attributes["connection"] = connection
         try:
@@ -242,7 +245,7 @@ def _upgrade(writer: Engine, settings: ServiceSettings, tables: TableSet, folder
             ) from error
 
 
-def _revision(connection: Connection, tables: TableSet) -> str | None:
+def _schema_revision(connection: Connection, tables: TableSet) -> str | None:
     """Return the version of the tables. None if they do not exist."""
     table = f"{tables}_version"
     with connection.begin():
@@ -251,8 +254,9 @@ def _revision(connection: Connection, tables: TableSet) -> str | None:
 
 
 @contextmanager
-def _one_upgrade(connection: Connection, settings: ServiceSettings) -> Iterator[None]:
-    """Let one process at a time upgrade. The lock ends with the process."""
+def _upgrade_exclusively(connection: Connection, settings: ServiceSettings) -> Iterator[None]:
+    """Hold a lock so that only one process upgrades the tables. The lock is released when the process
+    ends."""
     if settings.database is not None:
         lock = "(hashtext('weftune upgrade'))"
         with connection.begin():

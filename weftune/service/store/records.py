@@ -83,7 +83,7 @@ class Transition:
     job: str
     at: float
     old: State | None
-    """None for a job's first state."""
+    """Previous state. None for the first state of a job."""
     new: State
     reason: str = ""
     number: int = 0
@@ -99,7 +99,7 @@ class EventRow:
     message: str
     data: Mapping[str, Any] = field(default_factory=dict)
     measured: Literal["train", "eval", "base"] | None = None
-    """Metrics only: samples that were measured."""
+    """Samples on which the metrics of the event were measured; only for events with metrics."""
     step: int | None = None
     number: int = 0
 
@@ -133,7 +133,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowRow:
-    """A window, planned and measured."""
+    """An executed window, with planned and measured values."""
 
     at: float
     values: Mapping[str, Any]
@@ -155,7 +155,7 @@ class Changes:
     """Everything that one flush records, in one transaction."""
 
     jobs: Sequence[JobRow] = ()
-    """New jobs and changed jobs, whole. The last record of a job counts."""
+    """Complete records of new and changed jobs. If a job has several records, the last one is stored."""
     transitions: Sequence[Transition] = ()
     """Every change of a job's state since the last flush, in order. A new job's begins with None."""
     events: Sequence[EventRow] = ()
@@ -172,8 +172,9 @@ class Changes:
 
 
 class TrainingStore:
-    """Thread-safe. Every method raises StoreUnavailable if the database is locked for too long or
-    unreachable; a cursor `after` of another job or tenant gives an empty page."""
+    """A thread-safe store of the training process's records. Every method raises StoreUnavailable if the
+    database is locked for too long or unreachable; a cursor `after` of another job or tenant gives an empty
+    page."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -433,7 +434,7 @@ class TrainingStore:
             return [to_record(CheckpointRow, row) for row in connection.execute(query)]
 
     def receipt(self, job: str) -> Receipt | None:
-        """Return what a job has used. None if it has not trained yet."""
+        """Return the receipt of a job. None if the job has not trained yet."""
         with self._database.read() as connection:
             row = connection.execute(select(receipts).where(receipts.c.job == job)).first()
         return None if row is None else to_record(Receipt, row)

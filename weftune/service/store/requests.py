@@ -91,7 +91,7 @@ class Command:
 
 
 class RequestStore:
-    """Thread-safe. Methods that write return after the row is durable.
+    """A thread-safe store of requests. Methods that write return after the row is durable.
 
     Every method raises StoreUnavailable if the database is locked for too long or unreachable. Texts must be
     valid Unicode without NUL characters. A tenant never finds another tenant's rows, and a cursor `after`
@@ -196,10 +196,10 @@ class RequestStore:
         row = connection.execute(_recent_query(submission.tenant, submission.body_hash, repeat_since)).first()
         return None if row is None else to_record(Submission, row)
 
-    def recent_submission(self, tenant: str, body_hash: str, since: float) -> Submission | None:
-        """Return the tenant's newest job with this body that was submitted at `since` or later."""
+    def recent_submission(self, tenant: str, body_hash: str, earliest_time: float) -> Submission | None:
+        """Return the tenant's newest job with this body that was submitted at `earliest_time` or later."""
         with self._database.read() as connection:
-            row = connection.execute(_recent_query(tenant, body_hash, since)).first()
+            row = connection.execute(_recent_query(tenant, body_hash, earliest_time)).first()
         return None if row is None else to_record(Submission, row)
 
     def submission(self, tenant: str | None, id: str) -> Submission | None:
@@ -296,13 +296,13 @@ class RequestStore:
             return [to_record(Command, row) for row in connection.execute(query)]
 
 
-def _recent_query(tenant: str, body_hash: str, since: float) -> Select[Any]:
+def _recent_query(tenant: str, body_hash: str, earliest_time: float) -> Select[Any]:
     return (
         select(submissions)
         .where(
             submissions.c.tenant == tenant,
             submissions.c.body_hash == body_hash,
-            submissions.c.created_at >= since,
+            submissions.c.created_at >= earliest_time,
         )
         .order_by(submissions.c.number.desc())
         .limit(1)
