@@ -58,7 +58,7 @@ class _Parts:
     stem: str = "model.layers"
     """Module path of the list of layers."""
     outside: tuple[SiteShape, ...] = ()
-    """Sites that belong to no layer. They precede the sites of the layers."""
+    """Sites outside the layers. They precede the sites of the layers."""
 
 
 DEFAULTS: Mapping[str, Config] = {
@@ -137,7 +137,8 @@ def refuse_shards(spec: BaseSpec, config: Config, shards: int) -> None:
 
 
 def refuse_format_on_shards(quantised: Quantised | None, name: str) -> None:
-    """Raise BaseModelError if shards do not compute the products of a quantised base in this format."""
+    """Raise BaseModelError if products with weights of this quantisation format are not supported on
+    shards."""
     if quantised is not None and quantised.quantize in MULTIPLIED_AS_STORED:
         raise BaseModelError(
             f"{name} in {quantised.quantize} cannot be divided into shards: activations are rounded by the "
@@ -274,7 +275,8 @@ def _mixture_parts(facts: MixtureFacts, config: Config) -> _Parts:
 
 
 def _head_counts(config: Config) -> tuple[int, int, int]:
-    """Return the widths of one head, of all query heads together, and of all key heads together."""
+    """Return the width of one head, the total width of all query heads, and the total width of all key
+    heads."""
     heads = int(config["num_attention_heads"])
     head = int(config.get("head_dim") or config["hidden_size"] // heads)
     return head, heads * head, int(config.get("num_key_value_heads") or heads) * head
@@ -323,8 +325,8 @@ def _gpt2(config: Config) -> _Parts:
 
 
 def _qwen3_5(config: Config) -> _Parts:
-    """Return the parts of a model with Gated DeltaNet in most layers and, in the others, attention whose q is
-    gated."""
+    """Return the parts of a model with Gated DeltaNet in most layers and attention with a gated q in all
+    other layers."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     head, wide, narrow = _head_counts(config)
     bias = bool(config["attention_bias"])

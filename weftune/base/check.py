@@ -50,7 +50,7 @@ MAX_WINDOW = 8192
 
 
 def refuse_config(config: PretrainedConfig, name: str) -> None:
-    """Raise if a model's config alone shows that it cannot be a base."""
+    """Raise BaseModelError if the config of a model shows that it cannot be a base."""
     kind = find_unsupported_kind(config)
     if kind is not None:
         raise BaseModelError(f"{name} is {kind}; {SUPPORTED_MODELS}")
@@ -73,7 +73,8 @@ def recurrent_layers(config: PretrainedConfig) -> str | None:
 
 
 def refuse_modules(model: PreTrainedModel, name: str) -> None:
-    """Raise for a mixture of experts that only its modules' names, not its config, identify as one."""
+    """Raise BaseModelError for a mixture of experts that can be recognised only by the names of its modules,
+    not by its config."""
     if model.config.model_type in MIXTURES:
         return
     if any(EXPERT_MODULES.search(type(module).__name__) for module in model.modules()):
@@ -144,7 +145,7 @@ def sample_lengths(base: Base, is_known_family: bool) -> tuple[int, ...]:
 
 
 def sample_tokens(length: int, base: Base) -> Tensor:
-    """Return deterministic tokens that are spread over the vocabulary."""
+    """Return tokens that are spread over the vocabulary and are the same in every call."""
     return (torch.arange(length, device=base.device) * 7919 + 13 * length) % base.shape.vocabulary
 
 

@@ -56,7 +56,8 @@ class LayerKeys:
 
 
 def _zeros_like(x: Tensor) -> Tensor:
-    """Return zeros for a sum over chunks, which is not rounded to half precision at every chunk."""
+    """Return zeros for a sum over chunks, in a dtype that avoids rounding to half precision at every
+    chunk."""
     return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
@@ -79,8 +80,7 @@ class SampleKeys:
 
 
 class ChunkKeys:
-    """The keys and values of a sample as the pass of one of its chunks sees them. It implements
-    `KeyValueCache`."""
+    """The keys and values of a sample for the pass of one of its chunks. It implements `KeyValueCache`."""
 
     def __init__(
         self, sample: SampleKeys, start: int, prefix_keys: int = 0, read_prefix: ReadKeys | None = None
@@ -114,7 +114,8 @@ class ChunkKeys:
 
 
 class _ChunkAttention(torch.autograd.Function):
-    """The attention of a chunk to its own keys, which are written to memory, and to the earlier ones."""
+    """The attention of a chunk to its own keys, which are written to memory, and to the keys of earlier
+    chunks."""
 
     @staticmethod
     def forward(

@@ -263,12 +263,12 @@ def text_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def within(name: str) -> str:
-    """Return the name that a module or weight of the text model has in the wrapper."""
+    """Return the name of a module or weight of the text model in the multimodal wrapper."""
     return f"{TEXT_TOWER}.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
 def old_module_name(name: str) -> str:
-    """Return the name of a wrapper's weight in files written before transformers 4.52."""
+    """Return the name that a weight of a multimodal wrapper has in files written before transformers 4.52."""
     if name_in_wrapper(name):
         return f"language_model.model.{name.removeprefix(f'{TEXT_TOWER}.')}"
     return f"language_model.{name}"

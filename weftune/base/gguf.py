@@ -49,7 +49,7 @@ PIECE_BYTES = 16 * 2**20
 SINGLE_DIGITS = frozenset({"smollm", "starcoder"})
 """Values of `tokenizer.ggml.pre` that make every digit a token, a rule that transformers drops."""
 BYTE_LEVEL = frozenset({"", "default", "gpt-2"})
-"""Values of `tokenizer.ggml.pre` that need no rule besides splitting into bytes."""
+"""Values of `tokenizer.ggml.pre` that need no pre-tokenizer rule except splitting into bytes."""
 
 GGUF_MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -74,7 +74,8 @@ def convert_cached(file: Path) -> Path:
 
 
 def fingerprint(file: Path) -> str:
-    """Return a hash of the file's size, time and first MiB: a GGUF file can have 100 GB."""
+    """Return a hash of the file's size, time and first MiB, since hashing a whole GGUF file of 100 GB is too
+    slow."""
     status = file.stat()
     with file.open("rb") as stream:
         start = hashlib.sha256(stream.read(1 << 20)).hexdigest()
@@ -120,7 +121,7 @@ def find_damaged_file(folder: Path) -> str:
 
 @cache
 def _find_damaged(folder: Path, file_states: tuple[tuple[str, int, int], ...]) -> str:
-    """Compute `find_damaged_file`, cached in the process until a file changes."""
+    """Return the result of `find_damaged_file`, which is cached in the process until a file changes."""
     try:
         record = json.loads((folder / CHECKSUMS).read_bytes())
         if not {"config.json", "model.safetensors"} <= record.keys():

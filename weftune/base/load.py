@@ -1,4 +1,4 @@
-"""Loading of a base, its shape or its tokenizer by the user's name for it: the demo, a GGUF file, a local
+"""Loading of a base, its shape or its tokenizer. The user names the base as the demo, a GGUF file, a local
 folder, or a Hub id. Of a multimodal wrapper, only the text tower is loaded, with the wrapper's names."""
 
 from __future__ import annotations

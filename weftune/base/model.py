@@ -28,7 +28,7 @@ from weftune.core.weights import Head, WeightHolder
 from weftune.errors import BaseModelError
 
 DEFAULT_DEVIATION = 0.02
-"""Standard deviation with which transformers initialises linears of families that name none."""
+"""Standard deviation with which transformers initialises linears of families whose config has none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,11 +52,13 @@ class Base:
     """Maps each site to the part of it that is local, if every layer is divided into shards. `shape` has the
     sizes of the local parts."""
     vocabulary_shard: VocabularyShard | None = None
-    """The tokens whose rows of embedding and head are local, if these are divided among shards."""
+    """Tokens whose rows of the embedding and of the head are local, if these rows are divided among
+    shards."""
 
     @property
     def first(self) -> bool:
-        """Whether the input is tokens. A later stage gets the hidden states of the previous stage."""
+        """Whether this is the first stage, whose input is tokens. Later stages get the hidden states of the
+        previous stage."""
         return self.held is None or self.held.is_first
 
     @property

@@ -13,9 +13,10 @@ Config = Mapping[str, Any]
 LONG_ROPE = ("longrope", "su")
 """Names of the rope type LongRoPE in config.json; "su" is used in early files."""
 FULL = "full_attention"
-"""Key of the layers that attend to the whole sample, where layers differ in their rope."""
+"""Key of the RoPE parameters of full-attention layers, in bases whose layers have different RoPE
+parameters."""
 LEARNED = ("gpt2", "opt")
-"""Families with learned position embeddings, which end at the context length of the pretraining."""
+"""Families with learned position embeddings, whose context cannot be longer than in pretraining."""
 LONG_ROPE_ONLY = ("phi3",)
 """Families for which transformers accepts no other rope scaling than LongRoPE."""
 SCALING_KEYS = {"type", *(key for keys in ROPE_KEYS.values() for key in keys)}

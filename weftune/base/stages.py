@@ -41,9 +41,10 @@ class EndModules:
     layers: str = "layers"
     embedding: str = "embed_tokens"
     positions: str | None = None
-    """Module whose output is added to the embedding, which only the first stage must do. None if none is."""
+    """Module of learned positions, whose output is added to the embedding in the first stage only. None if
+    the family has no such module."""
     before: tuple[str, ...] = ()
-    """Other modules between the embedding and the layers. A model may lack them."""
+    """Paths of other modules between the embedding and the layers. A model may not have them."""
     after: tuple[str, ...] = ("norm",)
 
 
@@ -107,8 +108,8 @@ def refuse_unknown_family(config: PretrainedConfig, name: str) -> None:
 def stage_of(
     model: PreTrainedModel, spec: BaseSpec, device: torch.device, held: LayerRange, whole: ModelShape
 ) -> Base:
-    """Return a model that was reduced to one stage by `keep_stages` as a frozen base with Weftune's
-    attention."""
+    """Return a frozen base, with Weftune's attention, for a model that `keep_stages` has reduced to one
+    stage."""
     refuse_modules(model, spec.model)
     nn.Module.to(model, device)
     model.eval().requires_grad_(False)

@@ -136,7 +136,8 @@ def _read(files: WeightFiles, stored_names: StoredNames, name: str, out: Tensor)
 
 
 def take_part(parameter: Tensor, parts: Sequence[str], part: str) -> Tensor:
-    """Return the view of one stored part of a parameter, whose parts are concatenated row-wise."""
+    """Return the view of a parameter that one of its stored parts fills. The parts are concatenated
+    row-wise."""
     if len(parts) == 1:
         return parameter
     return parameter.flatten(0, -2).chunk(len(parts))[parts.index(part)]
@@ -232,7 +233,7 @@ def _read_slice(file: Any, name: str, part: ParameterSlice | None) -> Tensor:
 
 
 def _read_each(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> None:
-    """Read one parameter at a time, so that only one unquantised weight is in memory."""
+    """Read the parameters one after another, so that at most one unquantised weight is in memory."""
     read = file_reader(model, files, device)
     assert read is not None
     for name, names in shared_names(model).items():

@@ -33,7 +33,8 @@ from weftune.plan.layout.need import STAGING_BYTES
 
 CHUNK_BYTES = STAGING_BYTES // 2
 MADV_POPULATE_READ = 22
-"""`madvise` flag of Linux 5.14: read pages now and report failures. Python's mmap does not define it."""
+"""Flag of `madvise`, since Linux 5.14, that reads pages immediately and reports failures. Python's mmap does
+not define it."""
 STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -123,7 +124,7 @@ class MappedTensor:
     file: MappedFile
     start: int
     stop: int
-    """`start` and `stop` are the range of the tensor's bytes in the file."""
+    """End of the range of the tensor's bytes in the file, which begins at `start`."""
     dtype: str
     shape: tuple[int, ...]
 

@@ -49,7 +49,8 @@ from weftune.core.shapes import LayerRange, ModelShape
 from weftune.plan.program.layout import Layout, WorkerLayout
 
 ALIGNMENT = 16
-"""Alignment in bytes: the width of a kernel's loads. Matrices that share their input remain contiguous."""
+"""Alignment of parameters in bytes: the width of a kernel's loads. Matrices that share their input remain
+contiguous."""
 
 MappedWeights = Mapping[str, tuple[MappedTensor, ...]]
 """Maps each parameter of a model to the tensors in files that it consists of."""
@@ -86,7 +87,7 @@ class StreamedBase:
 
     @cached_property
     def stages(self) -> tuple[Base, ...]:
-        """The stages, each as a separate Base over the same modules."""
+        """Stages of the base, each a separate `Base` over the same modules."""
         return tuple(stage_view(self.whole, self.part.stage_range(n)) for n in range(len(self.part.stages)))
 
     def slot(self, stage: int) -> Tensor:

@@ -241,8 +241,8 @@ def _scale_blocks(values: Tensor, scale: Tensor, block_size: int) -> Tensor:
 
 @cache
 def dynamic_code() -> Tensor:
-    """Return the 8-bit code of the maxima: 0, 1, and values of both signs in decades from 1e-6 up, each
-    decade with twice as many as the one below (Dettmers 2016)."""
+    """Return the 8-bit code of the maxima: 0, 1, and values of both signs in decades from 1e-6 upwards. Each
+    decade has twice as many values as the decade below (Dettmers 2016)."""
     found = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)

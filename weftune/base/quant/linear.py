@@ -57,7 +57,8 @@ class QuantLinear(nn.Linear):
         self.form, self.matrix_dtype, self.fan_in_fan_out = weight_format, dtype, fan_in_fan_out
         self.dequantise: Dequantise = dequantise_plain
         self.multiply: MultiplyCodes = multiply_codes
-        """Function that multiplies by codes. `set_weight_functions` sets it, and `dequantise`, to kernels."""
+        """Function that multiplies by codes. `set_weight_functions` replaces this function and `dequantise`
+        by kernels."""
         stored = weight_format.parts(*shape)
         self._parts = tuple(stored)
         for name, part in stored.items():
@@ -126,7 +127,7 @@ class QuantWeight:
 
 
 class Fp8Weight(QuantWeight):
-    """An fp8 weight, by whose codes products are computed directly; see `CodedWeight`."""
+    """An fp8 weight. Products are computed from its codes directly; see `CodedWeight`."""
 
     def codes(self) -> Tensor:
         return self.module.weight

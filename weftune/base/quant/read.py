@@ -33,7 +33,7 @@ ReadTensor = Callable[[str], Tensor]
 
 
 def is_stored_weight(name: str, stored: Collection[str]) -> bool:
-    """Whether the files hold the matrix of this name as quantised by bitsandbytes."""
+    """Whether the files hold the matrix of this name in the quantised form of bitsandbytes."""
     return f"{name}.{STATE}" in stored
 
 

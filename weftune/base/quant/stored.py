@@ -15,10 +15,11 @@ from weftune.errors import BaseModelError
 CONFIG_KEY = "quantization_config"
 REMEDY = "name the unquantised model as the base, with quantize: nf4 or int8 where memory is short"
 NF4_BLOCK, NESTED_BLOCK = 64, 256
-"""Number of values per block, which share a maximum, and of maxima per nested block, as in bitsandbytes."""
+"""Number of values per block, for which one maximum is stored, and number of maxima per nested block, as in
+bitsandbytes."""
 NF4_CODES, NESTED_CODES = 16, 256
 MULTIPLIED_AS_STORED: tuple[Quantize, ...] = ("fp8",)
-"""Formats by whose codes products are computed directly, without dequantising the matrix."""
+"""Formats for which products are computed from the codes directly, without dequantising the matrix."""
 
 
 @dataclass(frozen=True, slots=True)
