@@ -72,7 +72,9 @@ def test_a_generation_mark_prints_its_body():
 def test_a_date_in_a_template_is_the_same_every_day_but_for_who_asks_now():
     template = Template("{{ strftime_now('%d %b %Y') }}", {})
     assert template.render(CHAT, None, prompt=False) == "26 Jul 2024"
-    assert template.render(CHAT, None, prompt=True, now=True) == datetime.now().strftime("%d %b %Y")
+    assert template.render(CHAT, None, prompt=True, uses_current_date=True) == datetime.now().strftime(
+        "%d %b %Y"
+    )
 
 
 def test_a_template_comes_from_a_file(gpt2, tmp_path, samples_of):

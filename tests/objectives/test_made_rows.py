@@ -33,7 +33,7 @@ EXACT = 1e-8
 class OwnWords:
     """What the adapter says is made likelier the longer its prompt."""
 
-    needs = Needs(makes_rows=True)
+    needs = Needs(generates_rows=True)
 
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
         weights = torch.tensor(scores.counts, dtype=torch.float64)

@@ -145,6 +145,6 @@ def test_the_tokenizer_is_serialised_once_for_each_chat_template(model, tmp_path
     chat = replace(plain, spec=replace(plain.spec, data=replace(plain.spec.data, chat_template="chatml")))
     tokenizer = TokenizerFiles(bench.tokenizer())
     for _ in range(2):
-        assert Path("chat_template.jinja") in tokenizer.recorded_files(chat)
-        assert Path("chat_template.jinja") not in tokenizer.recorded_files(plain)
+        assert Path("chat_template.jinja") in tokenizer.files_with_template(chat)
+        assert Path("chat_template.jinja") not in tokenizer.files_with_template(plain)
     assert len(made) == 3

@@ -63,26 +63,28 @@ def read_tensors(folder: Path, integer_suffix: str | None = None) -> dict[str, T
     return tensors
 
 
-def is_transposed(targeted: Sequence[str], sites: Sequence[SiteShape]) -> bool:
+def is_transposed(adapted_sites: Sequence[str], sites: Sequence[SiteShape]) -> bool:
     """Whether the adapted linears store their weights as [in, out]."""
-    adapted = set(targeted)
+    adapted = set(adapted_sites)
     return any(site.fan_in_fan_out for site in sites if site.name in adapted)
 
 
-def target_modules(spec: TargetSpec, targeted: Sequence[str], sites: Sequence[SiteShape]) -> str | list[str]:
+def target_modules(
+    spec: TargetSpec, adapted_sites: Sequence[str], sites: Sequence[SiteShape]
+) -> str | list[str]:
     """Return the user's targets, with `all-linear` replaced by the shortest equivalent list of names. A
     regular expression is also replaced if the base has experts, because PEFT would match it against experts
     and routers, or if only some layers are adapted, because PEFT selects layers only for lists. In a
     multimodal wrapper every module is named: a shorter name could also match modules of its vision tower."""
-    if any(name_in_wrapper(name) for name in targeted):
-        return sorted(targeted)
+    if any(name_in_wrapper(name) for name in adapted_sites):
+        return sorted(adapted_sites)
     if not isinstance(spec.targets, str):
         return list(spec.targets)
     is_plain = spec.layers is None and not any(site.experts for site in sites)
     if spec.targets.lower() != ALL_LINEAR and is_plain:
         return spec.targets
     linears = {site.name for site in sites if not site.experts}
-    own = sorted(linears.intersection(targeted))
+    own = sorted(linears.intersection(adapted_sites))
     endings = sorted({name.rsplit(".", 1)[-1] for name in own})
     short = replace(spec, targets=tuple(endings))
     return endings if sorted(filter(short.targets_site, linears)) == own else own

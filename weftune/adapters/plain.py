@@ -68,7 +68,7 @@ class JobAt:
         """Return a parameter that all sites share. Autograd accumulates its gradient."""
         return self._trainable_weight(SHARED, name)
 
-    def untrained(self, name: str) -> Tensor:
+    def detached_parameter(self, name: str) -> Tensor:
         """Return a parameter of this site without autograd. Its gradient is added with `add_gradient`."""
         return self.weights[self.site.name, name]
 
@@ -199,7 +199,7 @@ class PlainKind:
         """Return the name of a parameter in an adapter file."""
         return f"{PREFIX}{site}.{name}"
 
-    def config(self, spec: Any, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
+    def config(self, spec: Any, adapted_sites: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
         """Return the adapter's config: an object of PEFT, or a mapping if PEFT does not have the kind."""
         keys = {item.name: getattr(spec, item.name) for item in fields(spec)}
         return {KIND: keys.pop("kind"), BASE: base, **keys, "init_from": None}
@@ -352,13 +352,13 @@ class PlainKind:
         self, folder: Path, spec: Any, parameters: Parameters, sites: Sequence[SiteShape], base: str
     ) -> None:
         """Write an adapter folder, in PEFT's format if PEFT has the kind."""
-        targeted = list(dict.fromkeys(site for site, name in parameters if name != HEAD))
+        adapted_sites = list(dict.fromkeys(site for site, name in parameters if name != HEAD))
         tensors = {
             self.stored_name(site, name): self.to_stored(spec, site, name, value)
             for (site, name), value in parameters.items()
             if name != HEAD
         }
-        config = self.config(spec, targeted, sites, base)
+        config = self.config(spec, adapted_sites, sites, base)
         more = {**stored_head(parameters), **self.extra_tensors(spec, sites)}
         write_folder(folder, {**tensors, **more}, config)
 

@@ -48,14 +48,18 @@ class CurrentPass:
     bound: Pass | None = None
     untiled_pass: Pass | None = None
     """The pass with only the segments of jobs whose adapters the tiled kernels do not compute."""
-    owners: tuple[Tensor, tuple[str | None, ...]] | None = None
+    row_jobs: tuple[Tensor, tuple[str | None, ...]] | None = None
     """The jobs of the pass, and the index of each row's job among them. They are computed when the first
     layer with experts needs them."""
 
     def replace(self, new_pass: CurrentPass) -> CurrentPass:
         """Bind another pass, and return the one that was bound."""
-        before = CurrentPass(self.bound, self.untiled_pass, self.owners)
-        self.bound, self.untiled_pass, self.owners = new_pass.bound, new_pass.untiled_pass, new_pass.owners
+        before = CurrentPass(self.bound, self.untiled_pass, self.row_jobs)
+        self.bound, self.untiled_pass, self.row_jobs = (
+            new_pass.bound,
+            new_pass.untiled_pass,
+            new_pass.row_jobs,
+        )
         return before
 
 
@@ -187,8 +191,8 @@ class ExpertGroup:
             ]
             if banks or all(map(multiplies_at_once, sites)):
                 current = self.current
-                current.owners = current.owners or _row_owners(bound.microbatch, len(x_TD), x_TD.device)
-                owner_T, jobs = current.owners
+                current.row_jobs = current.row_jobs or _row_owners(bound.microbatch, len(x_TD), x_TD.device)
+                owner_T, jobs = current.row_jobs
                 if banks:
                     numbers_J = banks[0].adapter_indices(jobs, x_TD.device)
                 else:

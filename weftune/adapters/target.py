@@ -72,7 +72,7 @@ class TargetSpec:
     """Whether the kind supports layers that are divided into shards. Its parameters at a site are then
     divided as the site is. For parameters that are not divided, each shard computes a part of the
     gradient."""
-    unused: ClassVar[frozenset[str]] = frozenset()
+    unused_keys: ClassVar[frozenset[str]] = frozenset()
     """Keys of this class that the kind does not use."""
 
     kind: str

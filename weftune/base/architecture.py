@@ -17,9 +17,9 @@ from weftune.base.decoders import (
     DecoderFacts,
     MixtureFacts,
     extra_value_count,
+    name_with_wrapper,
     query_width,
     text_values,
-    within,
 )
 from weftune.base.quant.stored import MULTIPLIED_AS_STORED, Quantised, quantised, site_bytes_per_value
 from weftune.base.rope import Config, context_length, scaled_rope_values, unscaled_context
@@ -53,11 +53,11 @@ class _Parts:
 
     hidden: int
     layers: tuple[_Layer, ...]
-    around: int
+    outer_parameter_count: int
     """Number of parameters outside the layers: embeddings, untied output layer, last norm."""
-    stem: str = "model.layers"
+    layers_path: str = "model.layers"
     """Module path of the list of layers."""
-    outside: tuple[SiteShape, ...] = ()
+    outer_sites: tuple[SiteShape, ...] = ()
     """Sites outside the layers. They precede the sites of the layers."""
 
 
@@ -194,11 +194,11 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
     except (TypeError, ValueError, ArithmeticError):
         raise BaseModelError(f"The config.json of {name} has sizes that are no whole numbers.") from None
     sites = [
-        *parts.outside,
+        *parts.outer_sites,
         *(
             replace(
                 site,
-                name=f"{parts.stem}.{number}.{site.name}",
+                name=f"{parts.layers_path}.{number}.{site.name}",
                 in_last_layer=number == len(parts.layers) - 1,
             )
             for number, (own, _) in enumerate(parts.layers)
@@ -206,13 +206,13 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
         ),
     ]
     if wrapped:
-        sites = [replace(site, name=within(site.name)) for site in sites]
-    outside = sum(site.weight_count for site in parts.outside)
+        sites = [replace(site, name=name_with_wrapper(site.name)) for site in sites]
+    outer_site_weights = sum(site.weight_count for site in parts.outer_sites)
     return ModelShape(
         layers=len(parts.layers),
         hidden=parts.hidden,
         vocabulary=whole["vocab_size"],
-        parameters=sum(count for _, count in parts.layers) + parts.around + outside,
+        parameters=sum(count for _, count in parts.layers) + parts.outer_parameter_count + outer_site_weights,
         bytes_per_value=bytes_per_value,
         sites=tuple(sites),
         context=longest,
@@ -305,8 +305,8 @@ def _opt_parts(config: Config) -> _Parts:
         hidden,
         (layer,) * int(config["num_hidden_layers"]),
         _end_parameters(config, word) + positions + last,
-        stem="model.decoder.layers",
-        outside=projections if word != hidden else (),
+        layers_path="model.decoder.layers",
+        outer_sites=projections if word != hidden else (),
     )
 
 
@@ -320,8 +320,10 @@ def _gpt2(config: Config) -> _Parts:
         ("mlp.c_proj", inner, hidden, True),
     )
     layer = _layer_sites(linears, 4 * hidden, transposed=True)
-    around = _end_parameters(config, hidden) + int(config["n_positions"]) * hidden + 2 * hidden
-    return _Parts(hidden, (layer,) * int(config["n_layer"]), around, stem="transformer.h")
+    outer_parameter_count = _end_parameters(config, hidden) + int(config["n_positions"]) * hidden + 2 * hidden
+    return _Parts(
+        hidden, (layer,) * int(config["n_layer"]), outer_parameter_count, layers_path="transformer.h"
+    )
 
 
 def _qwen3_5(config: Config) -> _Parts:

@@ -262,7 +262,7 @@ def text_values(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def within(name: str) -> str:
+def name_with_wrapper(name: str) -> str:
     """Return the name of a module or weight of the text model in the multimodal wrapper."""
     return f"{TEXT_TOWER}.{name.removeprefix('model.')}" if name.startswith("model.") else name
 

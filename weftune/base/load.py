@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from weftune.base.check import refuse_config
 from weftune.base.config import local_folder, no_safetensors, refuse_missing_base
-from weftune.base.decoders import ROTATES_IMAGES, SAME_ON_TEXT, WRAPPERS, within
+from weftune.base.decoders import ROTATES_IMAGES, SAME_ON_TEXT, WRAPPERS, name_with_wrapper
 from weftune.base.gguf import FORMAT, convert_cached, convert_into
 from weftune.base.model import Base
 from weftune.base.quant.linear import quantise_linears, replace_linears
@@ -310,7 +310,9 @@ def wrap_as_tower(model: PreTrainedModel) -> PreTrainedModel:
     """Rename the modules and weights of a text model to their names in a wrapper."""
     tied = model._tied_weights_keys or {}
     setattr(model, model.base_model_prefix, Tower(model.base_model))
-    model._tied_weights_keys = {within(name): within(source) for name, source in dict(tied).items()}
+    model._tied_weights_keys = {
+        name_with_wrapper(name): name_with_wrapper(source) for name, source in dict(tied).items()
+    }
     return model
 
 

@@ -106,7 +106,7 @@ def refuse_unknown_family(config: PretrainedConfig, name: str) -> None:
 
 
 def stage_of(
-    model: PreTrainedModel, spec: BaseSpec, device: torch.device, held: LayerRange, whole: ModelShape
+    model: PreTrainedModel, spec: BaseSpec, device: torch.device, local_layers: LayerRange, whole: ModelShape
 ) -> Base:
     """Return a frozen base, with Weftune's attention, for a model that `keep_stages` has reduced to one
     stage."""
@@ -115,8 +115,8 @@ def stage_of(
     model.eval().requires_grad_(False)
     own_config(model)
     isolate_samples(model)
-    shape = local_shape(model, whole, held.stop - held.start)
-    return Base(model, spec, shape, device, matrix_dtype(model), held, whole.sites)
+    shape = local_shape(model, whole, local_layers.stop - local_layers.start)
+    return Base(model, spec, shape, device, matrix_dtype(model), local_layers, whole.sites)
 
 
 def local_shape(model: PreTrainedModel, whole_shape: ModelShape, layers: int) -> ModelShape:

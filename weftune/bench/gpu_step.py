@@ -40,12 +40,12 @@ class StepRow:
     """Whether adapters are trained; False for the base alone."""
 
 
-def attach_jobs(together: AttachedJobs, size: Size, work: BaselineWork) -> None:
+def attach_jobs(attached: AttachedJobs, size: Size, work: BaselineWork) -> None:
     """Attach every job to one executor."""
     experts = tuple(EXPERTS) if size.experts else ()
     for at, (rank, dropout) in enumerate(zip(work.job_ranks, work.job_dropouts, strict=True)):
         adapter = LoraSpec(rank=rank, alpha=2.0 * rank, dropout=dropout, target_parameters=experts)
-        together.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)
+        attached.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)
 
 
 def weftune_step(task: ProcessTask) -> MeasuredStep:

@@ -54,10 +54,10 @@ class JobSamples:
 
     def batch(self, job: str, step: int) -> GlobalBatch:
         first, end = list(pairwise(self.batch_starts))[(step - 1) % (len(self.batch_starts) - 1)]
-        placed = group_samples(self.placed(first, end), self.samples.together)
+        placed = group_samples(self.batch_samples(first, end), self.samples.together)
         return GlobalBatch(job, step, placed, int(self.samples.supervised[first:end].sum()))
 
-    def placed(self, first: int, end: int) -> tuple[PlacedSample, ...]:
+    def batch_samples(self, first: int, end: int) -> tuple[PlacedSample, ...]:
         """Return consecutive samples as one batch."""
         lengths = self.samples.lengths[first:end].tolist()
         offsets = np.cumsum([0, *lengths[:-1]]).tolist()
@@ -121,7 +121,7 @@ class AttachedJobs:
         for job, stock in self.stocks.items():
             count = len(stock.samples)
             stock.samples.references = np.full(count, np.nan)
-            scored = stock.placed(0, count)
+            scored = stock.batch_samples(0, count)
             windows.append(JobWindow(job, stock.step, (), (), frozenset(), frozenset(), scored=scored))
         return self.run(self._plan_window(windows, capacity))
 

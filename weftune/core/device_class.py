@@ -24,13 +24,13 @@ class DeviceClass:
 
     capability: tuple[int, int]
     name: str
-    cards: str
+    example_gpus: str
     """Examples of GPUs."""
     shared_memory: int
     """Bytes of shared memory that one program may use."""
     multiprocessors: int
     """Number of multiprocessors of the device or, for a class that no device in use belongs to, of the first
-    GPU in `cards`."""
+    GPU in `example_gpus`."""
     has_copy_engines: bool = False
     """Whether tensor descriptors are copied by hardware (TMA)."""
     has_fp8: bool = False

@@ -152,7 +152,7 @@ def _empty_for_null(message: Message) -> Message:
 def _text_for_arguments(message: Message) -> Message:
     """Convert the arguments of calls to JSON text, as OpenAI writes them. Most templates expect an object."""
 
-    def with_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_arguments_as_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
         function = call.get("function")
         if not isinstance(function, Mapping) or isinstance(function.get("arguments", ""), str):
             return call
@@ -160,7 +160,7 @@ def _text_for_arguments(message: Message) -> Message:
         return {**call, "function": {**function, "arguments": text}}
 
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [with_text(call) for call in calls]} if calls else message
+    return {**message, "tool_calls": [with_arguments_as_text(call) for call in calls]} if calls else message
 
 
 class PrintCheck:

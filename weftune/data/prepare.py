@@ -316,14 +316,14 @@ def _split_rows(
     border = _hash_threshold(np.concatenate([store.rows for store in stores]), fraction)
     identity = [[store.key for store in stores], list(weights), fraction]
 
-    def select_side(held_out: bool, name: str) -> Samples:
+    def select_rows(held_out: bool, name: str) -> Samples:
         shares = []
         for store, weight in zip(stores, weights, strict=True):
             chosen = np.flatnonzero((store.rows <= border) == held_out)
             shares.append(Share(store, chosen, 1.0 if held_out else weight))
         return _make_samples(shares, _fingerprint(*identity, name), row_kind)
 
-    return select_side(False, "train"), select_side(True, "evaluation")
+    return select_rows(False, "train"), select_rows(True, "evaluation")
 
 
 def _hash_threshold(rows: NDArray[np.uint64], fraction: float) -> np.uint64:

@@ -81,11 +81,16 @@ class Template:
         self.prints_tools: bool = _template_facts(source, self._special)["prints_tools"]
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool, now: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any,
+        *,
+        prompt: bool,
+        uses_current_date: bool = False,
     ) -> str:
         """Return the messages as text, with `prompt` followed by the generation prompt. The template sees the
-        date `FIXED_DATE` or, with `now`, the current date."""
-        reply = _run(render_one, self.source, self._special, messages, tools, prompt, now)
+        date `FIXED_DATE` or, with `uses_current_date`, the current date."""
+        reply = _run(render_one, self.source, self._special, messages, tools, prompt, uses_current_date)
         if "bad" in reply:
             raise bad_row_from_json(reply)
         return str(reply["text"])
@@ -150,15 +155,20 @@ class SandboxedTemplate:
         self.prints_tools = "tools" in used
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool, now: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any,
+        *,
+        prompt: bool,
+        uses_current_date: bool = False,
     ) -> str:
         """Return the messages as text, with `prompt` followed by the generation prompt. The template sees the
-        date `FIXED_DATE` or, with `now`, the current date."""
+        date `FIXED_DATE` or, with `uses_current_date`, the current date."""
         limit_seconds(SECONDS)
         pieces: list[str] = []
         printed = 0
         values = {**self._special, "messages": messages, "tools": tools, "documents": None}
-        if now:
+        if uses_current_date:
             values["strftime_now"] = datetime.now().strftime
         try:
             for piece in self._template.generate(values, add_generation_prompt=prompt):
@@ -257,12 +267,14 @@ def render_one(
     messages: Sequence[Mapping[str, Any]],
     tools: Any,
     prompt: bool,
-    now: bool,
+    uses_current_date: bool,
 ) -> dict[str, Any]:
     """Return a dict with the rendered text or, on failure, with the reason under the key `bad`."""
     try:
         return {
-            "text": compile_template(source, special_tokens).render(messages, tools, prompt=prompt, now=now)
+            "text": compile_template(source, special_tokens).render(
+                messages, tools, prompt=prompt, uses_current_date=uses_current_date
+            )
         }
     except BadRow as problem:
         return problem.to_json()

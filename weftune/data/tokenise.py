@@ -210,13 +210,13 @@ class Tokeniser:
         return replace(chat, messages=tuple(messages), tools=tools, stand_ins=stand_ins)
 
     def _chat_samples(
-        self, chat: Chat, row: Sequence[Rendered], simple: Iterator[Encoded]
+        self, chat: Chat, row: Sequence[Rendered], plain_tokens: Iterator[Encoded]
     ) -> tuple[Sample, ...]:
         """Return samples with exactly the tokens of `apply_chat_template`; BOS only if the template prints
-        it. `simple` yields the tokens of texts without control tokens."""
+        it. `plain_tokens` yields the tokens of texts without control tokens."""
         encoder, tally, template = self._encoder, self._tally, self._rules.tool_template
         encoded = [
-            encoder.pieces(one.text, chat.stand_ins) if chat.stand_ins else next(simple) for one in row
+            encoder.pieces(one.text, chat.stand_ins) if chat.stand_ins else next(plain_tokens) for one in row
         ]
         if chat.answer is not None:
             return tuple(_unmasked_sample(part.tokens) for part in encoded)
@@ -299,7 +299,7 @@ def _chat_prompt(
     template = Template(source, encoder.tokenizer.special_tokens_map)
     for form in chat_forms(Chat(tuple(hidden[0]), hidden[1], ())):
         try:
-            text = template.render(form.messages, form.tools, prompt=True, now=now)
+            text = template.render(form.messages, form.tools, prompt=True, uses_current_date=now)
         except BadRow as problem:
             problems.append(problem)
         else:

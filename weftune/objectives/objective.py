@@ -29,7 +29,7 @@ class Needs:
     reference: bool = False
     """Whether each sample is also scored, without gradients and before the job's first step, by the reference
     policy: the base with the adapter that the job starts from, or the base alone."""
-    makes_rows: bool = False
+    generates_rows: bool = False
     """Whether the current adapter generates a batch's samples. A window then holds at most one such batch."""
     scalar_head: bool = False
     """Whether a trained vector maps the last hidden state of each sample to a scalar value."""

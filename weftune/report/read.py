@@ -342,7 +342,7 @@ def _read_sweeps(output: Path, notes: list[str]) -> tuple[SweepRecord, ...]:
         try:
             record = read_record(path.parent)
         except DamagedSweep as error:
-            notes.append(f"{path.parent.name}/{SWEEP_FILE} cannot be used ({error.complaint}).")
+            notes.append(f"{path.parent.name}/{SWEEP_FILE} cannot be used ({error.damage_text}).")
             continue
         # Paths are built from the folder's name.
         if record is not None and record.name == path.parent.name:

@@ -73,14 +73,14 @@ class Pace:
         self._burst = float("-inf")
         """Start time of the burst of reports that ends with the last entry of `_moments`."""
 
-    def add(self, now: float, step: int, tokens: int) -> None:
+    def add(self, current_time: float, step: int, tokens: int) -> None:
         # Jobs report in bursts, which say nothing about speed: only the end of each is kept.
-        if now - self._burst < _MIN_INTERVAL_SECONDS:
+        if current_time - self._burst < _MIN_INTERVAL_SECONDS:
             self._moments.pop()
         else:
-            self._burst = now
-        self._moments.append((now, step, tokens))
-        while len(self._moments) > 2 and self._moments[1][0] < now - _REMEMBERED_SECONDS:
+            self._burst = current_time
+        self._moments.append((current_time, step, tokens))
+        while len(self._moments) > 2 and self._moments[1][0] < current_time - _REMEMBERED_SECONDS:
             self._moments.popleft()
 
     @property

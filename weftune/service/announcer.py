@@ -54,8 +54,8 @@ class Announcer:
     has loaded the adapter. The messages name neither vLLM's address nor paths, which are the operator's.
     """
 
-    def __init__(self, url: str, base: BaseSpec, jobs_folder: Path, tell: Tell) -> None:
-        self._url, self._base, self._jobs_folder, self._tell = url, base, jobs_folder, tell
+    def __init__(self, url: str, base: BaseSpec, jobs_folder: Path, notify: Tell) -> None:
+        self._url, self._base, self._jobs_folder, self._tell = url, base, jobs_folder, notify
         self._notices: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
         """Notices in the order in which they are sent. None ends the thread."""
         self._deleted: set[str] = set()

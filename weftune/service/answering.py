@@ -175,7 +175,7 @@ class AnsweringBase:
         if self._decoder is not None:
             self._decoder.cancel(answer.stream.generation)
 
-    def lost(self, answer: ChatAnswer) -> str | None:
+    def detachment_text(self, answer: ChatAnswer) -> str | None:
         """Return a sentence if the adapter that generates the answer is no longer attached, else None."""
         attached = self._adapted.banks.attached.get(answer.stream.adapter)
         if answer.serial is None or (attached is not None and attached.serial == answer.serial):

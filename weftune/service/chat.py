@@ -166,7 +166,7 @@ class ChatServer:
             return False
         self._last_turn = time.monotonic()
         for exchange, answer in list(self._answers.items()):
-            if (sentence := self._base.lost(answer)) is not None:
+            if (sentence := self._base.detachment_text(answer)) is not None:
                 self._send_error(exchange, ChatError(sentence, "unavailable"))
         try:
             continued = self._base.turn()

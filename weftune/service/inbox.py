@@ -67,11 +67,11 @@ class ServiceInbox:
             self.cursors["commands"] = commands[-1].number
         if (submissions or commands) and not found:
             # Nothing is left for the loop to apply.
-            self.applied()
+            self.mark_applied()
             self._store.schedule_flush()
         return found
 
-    def applied(self) -> None:
+    def mark_applied(self) -> None:
         self._store.set_cursors(self.cursors)
 
     def answer(self, request: Request, answer: RequestAnswer) -> None:

@@ -66,21 +66,21 @@ MEASURED = {
 class JobNotes:
     """Facts that the training process knows about a job besides its row."""
 
-    def __init__(self, submission: Submission, now: float) -> None:
+    def __init__(self, submission: Submission, current_time: float) -> None:
         self.submission = submission
         self.receipt = Receipt(job=submission.id, tenant=submission.tenant)
         self.suffix = submission.suffix or ""
-        self.waited = max(0.0, now - submission.created_at)
+        self.waited = max(0.0, current_time - submission.created_at)
         """Seconds that the job had waited before `waits_since`."""
-        self.waits_since: float | None = now
+        self.waits_since: float | None = current_time
         """Time at which the job began to wait. None while it trains."""
-        self.began: tuple[float, int] = (now, 0)
+        self.began: tuple[float, int] = (current_time, 0)
         """Time and step of its last admission, from which its speed is measured."""
         self.metrics: dict[str, Any] = {}
         """Last value of each metric."""
 
-    def waited_seconds(self, now: float) -> float:
-        return self.waited + (0.0 if self.waits_since is None else now - self.waits_since)
+    def waited_seconds(self, current_time: float) -> float:
+        return self.waited + (0.0 if self.waits_since is None else current_time - self.waits_since)
 
 
 class ServiceJobStore:
@@ -345,17 +345,17 @@ class ServiceJobStore:
     def epoch_folder(self, name: str, step: int) -> Path:
         return adapter_folder(self.output, name, step)
 
-    def recent_tokens(self, tenant: str, now: float) -> float:
-        tokens, at = self._recent.get(tenant, (0.0, now))
-        return decay_usage(tokens, now - at)
+    def recent_tokens(self, tenant: str, current_time: float) -> float:
+        tokens, at = self._recent.get(tenant, (0.0, current_time))
+        return decay_usage(tokens, current_time - at)
 
     def restore_recent_tokens(self, window: WindowRow) -> None:
         """Continue with the recent tokens that the last process has recorded with its last window."""
         recorded = window.values.get(QUEUE, {}).get("recent_tokens", {})
         self._recent = {tenant: (tokens, window.at) for tenant, tokens in recorded.items()}
 
-    def tokens_today(self, tenant: str, now: float) -> int:
-        day = int(now // DAY_SECONDS)
+    def tokens_today(self, tenant: str, current_time: float) -> int:
+        day = int(current_time // DAY_SECONDS)
         pending = self._usage.get((tenant, day), 0)
         return self._training.usage(tenant, day).get(day, 0) + pending
 

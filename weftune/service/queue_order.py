@@ -84,14 +84,14 @@ def rank_queue(
 
 
 def _queued_job(
-    row: JobRow, facts: Mapping[str, Any] | None, largest: int, now: float, recorded_at: float
+    row: JobRow, facts: Mapping[str, Any] | None, largest: int, current_time: float, recorded_at: float
 ) -> QueuedJob:
     is_attached = row.state is State.RUNNING
     if facts is None:
         facts = {"submitted": row.number, "batch_tokens": largest, "deadline": None}
-        facts |= {"queued_seconds": now - row.created_at, "remaining_seconds": 0.0}
-        recorded_at = now
-    waited = 0.0 if is_attached else now - recorded_at
+        facts |= {"queued_seconds": current_time - row.created_at, "remaining_seconds": 0.0}
+        recorded_at = current_time
+    waited = 0.0 if is_attached else current_time - recorded_at
     return QueuedJob(
         shape=_job_shape(row.id, row.priority, facts["batch_tokens"]),
         is_attached=is_attached,

@@ -342,9 +342,13 @@ class TrainingService:
         found = self.policy.rank([job for job in jobs if job.shape.name not in held], usage, now)
         return replace(found, hold_reasons={**found.hold_reasons, **held})
 
-    def _remaining_seconds(self, name: str, now: float) -> float:
+    def _remaining_seconds(self, name: str, current_time: float) -> float:
         row = self.store.row(name)
-        return 0.0 if row is None or row.estimated_finish is None else max(0.0, row.estimated_finish - now)
+        return (
+            0.0
+            if row is None or row.estimated_finish is None
+            else max(0.0, row.estimated_finish - current_time)
+        )
 
     def _suspects_that_wait(
         self, waiting: Sequence[JobShape], attached: Sequence[JobShape]

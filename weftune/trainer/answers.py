@@ -63,7 +63,7 @@ class JobAnswers:
             )
             raise SpecError(Mistake(f"job {job.name} eval.generate", sentence))
 
-    def add_to(
+    def with_answers(
         self, events: Iterable[Event], program: Program, judged_trials: Collection[str]
     ) -> Iterator[Event]:
         """Yield the events of a window; evaluations of jobs that generate answers have the metric of the

@@ -75,7 +75,7 @@ class JobInbox(Protocol):
         """Return the requests that have arrived since the last call."""
         ...
 
-    def applied(self) -> None:
+    def mark_applied(self) -> None:
         """Record that all requests were applied. The loop writes their effects to disk afterwards."""
         ...
 
@@ -98,7 +98,7 @@ def handle_requests(loop: Loop, inbox: JobInbox) -> None:
             answers.append(RequestAnswer(accepted=True, sentence=_apply_request(loop, request)))
         except UserError as refusal:
             answers.append(RequestAnswer(accepted=False, sentence=str(refusal)))
-    inbox.applied()
+    inbox.mark_applied()
     loop.finish_requests()
     for request, answer in zip(requests, answers, strict=True):
         inbox.answer(request, answer)
@@ -161,7 +161,7 @@ class FolderInbox:
     def read(self) -> Sequence[Request]:
         return [one for path in pending_requests(self._records) for one in self._read_requests(path)]
 
-    def applied(self) -> None:
+    def mark_applied(self) -> None:
         pass
 
     def answer(self, request: Request, answer: RequestAnswer) -> None:

@@ -570,7 +570,7 @@ class Loop:
         fitted, began = True, time.monotonic()
         try:
             events = self.executor.run(program, partial(collate_plan, jobs=self.jobs), stop)
-            for event in self.answers.add_to(events, program, self._judged):
+            for event in self.answers.with_answers(events, program, self._judged):
                 self._handle_event(event, callback)
         except OutOfMemory:
             # Handled below, when the traceback no longer holds tensors.

@@ -206,7 +206,7 @@ class TokenizerFiles:
         """Maps each chat template (None: the tokenizer's own) to the paths and contents of its files."""
         self._one_at_a_time = threading.Lock()
 
-    def recorded_files(self, job: PreparedJob | None) -> Mapping[Path, bytes]:
+    def files_with_template(self, job: PreparedJob | None) -> Mapping[Path, bytes]:
         """Return the tokenizer's files with the job's chat template or, without a job, with the tokenizer's
         own template."""
         chosen = None if job is None else job.spec.data.chat_template
@@ -230,7 +230,7 @@ def prepare_result(job: PreparedJob | None, tokenizer: TokenizerFiles) -> None:
     """Prepare the slow parts of writing a result that do not depend on the weights."""
     with suppress(ImportError):
         importlib.import_module("peft")
-    tokenizer.recorded_files(job)
+    tokenizer.files_with_template(job)
 
 
 def write_result(
@@ -252,7 +252,7 @@ def write_result(
     try:
         with disk_errors():
             kind.save(draft, job.spec.adapter, parameters, sites, base.published_name)
-            for path, content in tokenizer.recorded_files(job).items():
+            for path, content in tokenizer.files_with_template(job).items():
                 (draft / path).parent.mkdir(exist_ok=True)
                 (draft / path).write_bytes(content)
             set_file_modes(draft)

@@ -61,7 +61,7 @@ class NarrowLayer:
 
     def forward(self, y_LN: Tensor) -> Tensor:
         return self._activate_bottleneck(
-            y_LN, *(self.at.untrained(name) for name in (DOWN, DOWN_BIAS, UP, UP_BIAS))
+            y_LN, *(self.at.detached_parameter(name) for name in (DOWN, DOWN_BIAS, UP, UP_BIAS))
         )
 
     def _activate_bottleneck(
@@ -71,9 +71,9 @@ class NarrowLayer:
         return y_LN + linear(narrow_Lb, up_Nb, up_N)
 
     def backward(self, y_LN: Tensor, dy_LN: Tensor) -> Tensor:
-        down_bN, up_Nb = self.at.untrained(DOWN), self.at.untrained(UP)
+        down_bN, up_Nb = self.at.detached_parameter(DOWN), self.at.detached_parameter(UP)
         y_LN, d_LN = y_LN.to(down_bN.dtype), dy_LN.to(down_bN.dtype)
-        before_Lb = linear(y_LN, down_bN, self.at.untrained(DOWN_BIAS))
+        before_Lb = linear(y_LN, down_bN, self.at.detached_parameter(DOWN_BIAS))
         narrow_Lb = ACTIVATIONS[self.activation](before_Lb)
         d_Lb = GRADIENTS[self.activation](d_LN @ up_Nb, before_Lb)
         self.at.add_gradient(UP, d_LN.T @ narrow_Lb)

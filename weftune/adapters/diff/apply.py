@@ -81,13 +81,13 @@ class Diff(PlainKind):
     ) -> None:
         """Write, for every target, the differences that are not zero and their indices in row-major order."""
         tensors = {}
-        targeted = list(dict.fromkeys(site for site, _ in parameters))
-        for site in targeted:
+        adapted_sites = list(dict.fromkeys(site for site, _ in parameters))
+        for site in adapted_sites:
             values = _gated_difference(parameters, site)
             flat = pruned(values, spec.kept_elements(values.w_NK.numel())).flatten()
             indices = flat.nonzero().flatten()
             tensors[f"{PREFIX}{site}.{INDICES}"], tensors[f"{PREFIX}{site}.{VALUES}"] = indices, flat[indices]
-        write_folder(folder, tensors, self.config(spec, targeted, sites, base))
+        write_folder(folder, tensors, self.config(spec, adapted_sites, sites, base))
 
     def read(self, folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
         """Return the differences stored in a folder as dense matrices, by site."""

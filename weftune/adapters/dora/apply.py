@@ -93,8 +93,10 @@ class Dora(PlainKind):
 
     from_stored = to_stored
 
-    def config(self, spec: DoraSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
-        return lora_config(spec, targeted, sites, base, use_dora=True)
+    def config(
+        self, spec: DoraSpec, adapted_sites: Sequence[str], sites: Sequence[SiteShape], base: str
+    ) -> Any:
+        return lora_config(spec, adapted_sites, sites, base, use_dora=True)
 
     def spec_of(self, folder: Path) -> DoraSpec:
         return spec_from_config(DoraSpec, folder, read_config(folder))

@@ -49,12 +49,16 @@ class Ia3(PlainKind):
     def from_stored(self, spec: Ia3Spec, site: str, name: str, value: Tensor) -> Tensor:
         return value.flatten()
 
-    def config(self, spec: Ia3Spec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
-        modules = target_modules(spec, targeted, sites)
+    def config(
+        self, spec: Ia3Spec, adapted_sites: Sequence[str], sites: Sequence[SiteShape], base: str
+    ) -> Any:
+        modules = target_modules(spec, adapted_sites, sites)
         if not isinstance(modules, str):
             # PEFT cannot choose layers for this kind: if the spec does, the modules are named one by one.
-            modules = sorted(targeted) if spec.layers is not None else _used_names(modules, targeted)
-        feedforward = [name for name in targeted if spec.is_feedforward(name)]
+            modules = (
+                sorted(adapted_sites) if spec.layers is not None else _used_names(modules, adapted_sites)
+            )
+        feedforward = [name for name in adapted_sites if spec.is_feedforward(name)]
         return peft_config(
             "IA3Config",
             base,
@@ -62,7 +66,7 @@ class Ia3(PlainKind):
             feedforward_modules=feedforward
             if isinstance(modules, str)
             else _used_names(modules, feedforward),
-            fan_in_fan_out=is_transposed(targeted, sites),
+            fan_in_fan_out=is_transposed(adapted_sites, sites),
         )
 
     def read_spec(self, config: Mapping[str, Any]) -> Ia3Spec:

@@ -29,9 +29,9 @@ from weftune.adapters.lora.files import (
     flatten_experts,
     merge,
     read_start,
-    read_tensors_beside,
+    read_token_and_head_tensors,
     stack_experts,
-    tensors_beside,
+    token_and_head_tensors,
     write_adapter,
     write_portable,
 )
@@ -126,7 +126,7 @@ class Lora(PlainKind):
         found: dict[tuple[str, str], Tensor] = {}
         for site, (a, b) in read_start(spec, sites).items():
             found[site, A], found[site, B] = stack_experts(a, b, experts[site]) if experts[site] else (a, b.T)
-        return found | read_tensors_beside(spec, sites)
+        return found | read_token_and_head_tensors(spec, sites)
 
     def save(
         self, folder: Path, spec: LoraSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
@@ -136,7 +136,7 @@ class Lora(PlainKind):
             for (site, name), a in parameters.items()
             if name == A
         }
-        write_adapter(folder, spec, weights, sites, base, tensors_beside(parameters))
+        write_adapter(folder, spec, weights, sites, base, token_and_head_tensors(parameters))
 
     def portable(self, folder: Path, target: Path) -> int:
         return write_portable(folder, target)

@@ -77,13 +77,13 @@ def write_adapter(
     write_folder(folder, tensors, lora_config(spec, list(weights), sites, base))
 
 
-def tensors_beside(parameters: Parameters) -> dict[str, Tensor]:
+def token_and_head_tensors(parameters: Parameters) -> dict[str, Tensor]:
     """Return the trained embeddings and the scalar head of an adapter under PEFT's names."""
     tokens = {stored_token_name(site): value for (site, name), value in parameters.items() if name == TOKENS}
     return tokens | stored_head(parameters)
 
 
-def read_tensors_beside(spec: LoraSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
+def read_token_and_head_tensors(spec: LoraSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
     """Return the trained embeddings and the scalar head in the folder `init_from`."""
     folder = Path(str(spec.init_from))
     found = read_head(folder, spec, sites)
@@ -94,9 +94,9 @@ def read_tensors_beside(spec: LoraSpec, sites: Sequence[SiteShape]) -> dict[tupl
 
 
 def lora_config(
-    spec: LoraSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str | None, **more: Any
+    spec: LoraSpec, adapted_sites: Sequence[str], sites: Sequence[SiteShape], base: str | None, **more: Any
 ) -> Any:
-    modules = target_modules(spec, targeted, sites)
+    modules = target_modules(spec, adapted_sites, sites)
     return peft_config(
         "LoraConfig",
         base,
@@ -112,7 +112,7 @@ def lora_config(
         alpha_pattern={pattern: _integer_alpha(alpha) for pattern, alpha in spec.alpha_pattern.items()},
         trainable_token_indices=list(spec.trainable_token_indices) or None,
         **({"task_type": SEQUENCE_TASK, "modules_to_save": [SCORE]} if spec.scalar_head else {}),
-        fan_in_fan_out=is_transposed(targeted, sites),
+        fan_in_fan_out=is_transposed(adapted_sites, sites),
         bias="none",
     )
 
@@ -184,8 +184,8 @@ def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
         if rows_nD.shape != shape:
             has = f"embeddings {rows_nD.shape[1]} wide"
             raise AdapterError(f"{folder} is for another base: it has {has}, the base {shape[1]}")
-    targeted = {site.name: site for site in sites if spec.adapts(site)}
-    if odd := sorted(weights.keys() ^ targeted.keys()):
+    adapted_sites = {site.name: site for site in sites if spec.adapts(site)}
+    if odd := sorted(weights.keys() ^ adapted_sites.keys()):
         where = "only in the folder" if odd[0] in weights else "not in the folder"
         more = f", and {len(odd) - 1} more differ" if len(odd) > 1 else ""
         mixed = spec.target_parameters or any(EXPERTS in name for name in weights)
@@ -194,7 +194,7 @@ def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
             f"{folder} and the job's targets do not name the same sites: {odd[0]} is {where}{more}; "
             f"set {keys} as the folder has it"
         )
-    for name, site in targeted.items():
+    for name, site in adapted_sites.items():
         a_rK, b_Nr = weights[name]
         matrices = max(1, site.experts)
         if a_rK.shape[0] != matrices * spec.rank_at(name):

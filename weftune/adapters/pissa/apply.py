@@ -21,8 +21,8 @@ from weftune.adapters.kind import JobAdapter, NewAdapter, Parameters
 from weftune.adapters.lora.files import (
     merge,
     read_start,
-    read_tensors_beside,
-    tensors_beside,
+    read_token_and_head_tensors,
+    token_and_head_tensors,
     write_adapter,
     write_portable,
 )
@@ -44,7 +44,7 @@ class Pissa(PlainKind):
     def part(self, at: JobAt) -> JobPart:
         scale = at.adapter.spec.scale_at(at.site.name)
         a_rK, b_rN = at.trained(A), at.trained(B)
-        first_a_rK, first_b_rN = at.untrained(FIRST_A), at.untrained(FIRST_B)
+        first_a_rK, first_b_rN = at.detached_parameter(FIRST_A), at.detached_parameter(FIRST_B)
 
         def add(x_LK: Tensor) -> Tensor:
             # Not one product of rank 2r: as long as A is A₀ and B is B₀, the difference is exactly 0.
@@ -72,7 +72,7 @@ class Pissa(PlainKind):
             (a_rK, first_a_rK), (b_Nr, first_b_Nr) = both_RK.chunk(2), both_NR.chunk(2, dim=1)
             found |= {(site, A): a_rK, (site, FIRST_A): first_a_rK}
             found |= {(site, B): b_Nr.T, (site, FIRST_B): -first_b_Nr.T}
-        return found | read_tensors_beside(spec, sites)
+        return found | read_token_and_head_tensors(spec, sites)
 
     def save(
         self, folder: Path, spec: PissaSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
@@ -87,7 +87,7 @@ class Pissa(PlainKind):
             if name == A
         }
         lora = replace(spec.as_lora(), init_from=None)
-        write_adapter(folder, lora, weights, sites, base, tensors_beside(parameters))
+        write_adapter(folder, lora, weights, sites, base, token_and_head_tensors(parameters))
 
     def portable(self, folder: Path, target: Path) -> int:
         return write_portable(folder, target)

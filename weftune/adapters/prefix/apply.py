@@ -36,7 +36,9 @@ class PrefixTuning(PlainKind):
         for (site, name), value in new.parameters.items():
             fill_normal(value, new.key(site, name))
 
-    def config(self, spec: PrefixSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
+    def config(
+        self, spec: PrefixSpec, adapted_sites: Sequence[str], sites: Sequence[SiteShape], base: str
+    ) -> Any:
         """Return PEFT's config. PEFT reads the number of layers and the head width from the base."""
         return peft_config(
             "PrefixTuningConfig",

@@ -24,7 +24,7 @@ class PrefixSpec(TargetSpec):
     runs_on_shards: ClassVar[bool] = True
     peft_type: ClassVar[str | None] = "PREFIX_TUNING"
     is_mergeable: ClassVar[bool] = False
-    unused: ClassVar[frozenset[str]] = frozenset({"targets", "layers"})
+    unused_keys: ClassVar[frozenset[str]] = frozenset({"targets", "layers"})
 
     kind: Literal["prefix"] = "prefix"
     num_virtual_tokens: Annotated[int, SIZE] = 16

@@ -45,7 +45,9 @@ class Prompt(PlainKind):
     def stored_name(self, site: str, name: str) -> str:
         return "prompt_embeddings"
 
-    def config(self, spec: PromptSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
+    def config(
+        self, spec: PromptSpec, adapted_sites: Sequence[str], sites: Sequence[SiteShape], base: str
+    ) -> Any:
         ((_, width),) = spec.shapes_outside(sites).values()
         return peft_config(
             "PromptTuningConfig",

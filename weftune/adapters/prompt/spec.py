@@ -19,7 +19,7 @@ class PromptSpec(TargetSpec):
     runs_on_shards: ClassVar[bool] = True
     peft_type: ClassVar[str | None] = "PROMPT_TUNING"
     is_mergeable: ClassVar[bool] = False
-    unused: ClassVar[frozenset[str]] = frozenset({"targets", "layers"})
+    unused_keys: ClassVar[frozenset[str]] = frozenset({"targets", "layers"})
 
     kind: Literal["prompt"] = "prompt"
     num_virtual_tokens: Annotated[int, SIZE] = 16

@@ -90,8 +90,10 @@ class Vera(PlainKind):
     def extra_tensors(self, spec: VeraSpec, sites: Sequence[SiteShape]) -> dict[str, Tensor]:
         return dict(zip(self.extra_tensor_names, self._draw_matrices(spec, sites).values(), strict=True))
 
-    def config(self, spec: VeraSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
-        modules = target_modules(spec, targeted, sites)
+    def config(
+        self, spec: VeraSpec, adapted_sites: Sequence[str], sites: Sequence[SiteShape], base: str
+    ) -> Any:
+        modules = target_modules(spec, adapted_sites, sites)
         return peft_config(
             "VeraConfig",
             base,
@@ -102,7 +104,7 @@ class Vera(PlainKind):
             d_initial=spec.d_initial,
             target_modules=modules,
             layers_to_transform=layers_to_transform(spec, modules),
-            fan_in_fan_out=is_transposed(targeted, sites),
+            fan_in_fan_out=is_transposed(adapted_sites, sites),
         )
 
     def read_spec(self, config: Mapping[str, Any]) -> VeraSpec:

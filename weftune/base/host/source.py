@@ -79,7 +79,7 @@ class MappedFile:
         out.copy_(self._bytes[start:stop])
         self._advise_kernel(start, stop, mmap.MADV_DONTNEED)
 
-    def expect(self, start: int, stop: int) -> None:
+    def prefetch(self, start: int, stop: int) -> None:
         """Ask the operating system to prefetch a range of bytes into the page cache."""
         self._advise_kernel(start, stop, mmap.MADV_WILLNEED)
 
@@ -235,10 +235,10 @@ class SourcePart:
             offset = self.tensor.start - self.start
             self.tensor.file.read(first + offset, last + offset, out[first - start : last - start])
 
-    def expect(self, start: int, stop: int) -> None:
+    def prefetch(self, start: int, stop: int) -> None:
         """Ask the operating system to prefetch this parameter's bytes within the given range of the stage."""
         offset = self.tensor.start - self.start
-        self.tensor.file.expect(max(self.start, start) + offset, min(self.stop, stop) + offset)
+        self.tensor.file.prefetch(max(self.start, start) + offset, min(self.stop, stop) + offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class MappedStage:
         for start in range(0, self.size, chunk):
             stop = min(start + chunk, self.size)
             for part in self.parts:
-                part.expect(stop, stop + chunk)
+                part.prefetch(stop, stop + chunk)
             fill = partial(self._read, start)
             if self.staging is None:
                 fill(here[start:stop])

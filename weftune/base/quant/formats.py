@@ -86,7 +86,7 @@ class Int8:
         codes_NK = (weight_NK / scale_N.where(scale_N != 0, 1)[:, None]).round_().clamp_(-MAX_CODE, MAX_CODE)
         return codes_NK.to(torch.int8), scale_N
 
-    def cut(
+    def cut_part(
         self, parts: Mapping[str, Tensor], shape: tuple[int, int], part: SiteSlice
     ) -> tuple[WeightFormat, dict[str, Tensor]] | None:
         """Return the format and the tensors of a part of the matrix of this shape, which dequantise to the
@@ -161,7 +161,7 @@ class Nf4:
             "offset": offset,
         }
 
-    def cut(
+    def cut_part(
         self, parts: Mapping[str, Tensor], shape: tuple[int, int], part: SiteSlice
     ) -> tuple[WeightFormat, dict[str, Tensor]] | None:
         """Return the format and the tensors of a part of the matrix of this shape, which dequantise to the

@@ -175,7 +175,7 @@ def cut_quantised(linear: QuantLinear, parts: Mapping[str, Tensor], part: SiteSl
     shape = (linear.out_features, linear.in_features)
     outputs, inputs = (shape[0], part.size) if part.cuts_inputs else (part.size, shape[1])
     meta = torch.device("meta")
-    if (cut := linear.form.cut(parts, shape, part)) is None:
+    if (cut := linear.form.cut_part(parts, shape, part)) is None:
         made = nn.Linear(inputs, outputs, bias=False, device=meta)
         matrix_NK = linear.build_matrix(parts)
         kept = kept_indices(part, matrix_NK.device)

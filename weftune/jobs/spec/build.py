@@ -217,7 +217,7 @@ def _build_adapter(keys: Any) -> tuple[Any, list[Fault]]:
         for key in keys
         if key in SECTIONS["adapter"]
         # A spec that is built again from a record has all of its keys.
-        and (key not in own or (key in KINDS[kind].unused and keys[key] != own[key]))
+        and (key not in own or (key in KINDS[kind].unused_keys and keys[key] != own[key]))
     ]
     faults = [Fault(("adapter", key), f"is not a key of {kind} adapters; leave it out") for key in others]
     made = build(KINDS[kind], {key: keys[key] for key in keys if key not in others}, "adapter", ("adapter",))

@@ -105,7 +105,7 @@ def _adapter_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
 
 def _target_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
     targets = adapter.targets
-    if "targets" in adapter.unused:
+    if "targets" in adapter.unused_keys:
         return
     default = next(item.default for item in fields(adapter) if item.name == "targets")
     if isinstance(targets, str) or targets == default:

@@ -67,16 +67,16 @@ def read_job_file(folder: Path) -> JobFile | None:
     paths = folder / JOB_FILE, folder / CHECKPOINTS / JOB_FILE
     if not any(path.exists() for path in paths):
         return None
-    complaint = ""
+    damage_text = ""
     for path in paths:
         try:
             values = _parse_job_file(path.read_bytes())
         except (OSError, ValueError) as error:
-            complaint = complaint or str(error)
+            damage_text = damage_text or str(error)
             continue
         refuse_unknown_format(values.get("format"), path)
         return JobFile(values, is_copy=path != paths[0])
-    raise DamagedJobFile(f"{paths[0]} cannot be used ({complaint})")
+    raise DamagedJobFile(f"{paths[0]} cannot be used ({damage_text})")
 
 
 def recorded_data(values: Mapping[str, Any]) -> DataSpec:
@@ -108,7 +108,7 @@ def _checksum(text: bytes) -> bytes:
     return f"{zlib.crc32(text):08x}".encode()
 
 
-def rebuild_status(output: Path, complaint: str) -> RunStatus:
+def rebuild_status(output: Path, damage_text: str) -> RunStatus:
     """Rebuild the status from the jobs' folders and metrics. Jobs that failed or were cancelled are
     recognised only if a damaged status can still be read in part."""
     told = _ended_jobs(output / STATUS)
@@ -121,7 +121,7 @@ def rebuild_status(output: Path, complaint: str) -> RunStatus:
         for folder in folders
     }
     done = ", ".join(f"{name} {_state_phrase(job)}" for name, job in jobs.items()) or "no job had begun"
-    note = f"{STATUS} was damaged ({complaint}) and has been rebuilt from the folders of the jobs: {done}."
+    note = f"{STATUS} was damaged ({damage_text}) and has been rebuilt from the folders of the jobs: {done}."
     return RunStatus(
         started=time.time(),
         seconds=sum(_finite_number(line.get("seconds")) for line in _read_lines(output / WINDOWS)),

@@ -55,8 +55,11 @@ class Ranking:
 
 
 class Policy(Protocol):
-    def rank(self, jobs: Sequence[QueuedJob], tenant_usage: Mapping[str, TenantUsage], now: float) -> Ranking:
-        """Rank the jobs. `tenant_usage` maps tenants to their usage; `now` is in seconds since 1970."""
+    def rank(
+        self, jobs: Sequence[QueuedJob], tenant_usage: Mapping[str, TenantUsage], current_time: float
+    ) -> Ranking:
+        """Rank the jobs. `tenant_usage` maps tenants to their usage; `current_time` is in seconds since
+        1970."""
         ...
 
 
@@ -64,7 +67,9 @@ class Policy(Protocol):
 class ByPriority:
     """Jobs by their priority, and in the order of submission among equals."""
 
-    def rank(self, jobs: Sequence[QueuedJob], tenant_usage: Mapping[str, TenantUsage], now: float) -> Ranking:
+    def rank(
+        self, jobs: Sequence[QueuedJob], tenant_usage: Mapping[str, TenantUsage], current_time: float
+    ) -> Ranking:
         return ranking(jobs, lambda job: (-job.shape.priority,))
 
 
@@ -89,11 +94,14 @@ class FairShare:
     tokens_per_day: int | None = None
     """Maximum number of tokens per tenant and day. None means unlimited."""
 
-    def rank(self, jobs: Sequence[QueuedJob], tenant_usage: Mapping[str, TenantUsage], now: float) -> Ranking:
+    def rank(
+        self, jobs: Sequence[QueuedJob], tenant_usage: Mapping[str, TenantUsage], current_time: float
+    ) -> Ranking:
         nothing = TenantUsage()
         by_tenant: dict[str, list[QueuedJob]] = defaultdict(list)
         for job in sorted(
-            jobs, key=lambda job: (*self._aged_priority(job, now), not job.is_attached, job.submitted)
+            jobs,
+            key=lambda job: (*self._aged_priority(job, current_time), not job.is_attached, job.submitted),
         ):
             by_tenant[job.tenant].append(job)
         held: dict[str, str] = {}
@@ -110,14 +118,18 @@ class FairShare:
                 tokens += max(1, job.shape.batch_tokens) / weight
                 positions[job.shape.name] = turns, tokens
         allowed = [job for job in jobs if job.shape.name not in held]
-        found = ranking(allowed, lambda job: (*self._aged_priority(job, now), *positions[job.shape.name]))
+        found = ranking(
+            allowed, lambda job: (*self._aged_priority(job, current_time), *positions[job.shape.name])
+        )
         return replace(found, hold_reasons=held)
 
-    def _aged_priority(self, job: QueuedJob, now: float) -> tuple[int, bool]:
+    def _aged_priority(self, job: QueuedJob, current_time: float) -> tuple[int, bool]:
         """Return the job's priority including ageing, negated, and whether the job can wait without missing
         its deadline."""
         aged = job.shape.priority + int(job.queued_seconds // self.ageing_seconds)
-        can_wait = job.deadline is None or now + DEADLINE_MARGIN * job.remaining_seconds < job.deadline
+        can_wait = (
+            job.deadline is None or current_time + DEADLINE_MARGIN * job.remaining_seconds < job.deadline
+        )
         return -aged, can_wait
 
     def _hold_reason(self, training_jobs: int, tenant_usage: TenantUsage) -> str:

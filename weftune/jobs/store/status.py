@@ -235,24 +235,24 @@ def lock_folder(folder: Path, displayed_folder: Path) -> int:
 class DamagedStatus(OutputError):
     """An error raised if neither status.json nor its unfinished next version can be read."""
 
-    def __init__(self, path: Path, complaint: str) -> None:
-        self.complaint = complaint
+    def __init__(self, path: Path, damage_text: str) -> None:
+        self.damage_text = damage_text
         super().__init__(
-            f"{path} cannot be used ({complaint}); put back a copy of it, or choose another --output"
+            f"{path} cannot be used ({damage_text}); put back a copy of it, or choose another --output"
         )
 
 
 def read_status(folder: Path) -> RunStatus:
     """Read status.json or, if it is damaged, its next version that was written but not renamed yet."""
-    complaint = ""
+    damage_text = ""
     for path in (folder / STATUS, temporary_path(folder / STATUS)):
         try:
             return from_json(json.loads(path.read_bytes()), path)
         except UnknownFormat:
             raise
         except (OSError, ValueError, TypeError) as error:
-            complaint = complaint or str(error).splitlines()[0]
-    raise DamagedStatus(folder / STATUS, complaint)
+            damage_text = damage_text or str(error).splitlines()[0]
+    raise DamagedStatus(folder / STATUS, damage_text)
 
 
 def write_status(folder: Path, status: RunStatus) -> None:

@@ -185,7 +185,7 @@ def _status_of(output: Path, resume: bool, command: str | None = None) -> tuple[
         if output.parent.name == SHARES:
             # The status cannot be rebuilt: the folders of the jobs are not in the folder of the share.
             raise
-        rebuilt = rebuild_status(output, damaged.complaint)
+        rebuilt = rebuild_status(output, damaged.damage_text)
         return rebuilt, rebuilt.notes[0]
 
 

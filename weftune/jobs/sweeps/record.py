@@ -104,10 +104,10 @@ class SweepRecord:
 class DamagedSweep(OutputError):
     """An error raised if there is a sweep.json that cannot be read."""
 
-    def __init__(self, path: Path, complaint: str) -> None:
-        self.complaint = complaint
+    def __init__(self, path: Path, damage_text: str) -> None:
+        self.damage_text = damage_text
         mend = f"{resume_line(None)} rebuilds it from the metrics"
-        super().__init__(f"{path} cannot be used ({complaint}); {mend}")
+        super().__init__(f"{path} cannot be used ({damage_text}); {mend}")
 
 
 def write_record(folder: Path, record: SweepRecord) -> None:

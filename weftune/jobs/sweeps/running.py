@@ -195,8 +195,8 @@ class RunningSweep:
             return read_record(self.folder)
         except DamagedSweep as damaged:
             self._show_note(
-                f"{self.folder.name}/sweep.json was damaged ({damaged.complaint}) and has been rebuilt from "
-                "the metrics."
+                f"{self.folder.name}/sweep.json was damaged ({damaged.damage_text}) and has been rebuilt "
+                "from the metrics."
             )
             return None
 

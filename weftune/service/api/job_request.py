@@ -160,9 +160,9 @@ def _read_objective(body: JobRequest, extension: Extension) -> dict[str, Any]:
     return keys
 
 
-def _learning_rate(extension: Extension, given: Hyperparameters, kind: Any) -> dict[str, float]:
+def _learning_rate(extension: Extension, hyperparameters: Hyperparameters, kind: Any) -> dict[str, float]:
     """Return the learning rate. `learning_rate_multiplier` multiplies the default of the objective."""
-    multiplier = given.learning_rate_multiplier
+    multiplier = hyperparameters.learning_rate_multiplier
     if extension.learning_rate is not None:
         if multiplier != "auto":
             param = "weftune.learning_rate"

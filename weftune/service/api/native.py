@@ -313,7 +313,7 @@ class Names:
         self._requests, self._tenant = service.requests, tenant
         self._names: dict[str, str | None] = {}
 
-    def own_name(self, job: str) -> str | None:
+    def visible_name(self, job: str) -> str | None:
         """Return the name of the tenant's own job. None for a job of another tenant."""
         if job not in self._names:
             found = self._requests.submission(self._tenant, job)
@@ -322,7 +322,7 @@ class Names:
 
     def replace_ids(self, text: str) -> str:
         """Return a message of the scheduler with names in place of ids."""
-        return JOB_ID.sub(lambda found: self.own_name(found[0]) or ANOTHER, text)
+        return JOB_ID.sub(lambda found: self.visible_name(found[0]) or ANOTHER, text)
 
 
 JOB_ID = re.compile(r"ftjob-[0-9a-f]+")
@@ -345,7 +345,7 @@ def _job_changes(service: Service, submissions: Sequence[Submission], names: Nam
     jobs = []
     for one in submissions:
         place = places.get(one.id)
-        before = [names.own_name(id) or ANOTHER for id in queue[:3]] if place else []
+        before = [names.visible_name(id) or ANOTHER for id in queue[:3]] if place else []
         row, base = rows.get(one.id), service.settings.base_name
         jobs.append(_job_summary(one, row, place, before[:place], names, base))
     lease = service.training.lease()
@@ -497,7 +497,7 @@ def _training_bytes(memory: Mapping[str, int]) -> int:
 
 def _split_tenant_numbers(numbers: Mapping[str, int], names: Names) -> tuple[dict[str, int], int, int]:
     """Return the numbers of the tenant's own jobs, and the count and sum of the numbers of all other jobs."""
-    own = {job: number for job, number in numbers.items() if names.own_name(job) is not None}
+    own = {job: number for job, number in numbers.items() if names.visible_name(job) is not None}
     return own, len(numbers) - len(own), sum(numbers.values()) - sum(own.values())
 
 
@@ -673,7 +673,7 @@ async def plan(request: Request, body: JobRequest, tenant: Tenant, service: Serv
     finally:
         streams.plans -= 1
     names = Names(service, tenant)
-    by_name = {one.name: names.own_name(str(one.job["name"])) or ANOTHER for one in queue.others}
+    by_name = {one.name: names.visible_name(str(one.job["name"])) or ANOTHER for one in queue.others}
     values = asdict(found)
     if not found.why_not and queue.hold_reason:
         values["waits_for"] = queue.hold_reason
