@@ -313,14 +313,14 @@ def test_a_status_that_cannot_be_read_is_told_with_what_is_wrong_with_itself(tmp
         DamagedStatus, match=r"status.json cannot be used \(it is no status\); put back"
     ) as told:
         read_status(tmp_path)
-    assert told.value.complaint == "it is no status"
+    assert told.value.damage_text == "it is no status"
 
 
 def test_of_a_complaint_of_many_lines_the_first_is_told(tmp_path: Path) -> None:
     (tmp_path / STATUS).write_text('{"jobs": {}, "seconds": "many", "base": 3}')
     with pytest.raises(DamagedStatus) as told:
         read_status(tmp_path)
-    assert told.value.complaint == "2 validation errors for RunStatus"
+    assert told.value.damage_text == "2 validation errors for RunStatus"
 
 
 def test_a_status_of_a_later_weftune_is_not_passed_over_for_an_older_draft(tmp_path: Path) -> None:
