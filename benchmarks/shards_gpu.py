@@ -2,16 +2,17 @@
 
 Two cases: stories15M in float32, 50 steps, and the shape of Llama 3.1 8B with random weights in bfloat16, ten
 steps, one of them with a microbatch of about 8,000 tokens. Losses are compared at every step, and the peak
-memory of each worker with what was predicted. Without the files of stories15M, random weights of its shape
-are trained.
+memory of each worker with what was predicted. Without the files of stories15M, which are looked for in
+`--stories` or the variable WEFTUNE_STORIES, random weights of its shape are trained.
 
-    python -m benchmarks.shards_gpu [--only stories15m|8b] [--toy] [--json FILE]
+    python -m benchmarks.shards_gpu [--stories FOLDER] [--only stories15m|8b] [--toy] [--json FILE]
 
 The whole takes under four minutes on an H200; `--toy` runs tiny shapes on the CPU.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -94,7 +95,7 @@ class CaseResult:
         return self.largest_gap <= LOSS_BAR and close
 
 
-def cases(hardware: Hardware, toy: bool) -> dict[str, ShardsCase]:
+def cases(hardware: Hardware, toy: bool, files: Path | None) -> dict[str, ShardsCase]:
     exact = Hardware(hardware.device, torch.float32)
     rate, last = 2e-4, 10
     small = TrainedJob(name="small", steps=50, batch_size=8, tokens=128, rank=8)
@@ -104,7 +105,7 @@ def cases(hardware: Hardware, toy: bool) -> dict[str, ShardsCase]:
     if toy:
         short, long = replace(short, tokens=32), replace(long, tokens=64)
         small, large = replace(small, steps=10, tokens=32), replace(large, steps=10, tokens=48)
-    files = STORIES if STORIES.exists() and not toy else None
+    files = None if toy or files is None or not files.exists() else files
     stories = SIZES["toy"] if toy else STORIES_SIZE
     return {
         "stories15m": ShardsCase(
@@ -122,6 +123,8 @@ def cases(hardware: Hardware, toy: bool) -> dict[str, ShardsCase]:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
+    usual = Path(os.environ.get("WEFTUNE_STORIES", STORIES))
+    parser.add_argument("--stories", type=Path, default=usual, help="folder with the files of stories15M")
     parser.add_argument("--only", choices=["stories15m", "8b"])
     parser.add_argument("--toy", action="store_true", help="tiny shapes on the CPU: does it run at all")
     asked = parser.parse_args()
@@ -129,7 +132,10 @@ def main() -> None:
     if hardware is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
     began = time.perf_counter()
-    wanted = {name: case for name, case in cases(hardware, asked.toy).items() if asked.only in (None, name)}
+    found_cases = cases(hardware, asked.toy, asked.stories)
+    wanted = {name: case for name, case in found_cases.items() if asked.only in (None, name)}
+    for name, case in wanted.items():
+        print(f"{name}: {case.files or 'random weights'}", flush=True)
     # At once: most of their time is that of imports and compilations, and the GPU has room for both.
     with ThreadPoolExecutor(len(wanted)) as threads:
         found = list(threads.map(run_case, wanted.keys(), wanted.values()))
