@@ -8,8 +8,8 @@ differ by less than 5 %, and how much slower the chosen division is than the fas
 
     python -m benchmarks.division_order [--workers N] [--threads N] [--seconds S] [--toy] [--json FILE]
 
-The whole takes under eight minutes on 16 cores. After `--seconds`, no further processes are started, and
-what has been measured is printed. `--toy` has two workers and one tiny model.
+It is meant to take less than eight minutes on 16 cores. After `--seconds`, no further processes are started,
+and what has been measured is printed. `--toy` has two workers and one tiny model.
 """
 
 from __future__ import annotations

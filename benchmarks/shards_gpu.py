@@ -7,7 +7,7 @@ memory of each worker with what was predicted. Without the files of stories15M, 
 
     python -m benchmarks.shards_gpu [--stories FOLDER] [--only stories15m|8b] [--toy] [--json FILE]
 
-The whole takes under four minutes on an H200; `--toy` runs tiny shapes on the CPU.
+It is meant to take less than four minutes on an H200. `--toy` runs tiny shapes on the CPU.
 """
 
 from __future__ import annotations
