@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ops.lora.site_cases import Case, Job, attached, coded_truth, frozen_weight, truth, values
-from weftune.ops.lora.few_rows import TILE_ROWS, few_rows_linear, share_count
+from weftune.ops.lora.few_rows import TILE_ROWS, few_rows_linear, share_count, span_columns
 
 pytest.importorskip("triton")
 
@@ -68,3 +68,9 @@ def test_a_nan_in_one_job_stays_in_its_rows(device):
 
 def test_long_sums_have_a_limited_number_of_shares():
     assert [share_count(features) for features in (37, 512, 4096, 14336)] == [1, 1, 8, 16]
+
+
+def test_programs_have_few_columns_unless_many_tiles_keep_the_device_busy():
+    made = Case([Job(1, rank=4)], features=8, widths=(4096, 1024))
+    _, group, _ = attached(made, values(made))
+    assert [span_columns(group, tiles) for tiles in (1, 13, 69, 200)] == [256, 256, 512, 1024]

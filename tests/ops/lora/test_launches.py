@@ -10,6 +10,7 @@ import torch
 
 from tests.ops.launches import noted
 from tests.ops.lora.site_cases import Case, Job, attached, values
+from weftune.ops import side_stream
 from weftune.ops.lora import products, tiled
 from weftune.ops.lora.products import product_in_float32, spans
 from weftune.ops.lora.rows import BLOCK
@@ -273,10 +274,10 @@ class Stream:
 def test_what_is_done_aside_waits_for_what_came_before_and_what_comes_after_waits_for_it(monkeypatch):
     log: list[str] = []
     usual, other = Stream("the stream", log), Stream("the other", log)
-    monkeypatch.setattr(tiled, "_side_stream", lambda device: other)
+    monkeypatch.setattr(side_stream, "_side_stream", lambda device: other)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: usual)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    made = tiled.SideStream(CUDA)
+    made = side_stream.SideStream(CUDA)
     log.append("the product")
     with made.done():
         log.append("what is aside")
@@ -289,7 +290,7 @@ def test_what_is_done_aside_waits_for_what_came_before_and_what_comes_after_wait
 def test_without_a_gpu_what_is_aside_is_done_at_once(monkeypatch):
     monkeypatch.setattr(torch, "cuda", SimpleNamespace())
     done = []
-    with tiled.SideStream(CPU).done():
+    with side_stream.SideStream(CPU).done():
         done.append(True)
     assert done
 
@@ -297,5 +298,5 @@ def test_without_a_gpu_what_is_aside_is_done_at_once(monkeypatch):
 def test_a_device_has_one_stream_for_what_is_aside(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
     first, second = torch.device("cuda", 61), torch.device("cuda", 62)
-    assert tiled._side_stream(first) is tiled._side_stream(first)
-    assert tiled._side_stream(first) is not tiled._side_stream(second)
+    assert side_stream._side_stream(first) is side_stream._side_stream(first)
+    assert side_stream._side_stream(first) is not side_stream._side_stream(second)

@@ -11,6 +11,8 @@ to a power of two, C shares.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from weftune.ops.lora.products import Right, forward_operands
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import ALIGNMENT, Group
 from weftune.ops.lora.tiling import KernelLaunch, precision, rank_block
+from weftune.ops.side_stream import SideStream
 
 FEW_ROWS = 256
 """Maximum rows of a pass without gradients for which the frozen product is left to torch."""
@@ -27,8 +30,10 @@ TILE_ROWS = 16
 SHARE_INPUTS = 512
 """Inputs of one share of a sum, unless there would be more than MAX_SHARES."""
 MAX_SHARES = 16
-SPAN_COLUMNS = 1024
-"""Columns of the output per program."""
+SPANS = (1024, 512)
+"""Columns of the output per program, where that leaves PROGRAMS programs; else 256."""
+PROGRAMS = 512
+"""Number of programs that keep a large GPU busy."""
 
 
 def is_plain(group: Group) -> bool:
@@ -44,14 +49,19 @@ def few_rows_linear(
     with torch.cuda.device_of(x_TK):
         x_TK = x_TK.contiguous()
         shares = share_count(x_TK.shape[1])
-        partial_PCTR = _down_shares(x_TK, group, rows, shares)
+        partial_PCTR = _allocate_shares(x_TK, group, shares)
+        # In a graph a second stream costs no time of the host, and hides the shares behind the product.
+        aside = SideStream(x_TK.device) if _is_capturing(x_TK) else None
         operands = forward_operands(x_TK, weight)
         residual_TN = None if residual_TN is None else residual_TN.contiguous()
         y_TN = x_TK.new_empty(operands.shape)
-        spans = sum(-(-(high - low) // SPAN_COLUMNS) for low, high in group.columns)
-        kernels.few_rows.up_shares[(spans, len(rows.tiles_G3))](
+        frozen_TN = operands.summed(0, y_TN.shape[1])
+        with nullcontext() if aside is None else aside.done():
+            _write_shares(x_TK, partial_PCTR, group, rows)
+        columns = span_columns(group, len(rows.tiles_G3))
+        kernels.few_rows.up_shares[(_spans(group, columns), len(rows.tiles_G3))](
             partial_PCTR,
-            operands.summed(0, y_TN.shape[1]),
+            frozen_TN,
             operands.scale_T,
             operands.scale_L,
             bias_N,
@@ -65,7 +75,7 @@ def few_rows_linear(
             COLUMNS=tuple(edge for part in group.columns for edge in part),
             P=len(group.columns) * group.bands,
             BANDS=group.bands,
-            SPAN=SPAN_COLUMNS,
+            SPAN=columns,
             SPLITS=shares,
             **_constants(x_TK, group, rows),
         )
@@ -77,23 +87,37 @@ def share_count(features: int) -> int:
     return max(1, min(MAX_SHARES, -(-features // SHARE_INPUTS)))
 
 
-def _down_shares(x_TK: Tensor, group: Group, rows: Rows, shares: int) -> Tensor:
-    """Return shares of xAᵀ. Values of rows and parts without ranks are arbitrary."""
-    (count, features), parts = x_TK.shape, len(group.columns) * group.bands
-    shape = parts, shares, count, rank_block(group.rank)
-    partial_PCTR = x_TK.new_empty(shape, dtype=torch.float32)
+def span_columns(group: Group, tiles: int) -> int:
+    """Return the number of columns per program, which is small if there are few tiles and columns."""
+    return next((span for span in SPANS if tiles * _spans(group, span) >= PROGRAMS), 256)
+
+
+def _spans(group: Group, columns: int) -> int:
+    return sum(-(-(high - low) // columns) for low, high in group.columns)
+
+
+def _is_capturing(x_TK: Tensor) -> bool:
+    return x_TK.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _allocate_shares(x_TK: Tensor, group: Group, shares: int) -> Tensor:
+    shape = len(group.columns) * group.bands, shares, len(x_TK), rank_block(group.rank)
+    return x_TK.new_empty(shape, dtype=torch.float32)
+
+
+def _write_shares(x_TK: Tensor, partial_PCTR: Tensor, group: Group, rows: Rows) -> None:
+    """Write shares of xAᵀ. Values of rows and parts without ranks remain arbitrary."""
+    parts, shares = partial_PCTR.shape[:2]
     kernels.few_rows.down_share[(len(rows.tiles_G3), shares, parts)](
         x_TK,
         partial_PCTR,
         rows.tiles_G3,
         group.table.address_PS4,
         group.table.rank_PS,
-        count,
-        features,
+        *x_TK.shape,
         SPLITS=shares,
         **_constants(x_TK, group, rows),
     )
-    return partial_PCTR
 
 
 def _constants(x_TK: Tensor, group: Group, rows: Rows) -> dict[str, object]:
@@ -112,7 +136,7 @@ def _constants(x_TK: Tensor, group: Group, rows: Rows) -> dict[str, object]:
 
 
 def launch_for(ranks: int, dtype: torch.dtype) -> KernelLaunch:
-    """Return a launch of at most 64 KiB of shared memory, which every class of GPUs has."""
+    """Return a launch whose programs fit beside those of the frozen product, and on small GPUs."""
     if dtype.itemsize > 2:
         return KernelLaunch(32, warps=4, stages=1)
-    return KernelLaunch(256 if ranks <= 16 else 128 if ranks <= 64 else 64, warps=4, stages=3)
+    return KernelLaunch(256 if ranks <= 16 else 128 if ranks <= 64 else 64, warps=4, stages=2)

@@ -14,10 +14,7 @@ to a power of two, Q pieces of slots with several pieces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -44,6 +41,7 @@ from weftune.ops.lora.tiled_kernels import (
     row_lengths,
 )
 from weftune.ops.lora.tiling import ProductPlan, SiteCall, candidate_plans, choose_tiling
+from weftune.ops.side_stream import SideStream
 
 OP = "LoRA"
 
@@ -262,32 +260,3 @@ def _low_rank_backward(
         da(x_TK, ds_TPR, partial_da_QPRK, call)
         add_gradients(partial_da_QPRK, partial_db_QLN, call)
     return dx_TK
-
-
-class SideStream:
-    """A second CUDA stream for work that runs concurrently with the next kernels of the main stream: a matrix
-    product leaves multiprocessors idle in its last wave, which independent memory-bound work can use."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Record the point in the current stream that the second stream will wait for."""
-        self._stream = _side_stream(device) if device.type == "cuda" else None
-        self._ready = torch.cuda.current_stream(device).record_event() if self._stream else None
-
-    @contextmanager
-    def done(self) -> Iterator[None]:
-        """Launch the work inside the context on the second stream. Later work on the main stream waits.
-
-        The context must not allocate memory: the allocator does not track use by the second stream.
-        """
-        if self._stream is None or self._ready is None:
-            yield
-            return
-        self._stream.wait_event(self._ready)
-        with torch.cuda.stream(self._stream):
-            yield
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

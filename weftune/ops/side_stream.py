@@ -1,0 +1,38 @@
+"""Work that runs concurrently with the next kernels of a CUDA stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+
+class SideStream:
+    """A second CUDA stream for work that runs concurrently with the next kernels of the main stream: a matrix
+    product leaves multiprocessors idle in its last wave, which independent memory-bound work can use."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Record the point in the current stream that the second stream will wait for."""
+        self._stream = _side_stream(device) if device.type == "cuda" else None
+        self._ready = torch.cuda.current_stream(device).record_event() if self._stream else None
+
+    @contextmanager
+    def done(self) -> Iterator[None]:
+        """Launch the work inside the context on the second stream. Later work on the main stream waits.
+
+        The context must not allocate memory: the allocator does not track use by the second stream.
+        """
+        if self._stream is None or self._ready is None:
+            yield
+            return
+        self._stream.wait_event(self._ready)
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
