@@ -207,7 +207,7 @@ FROM_FILES = (a_layer_each(1, travels=False), a_layer_each(2, travels=False, res
 )
 def test_read_from_its_files_in_every_step_it_gives_the_very_bits_too(resident, stored, cut, chunk):
     device = torch.device("cuda", 0)
-    streamed = load_streamed(stored, device, cut, mapped=True)
+    streamed = load_streamed(stored, device, cut, keeps_files_mapped=True)
     staging = Staging(device, chunk)
     streamed = replace(
         streamed, sources={stage: replace(one, staging=staging) for stage, one in streamed.sources.items()}
@@ -220,7 +220,7 @@ def test_read_from_its_files_in_every_step_it_gives_the_very_bits_too(resident, 
 
 def test_adapters_that_travel_beside_a_base_in_its_files(resident, stored):
     cut = a_layer_each(2, travels=True, resident={2})
-    streamed = load_streamed(stored, torch.device("cuda", 0), cut, mapped=True)
+    streamed = load_streamed(stored, torch.device("cuda", 0), cut, keeps_files_mapped=True)
     executor = streamed_executor(streamed)
     moved = trained(executor, streamed.whole, lambda courses: plan_window(courses, cut, CAPACITY))
     for name, want in resident.items():
@@ -232,7 +232,9 @@ def test_a_file_that_fails_under_way_is_told_by_the_main_thread(stored, tmp_path
     shutil.copytree(stored.model, folder)
     cut = a_layer_each(1, travels=False)
     spec = BaseSpec(model=str(folder), dtype="bfloat16")
-    streamer = streamed_executor(load_streamed(spec, torch.device("cuda", 0), cut, mapped=True)).weights
+    streamer = streamed_executor(
+        load_streamed(spec, torch.device("cuda", 0), cut, keeps_files_mapped=True)
+    ).weights
     for path in folder.glob("*.safetensors"):
         os.truncate(path, 1000)
     streamer.begin_window()
@@ -301,7 +303,7 @@ def level(cut):
 def test_a_base_in_its_files_is_captured_while_a_thread_reads_it(stored):
     cut, found = a_layer_each(1, travels=True), []
     for graphs in (False, True):
-        streamed = load_streamed(stored, torch.device("cuda", 0), cut, mapped=True)
+        streamed = load_streamed(stored, torch.device("cuda", 0), cut, keeps_files_mapped=True)
         executor = streamed_executor(streamed, graphs=graphs)
         jobs = [even(streamed.whole, f"job{i}", i) for i in range(4)]
         found.append(trained(executor, streamed.whole, level(cut), jobs))

@@ -36,7 +36,7 @@ def saved(folder, family):
 
 
 def mapped(spec, cut):
-    executor = streamed_executor(load_streamed(spec, bench.CPU, cut, mapped=True))
+    executor = streamed_executor(load_streamed(spec, bench.CPU, cut, keeps_files_mapped=True))
     assert all(isinstance(source, MappedStage) for source in executor.weights.base.sources.values())
     return executor
 

@@ -85,16 +85,16 @@ def fill_tokens(new: NewAdapter) -> None:
 
 
 def merge_tokens(
-    folder: object, path: str, ids: Sequence[int], rows_nD: Tensor, modules: Mapping[str, nn.Module]
+    folder: object, path: str, token_ids: Sequence[int], rows_nD: Tensor, modules: Mapping[str, nn.Module]
 ) -> None:
     """Write the trained rows into the embedding, which also changes an output layer that is tied to the
     embedding."""
     weight_VD = modules[path].weight if path in modules else None
     if not isinstance(weight_VD, Tensor) or weight_VD.shape[1:] != rows_nD.shape[1:]:
         raise AdapterError(f"{folder} is for another base: this one has no embedding {path} of that width")
-    if max(ids) >= len(weight_VD):
-        raise AdapterError(f"{folder} is for another base: this one has no token {max(ids)}")
-    weight_VD.data[torch.tensor(ids)] = rows_nD.to(weight_VD)
+    if max(token_ids) >= len(weight_VD):
+        raise AdapterError(f"{folder} is for another base: this one has no token {max(token_ids)}")
+    weight_VD.data[torch.tensor(token_ids)] = rows_nD.to(weight_VD)
 
 
 def refuse_other_tokens(folder: object, folder_spec: Any, spec: Any) -> None:

@@ -80,25 +80,25 @@ class VectorLayout:
             start += parameter.size
         return runs
 
-    def parameter_views(self, flat: Tensor) -> dict[tuple[str, str], Tensor]:
-        """Return the parameters in `flat` by (site, name), as views of its memory."""
-        assert flat.shape == (self.size,), "the vector does not fit the layout"
-        assert flat.is_contiguous()
-        found: list[Tensor] = [flat] * len(self.parameters)
+    def parameter_views(self, vector: Tensor) -> dict[tuple[str, str], Tensor]:
+        """Return the parameters in `vector` by (site, name), as views of its memory."""
+        assert vector.shape == (self.size,), "the vector does not fit the layout"
+        assert vector.is_contiguous()
+        found: list[Tensor] = [vector] * len(self.parameters)
         for run in self._contiguous_runs:
             (first, start), apart = run[0], run[1][1] - run[0][1] if len(run) > 1 else 0
             shape = self.parameters[first].shape
             strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
-            views = flat.as_strided((len(run), *shape), (apart, *strides), flat.storage_offset() + start)
+            views = vector.as_strided((len(run), *shape), (apart, *strides), vector.storage_offset() + start)
             for (index, _), view in zip(run, views.unbind(), strict=True):
                 found[index] = view
         return {(one.site, one.name): view for one, view in zip(self.parameters, found, strict=True)}
 
-    def slice_of(self, other_layout: VectorLayout, flat: Tensor) -> Tensor:
-        """Return a vector of this layout, taken from the vector `flat`. Its layout `other_layout` contains
+    def slice_of(self, other_layout: VectorLayout, vector: Tensor) -> Tensor:
+        """Return a vector of this layout, taken from the vector `vector`. Its layout `other_layout` contains
         all parameters of this layout."""
         if other_layout == self:
-            return flat
-        views = other_layout.parameter_views(flat)
+            return vector
+        views = other_layout.parameter_views(vector)
         pieces = [views[parameter.site, parameter.name].flatten() for parameter in self.parameters]
-        return torch.cat(pieces) if pieces else flat.new_zeros(0)
+        return torch.cat(pieces) if pieces else vector.new_zeros(0)

@@ -103,8 +103,8 @@ class Churn:
             self.attached_jobs.run(self.attached_jobs.plan(1, self.capacity))
 
 
-def growth_ratio(first_count: int, after: int) -> float:
-    return after / first_count - 1
+def growth_ratio(initial_bytes: int, after: int) -> float:
+    return after / initial_bytes - 1
 
 
 def main() -> None:

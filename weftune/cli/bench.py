@@ -128,7 +128,7 @@ def result_line(part: BenchPart, numbers: Mapping[str, Any]) -> BenchLine:
     )
 
 
-def draw(lines: Sequence[BenchLine], failed: Sequence[str]) -> None:
+def draw(lines: Sequence[BenchLine], failed_parts: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -150,5 +150,5 @@ def draw(lines: Sequence[BenchLine], failed: Sequence[str]) -> None:
             f"it takes {least.speedup:.2f} × Weftune's time.",
             highlight=False,
         )
-    for title in failed:
+    for title in failed_parts:
         console.print(f"Failed: {title}; its output above gives the reason.", highlight=False)

@@ -172,23 +172,25 @@ def show_answers(
 
     texts = {name: "" for name, _ in prompts}
 
-    def drawn() -> RenderableType:
+    def render_panels() -> RenderableType:
         panels = answer_panels({answers.title(name): text.strip() for name, text in texts.items()})
         # The ^C that a terminal shows must not wrap, since the panels are then drawn again one line too low.
         return Padding(panels, (0, 2 * console.is_terminal, 0, 0))
 
-    with Live(drawn(), console=console, auto_refresh=False, transient=not console.is_terminal) as live:
+    with Live(
+        render_panels(), console=console, auto_refresh=False, transient=not console.is_terminal
+    ) as live:
 
         def show(answer: StreamedAnswer, new: str) -> None:
             texts[answer.adapter] += new
             if console.is_terminal:
-                live.update(drawn(), refresh=True)
+                live.update(render_panels(), refresh=True)
 
         found = answers.ask(prompts, sampling, stop, show, stop_requested)
         texts = {answer.adapter: answer.text for answer in found}
-        live.update(drawn(), refresh=True)
+        live.update(render_panels(), refresh=True)
     if not console.is_terminal:
-        console.print(drawn())
+        console.print(render_panels())
     return found
 
 

@@ -41,12 +41,12 @@ def write_hashed_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write and sync a file like `write_tensors` and return its SHA-256."""
     digest = hashlib.sha256()
 
-    def hashed() -> Iterator[Piece]:
+    def hashed_pieces() -> Iterator[Piece]:
         for piece in _file_pieces(tensors, None):
             digest.update(piece)
             yield piece
 
-    _write_pieces(path, hashed())
+    _write_pieces(path, hashed_pieces())
     return digest.hexdigest()
 
 

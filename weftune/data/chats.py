@@ -217,7 +217,7 @@ class PrintCheck:
 
 def _message_shape(message: Message) -> tuple[object, ...]:
     thinking, spoken = _split_thinking(message)
-    calls = tuple(bool(_call_body(call).get("arguments")) for call in message.get("tool_calls") or ())
+    calls = tuple(bool(_call_function(call).get("arguments")) for call in message.get("tool_calls") or ())
     return (message["role"], bool(thinking), bool(spoken), calls, *message)
 
 
@@ -249,7 +249,7 @@ def _changed_messages(message: Message, supervised: bool) -> Iterator[tuple[str,
 
 def _changed_calls(call: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the tool call with another name and, if the call has arguments, the call with other arguments."""
-    body = _call_body(call)
+    body = _call_function(call)
     changes: list[dict[str, Any]] = [{"name": f"{body.get('name')}{PROBE}"}]
     arguments = body.get("arguments")
     if arguments:
@@ -259,7 +259,7 @@ def _changed_calls(call: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield {**call, "function": changed} if body is not call else changed
 
 
-def _call_body(call: Mapping[str, Any]) -> Mapping[str, Any]:
+def _call_function(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call.get("function")
     return function if isinstance(function, Mapping) else call
 

@@ -85,14 +85,14 @@ def _drawn_keys(record: SweepRecord) -> list[str]:
     return [key for key in keys if key in widest]
 
 
-def _vary_together(values: Mapping[str, Sequence[str]], key_a: str, second_key: str) -> bool:
+def _vary_together(values: Mapping[str, Sequence[str]], first_key: str, second_key: str) -> bool:
     """Return whether the values of each key determine the values of the other key, although several trials
     share a value."""
     names = list(values)
-    pairs = set(zip(values[key_a], values[second_key], strict=True))
-    kinds = {len(pairs), len(set(values[key_a])), len(set(values[second_key]))}
+    pairs = set(zip(values[first_key], values[second_key], strict=True))
+    kinds = {len(pairs), len(set(values[first_key])), len(set(values[second_key]))}
     return (
-        names.index(key_a) < names.index(second_key)
+        names.index(first_key) < names.index(second_key)
         and len(kinds) == 1
         and len(pairs) < len(values[second_key])
     )

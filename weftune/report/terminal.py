@@ -264,12 +264,15 @@ def _can_redraw(console: Console) -> bool:
 
 
 def _select_rows(
-    rows: Sequence[JobRecord], room: int, trials: Collection[str] = (), leading_trials: Collection[str] = ()
+    rows: Sequence[JobRecord],
+    max_rows: int,
+    trials: Collection[str] = (),
+    leading_trials: Collection[str] = (),
 ) -> list[JobRecord]:
     """Return the rows that fit on the screen: running jobs before queued and ended jobs, otherwise in the
     order of the jobs file. If not all rows fit, only the leading and running trials of a sweep are shown;
     lines above the table summarise the other trials."""
-    if len(rows) <= max(room, 3):
+    if len(rows) <= max(max_rows, 3):
         return list(rows)
     importance = {"running": 0, "failed": 1, "paused": 1, "queued": 2}
     telling = [
@@ -278,7 +281,7 @@ def _select_rows(
         if row.name not in trials or row.name in leading_trials or row.state in ("running", "paused")
     ]
     order = sorted(telling, key=lambda row: (row.name not in leading_trials, importance.get(row.state, 3)))
-    chosen = order[: max(room, 3)]
+    chosen = order[: max(max_rows, 3)]
     names = {row.name for row in chosen}
     return [row for row in rows if row.name in names]
 

@@ -135,7 +135,7 @@ class ChatServer:
         self._loader = ThreadPoolExecutor(1, "chat tokenizers")
         self._loop = asyncio.new_event_loop()
         self._exchanges: set[_Exchange] = set()
-        self._socket = _bound_socket(socket_path)
+        self._socket = _listening_socket(socket_path)
         self._thread = threading.Thread(target=self._serve, name="chat socket", daemon=True)
         self._thread.start()
 
@@ -336,7 +336,7 @@ def _json_line(values: Mapping[str, Any]) -> bytes:
     return (json_text(values) + "\n").encode("utf-8", "replace")
 
 
-def _bound_socket(path: Path) -> socket.socket:
+def _listening_socket(path: Path) -> socket.socket:
     """Return a socket at `path` that only this user may connect to."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)

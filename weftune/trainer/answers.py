@@ -125,7 +125,7 @@ class JobAnswers:
                 yield self._fail_job(name, str(error))
                 continue
             yield replace(event, metrics={**event.metrics, **scores})
-            if name not in judged_trials and self._is_kept(name, event.step):
+            if name not in judged_trials and self._would_keep_adapter(name, event.step):
                 self._journal.record_answers(name, event.step, rows)
 
     def _score_base(self, event: Evaluated, rows: Sequence[AnsweredRow], scores: Mapping[str, float]) -> None:
@@ -137,7 +137,7 @@ class JobAnswers:
         for score in (scores if is_base else prompts.scores(rows, BARE_BASE)).values():
             self._journal.record_base_score(event.job, score)
 
-    def _is_kept(self, name: str, step: int) -> bool:
+    def _would_keep_adapter(self, name: str, step: int) -> bool:
         """Return whether the job would keep the adapter of this step if it ended now."""
         training = self._executor.attached.get(name)
         keeps_best = self._jobs[name].spec.keep == "best"

@@ -191,7 +191,7 @@ def collate_plan(
     for segment in plan.segments:
         job = jobs[segment.job]
         for placed in segment.samples:
-            samples, index = _held_out_sample(job, kind, placed.sample, without_adapter)
+            samples, index = _sample_of_pass(job, kind, placed.sample, without_adapter)
             before = samples.before, samples.first_position
             where = placed.sample_offset, *before, placed.chunk_rows
             parts.append(Part(segment.job, segment.step, samples, index, *where))
@@ -221,7 +221,7 @@ def _sample_route(
     return replace(segment, adapter=adapter, kl_of="batch" if in_batch else "held_out")
 
 
-def _held_out_sample(
+def _sample_of_pass(
     job: PreparedJob, kind: type[ForwardPass], index: int, without_adapter: bool
 ) -> tuple[Samples, int]:
     """Return the samples that a kind of pass reads, and the index among them of a planned sample."""

@@ -98,9 +98,9 @@ def launcher_machine(
     )
 
 
-def _device_flops(is_needed: bool) -> float | None:
+def _device_flops(is_required: bool) -> float | None:
     """Return the operations per second in the data sheet of this machine's GPUs."""
-    speed = data_sheet_device_speed(on_gpu=True) if is_needed else None
+    speed = data_sheet_device_speed(on_gpu=True) if is_required else None
     return None if speed is None else speed.flops
 
 

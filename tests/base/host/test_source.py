@@ -34,7 +34,7 @@ def assert_same(spec, base):
 @pytest.mark.parametrize("family", EVERY)
 def test_every_family_gives_the_bits_of_the_whole_base(family, tmp_path):
     spec = BaseSpec(model=str(model_folder(tmp_path, family, torch.float64)), dtype="float64")
-    assert_same(spec, load_streamed(spec, CPU, a_layer_each(family, resident={1}), mapped=True))
+    assert_same(spec, load_streamed(spec, CPU, a_layer_each(family, resident={1}), keeps_files_mapped=True))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt2"])
@@ -44,7 +44,7 @@ def test_files_in_shards_and_tied_heads(family, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     spec = BaseSpec(model=str(tmp_path), dtype="bfloat16")
-    base = load_streamed(spec, CPU, a_layer_each(family), mapped=True)
+    base = load_streamed(spec, CPU, a_layer_each(family), keeps_files_mapped=True)
     assert_same(spec, base)
     tied = base.whole.model
     assert tied.get_output_embeddings().weight is tied.get_input_embeddings().weight
@@ -53,7 +53,7 @@ def test_files_in_shards_and_tied_heads(family, tmp_path):
 def test_a_stage_may_come_while_another_is_between_its_forward_and_its_backward(tmp_path):
     spec = BaseSpec(model=str(model_folder(tmp_path, "llama", torch.float64)), dtype="float64")
     cut = a_layer_each("llama")
-    base = load_streamed(spec, CPU, replace(cut, slot_counts=(2,)), mapped=True)
+    base = load_streamed(spec, CPU, replace(cut, slot_counts=(2,)), keeps_files_mapped=True)
     base.sources[0].copy_to(base.slot(0))
     weight = base.whole.model.base_model.layers[0].self_attn.q_proj.weight
     x = torch.ones(3, weight.shape[1], dtype=weight.dtype, requires_grad=True)
@@ -171,7 +171,7 @@ def cut_off(path):
 def test_a_file_cut_off_before_the_start_is_told(folder):
     cut_off(folder / "model.safetensors")
     with pytest.raises(BaseModelError, match=r"cannot be loaded: .*file not fully covered|incomplete"):
-        load_streamed(spec_of(folder), CPU, a_layer_each("llama"), mapped=True)
+        load_streamed(spec_of(folder), CPU, a_layer_each("llama"), keeps_files_mapped=True)
 
 
 def test_a_shard_that_is_missing_is_named(tmp_path):
@@ -179,7 +179,7 @@ def test_a_shard_that_is_missing_is_named(tmp_path):
     gone = sorted(tmp_path.glob("*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(BaseModelError, match=f"{gone.name} is missing"):
-        load_streamed(spec_of(tmp_path), CPU, a_layer_each("llama"), mapped=True)
+        load_streamed(spec_of(tmp_path), CPU, a_layer_each("llama"), keeps_files_mapped=True)
 
 
 def test_weights_of_another_dtype_cannot_stay_in_their_files(folder):
@@ -197,7 +197,7 @@ def test_weights_that_the_model_knows_by_other_names_cannot_either(folder):
 
 
 def test_a_file_that_loses_its_name_under_way_can_still_be_read(folder):
-    base = load_streamed(spec_of(folder), CPU, a_layer_each("llama"), mapped=True)
+    base = load_streamed(spec_of(folder), CPU, a_layer_each("llama"), keeps_files_mapped=True)
     base.sources[0].copy_to(base.slot(0))
     before = base.slot(0).clone()
     (folder / "model.safetensors").unlink()
@@ -207,7 +207,7 @@ def test_a_file_that_loses_its_name_under_way_can_still_be_read(folder):
 
 
 def test_a_file_that_changes_under_way_is_told_and_not_touched(folder):
-    base = load_streamed(spec_of(folder), CPU, a_layer_each("llama"), mapped=True)
+    base = load_streamed(spec_of(folder), CPU, a_layer_each("llama"), keeps_files_mapped=True)
     cut_off(folder / "model.safetensors")
     with pytest.raises(
         BaseModelError, match=r"model\.safetensors has changed while weights are read from it"

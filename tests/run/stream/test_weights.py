@@ -91,7 +91,7 @@ def queue(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, made)
     deep("llama", torch.float32).save_pretrained(tmp_path)
     spec = BaseSpec(model=str(tmp_path), dtype="float32")
-    base = load_streamed(spec, bench.CPU, CUTS["a layer at a time"], mapped=True)
+    base = load_streamed(spec, bench.CPU, CUTS["a layer at a time"], keeps_files_mapped=True)
     copied, beside = [], []
     for stage, source in base.sources.items():
         base.sources[stage] = Held(source, stage, copied)

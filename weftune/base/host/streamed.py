@@ -104,14 +104,14 @@ class StreamedBase:
 
 
 def load_streamed(
-    spec: BaseSpec, device: torch.device, layout: Layout, mapped: bool = False, worker: int = 0
+    spec: BaseSpec, device: torch.device, layout: Layout, keeps_files_mapped: bool = False, worker: int = 0
 ) -> StreamedBase:
     """Load a worker's stages from the base's files. Each tensor is read directly to its final location: the
-    device, or host memory if streamed. With `mapped`, streamed tensors stay in the files."""
+    device, or host memory if streamed. With `keeps_files_mapped`, streamed tensors stay in the files."""
     model, files = outline_model(spec, device)
     with wrap_load_errors(spec):
         whole = _drop_other_stages(model, layout.for_worker(worker))
-        weights = map_weights(model, files, spec.model) if mapped else None
+        weights = map_weights(model, files, spec.model) if keeps_files_mapped else None
         fill = None if files is None else file_reader(model, files, device)
         if fill is None:
             # The names in the files differ from the model's; transformers can map them.

@@ -234,8 +234,8 @@ def _build_objective(keys: Any) -> tuple[Any, list[Fault]]:
     own = {item.name for item in fields(OBJECTIVES[kind])}
     others = [key for key in keys if key in SECTIONS["objective"] and key not in own]
     faults = [Fault(("objective", key), f"is not a key of {kind}; leave it out") for key in others]
-    own_keys = {key: keys[key] for key in keys if key not in others}
-    made = build(OBJECTIVES[kind], own_keys, "objective", ("objective",))
+    keys_without_sweep = {key: keys[key] for key in keys if key not in others}
+    made = build(OBJECTIVES[kind], keys_without_sweep, "objective", ("objective",))
     if isinstance(made, list):
         return SFT_SPEC, [*faults, *made]
     return made, [*faults, *(Fault(("objective", key), sentence) for key, sentence in made.faults())]
@@ -255,11 +255,11 @@ def _resolve_paths(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any]
     """Return the values with absolute paths, and a fault for every path that does not exist."""
     faults: list[Fault] = []
 
-    def resolve(value: Any, location: Loc, locate: Locate) -> Any:
+    def resolve_value(value: Any, location: Loc, locate: Locate) -> Any:
         if isinstance(value, list):
-            return [resolve(item, (*location, index), locate) for index, item in enumerate(value)]
+            return [resolve_value(item, (*location, index), locate) for index, item in enumerate(value)]
         if isinstance(value, Mapping) and "path" in value:
-            return {**value, "path": resolve(value["path"], (*location, "path"), locate)}
+            return {**value, "path": resolve_value(value["path"], (*location, "path"), locate)}
         if not isinstance(value, str):
             return value
         try:
@@ -274,7 +274,7 @@ def _resolve_paths(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any]
     for section, key, locate in LOCATED:
         part = whole.get(section)
         if isinstance(part, Mapping) and key in part:
-            whole[section] = {**part, key: resolve(part[key], (section, key), locate)}
+            whole[section] = {**part, key: resolve_value(part[key], (section, key), locate)}
     return whole, faults
 
 

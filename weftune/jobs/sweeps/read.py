@@ -340,7 +340,7 @@ def trial_job(sweep: Sweep, trial: Trial) -> JobSpec:
 
 def trial_layer(sweep: Sweep, trial: Trial) -> Layer:
     """Return the keys of a trial; the places of keys that `over` sets point to the values in `over`."""
-    job = own_keys(sweep.keys)
+    job = keys_without_sweep(sweep.keys)
     places = {loc: place for loc, place in job.places.items() if not loc}
     for key, value in trial.values.items():
         places |= _value_places(sweep, key, value)
@@ -348,7 +348,7 @@ def trial_layer(sweep: Sweep, trial: Trial) -> Layer:
     return Layer({**laid.values, "name": trial.name}, laid.places)
 
 
-def own_keys(keys: Layer) -> Layer:
+def keys_without_sweep(keys: Layer) -> Layer:
     """Return a job's keys without `sweep`."""
     values = {key: value for key, value in keys.values.items() if key != "sweep"}
     return Layer(values, {loc: place for loc, place in keys.places.items() if loc[:1] != ("sweep",)})
@@ -372,7 +372,7 @@ def expand_sweep(
     mistakes."""
     spec, faults = read_sweep(keys.values)
     found = [find_source_location(keys.places, fault.loc).mistake(fault.sentence) for fault in faults]
-    job, wrong = build_job(JobSpec, own_keys(keys), folder)
+    job, wrong = build_job(JobSpec, keys_without_sweep(keys), folder)
     if spec is None:
         return None, [], [*found, *wrong]
     name = str(keys.values.get("name"))

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from weftune.core.bounds import format_value
 from weftune.core.files import json_text
 from weftune.service.api.context import BEARER, ERRORS, Service, ServiceHere, StrictRoute, Tenant
-from weftune.service.api.errors import ApiError, invalid
+from weftune.service.api.errors import ApiError, invalid_request
 from weftune.service.api.models import Adapter, find_adapter, find_training, is_base, model_not_found
 from weftune.service.api.schemas import Body, Count, Error, Seconds
 from weftune.service.chat_requests import ChatEnd, ChatError, ChatRequest, ChatSampling
@@ -300,7 +300,7 @@ async def _whole(pieces: Any) -> tuple[str, ChatEnd]:
 
 def api_error(error: ChatError) -> ApiError:
     if error.code == "invalid_request":
-        return invalid(str(error), code="invalid_request")
+        return invalid_request(str(error), code="invalid_request")
     headers = {"Retry-After": "2"} if error.code == "unavailable" else {}
     return ApiError(STATUSES[error.code], str(error), code=error.code, headers=headers)
 

@@ -13,7 +13,7 @@ from fastapi.security import HTTPBearer
 
 from weftune.data.json_rows import DECODER, json_error_text
 from weftune.data.row import is_deep_json
-from weftune.service.api.errors import invalid
+from weftune.service.api.errors import invalid_request
 from weftune.service.api.schemas import Error
 from weftune.service.chat import ChatClient
 from weftune.service.preparer import Preparer
@@ -61,12 +61,12 @@ class _StrictRequest(Request):
             text = content.decode()
             value = DECODER.decode(text.strip())
         except UnicodeDecodeError:
-            raise invalid("The body is not UTF-8.", code="invalid_json") from None
+            raise invalid_request("The body is not UTF-8.", code="invalid_json") from None
         except (ValueError, RecursionError) as error:
             sentence = json_error_text(error, content.decode())
-            raise invalid(f"The body is {sentence}.", code="invalid_json") from None
+            raise invalid_request(f"The body is {sentence}.", code="invalid_json") from None
         if is_deep_json(text, value):
-            raise invalid("The body is nested too deeply.", code="invalid_json")
+            raise invalid_request("The body is nested too deeply.", code="invalid_json")
         _refuse_broken_text(value)
         return value
 
@@ -76,7 +76,7 @@ def _refuse_broken_text(value: Any) -> None:
     if isinstance(value, str):
         if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
             sentence = "The body holds text with a zero character or half a surrogate pair."
-            raise invalid(sentence, code="invalid_json")
+            raise invalid_request(sentence, code="invalid_json")
     elif isinstance(value, dict):
         for key, below in value.items():
             _refuse_broken_text(key)

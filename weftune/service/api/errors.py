@@ -56,7 +56,7 @@ class ApiError(HTTPException):
         return error_response(self.status_code, str(self.detail), self.code, self.param, self.headers)
 
 
-def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+def invalid_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     """Return the error for a request that can never succeed."""
     return ApiError(400, message, param=param, code=code)
 

@@ -26,7 +26,7 @@ from weftune.core.files import sync_folder
 from weftune.errors import DataError
 from weftune.jobs.store.status import State
 from weftune.service.api.context import BEARER, ERRORS, Service, ServiceHere, StrictRoute, Tenant
-from weftune.service.api.errors import ApiError, invalid, not_found
+from weftune.service.api.errors import ApiError, invalid_request, not_found
 from weftune.service.api.schemas import File, FileDeleted, FilePage
 from weftune.service.ids import new_id
 from weftune.service.settings import ServiceSettings
@@ -166,7 +166,7 @@ def get_content(file_id: str, tenant: Tenant, service: ServiceHere) -> Response:
 def delete_file(file_id: str, tenant: Tenant, service: ServiceHere) -> FileDeleted:
     record = _find_file(service, tenant, file_id)
     if (job := _file_user(service, tenant, record.id)) is not None:
-        raise invalid(
+        raise invalid_request(
             f"{record.id} is used by {job}, which has not ended; cancel the job first.",
             param="file_id",
             code="file_in_use",
@@ -286,13 +286,13 @@ class _Form:
 
     def _on_headers_finished(self) -> None:
         if self._name not in FIELDS:
-            raise invalid(
+            raise invalid_request(
                 f"{self._name[:64]}: is not supported; an upload has purpose and file",
                 param=self._name[:64],
                 code="unknown_parameter",
             )
         if self._name in self.fields or (self._name == "file" and self.has_file):
-            raise invalid(f"{self._name}: is given twice", param=self._name)
+            raise invalid_request(f"{self._name}: is given twice", param=self._name)
         if self._name == "file":
             self.has_file = True
             self.received.filename = clean_filename(self._filename)
@@ -303,7 +303,7 @@ class _Form:
         if self._name != "file":
             self.fields[self._name] += data[start:end]
             if len(self.fields[self._name]) > MAX_FILENAME:
-                raise invalid(f"{self._name}: is too long", param=self._name)
+                raise invalid_request(f"{self._name}: is too long", param=self._name)
             return
         self.received.bytes += end - start
         if self.received.bytes > self._max_bytes:
@@ -339,14 +339,16 @@ async def _receive(request: Request, target: io.BufferedWriter, max_bytes: int) 
             form.write(piece)
         form.finish()
     except (FormParserError, UnicodeError, LookupError) as error:
-        raise invalid(f"The body is not multipart/form-data: {error}", code="invalid_multipart") from None
+        raise invalid_request(
+            f"The body is not multipart/form-data: {error}", code="invalid_multipart"
+        ) from None
     purpose = form.fields.get("purpose")
     if purpose is None or not form.has_file:
         missing = "purpose" if purpose is None else "file"
-        raise invalid(f"{missing}: is required", param=missing, code="missing_parameter")
+        raise invalid_request(f"{missing}: is required", param=missing, code="missing_parameter")
     if purpose != b"fine-tune":
         shown = purpose.decode("utf-8", "replace")[:40]
-        raise invalid(
+        raise invalid_request(
             f'purpose: must be fine-tune, got "{shown}"', param="purpose", code="unsupported_purpose"
         )
     return form.received
@@ -362,7 +364,7 @@ def _check_upload(service: Service, path: Path, filename: str) -> int:
         return service.preparer.check(path, filename, service.settings.quotas.file_rows)
     except DataError as error:
         sentences = [str(mistake) for mistake in error.mistakes[:20]]
-        raise invalid("\n".join(sentences), param="file", code="invalid_file") from None
+        raise invalid_request("\n".join(sentences), param="file", code="invalid_file") from None
 
 
 def remove_unfinished(settings: ServiceSettings) -> None:

@@ -16,7 +16,7 @@ from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.keys import SECTIONS, nearest_word
 from weftune.jobs.spec.spec import JobSpec
 from weftune.objectives.spec import OBJECTIVES
-from weftune.service.api.errors import ApiError, invalid
+from weftune.service.api.errors import ApiError, invalid_request
 from weftune.service.api.schemas import DpoHyperparameters, Extension, Hyperparameters, JobRequest
 
 AUTO_EPOCHS = 3
@@ -46,23 +46,23 @@ def body_hash(body: JobRequest) -> str:
 def refuse_unsupported(body: JobRequest) -> None:
     """Raise the error of a request for something that the service does not offer."""
     if body.integrations:
-        raise invalid(
+        raise invalid_request(
             "integrations: are not supported; follow the job's events, or download its metrics as CSV from "
             "result_files",
             param="integrations",
             code="integrations_unsupported",
         )
     if body.method is not None and body.method.type == "reinforcement":
-        raise invalid(
+        raise invalid_request(
             "method.type: reinforcement is not supported; write supervised or dpo",
             param="method.type",
             code="method_unsupported",
         )
     if body.method is not None and body.hyperparameters is not None:
-        raise invalid("hyperparameters: leave it out beside method", param="hyperparameters")
+        raise invalid_request("hyperparameters: leave it out beside method", param="hyperparameters")
     for name in METHODS:
         if body.method is not None and name != body.method.type and getattr(body.method, name) is not None:
-            raise invalid(
+            raise invalid_request(
                 f"method.{name}: leave it out, the method is {body.method.type}", param=f"method.{name}"
             )
 
@@ -93,12 +93,12 @@ def job_keys(
         keys["adapter"] = {**start, **keys["adapter"]}
     if given.n_epochs != "auto" and (extension.steps is not None or extension.epochs is not None):
         param = "weftune.epochs" if extension.steps is None else "weftune.steps"
-        raise invalid(f"{param}: give it or n_epochs, not both", param=param)
+        raise invalid_request(f"{param}: give it or n_epochs, not both", param=param)
     epochs = extension.epochs or (AUTO_EPOCHS if given.n_epochs == "auto" else given.n_epochs)
     if extension.steps is None:
         keys["epochs"] = epochs
     elif extension.epochs is not None:
-        raise invalid("weftune.steps: give epochs or steps, not both", param="weftune.steps")
+        raise invalid_request("weftune.steps: give epochs or steps, not both", param="weftune.steps")
     keys["batch_size"] = auto_batch(rows) if given.batch_size == "auto" else given.batch_size
     keys["seed"] = secrets.randbelow(2**31) if body.seed is None else body.seed
     keys |= _given_names(extension, JOB_KEYS)
@@ -135,11 +135,13 @@ def _request_section(values: Mapping[str, Any] | None, section: str) -> Mapping[
     for key in values or ():
         param = f"weftune.{section}.{key}"
         if key in refused:
-            raise invalid(f"{param}: is not taken over HTTP", param=param, code="unknown_parameter")
+            raise invalid_request(f"{param}: is not taken over HTTP", param=param, code="unknown_parameter")
         if key not in SECTIONS[section]:
             near = nearest_word(key, [one for one in SECTIONS[section] if one not in refused])
             hint = f"; did you mean {near}?" if near else ""
-            raise invalid(f"{param[:200]}: is not known{hint}", param=param[:200], code="unknown_parameter")
+            raise invalid_request(
+                f"{param[:200]}: is not known{hint}", param=param[:200], code="unknown_parameter"
+            )
     return values or {}
 
 
@@ -148,14 +150,14 @@ def _read_objective(body: JobRequest, extension: Extension) -> dict[str, Any]:
     keys: dict[str, Any] = {"kind": own} if isinstance(own, str) else dict(_request_section(own, "objective"))
     method = "" if body.method is None else body.method.type
     if method and keys.setdefault("kind", METHODS[method]) != METHODS[method]:
-        raise invalid(
+        raise invalid_request(
             f"weftune.objective: contradicts method.type, which is {method}; leave method out",
             param="weftune.objective",
         )
     found = hyperparameters_of(body)
     if isinstance(found, DpoHyperparameters):
         if "beta" in keys and found.beta != "auto":
-            raise invalid("weftune.objective.beta: give it once", param="weftune.objective.beta")
+            raise invalid_request("weftune.objective.beta: give it once", param="weftune.objective.beta")
         keys.setdefault("beta", AUTO_BETA if found.beta == "auto" else found.beta)
     return keys
 
@@ -166,7 +168,7 @@ def _learning_rate(extension: Extension, hyperparameters: Hyperparameters, kind:
     if extension.learning_rate is not None:
         if multiplier != "auto":
             param = "weftune.learning_rate"
-            raise invalid(f"{param}: give it or learning_rate_multiplier, not both", param=param)
+            raise invalid_request(f"{param}: give it or learning_rate_multiplier, not both", param=param)
         return {"learning_rate": extension.learning_rate}
     if multiplier == "auto" or not isinstance(kind, str) or kind not in OBJECTIVES:
         return {}
@@ -181,7 +183,7 @@ def _evaluation(
     if (metric := own.get("metric")) is not None:
         if not isinstance(metric, str) or metric not in known:
             param = "weftune.eval.metric"
-            raise invalid(
+            raise invalid_request(
                 f"{param}: must be {' or '.join(known)}, got {format_value(metric)}",
                 param=param,
                 code="invalid_value",
@@ -190,7 +192,7 @@ def _evaluation(
     if path is not None:
         if own.get("fraction") is not None:
             param = "weftune.eval.fraction"
-            raise invalid(f"{param}: leave it out beside validation_file", param=param)
+            raise invalid_request(f"{param}: leave it out beside validation_file", param=param)
         own["path"] = path
     if not own:
         return {}
@@ -227,7 +229,7 @@ def _translate_mistake(mistake: Mistake, body: JobRequest) -> ApiError:
     if mistake.location == "data.path" or mistake.location == "eval.path":
         # The sentence would name the path of a file that has been deleted meanwhile.
         param = "training_file" if section == "data" else "validation_file"
-        return invalid(f"{param}: the file has been deleted", param=param, code="file_not_found")
+        return invalid_request(f"{param}: the file has been deleted", param=param, code="file_not_found")
     if section == "learning_rate" and (body.weftune is None or body.weftune.learning_rate is None):
         names["learning_rate"] = f"{hyperparameters}.learning_rate_multiplier"
     if mistake.location == "objective.beta" and body.method is not None and body.method.dpo is not None:
@@ -235,4 +237,4 @@ def _translate_mistake(mistake: Mistake, body: JobRequest) -> ApiError:
     if section == "data":
         section, rest = rest, ""
     param = names.get(section, f"weftune.{section}") + (f".{rest}" if rest else "")
-    return invalid(f"{param[:200]}: {mistake.sentence}", param=param[:200], code="invalid_value")
+    return invalid_request(f"{param[:200]}: {mistake.sentence}", param=param[:200], code="invalid_value")

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Header, Query, Request
 
 from weftune.jobs.store.status import JobStatus, State
 from weftune.service.api.context import BEARER, ERRORS, Service, ServiceHere, StrictRoute, Tenant
-from weftune.service.api.errors import ApiError, invalid, not_found, quota_error
+from weftune.service.api.errors import ApiError, invalid_request, not_found, quota_error
 from weftune.service.api.files import RESULTS, open_jobs, page_ends
 from weftune.service.api.job_request import body_hash, hyperparameters_of, job_keys
 from weftune.service.api.models import adapter_keys, find_adapter, is_base
@@ -184,7 +184,9 @@ def new_submission(
     extension = body.weftune
     deadline = None if extension is None else extension.deadline
     if deadline is not None and deadline <= now:
-        raise invalid("weftune.deadline: is in the past", param="weftune.deadline", code="invalid_value")
+        raise invalid_request(
+            "weftune.deadline: is in the past", param="weftune.deadline", code="invalid_value"
+        )
     return Submission(
         id=id,
         tenant=tenant,
@@ -219,7 +221,7 @@ def _starting_adapter(service: Service, tenant: str, model: str) -> dict[str, An
 
 
 def _no_file(param: str, id: str) -> ApiError:
-    return invalid(f"{param}: there is no file {id[:64]}", param=param, code="file_not_found")
+    return invalid_request(f"{param}: there is no file {id[:64]}", param=param, code="file_not_found")
 
 
 def _refuse_full_queue(service: Service, tenant: str, key: str | None) -> None:
@@ -248,7 +250,7 @@ def _request_change(service: Service, tenant: str, id: str, verb: Verb) -> Job:
         service.requests.add_command(tenant, id, verb)
         log.info("%s: %s is requested", id, verb)
     elif not (verb == "cancel" and row.state is State.CANCELLED):
-        raise invalid(f"{id} is {row.state}, so it cannot be changed any more.", code="invalid_state")
+        raise invalid_request(f"{id} is {row.state}, so it cannot be changed any more.", code="invalid_state")
     return view(service, submission)
 
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from weftune.base.spec import DEMO
 from weftune.jobs.store.status import State
 from weftune.service.api.context import BEARER, ERRORS, Service, ServiceHere, StrictRoute, Tenant
-from weftune.service.api.errors import ApiError, invalid
+from weftune.service.api.errors import ApiError, invalid_request
 from weftune.service.api.schemas import Model, ModelDeleted, ModelPage
 from weftune.service.ids import AdapterName, parse_adapter_name
 
@@ -97,12 +97,12 @@ def get_model(model: str, tenant: Tenant, service: ServiceHere) -> Model:
 def delete_model(model: str, tenant: Tenant, service: ServiceHere) -> ModelDeleted:
     """Delete a finished adapter with its checkpoints. The job and its events stay."""
     if is_base(service, model):
-        raise invalid("The base cannot be deleted.", param="model", code="model_not_deletable")
+        raise invalid_request("The base cannot be deleted.", param="model", code="model_not_deletable")
     adapter = find_adapter(service, tenant, model)
     if adapter is None:
         raise model_not_found(model)
     if adapter.step is not None:
-        raise invalid(
+        raise invalid_request(
             "A checkpoint is deleted with its job's model; name that.",
             param="model",
             code="model_not_deletable",

@@ -26,7 +26,7 @@ from weftune.errors import UserError
 from weftune.jobs.store.status import MOVES, JobStatus, State
 from weftune.report.svg import Point, thin_points
 from weftune.service.api.context import BEARER, ERRORS, Service, ServiceHere, StrictRoute, Tenant
-from weftune.service.api.errors import ApiError, invalid, not_found, quota_error
+from weftune.service.api.errors import ApiError, invalid_request, not_found, quota_error
 from weftune.service.api.files import page_ends
 from weftune.service.api.guard import Keys
 from weftune.service.api.jobs import After, find_job, new_submission, without_paths
@@ -300,7 +300,9 @@ def set_priority(job_id: str, body: PriorityRequest, tenant: Tenant, service: Se
     submission = find_job(service, tenant, job_id)
     row = service.training.job(job_id)
     if row is not None and row.state.ended:
-        raise invalid(f"{job_id} is {row.state}, so it cannot be changed any more.", code="invalid_state")
+        raise invalid_request(
+            f"{job_id} is {row.state}, so it cannot be changed any more.", code="invalid_state"
+        )
     service.requests.add_command(tenant, job_id, "priority", body.priority)
     return _job_changes(service, [submission], Names(service, tenant)).jobs[0]
 
@@ -667,7 +669,7 @@ async def plan(request: Request, body: JobRequest, tenant: Tenant, service: Serv
                 service.settings, submission.job, queue.priority, queue.others, queue.budget_bytes
             )
     except UserError as error:
-        raise invalid(_without_file_ids(service, tenant, str(error)), code="invalid_job") from None
+        raise invalid_request(_without_file_ids(service, tenant, str(error)), code="invalid_job") from None
     except PlanFailed as error:
         raise ApiError(503, str(error), code="plan_failed", headers={"Retry-After": "5"}) from None
     finally:
@@ -772,7 +774,7 @@ def _adapter_folder(service: Service, tenant: str, job: str, step: int | None) -
         folder = folder / found[0].folder
     elif row is None or row.state is not State.SUCCEEDED:
         state = "being checked" if row is None else row.state
-        raise invalid(f"{job} is {state}: it has no finished adapter.", code="adapter_not_finished")
+        raise invalid_request(f"{job} is {state}: it has no finished adapter.", code="adapter_not_finished")
     if not all((folder / name).is_file() for name in (CONFIG, WEIGHTS)):
         raise not_found("adapter", job)
     return folder

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row, delete, func, select, text, update
 from weftune.errors import WeftuneError
 from weftune.jobs.store.status import JobStatus, State, check_transition, job_from_json
 from weftune.service.store.database import Database, insert_rows, to_record, to_values
-from weftune.service.store.requests import Order, after_row
+from weftune.service.store.requests import Order, start_after_row
 from weftune.service.store.tables import (
     checkpoints,
     cursors,
@@ -365,7 +365,7 @@ class TrainingStore:
             query = query.where(jobs.c.tenant == tenant)
         if states is not None:
             query = query.where(jobs.c.state.in_([str(state) for state in states]))
-        query = after_row(query, jobs, after, "desc", tenant).limit(limit)
+        query = start_after_row(query, jobs, after, "desc", tenant).limit(limit)
         with self._database.read() as connection:
             return [_job_of(row) for row in connection.execute(query)]
 
@@ -409,7 +409,7 @@ class TrainingStore:
             query = query.where(events.c.type == type)
         if after is not None:
             query = query.where(select(events.c.id).where(events.c.id == after, events.c.job == job).exists())
-        query = after_row(query, events, after, order).limit(limit)
+        query = start_after_row(query, events, after, order).limit(limit)
         with self._database.read() as connection:
             return [to_record(EventRow, row) for row in connection.execute(query)]
 
@@ -429,7 +429,7 @@ class TrainingStore:
         """Return a job's checkpoints, the newest first unless `order` is "asc", from the one after
         `after`."""
         query = select(checkpoints).where(checkpoints.c.job == job)
-        query = after_row(query, checkpoints, after, order).limit(limit)
+        query = start_after_row(query, checkpoints, after, order).limit(limit)
         with self._database.read() as connection:
             return [to_record(CheckpointRow, row) for row in connection.execute(query)]
 

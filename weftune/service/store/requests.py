@@ -130,7 +130,7 @@ class RequestStore:
         query = select(files).where(files.c.tenant == tenant, files.c.deleted_at.is_(None))
         if purpose is not None:
             query = query.where(files.c.purpose == purpose)
-        query = after_row(query, files, after, order, tenant).limit(limit)
+        query = start_after_row(query, files, after, order, tenant).limit(limit)
         with self._database.read() as connection:
             return [to_record(FileRecord, row) for row in connection.execute(query)]
 
@@ -226,7 +226,7 @@ class RequestStore:
         query = select(submissions)
         if tenant is not None:
             query = query.where(submissions.c.tenant == tenant)
-        query = after_row(query, submissions, after, "desc", tenant)
+        query = start_after_row(query, submissions, after, "desc", tenant)
         if not metadata:
             query = query.limit(limit)
         found: list[Submission] = []
@@ -309,7 +309,7 @@ def _recent_query(tenant: str, body_hash: str, earliest_time: float) -> Select[A
     )
 
 
-def after_row(
+def start_after_row(
     query: Select[Any], table: Table, after: str | None, order: Order, tenant: str | None = None
 ) -> Select[Any]:
     """Order a query by number, and begin behind the row whose id is `after`, which the tenant must have."""
