@@ -40,7 +40,7 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is requested and no more: `weftune --help` needs no torch."""
+    """Import only the attribute that is requested, so that `weftune --help` does not import torch."""
     if name == "__version__":
         from importlib.metadata import version
 
@@ -53,5 +53,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The API and nothing else, whichever submodules have been imported."""
+    """Return the names of the public API only, whichever submodules have been imported."""
     return list(__all__)

@@ -484,8 +484,8 @@ class Banks:
 
 
 def _has_partial_lengths(groups: Sequence[SiteGroup], found: Sequence[Sequence[TiledPart | None]]) -> bool:
-    """Return whether an adapter divides by the lengths of rows of which a shard has only some inputs. The
-    kernels do not sum lengths over shards."""
+    """Return whether an adapter divides by row lengths although a shard has only some of the inputs of these
+    rows. The kernels do not sum lengths over shards."""
     parts = (
         (site, part)
         for group, own in zip(groups, found, strict=True)

@@ -363,8 +363,8 @@ class PlainKind:
         write_folder(folder, {**tensors, **more}, config)
 
     def portable(self, folder: Path, target: Path) -> int:
-        """Write an equivalent of the adapter in `folder` with one rank and one alpha everywhere, for servers
-        that support nothing else. Return the rank."""
+        """Write an equivalent of the adapter in `folder` with the same rank and alpha at all sites, for
+        servers that do not support other adapters. Return the rank."""
         remedy = "nor can it be merged into a model that they load"
         if KINDS[self.name].is_mergeable:
             remedy = "for a model that they load, run weftune export --merged"

@@ -95,8 +95,8 @@ class VectorLayout:
         return {(one.site, one.name): view for one, view in zip(self.parameters, found, strict=True)}
 
     def slice_of(self, other_layout: VectorLayout, vector: Tensor) -> Tensor:
-        """Return a vector of this layout, taken from the vector `vector`. Its layout `other_layout` contains
-        all parameters of this layout."""
+        """Return a vector of this layout, taken from `vector`, whose layout `other_layout` contains all
+        parameters of this layout."""
         if other_layout == self:
             return vector
         views = other_layout.parameter_views(vector)

@@ -23,7 +23,7 @@ class DecoderFacts:
     config: Mapping[str, Any]
     """Default values of keys that the family's config.json may omit."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Paths of q, k and v in this order, or of the one linear that computes all three."""
+    """Paths of q, k and v in this order, or of the single linear that computes all three."""
     o: str = "self_attn.o_proj"
     o_first: bool = False
     """Whether o precedes q, k and v among the layer's modules, and therefore in the layouts of adapters."""

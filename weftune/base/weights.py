@@ -45,7 +45,7 @@ EXTRA_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files of a wrapper's folder besides its weights, its config and its tokenizer."""
+"""Names of files in a wrapper's folder that are not weights, config or tokenizer."""
 
 StoredNames = Mapping[str, tuple[str, ...]]
 """Maps each parameter of a model to the names of its parts in the files, usually one."""

@@ -25,7 +25,7 @@ WAIT_SECONDS = 150.0
 """Seconds that processes wait for one another before the measurement is abandoned."""
 CONTEXT_BYTES = 700 << 20
 SLACK = 1.12
-"""Memory of a process besides its tensors: bytes of the CUDA context, and the factor of slack."""
+"""Memory that a process uses in addition to its tensors: bytes of the CUDA context, and a safety factor."""
 OUT_OF_MEMORY, PEER_TIMEOUT = "out of memory", "another process did not come"
 
 
@@ -144,7 +144,7 @@ class _SingleRun:
 
 @dataclass(frozen=True, slots=True)
 class _ConcurrentJob:
-    """One job that runs beside others in separate processes; all begin at the same time."""
+    """One of several jobs that run in separate processes and begin at the same time."""
 
     task: ProcessTask
 

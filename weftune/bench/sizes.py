@@ -229,7 +229,7 @@ def config(size: Size) -> PretrainedConfig:
 
 
 def _family_config(size: Size) -> dict[str, Any]:
-    """Return the config values of a family besides the sizes: rotary embeddings and attention windows."""
+    """Return the config values of a family that are not sizes: rotary embeddings and attention windows."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": size.rope_theta}
     match size.family:
         case "phi3":

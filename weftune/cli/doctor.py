@@ -194,7 +194,8 @@ def gpu_check(torch: Any, index: int) -> Check:
 
 
 def class_check(device_class: DeviceClass, index: int) -> Check:
-    """Report the class by which kernels are selected, and whether they have been tested on such a GPU."""
+    """Report the device class for which kernels are selected, and whether they have been tested on a GPU of
+    this class."""
     from weftune.core.device_class import TEST_COMMAND
 
     name = f"GPU {index} class"

@@ -24,7 +24,7 @@ class Bound:
     share: bool = False
     """Whether a value below 1 is a fraction of the run and any other value a number of steps."""
     meaning: str = ""
-    """Meaning of the number for error messages; empty if the key is clear by itself."""
+    """Meaning of the number, for error messages. Empty if the name of the key is clear."""
     whole: bool = False
     none: bool = False
 

@@ -60,12 +60,12 @@ class SiteShape:
     in_last_layer: bool = False
     """Whether the site is in the last layer of the whole base, also if the site is one of a stage."""
     part: SiteSlice | None = None
-    """The local part, if the linear is divided among shards; `in_features` and `out_features` are then those
-    of this part. None for a whole linear."""
+    """The local part of the linear if it is divided among shards. `in_features` and `out_features` are then
+    the sizes of this part. None for a whole linear."""
 
     @property
     def first_input(self) -> int:
-        """Index of the first local input among those of the whole linear. Dropout masks depend on it."""
+        """Index of the first local input among the inputs of the whole linear. Dropout masks depend on it."""
         return self.part.ranges[0][0] if self.sums_outputs and self.part else 0
 
     @property
@@ -75,7 +75,7 @@ class SiteShape:
 
     @property
     def output_ranges(self) -> tuple[tuple[int, int], ...]:
-        """The local outputs among those of the whole linear, as consecutive (start, stop)."""
+        """Ranges (start, stop) of the local outputs among the outputs of the whole linear."""
         if self.part is None or self.part.cuts_inputs:
             return ((0, self.out_features),)
         return self.part.ranges
@@ -176,7 +176,8 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters that each token uses; in a mixture of experts, not those of all experts."""
+        """Number of parameters that each token uses. In a mixture of experts, only the experts that a token
+        is routed to count."""
         return self.parameters - sum(site.weight_count - site.active_weights for site in self.sites)
 
     @property
@@ -251,7 +252,7 @@ class JobShape:
     parameters_by_layer: tuple[int, ...] = ()
     """Number of adapter parameters in each layer of the base. Empty means equally many in every layer."""
     inactive_parameters: int = 0
-    """Number of adapter parameters that a token does not use: those of experts it is not routed to."""
+    """Number of adapter parameters that a token does not use, because it is not routed to their experts."""
     source_job: str = ""
     """Name of the job of the same run whose trained adapter this job starts from."""
     scaled_outputs: int = 0

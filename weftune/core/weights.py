@@ -348,7 +348,7 @@ class Head:
 
 def float_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """Return xWᵀ + b in at least float32. On NVIDIA GPUs the result is not rounded to half precision, in
-    which values beside 20 are 0.125 apart."""
+    which neighbouring values near 20 differ by 0.125."""
     if x_TK.dtype not in (torch.bfloat16, torch.float16):
         return linear(x_TK, weight_NK, bias_N)
     if x_TK.device.type not in ("cuda", "meta") or torch.version.hip is not None:

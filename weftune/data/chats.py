@@ -145,7 +145,8 @@ def _rename_developer_role(message: Message) -> Message:
 
 
 def _empty_for_null(message: Message) -> Message:
-    """Replace null content, as beside tool calls, by an empty text, which more templates can print."""
+    """Replace null content, which messages with tool calls have, by an empty text, which more templates can
+    print."""
     return message if message.get("content") is not None else {**message, "content": ""}
 
 

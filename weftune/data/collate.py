@@ -68,7 +68,8 @@ def _collate_whole(parts: Sequence[Part]) -> Microbatch:
 
 
 def _references(parts: Sequence[Part]) -> torch.Tensor | None:
-    """Return the reference log-probability of each sample, 0 if it has none; None if no sample has one."""
+    """Return the reference log-probability of each sample, or 0 for samples without one. None if no sample
+    has one."""
     if all(part.samples.references is None for part in parts):
         return None
     known = [0.0 if (own := part.samples.references) is None else own[part.index] for part in parts]

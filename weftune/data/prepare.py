@@ -79,7 +79,8 @@ class Prepared:
         return (*self.train.parts, *(() if self.evaluation is None else self.evaluation.parts))
 
     def with_references(self, references: NDArray[np.float64]) -> Prepared:
-        """Return the samples with reference log-probabilities: those of the training samples come first."""
+        """Return the samples with reference log-probabilities, of which the first belong to the training
+        samples."""
         held_out, border = self.evaluation, sum(map(len, self.train.parts))
         return replace(
             self,
@@ -99,7 +100,7 @@ class SharedData:
         self.encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
         self._cache, self._context = cache, context
         self._templates: dict[str | None, tuple[Template | None, Template | None]] = {}
-        """Maps `data.chat_template` to the template for plain rows and the one for rows with tools."""
+        """Maps `data.chat_template` to two templates: one for plain rows, and one for rows with tools."""
         self._results: dict[Hashable, tuple[DataSpec, Prepared | DataError]] = {}
         """Maps `data_identity` to the spec and its result. The spec is kept because it keeps rows from Python
         alive, which are identified by their address."""

@@ -172,7 +172,7 @@ class Samples:
 
     @property
     def longest_sample(self) -> int:
-        """Maximum number of tokens that must share a microbatch: those of a sample, or of a pair."""
+        """Maximum number of tokens that must share a microbatch: the length of the longest sample or pair."""
         return int(self._row_lengths().max())
 
     def _row_lengths(self) -> NDArray[np.int64]:

@@ -19,7 +19,7 @@ from weftune.ops.accumulate import accumulate_gradient
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The inputs that an objective needs besides the log-probabilities of its samples."""
+    """The inputs that an objective needs in addition to the log-probabilities of its samples."""
 
     group_size: int = 1
     """Number of consecutive samples of a global batch that must share a microbatch (pairs, groups)."""

@@ -55,9 +55,9 @@ class ObjectiveSpec:
     reference: ClassVar[bool] = False
     """Whether the objective needs the log-probabilities of a reference policy."""
     scalar_head: ClassVar[bool] = False
-    """Whether the objective trains a scalar head beside the adapter."""
+    """Whether the objective trains a scalar head in addition to the adapter."""
     metrics: ClassVar[tuple[str, ...]] = PAIR_METRICS
-    """Names of the metrics besides the loss."""
+    """Names of the metrics, except the loss."""
     max_metric_count: ClassVar[int] = 0
     """Number of the last metrics that are maxima over the rows, not means."""
 
@@ -73,8 +73,8 @@ class ObjectiveSpec:
         yield from ()
 
     def named_metrics(self, means: Sequence[float]) -> dict[str, float]:
-        """Return the metrics by name. `means` are means over the rows of what the objective sums up, and may
-        be followed by zeros."""
+        """Return the metrics by name. `means` are the means over the rows of the objective's sums, and may be
+        followed by zeros."""
         return dict(zip(self.metrics, means, strict=False))
 
 

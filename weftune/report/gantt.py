@@ -259,7 +259,7 @@ def action_text(action: Action, program: Program) -> str:
 
 TIMELINES = "timelines.json"
 MAX_BARS = 2000
-"""Maximum number of bars; of a longer window the first ones are kept."""
+"""Maximum number of bars. Of a longer window, only the first bars are kept."""
 BUBBLE_COLUMNS = ("worker", "bubbles predicted", "measured", "in the steady part predicted", "measured")
 
 

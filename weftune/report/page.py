@@ -362,8 +362,8 @@ def _job_views(run: Run, jobs: Sequence[JobRecord]) -> list[JobView]:
 
 
 def _validation_number(job: JobRecord) -> Number:
-    """Return the loss of the kept adapter, with the step of the best one if that is not the last step; or the
-    loss of the base if nothing else was evaluated."""
+    """Return the loss of the kept adapter, with its step if that is not the last step. If no adapter was
+    evaluated, return the loss of the base."""
     kept, base = kept_validation(job), base_validation(job)
     if kept is None:
         text = "" if base is None else f"base {loss_text(base)}"

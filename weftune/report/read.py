@@ -47,7 +47,7 @@ class MetricLine:
     accuracy: float | None = None
     """Share of held-out tokens for which the model's most likely token is correct."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Maps the name of each metric besides the loss to its value, without the prefix `eval_`."""
+    """Maps the name of each metric, except the loss, to its value. The names have no prefix `eval_`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

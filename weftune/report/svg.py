@@ -26,8 +26,8 @@ class Point:
 
 
 def smooth_points(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Smooth a curve by exponential means over about a twentieth of it, in both directions to avoid a lag.
-    Gaps are kept."""
+    """Smooth a curve by exponential means over about a twentieth of its length, in both directions to avoid a
+    lag. Gaps are kept."""
     keep = 1 - 1 / max(3.0, len(points) / 20)
     forward = _running_mean([point.y for point in points], keep)
     backward = _running_mean([point.y for point in reversed(points)], keep)
@@ -51,7 +51,8 @@ def _running_mean(values: Sequence[float | None], decay: float) -> list[float]:
 
 
 def thin_points(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ...]:
-    """Return at most about `limit` points: the lowest and highest of each part, so that spikes are kept."""
+    """Return about `limit` points at most: the lowest and the highest point of each part of a curve, so that
+    spikes are kept."""
     if len(points) <= limit:
         return tuple(points)
     stretch = -(-2 * len(points) // limit)

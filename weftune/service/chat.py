@@ -190,7 +190,7 @@ class ChatServer:
         return self._arrived.wait(seconds) or self.is_active
 
     def close(self) -> None:
-        """End all answers, close the socket, and detach what was attached for answers."""
+        """End all answers, close the socket, and detach the adapters that were attached for answers."""
         for exchange in list(self._exchanges):
             exchange.reply_error(ChatError("The service is stopping; try again.", "unavailable"))
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -64,7 +64,7 @@ MEASURED = {
 
 
 class JobNotes:
-    """Facts that the training process knows about a job besides its row."""
+    """Facts about a job that the training process knows and does not keep in the job's row."""
 
     def __init__(self, submission: Submission, current_time: float) -> None:
         self.submission = submission

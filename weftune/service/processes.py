@@ -36,7 +36,7 @@ FIRST_DELAY, MAX_DELAY = 0.5, 30.0
 STABLE_SECONDS = 60.0
 """Seconds after which a process counts as healthy, so that its next restart is quick again."""
 STOP_SECONDS = 30.0
-"""Seconds that a process has to end after it was told to; then it is killed."""
+"""Seconds after a stop request until a process that has not ended is killed."""
 POLL_SECONDS = 0.2
 USER_ERROR_CODE = 2
 PR_SET_PDEATHSIG = 1

@@ -151,7 +151,7 @@ class TrainingService:
         self.inbox = ServiceInbox(requests, self.store, self.prepare)
         self.policy = policy_for(settings.quotas)
         self._queue: dict[str, Any] = {}
-        """Facts by which the jobs were ranked for the running window."""
+        """Values by which the jobs were ranked for the running window."""
         self.loop: Loop | None = None
         self._suspects: dict[str, int] = {}
         """Maps each job that may have crashed the process to its step at the last crash."""

@@ -75,7 +75,8 @@ class PreparedJob:
         return self.curriculum.score_window(step, self.reference_data, indices)
 
     def with_references(self, references: NDArray[np.float64]) -> PreparedJob:
-        """Return the job with reference log-probabilities: those of the training samples come first."""
+        """Return the job with reference log-probabilities, of which the first belong to the training
+        samples."""
         data, held_out = self.data.with_references(references), self.base_samples
         if held_out is not None:
             held_out = held_out.with_references(references[sum(map(len, data.train.parts)) :])

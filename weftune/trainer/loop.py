@@ -553,7 +553,8 @@ class Loop:
         return [self.jobs[name].shape for name in names]
 
     def _drain(self) -> None:
-        """Finish the batches that the last window left unfinished: jobs join and leave a drained pipeline."""
+        """Finish the batches that the last window left unfinished, since jobs can only join and leave a
+        drained pipeline."""
         if self.executor.unfinished.batches:
             self._execute_program(self.windows.drain(), self._stop, self._callback)
 
@@ -597,7 +598,8 @@ class Loop:
             self.journal.flush()
 
     def _reduce_memory(self, capacity: int) -> None:
-        """Reduce memory use after a shortage: halve the capacity, else preempt a job or fail the only one."""
+        """Reduce memory use after a shortage: halve the capacity or, if that is not possible, preempt a job,
+        or fail the only job."""
         release(self.base.device)
         shapes = self._job_shapes(name for name in self.executor.attached if name not in self._endings)
         if not shapes:
@@ -760,7 +762,7 @@ class Loop:
         return not self.executor.unfinished.steps.keys().isdisjoint(names)
 
     def _end_complete_jobs(self) -> None:
-        """Set how jobs end that have made their last step and have been evaluated."""
+        """Set the endings of jobs that have made their last step and have been evaluated."""
         for name, training in list(self.executor.attached.items()):
             if training.progress.step >= self.jobs[name].recipe.steps and not self._needs_first_evaluation(
                 name

@@ -48,7 +48,7 @@ class Options:
     """Bytes of device memory reserved for sequences that are generated while jobs train: for keys and values,
     and for adapters that do not train. Jobs with `eval.generate` reserve what they need by themselves."""
     profile: Path | None = None
-    """File written by `weftune doctor --profile`. None uses the one in the cache, if there is any."""
+    """File written by `weftune doctor --profile`. None uses the profile in the cache, if there is one."""
     staff: WorkerControl | None = None
     """The other workers, if the base is split into stages; this process is the first worker."""
     deterministic: bool = False

@@ -198,7 +198,8 @@ def refuse_full_disk(output: Path, jobs: Sequence[PreparedJob], shape: ModelShap
 
 
 class TokenizerFiles:
-    """The tokenizer's files that are written beside every adapter, created once per chat template."""
+    """The tokenizer's files that are written into the folder of every adapter, created once per chat
+    template."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -203,7 +203,7 @@ def _expert_parameters(shape: ModelShape) -> str:
 
 
 def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
-    """Return warnings about jobs that will run but may not be what the user meant, one sentence per
+    """Return warnings about jobs that are valid but may not be what the user intended, one sentence per
     warning."""
     adapters = {job.name: job.adapter for job in jobs}
     return merge_repeated_sentences(

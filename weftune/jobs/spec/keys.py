@@ -48,7 +48,7 @@ OUTPUT_NAMES = {
     "metrics.jsonl", "windows.jsonl", "status.json", "learned.json", "promise.json", "shares.json",
     "report.html", "ranks", "inbox", "tensorboard", "wandb", "mlruns",
 }  # fmt: skip
-"""Names of files and folders that Weftune writes beside the jobs' folders."""
+"""Names of files and folders that Weftune writes next to the jobs' folders."""
 
 
 def name_fault(name: Any) -> str | None:
@@ -266,7 +266,7 @@ _ADVICE: Mapping[str, str] = {
     "early_terminate pruner": "such as {at: [0.1, 0.3], keep: 0.33}",
 }
 ADVICE = {key: sentence for keys, sentence in _ADVICE.items() for key in keys.split()}
-"""Maps each key of another tool to advice that is shown beside Weftune's name for it."""
+"""Maps each key of another tool to advice that is shown together with Weftune's name for the key."""
 
 _ANSWERED: Mapping[str, str] = {
     "gradient_accumulation_steps": "multiply it into batch_size, which is the whole global batch",

@@ -55,7 +55,7 @@ class RequestAnswer:
 
     accepted: bool
     sentence: str
-    """Sentence about what the run has done, or why it refuses."""
+    """Sentence that says what the run has done, or why it refuses the request."""
 
 
 def write_request(records: Path, request: FileRequest) -> Path:

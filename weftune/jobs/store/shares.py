@@ -34,8 +34,8 @@ from weftune.plan.layout.split import DeviceShare
 SHARES = ".shares"
 """Folder of the shares' stores while the processes run; no job may have this name."""
 SHARES_FILE = "shares.json"
-"""File of the last division of the jobs into shares, with the measured seconds of each share beside the
-predicted ones."""
+"""File of the last division of the jobs into shares, with the predicted and measured seconds of each
+share."""
 EXIT_SECONDS = 10.0
 """Seconds within which the processes of a killed launcher must notice its end."""
 
@@ -172,7 +172,7 @@ def _save_learned(output: Path, folders: Sequence[Path]) -> None:
 
 
 def _save_seconds(output: Path, shares: Sequence[RunStatus]) -> None:
-    """Record the measured seconds of every share beside the predicted ones."""
+    """Record the measured seconds of every share in the file with the predicted seconds."""
     try:
         record: Any = json.loads((output / SHARES_FILE).read_bytes())
         for entry, share in zip(record["shares"], shares, strict=True):

@@ -84,11 +84,11 @@ class JobStatus:
     best_loss: float | None = None
     """Validation loss at `best_step`."""
     score: float | None = None
-    """Value of the job's own metric, `eval.metric`, for the adapter that is kept."""
+    """Value of the job's `eval.metric` for the adapter that is kept."""
     base_loss: float | None = None
     """Validation loss of the base without any adapter."""
     base_score: float | None = None
-    """Value of the job's own metric, `eval.metric`, for the base without any adapter."""
+    """Value of the job's `eval.metric` for the base without any adapter."""
     warning: str = ""
     """Problem with the adapter of a job that trained to its end; empty if there is none."""
     notes: tuple[str, ...] = ()

@@ -368,8 +368,8 @@ def _value_places(sweep: Sweep, key: str, value: Any) -> Places:
 def expand_sweep(
     keys: Layer, folder: Path
 ) -> tuple[Sweep | None, list[tuple[JobSpec, Places]], list[Mistake]]:
-    """Return a job's sweep, and the jobs of its trials with the places of their keys; or else the
-    mistakes."""
+    """Return a job's sweep, and the jobs of its trials with the places of their keys. If there are mistakes,
+    return them instead."""
     spec, faults = read_sweep(keys.values)
     found = [find_source_location(keys.places, fault.loc).mistake(fault.sentence) for fault in faults]
     job, wrong = build_job(JobSpec, keys_without_sweep(keys), folder)

@@ -120,7 +120,7 @@ class RunningSweep:
         halving = sweep.spec.halving
         self._judge: Judge | None = None if halving is None else halving.judge
         """Weights that the rungs evaluate. None without halving, or if the record is from an old version that
-        evaluated the last weights, which this run then does too."""
+        evaluated the last weights, as this run then does."""
         self._show_note = show_note
         self.show: Callable[[SweepRecord], None] = lambda _: None
         """Function that is called with the record whenever it is written."""
@@ -519,8 +519,8 @@ class RunningSweep:
         return SampleCount(trained, everything)
 
     def score(self, name: str) -> float | None:
-        """Return a trial's metric: that of its adapter, that at the rung where it was dropped, or that of its
-        last evaluation."""
+        """Return a trial's metric, measured for its adapter, at the rung where it was dropped, or at its last
+        evaluation."""
         return self._score_and_step(self.rungs, name)[0]
 
     def _score_and_step(self, rungs: Rungs, name: str) -> tuple[float | None, int | None]:

@@ -151,7 +151,7 @@ def get_file(file_id: str, tenant: Tenant, service: ServiceHere) -> File:
     summary="Download a file",
 )
 def get_content(file_id: str, tenant: Tenant, service: ServiceHere) -> Response:
-    """Download what was uploaded, or the metrics of a finished job (`result_files`) as CSV."""
+    """Download an uploaded file, or the metrics of a finished job (`result_files`) as CSV."""
     if (job := result_job(file_id)) is not None:
         text, _ = _result_content(service, tenant, file_id, job)
         return Response(text, media_type="text/csv", headers=ATTACHMENT)

@@ -217,7 +217,8 @@ class PriorityRequest(Body):
 
 
 class PlanPreview(BaseModel):
-    """The prediction for a job that has not been submitted, beside the jobs that train and wait now."""
+    """The prediction for a job that has not been submitted, together with the jobs that train and wait
+    now."""
 
     fits: bool
     why_not: str = Field(description="Why the job cannot run even alone.")
@@ -686,7 +687,8 @@ async def plan(request: Request, body: JobRequest, tenant: Tenant, service: Serv
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlannedQueue:
-    """The jobs beside which a new one is planned, with the priorities that the policy gives them."""
+    """The jobs that train or wait when a new job is planned, with the priorities that the policy gives
+    them."""
 
     others: list[OtherJob]
     """Jobs that train or wait, those that train first. Jobs that a quota holds back are left out."""

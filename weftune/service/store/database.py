@@ -289,7 +289,7 @@ def to_values(record: Any) -> dict[str, Any]:
 
 
 def to_record(kind: type[Record], row: Row[Any]) -> Record:
-    """Create a record from the columns that it has."""
+    """Create a record from those columns of a row that are fields of the record."""
     found = row._mapping
     return kind(**{one.name: found[one.name] for one in fields(kind)})  # type: ignore[arg-type]
 

@@ -358,8 +358,8 @@ class TrainingStore:
         after: str | None = None,
         limit: int | None = 100,
     ) -> list[JobRow]:
-        """Return the tenant's jobs (or everybody's, for None), the newest first, from the one after
-        `after`."""
+        """Return the tenant's jobs, the newest first, beginning after the job `after`. A tenant of None means
+        all tenants."""
         query = select(jobs)
         if tenant is not None:
             query = query.where(jobs.c.tenant == tenant)
@@ -403,7 +403,8 @@ class TrainingStore:
         type: Literal["message", "metrics"] | None = None,
         order: Order = "desc",
     ) -> list[EventRow]:
-        """Return a job's events, the newest first unless `order` is "asc", from the one after `after`."""
+        """Return a job's events, the newest first unless `order` is "asc", beginning after the event
+        `after`."""
         query = select(events).where(events.c.job == job)
         if type is not None:
             query = query.where(events.c.type == type)
@@ -426,8 +427,8 @@ class TrainingStore:
     def checkpoints(
         self, job: str, *, after: str | None = None, limit: int | None = None, order: Order = "desc"
     ) -> list[CheckpointRow]:
-        """Return a job's checkpoints, the newest first unless `order` is "asc", from the one after
-        `after`."""
+        """Return a job's checkpoints, the newest first unless `order` is "asc", beginning after the
+        checkpoint `after`."""
         query = select(checkpoints).where(checkpoints.c.job == job)
         query = start_after_row(query, checkpoints, after, order).limit(limit)
         with self._database.read() as connection:
@@ -505,7 +506,7 @@ def has_exited(holder: str) -> bool:
 
 
 def _machine_name() -> str:
-    """Return host, boot and namespace, within which a process id has one meaning."""
+    """Return host, boot and namespace, which together make a process id unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()}.{boot}.{os.stat('/proc/self/ns/pid').st_ino}"

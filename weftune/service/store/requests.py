@@ -126,7 +126,8 @@ class RequestStore:
         order: Order = "desc",
         purpose: str | None = None,
     ) -> list[FileRecord]:
-        """Return the tenant's files, the newest first unless `order` is "asc", from the one after `after`."""
+        """Return the tenant's files, the newest first unless `order` is "asc", beginning after the file
+        `after`."""
         query = select(files).where(files.c.tenant == tenant, files.c.deleted_at.is_(None))
         if purpose is not None:
             query = query.where(files.c.purpose == purpose)
@@ -219,7 +220,8 @@ class RequestStore:
         limit: int = 20,
         metadata: Mapping[str, str] | None = None,
     ) -> list[Submission]:
-        """Return the tenant's jobs (or everybody's, for None), the newest first, from the one after `after`.
+        """Return the tenant's jobs, the newest first, beginning after the job `after`. A tenant of None means
+        all tenants.
 
         With `metadata`, only jobs that have all of its keys with these values are returned.
         """
@@ -265,7 +267,7 @@ class RequestStore:
     # -- read by training --------------------------------------------------------------------------------
 
     def prepared_after(self, number: int, limit: int = 1000) -> list[PreparedSubmission]:
-        """Return jobs that were prepared or refused after the one with this number, the oldest first."""
+        """Return jobs that were prepared or refused after the job with this number, the oldest first."""
         query = (
             select(
                 submissions,
@@ -290,7 +292,7 @@ class RequestStore:
             ]
 
     def commands_after(self, number: int, limit: int = 1000) -> list[Command]:
-        """Return the commands after the one with this number, the oldest first."""
+        """Return the commands after the command with this number, the oldest first."""
         query = select(commands).where(commands.c.number > number).order_by(commands.c.number).limit(limit)
         with self._database.read() as connection:
             return [to_record(Command, row) for row in connection.execute(query)]
