@@ -92,7 +92,7 @@ class ChunkKeys:
 
     @property
     def states(self) -> tuple[dict[int, tuple[Tensor, Tensor]], ...]:
-        """Raise: layers with a recurrent state do not run in chunks."""
+        """Raise AssertionError, since layers with a recurrent state do not run in chunks."""
         raise AssertionError("no sample is cut into chunks where layers have a recurrent state")
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:

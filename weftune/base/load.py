@@ -332,11 +332,11 @@ def file_dtype(spec: BaseSpec) -> torch.dtype:
     return found or torch.float32
 
 
-def base_quantisation(spec: BaseSpec, stored_only: bool = False) -> Quantised | None:
-    """Return the format of a base's quantised weights. None if they are not quantised or, with `stored_only`,
-    if they are not quantised in the files."""
+def base_quantisation(spec: BaseSpec, in_files_only: bool = False) -> Quantised | None:
+    """Return the format of a base's quantised weights. None if they are not quantised or, with
+    `in_files_only`, if they are not quantised in the files."""
     found = load_config(spec, model_source(spec)).quantised
-    return None if found is None or (stored_only and not found.stored) else found
+    return None if found is None or (in_files_only and not found.stored) else found
 
 
 def best_device() -> torch.device:

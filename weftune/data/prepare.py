@@ -298,12 +298,16 @@ def _fingerprint(*identity: object) -> str:
     return hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
 
 
-def _select_all_rows(stores: Sequence[SampleStore], weights: Sequence[float], row_kind: RowKind) -> Samples:
+def _select_all_rows(
+    sample_stores: Sequence[SampleStore], weights: Sequence[float], row_kind: RowKind
+) -> Samples:
     shares = [
         Share(store, np.arange(len(store.lengths)), weight)
-        for store, weight in zip(stores, weights, strict=True)
+        for store, weight in zip(sample_stores, weights, strict=True)
     ]
-    return _make_samples(shares, _fingerprint([store.key for store in stores], list(weights)), row_kind)
+    return _make_samples(
+        shares, _fingerprint([store.key for store in sample_stores], list(weights)), row_kind
+    )
 
 
 def _make_samples(shares: Sequence[Share], fingerprint: str, row_kind: RowKind) -> Samples:
@@ -311,15 +315,15 @@ def _make_samples(shares: Sequence[Share], fingerprint: str, row_kind: RowKind) 
 
 
 def _split_rows(
-    stores: Sequence[SampleStore], weights: Sequence[float], fraction: float, row_kind: RowKind
+    sample_stores: Sequence[SampleStore], weights: Sequence[float], fraction: float, row_kind: RowKind
 ) -> tuple[Samples, Samples]:
     """Split by the hash of the row: jobs with the same file hold out the same rows, whatever the seed."""
-    border = _hash_threshold(np.concatenate([store.rows for store in stores]), fraction)
-    identity = [[store.key for store in stores], list(weights), fraction]
+    border = _hash_threshold(np.concatenate([store.rows for store in sample_stores]), fraction)
+    identity = [[store.key for store in sample_stores], list(weights), fraction]
 
     def select_rows(held_out: bool, name: str) -> Samples:
         shares = []
-        for store, weight in zip(stores, weights, strict=True):
+        for store, weight in zip(sample_stores, weights, strict=True):
             chosen = np.flatnonzero((store.rows <= border) == held_out)
             shares.append(Share(store, chosen, 1.0 if held_out else weight))
         return _make_samples(shares, _fingerprint(*identity, name), row_kind)

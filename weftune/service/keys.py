@@ -27,7 +27,8 @@ ID_CHARACTERS = 8
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key as it is stored: without the key itself, which is shown once."""
+    """The stored record of an API key. It contains a hash of the key, not the key, which is shown only when
+    it is created."""
 
     id: str
     """Name under which the key is listed and revoked. It says nothing about the key."""

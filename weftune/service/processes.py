@@ -58,7 +58,7 @@ MEMBERS = (TRAINING, HTTP)
 
 
 class _Running:
-    """A member, its process, and when it is started again if it has ended."""
+    """The process of a member, and the time of its next start if it has ended."""
 
     def __init__(self, member: Member, settings: ServiceSettings) -> None:
         self.member, self._settings = member, settings

@@ -69,7 +69,7 @@ def write_merged(
     refuse_outside_links(folder)
     with new_folder(target_folder):
         model = merged_model(folder, base, dtype, merge_mode)
-        if is_tower(model) and base_quantisation(base, stored_only=True):
+        if is_tower(model) and base_quantisation(base, in_files_only=True):
             raise BaseModelError(
                 f"{base.model} sees images too and is stored quantised, so it cannot be written as a plain "
                 "model: serve the adapter beside it."
@@ -89,7 +89,7 @@ def merged_model(folder: Path, base: BaseSpec, dtype: Dtype | None, merge_mode: 
     only."""
     kept = dtype or cast(Dtype, str(file_dtype(base)).removeprefix("torch."))
     original = merge_mode == "original"
-    if original and base_quantisation(base, stored_only=True):
+    if original and base_quantisation(base, in_files_only=True):
         raise BaseModelError(
             f"{base.model} is stored quantised, and what it was made of is not known: merge into the "
             "dequantised weights."

@@ -36,7 +36,7 @@ from weftune.jobs.spec.checks import (
     warnings,
 )
 from weftune.jobs.spec.read import parse_base, read_added_run
-from weftune.jobs.spec.retry import apply_retries, new_retry, with_changes
+from weftune.jobs.spec.retry import apply_changes, apply_retries, new_retry
 from weftune.jobs.spec.spec import JobSpec, RunSpec, locate_in_job, resolve_job
 from weftune.jobs.store.inbox import FileRequest, added_jobs
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
@@ -523,7 +523,7 @@ class Trainer:
         run."""
         with suppress(DamagedJobFile):
             job = apply_retries(job, read_retries(self.output / job.name))
-        return with_changes(job, self.options.changes) if job.name in self.options.retry else job
+        return apply_changes(job, self.options.changes) if job.name in self.options.retry else job
 
     def prepare_output(self, store: Store, prepared_jobs: Sequence[PreparedJob]) -> None:
         """Prepare the output so that the run can be resumed if it is killed at any later moment."""

@@ -6,7 +6,7 @@ import pytest
 
 from weftune import JobSpec
 from weftune.errors import SpecError
-from weftune.jobs.spec.retry import apply_retries, new_retry, read_changes, with_changes
+from weftune.jobs.spec.retry import apply_changes, apply_retries, new_retry, read_changes
 from weftune.jobs.spec.spec import resolve_job
 
 ROWS = [{"text": "a"}, {"text": "b"}]
@@ -53,16 +53,16 @@ def test_a_key_that_cannot_change_is_refused_with_the_command_that_trains_the_jo
 
 
 def test_a_changed_value_is_checked_as_the_files_would_be() -> None:
-    changed = with_changes(job(adapter={"rank": 4}), {"learning_rate": 1e-5, "adapter.dropout": 0.5})
+    changed = apply_changes(job(adapter={"rank": 4}), {"learning_rate": 1e-5, "adapter.dropout": 0.5})
     assert (changed.learning_rate, changed.adapter.dropout, changed.adapter.rank) == (1e-5, 0.5, 4)
     assert changed.data == job().data
     for key, value in (("learning_rate", -1.0), ("learning_rate", "much"), ("adapter.dropout", 2.0)):
         with pytest.raises(SpecError, match=f"--set {key}: "):
-            with_changes(job(), {key: value})
+            apply_changes(job(), {key: value})
 
 
 def test_what_was_changed_is_remembered_unless_the_file_says_a_third_thing() -> None:
-    changed = with_changes(job(learning_rate=0.1), {"learning_rate": 0.01})
+    changed = apply_changes(job(learning_rate=0.1), {"learning_rate": 0.01})
     retry = new_retry(resolve_job(job(learning_rate=0.1)), resolve_job(changed), 4, "its loss is nan")
     assert retry.changed == {"learning_rate": (0.1, 0.01)}
     assert retry.sentence() == "retried from step 4 with learning_rate 0.01 (was 0.1), after: its loss is nan"
@@ -71,6 +71,6 @@ def test_what_was_changed_is_remembered_unless_the_file_says_a_third_thing() -> 
     assert apply_retries(job(learning_rate=0.01), record).learning_rate == 0.01
     assert apply_retries(job(learning_rate=0.7), record).learning_rate == 0.7
     again = new_retry(
-        resolve_job(changed), resolve_job(with_changes(changed, {"learning_rate": 1e-3})), 4, ""
+        resolve_job(changed), resolve_job(apply_changes(changed, {"learning_rate": 1e-3})), 4, ""
     )
     assert apply_retries(job(learning_rate=0.1), [*record, again.record()]).learning_rate == 1e-3

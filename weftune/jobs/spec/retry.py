@@ -81,7 +81,7 @@ def _refusal_message(key: str, restart: str) -> str:
     )
 
 
-def with_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
+def apply_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
     """Return the job with the given dotted keys changed. The job is checked as if the jobs file contained the
     new values."""
     if not changes:
@@ -104,7 +104,7 @@ def apply_retries(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec
         for key, change in retry["changed"].items():
             known.setdefault(key, []).extend((change["from"], change["to"]))
     plain = resolve_job(job)
-    return with_changes(
+    return apply_changes(
         job, {key: values[-1] for key, values in known.items() if value_of_key(plain, key) in values}
     )
 

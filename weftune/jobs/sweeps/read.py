@@ -343,7 +343,7 @@ def trial_layer(sweep: Sweep, trial: Trial) -> Layer:
     job = keys_without_sweep(sweep.keys)
     places = {loc: place for loc, place in job.places.items() if not loc}
     for key, value in trial.values.items():
-        places |= _value_places(sweep, key, value)
+        places |= _value_locations(sweep, key, value)
     laid = merge_layers(job, expand_shorthands(nest_values(trial.values), places))
     return Layer({**laid.values, "name": trial.name}, laid.places)
 
@@ -354,7 +354,7 @@ def keys_without_sweep(keys: Layer) -> Layer:
     return Layer(values, {loc: place for loc, place in keys.places.items() if loc[:1] != ("sweep",)})
 
 
-def _value_places(sweep: Sweep, key: str, value: Any) -> Places:
+def _value_locations(sweep: Sweep, key: str, value: Any) -> Places:
     written: Loc = ("sweep", "over", key)
     choices = sweep.spec.over[key]
     if (

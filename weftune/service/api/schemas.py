@@ -315,7 +315,7 @@ class ModelDeleted(BaseModel):
 
 
 class Error(BaseModel):
-    """Every answer with a status of 400 or above."""
+    """The body of every response with a status of 400 or above."""
 
     class Content(BaseModel):
         message: str
