@@ -127,6 +127,22 @@ def test_chunks_are_of_about_equal_size_and_cover_the_sample(length, supervised,
     assert sum(one.squares for one in chunks) == length**2, "attention costs what it costs whole"
 
 
+def test_a_first_round_of_short_samples_has_room_for_microbatches_as_large_as_a_chunk():
+    eager = StagePace(Line(0.0, 0.1), Line(0.0, 0.2))
+    batches = [[11, 8, 29, 11], [16, 11, 48, 55, 7, 28], [52, 35, 59, 53]]
+    check(plan_pipeline([course("a", batches)], rules(3, 18, eager, capacity=60)))
+
+
+def test_a_job_that_is_alone_is_cut_even_if_windows_hand_over():
+    """What a window leaves in flight does not count for less waiting: a single job waits for its Step."""
+    window, pace = course("a", LONG[:1]), StagePace(Line(2.5, 0.1), Line(5.0, 0.2))
+    program = plan_pipeline([window], rules(pace=pace), hands_over=True)
+    assert program.has_chunks
+    assert not program.hands_over
+    eight = [course(name, LONG[:1]) for name in "abcdefgh"]
+    assert not plan_pipeline(eight, rules(min_chunk_rows=100, pace=pace), hands_over=True).has_chunks
+
+
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=6)
 
 

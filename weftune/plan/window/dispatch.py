@@ -70,6 +70,8 @@ class BatchClosed:
 @dataclass(slots=True)
 class _Device:
     stage: int
+    next_chunk: int | None = None
+    """Chunk that follows the one of the last forward. None if the last forward ended a sample."""
     ready_forward: deque[int] = field(default_factory=deque)
     ready_backward: deque[int] = field(default_factory=deque)
     in_flight: int = 0
@@ -106,7 +108,7 @@ class Dispatch:
         for first, numbers in zip(self.devices[:: len(rules.max_in_flight)], launches, strict=True):
             first.ready_forward.extend(numbers)
         self._chunk_before = chunks_before(microbatches)
-        self._has_chunk_behind = frozenset(self._chunk_before.values())
+        self._chunk_behind = {before: number for number, before in self._chunk_before.items()}
         self.delayed: set[int] = set()
         """Stages on which a microbatch had to wait for memory."""
         self.log: list[PassBegan | BatchClosed] = []
@@ -169,6 +171,8 @@ class Dispatch:
                 self.log.append(PassBegan(device, action))
                 price = self.prices.passes[action.microbatch][one.stage]
                 forward = isinstance(action, Forward)
+                if forward:
+                    one.next_chunk = self._chunk_behind.get(action.microbatch)
                 one.in_flight += forward
                 one.kept_bytes += price.kept_bytes if forward else 0
                 seconds = price.forward if forward else price.backward
@@ -191,6 +195,10 @@ class Dispatch:
         """Return the first ready microbatch that may start on this device now, or None."""
         if device_state.in_flight >= self.rules.max_in_flight[device_state.stage]:
             return None
+        if (chunk := device_state.next_chunk) is not None:
+            # Parts of two samples might leave no room to finish either of them.
+            ready = chunk in device_state.ready_forward and self._fits(device_state, chunk)
+            return chunk if ready else None
         blocked: set[str] = set()
         for number in device_state.ready_forward:
             closed = self._open[device_state.stage].isdisjoint(self.before[number])
@@ -214,7 +222,7 @@ class Dispatch:
         if isinstance(action, Forward):
             if one.stage < self.last:
                 self.devices[device + 1].ready_forward.append(action.microbatch)
-            elif action.microbatch not in self._has_chunk_behind:
+            elif action.microbatch not in self._chunk_behind:
                 one.ready_backward.append(action.microbatch)
             return
         one.in_flight -= 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
@@ -56,8 +56,6 @@ MAX_SPLITS = 4
 """Maximum factor by which a round is cut into more microbatches than it needs, if that fills the pipeline."""
 CUT_GAIN = 1.02
 """Factor by which a window must be predicted to be faster before samples are cut, or cut more finely."""
-TRIAL_ROUNDS = 2
-"""Rounds by which the size of chunks is chosen. The whole window is planned with this size only."""
 PATIENCE = 1.02
 """Factor by which a window may be predicted to take longer if devices then never wait for gradients."""
 
@@ -204,7 +202,10 @@ def _plan_training(
         # Chunks begin with an empty pipeline, and leave none in flight.
         program = _plan_whole((), windows, rules, inherited).program.followed_by(cut.program)
         cut = Timed(program, _seconds(program, pace_prices(program.microbatches, rules.paces)))
-    return cut.program if CUT_GAIN * cut.seconds <= whole.seconds else whole.program
+    # What a window leaves in flight is charged as if no device waited in it, so that only windows that drain
+    # can be compared.
+    is_faster = whole.program.hands_over or CUT_GAIN * cut.seconds <= whole.seconds
+    return cut.program if is_faster else whole.program
 
 
 def _plan_whole(
@@ -255,10 +256,12 @@ class Timed:
 def _choose_chunk_rows(
     batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules
 ) -> int | None:
-    """Return the rows of chunks with which the first rounds are fastest in the simulator. None if whole
-    samples are about as fast."""
-    first = {window.job: window.batches[0].step for window in windows if window.batches}
-    few = [batch for batch in batches if batch.step < first[batch.job] + TRIAL_ROUNDS]
+    """Return the rows of chunks with which rounds like the first one are fastest in the simulator. None if
+    whole samples are about as fast."""
+    first: dict[str, GlobalBatch] = {}
+    for batch in batches:
+        first.setdefault(batch.job, batch)
+    round_batches = list(first.values())
     runs = [(batch, together) for batch in batches for together in sample_groups(batch.samples)]
     longest = max((_tokens(together) for batch, together in runs if batch.may_be_cut), default=0)
     longest_whole = max((_tokens(together) for batch, together in runs if not batch.may_be_cut), default=0)
@@ -266,10 +269,22 @@ def _choose_chunk_rows(
     inserted = max(batch.prefix_rows // len(batch.samples) for batch in batches)
     least = max(rules.min_chunk_rows, longest_whole, inserted + 1)
     chosen, rows = None, -(-longest // 2)
-    best_seconds = _plan_whole(few, windows, rules).seconds if rows >= least else 0.0
-    while rows >= least and CUT_GAIN * (cut := _plan_cut(few, windows, rules, rows).seconds) <= best_seconds:
-        chosen, best_seconds, rows = rows, cut, -(-rows // 2)
+    if rows < least:
+        return None
+    best_seconds = _round_seconds(round_batches, lambda own: _plan_whole(own, windows, rules))
+    while rows >= least:
+        seconds = _round_seconds(round_batches, lambda own: _plan_cut(own, windows, rules, rows))  # noqa: B023
+        if CUT_GAIN * seconds > best_seconds:
+            break
+        chosen, best_seconds, rows = rows, seconds, -(-rows // 2)
     return chosen
+
+
+def _round_seconds(batches: Sequence[GlobalBatch], plan: Callable[[Sequence[GlobalBatch]], Timed]) -> float:
+    """Return the seconds that one more round of these batches adds to a window. Jobs that fill each other's
+    waits fill and drain the pipeline once per window, a single job with every batch."""
+    again = [replace(batch, step=batch.step + 1) for batch in batches]
+    return plan([*batches, *again]).seconds - plan(batches).seconds
 
 
 def _plan_cut(
@@ -280,7 +295,7 @@ def _plan_cut(
     groups = _groups(batches, [window.job for window in windows], rows, rules)
     work = cut_long_samples(_deal_microbatches(batches, groups, rows, rules), rows)
     prices = pace_prices(work.microbatches, rules.paces)
-    program = chunked_multi_job(work, rules.stages, prices, longest)
+    program = chunked_multi_job(work, rules.stages, prices, max(longest, rows))
     return Timed(program, _seconds(program, prices))
 
 
