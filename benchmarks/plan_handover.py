@@ -2,10 +2,10 @@
 
 Stages are equal, a backward takes twice the time of a forward, and every job has batches of eight samples of
 16 to 512 tokens. Windows that hand over are simulated as one program: a device that has ended its list of a
-window begins the next. `at seams` is the idle share if all devices wait for the last one at every seam, as
-workers do, since they report to the first one.
+window begins the next. The time in which the run fills and drains once is left out. `at seams` is the idle
+share if all devices wait for the last one at every seam, as workers do, since they report to the first one.
 
-    python -m benchmarks.plan_handover [--toy] [--json FILE]
+    python -m benchmarks.plan_handover [--spare N] [--toy] [--json FILE]
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ PACE = StagePace(Line(0.0, 1.0), Line(0.0, 2.0))
 CAPACITY, SAMPLES, LENGTHS = 1024, 8, (16, 512)
 ROUNDS = (16, 5, 2)
 """Rounds in a window."""
-SPARES = (1, 4)
-"""Microbatches in flight beyond those of 1F1B."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,8 @@ class Setting:
     stages: int
     jobs: int
     spare: int = 1
-    rounds_in_all: int = 48
+    """Microbatches in flight beyond those of 1F1B."""
+    rounds_in_all: int = 32
 
     @property
     def rules(self) -> PipelineRules:
@@ -79,16 +78,23 @@ def timeline(program: Program) -> Timeline:
     return simulate(program, pace_prices(program.microbatches, (PACE,) * stages), PricedCluster(stages))
 
 
-def idle_in(timelines: Sequence[Timeline]) -> float:
-    """Return the share of all devices' time in which they do not compute."""
+def idle_between(timelines: Sequence[Timeline]) -> float:
+    """Return the share of all devices' time in which they do not compute, in windows one after another."""
     seconds = sum(one.makespan for one in timelines)
     busy = sum(one.makespan * sum(one.busy()) / one.devices for one in timelines)
     return 1 - busy / seconds
 
 
+def steady_idle(programs: Sequence[Program]) -> float:
+    """Return the idle share of windows that run without a pause, while forwards remain."""
+    joined = timeline(join_windows(programs))
+    shares = joined.bubbles(joined.steady_span())
+    return sum(shares) / len(shares)
+
+
 def idle_share(setting: Setting, rounds: int, hands_over: bool) -> float:
     programs = plan_windows(setting, rounds, hands_over)
-    return idle_in([timeline(join_windows(programs))] if hands_over else [*map(timeline, programs)])
+    return steady_idle(programs) if hands_over else idle_between([*map(timeline, programs)])
 
 
 def measure(setting: Setting, rounds: int) -> dict[str, Any]:
@@ -99,16 +105,17 @@ def measure(setting: Setting, rounds: int) -> dict[str, Any]:
         "spare": setting.spare,
         "rounds": rounds,
         "drained": idle_share(setting, rounds, hands_over=False),
-        "handed_over": idle_in([timeline(join_windows(programs))]),
-        "at_seams": idle_in([*map(timeline, programs)]),
+        "handed_over": steady_idle(programs),
+        "at_seams": idle_between([*map(timeline, programs)]),
     }
 
 
 def main() -> None:
     parser = arguments("Idle share of pipelines whose windows drain or hand over.")
     parser.add_argument("--toy", action="store_true", help="a few rounds of one setting, to see that it runs")
+    parser.add_argument("--spare", type=int, default=1, help="microbatches in flight beyond those of 1F1B")
     options = parser.parse_args()
-    settings = [replace(one, spare=spare) for spare in SPARES for one in SETTINGS]
+    settings = [replace(one, spare=options.spare) for one in SETTINGS]
     if options.toy:
         settings = [Setting(2, 2, rounds_in_all=4)]
     rows = [measure(one, rounds) for one in settings for rounds in ((2,) if options.toy else ROUNDS)]

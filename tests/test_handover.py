@@ -1,0 +1,86 @@
+"""Runs of a pipeline whose windows hand over: losses and adapters of one process, whoever leaves or dies."""
+
+import json
+import signal
+
+import pytest
+
+from tests.launches import Launch, deep_folder, fresh
+from tests.outputs import assert_same_job, assert_same_results, assert_whole, lines, states, status
+from weftune.jobs.store.inbox import FileRequest, write_request
+
+STEPS = {"first": 60, "second": 60, "short": 22}
+JOBS = [
+    {"name": "first", "steps": 60, "adapter": {"rank": 4, "dropout": 0.1}, "save_every": 5, "batch_size": 3},
+    {"name": "second", "steps": 60, "adapter": {"rank": 3, "targets": ["q_proj"]}, "data": "b.jsonl",
+     "save_every": 7},
+    {"name": "short", "steps": 22, "adapter": {"rank": 2}, "seed": 5, "save_every": 1, "batch_size": 5},
+]  # fmt: skip
+"""Without evaluations, at which a pipeline drains."""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, forks):
+    folder = deep_folder(tmp_path_factory.mktemp("handover"), JOBS)
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    return folder
+
+
+def windows(output):
+    return [json.loads(line) for line in (output / "windows.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_windows_hand_over_and_results_equal_one_process(place, workers):
+    output = place / fresh(place, f"out{workers}")
+    assert Launch(place, output.name, workers).wait() == 0
+    assert_whole(output)
+    assert_same_results(output, place / "undisturbed")
+    passed = [one["tokens"] for one in windows(output)]
+    whole = [one["tokens"] for one in windows(place / "undisturbed")]
+    assert sum(passed) == sum(whole)
+    # The first window leaves passes to the second.
+    rounds = sum(line["tokens"] for line in lines(output) if "loss" in line and line["step"] <= 16)
+    assert passed[0] < rounds
+
+
+def test_a_worker_that_is_killed_costs_no_step_and_changes_no_result(place):
+    output = place / fresh(place, "killed")
+    run = Launch(place, "killed", 4)
+    for worker, at in ((2, 40), (0, 90)):
+        run.wait_for_lines(at)
+        before = run.pids()
+        run.signal(worker, signal.SIGKILL)
+        run.wait_until(lambda before=before: run.pids() != before)
+    assert run.wait() == 0
+    assert_whole(output)
+    assert_same_results(output, place / "undisturbed")
+
+
+def test_interrupted_while_batches_are_unfinished_it_resumes_alone_to_the_same_curve(place, forks):
+    output = place / fresh(place, "interrupted")
+    run = Launch(place, "interrupted", 2)
+    run.wait_for_lines(60)
+    run.signal(0, signal.SIGINT)
+    assert run.wait() == 130
+    assert "paused" in states(output).values()
+    assert forks.weftune("train", "jobs.yaml", "--resume", "--output", "interrupted", cwd=place) == 0
+    assert_whole(output)
+    assert_same_results(output, place / "undisturbed")
+
+
+def test_jobs_that_are_cancelled_and_paused_at_a_seam_reach_no_other(place, forks):
+    output = place / fresh(place, "requests")
+    run = Launch(place, "requests", 2)
+    run.wait_for_lines(20)
+    write_request(output, FileRequest(verb="cancel", job="short"))
+    write_request(output, FileRequest(verb="pause", job="second"))
+    run.wait()
+    assert states(output)["short"] == "cancelled"
+    assert states(output)["second"] == "paused"
+    assert status(output)["jobs"]["second"]["step"] < STEPS["second"]
+    assert_same_job(output, place / "undisturbed", "first")
+    assert forks.weftune("train", "jobs.yaml", "--resume", "--output", "requests", cwd=place) == 0
+    assert_same_job(output, place / "undisturbed", "second")
