@@ -3,9 +3,9 @@ longer fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -16,7 +16,7 @@ from weftune.plan.program.handover import Unfinished, unfinished_work
 from weftune.plan.program.program import Program, Recompute
 from weftune.plan.window.pace import WindowPace, cut_to_window_seconds, rounds_within
 from weftune.plan.window.rounds import JobWindow
-from weftune.plan.window.window import plan_window
+from weftune.plan.window.window import Pacing, plan_window
 from weftune.trainer.engine import Engine
 from weftune.trainer.job import PreparedJob
 
@@ -103,18 +103,19 @@ class Windows:
             return self.drain()
         is_valid = ahead is not None and ahead.is_valid_for(cursors, capacity, recompute, pace, unfinished)
         if ahead is None or beginners or unscored or not is_valid:
-            return self._plan_window(
-                cursors, beginners, capacity, recompute, pace, unfinished, unscored
-            ).program
+            pacing = self._pacing(cursors, capacity, recompute)
+            limits = capacity, recompute, pace, unfinished, pacing
+            return self._plan_window(cursors, beginners, *limits, unscored).program
         program, gone = ahead.future.result().program, ahead.cursors.keys() - cursors.keys()
         return program.without(*gone) if gone else program
 
     def drain(self) -> Program:
         """Return a window that only finishes the batches that the last one left unfinished."""
-        unfinished = self._executor.unfinished
-        windows = [self._jobs[name].job_window(step, 0, False) for name, step in self._job_cursors().items()]
-        limits = unfinished.capacity, False, unfinished.recompute
-        return plan_window(windows, self._choice.layout, *limits, self._engine.pacing(), unfinished)
+        unfinished, cursors = self._executor.unfinished, self._job_cursors()
+        windows = [self._jobs[name].job_window(step, 0, False) for name, step in cursors.items()]
+        capacity, recompute = unfinished.capacity, unfinished.recompute
+        pacing = self._pacing(cursors, capacity, recompute)
+        return plan_window(windows, self._choice.layout, capacity, False, recompute, pacing, unfinished)
 
     def base_evaluation(self, names: Collection[str]) -> Program:
         """Return a window that only evaluates the base, without adapters, on the held-out samples of the
@@ -134,7 +135,8 @@ class Windows:
             if step < self._jobs[name].last_step or name in unfinished.steps
         }
         limits = program.capacity, program.recompute, pace, unfinished
-        planned = self._thread.submit(self._plan_window, remaining, frozenset(), *limits)
+        pacing = self._pacing(remaining, program.capacity, program.recompute)
+        planned = self._thread.submit(self._plan_window, remaining, frozenset(), *limits, pacing)
         self._ahead = WindowAhead(remaining, *limits, planned)
 
     def _job_cursors(self) -> dict[str, int]:
@@ -153,6 +155,7 @@ class Windows:
         recompute: Recompute,
         pace: WindowPace,
         unfinished: Unfinished,
+        pacing: Pacing | None,
         unscored: Unscored = MappingProxyType({}),
     ) -> PlannedWindow:
         rounds, layout = self._choice.window_rounds, self._choice.layout
@@ -165,10 +168,16 @@ class Windows:
         cut = cut_to_window_seconds(windows, pace)
         # Passes in tiles are not captured, so their microbatches need not be padded.
         ladder = self._executor.captures is not None and not recompute.tile_rows
-        program = plan_window(
-            cut, layout, capacity, ladder, recompute, self._engine.pacing(), inherited=unfinished
-        )
+        program = plan_window(cut, layout, capacity, ladder, recompute, pacing, unfinished)
         return PlannedWindow(program, windows, rounds_within(windows, pace))
+
+    def _pacing(self, names: Iterable[str], capacity: int, recompute: Recompute) -> Pacing | None:
+        """Return the options of a pipeline in which these jobs train, or None for other layouts."""
+        pacing, memory = self._engine.pacing(), self._learned.memory
+        shapes = [self._jobs[name].shape for name in names]
+        if pacing is None or not shapes:
+            return pacing
+        return replace(pacing, spare_microbatches=memory.choose_spare(shapes, capacity, recompute))
 
     def _capacity(self) -> tuple[int, Recompute]:
         """Return the token capacity of microbatches, and the activations that are recomputed to reach it."""

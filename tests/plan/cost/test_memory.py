@@ -13,6 +13,7 @@ from weftune.core.shapes import (
 from weftune.plan.cost.memory import (
     ENOUGH_TOKENS,
     FUSED_SLACK_BYTES,
+    MAX_SPARE,
     SLACK_BYTES,
     TILE_ROWS,
     MemoryFit,
@@ -243,6 +244,20 @@ def in_two(**changes) -> MemoryModel:
     sites = tuple(replace(site, name=f"layers.{n}.{site.name}") for n in range(10) for site in SITES)
     whole = replace(shape(4), layers=10, sites=sites, vocabulary=1000)
     return replace(MemoryModel(whole, 10**12, 5000, layout=layout), **changes)
+
+
+def test_as_many_microbatches_are_in_flight_as_fit_beside_the_capacity() -> None:
+    wanted, jobs, found = 200, [job()], set()
+    least = in_two().peak_bytes(jobs, 0)
+    most = replace(in_two(), spare_microbatches=MAX_SPARE + 1).peak_bytes(jobs, wanted) + 10**7
+    for budget in range(least, most, (most - least) // 40):
+        memory = in_two(budget_bytes=budget)
+        spare = memory.choose_spare(jobs, wanted)
+        found.add(spare)
+        assert spare == 1 or replace(memory, spare_microbatches=spare).choose_capacity(jobs, wanted) == wanted
+        more = replace(memory, spare_microbatches=spare + 1)
+        assert spare == MAX_SPARE or more.choose_capacity(jobs, wanted) < wanted
+    assert found == {1, 2, 3, MAX_SPARE}
 
 
 def test_logits_are_counted_for_the_worker_that_has_the_head_and_up_to_one_chunk() -> None:

@@ -97,7 +97,10 @@ ADVISED_SHARE = 0.1
 """Smallest share of a job's bytes that a setting must affect for the user to be advised to change that
 setting."""
 SPARE = 1
-"""Microbatches in flight in addition to those of 1F1B, so that a late input does not leave a stage idle."""
+"""Microbatches in flight in addition to those of 1F1B, so that a late input does not leave a stage idle. Jobs
+are admitted, and the capacity is chosen, so that as many fit."""
+MAX_SPARE = 4
+"""Maximum number of them where more fit."""
 WHOLE = one_device_layout()
 
 
@@ -369,6 +372,16 @@ class MemoryModel:
     ) -> int:
         """Return the tokens of the largest microbatch that fits, from the longest sample to `max_tokens`."""
         return max(min(max_tokens, self._max_fitting_tokens(jobs, recompute)), max_sample_tokens(jobs))
+
+    def choose_spare(self, jobs: Sequence[JobShape], capacity: int, recompute: Recompute = NOTHING) -> int:
+        """Return how many microbatches of `capacity` tokens may be in flight in addition to those of 1F1B, up
+        to `MAX_SPARE`."""
+        fitting = (
+            spare
+            for spare in range(MAX_SPARE, self.spare_microbatches, -1)
+            if replace(self, spare_microbatches=spare)._max_fitting_tokens(jobs, recompute) >= capacity
+        )
+        return next(fitting, self.spare_microbatches)
 
     def least_bytes(self, jobs: Sequence[JobShape]) -> int:
         """Return the bytes needed with microbatches of the longest sample and maximum recomputation."""

@@ -7,7 +7,7 @@ choice and the same planner, so that the two predictions can be compared.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -82,6 +82,9 @@ def first_window(
     memory, shapes = choice.memory, {job.name: job for job in attached}
     recompute = memory.choose_recompute(attached, choice.capacity)
     capacity = memory.choose_capacity(attached, choice.capacity, recompute)
+    pacing = choice.pacing(paces, order, hands_over=hands_over)
+    if pacing is not None and hands_over:
+        pacing = replace(pacing, spare_microbatches=memory.choose_spare(attached, capacity, recompute))
     courses = cut_to_window_seconds(
         [job_window(name, choice.window_rounds) for name in shapes], choice.first_pace
     )
@@ -91,7 +94,7 @@ def first_window(
         capacity,
         choice.captures_graphs and not recompute.tile_rows,
         recompute,
-        choice.pacing(paces, order, hands_over=hands_over),
+        pacing,
     )
     known = choice.cost_model or arithmetic(choice.shape)
     learned = Learned(initial_cost=known, memory=memory, first_seconds=choice.first_pass_seconds)
