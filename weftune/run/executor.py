@@ -227,7 +227,7 @@ class Executor:
             self._in_flight = {numbers[old]: flight for old, flight in self._in_flight.items()}
             self.activations.inherit(numbers)
             self.passes.inherit(numbers)
-        elif self.unfinished.batches:
+        elif self.unfinished.batches or (self.part.layout.is_pipeline and self._is_busy()):
             self._in_flight.clear()
             self.activations.forget()
             self.passes.abandon()

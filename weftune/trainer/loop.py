@@ -432,16 +432,10 @@ class Loop:
             self.windows.plan_ahead(program)
             # A trial that is being evaluated has already been saved at its last step, if it was to be saved.
             program = program.without_saves(self._recently_saved() | self._judged)
-            if self.engine.timeline is not None:
-                self.engine.timeline.begin(program)
-            began = time.monotonic()
             with self._use_mean_weights():
                 self._execute_program(program, stop, callback)
             for name, numbers in self.references.finish_window().items():
                 self.jobs[name] = self.jobs[name].with_references(numbers)
-            self.seconds += time.monotonic() - began
-            if self.engine.timeline is not None:
-                self.engine.timeline.end(program)
             self._detach_ended()
         if stop():
             self._suspend_jobs()
@@ -568,6 +562,8 @@ class Loop:
         if not own_peak:
             # The measured value will be the highest peak so far, so that is what is predicted.
             promise = replace(promise, peak_bytes=max(peak_before, promise.peak_bytes))
+        if self.engine.timeline is not None:
+            self.engine.timeline.begin(program)
         fitted, began = True, time.monotonic()
         try:
             events = self.executor.run(program, partial(collate_plan, jobs=self.jobs), stop)
@@ -576,6 +572,9 @@ class Loop:
         except OutOfMemory:
             # Handled below, when the traceback no longer holds tensors.
             fitted = False
+        self.seconds += time.monotonic() - began
+        if self.engine.timeline is not None:
+            self.engine.timeline.end(program)
         if not fitted:
             self._reduce_memory(program.capacity)
             return
