@@ -63,7 +63,7 @@ def measure_file_bandwidth(files: Sequence[MappedFile]) -> float:
         began = time.perf_counter()
         for start in range(0, sample, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, sample)
-            file.expect(stop, min(stop + CHUNK_BYTES, sample))
+            file.prefetch(stop, min(stop + CHUNK_BYTES, sample))
             file.read(start, stop, out[: stop - start])
         seconds += time.perf_counter() - began
         left -= sample
