@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.adapters.test_kinds import drawn, gradients
 from tests.adapters.toys import GateSpec, toys  # noqa: F401 (a fixture)
 from tests.base.packs import base_of, random_samples
 from tests.base.quant.bases import quantised_base
+from tests.cases import slow_but
 from tests.families import tiny
 from tests.interpreter import interpret
 from weftune.adapters.banks import Banks
@@ -122,8 +124,10 @@ def test_no_matrix_lives_between_a_products_forward_and_its_backward(route, ends
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("lying", ["together", "apart"])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("family", "lying"),
+    slow_but(product(("llama", "qwen2"), ("together", "apart")), [("llama", "apart"), ("qwen2", "together")]),
+)
 def test_on_codes_adapters_learn_by_the_kernels_what_they_learn_in_plain_torch(family, lying, monkeypatch):
     """Codes of sites that share their input are laid together; streamed ones stay where they are."""
     interpret(monkeypatch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.adapters.kinds.cases import (
     samples,
     targets,
 )
+from tests.cases import slow_but
 from tests.families import tiny
 from tests.launches import Launch, deep_folder
 from tests.outputs import assert_same_results, assert_whole, status
@@ -90,8 +92,10 @@ def test_its_nan_stays_with_it(kind, together, tmp_path):
             equal(tmp_path / "out", together, other)
 
 
-@pytest.mark.parametrize("kind", MERGED)
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    slow_but(product(MERGED, ("llama", "gpt2")), zip(MERGED, cycle(("gpt2", "llama")), strict=False)),
+)
 def test_merged_into_the_base_it_computes_the_same(kind, family, tmp_path):
     bench.train(bench.base(family), tmp_path / "out", [job(kind, family, learning_rate=0.05)])
     folder, merged = tmp_path / "out" / kind, tiny(family, torch.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import get_scheduler
 
 from tests import bench, oracle
 from tests.adapters.kinds.cases import GATES, PRUNED, STEPS, job, samples
+from tests.cases import slow_but
 from tests.families import tiny
 from weftune.adapters.diff.spec import DiffSpec
 from weftune.adapters.folder import read_config
@@ -107,8 +109,10 @@ def differences(folder, family):
     return {site: value for (site, _), value in found.items()}
 
 
-@pytest.mark.parametrize("capacity", [512, 24])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "capacity"),
+    slow_but(product(("llama", "gpt2"), (512, 24)), [("llama", 24), ("gpt2", 512)]),
+)
 def test_beside_others_it_equals_plain_torch_however_its_batches_are_split(family, capacity, tmp_path):
     jobs = [job(kind, family) for kind in PRUNED]
     trainer = bench.trainer(
