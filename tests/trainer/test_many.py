@@ -21,6 +21,7 @@ from weftune.jobs.store import status as status_module
 from weftune.jobs.store.status import State
 from weftune.jobs.store.store import Store
 from weftune.plan.layout.choose import WINDOW_ROUNDS
+from weftune.plan.program.handover import Unfinished
 from weftune.plan.program.program import NOTHING, GlobalBatch, PlacedSample
 from weftune.plan.window.pace import WindowPace
 from weftune.plan.window.rounds import JobWindow
@@ -129,13 +130,13 @@ def test_a_pace_that_asks_for_other_rounds_asks_for_another_plan() -> None:
     planned: Future[PlannedWindow] = Future()
     planned.set_result(PlannedWindow(NOTHING_TO_DO, [course], rounds=4))
     pace = WindowPace()
-    ahead = WindowAhead({"a": 0}, 1024, NOTHING, pace, planned)
+    ahead = WindowAhead({"a": 0}, 1024, NOTHING, pace, Unfinished(), planned)
     soon, late = WindowPace(row_seconds=0.02), WindowPace(row_seconds=0.04)
-    assert ahead.is_valid_for({"a": 0}, 1024, NOTHING, pace)
-    assert ahead.is_valid_for({"a": 0}, 1024, NOTHING, soon)
-    assert not ahead.is_valid_for({"a": 0}, 1024, NOTHING, late)
-    assert not ahead.is_valid_for({"a": 0}, 512, NOTHING, pace)
-    assert not ahead.is_valid_for({"a": 1}, 1024, NOTHING, pace)
+    assert ahead.is_valid_for({"a": 0}, 1024, NOTHING, pace, Unfinished())
+    assert ahead.is_valid_for({"a": 0}, 1024, NOTHING, soon, Unfinished())
+    assert not ahead.is_valid_for({"a": 0}, 1024, NOTHING, late, Unfinished())
+    assert not ahead.is_valid_for({"a": 0}, 512, NOTHING, pace, Unfinished())
+    assert not ahead.is_valid_for({"a": 1}, 1024, NOTHING, pace, Unfinished())
 
 
 def test_job_files_are_written_while_other_jobs_are_made_ready(

@@ -62,7 +62,8 @@ class WindowAhead:
         pace: WindowPace,
         unfinished: Unfinished,
     ) -> bool:
-        """Whether the same window would be planned now; the pace matters only for its number of rounds."""
+        """Whether the same window would be planned under the present conditions. The pace matters only for
+        its number of rounds."""
         alike = (capacity, recompute, unfinished) == (self.capacity, self.recompute, self.unfinished)
         if not alike or not cursors.items() <= self.cursors.items():
             return False
