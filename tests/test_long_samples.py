@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -37,6 +35,10 @@ MODES = {
 FUSED = [family for family in EVERY if family not in ("opt", "gpt2")]
 
 
+def fused(base, route, *_):
+    return adapted.AdaptedBase(base, route, fuses=True)
+
+
 def train(output, recompute, base, jobs):
     """Train jobs with fused layers and this recomputation, on the CPU, and return the output."""
     calls = []
@@ -48,7 +50,7 @@ def train(output, recompute, base, jobs):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "tiled_layer", counted)
         patch.setattr(MemoryModel, "choose_recompute", lambda *_: recompute)
-        patch.setattr(assemble, "AdaptedBase", partial(adapted.AdaptedBase, fuses=True))
+        patch.setattr(assemble, "AdaptedBase", fused)
         bench.train(base, output, jobs, capacity=64)
     assert any(tiles > 2 for tiles, _ in calls) == (recompute.tile_rows > 0)
     assert any(keep.host for _, keep in calls) == (recompute.offloaded_layers > 0)
