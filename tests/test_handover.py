@@ -82,5 +82,6 @@ def test_jobs_that_are_cancelled_and_paused_at_a_seam_reach_no_other(place, fork
     assert states(output)["second"] == "paused"
     assert status(output)["jobs"]["second"]["step"] < STEPS["second"]
     assert_same_job(output, place / "undisturbed", "first")
-    assert forks.weftune("train", "jobs.yaml", "--resume", "--output", "requests", cwd=place) == 0
+    # A job that is cancelled has not succeeded.
+    assert forks.weftune("train", "jobs.yaml", "--resume", "--output", "requests", cwd=place) == 1
     assert_same_job(output, place / "undisturbed", "second")
