@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 """Parameter names of the linears of a layer's experts, in order. Each parameter holds all experts."""
@@ -103,6 +103,7 @@ CUT_BY_INPUTS = ("o_proj", "down_proj")
 """Names of the linears whose inputs, rather than outputs, are divided among the shards of a layer."""
 
 
+@cache
 def layer_of(site: str) -> int | None:
     """Return the layer number in a site's module path, or None for a site outside the layers."""
     found = re.search(r"\.(\d+)\.", site)
@@ -275,7 +276,7 @@ class JobShape:
 
     def averaged_values_in_layers(self, layer_range: LayerRange) -> int:
         """Return the number of values of the job's weight mean in a stage."""
-        return self.mean_vectors * self.parameters_in_layers(layer_range)
+        return self.mean_vectors and self.mean_vectors * self.parameters_in_layers(layer_range)
 
     def parameters_in_layers(self, layer_range: LayerRange) -> int:
         """Return the number of adapter parameters in a stage; parameters outside the layers count in every

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 from weftune.core.shapes import (
     JobShape,
@@ -229,22 +229,32 @@ class MemoryModel:
         self, jobs: Sequence[JobShape], activations: Sequence[int], supervised: float, recompute: Recompute
     ) -> list[MemoryNeed]:
         """Return the need of each worker, given the activation bytes that its stage keeps."""
-        parts = zip(self._stage_ranges, self._part_shapes, activations, strict=True)
+        states = self._resident_states(jobs)
+        parts = zip(self._stage_ranges, self._part_shapes, states, activations, strict=True)
         return [
             MemoryNeed(
                 resident_bytes=self._process_bytes_of(worker)
                 + part.base_bytes
                 + matrix_bytes(self.shape, self.uses_fused_ops)
                 + self.decoder_bytes,
-                state_bytes=self._resident_state_bytes(jobs, held),
+                state_bytes=state,
                 activation_bytes=kept,
                 slack_bytes=min(self.slack_bytes, TILED_SLACK_BYTES)
                 if recompute.tile_rows
                 else self.slack_bytes,
                 logit_bytes=self.logit_bytes(supervised) if held.is_last else 0,
             )
-            for worker, (held, part, kept) in enumerate(parts)
+            for worker, (held, part, state, kept) in enumerate(parts)
         ]
+
+    def _resident_states(self, jobs: Sequence[JobShape]) -> list[int]:
+        """Return the device bytes of adapter state in each stage. Searches ask for the same jobs again and
+        again, so those of the last jobs are kept."""
+        known_jobs, states = self.__dict__.get("_last_states", ((), []))
+        if known_jobs != (asked := tuple(jobs)) or not states:
+            states = [self._resident_state_bytes(jobs, held) for held in self._stage_ranges]
+            self.__dict__["_last_states"] = asked, states
+        return states
 
     def _resident_state_bytes(self, jobs: Sequence[JobShape], layer_range: LayerRange) -> int:
         """Return the device bytes of adapter state. If the optimizer is offloaded, they include the ring of
@@ -354,16 +364,16 @@ class MemoryModel:
         microbatches cost less. If not even these fit, return the maximum or, where that has no room for the
         longest sample, the choice that needs the least memory."""
         choices = self._recompute_choices(max_sample_tokens(jobs))
-        rooms = {choice: self._max_fitting_tokens(jobs, choice) for choice in choices}
+        room = cache(partial(self._max_fitting_tokens, jobs))
         whole_rows = max(max_tokens, max_sample_tokens(jobs))
         least_rows = max(max_sample_tokens(jobs), min(max_tokens, ENOUGH_TOKENS))
-        whole = (choice for choice in choices if not choice.recomputed_layers and rooms[choice] >= whole_rows)
-        less = (choice for choice in choices if choice != NOTHING and rooms[choice] >= least_rows)
+        whole = (choice for choice in choices if not choice.recomputed_layers and room(choice) >= whole_rows)
+        less = (choice for choice in choices if choice != NOTHING and room(choice) >= least_rows)
         if (found := next(whole, None) or next(less, None)) is not None:
             return found
         return (
             choices[-1]
-            if rooms[choices[-1]] >= max_sample_tokens(jobs)
+            if room(choices[-1]) >= max_sample_tokens(jobs)
             else self._least_memory_recompute(jobs)
         )
 
