@@ -114,7 +114,6 @@ CASES = [
     Case(("train", "good.yaml", "--device", "gpu"), "--device: gpu is no device"),
     Case(("train", "good.yaml", "--pipeline", "1"), "--pipeline 1: write auto"),
     Case(("train", "good.yaml", "--gpus", "none"), "--gpus none: write all"),
-    Case(("plan", "swept.yaml", "--gpus", "2"), "in which shares of the jobs train the trials of sweep a"),
     Case(("train", "swept.yaml", "--resume", "--restart", "a"), "no such job; known: a-lr1e-4, a-lr1e-3"),
     Case(("train", "good.yaml", "--restart", "a"), "--restart goes with --resume"),
     Case(("train", "good.yaml", "--resume", "--restart", "b"), "there is no such job; known: a"),
