@@ -1,4 +1,5 @@
-"""Answers in text: a base with finished adapters, chat templates, stop strings, and streamed text."""
+"""Text answers to prompts by a base with finished adapters: chat templates, stop strings, and text that is
+streamed while it is generated."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from weftune.generate.sampling import GREEDY, Sampling
 from weftune.run.passes.adapted import AdaptedBase
 
 BASE = "base"
-"""Name of the bare base among the adapters."""
+"""Name that stands for the base without an adapter in the list of adapters."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,13 +34,13 @@ class StreamedAnswer:
     generation: Generation
     tokenizer: PreTrainedTokenizerBase
     stop: tuple[str, ...] = ()
-    """Strings that end the answer, and that are not part of the answer."""
+    """Strings that end the answer. They are not part of its text."""
     text: str = ""
-    """Text so far, without characters whose last bytes are not generated yet."""
+    """Text generated so far. A character is left out until all of its bytes have been generated."""
     is_stopped: bool = False
     """Whether a stop string has ended the answer."""
     _final_token_count: int = field(default=0)
-    """Number of tokens whose text is final."""
+    """Number of generated tokens whose text is final: later tokens cannot change it."""
     _final_text: str = ""
 
     @property
@@ -48,7 +49,7 @@ class StreamedAnswer:
         return "stop" if self.is_stopped else self.generation.finish_reason
 
     def update(self) -> str:
-        """Read the tokens generated since the last call, and return the new text."""
+        """Decode the tokens generated since the last call, and return the new text."""
         before, tokens = len(self.text), self.generation.tokens
         # Decoded from the last few tokens on, since the text of a token may depend on the one before it.
         context = max(0, self._final_token_count - 1)
@@ -70,7 +71,7 @@ class StreamedAnswer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of the text are the beginning of the stop string."""
+    """Return the number of characters at the end of `text` with which the stop string begins."""
     sizes = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
@@ -103,8 +104,8 @@ class Answers:
     def prompt(
         self, adapter: str, messages: str | Sequence[Message], is_plain_text: bool = False
     ) -> list[int]:
-        """Return the tokens of a prompt for an adapter: a text, which is the user's message of a chat unless
-        `is_plain_text`, or the messages of a chat."""
+        """Return the tokens of a prompt for an adapter. A string is sent as the user's message of a chat, or
+        unchanged if `is_plain_text`; a sequence of messages is formatted as a chat."""
         return prompt_tokens(self.tokenizers[adapter], messages, is_plain_text=is_plain_text)
 
     def ask(
@@ -115,8 +116,8 @@ class Answers:
         on_text: Callable[[StreamedAnswer, str], None] = lambda answer, text: None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> list[StreamedAnswer]:
-        """Answer all prompts, given as (adapter, tokens), together. `on_text` gets new text as it comes. If
-        `stop_requested` returns True, the answers end where they are."""
+        """Answer all prompts, given as (adapter, tokens), in one batch. `on_text` is called with new text as
+        it is generated. If `stop_requested` returns True, all answers end at once."""
         sampling = replace(sampling, stop_ids=sampling.stop_ids | self.stop_ids)
         longest = sum(len(tokens) + sampling.max_tokens + PAGE_SLACK for _, tokens in prompts)
         decoder = Decoder(self.adapted, cache_budget(self.adapted.base.device), max_positions=longest)
@@ -134,7 +135,7 @@ class Answers:
 
 
 PAGE_SLACK = 64
-"""Positions per sequence for virtual tokens and the unused end of its last page."""
+"""Extra cache positions per sequence, for virtual tokens and for the unused end of its last page."""
 
 
 def cache_budget(device: torch.device) -> int:
@@ -167,7 +168,7 @@ def generate_answers(
 
 
 def chat(prompt: str | Sequence[Message], system: str | None) -> str | Sequence[Message]:
-    """Return a prompt as it is, or after a system message."""
+    """Return a prompt unchanged if `system` is None, else a chat that begins with this system message."""
     if system is None:
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -46,9 +46,10 @@ def page_keys(adapter: str | None, weights: Hashable, tokens: Sequence[int]) -> 
 
 
 class PagePool:
-    """The page numbers of a cache: which are free, and which hold the beginnings of sequences.
+    """The page numbers of a cache. It records which pages are free, and which can be shared because they hold
+    the first tokens of a sequence.
 
-    A page under a key stays readable after its last user has released it, until another sequence needs the
+    A page with a key stays readable after its last user has released it, until another sequence needs the
     memory. The page that has been unused for longest is reused first.
     """
 
@@ -59,7 +60,7 @@ class PagePool:
         self._page_by_key: dict[PageKey, int] = {}
         self._key_by_page: dict[int, PageKey] = {}
         self._unused: OrderedDict[int, None] = OrderedDict()
-        """Pages under a key that no sequence uses, in the order in which they were released."""
+        """Pages with a key that no sequence uses, in the order in which they were released."""
 
     @property
     def available_pages(self) -> int:
@@ -67,8 +68,8 @@ class PagePool:
         return len(self._free) + len(self._unused)
 
     def acquire(self, keys: Sequence[PageKey], count: int) -> tuple[list[int], int] | None:
-        """Return `count` pages for a new sequence, and how many of them already hold the rows of the first
-        `keys`. None if there are not enough pages."""
+        """Return `count` pages for a new sequence whose first full pages have these `keys`, and the number of
+        those pages that already hold the keys and values. Return None if there are not enough pages."""
         known: list[int] = []
         for key in keys:
             if (page := self._page_by_key.get(key)) is None:
@@ -82,12 +83,12 @@ class PagePool:
         return known + [self._take_page() for _ in range(count - len(known))], len(known)
 
     def publish(self, page: int, key: PageKey) -> None:
-        """Let later sequences read a page whose rows have been computed."""
+        """Register a page whose rows have been computed under `key`, so that later sequences can share it."""
         if key not in self._page_by_key and page not in self._key_by_page:
             self._page_by_key[key], self._key_by_page[page] = page, key
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give back the pages of a sequence that has ended."""
+        """Release the pages of a sequence that has ended."""
         for page in pages:
             self._users[page] -= 1
             if self._users[page]:
@@ -109,7 +110,7 @@ class PagePool:
 
 @dataclass(frozen=True, slots=True)
 class KeyValueShape:
-    """The shape of one layer's keys and values for one row: heads and width of a head."""
+    """The shapes (heads, width of a head) of the keys and of the values of one row in one layer."""
 
     keys: tuple[int, int]
     values: tuple[int, int]
@@ -122,7 +123,8 @@ class KeyValueShape:
 
 @dataclass(slots=True)
 class CacheProbe:
-    """A cache that keeps nothing but the shapes of a model's keys and values, to size a real one."""
+    """A substitute for a cache that records only the shapes of a model's keys and values, from which the size
+    of the real cache is computed."""
 
     pack: Pack
     states: tuple[RecurrentStates, ...]
@@ -137,7 +139,7 @@ class CacheProbe:
         return itemsize * sum(shape.value_count for shape in self.layers.values())
 
     def bytes_per_sequence(self) -> int:
-        """Return the bytes of the recurrent states, which do not grow with a sequence."""
+        """Return the bytes of the recurrent states of one sequence, which do not depend on its length."""
         return sum(tensor.nbytes for state in self.states for pair in state.values() for tensor in pair)
 
 
@@ -147,18 +149,20 @@ class PagedCache:
     def __init__(self, probe: CacheProbe, pages: int, example: Tensor) -> None:
         self.pool = PagePool(pages)
         self.spare_page = pages
-        """Page to which the rows of no sequence are written, in passes that are padded."""
+        """Page for rows that belong to no sequence: padded passes write their padding there."""
         rows = (pages + 1) * PAGE_ROWS
         self.layers = {
             layer: (example.new_empty(rows, *shape.keys), example.new_empty(rows, *shape.values))
             for layer, shape in probe.layers.items()
         }
         self.is_recurrent = any(probe.states)
-        """Whether some layers have a recurrent state, of which no beginning can be shared."""
+        """Whether some layers have a recurrent state. Sequences then cannot share pages, because the state
+        after the shared tokens is not stored."""
 
 
 def page_rows(pages: Sequence[int], start: int, stop: int) -> Tensor:
-    """Return the cache rows of the positions `start` to `stop` of a sequence with these pages."""
+    """Return the indices of the cache rows that hold the positions `start` to `stop` of a sequence with these
+    pages."""
     positions = torch.arange(start, stop)
     return torch.tensor(pages)[positions // PAGE_ROWS] * PAGE_ROWS + positions % PAGE_ROWS
 
@@ -169,10 +173,11 @@ class CachedSequence:
 
     pages: Sequence[int]
     start: int
-    """Position of the first row of the pass; all earlier positions are in the cache."""
+    """Position of the sequence's first row in this pass; all earlier positions are in the cache."""
     stop: int
     prefix_keys: int = 0
-    """Number of keys and values that the adapter puts before the sequence, written in its first pass."""
+    """Number of keys and values that the adapter adds before the sequence (prefix tuning). They are written
+    to the cache in the sequence's first pass."""
     state: RecurrentStates = field(default_factory=dict)
 
     @property
@@ -181,7 +186,8 @@ class CachedSequence:
 
 
 class CachedRows:
-    """The cache as one pass sees it: where its rows are written, and which rows each sequence attends to."""
+    """The cache as one pass uses it: the cache rows that the pass writes, and those that each sequence
+    attends to."""
 
     def __init__(
         self,
@@ -190,8 +196,8 @@ class CachedRows:
         pack: Pack,
         read_prefixes: Callable[[int], Sequence[tuple[Tensor, Tensor]]],
     ) -> None:
-        """`read_prefixes` returns a layer's prefix keys and values, [P, G · D], of every adapter in the pass
-        that has any, in the order of the sequences."""
+        """`read_prefixes` returns a layer's prefix keys and values, each [P, G · D] for P prefix tokens, of
+        every adapter in the pass that has them, in the order of the sequences."""
         self._layers, self._pack, self._read_prefixes = cache.layers, replace(pack, cache=None), read_prefixes
         self.states = tuple(sequence.state for sequence in sequences)
         device = pack.boundaries.device
@@ -204,9 +210,11 @@ class CachedRows:
             for one, first in zip(sequences, is_first, strict=True)
             if first and one.prefix_keys
         ]
-        """Cache rows of the prefix keys of every sequence that has some and is in its first pass."""
+        """Indices of the cache rows for the prefix keys of each sequence that has prefix keys and is in its
+        first pass."""
         self._is_fresh = all(is_first) and not self._prefixed
-        """Whether the rows of the pass attend to one another only, as in training."""
+        """Whether the rows of the pass attend only to one another, as in training, so that no cached row is
+        read."""
         self._read: list[Tensor] = []
         if not self._is_fresh:
             self._read = [to_device(page_rows(one.pages, 0, one.stop), device) for one in sequences]
@@ -235,8 +243,8 @@ class CachedRows:
 
 
 class DecodedRows:
-    """The cache as a pass with one new row per sequence sees it. Its tensors can be filled again for another
-    pass, so that a captured graph reads them."""
+    """The cache as a pass with one new row per sequence uses it. Its tensors are filled in place for every
+    pass, so a captured CUDA graph can read them."""
 
     states: tuple[RecurrentStates, ...] = ()
 
@@ -245,19 +253,19 @@ class DecodedRows:
         self._layers = cache.layers
         self._spare_page = cache.spare_page
         self.written_B = torch.zeros(sequences, dtype=torch.int64, device=device)
-        """Cache row of each sequence's new row."""
+        """Index of the cache row to which each sequence's new row is written."""
         self.lengths_B = torch.zeros(sequences, dtype=torch.int32, device=device)
         """Number of rows of each sequence, including the new one."""
         self.tables_BP = torch.full(
             (sequences, max_pages), self._spare_page, dtype=torch.int32, device=device
         )
         self._pages: list[Sequence[int]] = []
-        """Pages of the sequences in `tables_BP`."""
+        """Page numbers of each sequence that `tables_BP` holds."""
         self.fill(())
 
     def fill(self, sequences: Sequence[CachedSequence]) -> None:
-        """Fill the tensors with these sequences. Remaining rows belong to no sequence; they read and write a
-        spare page."""
+        """Fill the tensors with these sequences. The remaining rows belong to no sequence; they read and
+        write the spare page."""
         count, width = self.tables_BP.shape
         lengths = np.ones(count, dtype=np.int32)
         written = np.full(count, self._spare_page * PAGE_ROWS)

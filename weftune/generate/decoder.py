@@ -1,8 +1,8 @@
-"""The decoder: sequences of many adapters, and of the bare base, continued together in shared passes.
+"""The decoder, which generates text for many adapters, and for the base alone, in shared passes.
 
-A call of `turn` runs one pass: the prompts of sequences that are admitted now, or one more token of every
-running sequence. Sequences of one adapter stand side by side, so that a pass is a microbatch like those of
-training and runs on the same base, the same adapters and the same kernels.
+A call of `turn` runs one pass. It processes either the prompts of newly admitted sequences or one more token
+of every running sequence. Sequences of one adapter are adjacent, so a pass is a microbatch like those of
+training and uses the same base, the same adapters and the same kernels.
 
 Shapes: T rows of a pass, B sequences, D hidden width, V vocabulary.
 """
@@ -58,35 +58,38 @@ class Generation:
     logprobs: list[float] = field(default_factory=list)
     """Log-probability of each generated token."""
     prompt_logprobs: list[float] = field(default_factory=list)
-    """Log-probability of each prompt token but the first, if they were requested."""
+    """Log-probability of each prompt token except the first. Empty unless `sampling.prompt_logprobs`."""
     versions: list[int] = field(default_factory=list)
     """Version of the adapter that generated each token: for a training job, its optimizer step."""
     finish_reason: FinishReason | None = None
     inserted_rows: int = 0
-    """Number of virtual tokens that the adapter inserts before the prompt."""
+    """Number of virtual tokens that the adapter inserts before the prompt, as in prompt tuning."""
     prefix_keys: int = 0
-    """Number of keys that the adapter puts before the prompt in every layer."""
+    """Number of keys that the adapter adds before the prompt in every layer, as in prefix tuning."""
     pages: list[int] = field(default_factory=list)
     keys: list[PageKey] = field(default_factory=list)
-    """Keys of the prompt's full pages, under which other sequences may read them."""
+    """Keys of the prompt's full pages, by which other sequences find these pages."""
     cached_prompt_positions: int = 0
-    """Number of the prompt's positions that an earlier sequence had computed."""
+    """Number of the prompt's positions whose keys and values were already in the cache, computed by an
+    earlier sequence."""
     cached_positions: int = 0
     """Number of positions whose keys and values are in the cache."""
     state: RecurrentStates = field(default_factory=dict)
 
     @property
     def positions(self) -> int:
-        """Number of positions up to the latest token, including what the adapter puts before the prompt."""
+        """Number of positions up to the latest token, including virtual tokens and prefix keys of the
+        adapter."""
         return self.prefix_keys + self.inserted_rows + len(self.prompt) + len(self.tokens)
 
     @property
     def max_positions(self) -> int:
-        """Number of positions that the cache needs at most; the last token is never read."""
+        """Maximum number of positions that the sequence needs in the cache. The last token needs none, since
+        no later token attends to it."""
         return self.positions - len(self.tokens) + self.sampling.max_tokens - 1
 
     def rows(self) -> list[int]:
-        """Return the tokens of the positions that are not cached yet; virtual tokens count as token 0."""
+        """Return the tokens at the positions that are not cached yet. Virtual tokens appear as token 0."""
         if self.tokens:
             return self.tokens[-1:]
         return ([0] * self.inserted_rows + list(self.prompt))[
@@ -96,7 +99,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class StepAhead:
-    """A decode step laid out before its tokens are known."""
+    """The inputs of the next decode step, prepared before its tokens are known."""
 
     batch: list[Generation]
     microbatch: Microbatch
@@ -111,9 +114,9 @@ class Decoder:
         max_positions: int | None = None,
         max_prompt_rows: int = PROMPT_ROWS,
     ) -> None:
-        """`cache_bytes` is the memory that the cache may take. If `max_positions` is given, the cache is no
-        larger than so many positions need. A pass has at most `max_prompt_rows` rows of prompts, unless one
-        prompt is longer."""
+        """`cache_bytes` is the maximum size of the key/value cache. If `max_positions` is given, the cache
+        has room for no more positions than that. A pass has at most `max_prompt_rows` rows of prompts, unless
+        a single prompt is longer."""
         base = adapted_base.base
         self._adapted, self._base, self._max_prompt_rows = adapted_base, base, max_prompt_rows
         if base.held is not None or base.stored is not None:
@@ -136,7 +139,8 @@ class Decoder:
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
         self._ahead: StepAhead | None = None
-        """The next decode step, if it continues the sequences of the last one."""
+        """Inputs of the next decode step. They are used only if that step has the same sequences as the last
+        one."""
 
     @property
     def is_idle(self) -> bool:
@@ -151,7 +155,8 @@ class Decoder:
     def submit(
         self, prompt: Sequence[int], sampling: Sampling = GREEDY, adapter: str | None = None
     ) -> Generation:
-        """Queue a prompt. The returned object is filled by later calls of `turn`."""
+        """Add a prompt to the queue and return its `Generation`, to which later calls of `turn` append
+        tokens."""
         new = Generation(adapter, tuple(prompt), sampling)
         if not prompt:
             raise UserError("The prompt is empty: there is nothing that the model could continue.")
@@ -180,7 +185,7 @@ class Decoder:
         return new
 
     def cancel(self, generation: Generation) -> None:
-        """End a sequence before its time."""
+        """End a sequence early, whether it is waiting or running."""
         if generation in self._waiting:
             self._waiting.remove(generation)
         elif generation in self._running:
@@ -193,7 +198,8 @@ class Decoder:
 
     @torch.no_grad()
     def turn(self) -> list[Generation]:
-        """Run one pass, and return the sequences that it continued by one token. Empty if there are none."""
+        """Run one pass, and return the sequences that got one more token from it. The list is empty if no
+        sequence is waiting or running."""
         batch = self._admit() or self._running
         if not batch:
             return []
@@ -216,8 +222,8 @@ class Decoder:
     # -- admission ---------------------------------------------------------------------------------------
 
     def _admit(self) -> list[Generation]:
-        """Start waiting sequences for whose longest possible continuation there are pages, so that no
-        sequence is ever stopped for lack of memory. Return the started sequences."""
+        """Admit waiting sequences in order, while there are enough pages for the longest possible answer of
+        each. A running sequence therefore never lacks memory. Return the admitted sequences."""
         admitted: list[Generation] = []
         rows = 0
         while self._waiting:
@@ -277,7 +283,7 @@ class Decoder:
     # -- passes ------------------------------------------------------------------------------------------
 
     def _next_logits(self, batch: Sequence[Generation]) -> Tensor:
-        """Run the new rows of the sequences, and return the logits of the last row of each, [B, V]."""
+        """Run the new rows of the sequences, and return the logits [B, V] of the last row of each."""
         microbatch, sequences = self._lay(batch)
         counts = microbatch.sample_lengths
         decodes = all(one.tokens for one in batch)
@@ -292,21 +298,22 @@ class Decoder:
         return self._logits(h_TD[last], batch)
 
     def _lay(self, batch: Sequence[Generation]) -> tuple[Microbatch, list[CachedSequence]]:
-        """Return the new rows of the sequences as a microbatch, and the sequences' positions in the cache."""
+        """Return the new rows of the sequences as a microbatch, and their positions in the cache."""
         if (ahead := self._ahead) is not None and ahead.batch == batch:
             tokens_T = torch.tensor([one.tokens[-1] for one in batch])
             return replace(ahead.microbatch, tokens_T=tokens_T), ahead.sequences
         return self._lay_rows(batch, [one.rows() for one in batch], [one.cached_positions for one in batch])
 
     def _lay_ahead(self, batch: Sequence[Generation]) -> StepAhead:
-        """Lay out the decode step that follows if none of these sequences ends and none is admitted."""
+        """Prepare the next decode step, assuming that none of these sequences ends and none is admitted."""
         laid = self._lay_rows(batch, [[0]] * len(batch), [one.positions for one in batch])
         return StepAhead(list(batch), *laid)
 
     def _lay_rows(
         self, batch: Sequence[Generation], rows: Sequence[list[int]], firsts: Sequence[int]
     ) -> tuple[Microbatch, list[CachedSequence]]:
-        """Return tokens of the sequences as a microbatch, from the position `firsts` of each on."""
+        """Return `rows`, the new tokens of each sequence, as a microbatch. `firsts` is the position of the
+        first of these tokens in each sequence."""
         counts = [len(own) for own in rows]
         segments, start = [], 0
         for adapter, run in groupby(zip(batch, counts, strict=True), key=lambda one: one[0].adapter):
@@ -340,7 +347,7 @@ class Decoder:
         sequences: Sequence[CachedSequence],
         decodes: bool,
     ) -> Tensor:
-        """Return the last hidden states. `decodes` says that every sequence has one new row."""
+        """Return the last hidden states [T, D]. `decodes` is True if every sequence has just one new row."""
         banks, device = self._adapted.banks, self._base.device
         pack = attention.pack(microbatch.sample_lengths, device)
         cached: CachedRows | DecodedRows
@@ -355,8 +362,8 @@ class Decoder:
             return self._base.hidden(microbatch, replace(pack, cache=cached))
 
     def _logits(self, h_BD: Tensor, batch: Sequence[Generation]) -> Tensor:
-        """Return the logits of one row per sequence. Adapters with rows of the head of their own are
-        computed separately."""
+        """Return the logits [B, V] of one row per sequence. They are computed separately for an adapter that
+        has trained its own rows of the head."""
         logits_BV = self._head.logits(h_BD)
         start = 0
         for adapter, run in groupby(batch, key=lambda one: one.adapter):
@@ -368,7 +375,7 @@ class Decoder:
         return logits_BV
 
     def _score_prompts(self, h_TD: Tensor, batch: Sequence[Generation], counts: Sequence[int]) -> None:
-        """Keep the log-probabilities of prompt tokens for sequences that request them."""
+        """Store the log-probabilities of the prompt tokens in the sequences that request them."""
         stops = list(accumulate(counts))
         for generation, stop in zip(batch, stops, strict=True):
             if generation.tokens or not generation.sampling.prompt_logprobs:
@@ -409,8 +416,8 @@ class Decoder:
 def _repeat_prefixes(
     prefixes: Sequence[tuple[Tensor, Tensor]], batch: Sequence[Generation]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the prefix keys and values of every sequence that is in its first pass and whose adapter has
-    prefix keys."""
+    """Return the prefix keys and values for each sequence that is in its first pass and whose adapter has
+    prefix keys. `prefixes` has one entry per such adapter."""
     by_adapter = dict(
         zip(dict.fromkeys(one.adapter for one in batch if one.prefix_keys), prefixes, strict=True)
     )

@@ -1,5 +1,5 @@
-"""Evaluation of finished adapters and of their base on the same rows: losses in packed passes in which all of
-them take part, then their greedy answers, generated in one batch.
+"""Evaluation of finished adapters and of the base alone on the same rows of data. Losses are computed in
+packed passes that all adapters share; then all greedy answers are generated in one batch.
 
 Shapes: T rows of a pass, D hidden width.
 """
@@ -52,33 +52,33 @@ from weftune.run.passes.scorer import Scorer
 from weftune.run.training.state import EvaluationSums
 
 PASS_ROWS = 4096
-"""Maximum rows of a pass; a longer sample has a pass of its own."""
+"""Maximum number of rows (tokens) of a pass; a longer sample has a pass of its own."""
 ShowProgress = Callable[[str, int, int | None], None]
-"""Function that gets the name of what is counted, how many are done, and the total if it is known."""
+"""A callback that receives a description of what is counted, the number done, and the total or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedRows:
-    """The rows of the data as one adapter reads them."""
+    """The data's rows as one adapter encodes them: with its tokenizer, chat template and settings."""
 
     encoder: Encoder
     """The adapter's tokenizer."""
     samples: Samples
     rows: int
-    """Number of rows that were used."""
+    """Number of rows of the data from which `samples` were made."""
     notes: list[str]
     """Sentences about rows that were skipped or truncated."""
     virtual_rows: int = 0
-    """Number of rows that the adapter inserts before every sample."""
+    """Number of virtual tokens that the adapter inserts before every sample, as in prompt tuning."""
     virtual_keys: int = 0
-    """Number of keys that the adapter inserts before every sample in every layer."""
+    """Number of keys that the adapter adds before every sample in every layer, as in prefix tuning."""
     is_base: bool = False
-    """Whether the samples pass through the bare base, without the adapter that reads the rows."""
+    """Whether the samples pass through the base without any adapter."""
     rejected: Samples | None = None
-    """The rejected samples of preference pairs, of which `samples` are the chosen ones."""
+    """The rejected samples of preference pairs; `samples` are then the chosen ones. None for other data."""
 
     def for_base(self) -> EncodedRows:
-        """Return the rows for the bare base."""
+        """Return a copy of the encoded rows that is evaluated on the base without an adapter."""
         return replace(self, virtual_rows=0, virtual_keys=0, is_base=True)
 
 
@@ -137,8 +137,9 @@ def evaluate(
 
 
 def data_settings(table: Table, adapters: Mapping[str, Path]) -> dict[str, DataSpec]:
-    """Return the data keys with which each adapter reads the table: those of its training, but the columns
-    and the format are those of the first adapter whose columns the table has."""
+    """Return the data settings (the keys of `data` in a jobs file) with which each adapter reads the table:
+    those of its own training, except that all use the columns and the format of the first adapter whose
+    columns the table has."""
     recorded = {name: _recorded_settings(folder) for name, folder in adapters.items()}
     fitting = (found for own in recorded.values() if (found := _fitted_columns(table, own)) is not None)
     read = next(fitting, DataSpec())
@@ -146,7 +147,7 @@ def data_settings(table: Table, adapters: Mapping[str, Path]) -> dict[str, DataS
 
 
 def _recorded_settings(folder: Path) -> DataSpec:
-    """Return the data keys of the finished job in a folder, without those that select rows."""
+    """Return the data settings of the finished job in a folder, without those that select rows."""
     found = read_job_file(folder)
     try:
         data = DataSpec() if found is None else recorded_data(found.values)
@@ -160,7 +161,8 @@ def _recorded_settings(folder: Path) -> DataSpec:
 
 
 def _fitted_columns(table: Table, data: DataSpec) -> DataSpec | None:
-    """Return the data keys, with a format that the table's first row has. None if it has no known format."""
+    """Return the data settings with a format that fits the table's first row, or None if no known format
+    does."""
     row = rename_columns(next(table.rows(), Row("", {})).value, data.columns)
     if data.format != "auto" and has_columns(row, data.format):
         return data
@@ -171,8 +173,8 @@ def _fitted_columns(table: Table, data: DataSpec) -> DataSpec | None:
 def encode_rows(
     answers: Answers, name: str, table: Table, settings: DataSpec, show_progress: ShowProgress
 ) -> EncodedRows:
-    """Encode the table as training would for the adapter. Of labelled answers only the desirable ones are
-    kept. Encoded rows are cached on disk."""
+    """Encode the table as training would for the adapter. Of answers with labels, only those labelled
+    desirable are used. Encoded rows are cached on disk."""
     adapter, context = answers.adapted.banks.attached[name].adapter.spec, answers.adapted.base.shape.context
     if before := adapter.positions_before:
         settings = replace(settings, max_length=settings.max_sample_tokens(context - before))
@@ -238,8 +240,8 @@ def score_pairs(
     adapters: Mapping[str, Path],
     show_progress: ShowProgress,
 ) -> tuple[dict[str, EvaluationSums], dict[str, dict[str, float | None]]]:
-    """Return the sums over the chosen samples of every adapter, and the metrics of its rewards. Those of the
-    base, which is the reference policy, are None."""
+    """Return two maps from each adapter: to the sums over its chosen samples, and to the metrics of its
+    rewards. The reward metrics of the base, which is the reference policy, are None."""
     references = {one.samples.fingerprint: name for name, one in encoded.items() if one.is_base}
     scored = dict(encoded)
     for name, one in encoded.items():
@@ -264,7 +266,7 @@ def score_pairs(
 
 
 def _reward_scale(folder: Path) -> float:
-    """Return `objective.beta` of a job that was trained with DPO, or else its default."""
+    """Return `objective.beta` of a job that was trained with DPO, and the default value for other jobs."""
     found = read_job_file(folder)
     objective = found.values["job"].get("objective") if found is not None else None
     if not isinstance(objective, Mapping) or objective.get("kind") != "dpo":
@@ -279,8 +281,8 @@ def sum_losses(
     show_progress: ShowProgress,
     logprobs: dict[str, list[float]] | None = None,
 ) -> dict[str, EvaluationSums]:
-    """Return the sums of losses and of correct predictions of every adapter over all its samples. If
-    `logprobs` is given, the log-probability of every sample is appended to the list of its adapter."""
+    """Return for each adapter the sums of losses and of correct predictions over all its samples. If
+    `logprobs` is given, the log-probability of every sample is appended to its adapter's list."""
     scorer = Scorer(answers.adapted.base.head(), answers.adapted.banks.rows_in_head)
     sums: dict[str, EvaluationSums] = {}
     for h_TD, laid in passes(answers, encoded, show_progress):
@@ -296,8 +298,8 @@ def sum_losses(
 def passes(
     answers: Answers, encoded: Mapping[str, EncodedRows], show_progress: ShowProgress
 ) -> Iterator[tuple[Tensor, LaidMicrobatch]]:
-    """Yield the last hidden states [T, D] of packed passes over all samples of all adapters, on the stream of
-    the base."""
+    """Yield each packed pass over the samples of all adapters: its last hidden states [T, D] and its
+    microbatch. Passes run on the CUDA stream of the base."""
     adapted = answers.adapted
     base, banks = adapted.base, adapted.banks
     total = sum(len(one.samples) for one in encoded.values())
@@ -317,7 +319,8 @@ def passes(
 def refuse_mixed(
     reward_models: Mapping[str, EncodedRows], adapters: Mapping[str, Path], table: Table
 ) -> None:
-    """Raise unless all adapters are reward models and the rows are preference pairs."""
+    """Raise AdapterError if an adapter is no reward model, and DataError unless the rows are preference
+    pairs."""
     first = adapters[next(iter(reward_models))]
     if others := [folder for name, folder in adapters.items() if name not in reward_models]:
         raise AdapterError(
@@ -335,7 +338,7 @@ def score_rewards(
     adapters: Mapping[str, Path],
     show_progress: ShowProgress,
 ) -> Iterator[AdapterScores]:
-    """Yield the loss of every reward model on the pairs, and the metrics of its training."""
+    """Yield for each reward model its loss on the pairs and the metrics that its training reports."""
     adapted = answers.adapted
     scorer = Scorer(adapted.base.head(), adapted.banks.rows_in_head)
     for name in encoded:
@@ -363,7 +366,7 @@ def score_rewards(
 
 
 def _reward_spec(folder: Path) -> RewardSpec:
-    """Return the objective of a finished reward model, or else the default one."""
+    """Return the objective of a finished reward model, with its recorded coefficient if there is one."""
     found = read_job_file(folder)
     objective = found.values["job"].get("objective") if found is not None else None
     coefficient = objective.get("center_rewards_coefficient") if isinstance(objective, Mapping) else None
@@ -371,8 +374,8 @@ def _reward_spec(folder: Path) -> RewardSpec:
 
 
 def microbatches(encoded: Mapping[str, EncodedRows], max_rows: int = PASS_ROWS) -> Iterator[Microbatch]:
-    """Yield microbatches of at most `max_rows` rows unless one sample is longer. The n-th samples of all
-    adapters are neighbours, so that adapters share passes."""
+    """Yield microbatches of at most `max_rows` rows; a longer sample is alone in one. The n-th samples of all
+    adapters are adjacent, so adapters share passes."""
     samples = {
         name: one.samples.with_prefix(one.virtual_rows, one.virtual_keys) for name, one in encoded.items()
     }
@@ -392,7 +395,7 @@ def microbatches(encoded: Mapping[str, EncodedRows], max_rows: int = PASS_ROWS) 
 
 
 def _collate_parts(parts: Sequence[Part], encoded: Mapping[str, EncodedRows]) -> Microbatch:
-    """Concatenate samples, sorted by adapter. Samples of the base pass through no adapter."""
+    """Return the samples as one microbatch, sorted by adapter. Samples of the base have no adapter."""
     microbatch = collate(sorted(parts, key=lambda part: part.job))
     segments = (
         replace(segment, adapter=None) if encoded[segment.job].is_base else segment
@@ -412,9 +415,9 @@ def answer_rows(
     skip_bad_rows: bool,
     show_progress: ShowProgress,
 ) -> tuple[list[AnsweredRow], list[str]]:
-    """Generate the greedy answers of all adapters in one batch. Return the rows that were answered, and
-    sentences about those that were not. Without `skip_bad_rows`, a prompt that a template refuses is an
-    error."""
+    """Generate the greedy answers of all adapters in one batch. Return the rows that were answered, and a
+    sentence that counts the prompts that are too long for the base, if there are any. A prompt that a chat
+    template refuses is left out if `skip_bad_rows`, and an error otherwise."""
     context = answers.adapted.base.shape.context
     asked: list[tuple[AnsweredRow, str, list[int]]] = []
     kept: list[AnsweredRow] = []
@@ -451,7 +454,8 @@ def answer_rows(
 
 
 def tokens_of(encoder: Encoder, row: AnsweredRow) -> list[int]:
-    """Return the tokens of a row's prompt. Raise DataError, with the location, if the template refuses it."""
+    """Return the tokens of a row's prompt. Raise DataError with the row's location if the chat template
+    refuses it."""
     try:
         is_plain = isinstance(row.prompt, str)
         return prompt_tokens(encoder, row.prompt, is_plain, tools=row.tools, now=False)
@@ -462,7 +466,8 @@ def tokens_of(encoder: Encoder, row: AnsweredRow) -> list[int]:
 def scores_of(
     adapter: str, sums: EvaluationSums, rows: Sequence[AnsweredRow], metric: UserMetric | None
 ) -> dict[str, float | None]:
-    """Return the value of every metric for one adapter. Metrics of answers are None if there are none."""
+    """Return the value of every metric for one adapter. Metrics of answers are None if no answers were
+    generated."""
     loss = sums.loss / sums.tokens
     scores: dict[str, float | None] = {
         "loss": loss,
@@ -476,8 +481,9 @@ def scores_of(
 
 
 def mean_score(adapter: str, rows: Sequence[AnsweredRow], metric: UserMetric | None = None) -> float | None:
-    """Return the mean over the rows of the user's metric or, without one, the share of rows with the expected
-    answer. None if there are no rows with an expected answer."""
+    """Return the mean of the user's metric over the rows or, without a metric, the share of rows whose answer
+    is the expected one. Rows without an expected answer do not count there. None if there is nothing to
+    score."""
     if metric is None:
         values = [float(row.is_match(adapter)) for row in rows if row.expected is not None]
     else:

@@ -1,7 +1,8 @@
-"""Decode steps as CUDA graphs: from token ids to logits with one launch.
+"""CUDA graphs of decode steps, which compute logits from token ids with one launch.
 
-A graph is captured for a number of sequences, of adapters and of pages, and for the limits of the adapter
-banks. Which sequences and adapters take part are values of tensors that it reads.
+A graph is captured for each key: the number of sequences, of adapters and of pages (each rounded up), and the
+size limits of the adapter banks. Which sequences and adapters take part is read from tensors, so that can
+change without another capture.
 
 Shapes: B sequences, V vocabulary.
 """
@@ -26,13 +27,16 @@ from weftune.run.passes.graphs import captured
 from weftune.run.passes.rows import bucket
 
 MAX_SEQUENCES = 256
-"""Number of sequences beyond which the device is busy long enough that launches do not matter."""
+"""Maximum number of sequences in a captured step. With more, kernels take so long that launches do not
+matter."""
 LEAST_PAGES = 32
-"""Smallest bucket of the longest sequence, in pages."""
+"""Minimum number of pages of the longest sequence for which a graph is captured; more are rounded up to a
+power of two."""
 
 
 class DecodeGraphs:
-    """The captured decode steps of a decoder. The first step of a key runs uncaptured, to compile kernels."""
+    """The captured decode steps of a decoder. The first step of each key runs uncaptured, so that its kernels
+    are compiled."""
 
     def __init__(self, adapted_base: AdaptedBase, cache: PagedCache, head: Head) -> None:
         self._adapted, self._cache, self._head = adapted_base, cache, head
@@ -62,8 +66,8 @@ class DecodeGraph:
     def __init__(
         self, adapted_base: AdaptedBase, cache: PagedCache, head: Head, count: int, pages: int, runs: int
     ) -> None:
-        """Allocate the tensors for `count` sequences with up to `pages` pages each. Their rows form up to
-        `runs` runs: one for each adapter, one for the bare base and one of padding."""
+        """Allocate the tensors for `count` sequences with up to `pages` pages each. `runs` is the maximum
+        number of groups of adjacent rows: one per adapter, one for the base alone and one of padding."""
         device = adapted_base.base.device
         self._adapted, self._head = adapted_base, head
         self._cached = DecodedRows(cache, count, pages, device)

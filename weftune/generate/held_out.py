@@ -32,20 +32,21 @@ class HeldOutPrompts:
     """Tokens of the prompt of each row."""
     max_new_tokens: int
     metric_name: str | None
-    """Name of the metric of the answers. None if the job has none."""
+    """Name of the metric that scores the answers. None if the job has no such metric."""
     user_metric: UserMetric | None = None
-    """The user's function, if the metric is one."""
+    """The user's function, if the metric is a function of the user."""
 
     def with_answers(self, answers: Mapping[str, Sequence[str]]) -> list[AnsweredRow]:
-        """Return the rows with answers; `answers` maps each adapter to its answers to all prompts."""
+        """Return the rows with their answers filled in. `answers` maps each adapter to its answers, in the
+        order of the prompts."""
         return [
             replace(row, answers={name: own[index] for name, own in answers.items()})
             for index, row in enumerate(self.rows)
         ]
 
     def scores(self, rows: Sequence[AnsweredRow], adapter: str) -> dict[str, float]:
-        """Return the value of the metric under its name; empty if the job has none. Raise UserError if the
-        user's function fails."""
+        """Return a map from the metric's name to its value; empty if the job has no metric. Raise UserError
+        if the user's function fails."""
         if self.metric_name is None:
             return {}
         value = mean_score(adapter, rows, self.user_metric)
@@ -54,8 +55,8 @@ class HeldOutPrompts:
 
 
 def read_held_out(spec: JobSpec, prepared: Prepared, encoder: Encoder, context: int) -> HeldOutPrompts | None:
-    """Return the prompts that a job answers; None if it generates no answers. Raise DataError if its held-out
-    rows have no prompts or lack what its metric needs."""
+    """Return the held-out prompts that a job answers, or None if it generates no answers. Raise DataError if
+    its held-out rows have no prompts or lack what its metric needs."""
     if spec.eval is None or spec.eval.generate is None:
         return None
     own = _with_template(encoder, spec.data.chat_template)
@@ -103,7 +104,8 @@ def _held_out_rows(spec: JobSpec, evaluation: EvalSpec, prepared: Prepared) -> I
 
 
 def _with_template(encoder: Encoder, chat_template: str | None) -> Encoder:
-    """Return an encoder whose tokenizer has the job's chat template, as the one saved with its adapter."""
+    """Return an encoder whose tokenizer has the job's chat template, like the tokenizer saved with its
+    adapter."""
     if chat_template is None:
         return encoder
     tokenizer: Any = copy.deepcopy(encoder.tokenizer)

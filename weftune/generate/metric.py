@@ -16,14 +16,14 @@ from weftune.errors import Mistake, UserError
 
 @dataclass(frozen=True, slots=True)
 class UserMetric:
-    """A function `f(completion, expected, row) -> float` of the user. Higher is better."""
+    """A user's function `f(completion, expected, row) -> float` that scores one answer. Higher is better."""
 
     name: str
     function: Callable[[str, str | None, dict[str, Any]], Any]
 
     def score(self, row: AnsweredRow, adapter: str) -> float:
-        """Return the function's result for the answer of one adapter. Raise UserError with the row's location
-        if the function fails or returns no number."""
+        """Return the score of one adapter's answer. Raise UserError with the row's location if the function
+        fails or returns no number."""
         try:
             result = self.function(row.answers[adapter], row.expected, dict(row.values))
         except Exception as error:
@@ -40,8 +40,8 @@ class UserMetric:
 
 
 def load_metric(file: Path, name: str, key: str = "--metric") -> UserMetric:
-    """Import a function from a Python file. Raise UserError if the file or the function cannot be used; `key`
-    is what the user wrote it in."""
+    """Import a function from a Python file. Raise UserError if the file or the function cannot be used. `key`
+    is the option or key in which the user wrote it, for the message."""
     if name in RESERVED_NAMES:
         raise UserError(f"{key}: {name} is already the name of a column; give the function another name.")
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""Rows of prompts: `{"prompt"}` or `{"messages"}`, with the expected answer if a row has one."""
+"""Rows of a file of prompts. A row has a `prompt` or `messages`, and may have an expected answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PromptRow:
 
 
 def read_prompts(path: Path) -> list[PromptRow]:
-    """Return the prompts of a file. Raise DataError, with the location, for a row that has none."""
+    """Return the prompts of a file. Raise DataError with the row's location if a row has no prompt."""
     found = []
     for index, row in enumerate(open_path(str(path), None, str(path)).rows()):
         problem = row.problem or _prompt_problem(row.value)
@@ -37,7 +37,7 @@ def read_prompts(path: Path) -> list[PromptRow]:
 
 
 def _prompt_problem(row: Mapping[str, Any]) -> str | None:
-    """Return why a row is no prompt, or None."""
+    """Return the reason why a row is not a prompt, or None if it is one."""
     if "messages" not in row and "prompt" not in row:
         names = ", ".join(row) or "none"
         return f"a row of prompts has a column `prompt` or `messages` (its columns: {names[:200]})"

@@ -1,4 +1,4 @@
-"""The choice of the next token of every sequence from its logits.
+"""Selection of the next token of every sequence from its logits.
 
 Random numbers are a pure function of a sequence's seed, the index of the new token and the token's id. So the
 tokens of a sequence depend neither on the other sequences of a batch nor on the order of passes.
@@ -24,7 +24,7 @@ from weftune.ops.triton import kernels_available
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How a sequence is continued. The defaults decode greedily."""
+    """The sampling settings of a sequence. The defaults decode greedily."""
 
     max_tokens: int = 128
     temperature: float = 0.0
@@ -32,14 +32,15 @@ class Sampling:
     top_k: int = 0
     """Number of most probable tokens to choose from. 0 means all."""
     top_p: float = 1.0
-    """The smallest set of most probable tokens with at least this total probability is chosen from."""
+    """Total probability of the smallest set of most probable tokens to choose from."""
     repetition_penalty: float = 1.0
-    """Divisor of positive, and factor of negative, logits of tokens in the prompt or the completion."""
+    """Penalty for tokens in the prompt or the completion: positive logits are divided by it, negative ones
+    multiplied."""
     presence_penalty: float = 0.0
     """Value subtracted from the logits of tokens that the completion contains."""
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end the sequence, and that are part of the sequence."""
+    """Tokens that end the sequence. The token that ends it is part of the generated tokens."""
     prompt_logprobs: bool = False
     """Whether the log-probabilities of the prompt's tokens are computed."""
 
@@ -65,7 +66,7 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """One row of logits: the settings and the earlier tokens of its sequence."""
+    """One row of logits, with the sampling settings and the earlier tokens of its sequence."""
 
     sampling: Sampling
     prompt: Sequence[int]
@@ -73,8 +74,8 @@ class SampledRow:
 
 
 def sample(logits_BV: Tensor, rows: Sequence[SampledRow]) -> tuple[Tensor, Tensor]:
-    """Return the next token of every sequence, and its log-probability in the model's own distribution, which
-    temperature, penalties and truncation do not change."""
+    """Return the next token of every sequence and its log-probability, both [B]. The log-probability is that
+    of the model itself: temperature, penalties and truncation do not change it."""
     scores_BV = _apply_penalties(logits_BV, rows)
     has_kernel = logits_BV.dtype == torch.float32 and kernels_available(logits_BV)
     if not has_kernel or any(row.sampling.top_k for row in rows):
@@ -118,9 +119,9 @@ def _apply_penalties(logits_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
 
 
 def _truncate_scores(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
-    """Divide by the temperatures, and set the scores of tokens outside top-k and top-p to -inf. The most
-    probable token always remains, and so do tokens as probable as the last one that remains. Greedy rows stay
-    as they are."""
+    """Divide the scores by the temperatures, and set those of tokens outside top-k and top-p to -inf. The
+    most probable token always remains, and ties with the last remaining token remain too. Rows that decode
+    greedily are unchanged."""
     settings = [row.sampling for row in rows]
     device, vocabulary = scores_BV.device, scores_BV.shape[1]
     temperature_B1 = _to_column([one.temperature or 1.0 for one in settings], device)
@@ -141,8 +142,8 @@ def _truncate_scores(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
 
 
 def _perturb_scores(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
-    """Add Gumbel noise: the argmax of the result is a sample of the softmax of the scores. Rows that decode
-    greedily get none."""
+    """Add Gumbel noise to the scores: the argmax of the result is then a sample of their softmax. Rows that
+    decode greedily get no noise."""
     device = scores_BV.device
     keys = torch.tensor([_random_key(row) for row in rows], dtype=torch.int32)
     key_B1 = to_device(keys, device)[:, None]
