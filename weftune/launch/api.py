@@ -40,11 +40,12 @@ class SweepResult:
     path: Path
     """The sweep's folder, which contains `best`."""
     rows: list[dict[str, Any]]
-    """A row for each trial, the best first: its name, its values, its metric, and how it ended."""
+    """One dict per trial, the best trial first, with the trial's name, tried values, state, score, last step
+    and the reason of its end."""
     best: Result | None
     """Result of the winner; None if no trial has finished."""
     results: dict[str, Result]
-    """Maps each trial to its result."""
+    """Maps the name of each trial to its result."""
 
     @property
     def table(self) -> Any:
@@ -74,13 +75,14 @@ def train(
 ) -> dict[str, Result]:
     """Train every job of a jobs file, or of a dict with the content of such a file.
 
-    Paths in a dict are relative to the working folder, and `data` may be the rows themselves. `resume`
-    continues an output that was begun. With `deterministic`, here or in the file, two runs on the same device
-    give bitwise equal results. `gpus`, `pipeline`, `replicas` and `shards` are those of `weftune train`: they
-    train in new processes, which import the calling script, so that the call must be under
-    `if __name__ == "__main__":`. Without them, the planner decides how several GPUs are used, unless there is
-    a `callback`. Terminals and notebooks show the progress and, at the end, the table of
-    `weftune train`, unless `progress` is False or a `view` is given, which receives the progress instead.
+    Return a dict from each job's name to its result. Paths in a dict of jobs are relative to the working
+    folder, and `data` may be the rows themselves. `resume` continues the run in an existing output folder.
+    With `deterministic`, here or in the file, two runs on the same device give bitwise equal results. `gpus`,
+    `pipeline`, `replicas` and `shards` mean the same as the options of `weftune train`: training then runs in
+    new processes, which import the calling script, so the call must be under `if __name__ == "__main__":`.
+    Without these arguments, the planner decides how several GPUs are used, unless there is a `callback`.
+    Terminals and notebooks show the progress and, at the end, the table of `weftune train`, unless `progress`
+    is False or a `view` is given, which receives the progress instead.
     """
     end_unguarded_script()
     if isinstance(jobs, Mapping):
@@ -125,8 +127,8 @@ def train(
 
 
 def _may_choose_processes(run: RunSpec, options: Options, callback: Callback | None) -> bool:
-    """Return whether the planner chooses numbers of processes: those that are requested as `auto`, or all of
-    them if the jobs can be sent to other processes and nothing is called in this one."""
+    """Return whether the planner chooses how many processes train: if a number is requested as `auto`, or if
+    no number is requested, the jobs can be pickled for other processes, and there is no callback."""
     if not has_free_numbers(options):
         return False
     return AUTO in (options.pipeline, options.shards) or (callback is None and _is_picklable(run))
@@ -141,7 +143,7 @@ def _is_picklable(run: RunSpec) -> bool:
 
 
 def _refuse_unpicklable(run: RunSpec) -> None:
-    """Refuse jobs with objects that exist in this process only."""
+    """Raise SpecError if the jobs cannot be pickled and sent to other processes."""
     try:
         pickle.dumps(run)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -152,7 +154,8 @@ def _refuse_unpicklable(run: RunSpec) -> None:
 
 
 def _with_processes(options: Options, numbers: Mapping[str, Any]) -> Options:
-    """Return the options with the numbers of processes that are not None, or raise SpecError."""
+    """Return the options with those numbers of processes that are not None. Raise SpecError if a number is
+    invalid."""
     given = {key: number for key, number in numbers.items() if number is not None}
     for key, number in given.items():
         if key == "gpus" and number == "all":
@@ -184,7 +187,7 @@ def sweep(
 ) -> SweepResult:
     """Train the trials of one job that has the key `sweep`, as in a jobs file, and return their results.
 
-    `base` is the value of that key in a jobs file; the other arguments are those of `train`.
+    `base` has the value of the key `base` in a jobs file. The other arguments are described at `train`.
     """
     if "sweep" not in job:
         raise SpecError(Mistake("sweep", "the job needs this key: what is tried, such as {over: {…}}"))

@@ -1,5 +1,8 @@
-"""The choice of how to run jobs on a machine: the question that `weftune plan`, `weftune train` and
-`weftune.train` ask alike, without loading weights."""
+"""The choice of how to run jobs on a machine: how many processes train, and how the base is divided among
+them.
+
+`weftune plan`, `weftune train` and `weftune.train` all use these functions. No weights are loaded.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +48,8 @@ ENOUGH = 1 << 50
 
 
 def choose_planned(case: PlanCase) -> LayoutChoice:
-    """Return the choice for a case: the question that `weftune plan` and `weftune train` both ask. Raise
-    PlanError if no job fits."""
+    """Return how the jobs of `case` should run on its devices. `weftune plan` and `weftune train` both call
+    this function. Raise PlanError if no job fits."""
     machine = planned_machine(case)
     choice = choose_layout(case.shape, case.shapes, machine, _workload(case, machine))
     admit_first(case.shapes, choice)
@@ -72,7 +75,7 @@ def _workload(case: PlanCase, machine: Machine) -> Workload:
 
 
 def seconds_alone(case: PlanCase, machine: Machine) -> dict[str, float]:
-    """Return the seconds of each job's whole training on one device."""
+    """Return, for each job, the predicted seconds of its whole training alone on one device."""
     profile = machine.profile
     cost = profile_cost.cost_of(profile, case.shape) if profile else sheet_cost(case.shape, case.speeds[0])
     seconds = {}
@@ -84,7 +87,8 @@ def seconds_alone(case: PlanCase, machine: Machine) -> dict[str, float]:
 
 
 def admit_first(jobs: Sequence[JobShape], choice: LayoutChoice) -> Admission:
-    """Return the jobs admitted first, by the rule of the scheduler; raise PlanError if none can be."""
+    """Return which jobs the scheduler admits at the start of the run. Raise PlanError if it can admit
+    none."""
     found = admit_jobs(jobs, [], choice.memory.misfit_reason)
     if not found.admitted_names:
         raise PlanError(
@@ -97,8 +101,8 @@ def admit_first(jobs: Sequence[JobShape], choice: LayoutChoice) -> Admission:
 
 
 def has_free_numbers(options: Options) -> bool:
-    """Return whether the planner chooses numbers of processes: if an option is `AUTO`, or if no option starts
-    processes on a machine with several GPUs."""
+    """Return whether the options leave the numbers of processes to the planner: if one of them is `AUTO`, or
+    if none requests several processes on a machine with several GPUs."""
     from weftune.run.measure.memory import visible_gpus
 
     if AUTO in (options.pipeline, options.shards):
@@ -136,8 +140,8 @@ def choose_processes(run: RunSpec, options: Options, max_steps: int | None) -> t
 
 
 def planned_machine(case: PlanCase) -> Machine:
-    """Return the machine that the options describe. On several GPUs, numbers that no option fixes are chosen
-    if no option starts processes, or if one of them is `auto`."""
+    """Return the machine that the options describe. Numbers of processes that the planner is to choose are
+    `AUTO`; see `requested_division`."""
     division, machine = requested_division(case), _machine_of(case)
     known = len(case.cluster.devices)
     if machine.on_gpu and division.shares > 1 and division.workers_per_share > 1 and division.devices > known:
@@ -151,7 +155,8 @@ def planned_machine(case: PlanCase) -> Machine:
 
 
 def requested_division(case: PlanCase) -> Division:
-    """Return the numbers that the options fix, and `AUTO` for numbers that are to be chosen."""
+    """Return how many shares of the jobs, replicas, pipeline stages and shards the options request. A number
+    is `AUTO` if the planner chooses it: on several GPUs, if no option requests processes or one is `auto`."""
     options, cluster = case.options, case.cluster
     is_searched = not options.starts_processes or AUTO in (options.pipeline, options.shards)
     several = cluster.devices[0].is_gpu and len(cluster.devices) > 1
@@ -177,7 +182,7 @@ def train_flags(case: PlanCase, choice: LayoutChoice) -> str:
 
 
 def division_sentence(case: PlanCase, choice: LayoutChoice) -> str:
-    """Return how the devices are used, and why, as a sentence."""
+    """Return a sentence that says how the devices are used, and why."""
     devices = len(case.cluster.devices)
     kind = "GPUs" if choice.machine.on_gpu else "processes"
     division, flags = choice.machine.division, train_flags(case, choice)
@@ -202,7 +207,8 @@ def division_sentence(case: PlanCase, choice: LayoutChoice) -> str:
 
 
 def _machine_in_shares(case: PlanCase, machine: Machine, division: Division) -> Machine:
-    """Return a machine whose devices each have the whole base; on a CPU they are processes."""
+    """Return a machine on which every device holds the whole base and trains its own jobs. On a CPU, each
+    process counts as a device. Raise PlanError if the base does not fit."""
     devices = case.options.gpus or len(case.cluster.devices)
     known = len(case.cluster.devices)
     if machine.on_gpu and devices > known:
@@ -218,7 +224,7 @@ def _machine_in_shares(case: PlanCase, machine: Machine, division: Division) -> 
 
 
 def _machine_of(case: PlanCase) -> Machine:
-    """Return the machine for the requested division, in which numbers may be `AUTO`."""
+    """Return the machine for the requested numbers of processes, which may be `AUTO`."""
     options, devices, division = case.options, case.cluster.devices, requested_division(case)
     on_gpu = devices[0].is_gpu
     processes = max(1, division.stages) * max(1, division.replicas) * max(1, division.shards)
@@ -247,13 +253,14 @@ def _machine_of(case: PlanCase) -> Machine:
 
 
 def _link_between_workers(case: PlanCase) -> Link | None:
-    """Return the link between two GPUs by the data sheet. None for the processes of a CPU, whose link is not
-    known."""
+    """Return bandwidth and latency between two GPUs from the data sheet. Return None for processes on a CPU,
+    whose link is unknown."""
     return case.cluster.link if case.cluster.devices[0].is_gpu else None
 
 
 def _profile(case: PlanCase, neighbours: int = 1) -> Profile | None:
-    """Return this machine's profile for this base; None unless `weftune doctor --profile` has written one."""
+    """Return the measurements that `weftune doctor --profile` has saved for this machine and base, or None.
+    On a CPU, `neighbours` is the number of processes that share its cores."""
     if not case.on_this_machine:
         return None
     return find_local_profile(
@@ -262,7 +269,8 @@ def _profile(case: PlanCase, neighbours: int = 1) -> Profile | None:
 
 
 def stage_times(case: PlanCase, machine: Machine) -> StageTimes:
-    """Return the times of stages, from the profile of a worker or, without one, from the data sheet."""
+    """Return a predictor of the times of pipeline stages. It uses the measured profile of a worker or,
+    without a profile, the data sheet of the device."""
     shape, profile = case.shape, machine.worker_profile or machine.profile
     output_bytes = shape.hidden * shape.bytes_per_value
     if profile is not None:
@@ -275,7 +283,7 @@ def stage_times(case: PlanCase, machine: Machine) -> StageTimes:
 
 
 def time_source(case: PlanCase, choice: LayoutChoice) -> str:
-    """Return a description of where the times come from."""
+    """Return a phrase for the user that says whether predicted times rest on measurements or a data sheet."""
     sheet, machine, stream = case.speeds[0], choice.machine, choice.stream_device
     if stream is not None:
         if not machine.on_gpu:
@@ -287,7 +295,8 @@ def time_source(case: PlanCase, choice: LayoutChoice) -> str:
 
 
 def _gpu(case: PlanCase, budget: int, host: int, workers: int) -> StreamDevice:
-    """Return the device as a run would see it; devices under one PCIe root complex share its bandwidth."""
+    """Return the GPU for a base that is streamed from host memory, with the bandwidth of its link. Without a
+    measurement, GPUs under one PCIe root complex divide the bandwidth of the data sheet."""
     link = _measured_link(case.base) if case.on_this_machine else None
     if link is not None:
         return gpu_device(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
@@ -304,7 +313,7 @@ def _measured_link(base: BaseSpec) -> HostLink | None:
 
     if not torch.cuda.is_available():
         return None
-    # The same as base_dtype, which would import all of transformers.
+    # `base_dtype` returns this dtype too, but imports all of transformers.
     dtype: torch.dtype = getattr(torch, base.dtype or "bfloat16")
     try:
         return measure_link(torch.device("cuda", 0), dtype)

@@ -40,29 +40,32 @@ if TYPE_CHECKING:
     from weftune.trainer.options import Options
 
 OUTLOOK_ROUNDS = 4
-"""Number of global batches of each job that a plan inspects, the same as in a window."""
+"""Number of global batches of each job that `weftune plan` inspects, equal to that of a training window."""
 FEW_ROUNDS, MANY_JOBS = 2, 12
-"""Number of global batches of each job that a plan inspects if there are more than `MANY_JOBS` jobs: they
-have many samples together, and a plan may take only seconds."""
+"""If there are more than `MANY_JOBS` jobs, `weftune plan` inspects `FEW_ROUNDS` global batches of each, since
+many jobs have many samples and planning should take only seconds."""
 SAMPLED_ROWS, FEWEST_ROWS, ALL_ROWS = 2000, 100, 4000
-"""Numbers of rows read from datasets that are not tokenised yet: maximum and minimum per dataset, and total
-of all jobs, since all are tokenised in the seconds that a plan may take."""
+"""Numbers of rows that are read from datasets that are not tokenised yet: the maximum and the minimum per
+dataset, and the total of all jobs. Planning should take only seconds, so not all rows are tokenised."""
 
 LINE_FILES = (".jsonl", ".ndjson", ".csv", ".tsv")
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
+    """A job as `weftune plan` knows it, from its specification and its tokenised samples."""
+
     job: JobOutline
     curriculum: Curriculum
-    """Samples and steps of the job, the same as in a training run."""
+    """Samples and optimizer steps of the job, in the order in which a training run uses them."""
     is_sampled: bool
-    """Whether the lengths are those of the first rows only."""
+    """Whether sample lengths are known for the first rows of the dataset only."""
     total: JobTotal
     reference_data: Prepared | None = None
-    """Samples as the job's reference policy reads them. None if it has none."""
+    """Samples as the job's reference policy reads them. None if the job has no reference policy."""
     scored: int = 0
-    """Number of samples that the job scores before its first step: 0 if an earlier job scores the same."""
+    """Number of samples that the job's reference policy scores before the first step. It is 0 if an earlier
+    job has scored the same samples with the same reference policy."""
 
     @property
     def name(self) -> str:
@@ -88,7 +91,8 @@ class PlanCase:
     jobs: Sequence[PlannedJob]
     sweeps: Sequence[SweepOutlook] = ()
     shard_counts: Sequence[int] = (1,)
-    """Numbers of shards into which the base's layers and all adapters can be divided."""
+    """Possible numbers of shards (slices of every layer for tensor parallelism) for this base and these
+    adapters."""
 
     @property
     def several_devices(self) -> bool:
@@ -103,8 +107,8 @@ class PlanCase:
         return {one.name: one.total for one in self.jobs}
 
     def job_window(self, name: str, rounds: int, begins: bool = True) -> JobWindow:
-        """Return a job's part of the first window; an evaluation precedes it if there are samples for one. A
-        job with a reference policy only scores its samples in that window, unless `begins` is False."""
+        """Return the job's first `rounds` global batches. If `begins` is True, an evaluation precedes them if
+        the job has held-out samples; a job with a reference policy then only scores its samples instead."""
         job = next(one for one in self.jobs if one.name == name)
         if begins and job.reference_data is not None:
             return job.curriculum.score_window(0, job.reference_data, np.arange(job.scored))
@@ -114,7 +118,8 @@ class PlanCase:
 def read_case(
     run: RunSpec, cluster: Cluster, options: Options, *, on_this_machine: bool, max_steps: int | None = None
 ) -> PlanCase:
-    """Return the plan's input for a run's jobs on a cluster; the base's sizes come from its config.json."""
+    """Read the input of a plan: the jobs of `run` and the devices of `cluster`. The sizes of the base come
+    from its config.json."""
     config = read_config(run.base)
     refuse_shards(run.base, config, max(1, options.shards))
     shape = spec_shape(run.base, config, bytes_per_value(run.base, cluster.devices[0].is_gpu))
@@ -139,7 +144,7 @@ def read_case(
 
 
 def _shard_counts(run: RunSpec, config: Mapping[str, Any], devices: int) -> list[int]:
-    """Return the numbers of shards, up to the number of devices, that `weftune train` does not refuse."""
+    """Return the numbers of shards, from 1 to the number of devices, that the base and all adapters allow."""
     if not all(job.adapter.runs_on_shards for job in run.jobs):
         return [1]
     return [count for count in range(1, devices + 1) if can_be_sharded(run.base, config, count)]
@@ -152,8 +157,8 @@ def outline_jobs(
     max_steps: int | None = None,
     averaged_jobs: Collection[str] = (),
 ) -> list[PlannedJob]:
-    """Return the outlines of all jobs, or raise the mistakes of all jobs at once. Jobs in `averaged_jobs`
-    keep a mean of their weights."""
+    """Return what a plan needs to know about each job. Jobs in `averaged_jobs` keep a running mean of their
+    weights. Raise one DataError with the mistakes of all jobs."""
     outline_model: list[PlannedJob] = []
     mistakes: list[Mistake] = []
     rounds = OUTLOOK_ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
@@ -199,9 +204,9 @@ def _job_total(
     max_steps: int | None,
     scores: bool,
 ) -> JobTotal:
-    """Return the totals of the job's whole training, although only the first rows may have been read. `scale`
-    is the number of all rows divided by the number of rows read; None if unknown. `scores` means that the job
-    scores its samples before its first step."""
+    """Return the steps, tokens and memory of the job's whole training, even if only the first rows of its
+    data were read. `scale` is the number of all rows divided by the number of rows read, or None if it is
+    unknown. `scores` says whether the reference policy scores the samples before the first step."""
     order = samples.train.sample_order(job.batch_size, job.seed)
     steps = job.total_steps(math.ceil(order.steps_per_epoch * (scale or 1.0)))
     steps = steps if max_steps is None else min(steps, max_steps)
@@ -226,17 +231,18 @@ def _job_total(
 
 
 class _JobReader:
-    """A reader of jobs' samples from the token cache, or else the first `rows`; equal data are read once."""
+    """A reader of the samples of jobs. It reads the token cache or, for data that are not in the cache,
+    tokenises the first `rows` rows. Data that several jobs share are read once."""
 
     def __init__(self, shared: SharedData, rows: int, context: int) -> None:
         self._shared, self._rows, self._context = shared, rows, context
         self._known: dict[Hashable, tuple[Prepared, bool, float | None]] = {}
         self._policies: set[Hashable] = set()
-        """Samples that an earlier job scores, with the adapter of its reference policy."""
+        """Pairs of samples and reference adapter that an earlier job has already scored."""
 
     def read(self, job: JobSpec) -> tuple[Prepared, bool, float | None]:
-        """Return the samples without rows of the adapter, whether they are from the first rows only, and the
-        number of all rows divided by the number of rows read, or None if unknown."""
+        """Return the job's samples without an adapter's virtual tokens, whether they come from the first rows
+        only, and the number of all rows divided by the number of rows read, or None if it is unknown."""
         data, row_kind = truncate_data(job, self._context), job.objective.row_kind
         key = data_identity(data, job.eval, row_kind)
         if key not in self._known:
@@ -245,7 +251,8 @@ class _JobReader:
         return adapt_to_objective(job, samples, self._context), sampled, scale
 
     def count_scored(self, job: JobSpec, data: Prepared) -> int:
-        """Return the number of samples that the job scores: of equal jobs only the first one does."""
+        """Return the number of samples that the job's reference policy scores. Of several jobs with the same
+        samples and the same reference policy, only the first one scores them; the others get 0."""
         adapter = None if job.adapter.init_from is None else job.adapter
         policy = (*(part.fingerprint for part in data.parts), repr(adapter))
         is_first = policy not in self._policies
@@ -267,7 +274,8 @@ def _tokens(parts: Sequence[Samples]) -> int:
 
 
 def _row_ratio(data: DataSpec, limit: int) -> float | None:
-    """Return all rows divided by the first `limit` of each file; None if a file is not one row per line."""
+    """Return the number of all rows divided by the number of rows read, at most `limit` per file. Return None
+    if a file does not have one row per line."""
     if data.rows is not None:
         counts = [len(data.rows)]
     else:

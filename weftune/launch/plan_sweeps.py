@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SweepOutlook:
+    """A sweep as `weftune plan` shows it: its trials, and the work that successive halving saves."""
+
     sweep: Sweep
     steps: tuple[int, ...]
-    """Steps of the first trial's rungs, its last step included."""
+    """Optimizer steps after which halving compares trials (its rungs), and the last step of a trial."""
     samples: Saving
     tokens: Saving
-    """Saving in tokens, on which the time depends; tokens of evaluations are included."""
+    """Tokens that halving is expected to save, including tokens of evaluations."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -32,7 +34,8 @@ class SweepOutlook:
 
     @property
     def known_trials(self) -> list[str]:
-        """Names of the trials that are known; with `tpe`, those of the first generation."""
+        """Names of the trials that are known before the run. With the `tpe` search, these are the trials of
+        the first generation."""
         return [trial.name for trial in self.sweep.trials]
 
     @property
@@ -44,7 +47,7 @@ class SweepOutlook:
         return trial_count(self.sweep.spec)
 
     def sentence(self) -> str:
-        """Return a sentence about the number of trials and the saving of halving."""
+        """Return a sentence about the number of trials and the work that halving saves."""
         count, listed = self.trials, len(self.known_trials)
         later = f", of which the first {listed} are known" if listed < count else ""
         if not self.has_halving:
@@ -61,7 +64,8 @@ class SweepOutlook:
 
 
 def averaged_trials(sweeps: Iterable[Sweep]) -> set[str]:
-    """Return the trials that keep a mean of their weights, which their sweep's rungs evaluate."""
+    """Return the names of trials that keep a running mean of their weights, because their sweep compares
+    trials by these means."""
     return {
         trial.name
         for sweep in sweeps
@@ -93,7 +97,8 @@ def sweep_outlooks(
 
 
 def expected_seconds(run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapping[str, JobTotal]) -> float:
-    """Return the run's seconds if halving drops trials as expected and `tpe` proposes all of its trials."""
+    """Return the predicted seconds of the run if halving drops as many trials as expected and the `tpe`
+    search proposes all of its trials."""
     known = {name: totals[name].steps * totals[name].tokens for name in run.ends}
     if not sum(known.values()):
         return run.seconds
@@ -103,7 +108,8 @@ def expected_seconds(run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapp
 
 
 def collapse_trials(names: Iterable[str], sweeps: Iterable[Sweep]) -> list[str]:
-    """Return the names with the trials of each sweep as one entry, such as `sql (24 trials)`."""
+    """Return the names of jobs, with the trials of each sweep replaced by one entry such as
+    `sql (24 trials)`."""
     owner = {trial.name: sweep.name for sweep in sweeps for trial in sweep.trials}
     groups: dict[tuple[str, bool], list[str]] = {}
     for name in names:

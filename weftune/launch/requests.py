@@ -1,4 +1,4 @@
-"""The processes that a run requests, checked before they start."""
+"""Checks of the numbers of processes that a run requests, before the processes start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from weftune.trainer.options import Options
 
 
 def requested_shares(run: RunSpec, options: Options) -> tuple[str, ...]:
-    """Return the device of the first worker of each share of the jobs; empty if `gpus` is None. Raise
-    UserError if the base, a job or this machine does not allow these numbers of processes."""
+    """Return the device of the first process of each share, a part of the jobs with its own processes. The
+    tuple is empty if the jobs are not divided. Raise UserError if the base, a job or this machine does not
+    allow the requested numbers of processes."""
     workers = options.workers_per_share
     devices: tuple[str, ...] = ()
     refuse_kinds_on_shards(run.jobs, options.shards)

@@ -1,8 +1,9 @@
-"""Training in shares: the jobs are divided among teams of workers, which train without communication.
+"""Training in shares: the jobs are divided among teams of processes, which train without communication.
 
-A team is one process that holds the whole base, or several workers that hold its stages, replicas and shards.
-The jobs are divided by predicted time. Each share has its own store; when all have ended, their records are
-merged into the store of the output folder.
+A share is the jobs of one team. A team is one process that holds the whole base, or several workers that hold
+its stages, replicas and shards. The jobs are divided so that shares take equally long by prediction. Each
+share has its own store of job records; when all shares have ended, these records are merged into the store of
+the output folder.
 """
 
 from __future__ import annotations
@@ -58,32 +59,33 @@ from weftune.trainer.train import trainer_for
 from weftune.trainer.trainer import Result, Trainer
 
 SILENT_SECONDS = 30.0
-"""Seconds without a message after which a share counts as lost; Python's GIL may delay messages."""
+"""Seconds without a message after which the process of a share counts as lost. The limit is long because
+Python's GIL may delay messages."""
 USER_ERROR = 2
 """Exit code of a share that was ended by a user error."""
 SAMPLED_BATCHES = 16
-"""Number of global batches, spread over a job's steps, from which the time of all is estimated."""
+"""Number of global batches, spread over a job's steps, from which the time of all its batches is
+estimated."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShareMistake:
-    """A message which says that a user error has ended a share."""
+    """A message to the launcher that a user error has ended a share."""
 
     share: int
     sentence: str
 
 
 ShareMessage = JobRecord | SweepRecord | str | ShareMistake | dict[str, Result]
-"""A message from a process to the launcher: progress, a sentence, or the results of a team that trains all
-jobs."""
+"""A message from a training process to the launcher: progress, a sentence for the user, or, if one team
+trains all jobs, their results."""
 
 
 def train_shares(
     run: RunSpec, trainer: Trainer, devices: Sequence[str]
 ) -> tuple[dict[str, Result], set[int]]:
-    """Train all jobs of a run in shares, each in the processes that the trainer's options request for one
-    base. `devices` has the device of each share's first process. Return the results of all jobs and the exit
-    codes of the shares."""
+    """Train all jobs of a run in shares, one team of processes per share. `devices` contains the device of
+    each team's first process. Return the results of all jobs and the exit codes of the shares."""
     options, device = trainer.options, torch.device(devices[0])
     shape = inspect(trainer.spec, device)
     machine = launcher_machine(options, device, shape, len(devices))
@@ -122,10 +124,12 @@ def train_shares(
 def _rounds(
     trainer: Trainer, store: Store, sweeps: Sweeps, prepared_jobs: Sequence[PreparedJob], shape: ModelShape
 ) -> Iterator[list[PreparedJob]]:
-    """Yield the jobs that can train now, until none is left. Without sweeps, there is one round.
+    """Yield lists of jobs to train, one list per round, until no job remains. Without sweeps, there is one
+    round.
 
-    In a round, trials train up to their next rung. Between rounds, when the trials of all shares have been
-    evaluated, the rungs are decided. Every round divides its jobs anew, so that all devices have trials.
+    In a round, the trials of a sweep train up to their next rung, the step at which halving compares them.
+    After each round, when all trials have been evaluated, trials are dropped or continue. Every round divides
+    its jobs among the devices again, so that all devices have trials.
     """
     prepared = {job.name: job for job in prepared_jobs}
     before: dict[str, int] | None = None
@@ -159,7 +163,7 @@ def _show_shares(
 
 
 def _pause_waiting_trials(trainer: Trainer, store: Store, sweeps: Sweeps) -> None:
-    """Pause the trials that still wait at a rung when the last round has ended."""
+    """Pause the trials that still wait for a decision of their sweep when the last round has ended."""
     for name in filter(sweeps.is_waiting_at_rung, trainer.jobs):
         if name in store and store.job(name).state is State.QUEUED:
             reason = f"waits for other trials of its sweep; resume with {store.resume_line()}"
@@ -168,8 +172,9 @@ def _pause_waiting_trials(trainer: Trainer, store: Store, sweeps: Sweeps) -> Non
 
 
 def train_in_processes(run: RunSpec, trainer: Trainer, devices: Sequence[str]) -> dict[str, Result]:
-    """Train all jobs of a run in new processes: in shares if there are several `devices`, else in one team of
-    workers. Return the results of all jobs. Raise UserError if a user error has ended a process."""
+    """Train all jobs of a run in new processes: one team of processes for each of several `devices`, or else
+    one team for all jobs. Return the results of all jobs. Raise UserError if a user error has ended a
+    process."""
     if len(devices) < 2:
         return _train_team(run, trainer, devices)
     with use_clock(PhaseClock()) as clock:
@@ -203,7 +208,8 @@ def _train_team(run: RunSpec, trainer: Trainer, devices: Sequence[str]) -> dict[
 def fitting_jobs(
     shape: ModelShape, machine: Machine, prepared_jobs: Sequence[PreparedJob], view: View
 ) -> frozenset[str]:
-    """Return the names of jobs that fit on a device with the base; raise PlanError if none does."""
+    """Return the names of the jobs that fit alone on a device beside the base. Raise PlanError if no job
+    fits."""
     memory = MemoryModel(shape, machine.budget_bytes, machine.process_bytes, uses_fused_ops=machine.on_gpu)
     refused = too_large([job.shape for job in prepared_jobs], memory.misfit_reason)
     if len(refused) == len(prepared_jobs):
@@ -221,7 +227,8 @@ def fitting_jobs(
 
 
 def share_cost(shape: ModelShape, machine: Machine, shares: int) -> CostModel:
-    """Return the time model from a profile of the device, else its data sheet, else in relative units."""
+    """Return a model of training time. Its seconds come from a profile of the device, or else from the data
+    sheet of the device; if both are missing, its times are in relative units."""
     if machine.profile is not None:
         return cost_of(machine.profile, shape)
     if (speed := data_sheet_device_speed(machine.on_gpu)) is None:
@@ -237,7 +244,7 @@ def _run_shares(
     shares: Sequence[DeviceShare],
     teams: Sequence[Team],
 ) -> list[TeamEnd]:
-    """Run the shares and merge their records into the store; return how each share ended."""
+    """Run all shares and merge their job records into the store. Return how each share ended."""
     for job in prepared_jobs:
         store.add_job(job.name)
         status = store.job(job.name)
@@ -264,8 +271,8 @@ def _run_shares(
 def _supervise(
     teams: Sequence[Team], output: Path, view: View, resume: str
 ) -> tuple[list[TeamEnd], dict[int, str], dict[str, Result]]:
-    """Run every share in a team that is restarted if a process crashes or hangs. Return how each share ended,
-    a map from failed shares to reasons, and the results that a team without a store of its own has sent.
+    """Run the teams, and restart a team if one of its processes crashes or hangs. Return how each team ended,
+    a dict from the index of each failed team to the reason, and the results of a team that trains all jobs.
     `resume` is the command line that resumes the run."""
     failures: dict[int, str] = {}
     results: dict[str, Result] = {}
@@ -301,7 +308,8 @@ def divide_jobs(
     output: Path,
     fitting: frozenset[str],
 ) -> list[DeviceShare]:
-    """Divide the jobs into shares and return the non-empty shares. A job that fits nowhere takes no time."""
+    """Divide the jobs into shares of about equal predicted time, and return the non-empty shares. A job that
+    is not in `fitting` counts as zero seconds, since it cannot train."""
     seconds = {}
     for job in prepared_jobs:
         progress = checkpoint.newest_progress(output / job.name / CHECKPOINTS) or Progress()
@@ -312,7 +320,7 @@ def divide_jobs(
 
 
 def remaining_work(job: PreparedJob, progress: Progress) -> JobWork:
-    """Return the remaining work of a job after `progress`."""
+    """Return the work that remains of a job that has made the given progress."""
     steps = job.recipe.steps - progress.step
     count = min(SAMPLED_BATCHES, steps)
     spread = [progress.step + number * steps // count for number in range(count)]
@@ -329,7 +337,7 @@ def remaining_work(job: PreparedJob, progress: Progress) -> JobWork:
 def _share_teams(
     run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], devices: Sequence[str], memory: int | None
 ) -> list[Team]:
-    """Return one team per share, each with only the jobs of that share."""
+    """Return one team of processes per share, which trains only the jobs of that share."""
     options = replace(trainer.options, gpus=None, memory=memory, resume=True, restart=(), retry=())
     found = []
     for number, share in enumerate(shares):
@@ -352,7 +360,7 @@ def _share_team(name: str, main: WorkerMain, workers: int) -> Team:
 
 
 class ShareView:
-    """The progress view of a share, which sends everything to the launcher to be shown."""
+    """The progress view of a share, which sends all messages to the launcher, where they are displayed."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -390,8 +398,9 @@ def run_share(
     environment: Mapping[str, str],
     connection: Connection,
 ) -> None:
-    """Train the jobs of one share, or all jobs if there are no shares. This is the main function of all of
-    its processes: of several, the first trains, and the others follow its commands."""
+    """Train the jobs of one share, or all jobs if there are no shares. This is the main function of every
+    process of the share. If it has several processes, the first runs the training loop and the others execute
+    its commands."""
     view = ShareView(connection)
     threading.Thread(target=_exit_with_launcher, daemon=True).start()
     threading.Thread(target=view.send_heartbeats, daemon=True).start()
@@ -417,7 +426,8 @@ def run_share(
 
 @contextmanager
 def _connected(options: Options, workers: int) -> Iterator[WorkerControl | None]:
-    """Connect this process to the other workers of its share, if there are any."""
+    """Connect this process to the other workers of its share, and yield what `connect_workers` yields. Yield
+    None if the share has only one process."""
     device = torch.device(options.device or "cpu")
     if workers > 1:
         position = read_position()
@@ -433,8 +443,8 @@ def _connected(options: Options, workers: int) -> Iterator[WorkerControl | None]
 
 
 def _exit_with_launcher() -> None:
-    """End this process when the launcher ends. Otherwise no process would gather its records, and it would
-    still be training its jobs when the run is resumed."""
+    """Wait until the launcher ends, and then end this process. Otherwise no process would gather its records,
+    and its jobs would still be training when the run is resumed."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "a share is never the first process"
     wait([launcher.sentinel])

@@ -43,7 +43,8 @@ CRASHED = 70
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that was interrupted and has saved its jobs."""
 UNGUARDED = 64
-"""Exit code of a process that was started by a script without a guard against being imported."""
+"""Exit code of a process whose starting script calls `weftune.train` without an `if __name__ == "__main__":`
+guard."""
 PIDS = "pids"
 """Name of the file, in the folder of logs, that lists the index and the id of each process."""
 PRELOADED = [
@@ -60,14 +61,15 @@ THREADS = "OMP_NUM_THREADS"
 RESTARTS = 3
 """Number of times that a team is restarted after one of its members was lost."""
 POLL_SECONDS = 1.0
-"""Seconds between two checks of the processes, and between their signs of life."""
+"""Seconds between two checks of the processes, and between the messages that show that a process is alive."""
 GRACE_SECONDS = 15.0
 """Seconds that the other members of a team have to end after the first has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """A process to be started. `main` may send messages to the launcher; None only shows that it is alive."""
+    """A process to be started. `main` may send messages to the launcher over its connection. The message None
+    only shows that the process is alive."""
 
     name: str
     main: Callable[[Connection], object]
@@ -77,20 +79,22 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """Processes that are restarted together. The team ends when its first member ends, which is the only one
-    that receives Ctrl-C and SIGTERM."""
+    """Processes that are restarted together. The team ends when its first process ends. Only the first
+    process receives Ctrl-C and SIGTERM."""
 
     members: Callable[[int], Sequence[ProcessSpec]]
-    """Function that maps the number of earlier starts to the members of the team."""
+    """Function that returns the processes of the team, given the number of earlier starts of the team."""
     name: str = "it"
-    """Name of the team in the sentence that reports a restart."""
+    """Name of the team in the message that reports a restart."""
     silent_seconds: float | None = None
-    """Seconds without a message after which a member is lost. None if members watch one another."""
+    """Seconds without a message after which a process counts as lost. None if the processes of the team watch
+    one another."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeamEnd:
-    """The exit code of a team's first member, or LOST and a sentence about the member that was lost."""
+    """How a team has ended: the exit code of its first process, or the code LOST and a sentence about the
+    process that was lost."""
 
     code: int
     loss_reason: str = ""
@@ -108,8 +112,8 @@ class _Process:
 
 
 class Supervisor:
-    """The supervisor of all teams of a run. `say` is called with sentences for the user, `hear` with messages
-    of members. `resume` is the command line that resumes the run."""
+    """The supervisor of all teams of a run. It calls `show_sentence` with sentences for the user, and
+    `handle_message` with messages from the processes. `resume` is the command line that resumes the run."""
 
     def __init__(
         self,
@@ -162,18 +166,18 @@ class Supervisor:
             pids = "".join(f"{number} {pid}\n" for number, pid in enumerate(everyone))
             replace_file(self._logs / PIDS, pids.encode())
         if self._stop_requested.is_set():
-            # It may have been started just as the user requested a stop.
+            # The team may have been started just as the user requested a stop.
             os.kill(self._processes[number][0].process.pid, signal.SIGINT)
 
     def _handle_messages(self, processes: Sequence[_Process]) -> None:
-        """Wait until a process sends a message or ends, and handle all messages."""
+        """Wait until a process sends a message or ends, at most `POLL_SECONDS`, and handle all messages."""
         alive = [one for one in processes if one.code is None]
         wait(
             [source for one in alive for source in (one.process.sentinel, one.connection)],
             timeout=POLL_SECONDS,
         )
         for one in alive:
-            # Read before its messages, so that these include its last one.
+            # The exit code is read before the messages, so that the last message is not missed.
             code = one.process.exitcode
             self._read_messages(one)
             one.code = code
@@ -185,11 +189,11 @@ class Supervisor:
                 if (message := process.connection.recv()) is not None:
                     self._handle_message(message)
         except (EOFError, OSError):
-            # It has closed its side, so it is ending.
+            # The process has closed its side of the connection, so it is ending.
             process.process.join()
 
     def _check_team(self, number: int) -> None:
-        """End or restart a team if one of its members has ended."""
+        """Check one team: record how it ended, restart it if a process was lost, or kill silent processes."""
         first, *others = self._processes[number]
         if UNGUARDED in (one.code for one in self._processes[number]):
             raise UserError(
@@ -210,7 +214,8 @@ class Supervisor:
             self._kill_silent(number)
 
     def _kill_silent(self, number: int) -> None:
-        """Kill members that have sent no message for too long. `_check_team` then restarts the team."""
+        """Kill the processes of a team that have sent no message for too long. The next `_check_team` then
+        restarts the team."""
         patience = self._teams[number].silent_seconds or math.inf
         for one in self._processes[number]:
             if one.code is None and time.monotonic() - one.last_message_time > patience:
@@ -236,7 +241,7 @@ class Supervisor:
 
 
 def start_process(member: ProcessSpec, logs: Path | None, neighbours: int) -> _Process:
-    """Start a process. The machine's cores are divided among `neighbours` processes."""
+    """Start a process. `neighbours` is the number of processes that share the machine's cores."""
     context, told = fork_context(neighbours), THREADS in os.environ
     ours, theirs = context.Pipe(duplex=False)
     own = logs / f"{member.name.replace(' ', '-')}.log" if logs else Path(os.devnull)
@@ -258,7 +263,8 @@ def kill_processes(processes: Sequence[_Process]) -> None:
 
 
 def fork_context(neighbours: int) -> Any:
-    """Return the context that forks processes. The machine's cores are divided among `neighbours` of them."""
+    """Return the `multiprocessing` context that forks processes from a server with preloaded modules.
+    `neighbours` is the number of processes that share the machine's cores."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     if THREADS in os.environ:
@@ -278,14 +284,16 @@ def _thread_count(neighbours: int) -> int:
 
 
 def end_unguarded_script() -> None:
-    """End this process if it was started to train and is still importing the script that started it."""
+    """End this process if it was started for training and is now importing the script that started it, whose
+    call of `weftune.train` would start further processes."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(UNGUARDED)
 
 
 @contextmanager
 def forward_signals(processes: Callable[[], Iterable[Any]]) -> Iterator[threading.Event]:
-    """Forward Ctrl-C and SIGTERM to the processes, which then save. Yield an event that a signal sets."""
+    """Forward Ctrl-C and SIGTERM to the processes, which then save their jobs and end. Yield an event that is
+    set when a signal arrives."""
     stop_requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop_requested
@@ -308,8 +316,8 @@ def forward_signals(processes: Callable[[], Iterable[Any]]) -> Iterator[threadin
 def run_process(
     main: Callable[[Connection], object], connection: Connection, log: Path | None, neighbours: int | None
 ) -> None:
-    """Run `main` in the new process and exit with its code. The machine's cores are divided among
-    `neighbours` processes; None means that the user has set the number of threads."""
+    """Run `main` in the new process and exit with its exit code. `neighbours` is the number of processes that
+    share the machine's cores, or None if the user has set the number of threads."""
     # Leave the terminal's foreground: Ctrl-C reaches only the launcher, which forwards it.
     os.setpgrp()
     if log is not None:

@@ -1,6 +1,6 @@
-"""The worker processes that hold a base together, each with one resident or several streamed stages.
+"""The worker processes that hold a base together. Each worker has one or several stages (consecutive layers).
 
-Workers read their rank from the environment variables of torchrun, so that torchrun can start them too.
+Workers read their position from the environment variables that torchrun sets, so torchrun can start them too.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from weftune.run.workers.worker import serve
 def connect_workers(
     worker: WorkerPosition, device: str | None, first_gpu: int = 0
 ) -> Iterator[WorkerControl | None]:
-    """Connect to the other workers. On the first worker, yield the `WorkerControl` that commands the
-    others. Any other worker executes its commands until the end, and then yields None. If every worker has a
-    separate GPU, the first has GPU `first_gpu`."""
+    """Connect to the other workers. The first worker yields a `WorkerControl`, which sends commands to the
+    others. Every other worker executes these commands until the first worker ends it, and then yields None.
+    If every worker has a separate GPU, their GPUs begin with number `first_gpu`."""
     if worker.worker > 0:
         # Only the first worker handles an interruption; the others end when it tells them to.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -100,15 +100,16 @@ def _disconnect(heartbeat: Heartbeat) -> None:
 Main = Callable[[], object]
 """A function that a worker runs, with its command line in `sys.argv`."""
 WorkerMain = Callable[[int, Mapping[str, str], Connection], object]
-"""A function that a process runs, given how often its team was started before, and environment variables with
-which `connect_workers` finds the other workers of its team."""
+"""A function that a worker process runs. Its arguments are the number of earlier starts of its team,
+environment variables with which `connect_workers` finds the other workers of the team, and a connection to
+the launcher."""
 
 
 def launch(
     main: Main, first_arguments: Sequence[str], restart_arguments: Sequence[str], workers: int, output: Path
 ) -> int:
-    """Run `weftune FIRST` in `workers` processes, and `weftune AGAIN` after a process was lost. Return the
-    exit code of the first process."""
+    """Run `weftune` with `first_arguments` in `workers` processes. If a process is lost, start all of them
+    again with `restart_arguments`. Return the exit code of the first process."""
     run = partial(run_worker, main, (list(first_arguments), list(restart_arguments)))
     names = [f"worker {number}" for number in range(workers)]
     team = connected_team(run, names, "all workers", first_prints=True)
@@ -118,8 +119,8 @@ def launch(
 
 
 def connected_team(main: WorkerMain, names: Sequence[str], name: str, first_prints: bool = False) -> Team:
-    """Return a team of workers that connect to one another, one for each of `names`. `name` is that of the
-    team. With `first_prints`, the first worker prints to the launcher's output."""
+    """Return a team of workers that connect to one another, one for each of `names`. `name` is the name of
+    the team. With `first_prints`, the first worker prints to the launcher's output instead of a log file."""
     clock = current_clock()
     command_started = time.time() if clock is None else clock.started
     stores: list[TCPStore] = []
@@ -142,8 +143,9 @@ def connected_team(main: WorkerMain, names: Sequence[str], name: str, first_prin
 def worker_environment(
     worker: int, workers: int, port: int, started: float, attempt: int = 0
 ) -> dict[str, str]:
-    """Return the environment variables that torchrun would set; the launcher hosts the store. `started` is
-    the start of the command in seconds since 1970, and `attempt` the number of restarts of all workers."""
+    """Return the environment variables that torchrun would set for a worker. The launcher hosts the TCPStore
+    on `port`. `started` is the time at which the command started, in seconds since 1970, and `attempt` is the
+    number of restarts so far."""
     return {
         COMMAND_STARTED: str(started),
         "RANK": str(worker),
@@ -164,7 +166,8 @@ def run_worker(
     variables: Mapping[str, str],
     _: Connection,
 ) -> None:
-    """Run `weftune` in the new process with the first of two command lines, or the second after a loss."""
+    """Run `main` in the new process with the first of the two command lines, or with the second one if the
+    workers are started again. `attempt` is the number of restarts so far."""
     os.environ.update(variables)
     sys.argv = ["weftune", *command_lines[min(attempt, 1)]]
     main()
