@@ -1,6 +1,7 @@
 """The attention of packed samples: every row attends to itself and the earlier rows of its own sample only.
 
-Transformers calls `attend` in place of its own attention, with the samples' boundaries as one keyword.
+Transformers calls `attend` in place of its own attention, with the samples' boundaries as one keyword. Prefix
+keys are trained keys and values that an adapter (prefix tuning) puts before every sample of its job.
 Shapes: T rows of the pack, L rows of one sample, Z rows of samples that are gathered, H query heads, G key
 and value heads, D width of a head.
 """
@@ -25,14 +26,14 @@ from weftune.errors import BaseModelError
 NAME = "weftune"
 
 LONG_SAMPLE = 4096
-"""Mean rows per sample from which every sample has its own kernels."""
+"""Mean number of rows per sample from which the attention of every sample is a separate kernel launch."""
 HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings"})
-"""Keywords that `attend` can ignore, because they took effect before it is called."""
+"""Keyword arguments of attention that `attend` ignores, because they took effect before it is called."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """A pack of samples: sample i is the rows from boundaries[i] to boundaries[i + 1]."""
+    """Samples that are concatenated along the rows: sample i is rows boundaries[i] to boundaries[i + 1]."""
 
     lengths: tuple[int, ...]
     boundaries: Tensor
@@ -43,13 +44,14 @@ class Pack:
     """Whether the samples are so long that one kernel per sample is faster than one kernel for all
     samples."""
     prefixes: Prefixes | GatheredPrefixes | None = None
+    """Prefix keys and values that adapters put before the samples. None if no job has any."""
     cache: KeyValueCache | None = None
-    """Keys and values of earlier rows of the samples, to which the rows of the pack also attend. None if
-    every sample is complete, as it is in training unless the sample is cut into chunks."""
+    """Keys and values of earlier rows of the samples, to which the rows of the pack also attend. None if the
+    pack contains all rows of every sample."""
 
 
 class KeyValueCache(Protocol):
-    """Keys, values and recurrent states of earlier passes over the samples of a pack."""
+    """Keys, values and recurrent states that earlier forward passes computed for the samples of a pack."""
 
     @property
     def states(self) -> Sequence[dict[int, tuple[Tensor, Tensor]]]:
@@ -61,12 +63,13 @@ class KeyValueCache(Protocol):
 
 
 ReadKeys = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
-"""Function that returns, for a layer number, each prefix job's keys and values, [P, G · D]."""
+"""Function that maps a layer number to the prefix keys and values, [P, G · D], of each job that has any. P is
+the number of prefix keys of the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """Prefix keys and values of the samples of a pack. All samples of one job have the same number."""
+    """Prefix keys and values of the samples of a pack. All samples of one job have equally many."""
 
     runs: tuple[SampleRun, ...]
     """Runs that cover all samples of the pack, in order."""
@@ -75,19 +78,23 @@ class Prefixes:
 
 @dataclass(frozen=True, slots=True)
 class GatheredPrefixes:
-    """Prefix keys and values in a captured pass, which selects samples by index. The samples are copied to Z
-    further rows, together with their prefix keys and with unused rows of zeros."""
+    """Prefix keys and values in a pass that is captured as a CUDA graph, which selects samples by index. The
+    samples with prefix keys are copied to Z separate rows, together with their prefix keys and with unused
+    rows of zeros."""
 
     read: ReadKeys
     pack: Pack
     """Boundaries of the samples, with their prefix keys, in the Z rows."""
     source_Z: Tensor
-    """Row of the pack that each of the Z rows copies; an arbitrary row of the job if it is no copy."""
+    """Index of the row of the pack that each of the Z rows copies. It is arbitrary for rows that are no copy.
+    """
     is_row_Z: Tensor
+    """Whether each of the Z rows is a copy of a row of the pack."""
     keys_at: tuple[Tensor, ...]
     """For each job, the indices of its prefix keys among the Z rows, sample after sample."""
     rows_R: Tensor
-    """Rows of the pack whose samples have prefix keys, repeated to fill the tensor."""
+    """Indices of the rows of the pack whose samples have prefix keys. Some are repeated to fill the
+    tensor."""
     place_R: Tensor
     """Index of each element of `rows_R` among the Z rows."""
 
@@ -125,8 +132,8 @@ def pack(lengths: Sequence[int], device: torch.device) -> Pack:
 
 
 def with_prefixes(packed: Pack, counts: Sequence[int], jobs: Sequence[slice], read: ReadKeys) -> Pack:
-    """Return the pack with counts[i] prefix keys for sample i; `jobs` are the sample ranges of the jobs that
-    have prefix keys."""
+    """Return the pack with counts[i] prefix keys before sample i. `jobs` contains, for each job with prefix
+    keys, the range of its samples."""
     device, runs, sample = packed.boundaries.device, list[SampleRun](), 0
     for job in (*jobs, slice(len(packed.lengths), None)):
         if plain := packed.lengths[sample : job.start]:
@@ -138,7 +145,7 @@ def with_prefixes(packed: Pack, counts: Sequence[int], jobs: Sequence[slice], re
 
 
 def _prefixed_run(lengths: Sequence[int], count: int, device: torch.device) -> SampleRun:
-    """Return a run of samples with `count` prefix keys each."""
+    """Return a run of samples of the given lengths, each with `count` prefix keys."""
     whole = [length + count for length in lengths]
     begins = [stop - length for stop, length in zip(accumulate(whole), whole, strict=True)]
     keys = [torch.arange(begin, begin + count) for begin in begins]
@@ -148,9 +155,11 @@ def _prefixed_run(lengths: Sequence[int], count: int, device: torch.device) -> S
 
 
 def register_attention() -> None:
-    """Register `attend` in transformers under the name `weftune`. Repeated calls are harmless. No mask
-    function is registered, since `attend` keeps samples apart: with one, transformers would query the device
-    in every pass whether positions restart, and wait for the answer."""
+    """Register `attend` in transformers under the name `weftune`. Repeated calls are harmless.
+
+    No mask function is registered, since `attend` itself separates the samples. With a mask function,
+    transformers would check on the device in every pass where positions restart, and wait for the result.
+    """
     AttentionInterface.register(NAME, attend)
 
 
@@ -168,7 +177,8 @@ def attend(
     weftune_pack: Pack | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention, [1, T, H, D], with the signature that transformers requires."""
+    """Return the attention of packed samples, [1, T, H, D], and None in place of the attention weights. The
+    signature is the one that transformers requires."""
     if weftune_pack is None:
         raise BaseModelError(
             f"{type(module).__name__} does not hand the samples' boundaries to its attention."
@@ -190,7 +200,7 @@ def attend(
 def attend_with_prefixes(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule, layer: int | None
 ) -> Tensor:
-    """Compute the attention of packed samples, including cached keys and adapters' prefix keys."""
+    """Return the attention of packed samples, [T, H, D], to their own keys, cached keys and prefix keys."""
     prefixes = pack.prefixes
     if prefixes is None and pack.cache is None:
         return attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
@@ -216,7 +226,8 @@ def attend_with_prefixes(
 
 
 def _spread_rows(x_TGD: Tensor, pack: Pack, rows_T: Tensor) -> Tensor:
-    """Scatter the rows to the indices `rows_T` of a pack. All other rows of the result are zero."""
+    """Return a tensor with all rows of `pack`, in which row `rows_T[i]` is row i of `x_TGD` and all other
+    rows are zero."""
     return x_TGD.new_zeros(sum(pack.lengths), *x_TGD.shape[1:]).index_copy(0, rows_T, x_TGD)
 
 
@@ -229,8 +240,8 @@ def _attend_gathered(
     rule: Rule,
     layer: int,
 ) -> Tensor:
-    """Compute the attention of all rows without prefix keys, then replace the results of rows that have
-    prefix keys by results that include them."""
+    """Return the attention, [T, H, D]. It is computed for all rows without prefix keys; the results of
+    samples that have prefix keys are then replaced by results that include these keys."""
     q_THD, k_TGD, v_TGD, q_ZHD, k_ZGD, v_ZGD = _LaidAgain.apply(prefixes, q_THD, k_TGD, v_TGD)
     plain_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
     for (keys_PN, values_PN), at in zip(prefixes.read(layer), prefixes.keys_at, strict=True):
@@ -241,9 +252,12 @@ def _attend_gathered(
 
 
 class _LaidAgain(torch.autograd.Function):
-    """Returns its tensors, and a second copy of the rows that have prefix keys. Since `_Replaced` discards
-    the first copy's results for those rows, its gradients are zero there: the second copy's gradients are
-    written in their place, and no addition over the whole pack is needed."""
+    """Returns the given tensors, and a copy of those rows whose samples have prefix keys.
+
+    `_Replaced` discards the attention of the original rows, so their gradients are zero. The backward
+    therefore overwrites these zeros with the gradients of the copy, instead of adding two tensors of the size
+    of the pack.
+    """
 
     @staticmethod
     def forward(ctx: Any, prefixes: GatheredPrefixes, *given: Tensor) -> tuple[Tensor, ...]:
@@ -261,7 +275,8 @@ class _LaidAgain(torch.autograd.Function):
 
 
 class _Replaced(torch.autograd.Function):
-    """Replaces the results of the rows that have prefix keys."""
+    """Replaces the attention of rows whose samples have prefix keys by the attention that includes these
+    keys."""
 
     @staticmethod
     def forward(ctx: Any, prefixes: GatheredPrefixes, plain_THD: Tensor, seen_ZHD: Tensor) -> Tensor:
@@ -287,7 +302,7 @@ def _insert_prefix_rows(x_ZGD: Tensor, before_PN: Tensor, at: Tensor) -> Tensor:
 
 
 def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
-    """Compute the attention of packed samples without prefix keys, [T, H, D]."""
+    """Return the attention of packed samples without prefix keys, [T, H, D]."""
     if kernel_fits(q_THD, v_TGD, rule):
         unlimited = rule.window is None or rule.window >= pack.longest
         if pack.even and unlimited:
@@ -299,7 +314,8 @@ def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule:
 
 
 def refuse_other_options(module: str, others: dict[str, Any]) -> None:
-    """Raise for unknown arguments, such as attention sinks or position biases, which change the result."""
+    """Raise BaseModelError if attention is called with an unknown option, such as attention sinks or position
+    biases, which would change the result."""
     given = {name for name, value in others.items() if value is not None and value is not False}
     if unknown := [name for name in others if name in given - HARMLESS]:
         raise BaseModelError(
@@ -308,7 +324,8 @@ def refuse_other_options(module: str, others: dict[str, Any]) -> None:
 
 
 def attend_by_sample(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, pack: Pack, rule: Rule) -> Tensor:
-    """Compute the attention sample by sample. The backward of `split` writes each gradient once."""
+    """Return the attention, [1, T, H, D], computed sample by sample. The rows are split by `split`, since its
+    backward writes each gradient only once."""
     samples = zip(*(x.split(pack.lengths, dim=2) for x in (q_1HTD, k_1GTD, v_1GTD)), strict=True)
     sample_attention = attend_within if rule.softcap is None else attend_within_capped
     seen = [sample_attention(q, k, v, rule).transpose(1, 2) for q, k, v in samples]
@@ -317,8 +334,8 @@ def attend_by_sample(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, pack: Pack,
 
 
 def attend_within(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) -> Tensor:
-    """Compute the attention of one sample. If there are fewer queries than keys, the queries belong to the
-    last rows."""
+    """Return the attention of one sample, [1, H, rows, D]. If there are fewer queries than keys, the queries
+    belong to the last rows of the sample."""
     rows, length = q_1HLD.shape[2], k_1GLD.shape[2]
     windowed = rule.window is not None and rule.window < length
     is_masked = windowed or 1 < rows < length
@@ -334,7 +351,7 @@ def attend_within(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) ->
 
 
 def attend_to_earlier(q_THD: Tensor, k_LGD: Tensor, v_LGD: Tensor, rule: Rule) -> Tensor:
-    """Compute the attention of the last T rows of one sample to its L keys, [T, H, D]."""
+    """Return the attention, [T, H, D], of the last T rows of one sample to all of its L keys."""
     if kernel_fits(q_THD, v_LGD, rule):
         row_pack, key_pack = (pack([len(x)], x.device) for x in (q_THD, k_LGD))
         return attend_with_kernel(q_THD, k_LGD, v_LGD, row_pack, rule, key_pack)
@@ -359,9 +376,12 @@ def attend_to_earlier(q_THD: Tensor, k_LGD: Tensor, v_LGD: Tensor, rule: Rule) -
 def _shared_mask(
     rows: int, length: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return a mask [T, L] to be added to the scores of the last T rows of a sample. Attention keeps its mask
-    for the backward, so chunks and layers share one memory: a mask depends on distances to its last row and
-    key only, so a smaller one is the lower right corner of a larger one."""
+    """Return a mask, [T, L], that is added to the attention scores of the last T rows of a sample.
+
+    PyTorch keeps the mask for the backward, so all chunks and layers should share its memory. A mask depends
+    only on the distances to its last row and key. The result is therefore the lower right corner of a larger
+    mask, which is cached.
+    """
     all_rows, all_keys = (1 << (count - 1).bit_length() for count in (rows, length))
     return _largest_mask(all_rows, all_keys, window, dtype, device)[-rows:, -length:]
 
@@ -375,7 +395,8 @@ def _largest_mask(
 
 
 def attend_within_capped(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) -> Tensor:
-    """Compute the attention as `attend_within` does, with the scores capped: cap · tanh(score / cap)."""
+    """Return the attention of one sample as `attend_within` does, with soft-capped scores: each score becomes
+    cap · tanh(score / cap)."""
     assert rule.softcap is not None
     groups, width = k_1GLD.shape[1], q_1HLD.shape[-1]
     scale = width**-0.5 if rule.scale is None else rule.scale
@@ -389,21 +410,24 @@ def attend_within_capped(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: R
 
 
 def visible_keys(rows: int, length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a mask [rows, L]: whether each of the last `rows` rows of a sample attends to row j."""
+    """Return a boolean mask, [rows, L], that says which of a sample's L keys each of its last `rows` rows
+    attends to. `window` limits them to the latest ones, the row itself included."""
     row_L = torch.arange(length, device=device)
     distance_LL = row_L[length - rows :, None] - row_L
     return (distance_LL >= 0) & (distance_LL < (length if window is None else window))
 
 
 def kernel_fits(q_THD: Tensor, v_TGD: Tensor, rule: Rule) -> bool:
-    """Whether torch's variable-length kernel applies: half precision, a recent GPU, no soft-cap."""
+    """Return whether torch's variable-length attention kernel supports these tensors: half precision on a
+    recent GPU, and no soft-cap."""
     width = q_THD.shape[-1]
     same = width == v_TGD.shape[-1]
     return rule.softcap is None and same and kernel_serves(q_THD.device, q_THD.dtype, width)
 
 
 def kernel_serves(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether torch's variable-length kernel, which CUDA graphs can capture, supports such heads."""
+    """Return whether torch's variable-length attention kernel, which CUDA graphs can capture, supports heads
+    of this width and dtype on this device."""
     half = dtype in (torch.bfloat16, torch.float16)
     return device.type == "cuda" and half and width <= 256 and width % 8 == 0 and has_kernel(device.index)
 
@@ -414,7 +438,8 @@ def has_kernel(device_index: int | None) -> bool:
 
 
 def attend_as_batch(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
-    """Compute the attention of S samples of L rows each as a plain batch."""
+    """Return the attention, [T, H, D], of samples of equal length, computed as a batch of S samples of L rows
+    each."""
     q_SHLD, k_SGLD, v_SGLD = (
         x.unflatten(0, (-1, pack.longest)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD)
     )
@@ -425,8 +450,9 @@ def attend_as_batch(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rul
 def attend_with_kernel(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule, key_pack: Pack | None = None
 ) -> Tensor:
-    """Compute the attention of packed samples with one kernel. `key_pack` are the boundaries of the keys if
-    samples have more keys than rows; the rows are then the last ones of their samples."""
+    """Return the attention of packed samples, [T, H, D], computed by one kernel. If samples have more keys
+    than rows, `key_pack` contains the boundaries of the keys, and the rows are the last ones of the
+    samples."""
     from torch.nn.attention.varlen import varlen_attn
 
     keys = key_pack or pack

@@ -1,9 +1,10 @@
 """The attention of a sample that passes through the layers in chunks (MuxTune, section 3.5).
 
-Chunks of a sample run forward in order and backward in reverse. A chunk attends to the keys and values of the
-earlier chunks, which are kept in memory of the whole sample. The backward of a chunk adds to the gradients of
-all keys and values that the chunk attended to. When it runs, all later chunks have added theirs, so the
-gradients of the chunk's own keys and values are complete.
+Long samples are cut into chunks of consecutive rows. The chunks of a sample run forward in order and backward
+in reverse. A chunk attends to its own keys and values and those of the earlier chunks, which are kept in one
+buffer per sample and layer. The backward of a chunk adds to the gradients of all keys and values that the
+chunk attended to. All later chunks have then added their part already, so the gradients of the chunk's own
+keys and values are complete.
 
 Shapes: T rows of a chunk, L keys of the sample up to the end of a chunk, H query heads, G key and value
 heads, D width of a head, P prefix keys, N width of all key heads.
@@ -30,14 +31,15 @@ class LayerKeys:
     requires_gradient: bool = False
     """Whether the keys and values of some chunk so far depend on a trained parameter."""
     gradients: tuple[Tensor, Tensor] | None = None
-    """Sums of the gradients of keys and values so far. None until the first backward."""
+    """Gradients of the keys and of the values, summed over the backwards so far. None before the first
+    backward."""
 
     def write(self, first: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
         self.keys_LGD[first : first + len(k_TGD)] = k_TGD
         self.values_LGD[first : first + len(v_TGD)] = v_TGD
 
     def read(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return keys and values as leaf tensors that require gradients."""
+        """Return the keys and values of these rows as leaf tensors that require gradients."""
         # `data` does not share its version with the tensor: later chunks write other rows, and autograd would
         # take that for a change of the rows that it has saved.
         keys_LGD, values_LGD = (x.data[rows].requires_grad_() for x in (self.keys_LGD, self.values_LGD))
@@ -56,22 +58,22 @@ class LayerKeys:
 
 
 def _zeros_like(x: Tensor) -> Tensor:
-    """Return zeros for a sum over chunks, in a dtype that avoids rounding to half precision at every
-    chunk."""
+    """Return zeros for a sum over chunks, in float32 or a more precise dtype."""
     return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(slots=True)
 class SampleKeys:
-    """The keys and values of one sample in the layers of this worker, from the forward of its first chunk to
-    the backward of its first chunk."""
+    """The keys and values of one sample in the layers of this worker. They are kept from the forward of its
+    first chunk until the backward of its first chunk, which runs last."""
 
     rows: int
     """Number of rows of the whole sample."""
     layers: dict[int, LayerKeys] = field(default_factory=dict)
 
     def layer(self, number: int, prefix_rows: int, k_TGD: Tensor, v_TGD: Tensor) -> LayerKeys:
-        """Return the memory of a layer, allocated by the first chunk with room for its prefix keys."""
+        """Return the keys and values of a layer. The first call allocates them, with room for all rows of the
+        sample and for `prefix_rows` prefix keys."""
         if number not in self.layers:
             room = prefix_rows + self.rows
             keys_LGD, values_LGD = (x.detach().new_empty(room, *x.shape[1:]) for x in (k_TGD, v_TGD))
@@ -85,8 +87,9 @@ class ChunkKeys:
     def __init__(
         self, sample: SampleKeys, start: int, prefix_keys: int = 0, read_prefix: ReadKeys | None = None
     ) -> None:
-        """The chunk begins with row `start` of the sample. The adapter puts `prefix_keys` keys before the
-        sample, which `read_prefix` returns; they belong to the first chunk, and all chunks attend to them."""
+        """Prepare the pass of the chunk that begins with row `start` of the sample. `read_prefix` returns the
+        `prefix_keys` keys that the adapter puts before the sample. They are computed with the first chunk,
+        and all chunks attend to them."""
         self._sample, self._start = sample, start
         self._prefix_keys, self._read_prefix = prefix_keys, read_prefix
 
@@ -130,7 +133,7 @@ class _ChunkAttention(torch.autograd.Function):
     ) -> Tensor:
         memory.write(first, k_TGD, v_TGD)
         stop = first + len(k_TGD)
-        # The first row of the chunk does not reach further back.
+        # The first row of the chunk attends to no earlier key.
         reach = stop if rule.window is None else len(q_THD) + rule.window - 1
         ctx.memory, ctx.own, ctx.read = memory, slice(first, stop), slice(max(0, stop - reach), stop)
         with torch.set_grad_enabled(any(ctx.needs_input_grad)):

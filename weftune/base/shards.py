@@ -1,13 +1,12 @@
-"""One shard of a base, or of one stage of it: a slice of every linear in every layer, as in Megatron's tensor
-parallelism.
+"""One shard of a base, as in Megatron's tensor parallelism: a slice of every linear in every layer.
 
-The linears that read the hidden states (q, k, v, gate, up) are cut by their outputs, and those that write to
-them (o, down) by their inputs. A shard computes the attention of its own heads and its part of the
-feed-forward. The outputs of o and of down are summed over the shards in the forward, and the gradients at the
-inputs of attention and feed-forward in the backward. Adapters are part of the linears, so that these sums
-include them. Embedding and head are cut by the tokens of the vocabulary: an embedding is a sum over the
-shards, of which one has the token's row, and `ops/logprobs.py` combines the logits of all shards. Norms are
-whole on every shard.
+A shard may also be cut from one pipeline stage. Linears that read the hidden states (q, k, v, gate, up) are
+cut by their outputs, and linears that write to them (o, down) by their inputs. A shard computes the attention
+of its own heads and its part of the feed-forward. The outputs of o and of down are summed over the shards in
+the forward, and the gradients at the inputs of attention and feed-forward in the backward. Adapters belong to
+the linears, so these sums include them. Embedding and head are cut by the tokens of the vocabulary: only one
+shard has a token's row of the embedding, the others contribute zeros to a sum over the shards, and
+`ops/logprobs.py` combines the logits of all shards. Norms are whole on every shard.
 
 Shapes: T rows, D hidden width.
 """
@@ -45,7 +44,7 @@ from weftune.core.shards import ShardTeam, SumOverShards, VocabularyShard, kept_
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Sizes of a family's attention and feed-forward."""
+    """Sizes of a model's attention and feed-forward."""
 
     heads: int
     key_heads: int
@@ -55,10 +54,11 @@ class _Sizes:
 
 
 class StoredWeights:
-    """The weights in a base's files, of which shards read parts."""
+    """The weights in the files of a base, from which each shard reads its parts."""
 
     def __init__(self, model: PreTrainedModel, files: WeightFiles, device: torch.device) -> None:
-        """`model` is the whole model without weights. Weights are read to `device`, and quantised there."""
+        """Open the weight files of `model`, the whole model without weights. Weights are read to `device`,
+        and quantised there."""
         read = file_reader(model, files, device)
         assert read is not None, "the files hold the model's parameters under its names"
         self._read, self._files, self._device, self._dtype = read, files, device, matrix_dtype(model)
@@ -90,13 +90,14 @@ class StoredWeights:
         return parts
 
     def read_slices(self, model: PreTrainedModel, slices: Mapping[str, ParameterSlice]) -> None:
-        """Read the parameters that `model`, which has been cut, does not have yet."""
+        """Read the parameters that `model`, which has been cut to one shard, does not have yet. `slices` maps
+        the names of parameters to the parts that are read."""
         read_weights(model, self._files, self._device, slices)
 
 
 def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam, layer_range: LayerRange) -> Base:
-    """Load one shard of a stage. Only its parts of plain tensors are read from the base's files; of quantised
-    weights, one at a time is whole in memory."""
+    """Load one shard of the given layers. Of weights that are not quantised, only the shard's parts are read
+    from the files; quantised weights are read whole and cut, one at a time."""
     refuse_sharding(spec, team.shards)
     model, files = outline_model(spec, device)
     if files is None or stored_names(model, files) is None:
@@ -139,10 +140,13 @@ def shard_of(
     read_whole: Callable[[str], Tensor | None] = lambda name: None,
     stored: StoredWeights | None = None,
 ) -> Base:
-    """Cut `model` in place to one shard of a stage, and return it as a frozen base with Weftune's attention.
-    `read_whole` returns the whole weight of a site or of the embedding by its name, for kinds that start from
-    it, or None for any other parameter. If `stored` is given, `model` has no weights, and the parts are read
-    from there."""
+    """Cut `model` in place to one shard of the given layers, and return it as a frozen base with Weftune's
+    attention.
+
+    `read_whole` returns the whole weight of a site (an adaptable linear) or of the embedding by its name, for
+    kinds of adapters that are initialised from it, or None for any other parameter. If `stored` is given,
+    `model` has no weights, and its parts are read from `stored`.
+    """
     _refuse_config(model.config, spec.model, team.shards)
     refuse_modules(model, spec.model)
     whole = model_shape(model, matrix_dtype(model))
@@ -168,7 +172,7 @@ def shard_of(
 
 
 def local_site(site: SiteShape, part: SiteSlice) -> SiteShape:
-    """Return the shape of a linear of which only a part is local."""
+    """Return the shape of a site (an adaptable linear) of which this shard holds only `part`."""
     if part.cuts_inputs:
         return replace(site, in_features=part.size, part=part)
     return replace(site, out_features=part.size, part=part)
@@ -177,7 +181,7 @@ def local_site(site: SiteShape, part: SiteSlice) -> SiteShape:
 def _parameter_slices(
     model: PreTrainedModel, whole: ModelShape, slices: Mapping[str, SiteSlice], vocabulary: VocabularyShard
 ) -> Iterator[tuple[str, ParameterSlice]]:
-    """Yield the name of each parameter of which only a part is local, and this part."""
+    """Yield the name of each parameter of which this shard holds only a part, together with that part."""
     for site in whole.sites:
         if (part := slices.get(site.name)) is None:
             continue
@@ -194,7 +198,7 @@ def _parameter_slices(
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the local layers."""
+    """Return the layers that this worker holds."""
     layers = cast(nn.ModuleList, getattr(decoder_of(model), ENDS[model.config.model_type].layers))
     return [layer for layer in layers if not isinstance(layer, Elsewhere)]
 
@@ -202,8 +206,8 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 def _cut_layers(
     model: PreTrainedModel, team: ShardTeam, stored: StoredWeights | None
 ) -> Iterator[tuple[str, SiteSlice]]:
-    """Cut every layer's linears, and yield the path of each with its local part. Quantised linears are read
-    from `stored`, if that is given."""
+    """Cut the linears of every layer, and yield the path of each linear together with the part that this
+    shard keeps. The tensors of quantised linears are read from `stored`, if it is given."""
     facts, sizes = DECODERS[model.config.model_type], _sizes(model.config)
     parts = _slices(facts, sizes, team)
     paths = {id(module): path for path, module in model.named_modules()}
@@ -224,7 +228,7 @@ def _cut_layers(
 
 
 def _slices(facts: DecoderFacts, sizes: _Sizes, team: ShardTeam) -> dict[str, SiteSlice]:
-    """Return the local part of each linear of a layer, by its path inside the layer."""
+    """Return a dict from the path of each linear inside a layer to the part that this shard keeps."""
     width = sizes.head_width
     queries = _scaled(team.part(sizes.heads), width)
     keys = _scaled(_key_heads(sizes, team), width)
@@ -248,8 +252,8 @@ def _slices(facts: DecoderFacts, sizes: _Sizes, team: ShardTeam) -> dict[str, Si
 
 
 def _key_heads(sizes: _Sizes, team: ShardTeam) -> tuple[int, int]:
-    """Return the key/value heads of a shard. If there are fewer heads than shards, several shards have the
-    same head."""
+    """Return the first key/value head of a shard and the one after its last. If there are fewer heads than
+    shards, several shards have the same head."""
     if sizes.key_heads % team.shards == 0:
         return team.part(sizes.key_heads)
     own = team.shard * sizes.key_heads // team.shards
@@ -273,7 +277,8 @@ def _cut_weight(linear: nn.Linear, part: SiteSlice) -> None:
 
 
 def _cut_bias(bias: nn.Parameter | None, part: SiteSlice) -> nn.Parameter | None:
-    """Return the local part of a linear's bias. The bias of outputs that are summed is whole on one shard."""
+    """Return the part of a linear's bias that this shard keeps. If the linear is cut by its inputs, this is
+    the whole bias, which only one shard may add."""
     if bias is None or part.cuts_inputs:
         return bias
     return nn.Parameter(bias[kept_indices(part, bias.device)], requires_grad=False)
@@ -297,11 +302,11 @@ def _set_head_counts(attention: nn.Module, sizes: _Sizes, team: ShardTeam) -> No
 
 
 class ShardedEmbedding(nn.Module):
-    """The embeddings of one shard's tokens. Every shard gets the embeddings of all tokens, as a sum to which
-    one shard adds the embedding and the others add zeros."""
+    """An embedding that is divided over the shards by tokens. Its output is a sum over the shards: for each
+    token, one shard contributes the embedding and the others contribute zeros."""
 
     def __init__(self, local: nn.Embedding, shard: VocabularyShard) -> None:
-        """`local` is the base's embedding, of which only the shard's rows are left."""
+        """Wrap `local`, the embedding of the base, of which only the shard's rows are left."""
         super().__init__()
         self.weight, self.padding_idx, self._shard = local.weight, local.padding_idx, shard
         if (scale := getattr(local, EMBED_SCALE, None)) is not None:
@@ -316,8 +321,8 @@ class ShardedEmbedding(nn.Module):
 
 
 def _cut_ends(model: PreTrainedModel, shard: VocabularyShard) -> None:
-    """Keep only the shard's rows of the embedding and of the head, as far as this stage has them. A head that
-    is tied to the embedding stays tied."""
+    """Keep only the shard's rows of the embedding and of the head, if this worker has them. A head that is
+    tied to the embedding stays tied."""
     first, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = isinstance(first, nn.Embedding) and getattr(head, "weight", None) is first.weight
     if isinstance(first, nn.Embedding):
@@ -331,12 +336,13 @@ def _cut_ends(model: PreTrainedModel, shard: VocabularyShard) -> None:
 
 
 def _rows(whole: Tensor, shard: VocabularyShard) -> nn.Parameter:
-    """Return the shard's rows of a parameter, without the memory of the others."""
+    """Return a copy of the shard's rows of a parameter, so that the memory of the whole can be freed."""
     return nn.Parameter(whole.detach()[shard.start : shard.stop].clone(), requires_grad=False)
 
 
 def _divide_embedding(model: PreTrainedModel, shard: VocabularyShard) -> None:
-    """Make an embedding of which only the shard's rows are left return the embeddings of all tokens."""
+    """Replace the model's embedding, of which only the shard's rows are left, by a `ShardedEmbedding`, which
+    returns the embeddings of all tokens."""
     decoder, name = decoder_of(model), ENDS[model.config.model_type].embedding
     if isinstance(local := getattr(decoder, name), nn.Embedding):
         setattr(decoder, name, ShardedEmbedding(local, shard))
@@ -346,7 +352,8 @@ def _divide_embedding(model: PreTrainedModel, shard: VocabularyShard) -> None:
 
 
 def _sum_over_shards(layer: nn.Module, facts: DecoderFacts, sum_over_shards: SumOverShards) -> None:
-    """Add the sums over shards to the attention and the feed-forward of a layer."""
+    """Add hooks to the attention and the feed-forward of a layer that sum their outputs over the shards in
+    the forward, and the gradients of their inputs in the backward."""
     for last in (facts.o, facts.down):
         branch = layer.get_submodule(last.rpartition(".")[0])
         branch.register_forward_pre_hook(partial(_share_input, sum_over_shards), with_kwargs=True)
@@ -368,14 +375,14 @@ def _sum_output(
 
 
 def share_input(x_TD: Tensor, sum_over_shards: SumOverShards) -> Tensor:
-    """Return the input of a branch, which is the same on every shard. Its gradient is the sum over the
-    shards."""
+    """Return the input of an attention or feed-forward, which is the same on every shard. In the backward,
+    its gradients are summed over the shards."""
     return cast(Tensor, _SharedInput.apply(x_TD, sum_over_shards))
 
 
 def sum_output(output_TD: Tensor, sum_over_shards: SumOverShards) -> Tensor:
-    """Return the sum over the shards of the output of a branch. Every shard's gradient is the gradient of the
-    sum."""
+    """Return the output of an attention or feed-forward, summed over the shards. In the backward, every shard
+    receives the gradient of the sum."""
     return cast(Tensor, _SummedOutput.apply(output_TD, sum_over_shards))
 
 
