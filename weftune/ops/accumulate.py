@@ -1,4 +1,5 @@
-"""A trained weight whose gradient autograd adds to a given tensor instead of `.grad`."""
+"""A copy of a trained weight for a forward pass, whose gradient autograd adds to a given tensor instead of
+`.grad`."""
 
 from __future__ import annotations
 

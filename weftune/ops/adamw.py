@@ -26,13 +26,13 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 BLOCK = 4096
 EVEN_SIZE = 64
 """Multiple of the widths of CPUs' vector registers. Torch may round the values behind the last such multiple
-differently, depending on where a vector lies in memory, so they are computed in a padded copy."""
+differently, depending on where a vector lies in memory, so those values are computed in a padded copy."""
 OP = "AdamW"
 
 
 @dataclass(frozen=True, slots=True)
 class AdamState:
-    """A job's flat vectors: float32 (or float64), except `weights`, which have the base model's dtype."""
+    """A job's flat vectors: `weights` have the base model's dtype, all others are float32 (or float64)."""
 
     master: Tensor
     exp_avg: Tensor
@@ -58,7 +58,8 @@ class AdamState:
 
 @dataclass(frozen=True, slots=True)
 class RateRun:
-    """A multiplier of the job's learning rate, `rate`, for the job's parameters `start` to `stop`."""
+    """A range of a job's parameters, `start` to `stop`, and the factor `rate` by which the job's learning
+    rate is multiplied there."""
 
     start: int
     stop: int
@@ -79,7 +80,8 @@ class Update:
     betas: tuple[float, float] = BETAS
     eps: float = EPS
     rates: tuple[RateRun, ...] = ()
-    """Ranges that cover all parameters in order. Empty if all parameters have the job's learning rate."""
+    """Multipliers of the learning rate, in ranges that cover all parameters in order. Empty if all parameters
+    have the job's learning rate."""
 
     def on(self, state: AdamState, start: int) -> Update:
         """Return this step for `state`, which holds a slice of the parameters that begins at `start`."""
@@ -112,7 +114,8 @@ def gradient_norms(states: Sequence[AdamState]) -> Tensor:
 
 
 def square_sums(vectors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each vector, float64 [J], so that partial sums can be added precisely."""
+    """Return the sum of squares of each vector, float64 [J]: partial sums of a long vector can be added in
+    that precision."""
     return run_with_fallback(OP, vectors[0].device, _launch_squares, _plain_squares, vectors)
 
 
@@ -135,10 +138,10 @@ def _launch_squares(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
-    """Apply every step and return whether each job's weights are finite afterwards, bool [J].
+    """Apply every step. Return whether each job's weights are finite afterwards, bool [J].
 
-    On a GPU, `factor_J` may replace `Update.factor` by values on the device. A job whose factor is negative
-    makes no step; only its gradient is zeroed.
+    On a GPU, `factor_J` may replace `Update.factor` by values on the device. For a job with a negative factor
+    no step is made, and its gradient is zeroed.
     """
     if any(one.rates for one in updates):
         return _update_runs(updates, factor_J)
@@ -176,7 +179,8 @@ def _launch_update(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor
 
 
 def _update_runs(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
-    """Apply steps of jobs with several learning rates: each range of parameters is updated like a job."""
+    """Apply steps of jobs with several learning rates: each range of parameters is updated as if it were a
+    job."""
     runs = [one.runs() for one in updates]
     counts = torch.tensor([len(each) for each in runs])
     flat = [run for each in runs for run in each]
@@ -231,7 +235,7 @@ def _plain_update(one: Update) -> Tensor:
 
 
 def _torch_adamw(one: Update, vectors: Sequence[Tensor]) -> None:
-    """Apply a step to master weights, gradient, and first and second moments."""
+    """Apply a step with torch's AdamW. `vectors` are master weights, gradient, first and second moments."""
     master, gradient, exp_avg, exp_avg_sq = vectors
     adamw(
         [master],
@@ -254,8 +258,8 @@ def _torch_adamw(one: Update, vectors: Sequence[Tensor]) -> None:
 
 
 def _update_numbers(one: Update) -> tuple[float, ...]:
-    """Return a job's row of the kernel's table of numbers. 1 − β is computed here: from β = 0.999 in float32
-    the result would be off by 5e-5."""
+    """Return a job's row of the kernel's table of numbers. 1 − β is computed here in float64, because in
+    float32 the result for β = 0.999 would be off by 5e-5."""
     beta1, beta2 = one.betas
     return (
         one.factor,

@@ -1,4 +1,4 @@
-"""Dequantisation of a weight to a matrix by one kernel, bit-identical to plain torch.
+"""Dequantisation of a weight to a matrix by one kernel. The result is bit-identical to that of plain torch.
 
 Shapes: K inputs, N outputs.
 """
@@ -13,7 +13,8 @@ from torch import Tensor
 from weftune.ops import triton as kernels
 
 NF4_WORDS = 512
-"""32-bit words of eight values per program: a divisor of the 2048 words that share a nested absmax."""
+"""32-bit words, of eight 4-bit codes each, that one program dequantises. The number divides 2048, the number
+of words that share one value of `nested_absmax`."""
 ROWS_BLOCK = 4096
 WARPS = 4
 
@@ -43,7 +44,8 @@ def write_nf4(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
 
 
 def write_rows(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
-    """Write the matrix of an int8 or fp8 weight: the codes of each row times the scale of the row."""
+    """Write the matrix of an int8 or fp8 weight to `out_NK`: the codes of each row times the scale of the
+    row."""
     assert out_NK.is_contiguous()
     outputs, inputs = out_NK.shape
     with torch.cuda.device_of(out_NK):

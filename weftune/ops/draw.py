@@ -1,4 +1,5 @@
-"""Uniform numbers as a pure function of (seed, site, parameter, index), the same bits on every device.
+"""Uniform random numbers as a pure function of (seed, site, parameter, index), with the same bits on every
+device. A site is an adapted linear.
 
 Each index is hashed by the 32-bit finaliser of MurmurHash3 (`dropout.mix_bits`), and the top 24 bits are the
 number. So any slice of a parameter can be drawn separately, in any order and on any device.
@@ -16,7 +17,8 @@ from weftune.core.batch import to_device
 from weftune.ops.dropout import STRIDE, mix_bits, mix_int, step_key, to_signed
 
 CPU_CHUNK, CHUNK = 1 << 16, 1 << 20
-"""Values drawn at a time: on a CPU intermediate tensors stay in its cache, on a GPU within 8 MiB each."""
+"""Number of values drawn at a time on a CPU (so that intermediate tensors stay in its cache) and on a GPU (so
+that they take at most 8 MiB each)."""
 
 
 def parameter_key(seed: int, site: str, parameter: str) -> int:
@@ -28,9 +30,10 @@ def parameter_key(seed: int, site: str, parameter: str) -> int:
 def fill_uniform(
     value: Tensor, key: int, bound: float, start: int = 0, draw_device: torch.device | None = None
 ) -> None:
-    """Fill `value`, a parameter or a slice of it from element `start` on, with uniform numbers in ±bound.
+    """Fill `value` with uniform numbers in ±bound. `value` is a parameter, or the slice of one that begins at
+    element `start`.
 
-    They are drawn in float64, so that parameters of all dtypes get the same numbers, on the device
+    The numbers are drawn in float64, so that parameters of all dtypes get the same numbers, on the device
     `draw_device` if given, else on the device of `value`.
     """
     flat, device = value.view(-1), draw_device or value.device
@@ -66,7 +69,7 @@ def fill_normal(value: Tensor, key: int) -> None:
 
 
 def draw_integers(count: int, upper_bound: int, key: int) -> Tensor:
-    """Return `count` uniform integers in [0, below), drawn by torch on the host."""
+    """Return `count` uniform integers from 0 to `upper_bound` − 1, drawn by torch on the host."""
     return torch.randint(upper_bound, (count,), generator=torch.Generator().manual_seed(key))
 
 
@@ -75,7 +78,8 @@ def _chunk(device: torch.device) -> int:
 
 
 def _draw_block(start: int, size: int, key: int | Tensor, bound: float, device: torch.device) -> Tensor:
-    """Return `size` numbers from index `start` on, float64. Keys [P, 1] return one row each, [P, size]."""
+    """Return `size` numbers in ±bound from index `start` on, float64. If `key` is a tensor [P, 1] of keys,
+    return one row for each, [P, size]."""
     count = torch.arange(start + 1, start + 1 + size, dtype=torch.int32, device=device)
     bits = mix_bits(count * to_signed(STRIDE) ^ key)
     # Shifted arithmetically, the top 24 bits are a whole number from −2²³ up to 2²³.

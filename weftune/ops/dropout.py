@@ -22,9 +22,10 @@ SECOND = 0xC2B2AE35
 STRIDE = 0x9E3779B9
 """2³² divided by the golden ratio: multiplication spreads consecutive features before they are hashed."""
 CHUNK = 1 << 17
-"""Values drawn at a time on a CPU, so that intermediate tensors stay in its cache."""
+"""Number of mask values drawn at a time on a CPU, so that intermediate tensors stay in its cache."""
 FEW = 1 << 14
-"""Maximum number of values drawn by numpy on a CPU. torch uses a single thread for so few values."""
+"""Maximum number of mask values that numpy draws on a CPU. For so few values, torch would use a single thread
+too."""
 
 
 def key(seed: int, step: int, site: str) -> int:
@@ -40,7 +41,8 @@ def step_key(seed: int, step: int) -> int:
 
 
 def threshold(probability: float) -> int:
-    """Return the threshold: a value is kept if its bits, read as a signed integer, are at least this."""
+    """Return the integer threshold for a dropout probability: a value is kept if its random bits, read as a
+    signed integer, are at least this."""
     return min(round(probability * (1 << 32)), (1 << 32) - 1) - (1 << 31)
 
 
@@ -91,7 +93,7 @@ def _keep_mask_on_cpu(key_of_site: int, token_index_T: Tensor, numbers: range, l
 
 
 def _odd_unsigned(value: np.ndarray) -> np.ndarray:
-    """Return `to_odd` of unsigned integers."""
+    """Return fmix32 of unsigned integers, made odd, as `to_odd` does for tensors."""
     value = value ^ (value >> 16)
     value *= np.uint32(FIRST)
     value ^= value >> 13

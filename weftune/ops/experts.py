@@ -1,12 +1,12 @@
 """The expert linears of a mixture-of-experts layer with every job's LoRA on its own tokens, in plain torch
 for CPUs. `ops/lora/experts.py` has the implementation for GPUs.
 
-Choices (pairs of a token and one of its experts) are sorted by expert, then by token. So the rows of every
-expert are contiguous, and among the rows of one job those of every expert are too: grouped products can be
-used, and no product reads rows of two jobs.
+A choice is a pair of a token and one of its experts. Choices are sorted by expert, then by token. So the rows
+of every expert are contiguous, and among the rows of one job those of every expert are too. Grouped matrix
+products can therefore be used, and no product reads rows of two jobs.
 
-Shapes: T tokens, k experts per token, S = T · k choices, s choices of one job, E experts, D hidden width,
-K inputs, N outputs of a linear, r rank.
+Shapes: T tokens, k experts per token, S = T · k choices, s choices of one job, E experts, D hidden width, K
+inputs, N outputs of a linear, r rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weftune.core.device_class import class_of
 from weftune.ops.lora.table import Group
 
 ALIGNED = 8
-"""Grouped products require the width of a row to be a multiple of this number of 16-bit values."""
+"""Number of 16-bit values of which a row's width must be a multiple, as grouped matrix products require."""
 
 
 Tokens = tuple[int, int]
@@ -31,7 +31,8 @@ Tokens = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """One job's adapter, which adds scale · xAᵀB per expert to the outputs of tokens `start` to `stop`."""
+    """One job's LoRA on a linear of every expert. It adds scale · xAᵀB, with the matrices of the token's
+    expert, to the outputs of the tokens `start` to `stop`."""
 
     start: int
     stop: int
@@ -46,14 +47,15 @@ class ExpertPart:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSite:
-    """One linear of all experts of a layer, with the jobs' adapters on it."""
+    """The weights of one linear (gate and up, or down) of all experts of a layer, with the jobs' adapters on
+    it."""
 
     weight_ENK: Tensor
     group: Group | None = None
-    """Adapters for the GPU kernels. Slot n · E + e of the group's table holds the n-th adapter at expert e.
-    None if no job has an adapter on this linear."""
+    """Adapters in the form of the GPU kernels, or None if no job has an adapter on this linear. Slot n · E +
+    e of the group's table holds the n-th adapter at expert e."""
     parts: Sequence[ExpertPart] = ()
-    """Adapters for the implementation in plain torch."""
+    """Adapters for the implementation in plain torch; empty for the GPU kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +64,10 @@ class Routes:
 
     experts_S: Tensor
     stops_E: Tensor
-    """End of each expert's rows among the sorted choices."""
+    """Index after the last row of each expert among the sorted choices."""
     order_S: Tensor
-    """Maps each position in the sorted order to the index of the choice."""
+    """Maps each position in the sorted order to the index of a choice, which is token · k + the choice's
+    number."""
     places_Tk: Tensor
     """Maps each choice to its position in the sorted order."""
 
@@ -76,11 +79,12 @@ class Routes:
         return cls(experts_S, _expert_stops(experts_S, count), order_S, places_S.view(chosen_Tk.shape))
 
     def rows(self, x_TD: Tensor) -> Tensor:
-        """Return the row of each choice's token, in the sorted order."""
+        """Return x of the token of each choice, in the sorted order, [S, D]."""
         return x_TD[self.order_S // self.places_Tk.shape[1]]
 
     def own(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return the sorted positions of a job's choices, and the end of each expert's rows among them."""
+        """Return the sorted positions of a job's choices, and for each expert the index after its last row
+        among them."""
         start, stop = tokens
         places_s = self.places_Tk[start:stop].flatten().sort().values
         return places_s, _expert_stops(self.experts_S[places_s], len(self.stops_E))
@@ -95,7 +99,7 @@ class Routes:
         return y_SN
 
     def gather_outputs(self, y_SD: Tensor, weights_Tk: Tensor) -> Tensor:
-        """Return each token's sum of expert outputs, weighted by the router."""
+        """Return for each token the sum of its experts' outputs, multiplied by the router's weights."""
         return (y_SD[self.places_Tk] * weights_Tk[..., None]).sum(dim=1).to(y_SD.dtype)
 
 
@@ -112,7 +116,8 @@ def experts_output(
     down: ExpertSite,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return Σ over a token's experts of weight · down(activation(gate) ⊙ up)."""
+    """Return for each token the sum over its experts of weight · down(activation(gate) ⊙ up), [T, D].
+    `chosen_Tk` are the indices of the experts, and `weights_Tk` the router's weights."""
     routes = Routes.from_choices(chosen_Tk, len(down.weight_ENK))
     own = {tokens: routes.own(tokens) for tokens in {part.tokens for part in (*gate_up.parts, *down.parts)}}
     gate, up = routes.linear(routes.rows(x_TD), gate_up, own).chunk(2, dim=-1)
@@ -127,7 +132,7 @@ def experts_output_reference(
     down: ExpertSite,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Compute `experts_output` token by token, as a reference."""
+    """Compute the result of `experts_output` token by token, as a reference for tests."""
 
     def expert(token: int, number: int) -> Tensor:
         gate, up = _one_output(x_TD[token], token, number, gate_up).chunk(2)
@@ -150,7 +155,8 @@ def _one_output(x_K: Tensor, token: int, expert: int, site: ExpertSite) -> Tenso
 
 
 def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
-    """Return every row times its expert's matrix, with one kernel for all experts if `has_kernel`."""
+    """Return each row of x times the matrix of its expert. One kernel does it for all experts if
+    `has_kernel`."""
     if has_kernel(w_EKN):
         return grouped_mm(x_SK, w_EKN, offs=stops_E)
     rows = stops_E.diff(prepend=stops_E.new_zeros(1)).tolist()
@@ -159,8 +165,8 @@ def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
 
 
 def has_kernel(w_EKN: Tensor) -> bool:
-    """Return whether `grouped_mm` can be used. It does not support trained matrices: for an expert without
-    rows it leaves the gradient uninitialised."""
+    """Return whether `torch.nn.functional.grouped_mm` can be used. It is not used for trained matrices,
+    because it leaves the gradient of an expert without rows uninitialised."""
     if not w_EKN.is_cuda or w_EKN.dtype is not torch.bfloat16 or w_EKN.requires_grad:
         return False
     aligned = all(width % ALIGNED == 0 for width in w_EKN.shape[1:])

@@ -1,9 +1,9 @@
-"""Plain torch in place of kernels that do not compile or launch on the device.
+"""Plain torch as a substitute for kernels that do not compile or launch on the device.
 
 The kernels are tested on one class of GPUs only (`core.device_class`). Triton compiles and loads a kernel at
-its first launch, before it runs: an op that launches one kernel has written nothing when this fails, and is
-computed by torch instead. An op of several kernels that add to gradients rehearses them first, on rows that
-belong to no job.
+its first launch, before it runs. When this fails in an op that launches one kernel, nothing has been written
+yet, and torch computes the op instead. An op of several kernels that add to gradients rehearses them first:
+it launches them once on rows that belong to no job.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from weftune.core.device_class import TEST_COMMAND, class_of
 
 REHEARSING = ("cuda",)
-"""Device types on which kernels are rehearsed. Triton's interpreter compiles nothing."""
+"""Device types on which kernels are rehearsed. Triton's interpreter compiles nothing, so it needs no
+rehearsal."""
 REFUSALS = (
     *(
         "no kernel image",
@@ -31,17 +32,19 @@ REFUSALS = (
     *("too many resources", "PTX was compiled with an unsupported toolchain", "PTX JIT compil"),
     *("PassManager::run failed", "Failed to find C compiler", "Failed to compile"),
 )
-"""Parts of the messages of a RuntimeError that Triton or the driver raises instead of launching a kernel."""
+"""Substrings of the message of a RuntimeError that Triton or the driver raises when it cannot launch a
+kernel."""
 
 Result = TypeVar("Result")
 
 
 class KernelWarning(UserWarning):
-    """An op is computed by plain torch, because its kernels do not run on the device."""
+    """The warning that plain torch computes an op, because its kernels do not run on the device."""
 
 
 class KernelsFailed(Exception):
-    """Kernels do not run on the device. The user has been warned, and nothing has been written."""
+    """Raised if the kernels of an op do not run on the device. The user has been warned, and nothing has been
+    written."""
 
 
 _failed: set[str] = set()
@@ -76,7 +79,8 @@ def run_with_fallback(
 
 
 def rehearse(op: str, key: Hashable, device: torch.device, run: Callable[[], object]) -> None:
-    """Run the kernels of an op, without effect, before their first use with the launch parameters in `key`.
+    """Call `run`, which launches the kernels of an op without effect, before their first use with the launch
+    parameters in `key`.
 
     Raises KernelsFailed if one of them fails, and at every later call with this key. During a capture nothing
     is rehearsed: passes are captured only after the same pass has run uncaptured.
@@ -99,8 +103,8 @@ def rehearse(op: str, key: Hashable, device: torch.device, run: Callable[[], obj
 
 
 def is_kernel_failure(error: Exception) -> bool:
-    """Return whether a kernel could not be compiled, loaded or launched. Lack of memory is no such failure,
-    nor is an error of a kernel that ran before."""
+    """Return whether the error says that a kernel could not be compiled, loaded or launched. A shortage of
+    memory does not count, nor does an error of a kernel that ran before."""
     from triton.errors import TritonError
 
     if isinstance(error, TritonError | subprocess.CalledProcessError):
@@ -110,7 +114,7 @@ def is_kernel_failure(error: Exception) -> bool:
 
 
 def _log_fallback(op: str, device: torch.device, error: Exception) -> None:
-    """Warn once for each op."""
+    """Warn the user that torch computes the op from now on, once for each op."""
     if op in _failed:
         return
     _failed.add(op)
@@ -128,7 +132,7 @@ def _log_fallback(op: str, device: torch.device, error: Exception) -> None:
 
 
 def _kernel_of(error: Exception) -> str | None:
-    """Return "module.kernel" of the launch that raised the error."""
+    """Return the name "module.kernel" of the launch that raised the error, or None if it is not found."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if found := re.search(r"kernels\.(\w+\.\w+)", frame.line or ""):
             return found[1]

@@ -18,13 +18,15 @@ from weftune.ops.fallback import run_with_fallback
 from weftune.ops.triton import kernels_available
 
 VALUES = 1 << 14
-"""Values per program of the kernel `row_codes`: 64 per thread. A wider row still gets a single program."""
+"""Number of values that a program of the kernel `row_codes` converts: 64 per thread. A wider row still gets a
+single program."""
 MULTIPLE = 16
 """`torch._scaled_mm` requires both dimensions of the weight to be a multiple of this."""
 
 
 def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute `core.weights.quantise_rows`, with one Triton kernel where Triton is available."""
+    """Quantise the rows of x ⊙ scale to 8-bit floats with a scale per row, as `core.weights.quantise_rows`
+    does, with one Triton kernel where Triton is available."""
     if x_TM.is_cuda and kernels_available(x_TM):
         by_torch = weights.quantise_rows
         return run_with_fallback("rounding to fp8", x_TM.device, launch_row_codes, by_torch, x_TM, scale_M)
@@ -56,7 +58,7 @@ def launch_row_codes(x_TM: Tensor, scale_M: Tensor | None) -> tuple[Tensor, Tens
 def multiply(
     left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Implement `core.weights.MultiplyCodes` on a GPU."""
+    """Implement `core.weights.MultiplyCodes`, the product with an 8-bit weight, on a GPU."""
     if left_TM.dtype is torch.float64 or not library_product(codes_LM):
         return multiply_codes(left_TM, codes_LM, scale_M, scale_L, dtype)
     left_TM, scale_T = row_codes(left_TM, scale_M)

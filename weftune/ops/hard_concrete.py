@@ -1,4 +1,5 @@
-"""A sparse trained difference to a frozen weight, with hard-concrete gates (a relaxation of the L0 penalty).
+"""A sparse trained matrix that is added to a frozen weight (the difference), with hard-concrete gates, a
+relaxation of the L0 penalty.
 
 A gate is z = clip(σ(α + logit u) · (UPPER − LOWER) + LOWER, 0, 1) with u uniform in (0, 1). The noise u is a
 pure function of (job seed, step, site, element): it does not depend on other jobs, packing, splitting or
@@ -24,12 +25,13 @@ OPEN, SHUT = 1e4, -1e4
 """Values of α for which the gate is 1 (OPEN) or 0 (SHUT) for any noise, and remains so after any optimizer
 step."""
 BITS = 23
-"""Bits of a uniform number: with 23 bits, (n + ½) / 2²³ is exact in float32."""
+"""Number of random bits of a uniform number: with 23 bits, (n + ½) / 2²³ is exact in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """The values of a difference and the parameters α of its gates, or accumulators of their gradients."""
+    """The values of a difference and the parameters α of its gates. The same class holds the accumulators of
+    their gradients."""
 
     w_NK: Tensor
     alpha_NK: Tensor
@@ -39,10 +41,10 @@ class Gated:
 
 @dataclass(frozen=True, slots=True)
 class DrawnGates:
-    """The random keys of the gates in one pass, and the L0 penalty of each open gate."""
+    """The random keys of the gates in one pass, and the weight `l0_weight` of the L0 penalty."""
 
     key: int
-    """Random key of the noise of the elements."""
+    """Random key of the noise u of the elements' gates."""
     group_key: int
     l0_weight: float
     bears: Tensor
@@ -50,7 +52,8 @@ class DrawnGates:
 
 
 def uniform(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
-    """Return uniform numbers in (0, 1), [rows, columns], each a pure function of the key and its position."""
+    """Return uniform numbers in (0, 1), [rows, columns], in the dtype of `like`. Each is a pure function of
+    the key and its position."""
     row, column = (
         torch.arange(1, count + 1, dtype=torch.int32, device=like.device) for count in (rows, columns)
     )
@@ -60,7 +63,8 @@ def uniform(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
 
 
 def gate(alpha: Tensor, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the gate z and dz/dα. Without the noise u, z is the gate used in evaluation."""
+    """Return the gate z and its derivative dz/dα. If u is None, return the gate without noise, as in
+    evaluation."""
     s = torch.sigmoid(alpha if u is None else alpha + torch.logit(u))
     stretched = s * (UPPER - LOWER) + LOWER
     inside = (stretched > 0) & (stretched < 1)
@@ -68,8 +72,8 @@ def gate(alpha: Tensor, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def pruned(values: Gated, kept_count: int) -> Tensor:
-    """Return the difference with evaluation gates, in which all but the `kept_count` largest elements are
-    0."""
+    """Return the difference w multiplied by its gates without noise, with all but the `kept_count` largest
+    elements set to 0."""
     dtype = accumulation_dtype(values.w_NK.dtype)
     whole = values.w_NK.to(dtype) * gate(values.alpha_NK.to(dtype))[0]
     if values.group is not None:
@@ -81,7 +85,7 @@ def pruned(values: Gated, kept_count: int) -> Tensor:
 
 
 def fix_gates(values: Gated, kept_count: int) -> None:
-    """Set the difference to its pruned value for evaluation, and fix every gate permanently at 1 or 0."""
+    """Set the difference to the result of `pruned`, and fix every gate at 1 (for kept elements) or 0."""
     whole = pruned(values, kept_count)
     values.w_NK.copy_(whole)
     values.alpha_NK.copy_(torch.where(whole != 0, OPEN, SHUT))
@@ -93,7 +97,8 @@ def difference_product(
     x_LK: Tensor, values: Gated, totals: Gated, drawn_gates: DrawnGates | None, anchor: Tensor
 ) -> Tensor:
     """Return x(z ⊙ w)ᵀ. The backward adds the gradients of w and of the gates to `totals`. If `drawn_gates`
-    is None, the gates are fixed and only w has a gradient. `anchor`: see `ops.accumulate`."""
+    is None, the gates are fixed and only w has a gradient. `anchor` makes autograd record the product
+    (`ops.accumulate`)."""
     return _DifferenceProduct.apply(x_LK, anchor, values, totals, drawn_gates)
 
 
@@ -145,7 +150,8 @@ def _gate_values(
 
 
 def _add_penalty(values: Gated, totals: Gated, drawn_gates: DrawnGates) -> None:
-    """Add the gradient of l0_weight times the expected number of elements whose gates are not 0."""
+    """Add the gradient of the penalty to `totals`. The penalty is l0_weight times the expected number of
+    elements whose gates are not 0."""
     # The probability that a gate is not 0 is σ(α), since UPPER = −LOWER.
     p_NK = torch.sigmoid(values.alpha_NK.to(totals.alpha_NK.dtype))
     cost = drawn_gates.l0_weight * drawn_gates.bears.to(p_NK.dtype)

@@ -35,7 +35,8 @@ from weftune.ops.triton import kernels_available
 def target_logprobs(
     h_SD: Tensor, targets_S: Tensor, head: Head, own: HeadRows | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's log-probability of its target, and whether the target is the row's argmax.
+    """Return each row's log-probability of its target [S], and whether the target is the row's argmax [S].
+    `own` are the rows of the head that the job trains, if there are any.
 
     Among equal logits the argmax is the lowest index, as in `torch.argmax`: a row whose logits are all equal
     predicts token 0.
@@ -81,7 +82,7 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 class _OwnTargetLogprobs(torch.autograd.Function):
-    """Target log-probabilities for a job that trains some rows of the head, in plain torch."""
+    """Log-probabilities of the targets for a job that trains some rows of the head, in plain torch."""
 
     @staticmethod
     def forward(
@@ -112,8 +113,9 @@ class _OwnTargetLogprobs(torch.autograd.Function):
 
 
 class _ShardedTargetLogprobs(torch.autograd.Function):
-    """Target log-probabilities where every shard has some rows of the head, in plain torch. All sums over
-    shards are in the forward, which every shard runs, also for a job that has ended on one of them."""
+    """Log-probabilities of the targets if the rows of the head are divided among shards, in plain torch. All
+    sums over shards are computed in the forward, because every shard runs the forward, even for a job that
+    has ended on another shard."""
 
     @staticmethod
     def forward(
@@ -150,15 +152,15 @@ class _ShardedTargetLogprobs(torch.autograd.Function):
 
 
 class _OwnRowsOnShard:
-    """The rows of the head that a job trains, of which this shard replaces those of its own tokens."""
+    """The rows of the head that a job trains. This shard replaces those of them that belong to its tokens."""
 
     def __init__(self, rows_nD: Tensor, ids_n: Tensor, shard: VocabularyShard) -> None:
         index_n, self.is_local_n = shard.local_rows(ids_n)
         self.replaced = HeadRows(index_n[self.is_local_n], rows_nD[self.is_local_n])
 
     def take_gradient(self, gradient_SV: Tensor) -> Tensor:
-        """Return the gradient at the logits of all trained rows, 0 at those of other shards, and set the
-        local ones to 0 in `gradient_SV`."""
+        """Return the gradient at the logits of all trained rows, [S, n], which is 0 for rows of other shards.
+        Set the columns of the rows of this shard to 0 in `gradient_SV`."""
         dlogits_Sn = gradient_SV.new_zeros(len(gradient_SV), len(self.is_local_n))
         dlogits_Sn[:, self.is_local_n] = gradient_SV[:, self.replaced.ids_n]
         gradient_SV[:, self.replaced.ids_n] = 0.0
@@ -173,8 +175,9 @@ def _by_shard(
     own: _OwnRowsOnShard | None,
     needs_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log-probabilities, whether the targets are the argmax, this shard's part of the gradient at `h`,
-    and its part of the gradient at the logits of a job's own rows, [S, 0] if there are none."""
+    """Return (1) the log-probabilities, (2) whether the targets are the argmax, (3) this shard's part of the
+    gradient at `h`, and (4) its part of the gradient at the logits of the job's own rows, [S, 0] if there are
+    none."""
     logits_SV = head.logits(h, None if own is None else own.replaced)
     row_S, is_local_S = shard.local_rows(targets_S)
     target_S = torch.where(is_local_S, logits_SV.gather(1, row_S[:, None])[:, 0], 0.0)
@@ -226,8 +229,9 @@ def _run_torch(h: Tensor, targets: Tensor, head: Head, needs_gradient: bool) -> 
 def _product_gradient(
     normalised: Tensor, logits: Tensor, targets: Tensor, head: Head, counts: Tensor | float = 1.0
 ) -> Tensor:
-    """Return d log p(target) / d hWᵀ, including soft-cap and multiplier. Overwrites `normalised`. `counts` is
-    1, or for each row 1 if its target is on this shard and 0 otherwise."""
+    """Return the gradient of log p(target) with respect to hWᵀ, through the soft-cap and the multiplier of
+    the logits. `normalised` is overwritten. `counts` is 1, or for each row 1 if its target is on this shard
+    and 0 otherwise."""
     gradient = normalised.exp_().neg_()
     gradient[torch.arange(len(targets), device=targets.device), targets] += counts
     if head.softcap is not None:
@@ -266,14 +270,15 @@ def _run_kernel(
 
 
 def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the sum of each of J consecutive runs of values, given their lengths. Differentiable."""
+    """Return the sums of J consecutive ranges of values with the given lengths, [J]. Autograd can
+    differentiate them."""
     lengths_J = to_device(torch.tensor(lengths), values_S.device)
     # Unsafe, since otherwise the lengths are checked on the device and the host waits for it.
     return torch.segment_reduce(values_S, "sum", lengths=lengths_J, unsafe=True)
 
 
 def run_counts(found_S: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the exact number of True values in each of J consecutive runs, given their lengths."""
+    """Return the exact number of True values in each of J consecutive ranges with the given lengths, [J]."""
     stops_J = to_device(torch.tensor(lengths).cumsum(0), found_S.device)
     counted = torch.nn.functional.pad(found_S.cumsum(0), (1, 0))
     ends_J = counted.index_select(0, stops_J)

@@ -19,8 +19,8 @@ from weftune.ops.triton import kernels_available, with_contiguous_rows
 
 OP = "RMSNorm"
 TILE = 4096
-"""Minimum number of values per program. Narrow rows share a program: a norm of heads has millions of
-rows of 64 or 128 values, and a program for each row would take longer to start than to run."""
+"""Minimum number of values per program. Narrow rows share a program: the norm of attention heads has millions
+of rows of 64 or 128 values, and a program for each row would take longer to start than to run."""
 VALUES_A_THREAD = 16
 """Values per thread: two 16-byte accesses per tensor in half precision, which hide the latency of the mean
 over the row."""

@@ -15,7 +15,8 @@ from weftune.ops.triton import kernels_available
 ROWS = 64
 """Cached rows that a program reads at a time."""
 PROGRAMS = 512
-"""Number of programs that keep a GPU busy; fewer pairs of sequences and heads are cut into shares."""
+"""Number of programs that keep a GPU busy. If there are fewer pairs of a sequence and a head, the rows of
+each are split among several programs."""
 MAX_SHARES = 16
 
 
@@ -31,8 +32,8 @@ def paged_attention(
     softcap: float | None = None,
 ) -> Tensor:
     """Return the attention of each sequence's last row, [B, H, D]. The rows of sequence b are the first
-    lengths[b] rows of its pages tables[b], of `page_rows` rows each; the last of them is the new row itself.
-    With a `window`, only so many of the last rows count."""
+    `lengths_B[b]` rows of the pages `tables_BP[b]`, which have `page_rows` rows each; the last of them is the
+    new row itself. If `window` is given, attention is limited to that many last rows."""
     scale = q_BHD.shape[-1] ** -0.5 if scale is None else scale
     arguments = q_BHD, keys_CGD, values_CGD, tables_BP, lengths_B, page_rows, scale, window, softcap
     same_width = keys_CGD.shape == values_CGD.shape

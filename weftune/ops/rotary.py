@@ -23,14 +23,16 @@ from weftune.ops.triton import kernels_available, with_contiguous_rows
 
 OP = "rotary embedding"
 TILE = 1024
-"""Values per program of each half of the rotary width."""
+"""Number of values in each half of the rotary width that a program processes."""
 WARPS = 4
-"""Warps per program: eight values of each half per thread, one 16-byte access in half precision."""
+"""Warps per program. Each thread then processes eight values of each half, one 16-byte access in half
+precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """The RMSNorm of every query head and every key head, applied before the rotation."""
+    """The weights of the RMSNorm that is applied to every query head and every key head before the
+    rotation."""
 
     q_D: Tensor
     k_D: Tensor
@@ -42,7 +44,8 @@ class HeadNorms:
 def rotary_split(
     qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int, norms: HeadNorms | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (q_THD, k_TGD, v_TGD), with q and k rotated as in Llama: column i pairs with column i + E/2."""
+    """Split qkv and return (q_THD, k_TGD, v_TGD). q and k are rotated as in Llama: column i pairs with column
+    i + E/2."""
     rows, width = qkv_TN.shape[0], qkv_TN.shape[1] // (heads + 2 * groups)
     assert qkv_TN.shape[1] == (heads + 2 * groups) * width
     assert cos_TE.shape == sin_TE.shape == (rows, cos_TE.shape[1])

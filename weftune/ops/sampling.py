@@ -16,22 +16,24 @@ from weftune.core.batch import to_device
 from weftune.ops import triton as kernels
 
 BLOCK, WARPS = 2048, 16
-"""Tokens that a program reads at a time, and its warps: one program per sequence has a multiprocessor."""
+"""Number of tokens that a program reads at a time, and the number of its warps. There is one program per
+sequence, so each can use a whole multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How the token of one sequence is drawn."""
+    """The settings by which the next token of one sequence is drawn."""
 
     temperature: float
-    """Divisor of the scores. 0 selects the largest score."""
+    """Divisor of the scores. 0 selects the token with the largest score."""
     top_p: float
     key: int
     """Key of the random numbers, a signed 32-bit integer."""
 
 
 def sample_rows(scores_BV: Tensor, logits_BV: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
-    """Return the token of every sequence, and its log-probability by the logits."""
+    """Return the next token of every sequence [B], drawn by the scores, and its log-probability by the logits
+    [B]."""
     count, vocabulary = scores_BV.shape
     host = np.empty((3, count), dtype=np.int32)
     host[0] = np.array([draw.temperature for draw in draws], dtype=np.float32).view(np.int32)

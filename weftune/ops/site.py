@@ -1,4 +1,5 @@
-"""The product of an adapted linear whose jobs scale its input or output: y = g_out ⊙ ((x ⊙ g_in)Wᵀ + …) + b.
+"""The product of an adapted linear (a site) whose jobs scale its input or output: y = g_out ⊙ ((x ⊙ g_in)Wᵀ +
+…) + b, in plain torch.
 
 Every job scales only its own rows, and no reduction mixes rows of two jobs: a NaN in one job does not reach
 other jobs. Sums are kept in at least float32; the caller rounds them once.
@@ -32,22 +33,24 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class RowScale:
-    """The column scales of one job, for its rows `start` to `stop`. Autograd may track `values_M`."""
+    """The vector `values_M` by which one job scales the columns of its rows `start` to `stop`. Autograd may
+    track it."""
 
     start: int
     stop: int
     values_M: Tensor
     scales_bias: bool = False
-    """Whether the frozen bias is scaled too. Only used for scales of outputs."""
+    """Whether the frozen bias is scaled too. It is used only for scales of outputs."""
 
 
 def scaled_rows(x_TM: Tensor, scales: Sequence[RowScale]) -> Tensor:
-    """Return x with the rows of every scale multiplied by its values. No two scales may share a row."""
+    """Return x with the rows of every job multiplied by the job's values. No two scales may share a row."""
     return _apply_by_rows(x_TM, scales, lambda part, scale: part if scale is None else part * scale.values_M)
 
 
 def scaled_outputs(y_TN: Tensor, bias_N: Tensor | None, scales: Sequence[RowScale]) -> Tensor:
-    """Return y with scaled rows plus the bias, which is added before the scaling if `scales_bias` is set."""
+    """Return the scaled rows of y plus the bias. The bias is added before the scaling if `scales_bias` is
+    set, else after it."""
     if bias_N is None:
         return scaled_rows(y_TN, scales)
 
@@ -92,14 +95,15 @@ class GatheredRows:
 
     index_R: Tensor
     counts_R1: Tensor
-    """False for padding."""
+    """Whether each element of `index_R` is a row of the job; False for padding."""
     first_R: Tensor
-    """Position in `index_R` of the first occurrence of each row."""
+    """Position in `index_R` of the first occurrence of the same row, for each element."""
 
 
 @runtime_checkable
 class RowChange(Protocol):
-    """A function that a job applies to its rows, with a backward that needs no autograd graph."""
+    """A function that a job applies to its rows of an output. It has its own backward, which needs no
+    autograd graph."""
 
     def __call__(self, y_LM: Tensor) -> Tensor:
         """Apply the change so that autograd records it."""
@@ -111,12 +115,12 @@ class RowChange(Protocol):
 
 
 Change = tuple[slice | GatheredRows, slice, Callable[[Tensor], Tensor]]
-"""Tuple of rows, columns, and the function that is applied to that part of the output."""
+"""A change of an output: its rows, its columns, and the function that is applied to this part."""
 
 
 def zero_where_changed(residual_TN: Tensor, changes: Sequence[Change]) -> Tensor:
-    """Return the residual to add to y before `change_rows`: detached, and zero where y will be changed. The
-    gradient of the residual passes through `change_rows`."""
+    """Return the residual that the caller adds to y before `change_rows`. It is detached, and zero where y
+    will be changed; `change_rows` adds those values and passes on the whole gradient of the residual."""
     residual_TN = residual_TN.detach().clone()
     for rows, columns, _ in changes:
         _zero_rows(residual_TN[:, columns], rows)
@@ -127,7 +131,7 @@ def change_rows(
     y_TN: Tensor, residual_TN: Tensor | None, changes: Sequence[Change], anchor: Tensor
 ) -> Tensor:
     """Overwrite y with f(y) + residual in the rows and columns of every change, and return y. Elsewhere y
-    must already contain the residual. `anchor`: see `ops.accumulate`.
+    must already contain the residual. `anchor` makes autograd record the changes (`ops.accumulate`).
 
     Only the changed rows are copied for the backward, which recomputes f.
     """
@@ -186,7 +190,7 @@ def _copy_rows(x_TM: Tensor, rows: slice | GatheredRows) -> Tensor:
 
 
 def _put_rows(x_TM: Tensor, rows: slice | GatheredRows, value_LM: Tensor) -> None:
-    """Overwrite the rows. A repeated row must have the same value each time."""
+    """Overwrite the given rows of x. If a row occurs several times, its values must be equal."""
     if isinstance(rows, slice):
         x_TM[rows] = value_LM
     else:
@@ -201,7 +205,8 @@ def _zero_rows(x_TM: Tensor, rows: slice | GatheredRows) -> None:
 
 
 def summed_product(x_TK: Tensor, weight: Weight) -> Tensor:
-    """Return xWᵀ unrounded: in float32 for 16-bit operands, so that terms added later are not lost."""
+    """Return xWᵀ before rounding: in float32 for 16-bit operands, so that terms that are added later are not
+    lost."""
     if is_coded(weight):
         return quantised_product(x_TK, weight, accumulation_dtype(x_TK.dtype))
     if x_TK.dtype in HALVES:

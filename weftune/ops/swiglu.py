@@ -1,5 +1,5 @@
-"""The gated activation (SwiGLU or GEGLU) of a feed-forward block. The input holds gate and up side by side,
-as the fused linear returns them.
+"""The gated activation (SwiGLU or GEGLU) of a feed-forward block. A row of the input holds the columns of
+gate, then those of up, as the fused linear returns them.
 
 Shapes: T rows, I width of the activation, F = 2I.
 """
@@ -20,8 +20,9 @@ from weftune.ops.triton import kernels_available, with_contiguous_rows
 OP = "the gated activation"
 BLOCK = 1024
 WARPS = 4
-"""Warps per program: eight values per thread, one 16-byte access per tensor in half precision. Up to five
-tensors are live at once, so more values per thread would lower the occupancy and the memory bandwidth."""
+"""Warps per program. Each thread then processes eight values, one 16-byte access per tensor in half
+precision. Up to five tensors are live at once, so more values per thread would lower the occupancy and the
+memory bandwidth."""
 
 
 def swiglu(gate_up_TF: Tensor) -> Tensor:

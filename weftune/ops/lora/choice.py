@@ -34,7 +34,7 @@ from weftune.ops.lora.table import Group
 from weftune.ops.lora.tiling import ProductPlan, rank_block
 
 TIE = 1.01
-"""Plans within this ratio of the fastest time count as equally fast, so that noise does not decide."""
+"""Ratio of times up to which a plan counts as equally fast as the fastest, so that noise does not decide."""
 MAX_ROWS = 1 << 14
 """Maximum number of rows in a trial. More rows do not increase the utilisation of a device."""
 MAX_THREADS = 8
@@ -43,22 +43,22 @@ MAX_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class PlanTrial:
-    """The configuration of a trial: everything except the machine that its result depends on."""
+    """The configuration of a trial: everything on which its result depends, except the machine."""
 
     plans: tuple[ProductPlan, ...]
-    """Plans that the trial compares."""
+    """Product plans that the trial compares."""
     dtype: torch.dtype
     features: int
     widths: tuple[int, ...]
-    """Number of outputs of each linear in the group."""
+    """Numbers of outputs of the linears in the group."""
     rows: int
-    """Number of rows, rounded up to a power of two to limit the number of trials."""
+    """Number of rows of the microbatch, rounded up to a power of two to limit the number of trials."""
     ranks: int
     """Rank of one band, rounded up to a power of two that tensor cores support."""
     bands: int
-    """Number of bands (`ops.lora.table`) of each linear."""
+    """Number of bands of each linear. Large ranks are split into bands (`ops.lora.table`)."""
     slots: int
-    """Number of slots in the group's table, a compile-time constant of the kernels."""
+    """Number of slots (table entries for jobs) of the group, a compile-time constant of the kernels."""
     drops: bool
     residual: bool
     transposed: bool
@@ -77,7 +77,8 @@ class PlanTrial:
         group: Group,
         rows: Rows,
     ) -> PlanTrial:
-        """Return the trial for a group of linears and the rows of a microbatch."""
+        """Return the trial for a group of linears and the rows of a microbatch. `residual` says whether a
+        residual is added."""
         return cls(
             plans=plans,
             dtype=dtype,
@@ -96,7 +97,7 @@ class PlanTrial:
 
     @property
     def key(self) -> str:
-        """Human-readable key of the trial in the cache file."""
+        """Human-readable key under which the cache file stores the result of the trial."""
         words = [str(self.dtype).removeprefix("torch."), f"{self.rows} rows", f"{self.features} inputs"]
         words += [f"{'+'.join(map(str, self.widths))} outputs", f"rank {self.ranks}", f"{self.slots} slots"]
         words += [f"{self.bands} bands"] if self.bands > 1 else []
@@ -121,9 +122,9 @@ class Choices:
         compile: Compile | None = None,
         pinned: bool = False,
     ) -> None:
-        """`file` caches the measured plans. None disables trials, as for Triton's interpreter on a CPU, whose
-        times do not apply to a GPU. If `pinned`, the first allowed plan is used: there are no trials, and
-        the file is not read."""
+        """`measure` runs a trial, and `compile` compiles the kernels of a plan. `file` caches the measured
+        plans. None disables trials, as for Triton's interpreter on a CPU, whose times do not apply to a GPU.
+        If `pinned`, the first allowed plan is used: there are no trials, and the file is not read."""
         self._measure = measure
         self._file = file
         self._capturing = is_capturing
@@ -221,7 +222,7 @@ def fastest_plan(plan_seconds: Mapping[ProductPlan, float]) -> ProductPlan:
 class MeasuredPlan:
     plan: ProductPlan
     microseconds: Mapping[ProductPlan, float]
-    """Measured time of each plan, stored for information only."""
+    """Measured time of each plan. It is stored for information only."""
 
 
 @dataclass(frozen=True, slots=True)

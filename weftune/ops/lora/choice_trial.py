@@ -36,11 +36,12 @@ BUDGET = 60_000.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 9
 """Minimum and maximum number of timed rounds."""
 HEAD_START = 4_000_000
-"""Device cycles (a few milliseconds) in which the host can launch one round."""
+"""Device cycles (a few milliseconds) for which the device sleeps while the host launches one round."""
 
 
 def device_choices(device: torch.device) -> Choices:
-    """Return the plan choices for a base model on this device; pinned if kernels must be deterministic."""
+    """Return the object that chooses product plans on this device. It is pinned to the first allowed plan if
+    kernels must be deterministic."""
     return Choices(
         partial(time_plans, device=device),
         choice_file(device),
@@ -84,7 +85,8 @@ class TrialSite:
     group: Group
     rows: Rows
     adapters: list[list[LowRank]]
-    """Adapters by job, kept alive here because the group's table has only their addresses."""
+    """Adapters of each job at each linear. They are kept here because the group's table has only their
+    addresses."""
 
     def step(self, plan: ProductPlan) -> None:
         tiling = choose_tiling(self.rows, self.group, self.x_TK.shape[1], self.x_TK.dtype)
@@ -94,7 +96,8 @@ class TrialSite:
 
 
 def _runs(site: TrialSite, plan: ProductPlan) -> bool:
-    """Compile, warm up, and return whether the plan runs: its kernels may need too much shared memory."""
+    """Return whether the plan can run, after compiling and running it once. It cannot if its kernels need too
+    much shared memory."""
     try:
         site.step(plan)
     except Exception as error:

@@ -1,4 +1,5 @@
-"""VeRA adapters: A and B are constant random matrices with rows scaled by d (A) or columns scaled by e (B).
+"""VeRA adapters for the tiled LoRA kernels: A and B are constant random matrices whose rows are scaled by d
+(A) or whose columns are scaled by e (B).
 
 In every forward and every backward, kernels write A and B to the addresses in the slot table, so that all
 layers can share the memory of A and B. Kernels also compute the gradients of d and e from dA and dB.
@@ -26,7 +27,8 @@ RANK_COLUMNS = 2048
 
 @dataclass(frozen=True, slots=True)
 class ComputedPair:
-    """One job's VeRA at one site. The table has only addresses, so the job must keep the tensors alive."""
+    """One job's VeRA parameters and constants at one site. The table has only their addresses, so the job
+    must keep the tensors alive."""
 
     d_R: Tensor
     e_N: Tensor
@@ -34,9 +36,9 @@ class ComputedPair:
     de_N: Tensor
     """Accumulator of the gradient of e."""
     a_RK: Tensor
-    """Constant matrix of A, with at least as many columns as the site has inputs."""
+    """Random constant from which A is computed, with at least as many columns as the site has inputs."""
     b_RN: Tensor
-    """Constant matrix of B, with at least as many columns as the site has outputs."""
+    """Random constant from which B is computed, with at least as many columns as the site has outputs."""
 
 
 def computed_table(sites: int, slots: int, device: torch.device) -> AddressTable:
@@ -46,7 +48,8 @@ def computed_table(sites: int, slots: int, device: torch.device) -> AddressTable
 
 
 def set_computed_pairs(table: AddressTable, slot: int, pairs: Sequence[ComputedPair | None]) -> None:
-    """Set a slot's entries, one per site; None if the job has no VeRA at the site."""
+    """Set the table entries of a slot (the table index of a job), one per site. An entry is None if the job
+    has no VeRA at the site."""
     table.set_slot(slot, [None if pair is None else _table_entry(pair) for pair in pairs])
 
 

@@ -1,10 +1,11 @@
 """Fused mixture of experts with LoRA on GPUs: the frozen linears of all experts, all jobs' adapters, the
 activation and the router's weights as one autograd node.
 
-Choices (pairs of a token and one of its experts) are sorted by expert and then by job, on the device. So the
-rows of a job at an expert are contiguous (a run), and the LoRA kernels treat them as the rows of a separate
-slot. The router's weight is multiplied in before the last product: so its gradient needs the activation only,
-and no expert's output is saved. The backward recomputes everything but gate and up, which are saved.
+A choice is a pair of a token and one of its experts. Choices are sorted by expert and then by job, on the
+device. So the rows of a job at an expert are contiguous (a run), and the LoRA kernels treat each run as the
+rows of a separate slot (index in their tables). The router's weight is multiplied in before the last product:
+so its gradient needs only the activation, and no expert's output is saved. The backward recomputes everything
+except gate and up, which are saved.
 
 Shapes: T tokens, k experts per token, S = T · k choices, E experts, J jobs, U runs, G tiles of runs or blocks
 of experts, D hidden width, I inner width, F = 2I, K inputs, N outputs of a linear, R rank, rounded up to a
@@ -48,26 +49,29 @@ class SortedChoices:
     """The choices of a microbatch, sorted by expert and job, and their assignment to kernel programs."""
 
     order_S: Tensor
-    """Maps each position in the sorted order to the index of the choice."""
+    """Maps each position in the sorted order to the index of a choice, which is token · k + the choice's
+    number."""
     places_Tk: Tensor
     """Maps each choice to its position in the sorted order."""
     stops_E: Tensor
     blocks_G5: Tensor
-    """(start, stop, expert, first run, end of runs) of each block of at most BLOCK rows of one expert."""
+    """(start, stop, expert, first run, index after the last run) of each block of at most BLOCK rows of one
+    expert."""
     used_1: Tensor
-    """Number of non-empty blocks."""
+    """Number of blocks in `blocks_G5` that have rows."""
     rows: Rows
-    """Runs, split into tiles for the LoRA kernels. Each run is a single piece."""
+    """The runs, split into tiles for the LoRA kernels. Each run is a single piece (`ops.lora.rows`)."""
 
     def sorted_tokens(self, x_TD: Tensor) -> Tensor:
-        """Return the row of each choice's token, in the sorted order."""
+        """Return x of the token of each choice, in the sorted order, [S, D]."""
         return x_TD.index_select(0, self.order_S // self.places_Tk.shape[1])
 
 
 def sort_choices(
     chosen_Tk: Tensor, owner_T: Tensor, numbers_J: Tensor, experts: int, slots: int
 ) -> SortedChoices:
-    """Sort the choices and assign them to programs, without synchronising host and device."""
+    """Sort the choices and assign them to programs, without synchronising host and device. `owner_T` is the
+    index of each token's job, and `numbers_J` the number of each job's adapter, −1 for none."""
     count, device = len(numbers_J), chosen_Tk.device
     key_S, order_S = (chosen_Tk.int() * count + owner_T[:, None]).flatten().sort(stable=True)
     rows, runs = len(key_S), experts * count
@@ -117,7 +121,8 @@ def sort_choices(
 
 
 def _expert_run_ends(edges: Tensor, max_rows: int) -> Tensor:
-    """Split every run into parts of at most `max_rows` rows, and return the cumulative number of parts."""
+    """Return the cumulative number of parts if every run is split into parts of at most `max_rows` rows.
+    `edges` are the boundaries of the runs."""
     return ((edges.diff() + (max_rows - 1)) // max_rows).cumsum(dim=0, dtype=torch.int32)
 
 
@@ -131,7 +136,8 @@ def lora_experts(
     numbers_J: Tensor,
     plan: ProductPlan | None = None,
 ) -> Tensor:
-    """Return Σ over a token's experts of down(weight · silu(gate) ⊙ up), with every job's adapters.
+    """Return for each token the sum over its experts of down(weight · silu(gate) ⊙ up), with every job's
+    adapters.
 
     `sites` are the fused gate and up linear, and the down linear. `owner_T` is the int32 index of each
     token's job, and `numbers_J` the number of each job's adapter in the tables of the sites, −1 for none. The
@@ -147,7 +153,7 @@ def lora_experts(
         return _Experts.apply(x_TD, weights_Tk, anchor, choices, *linears)
 
     def rehearsal() -> None:
-        """Run forward and backward as if no job had an adapter."""
+        """Run forward and backward as if no job had an adapter, to find out whether the kernels run."""
         with torch.enable_grad():
             y_TD = output(x_TD.detach().requires_grad_(), weights_Tk.detach(), torch.full_like(numbers_J, -1))
         y_TD.backward(torch.zeros_like(y_TD))
@@ -184,7 +190,7 @@ class ExpertLinears:
         return cls(weight_ENK, choices, plan, SiteCall(group, rows, True, chosen, plan))
 
     def forward(self, x_SK: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return y, and s = xAᵀ for the backward."""
+        """Return the output y, and s = xAᵀ, which the backward needs. s is None if no job has an adapter."""
         s_SR = None if self.call is None else down(x_SK, self.call)
         if self.plan.fuses:
             return self._product(x_SK, s_SR, backward=False), s_SR
@@ -194,7 +200,7 @@ class ExpertLinears:
         return y_SN, s_SR
 
     def ds(self, dy_SN: Tensor, s_SR: Tensor | None) -> Tensor | None:
-        """Return the gradient of s, and add dB to the jobs' accumulators."""
+        """Return the gradient of s = xAᵀ, and add dB to the jobs' accumulators."""
         return None if self.call is None or s_SR is None else ds_db(dy_SN, s_SR, self.call)[0]
 
     def add_da(self, x_SK: Tensor, ds_SR: Tensor | None) -> None:
@@ -244,12 +250,13 @@ class ExpertLinears:
 
 
 def _whole(y_SN: Tensor, call: SiteCall) -> ColumnSpan:
-    """Return a span that covers all columns of y."""
+    """Return a span that covers all columns of y, for the LoRA kernels."""
     return ColumnSpan(0, -(-y_SN.shape[1] // call.tiling.up.columns), 0, y_SN.shape[1])
 
 
 def best_plan(site: ExpertSite) -> ProductPlan:
-    """Return the fused plan if the device supports it, since it adds the adapters' output before rounding."""
+    """Return the fused plan if the device supports it, because that plan adds the adapters' output before
+    rounding."""
     weight_NK, rank = site.weight_ENK.flatten(0, 1), site.group.rank if site.group else 1
     aligned = site.weight_ENK.shape[1] % 8 == 0
     fused = aligned and rank <= DIRECT_RANKS and can_fuse(weight_NK, weight_NK.device)

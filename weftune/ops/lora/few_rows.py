@@ -1,9 +1,11 @@
 """Frozen linears of a group and all jobs' adapters for few rows without gradients, such as a decode step.
 
-A training pass computes many rows per job, a decode step one row per sequence. Its time is that of reading
-weights and adapters, so launches and programs that read little matter. Beside the frozen product there are
-two launches for all sites of a group and all jobs: shares of s = factor · xAᵀ, and y, which adds the shares.
-Slots, ranks and addresses are read from device tensors, so a captured graph remains valid for other jobs.
+A training pass computes many rows per job, a decode step one row per sequence. The time of a decode step is
+that of reading weights and adapters, so programs that read little, and additional launches, cost most. Beside
+the frozen product there are two launches for all sites (adapted linears) of a group and all jobs. The first
+computes partial sums of xAᵀ (shares); the second adds them up to s = factor · xAᵀ and computes y. Slots
+(table indices of jobs), ranks and addresses are read from device tensors, so a captured graph remains valid
+for other jobs.
 
 Shapes: T rows, K inputs, N outputs of all linears, P parts (`ops.lora.table`), R rank of one part, rounded up
 to a power of two, C shares.
@@ -24,27 +26,30 @@ from weftune.ops.lora.tiling import KernelLaunch, precision, rank_block
 from weftune.ops.side_stream import SideStream
 
 FEW_ROWS = 256
-"""Maximum rows of a pass without gradients for which the frozen product is left to torch."""
+"""Maximum rows of a pass without gradients that uses these kernels, with torch for the frozen product."""
 TILE_ROWS = 16
-"""Rows per program in a decode step: the fewest that tensor cores multiply."""
+"""Rows per program in a decode step: the minimum that tensor cores can multiply."""
 SHARE_INPUTS = 512
-"""Inputs of one share of a sum, unless there would be more than MAX_SHARES."""
+"""Number of inputs over which one share (partial sum) is computed. It grows where there would be more than
+MAX_SHARES shares."""
 MAX_SHARES = 16
 SPANS = (1024, 512)
-"""Columns of the output per program, where that leaves PROGRAMS programs; else 256."""
+"""Numbers of output columns per program. The first with which there are at least PROGRAMS programs is used,
+else 256."""
 PROGRAMS = 512
 """Number of programs that keep a large GPU busy."""
 
 
 def is_plain(group: Group) -> bool:
-    """Return whether all adapters of a group are LoRA without scales, the only ones with these kernels."""
+    """Return whether all adapters of a group are LoRA without scales. Only these adapters have kernels for
+    few rows."""
     return group.g_out is None and group.g_in is None and group.computed_table is None
 
 
 def few_rows_linear(
     x_TK: Tensor, weight: Right, bias_N: Tensor | None, residual_TN: Tensor | None, group: Group, rows: Rows
 ) -> Tensor:
-    """Return y = residual + bias + xWᵀ + scale · xAᵀB, A and B by job."""
+    """Return y = residual + bias + xWᵀ + scale · xAᵀB, where each row has A and B of its job."""
     assert is_plain(group)
     with torch.cuda.device_of(x_TK):
         x_TK = x_TK.contiguous()
@@ -88,7 +93,8 @@ def share_count(features: int) -> int:
 
 
 def span_columns(group: Group, tiles: int) -> int:
-    """Return the number of columns per program, which is small if there are few tiles and columns."""
+    """Return the number of output columns per program. It is small if there are few tiles of rows and few
+    columns."""
     return next((span for span in SPANS if tiles * _spans(group, span) >= PROGRAMS), 256)
 
 
@@ -106,7 +112,8 @@ def _allocate_shares(x_TK: Tensor, group: Group, shares: int) -> Tensor:
 
 
 def _write_shares(x_TK: Tensor, partial_PCTR: Tensor, group: Group, rows: Rows) -> None:
-    """Write shares of xAᵀ. Values of rows and parts without ranks remain arbitrary."""
+    """Write partial sums of xAᵀ to `partial_PCTR`. Where a row's job has no ranks in a part, values remain
+    arbitrary."""
     parts, shares = partial_PCTR.shape[:2]
     kernels.few_rows.down_share[(len(rows.tiles_G3), shares, parts)](
         x_TK,
@@ -121,7 +128,7 @@ def _write_shares(x_TK: Tensor, partial_PCTR: Tensor, group: Group, rows: Rows) 
 
 
 def _constants(x_TK: Tensor, group: Group, rows: Rows) -> dict[str, object]:
-    """Return the compile-time constants that both kernels need."""
+    """Return the compile-time constants that both kernels for few rows need."""
     launch = launch_for(rank_block(group.rank), x_TK.dtype)
     return {
         "S": len(rows.key_S),
@@ -136,7 +143,8 @@ def _constants(x_TK: Tensor, group: Group, rows: Rows) -> dict[str, object]:
 
 
 def launch_for(ranks: int, dtype: torch.dtype) -> KernelLaunch:
-    """Return a launch whose programs fit beside those of the frozen product, and on small GPUs."""
+    """Return the launch parameters for `ranks` ranks. With these, programs fit beside those of the frozen
+    product, and on small GPUs."""
     if dtype.itemsize > 2:
         return KernelLaunch(32, warps=4, stages=1)
     return KernelLaunch(256 if ranks <= 16 else 128 if ranks <= 64 else 64, warps=4, stages=2)

@@ -37,7 +37,8 @@ Right = Tensor | CodedWeight
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """The operands of left · rightᵀ. With 8-bit operands, the result must be multiplied by the scales."""
+    """The operands of the product left · rightᵀ. If they are 8-bit floats, the result must be multiplied by
+    their scales."""
 
     left_TM: Tensor
     right_LM: Tensor
@@ -50,7 +51,7 @@ class Operands:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the product."""
+        """Shape of the result: rows of the left operand and rows of the right operand."""
         return len(self.left_TM), len(self.right_LM)
 
     def summed(self, low: int, high: int) -> Tensor:
@@ -102,7 +103,8 @@ def wide_y(
     u_TN: Tensor | None,
     call: SiteCall,
 ) -> Tensor:
-    """Return residual + bias + g ⊙ (xWᵀ + sB). If a job scales its outputs, write xWᵀ + sB to u."""
+    """Return residual + bias + g ⊙ (xWᵀ + sB), by the `wide` plan. g are the scales of a job's outputs (1
+    without scales). If a job scales its outputs, also write xWᵀ + sB to u."""
     operands = forward_operands(x_TK, weight)
     y_TN = x_TK.new_empty(operands.shape)
     for span in spans(call.group.columns, call.tiling.up.columns, len(y_TN)):
@@ -123,7 +125,7 @@ def wide_y(
 
 
 def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
-    """Return dyW + Σ over all parts of ds · A with the dropout mask applied."""
+    """Return dyW + Σ over all parts of ds · A with the dropout mask applied, by the `wide` plan."""
     operands = backward_operands(dy_TN, weight)
     dx_TK = dy_TN.new_empty(operands.shape)
     for span in spans(((0, dx_TK.shape[1]),), call.tiling.up.columns, len(dx_TK)):
@@ -132,7 +134,8 @@ def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Ten
 
 
 def spans(parts: tuple[tuple[int, int], ...], columns: int, rows: int) -> Iterator[ColumnSpan]:
-    """Split every part into blocks of `columns` columns, and yield as few spans as `SPAN_BYTES` allows."""
+    """Split every part, a range of columns, into blocks of `columns` columns, and yield the blocks as spans:
+    ranges of consecutive blocks, as few as `SPAN_BYTES` allows."""
     edges = [(at, min(at + columns, high)) for low, high in parts for at in range(low, high, columns)]
     max_blocks = max(1, SPAN_BYTES // (torch.float32.itemsize * rows * columns))
     count = -(-len(edges) // max_blocks)
@@ -150,13 +153,14 @@ def fused_y(
     u_TN: Tensor | None,
     call: SiteCall,
 ) -> Tensor:
-    """Return residual + bias + g ⊙ (xWᵀ + sB). If a job scales its outputs, write xWᵀ + sB to u."""
+    """Return residual + bias + g ⊙ (xWᵀ + sB), by the `fused` plan. g are the scales of a job's outputs (1
+    without scales). If a job scales its outputs, also write xWᵀ + sB to u."""
     operands = forward_operands(x_TK, weight)
     return _fused_product(operands, bias_N, residual_TN, s_TPR, u_TN, call, call.tiling.y, backward=False)
 
 
 def fused_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
-    """Return dyW + Σ over all parts of ds · A with the dropout mask applied."""
+    """Return dyW + Σ over all parts of ds · A with the dropout mask applied, by the `fused` plan."""
     operands = backward_operands(dy_TN, weight)
     return _fused_product(operands, None, None, ds_TPR, None, call, call.tiling.dx, backward=True)
 

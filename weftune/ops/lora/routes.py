@@ -41,7 +41,8 @@ class Block:
     key: int
     """Key of the dropout mask: `ops.dropout.key` of the job's seed, the step and the site."""
     first_feature: int = 0
-    """Index of the block's first input in the whole linear, of which a shard may hold a part."""
+    """Index of the first input of `x` in the whole linear. It is not 0 if a shard holds a later part of the
+    inputs."""
 
     @property
     def rows(self) -> slice:
@@ -55,10 +56,12 @@ class Blocks:
     blocks: tuple[Block, ...]
     token_index_T: Tensor
     anchor: Tensor
-    """Scalar with `requires_grad` that gets no gradient: autograd then records sites whose x needs none."""
+    """Scalar with `requires_grad` that gets no gradient. It makes autograd record sites whose input needs no
+    gradient."""
 
     def keep_mask(self, block: Block, features: int) -> Tensor | None:
-        """Return the mask of values that dropout keeps in the block's rows of x, or None without dropout."""
+        """Return the mask of the values of x that dropout keeps in the block's rows, or None if the job has
+        no dropout."""
         dropout = block.adapter.dropout
         if dropout == 0.0:
             return None
@@ -67,7 +70,8 @@ class Blocks:
 
 
 def add_lora(x_TK: Tensor, y_TN: Tensor, blocks: Blocks, route: Route) -> Tensor:
-    """Return y plus every job's LoRA output on its own rows. All routes except the reference overwrite y."""
+    """Return y plus every job's LoRA output on its own rows. The `reference` route returns a new tensor; all
+    other routes overwrite y."""
     if route is Route.reference:
         return _reference_output(x_TK, y_TN, blocks)
     return _Segmented.apply(x_TK, y_TN, blocks.anchor, blocks)
@@ -128,7 +132,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _zero_outside(blocks: Blocks, values_TK: Tensor) -> Tensor:
-    """Zero the rows that belong to no block, in place, and return the tensor."""
+    """Set the rows of `values_TK` that belong to no block to zero, in place, and return the tensor."""
     row = 0
     for block in blocks.blocks:
         values_TK[row : block.start].zero_()

@@ -1,10 +1,14 @@
-"""The assignment of a microbatch's rows to programs of the tiled LoRA kernels, in device memory. A slot is
-the index of a job in the kernels' tables.
+"""The assignment of a microbatch's rows to programs of the tiled LoRA kernels, in device memory.
+
+A slot is the index of a job in the kernels' tables. A run is a range of consecutive rows that belong to one
+slot, or to none. Kernels that treat rows separately split runs into tiles; kernels that sum over rows split
+runs into longer pieces.
 
 The tensors' sizes and addresses never change. Another microbatch replaces their content by one copy, so that
 a captured graph can be replayed for it.
 
-Shapes: T rows of the microbatch, S slots, G tiles, Q pieces, M sums, U runs, V number of blocks + 1.
+Shapes: T rows of the microbatch, S slots, G tiles, Q pieces, M slots with several pieces, U runs after
+cutting, V number of blocks + 1.
 """
 
 from __future__ import annotations
@@ -42,19 +46,23 @@ class Rows:
     tile: int
     piece: int
     max_runs: int
-    """Maximum number of runs of rows that belong to one slot, or to none."""
+    """Maximum number of runs, for which the tensors have room."""
     buffer: Tensor
     tiles_G3: Tensor
-    """(start, stop, slot) of runs of at most `tile` rows that cover all rows; slot −1 means no adapter."""
+    """(start, stop, slot) of each tile. Tiles have at most `tile` rows and cover all rows. Slot −1 means no
+    adapter."""
     pieces_Q4: Tensor
-    """(start, stop, slot, alone) of runs of at most `piece` rows that cover all rows: first the slots with
-    several pieces, then the slots with one piece (alone = 1), then the rows without a slot (slot −1)."""
+    """(start, stop, slot, alone) of each piece. Pieces have at most `piece` rows and cover all rows. First
+    come the pieces of slots with several pieces, then those of slots with one piece (alone = 1), then those
+    of rows without a slot (slot −1)."""
     sums_M3: Tensor
-    """(slot, first piece, end of pieces) of each slot with several pieces."""
+    """(slot, first piece, index after the last piece) of each slot with several pieces."""
     runs_U3: Tensor
-    """(start, stop, slot) of the rows of each slot, cut at the multiples of BLOCK, in order."""
+    """(start, stop, slot) of the runs that belong to slots, in order, cut where a block of BLOCK rows
+    ends."""
     edges_V: Tensor
-    """First run of each block: block b of BLOCK rows has the runs edges[b] up to edges[b + 1]."""
+    """Index of the first cut run of each block: block b of BLOCK rows has the runs edges[b] up to edges[b +
+    1]."""
     key_S: Tensor
     token_index_T: Tensor
 
@@ -67,9 +75,9 @@ class Rows:
         piece: int = 1024,
         max_runs: int | None = None,
     ) -> Rows:
-        """Return an assignment for microbatches of up to `rows` rows. At first, all rows are padding. Every
-        kernel has programs for `max_runs` runs of rows, by default for a run of every slot and one between
-        any two."""
+        """Return an assignment for microbatches of up to `rows` rows, all of which are padding at first.
+        Kernels have programs for at most `max_runs` runs. The default allows one run of every slot, with rows
+        without a slot before, between and after them."""
         max_runs = 2 * slots + 1 if max_runs is None else max_runs
         shapes = _row_shapes(rows, slots, tile, piece, max_runs)
         buffer = torch.empty(word_count(shapes), dtype=torch.int32, device=device)
@@ -79,12 +87,13 @@ class Rows:
 
     @property
     def partials(self) -> int:
-        """Maximum total number of pieces of the slots that have several, and so more than `piece` rows."""
+        """Maximum total number of pieces of those slots that have several pieces."""
         return 2 * len(self.sums_M3)
 
     def fill(self, seats: Sequence[Seat], token_index: np.ndarray) -> None:
-        """Replace the assignment of rows by the assignment of another microbatch, which may be smaller, in
-        one asynchronous copy."""
+        """Replace the content by the assignment of another microbatch, which may be smaller, in one
+        asynchronous copy. `seats` are the rows of each slot, and `token_index` the counters of rows for
+        dropout."""
         rows, slots = len(self.token_index_T), len(self.key_S)
         assert len({seat.slot for seat in seats}) == len(seats), "a slot holds one segment of a microbatch"
         shapes = _row_shapes(rows, slots, self.tile, self.piece, self.max_runs)
@@ -177,12 +186,13 @@ def word_count(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    """Return consecutive views with the given shapes into a buffer of 32-bit words."""
+    """Return consecutive views with the given shapes into a buffer of 32-bit words, as `word_count` sizes
+    it."""
     parts = buffer.split([_room(shape) for shape in shapes])
     return tuple(part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 def _room(shape: tuple[int, ...]) -> int:
-    """Return the number of words of a view, rounded up to 16 bytes, so that all views are aligned: Triton
-    compiles a separate kernel for every combination of aligned arguments."""
+    """Return the number of 32-bit words that a view takes in the buffer, rounded up to 16 bytes. All views
+    are then aligned: Triton compiles a separate kernel for every combination of aligned arguments."""
     return -(-math.prod(shape) // 4) * 4

@@ -1,11 +1,12 @@
-"""Per-job vectors that scale the outputs or inputs of a site (an adapted linear) in the tiled kernels:
-y = residual + b + g_out ⊙ ((x ⊙ g_in)Wᵀ + sB), every job with its own g.
+"""Per-job vectors that scale the outputs or inputs of a site (an adapted linear) in the tiled kernels: y =
+residual + b + g_out ⊙ ((x ⊙ g_in)Wᵀ + sB), every job with its own g.
 
 g is a trained vector (IA³), or for DoRA the product of a trained vector and 1 / ‖W + scale · BA‖, which has
 no gradient and is computed in every forward. As with matrices, the kernels find a slot's vectors by their
-addresses.
+addresses. A slot is the table index of a job.
 
-Shapes: T rows, K inputs, N outputs, M columns that are scaled, Q pieces of slots with several pieces.
+Shapes: T rows, K inputs, N outputs, M columns that are scaled, Q pieces of slots with several pieces
+(`ops.lora.rows`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from weftune.ops.lora.table import AddressTable
 COLUMNS, ROWS = 128, 32
 """Size of the block that a program scales at a time."""
 Columns = tuple[tuple[int, int], ...]
-"""Half-open column range of each site of a group."""
+"""First column and end of each site of a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class SiteScale:
-    """One job's g at one site. The table has only addresses, so the job must keep the tensors alive."""
+    """One job's g at one site. The table has only its addresses, so the job must keep the tensors alive."""
 
     value_M: Tensor
     total_M: Tensor
@@ -45,7 +46,7 @@ def scale_table(sites: int, slots: int, device: torch.device) -> AddressTable:
 
 
 def set_scales(table: AddressTable, slot: int, scales: Sequence[SiteScale | None]) -> None:
-    """Set a slot's scales, one per site; None if the job has no scale at the site."""
+    """Set a slot's scales, one per site. A scale is None if the job has none at the site."""
     table.set_slot(slot, [None if one is None else (_addresses(one), (one.scales_bias,)) for one in scales])
 
 
@@ -58,7 +59,7 @@ def _addresses(scale: SiteScale) -> tuple[int, int, int]:
 
 
 def scale_rows(x_TM: Tensor, table: AddressTable, columns: Columns, rows: Rows) -> Tensor:
-    """Return x ⊙ g, each row with the g of its job. Rows of jobs without g are copied."""
+    """Return x ⊙ g, where each row is multiplied by the g of its job. Rows of jobs without g are copied."""
     out_TM = torch.empty_like(x_TM)
     kernels.scales.scale[(_blocks(columns), len(rows.tiles_G3))](
         x_TM,

@@ -1,11 +1,12 @@
-"""Tables in device memory by which the tiled kernels find the jobs' adapters: the addresses of the adapters
-by slot, for a group of sites (adapted linears) that share their input. A slot is the table index of a job.
+"""Tables in device memory by which the tiled kernels find the jobs' adapters. A table has the addresses of
+the adapters for a group of sites (adapted linears) that share their input. A slot is the table index of a
+job.
 
-A table is never reallocated: a job that starts or ends changes entries, so a captured graph remains valid.
+A table is never reallocated: when a job starts or ends, entries change, so a captured graph remains valid.
 
 Ranks above BAND are split into bands. Ranks are the rows of A and B, so a band is contiguous in both. The
-kernels treat it as a separate part at the address of its first row, with at most BAND ranks and the same
-columns and masks as the site's other bands. Parts are the first bands of all sites, then the second bands.
+kernels treat each band of a site as a separate part, at the address of its first row, with at most BAND ranks
+and the same columns and masks as the site's other bands. Parts are ordered by band, then by site.
 
 Shapes: S slots, P parts (the bands of the sites of a group; for an `AddressTable` its sites), R rank of one
 job, K inputs, N outputs of one site, A addresses and n numbers of an entry.
@@ -28,7 +29,7 @@ from weftune.ops.lora.rows import views, word_count
 ALIGNMENT = 16
 """Bytes that a kernel loads with one instruction, if all widths are multiples of this number."""
 BAND = 128
-"""Maximum ranks of a part: limited by the registers for a tile of 64 rows or 128 columns."""
+"""Maximum number of ranks of a part. The registers for a tile of 64 rows or 128 columns limit it."""
 NEVER = -(1 << 31)
 """Dropout threshold that keeps every value."""
 
@@ -51,7 +52,7 @@ class LowRank:
 
     @property
     def factor(self) -> float:
-        """Scale divided by the probability that dropout keeps a value; applied to rank-sized tensors."""
+        """Factor of s = xAᵀ in training: the scale divided by the probability that dropout keeps a value."""
         return self.scale / (1.0 - self.dropout)
 
     @property
@@ -66,7 +67,7 @@ class LowRank:
 
     @property
     def band_bytes(self) -> tuple[int, ...]:
-        """Offset in bytes to the next BAND ranks of A, B, dA and dB."""
+        """Offsets in bytes from one band to the next in A, B, dA and dB."""
         return tuple(BAND * matrix.shape[-1] * matrix.element_size() for matrix in self.matrices)
 
 
@@ -77,21 +78,24 @@ class SlotTable:
     aligned: bool
     """Whether every address is a multiple of ALIGNMENT."""
     bands: int
-    """Number of bands of every site, enough for the largest rank that a job may have."""
+    """Number of bands of every site. It is enough for the largest rank that a job may have."""
     host: Tensor
     host_views: tuple[np.ndarray, ...]
-    """Views of `host`, like the five views of `buffer` below."""
+    """Views of `host`, the copy of the table in host memory. They correspond to the five views of `buffer`
+    below."""
     buffer: Tensor
     address_PS4: Tensor
-    """int64 addresses of A, B, dA and dB."""
+    """Addresses of A, B, dA and dB, as int64."""
     factor_PS2: Tensor
-    """float32 factors of s in training (`LowRank.factor`) and in evaluation (`LowRank.scale`)."""
+    """Factors of s = xAᵀ, as float32: in training (`LowRank.factor`), then in evaluation
+    (`LowRank.scale`)."""
     rank_PS: Tensor
-    """Number of ranks; 0 if the slot is empty or its job has no adapter at the site or no ranks in a band."""
+    """Number of ranks of each part. It is 0 if the slot is empty, if its job has no adapter at the site, or
+    if the job has no ranks in this band."""
     threshold_PS: Tensor
     crc_P: Tensor
-    """Checksums of the names of the sites. After them comes the index of the first input among those of the
-    whole linears, of which a shard may have a part: dropout masks depend on both."""
+    """Checksums of the names of the sites. The last element is the index of the first input in the whole
+    linears (a shard may hold a part of the inputs). Dropout masks depend on both."""
 
     @staticmethod
     def empty(
@@ -117,13 +121,14 @@ class SlotTable:
         return table
 
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Assign a job to a slot: one entry per site, None if the job has no adapter at the site."""
+        """Assign a job to a slot, on host and device. There is one entry per site, None if the job has no
+        adapter at the site."""
         self.set_slot(slot, entries)
         self.copy_to_device()
 
     def set_slot(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Assign a job to a slot in the host's copy only. `copy_to_device` copies all changes to the device
-        at once."""
+        """Assign a job to a slot in the host's copy only. `copy_to_device` then copies all changes at
+        once."""
         address_PS4, factor_PS2, rank_PS, threshold_PS, _ = self.host_views
         assert len(entries) * self.bands == len(rank_PS)
         for site, entry in enumerate(entries):
@@ -144,8 +149,9 @@ class SlotTable:
                     address_PS4[part, slot] += [band * step for step in entry.band_bytes]
 
     def set_experts(self, first: int, entry: LowRank) -> None:
-        """Assign one job's adapters of all experts to the slots from `first` on. The table must have one
-        site; the matrices are stacked, [experts, R, K] and [experts, R, N]."""
+        """Assign one job's adapters of all experts to consecutive slots from `first` on, in the host's copy
+        only. The table must have one site. The matrices of all experts are stacked, [experts, R, K] and
+        [experts, R, N]."""
         address_PS4, factor_PS2, rank_PS, _, _ = self.host_views
         experts, rank, _ = entry.a_RK.shape
         assert rank <= self.bands * BAND == len(rank_PS) * BAND
@@ -164,7 +170,7 @@ class SlotTable:
 
 
 def bands_for(rank: int) -> int:
-    """Return the number of bands for `rank` ranks."""
+    """Return the number of bands that `rank` ranks need."""
     return max(1, -(-rank // BAND))
 
 
@@ -179,14 +185,15 @@ AddressEntry = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class AddressTable:
-    """A table of other tensors than LoRA's, such as scales: addresses and numbers by site and slot."""
+    """A table with addresses of other tensors than LoRA's matrices, such as scales, for each site and slot.
+    An entry may also have numbers."""
 
     host: Tensor
     host_address_PSA: np.ndarray
     host_number_PSn: np.ndarray
     buffer: Tensor
     address_PSA: Tensor
-    """int64 addresses. All addresses of an entry are 0 if the slot has no such tensors at the site."""
+    """Addresses as int64. All addresses of an entry are 0 if the slot has no such tensors at the site."""
     number_PSn: Tensor
 
     @staticmethod
@@ -216,21 +223,23 @@ class AddressTable:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Linears that share their input and whose frozen weights are concatenated, such as q, k and v."""
+    """A group of sites: linears that share their input and whose frozen weights are concatenated, such as q,
+    k and v."""
 
     columns: tuple[tuple[int, int], ...]
-    """(first column, end) of each site in the concatenated output."""
+    """First column and end of each site in the concatenated output."""
     table: SlotTable
     rank: int
     """Upper bound on the ranks of all jobs."""
     has_dropout: bool
-    """Whether any job uses dropout at the group's sites."""
+    """Whether a job may use dropout at the group's sites."""
     g_out: AddressTable | None = None
     """Table of the scales of outputs (`ops.lora.scales`). None until a job has such scales."""
     g_in: AddressTable | None = None
     """Table of the scales of inputs. Only a group of a single site can have it."""
     lengths: bool = False
-    """Whether a job may use DoRA, which divides the scales of outputs by the norms of the weight's rows."""
+    """Whether a job may use DoRA, whose output scales include the inverse norms of the rows of W + scale ·
+    BA."""
     computed_table: AddressTable | None = None
     """Table of the vectors and constants of VeRA (`ops.lora.computed`). None until a job uses VeRA."""
 
@@ -240,12 +249,13 @@ class Group:
 
     @property
     def launches(self) -> tuple[object, ...]:
-        """Values for which kernels are compiled: equal values mean equal kernels."""
+        """Values on which the compiled kernels depend: groups with equal values use the same kernels."""
         tables = self.g_out is None, self.g_in is None, self.lengths, self.computed_table is None
         return self.columns, self.rank, self.has_dropout, self.bands, self.table.aligned, *tables
 
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Assign a job to a slot: one entry per site, None if the job has no adapter at the site."""
+        """Assign a job to a slot, on host and device. There is one entry per site, None if the job has no
+        adapter at the site."""
         present = [entry for entry in entries if entry is not None]
         assert all(entry.rank <= self.rank for entry in present)
         assert self.has_dropout or all(entry.dropout == 0.0 for entry in present)

@@ -1,4 +1,5 @@
-"""Frozen linears of a group and all jobs' adapters as one autograd node, with Triton kernels (tiled).
+"""Frozen linears of a group and all jobs' adapters as one autograd node, with Triton kernels (the tiled
+route).
 
 The kernels of the low-rank products find each job by its slot (`ops.lora.table`). The frozen product is
 either `torch.mm` in float32, to which kernels add the adapters' output before rounding, or, if the device
@@ -9,7 +10,7 @@ Besides LoRA, adapters may have vectors that scale outputs or inputs (DoRA, IA³
 computed from vectors (VeRA).
 
 Shapes: T rows, K inputs, N outputs of all linears, P parts (`ops.lora.table`), R rank of one part, rounded up
-to a power of two, Q pieces of slots with several pieces.
+to a power of two, Q pieces of slots with several pieces (`ops.lora.rows`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ OP = "LoRA"
 def plan_trial(
     weight: Weight, residual: bool, group: Group, rows: Rows, dtype: torch.dtype
 ) -> PlanTrial | None:
-    """Return the trial that `lora_linear` would run, or None for weights that are dequantised at each use."""
+    """Return the trial by which `lora_linear` would choose its product plan. None for weights that are
+    dequantised at each use."""
     if not isinstance(weight, Tensor) and not is_coded(weight):
         return None
     weight_NK = _lying(weight)
@@ -69,7 +71,8 @@ def lora_linear(
     choices: Choices | None = None,
     graph_only: bool = False,
 ) -> Tensor:
-    """Return y = residual + bias + g_out ⊙ ((x ⊙ g_in)Wᵀ + factor · drop(x)AᵀB), A and B by job.
+    """Return y = residual + bias + g_out ⊙ ((x ⊙ g_in)Wᵀ + factor · drop(x)AᵀB), where each row has A, B and
+    g of its job.
 
     The backward adds dA and dB to the jobs' accumulators. For a group of several sites it may overwrite dy.
     `anchor` is a scalar with `requires_grad` that gets no gradient: it makes autograd call the backward even
@@ -147,12 +150,13 @@ def _rehearse_few_rows(
 
 
 def multiplied(weight: Weight) -> Right:
-    """Return the operand of products: the weight itself if it is stored in fp8, else its matrix."""
+    """Return the form of a weight that products read: the weight itself if it is stored in fp8, else its
+    matrix."""
     return weight if is_coded(weight) else weight_matrix(weight)
 
 
 def _lying(right: Right) -> Tensor:
-    """Return the tensor [N, K] that the product xWᵀ reads from memory."""
+    """Return the tensor [N, K] that the product xWᵀ reads from memory: the matrix, or the 8-bit codes."""
     return right if isinstance(right, Tensor) else right.codes()
 
 
@@ -168,8 +172,8 @@ class _LoraLinear(torch.autograd.Function):
         call: SiteCall,
         source: FrozenWeight | None,
     ) -> Tensor:
-        """Compute y. `source` is the weight from which the backward recomputes `right`, or None if `right`
-        is a tensor of the base model, which is saved."""
+        """Compute y. `right` is the weight in the form that products read. `source` is the weight from which
+        the backward recomputes `right`, or None if `right` is a tensor of the base model, which is saved."""
         x_TK = x_TK.contiguous()
         y_TN, s_TPR, u_TN = forward(x_TK, right, bias_N, residual_TN, call)
         ctx.call, ctx.source = call, source
@@ -189,7 +193,8 @@ class _LoraLinear(torch.autograd.Function):
 def forward(
     x_TK: Tensor, weight: Right, bias_N: Tensor | None, residual_TN: Tensor | None, call: SiteCall
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (y, s, u). The backward needs s, and u, the outputs before scaling (None without scales)."""
+    """Return (y, s, u), where s = factor · drop(x)Aᵀ, and u are the outputs before scaling, None without
+    scales. The backward needs s and u."""
     group = call.group
     with torch.cuda.device_of(x_TK):
         if group.computed_table is not None:
@@ -218,7 +223,8 @@ def backward(
     u_TN: Tensor | None = None,
     bias_N: Tensor | None = None,
 ) -> Tensor | None:
-    """Return dx if requested, and add the gradients of the adapters to the jobs' accumulators."""
+    """Return dx, or None unless `needs_dx`, and add the gradients of the adapters to the jobs'
+    accumulators."""
     group = call.group
     with torch.cuda.device_of(x_TK):
         if group.computed_table is not None:
@@ -242,7 +248,8 @@ def backward(
 def _low_rank_backward(
     dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, call: SiteCall, needs_dx: bool
 ) -> Tensor | None:
-    """Return dx, which depends on ds only. If `plan.beside`, compute dA and dB concurrently with dx."""
+    """Add dA and dB to the jobs' accumulators, and return dx, or None unless `needs_dx`. dx depends only on
+    ds, so dA and dB are computed concurrently with dx if `plan.beside`."""
     product = fused_dx if call.plan.fuses else wide_dx
     if not needs_dx or not call.plan.beside:
         ds_TPR, partial_db_QLN = ds_db(dy_TN, s_TPR, call)

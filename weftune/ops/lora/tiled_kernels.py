@@ -1,5 +1,8 @@
 """Launchers of the tiled LoRA kernels: they allocate outputs and pass grids and arguments.
 
+s = factor · drop(x)Aᵀ are the rank-sized activations of the adapters, and ds their gradient. Pieces are
+ranges of a slot's rows (`ops.lora.rows`).
+
 Shapes: T rows, K inputs, N outputs of all linears, P parts (`ops.lora.table`), R rank of one part, rounded up
 to a power of two, C partial sums, Q pieces of slots with several pieces, L ranks of all bands of a linear.
 """
@@ -20,12 +23,14 @@ LENGTH_ROWS, LENGTH_COLUMNS, LENGTH_RANKS = 64, 128, 64
 of the slots that it processes."""
 LENGTH_WARPS, LENGTH_STAGES = 4, 3
 LARGE_SPAN = 1024
-"""Columns per program of `large_y` and `large_dx`: many, since most programs find no large slot and end."""
+"""Columns per program of `large_y` and `large_dx`. They are many, because most programs find no large slot
+and end at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnSpan:
-    """Consecutive blocks of columns: index of the first, their number, and the columns `low` to `high`."""
+    """A range of columns that consists of consecutive blocks: the index of the first block, the number of
+    blocks, and the columns `low` to `high`."""
 
     first: int
     blocks: int
@@ -34,7 +39,8 @@ class ColumnSpan:
 
 
 def down(x_TK: Tensor, call: SiteCall) -> Tensor:
-    """Return s = factor · drop(x)Aᵀ [T, P·R]; zero in ranks above the job's and in rows without a job."""
+    """Return s = factor · drop(x)Aᵀ [T, P·R]. It is zero in ranks above the job's, and in rows without a
+    job."""
     (rows, features), tiling, table = x_TK.shape, call.tiling, call.group.table
     s_TPR = x_TK.new_empty(rows, call.parts * call.ranks)
     partial = s_TPR
@@ -67,7 +73,8 @@ def down(x_TK: Tensor, call: SiteCall) -> Tensor:
 
 
 def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], call: SiteCall) -> None:
-    """Compute s = factor · the sum of its partial sums. `shares` is the number of partial sums per part."""
+    """Write s = factor · the sum of the partial sums in `partial_CTR`. `shares` is the number of partial sums
+    per part."""
     step = min(call.rows.tile, max(1, 1024 // call.ranks))
     kernels.site.sum_rows[(len(call.rows.tiles_G3), -(-call.rows.tile // step))](
         partial_CTR,
@@ -98,7 +105,8 @@ def up(
     scale_T: Tensor | None = None,
     scale_N: Tensor | None = None,
 ) -> None:
-    """Compute y = g ⊙ (frozen ⊙ scales + sB) + bias + residual in the span's columns, which `frozen` has."""
+    """Write y = g ⊙ (frozen ⊙ scales + sB) + bias + residual in the columns of the span. `frozen_TW` has just
+    these columns of xWᵀ."""
     launch, table = call.tiling.up, call.group.table
     kernels.site.up[(span.blocks, len(call.rows.tiles_G3))](
         s_TPR,
@@ -140,7 +148,7 @@ def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]
 
 
 def allocate_db(dy_TN: Tensor, call: SiteCall) -> Tensor:
-    """Allocate the partial sums of dB for slots with several pieces."""
+    """Return uninitialised memory for the partial sums of dB of slots with several pieces."""
     shape = call.rows.partials, call.bands * call.ranks, dy_TN.shape[1]
     return dy_TN.new_empty(shape, dtype=torch.float32)
 
@@ -153,7 +161,7 @@ def db(
     partial_ds_CTR: Tensor | None = None,
 ) -> None:
     """Compute dB. Add it to the accumulators, or write partial sums for slots with several pieces. If
-    `partial_ds_CTR` is given, also write partial sums of ds, with dy read only once."""
+    `partial_ds_CTR` is given, also write partial sums of ds; dy is read only once."""
     (rows, outputs), tiling, table = dy_TN.shape, call.tiling, call.group.table
     launch = tiling.db if partial_ds_CTR is None else tiling.ds_db
     blocks = call.bands * sum(call.blocks(launch.columns))
@@ -206,7 +214,7 @@ def ds(dy_TN: Tensor, call: SiteCall) -> Tensor:
 
 
 def allocate_da(x_TK: Tensor, call: SiteCall) -> Tensor:
-    """Allocate the partial sums of dA for slots with several pieces."""
+    """Return uninitialised memory for the partial sums of dA of slots with several pieces."""
     shape = call.rows.partials, call.parts, call.ranks, x_TK.shape[1]
     return x_TK.new_empty(shape, dtype=torch.float32)
 
@@ -237,7 +245,8 @@ def add_dx(
     call: SiteCall,
     scale_T: Tensor | None = None,
 ) -> None:
-    """Compute dx = frozen ⊙ scale + masked ds · A in the columns of the span, the only ones in `frozen`."""
+    """Write dx = frozen ⊙ scale + ds · A with the dropout mask applied, in the columns of the span.
+    `frozen_TW` has just these columns of dyW."""
     launch = call.tiling.up
     kernels.site_gradients.add_dx[(span.blocks, len(call.rows.tiles_G3))](
         ds_TPR,
@@ -275,7 +284,8 @@ def large_y(s_TPR: Tensor, y_TN: Tensor, call: SiteCall) -> None:
 
 
 def large_dx(ds_TPR: Tensor, dx_TK: Tensor, call: SiteCall) -> None:
-    """Write ds · A with dropout of large slots to their rows of dx. Other rows are left unchanged."""
+    """Write ds · A, with the dropout mask applied, of large slots (`SiteCall.has_large`) to their rows of dx.
+    Other rows are left unchanged."""
     launch, features = call.tiling.large_dx, dx_TK.shape[1]
     kernels.large.large_dx[(-(-features // LARGE_SPAN), len(call.rows.runs_U3))](
         ds_TPR,
@@ -316,7 +326,7 @@ def add_gradients(partial_da_QPRK: Tensor, partial_db_QLN: Tensor, call: SiteCal
 
 
 def row_lengths(weight_NK: Tensor, call: SiteCall) -> None:
-    """Write 1 / ‖W + scale · BA‖ per row of W, for the slots that use DoRA."""
+    """Write 1 / ‖W + scale · BA‖ for each row of W, for the slots that use DoRA."""
     table, g_out = call.group.table, call.group.g_out
     assert g_out is not None
     ranks = min(call.ranks, DIRECT_RANKS)

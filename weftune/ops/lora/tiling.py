@@ -1,4 +1,9 @@
-"""Launch parameters of the tiled LoRA kernels for a group of linears, independent of the jobs."""
+"""Launch parameters of the tiled LoRA kernels for a group of linears. They do not depend on the jobs.
+
+s = factor · drop(x)Aᵀ are the rank-sized activations of the adapters, and ds their gradient. Slots are table
+indices of jobs, and parts are bands of at most BAND ranks of one linear (`ops.lora.table`); tiles and pieces
+are ranges of rows (`ops.lora.rows`).
+"""
 
 from __future__ import annotations
 
@@ -16,21 +21,24 @@ from weftune.ops.lora.table import ALIGNMENT, BAND, Group
 MIN_RANK = 16
 """Minimum number of ranks in a product of the kernels; smaller ranks are padded."""
 ONE_READ_RANKS = 64
-"""Maximum rank for computing ds and dB from one read of dy: above, the partial ds are larger than dy."""
+"""Maximum rank for which ds and dB are computed from one read of dy. With more ranks, the partial sums of ds
+are larger than dy."""
 TOGETHER_RANKS = 256
 """Maximum total rank of the parts that one program processes, limited by registers."""
 LARGE_SHARED_MEMORY = 160 << 10
-"""Bytes of shared memory for which the block sizes for 16-bit dtypes were tuned."""
+"""Bytes of shared memory on the GPUs for which the block sizes for 16-bit dtypes were tuned."""
 PROGRAMS = 128
-"""Number of programs that saturate the memory bandwidth of a large GPU. Long sums are split to reach it."""
+"""Number of programs that saturate the memory bandwidth of a large GPU. Sums over many columns are split to
+reach it."""
 MASKING_PROGRAMS = 512
 """Number of programs that saturate the memory bandwidth if they also compute dropout masks."""
 DIRECT_RANKS = 64
-"""Maximum rank that a fused product has registers for. Above, separate kernels compute sB and ds · A."""
+"""Maximum rank for which a fused product has registers. With more ranks, separate kernels compute sB and ds ·
+A."""
 FUSED_SHARED_MEMORY = 227 << 10
 """Bytes of shared memory that a fused product needs."""
 BESIDE_COLUMNS = 32
-"""Fixed cost of one wave of programs of a fused product, in units of the time for one column."""
+"""Fixed cost of one wave of programs of a fused product, in units of the time that one more column takes."""
 FUSED_COLUMNS = 128
 """A fused product requires every linear to start at a multiple of this number of columns."""
 CODED_INNER = 128
@@ -67,7 +75,7 @@ class ProductPlan(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KernelLaunch:
-    """The block size and compiler options of one kernel."""
+    """The block size (`columns`), the number of warps and other compiler options of one kernel."""
 
     columns: int
     warps: int
@@ -76,7 +84,7 @@ class KernelLaunch:
     """Rows per iteration in kernels that loop over the rows of a piece. All other kernels process one tile of
     rows per program."""
     together: int = 1
-    """Parts per program, in kernels that read x once for several parts."""
+    """Number of parts per program in kernels that read x once for several parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,8 @@ class ProductBlocks:
     """Number of row blocks processed together, so that they share columns of the weight in the L2 cache."""
     warps: int = 8
     rough: int | None = None
-    """Number of 8-bit products that a tensor core sums before the sum is added in float32. None means all."""
+    """Number of 8-bit products that a tensor core sums by itself, before the result is added in float32. None
+    means all products of a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +120,9 @@ class Tiling:
     y: ProductBlocks
     dx: ProductBlocks
     split: int
-    """Number of programs over which the sum over the inputs of one tile is split."""
+    """Number of programs over which the sum over the inputs is split when s is computed."""
     ds_split: int
-    """Number of programs over which the sum over the outputs is split if ds is computed without dB."""
+    """Number of programs over which the sum over the outputs is split when ds is computed without dB."""
     one_read: bool
     """Whether one kernel computes ds and dB from a single read of dy."""
 
@@ -149,7 +158,8 @@ class SiteCall:
 
     @property
     def has_large(self) -> bool:
-        """Whether a slot may be large: have a higher rank than a fused product has registers for."""
+        """Whether the group may have large slots: slots with a higher rank than a fused product has registers
+        for."""
         return self.group.rank > DIRECT_RANKS
 
     @property
@@ -210,7 +220,8 @@ def rank_block(rank: int) -> int:
 
 
 def parts_per_program(group: Group) -> int:
-    """Return the number of parts per program: one for each linear of the group if they fit, else 1."""
+    """Return the number of parts that one program processes: one for each linear of the group if their ranks
+    fit, else 1."""
     sites = len(group.columns)
     return sites if sites * rank_block(group.rank) <= TOGETHER_RANKS else 1
 
@@ -235,7 +246,8 @@ def choose_tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -
 
 
 def _split_count(max_shares: int, width: int, launch: KernelLaunch) -> int:
-    """Return the number of partial sums for `width` columns: a power of two, to compile few kernels."""
+    """Return the number of partial sums into which a sum over `width` columns is split. It is a power of two,
+    so that few kernels are compiled."""
     shares = max(1, min(max_shares, width // (4 * launch.columns)))
     return 1 << shares.bit_length() - 1
 
@@ -254,7 +266,7 @@ def plans_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Pr
 
 
 def candidate_plans(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[ProductPlan, ...]:
-    """Return the plans that a trial should compare. The first is the default without a trial.
+    """Return the product plans that a trial should compare. Without a trial, the first of them is used.
 
     Fused plans are preferred wherever they are supported, since they save writing and reading a float32
     product.
@@ -270,7 +282,7 @@ def can_fuse(weight_NK: Tensor, device: torch.device) -> bool:
 
 
 def _has_whole_rows(weight_NK: Tensor) -> bool:
-    """Return whether TMA can read the weight: its rows must be aligned to 16 bytes."""
+    """Return whether TMA can read the weight, which requires that its rows are aligned to 16 bytes."""
     values = ALIGNMENT // weight_NK.element_size()
     whole = all(size % values == 0 for size in (*weight_NK.shape, weight_NK.stride(0)))
     return whole and weight_NK.stride(1) == 1 and weight_NK.data_ptr() % ALIGNMENT == 0
@@ -296,8 +308,8 @@ def blocks_for(
 
 
 def _programs_for(blocks: ProductBlocks, rows: int, outputs: int) -> int:
-    """Return the smallest number of programs that needs as many waves as the maximum. The remaining
-    multiprocessors are free for other work."""
+    """Return the smallest number of programs that takes as many waves as `blocks.programs` would. The
+    remaining multiprocessors are free for other work."""
     tiles = _tile_count(rows, outputs, blocks.columns)
     rounds = max(1, -(-tiles // blocks.programs))
     return max(1, -(-tiles // rounds))
@@ -354,7 +366,8 @@ def _launches_for_few_ranks(group: Group) -> dict[str, KernelLaunch]:
 
 
 def _launches_for_many_ranks(group: Group) -> dict[str, KernelLaunch]:
-    """Return the launches for parts of BAND ranks. A program may process the parts of two linears."""
+    """Return the launch parameters by kernel for parts of more than DIRECT_RANKS ranks. A program may process
+    the parts of up to two linears."""
     together = parts_per_program(group)
     down, da = KernelLaunch(64, warps=4, stages=4), KernelLaunch(128, warps=8, stages=3)
     if together > 1:
@@ -370,7 +383,8 @@ def _launches_for_many_ranks(group: Group) -> dict[str, KernelLaunch]:
 
 
 def _launches_for_32_bits(group: Group) -> dict[str, KernelLaunch]:
-    """Return launches with small blocks: without tensor cores for exact float32, registers are scarce."""
+    """Return launch parameters by kernel with small blocks: exact float32 has no tensor cores, so registers
+    are scarce."""
     launch = KernelLaunch(32, warps=8, stages=1, rows=32)
     reader = replace(launch, together=parts_per_program(group))
     others = dict.fromkeys(("up", "ds", "ds_db", "db", "large_y", "large_dx"), launch)

@@ -1,5 +1,5 @@
-"""The Triton kernels, and whether they can run. A module of kernels is imported when one of them is first
-launched, so that the launchers load without Triton."""
+"""Triton kernels. A module of kernels is imported when one of them is first launched, so that the launchers
+can be imported without Triton."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def __getattr__(name: str) -> Any:
 
 
 def kernels_available(x: Tensor) -> bool:
-    """Return whether Triton can run on this tensor: compiled on a GPU, or by its interpreter if enabled."""
+    """Return whether kernels can run on this tensor: on a GPU with Triton, or with Triton's interpreter if it
+    is enabled."""
     return kernels_available_on(x.device, x.dtype)
 
 

@@ -14,22 +14,23 @@ import triton.language as tl
 MASTER, EXP_AVG, EXP_AVG_SQ, GRADIENT, WEIGHTS, SIZE = (tl.constexpr(n) for n in range(6))
 """Columns of the table of addresses."""
 FACTOR, KEPT, RATE, ROOT, REST1, BETA2, REST2, EPS = (tl.constexpr(n) for n in range(8))
-"""Columns of the table of numbers: what clipping leaves (below 0: no step is made), what decay leaves,
-lr / (1 − β₁ⁿ), √(1 − β₂ⁿ), 1 − β₁, β₂, 1 − β₂, ε."""
+"""Columns of the table of numbers: the clipping factor of the gradient (below 0: no step is made), the factor
+of the weights by weight decay, lr / (1 − β₁ⁿ), √(1 − β₂ⁿ), 1 − β₁, β₂, 1 − β₂, ε."""
 VECTOR, LENGTH = (tl.constexpr(n) for n in range(2))
 """Columns of the table of vectors whose squares are summed."""
 
 
 @triton.jit
 def _size(entry, EVEN: tl.constexpr):
-    """Return the number of values. If all vectors have a multiple of 16, masks allow wide accesses."""
+    """Return the number of values of a job's vectors. If EVEN, all sizes are multiples of 16, which lets the
+    compiler use wide memory accesses."""
     size = tl.load(entry)
     return tl.multiple_of(size, 16) if EVEN else size
 
 
 @triton.jit
 def squares(table_J2, squares_JB, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute the sum of squares of each block of each vector, up to the vector's end."""
+    """Write the sum of squares of each block of each vector. The last block may be shorter."""
     job, block = tl.program_id(1), tl.program_id(0)
     table_J2 += job * 2
     size = _size(table_J2 + LENGTH, EVEN)
@@ -50,8 +51,9 @@ def update(
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Apply one step of AdamW: moments, master and the weights that passes read; the gradient is zeroed.
-    Values of `finite_JB` for blocks after a job's end are left unchanged."""
+    """Apply one step of AdamW: update moments, master weights and the weights that passes read, and zero the
+    gradient. Write whether the block's new weights are finite to `finite_JB`; its values for blocks after a
+    job's end are left unchanged."""
     job, block = tl.program_id(1), tl.program_id(0)
     table_J6 += job * 6
     numbers_J8 += job * 8

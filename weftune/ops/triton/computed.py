@@ -1,7 +1,8 @@
-"""Kernels that compute a slot's A and B from constants and two trained vectors, and their backward.
+"""Kernels that compute the A and B of VeRA adapters from constants and two trained vectors, d and e, and
+their backward. A slot is the table index of a job.
 
-Shapes: R ranks and C columns that a program takes at a time, W columns of a rank, P sites, S slots, K inputs,
-N outputs.
+Shapes: R ranks and C columns that a program processes at a time, W columns of a rank, P sites, S slots, K
+inputs, N outputs.
 """
 
 # mypy: allow-untyped-defs, disable-error-code=assignment
@@ -33,8 +34,8 @@ def write_pairs(
     like, pairs, strides, matrices, K,
     WIDTHS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Write A = d ⊙ the rows of one constant and B = e ⊙ the columns of the other, C columns of both, for a
-    slot whose matrices are computed."""
+    """Write A (the rows of one constant, scaled by d) and B (the columns of the other constant, scaled by e),
+    C columns of both, for a slot that uses VeRA."""
     entry = tl.program_id(0)
     ranks = tl.load(strides + entry * 3)
     if ranks == 0:
@@ -64,8 +65,9 @@ def add_pair_gradients(
     WIDTHS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Compute de += Σ over ranks of dB ⊙ its constant, for C columns, and dd += Σ over columns of dA ⊙ its
-    constant, with the ranks distributed over the programs. dA and dB are zeroed."""
+    """Compute the gradients from dA and dB, and zero dA and dB. The gradient of e is Σ over ranks of dB ⊙ its
+    constant, for C columns per program. The gradient of d is Σ over columns of dA ⊙ its constant; its ranks
+    are distributed over the programs."""
     entry = tl.program_id(0)
     ranks = tl.load(strides + entry * 3)
     if ranks == 0:

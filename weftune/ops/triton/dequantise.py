@@ -1,11 +1,11 @@
 """Kernels that write the matrix of a quantised weight.
 
-NF4: code[bits] · maximum of the block of 64 values; the maximum is nested_code[absmax] · nested_absmax +
-offset if the maxima are quantised in turn, 256 per block. int8 and fp8: codes · the row's scale.
+NF4: a value is code[bits] times the maximum of its block of 64 values. If the maxima are quantised in turn,
+256 per block, a maximum is nested_code[absmax] · nested_absmax + offset. int8 and fp8: a value is its code
+times the scale of its row.
 
-Shapes: W words of a program, four bytes with eight values each, so that a thread reads one word and writes
-16 bytes of half precision beside its neighbour's; C the 16 values of the code, or values of a program, all in
-one row.
+Shapes: W words of a program, C the 16 values of the code, or the values of a program, which are all in one
+row. A word is four bytes with eight codes: a thread reads one word and writes 16 bytes in half precision.
 """
 
 from __future__ import annotations

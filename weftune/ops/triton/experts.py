@@ -1,8 +1,9 @@
-"""Kernels of a mixture's experts: the assignment of rows to programs, the frozen products with all adapters
+"""Kernels of a mixture of experts: the assignment of rows to programs, the frozen products with all adapters
 added in the epilogue, the gated activation weighted by the router, and the sum over a token's experts.
 
-Rows are choices (a token and one of its experts), sorted by expert and then by job. A program of a product
-has rows of one expert. As in `product`, a job's part is added by selection to its own rows only.
+Rows are choices (a token and one of its experts), sorted by expert and then by job. The rows of a program
+belong to one expert. As in the module `product`, a job's low-rank product is added by selection to its own
+rows only.
 
 Shapes: M rows of a program, C columns of a program, H of them at a time, D of the inner dimension at a time,
 R ranks up to a power of two, S slots (a job at an expert), B columns of a program, all in one row.
@@ -36,9 +37,9 @@ def assign_runs(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Assign rows to programs. The rows `edges[g]` to `edges[g + 1]` are those of owner g % J at expert g //
-    J. One program per run writes its piece and its tiles, and one per expert writes its blocks; the `ends`
-    are cumulative counts."""
+    """Assign rows to programs. The rows `edges[g]` to `edges[g + 1]` form a run: those of owner g % J at
+    expert g // J. One program per run writes its piece and its tiles, and one per expert writes its blocks.
+    `run_ends`, `tile_ends` and `block_ends` are cumulative counts."""
     if tl.program_id(0) < E * J:
         run = tl.program_id(0)
         start = tl.load(edges + run)
@@ -105,10 +106,11 @@ def expert_product(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute target [rows, N] = lhs [rows, K] · every row's expert + the adapters' products.
+    """Compute target [rows, N]: each row of lhs [rows, K] times the matrix of its expert, plus the adapters'
+    products.
 
-    Forward: rhs is W of all experts as [experts · N, K], the adapters add sB. Backward: rhs is W as
-    [experts · K, N], and the adapters add ds · A. Without s there are none.
+    Forward: rhs is W of all experts as [experts · N, K], and the adapters add sB. Backward: rhs is W as
+    [experts · K, N], and the adapters add ds · A. If s is None, no adapters are added.
     """
     H: tl.constexpr = C // 2
     row_blocks = tl.load(used)
@@ -183,7 +185,8 @@ def gated_forward(gate_up, weight, act, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def gated_backward(dact, gate_up, weight, act, dgate_up, dweight, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute the gradients of a row, and recompute its activation."""
+    """Compute the gradients of gate and up and of the router's weight for a row, and recompute its
+    activation."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(weight + row).to(tl.float32)
     total_B = tl.full((BLOCK,), 0.0, tl.float32)

@@ -1,12 +1,13 @@
 """Kernels that add adapters to a linear of few rows, such as those of a decode step.
 
-The first kernel computes shares of xAᵀ, the second one adds them up, multiplies by B and adds the frozen
-product. Every program reads thousands of values of A or B, since with few rows the time is that of reading
-the adapters. A program works on rows of one slot only, and values outside its rows, its job's rank or a width
-are loaded as zero: so no sum can include another job's NaN.
+The first kernel computes partial sums of xAᵀ (shares); the second one adds them up, multiplies by B and adds
+the frozen product. Every program reads thousands of values of A or B, since with few rows the time is that of
+reading the adapters. A program works on the rows of one slot (the table index of a job) only. Values outside
+its rows, its job's rank or a width are loaded as zero, so no sum can include another job's NaN.
 
 Shapes: M rows of a program, C columns per iteration (of the input or of the output), R the ranks of one part
-up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N outputs of all parts.
+(`ops.lora.table`) up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N outputs of
+all parts.
 """
 
 # mypy: allow-untyped-defs
@@ -36,8 +37,8 @@ def down_share(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute xAᵀ of a tile for one part, over one of SPLITS ranges of the inputs. Nothing is written for
-    rows without a job and for parts in which the job has no ranks."""
+    """Compute a share of xAᵀ for a tile of rows and one part, over one of SPLITS ranges of the inputs.
+    Nothing is written for rows without a job and for parts in which the job has no ranks."""
     tile, share, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(tiles + tile * 3)
     stop = tl.load(tiles + tile * 3 + 1)
@@ -93,9 +94,9 @@ def up_shares(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute y = frozen + sB + bias + residual in SPAN columns of one site, rounded once. s is the sum of
-    its shares, times the factor of evaluation. `frozen` is float32; it is multiplied by its scales, if it has
-    any."""
+    """Compute y = frozen + sB + bias + residual in SPAN columns of one site (an adapted linear), rounded
+    once. s is the sum of its shares times the factor of evaluation. `frozen` is xWᵀ in float32, which is
+    first multiplied by its scales if it has any."""
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, SITES, SPAN)
     tile = tl.program_id(1)
@@ -165,7 +166,7 @@ def sum_shares(
     M: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Return factor · the sum of the shares of one part, 0 in ranks above the job's."""
+    """Return factor · the sum of the shares of one part. It is 0 in ranks above the job's."""
     r_R = tl.arange(0, R)
     s_MR = tl.full((M, R), 0.0, tl.float32)
     for share in tl.static_range(SPLITS):

@@ -1,6 +1,6 @@
 """Conversion of the rows of a matrix to 8-bit floats (e4m3) with a scale per row.
 
-Shapes: R rows of a program, C columns, all that there are and more.
+Shapes: R rows of a program, C columns, rounded up to a power of two.
 """
 
 # mypy: allow-untyped-defs
@@ -25,8 +25,8 @@ def row_codes(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Compute codes and scale so that codes · scale ≈ x ⊙ column_scale; a row with a NaN or an infinity gets
-    the scale NaN."""
+    """Compute codes and scale such that codes · scale ≈ x ⊙ column_scale. A row with a NaN or an infinity
+    gets the scale NaN."""
     row_R = tl.program_id(0) * R + tl.arange(0, R)
     column_C = tl.arange(0, C)
     inside_C = column_C < WIDTH

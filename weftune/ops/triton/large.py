@@ -1,12 +1,13 @@
-"""Kernels that write the addition of large slots to a product's output: a fused product has no registers for
-so many ranks, and adds the values that it finds there to its own sum. Rows of all other slots are not
+"""Kernels for large slots. A slot is the table index of a job; it is large if its job has more ranks than a
+fused product has registers for. These kernels write the adapter's output of large slots to the output tensor,
+and the fused product then adds the values that it finds there to its own sum. Rows of all other slots are not
 touched.
 
-A program processes the rows of one slot in a block of M rows, and SPAN columns, C of them at a time: it keeps
-its part of s in registers, and there are few programs that find no large slot.
+A program processes the rows of one slot in a block of M rows, and SPAN columns, C of them at a time. It keeps
+its part of s = xAᵀ in registers. SPAN is large, so that few programs find no large slot.
 
-Shapes: M rows of a program, C columns at a time, R the ranks of one part up to a power of two, P parts, S
-slots, K inputs, N outputs of all sites.
+Shapes: M rows of a program, C columns at a time, R the ranks of one part (`ops.lora.table`) up to a power of
+two, P parts, S slots, K inputs, N outputs of all sites (adapted linears).
 """
 
 # mypy: allow-untyped-defs, disable-error-code=assignment
@@ -41,7 +42,7 @@ def rows_of(s, row_M, stop, part, ranks, P: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def weights_of(weight, column_C, width, ranks, R: tl.constexpr):
-    """Load some of the `width` columns of a part's A or B; zero beyond its ranks."""
+    """Load C columns of A or B of a part that is `width` columns wide. Ranks beyond the slot's are zero."""
     r_R = tl.arange(0, R)
     owned_RC = (r_R < ranks)[:, None] & (column_C < width)[None, :]
     return tl.load(weight + r_R[:, None] * width + column_C[None, :], mask=owned_RC, other=0.0)
@@ -108,7 +109,7 @@ def large_y(
 
 @triton.jit
 def large_ranks(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.constexpr, R: tl.constexpr):
-    """Return the ranks of a slot in the first band of a site where it is large, or 0 where it is not."""
+    """Return the number of ranks of a slot in the first band of a site if the slot is large there, else 0."""
     ranks = tl.load(rank + site * S + slot)
     return tl.where(is_large(rank, site, slot, S, P, BANDS, R), ranks, 0)
 
@@ -117,7 +118,7 @@ def large_ranks(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.co
 def survivors(
     sum_MC, key, token_index, threshold, crc, slot, site, row_M, stop, k_C, S: tl.constexpr, P: tl.constexpr
 ):
-    """Return the values that a site's mask keeps; zero elsewhere."""
+    """Return the values that the site's dropout mask keeps, and zero for the others."""
     token_M = tl.load(token_index + row_M, mask=row_M < stop, other=0)
     drawn = site_key(key, crc, slot, site)
     feature_C = first_input(crc, P) + k_C
@@ -148,7 +149,8 @@ def large_dx(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the dropped ds · A of a slot, summed over all sites where it is large, in SPAN columns."""
+    """Write ds · A with dropout masks applied, summed over all sites where the slot is large, in SPAN
+    columns."""
     SITES: tl.constexpr = P // BANDS
     run = runs + tl.program_id(1) * 3
     start = tl.load(run)

@@ -1,5 +1,5 @@
-"""The kernel of target log-probabilities. A program processes one row of logits and reads it twice; the
-second read, before the gradient is written, mostly finds it in the cache.
+"""The kernel of target log-probabilities. A program processes one row of logits and reads it twice. The
+second read, from which the gradient is written, mostly hits the cache.
 
 Shapes: V vocabulary, B values at a time.
 """
@@ -39,8 +39,8 @@ def target_logprobs(
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write log p(target), whether the target is the row's argmax, and d log p(target) / dz to `gradient`,
-    which may be z.
+    """Write log p(target), whether the target is the row's argmax, and d log p(target) / dz to `gradient`. z
+    are the logits, which `gradient` may overwrite.
 
     Among equal logits the argmax is the lowest index, as in torch.
     """

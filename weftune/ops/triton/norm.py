@@ -1,7 +1,7 @@
 """Kernels of RMSNorm. A program holds whole rows, so that each is read once and its mean stays in registers.
 
-Loads are issued before the sum over the row, since they cannot move across its barrier: so their latencies
-overlap.
+All loads are issued before the sum over the row, so that their latencies overlap: the compiler cannot move
+loads across the barrier of the sum.
 
 Shapes: R rows of a program, B its columns (a power of two that covers the width).
 """
@@ -28,7 +28,8 @@ def norm_forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute n and rstd of x; if `onto` is given, write onto + n instead of n."""
+    """Compute n, the normalised x, and rstd, the inverse root of its mean square. If `onto` is given, write
+    onto + n instead of n."""
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column_B = tl.arange(0, BLOCK)
     inside_RB = (row_R < rows)[:, None] & (column_B < WIDTH)[None, :]
@@ -63,7 +64,7 @@ def norm_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute dx = dskip (if given) + the gradient through the norm of x."""
+    """Compute dx, the gradient through the norm of x, plus dskip if it is given."""
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column_B = tl.arange(0, BLOCK)
     inside_RB = (row_R < rows)[:, None] & (column_B < WIDTH)[None, :]

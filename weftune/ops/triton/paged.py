@@ -1,7 +1,8 @@
 """Kernels of the attention of single rows to the pages of a key/value cache (flash decoding).
 
-A program computes the query heads of one key head for a share of one sequence's rows; a second kernel
-combines the shares. Pages are found through the sequence's page table, so nothing is gathered in memory.
+A program computes the query heads of one key head for a share (a range) of one sequence's rows; a second
+kernel combines the shares. Pages are found through the sequence's page table, so nothing is gathered in
+memory.
 
 Shapes: R query heads per key head, rounded up to 16 for tensor cores, N cached rows at a time, D width of a
 head, rounded up to a power of two.
@@ -42,8 +43,8 @@ def attend_share(
     CAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Write the unnormalised output of a share of a sequence's rows, its largest score and the sum of its
-    exponentials. A share without rows has the sum 0."""
+    """Write the unnormalised output of a share of a sequence's rows, its largest score, and the sum of the
+    exponentials of its scores. For a share without rows this sum is 0."""
     sequence, group, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
     first = tl.maximum(length - window, 0) if WINDOWED else 0

@@ -1,13 +1,13 @@
-"""The frozen product of a site with all adapters in its epilogue: a program adds the rank-sized products of
-its rows' jobs to the frozen sum before it is written.
+"""The frozen product of a group of adapted linears (sites) with all adapters in its epilogue: a program adds
+the low-rank products of its rows' jobs to the frozen sum before it writes the result.
 
 A program may hold rows of several jobs. A job's product is computed for all rows of the program, and added by
-selection to its own rows only: so a NaN in one job's weights or rows cannot reach another's. The product of a
-large slot (one with more ranks than fit the registers) has been written to the output beforehand, and is
-added by selection too.
+selection to its own rows only: so a NaN in one job's weights or rows cannot reach another's. A slot is the
+table index of a job. The product of a large slot (one with more ranks than fit the registers) has been
+written to the output beforehand, and is added by selection too.
 
 Shapes: M rows of a program, C columns of a program, H of them at a time, D of the inner dimension at a time,
-R the ranks of one part up to a power of two, P parts, S slots, W warps.
+R the ranks of one part (`ops.lora.table`) up to a power of two, P parts, S slots, W warps.
 """
 
 # mypy: allow-untyped-defs, disable-error-code=assignment
@@ -33,7 +33,8 @@ from weftune.ops.triton.slots import (
 
 @triton.jit
 def tile_blocks(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
-    """Return (row block, column block) of a tile: GROUP row blocks share their columns in the cache."""
+    """Return (row block, column block) of a tile of the output. Tiles are ordered so that GROUP row blocks
+    share their columns of the weight in the cache."""
     width = GROUP * column_blocks
     first = tile // width * GROUP
     height = tl.minimum(row_blocks - first, GROUP)
@@ -42,7 +43,8 @@ def tile_blocks(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 @triton.jit
 def part_of(column, N, COLUMNS: tl.constexpr, P: tl.constexpr):
-    """Return (part, its first column, its end) of a column; for a single part only the width is known."""
+    """Return (part, first column of the part, end of the part) for a column. If there is a single part,
+    `COLUMNS` is not used."""
     part = 0
     low = 0
     high = N if P == 1 else COLUMNS[1]
@@ -56,7 +58,8 @@ def part_of(column, N, COLUMNS: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def halves(sum_MC):
-    """Return the left and the right columns; each thread has some of both, so no data moves."""
+    """Return the left and the right half of the columns. Each thread has some of both, so no data moves
+    between threads."""
     M: tl.constexpr = sum_MC.shape[0]
     C: tl.constexpr = sum_MC.shape[1]
     return tl.split(tl.permute(tl.reshape(sum_MC, (M, 2, C // 2)), (0, 2, 1)))
@@ -101,7 +104,7 @@ def added_by(
     DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `added` for a slot that has at most OWN ranks."""
+    """Compute `added` for a slot that has at most OWN ranks in the part."""
     r_R = tl.arange(0, OWN)
     weight_RH = tl.load(
         weight + r_R[:, None] * (high - low) + (column_H - low)[None, :],
@@ -147,8 +150,8 @@ def added(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return the addition of a slot's B (WHICH 1) or A (WHICH 0) of a part to its own rows; other rows are
-    undefined.
+    """Return the product of s and a slot's B (WHICH 1) or A (WHICH 0) of a part, which the caller adds to the
+    slot's own rows. The result in other rows is undefined.
 
     Small ranks have a separate code path if other slots have much larger ones.
     """
@@ -191,8 +194,8 @@ def scales_some(runs, first, end, scales, part, S: tl.constexpr):
 def scaled_by_runs(
     y_MH, runs, first, end, bias, scales, with_bias, part, row_M, n_H, low, high, S: tl.constexpr, s
 ):
-    """Return y with the rows of every run scaled by its slot's g; for a slot that also scales the bias, the
-    change of the bias is added."""
+    """Return y with the rows of every run scaled by the g of the run's slot. For a slot that also scales the
+    bias, the bias is adjusted accordingly."""
     turn = first
     while turn < end:
         run = runs + turn * 3
@@ -253,13 +256,14 @@ def product(
 ):
     """Compute target [T, N] = lhs [T, K] · rhs + residual + bias + the adapters' products.
 
-    If jobs scale their outputs, the unscaled values are written to `unscaled`, before residual and bias;
+    If jobs scale their outputs, the values before scaling, residual and bias are written to `unscaled`;
     blocks without rows of such jobs are left unchanged.
 
-    Forward: the adapters add sB of the site that the columns belong to. Backward: the adapters add the
-    dropped ds · A of all sites. The addition of large slots is in `target`. `rhs` is stored as [K, N], or as
-    [N, K] if TURNED. With 8-bit operands the sum is multiplied by their scales, and ROUGH is the number of
-    products that a tensor core may sum by itself (None means all); it keeps some 14 bits of such a sum.
+    Forward: the adapters add sB of the site that the columns belong to. Backward: the adapters add ds · A,
+    with dropout masks applied, of all sites. `target` holds the products of large slots when the kernel
+    starts. `rhs` is stored as [K, N], or as [N, K] if TURNED. With 8-bit operands the sum is multiplied by
+    their scales. ROUGH is the number of 8-bit products that a tensor core may sum by itself (None means all);
+    it keeps only some 14 bits of such a sum.
     """
     H: tl.constexpr = C // 2
     SITES: tl.constexpr = P // BANDS

@@ -2,9 +2,10 @@
 If heads of queries and keys have a norm, it is applied before the rotation.
 
 A program processes some heads of one row. These may be queries, keys and values at once: every tile is stored
-to all three outputs, each with its own mask, so that no program has to know which it holds.
+to all three outputs, each with its own mask, so the code does not depend on which heads the program has.
 
-Shapes: C heads of a program, B columns: one half of the rotary width (near or far), or the rest.
+Shapes: C heads of a program, B columns: one half of the rotary width (near or far), or the columns that are
+not rotated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernel of the choice of the next token from a row of logits.
+"""The kernel that chooses the next token from a row of scores.
 
 Shapes: C tokens at a time, H thresholds that are tried at once.
 """
@@ -13,9 +13,10 @@ import triton.language as tl
 from weftune.ops.triton.slots import STRIDE, folded
 
 LOWEST = tl.constexpr(-40.0)
-"""Difference from the largest score below which tokens have no share of the probability in float32."""
+"""Difference from the largest score below which a token's probability is negligible in float32."""
 ROUNDS = tl.constexpr(9)
-"""Rounds of the search for a threshold, each of which divides its interval by 8: to 3e-7 at the end."""
+"""Number of rounds of the search for a threshold. Each round divides the search interval by 8, in the end to
+3e-7."""
 H = tl.constexpr(8)
 
 
@@ -35,8 +36,8 @@ def sample_row(
     """Choose the token of a row by its scores, and compute its log-probability by the logits.
 
     `settings` has for each row a temperature (0 is greedy), top-p and a key of random numbers. The tokens of
-    top-p are those above a threshold, which is found by search: without a sort, and without an order of
-    equally probable tokens.
+    top-p are those above a threshold, which a search finds without sorting. Equally probable tokens are all
+    kept or all dropped.
     """
     row = tl.program_id(0)
     temperature = tl.load(settings + row).to(tl.float32, bitcast=True)
@@ -89,8 +90,9 @@ def sample_row(
 
 @triton.jit
 def top_p_threshold(own, divisor, most, wanted, V, C: tl.constexpr):
-    """Return a difference from the largest score such that the tokens above it are the fewest most probable
-    ones whose sum of exponentials reaches `wanted`, with all tokens that are as probable as the last."""
+    """Return a threshold, as a difference from the largest score. The tokens above it are the smallest set of
+    most probable tokens whose sum of exponentials reaches `wanted`; tokens as probable as the last of them
+    are included."""
     v_C, h_H = tl.arange(0, C), tl.arange(0, H)
     low, width = LOWEST, -LOWEST
     for _ in range(ROUNDS):

@@ -1,8 +1,9 @@
-"""Kernels that apply jobs' scales at a site, and that compute the factors of these scales. A program that
-applies scales works on rows of one slot only.
+"""Kernels that scale the inputs or outputs of a site (an adapted linear) by the jobs' vectors g, and that
+compute the factors of these vectors for DoRA. A slot is the table index of a job. A program that scales works
+on rows of one slot only.
 
-Shapes: M rows of a program, C columns of a program, G slots of a program, R ranks of one up to a power of
-two, Z ranks of all of them, P sites, S slots, N columns of a row.
+Shapes: M rows of a program, C columns of a program, G slots of a program, R ranks of one of them up to a
+power of two, Z ranks of all G slots, P sites, S slots, N columns of a row.
 """
 
 # mypy: allow-untyped-defs, disable-error-code=assignment
@@ -17,7 +18,7 @@ from weftune.ops.triton.slots import column_block
 
 @triton.jit
 def scale_at(address, entry, column_C, inside_C, TYPE: tl.constexpr):
-    """Return the scale g of a slot that has a scale: its value, multiplied by the value's factor if there is
+    """Return the scale g of a slot that has one: its trained vector, multiplied by DoRA's factor if there is
     one."""
     value = tl.load(address + entry * 3).to(tl.pointer_type(TYPE))
     g_C = tl.load(value + column_C, mask=inside_C, other=0.0).to(tl.float32)
@@ -44,7 +45,7 @@ def scale(
     x, out, tiles, address, N,
     COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Compute out = x ⊙ g of the tile's slot, or x if it has none."""
+    """Compute out = x ⊙ g, with the g of the tile's slot. x is copied if the slot has no scale."""
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
     tile = tl.program_id(1)
     start = tl.load(tiles + tile * 3)
@@ -71,9 +72,9 @@ def unscale(
     IN_PLACE: tl.constexpr, COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Compute du = dy ⊙ g of the piece's slot, or dy if it has none; du is dy if IN_PLACE. The piece's share
-    of the value's gradient, Σ dy · u · inverse, is written, or added at once if the piece is the only one of
-    its slot."""
+    """Compute du = dy ⊙ g of the piece's slot, or dy if the slot has no scale; du is dy if IN_PLACE. The
+    piece's share of the gradient of the trained vector, Σ dy · u · inverse, is added to the accumulator if
+    the slot has no other piece, and written to `partial` otherwise."""
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
     piece = tl.program_id(1)
     start = tl.load(pieces + piece * 4)
@@ -123,7 +124,7 @@ def add_shares(
     partial, sums, address, N,
     COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add the shares of slots with several pieces to their accumulators."""
+    """Add the gradients in `partial`, of slots with several pieces, to the slots' accumulators."""
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
     which = tl.program_id(1)
     slot = tl.load(sums + which * 3)
@@ -141,7 +142,7 @@ def add_shares(
 
 @triton.jit
 def nth_slots(scales, site, nth_Z, S: tl.constexpr):
-    """Return the n-th slot whose scale has a factor, or −1 if fewer slots have one."""
+    """Return the n-th of the slots whose scale has DoRA's factor, or −1 if there are fewer."""
     slot_S = tl.arange(0, S)
     asks_S = tl.load(scales + (site * S + slot_S) * 3 + 2) != 0
     number_S = tl.cumsum(asks_S.to(tl.int32), axis=0) - 1
@@ -155,7 +156,7 @@ def row_lengths(
     COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
     M: tl.constexpr, C: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute 1 / ‖W + scale · BA‖ of M rows of W, for G of the slots whose scale has this factor: W is read
+    """Compute DoRA's factor 1 / ‖W + scale · BA‖ of M rows of W, for G of the slots that use DoRA: W is read
     once for all of these.
 
     The squared norm follows from products of rank R: ‖w‖² + 2 scale w·(BA) + scale² ‖BA‖². The ranks of the

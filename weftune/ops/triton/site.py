@@ -1,8 +1,10 @@
-"""Forward kernels of the tiled LoRA route. A program works on rows of one slot only, and values outside its
-rows, its job's rank or a width are loaded as zero: so no reduction can include another job's NaN.
+"""Forward kernels of the tiled LoRA route. A program works on rows of one slot (the table index of a job)
+only. Values outside its rows, its job's rank or a width are loaded as zero, so no reduction can include
+another job's NaN.
 
 Shapes: M rows of a program, C columns of a program (of the input or of the output), R the ranks of one part
-up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N outputs of all parts.
+(`ops.lora.table`) up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N outputs of
+all parts.
 """
 
 # mypy: allow-untyped-defs, disable-error-code=assignment
@@ -58,7 +60,8 @@ def down_of_tile(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `down` for a slot with at most OWN ranks in each part: no more are multiplied or written."""
+    """Compute `down` for a slot with at most OWN ranks in each part. Only OWN ranks are multiplied and
+    written."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     first = tl.program_id(2) * TOGETHER
     row_M = start + tl.arange(0, M)
@@ -142,7 +145,8 @@ def down_by_ranks(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `down` of a tile. Small ranks have their own code path if other slots have far larger ones."""
+    """Compute `down` of a tile. Small ranks have a separate code path if other slots have much larger
+    ones."""
     if R > 32 and max_ranks <= 16:
         down_of_tile(
             x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
@@ -182,10 +186,11 @@ def down(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute s = factor · drop(x)Aᵀ of a tile for TOGETHER parts, with x read once; with SPLIT a share of
-    the sum.
+    """Compute s = factor · drop(x)Aᵀ of a tile of rows for TOGETHER parts, with x read once. If SPLIT,
+    compute a partial sum, over a range of the inputs, without the factor.
 
-    Nothing is written for parts in which the slot has no ranks, and masks are drawn only for slots that drop.
+    Nothing is written for parts in which the slot has no ranks, and masks are drawn only for slots with
+    dropout.
     """
     tile = tl.program_id(0)
     first = tl.program_id(2) * TOGETHER
@@ -233,7 +238,8 @@ def sum_rows(
     M: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """Compute s or ds = factor · the sum of its shares: part p has SHARES[p] up to SHARES[p + 1]."""
+    """Compute s or ds as factor · the sum of its partial sums. Those of part p are SHARES[p] up to SHARES[p +
+    1]."""
     tile = tl.program_id(0)
     start = tl.load(tiles + tile * 3) + tl.program_id(1) * M
     stop = tl.load(tiles + tile * 3 + 1)
@@ -290,12 +296,13 @@ def up(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute y = g ⊙ (frozen + sB) + bias + residual in the columns of one site, rounded once; u is the
-    unscaled sum.
+    """Compute y = g ⊙ (frozen + sB) + bias + residual in the columns of one site (an adapted linear), rounded
+    once. u is frozen + sB, before scaling.
 
-    `frozen` has W columns, those of y from `begin` on, where its `first` block begins; it should be float32,
-    and may be y itself; it is multiplied by its scales, if it has any. Small terms are added first: the last
-    digit of a residual can be larger than the whole addition of a newly initialised adapter.
+    `frozen` has the W columns of xWᵀ from column `begin` of y on, which is where block `first` begins. It
+    should be float32, and may be y itself. If it has scales, it is multiplied by them first. Small terms are
+    added first: the last digit of a residual can be larger than the whole adapter output of a newly
+    initialised adapter.
     """
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(first + tl.program_id(0), COLUMNS, SITES, C)

@@ -1,9 +1,10 @@
-"""Backward kernels of the tiled LoRA route. There are no atomics: each piece belongs to one program, and a
-slot's pieces are added in order. Values outside a program's rows, rank or width are loaded as zero, as in the
-forward.
+"""Backward kernels of the tiled LoRA route. There are no atomics: each piece (a range of the rows of one
+slot) belongs to one program, and a slot's pieces are added in order. A slot is the table index of a job.
+Values outside a program's rows, rank or width are loaded as zero, as in the forward.
 
 Shapes: M rows of a program, C columns of a program (of the input or of the output), R the ranks of one part
-up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N outputs of all parts.
+(`ops.lora.table`) up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N outputs of
+all parts.
 """
 
 # mypy: allow-untyped-defs, disable-error-code=assignment
@@ -53,7 +54,8 @@ def ds_db_of_piece(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `ds_db` for a slot with at most OWN ranks: no more are multiplied, in room for R."""
+    """Compute `ds_db` for a slot with at most OWN ranks. Only OWN ranks are multiplied; tensors keep the
+    layout for R ranks."""
     piece = tl.program_id(1)
     band, block = tl.program_id(0) % BANDS, tl.program_id(0) // BANDS
     site, low, high, origin = column_block(block, COLUMNS, P // BANDS, C)
@@ -118,7 +120,7 @@ def ds_db(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dB of some columns over a piece, and these columns' share of ds, from one read of dy.
+    """Compute dB of some columns over a piece, and these columns' contribution to ds, from one read of dy.
 
     dB is accumulated transposed, columns by ranks: so the tensor cores read both products from the same copy
     of dy in shared memory, whatever the rank. Small ranks have a separate code path if other slots have
@@ -171,7 +173,7 @@ def ds_of_tile(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `ds_alone` for a slot that has at most OWN ranks: no more are multiplied or written."""
+    """Compute `ds_alone` for a slot that has at most OWN ranks. Only OWN ranks are multiplied and written."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     part = tl.program_id(2)
     row_M = (start + tl.arange(0, M)).to(tl.int64)
@@ -225,7 +227,8 @@ def ds_alone(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute ds = factor · dyBᵀ of a tile and a part, without dB; with SPLIT a share of the sum.
+    """Compute ds = factor · dyBᵀ of a tile and a part, without dB. If SPLIT, compute a partial sum, over a
+    range of the outputs, without the factor.
 
     Nothing is written for parts in which the slot has no ranks.
     """
@@ -288,7 +291,7 @@ def da_of_piece(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `da` for a slot that has at most OWN ranks in each part: no more are multiplied."""
+    """Compute `da` for a slot that has at most OWN ranks in each part. Only OWN ranks are multiplied."""
     piece = tl.program_id(1)
     first = tl.program_id(2) * TOGETHER
     start = tl.load(pieces + piece * 4)
@@ -406,9 +409,9 @@ def da(
 ):
     """Compute dA of some columns over a piece for TOGETHER parts, with x read once.
 
-    The tile is transposed, columns by rows: so the tensor cores accept it whatever the rank. Values in ds
-    beyond a slot's ranks only affect columns of the sum that are not stored. Masks are drawn only for slots
-    that drop.
+    The tile of x is transposed, columns by rows: so the tensor cores accept it whatever the rank. Values in
+    ds beyond a slot's ranks only affect columns of the sum that are not stored. Masks are drawn only for
+    slots with dropout.
     """
     first = tl.program_id(2) * TOGETHER
     slot = tl.load(pieces + tl.program_id(1) * 4 + 2)
@@ -449,7 +452,7 @@ def dx_of_part(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return sum + ds · A of one part."""
+    """Return the given sum plus ds · A of one part."""
     r_R = tl.arange(0, R)
     entry = part * S + slot
     ranks = tl.load(rank + entry)
@@ -487,10 +490,11 @@ def add_dx(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dx = frozen + the dropped ds · A of all sites, rounded once.
+    """Compute dx = frozen + Σ over all sites of ds · A with dropout masks applied, rounded once. A site is an
+    adapted linear.
 
-    `frozen` has W columns, those of dx from `begin` on; it should be float32, and may be dx itself; its rows
-    are multiplied by their scales, if they have any.
+    `frozen` has the W columns of dyW from column `begin` of dx on. It should be float32, and may be dx
+    itself. If it has scales, its rows are multiplied by them.
     """
     SITES: tl.constexpr = P // BANDS
     tile = tl.program_id(1)
@@ -555,7 +559,8 @@ def add_gradients(
     C: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """Add the pieces of a slot that has several to its accumulators, in order."""
+    """Add the gradients of the pieces of a slot, in order, to the slot's accumulators. It is launched for
+    slots with several pieces."""
     slot = tl.load(sums + tl.program_id(1) * 3)
     first = tl.load(sums + tl.program_id(1) * 3 + 1)
     end = tl.load(sums + tl.program_id(1) * 3 + 2)

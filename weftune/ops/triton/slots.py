@@ -1,9 +1,9 @@
-"""Functions that the kernels of a site share: the addresses of a slot's matrices, the owner of a column or a
-rank, and dropout masks.
+"""Functions that the kernels of a site (an adapted linear) share: the addresses of a slot's matrices, the
+site that a column belongs to, and dropout masks. A slot is the table index of a job.
 
-Shapes: M rows of a program, C columns of a program, R the ranks of one part up to a power of two, P parts: a
+Shapes: M rows of a program, C columns of a program, R the ranks of one part up to a power of two, P parts. A
 site's ranks are split into BANDS parts of R, and the first bands of all sites come before their second bands.
-Parameters of a kernel carry no annotation but tl.constexpr: Triton evaluates them.
+Parameters of a kernel have no annotations except tl.constexpr, since Triton evaluates annotations.
 """
 
 # mypy: allow-untyped-defs
@@ -18,12 +18,13 @@ SECOND = tl.constexpr(0xC2B2AE35)
 STRIDE = tl.constexpr(0x9E3779B9)
 NEVER = tl.constexpr(-(1 << 31))
 DIRECT = tl.constexpr(64)
-"""Maximum ranks of a part that a fused product adds by itself; `large` writes the addition of others."""
+"""Maximum ranks of a part that a fused product adds by itself. For slots with more, the module `large` writes
+the adapter's output."""
 
 
 @triton.jit
 def folded(value):
-    """Return fmix32; `ops.dropout.mix_bits` is the same function in torch."""
+    """Return fmix32, a hash of the bits. `ops.dropout.mix_bits` is the same function in torch."""
     value = value ^ (value >> 16)
     value = value * FIRST
     value = value ^ (value >> 13)
@@ -33,33 +34,35 @@ def folded(value):
 
 @triton.jit
 def site_key(key, crc, slot, part):
-    """Return `ops.dropout.key` of a slot's seed and step at one site."""
+    """Return the dropout key of a slot's seed and step at one site, as `ops.dropout.key` does."""
     return folded((tl.load(key + slot) ^ tl.load(crc + part)).to(tl.uint32, bitcast=True))
 
 
 @triton.jit
 def first_input(crc, P: tl.constexpr):
-    """Return the index of the first input among those of the whole linear, of which a shard may have a
-    part."""
+    """Return the index of the first input in the whole linear. It is not 0 if a shard holds a later part of
+    the inputs."""
     return tl.load(crc + P)
 
 
 @triton.jit
 def row_factor(token_M, site_key):
-    """Return the rows' factors of the bits of a site's values."""
+    """Return the hash of each row. Random bits of a dropout mask are products of a row's and a column's
+    hash."""
     return folded(token_M.to(tl.uint32, bitcast=True) ^ site_key) | 1
 
 
 @triton.jit
 def column_factor(column_C, site_key):
-    """Return the columns' factors of the bits of a site's input values. Columns are those of the whole
+    """Return the hash of each column, by which row hashes are multiplied. Columns are counted in the whole
     linear."""
     return folded((column_C + 1).to(tl.uint32) * STRIDE ^ site_key) | 1
 
 
 @triton.jit
 def kept(row, column, threshold):
-    """Return the mask of kept values from factors that broadcast, equal to `ops.dropout.kept_TK`."""
+    """Return the dropout mask of kept values from hashes of rows and columns that broadcast. It equals
+    `ops.dropout.kept_TK`."""
     return (row * column).to(tl.int32, bitcast=True) >= threshold
 
 
@@ -72,8 +75,8 @@ def matrix(address, entry, WHICH: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: t
 
 @triton.jit
 def padded_rank_mask(r_R, rank):
-    """Return the mask of a job's ranks, rounded up to a multiple of 8: no more is transferred, still 16 bytes
-    at a time.
+    """Return the mask of the ranks to load: those of a job, rounded up to a multiple of 8. No more is
+    transferred, still 16 bytes at a time.
 
     Up to 16 ranks are all transferred: a mask would cost more than it saves.
     """
@@ -94,7 +97,7 @@ def largest_rank(rank, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
 
 @triton.jit
 def drops_in_any(threshold, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
-    """Return whether a slot drops values in any of TOGETHER parts."""
+    """Return whether a slot uses dropout in any of TOGETHER parts."""
     highest = tl.load(threshold + first * S + slot)
     for i in tl.static_range(1, TOGETHER):
         highest = tl.maximum(highest, tl.load(threshold + (first + i) * S + slot))
@@ -103,7 +106,7 @@ def drops_in_any(threshold, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr
 
 @triton.jit
 def bands_of(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.constexpr):
-    """Return the number of bands in which a slot has ranks at a site."""
+    """Return the number of bands in which a slot has ranks at a site (bands split large ranks)."""
     bands = 0
     for band in tl.static_range(BANDS):
         bands += (tl.load(rank + (band * (P // BANDS) + site) * S + slot) > 0).to(tl.int32)
@@ -121,7 +124,8 @@ def is_large(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.const
 
 @triton.jit
 def column_block(block, COLUMNS: tl.constexpr, P: tl.constexpr, C: tl.constexpr):
-    """Return (part, first column, end of the part, first column of the part) of the block-th C columns."""
+    """Return (part, first column, end of the part, first column of the part) of the block-th block of C
+    columns."""
     part = 0
     low = 0
     high = 0

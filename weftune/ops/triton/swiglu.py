@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def shares_of(gate: tl.tensor) -> tuple:
-    """Return σ(gate) and 1 − σ(gate), without overflow or cancellation."""
+    """Return σ(gate) and 1 − σ(gate), both without overflow or cancellation."""
     small = tl.exp(-tl.abs(gate))
     large = 1.0 / (1.0 + small)
     small *= large
@@ -21,7 +21,7 @@ def shares_of(gate: tl.tensor) -> tuple:
 
 @triton.jit
 def gelu_exponent(gate: tl.tensor) -> tuple:
-    """Return z and its derivative."""
+    """Return z = 2·√(2/π)·(gate + 0.044715·gate³) and its derivative with respect to gate."""
     square = gate * gate
     z = gate * (1.5957691216057308 + 0.07135481627260025 * square)
     return z, 1.5957691216057308 + 0.21406444881780076 * square
