@@ -1,4 +1,5 @@
-"""Devices and links that a plan is made for, parsed from a string or a file or detected on this machine."""
+"""Devices and links for which a run is planned: parsed from a string or a file, or detected on this
+machine."""
 
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ from weftune.plan.program.prices import Link, PricedCluster
 
 GIB = 1 << 30
 PCIE = Link(25e9, 10e-6)
-"""PCIe 4.0 with sixteen lanes, at the bandwidth that copies reach in practice."""
+"""Link of PCIe 4.0 with sixteen lanes, with the bandwidth that copies reach in practice."""
 USABLE_SHARE = {True: 0.92, False: 0.85}
-"""Usable share of the memory of a GPU (True) and of a CPU (False); other processes take the rest."""
+"""Share of the memory of a GPU (key True) and of a CPU (key False) that a run may use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device as its data sheet describes it."""
+    """A GPU or CPU with the numbers of its data sheet."""
 
     name: str
     memory_bytes: int
     peak_flops: float
-    """FLOP/s of dense bf16 products with fp32 accumulation (fp32 products on a CPU)."""
+    """Peak FLOP/s of dense matrix products: bf16 with fp32 accumulation on a GPU, fp32 on a CPU."""
     bandwidth: float
     """Bandwidth of the device's memory, in bytes per second."""
     nvlink: float = 0.0
@@ -50,13 +51,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
+    """The devices of one or more machines, and the links between them."""
+
     devices: tuple[Device, ...]
     link: Link
     link_name: str
     root_sizes: tuple[int, ...]
-    """Number of devices under each root complex, in order."""
+    """Number of devices under each PCIe root complex. Devices are numbered in this order."""
     host_link: Link = PCIE
-    """Link from host memory to a device, and bandwidth of each root complex."""
+    """Link from host memory to a device. Each PCIe root complex has the same bandwidth."""
 
     @property
     def name(self) -> str:
@@ -68,7 +71,7 @@ class Cluster:
         return text if len(self.devices) == 1 else f"{text}:{self.link_name}"
 
     def simulator_cluster(self) -> PricedCluster:
-        """Return the cluster as input of the simulator."""
+        """Return the cluster in the form that the simulator of schedules takes."""
         return PricedCluster(
             devices=len(self.devices),
             link=self.link,
@@ -100,7 +103,7 @@ DEVICES: Mapping[str, Device] = {
         _data_sheet("T4", 14.6, 65, 320),
     )
 }
-"""Maps each name to a device. Memory is the size that the driver reports, which is less than nominal."""
+"""Known GPUs by name. Memory is the size that the driver reports, which is less than the nominal size."""
 
 CORE_PEAK = 160e9
 """FLOP/s of one CPU core in fp32: two fused multiply-adds of sixteen lanes at 2.5 GHz."""
@@ -116,7 +119,8 @@ MAX_DEVICES = 1024
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Parse `4xA100-80G`, `4xA100-80G:pcie`, `H200`, or `2+2xRTX3090` for two root complexes."""
+    """Return the cluster that a string such as `H200`, `4xA100-80G`, `4xA100-80G:pcie`, or `2+2xRTX3090` (two
+    PCIe root complexes) describes."""
     found = re.fullmatch(r"(?:(\d+(?:\+\d+)*)\s*[xX×]\s*)?([^:]+?)(?::(\w+))?", text.strip())
     if found is None:
         raise PlanError(f"--cluster {text}: {FORMAT_HELP}")
@@ -128,8 +132,8 @@ def parse_cluster(text: str) -> Cluster:
 def make_cluster(
     devices: Sequence[Device], link: str | Link | None, root_sizes: Sequence[int] = ()
 ) -> Cluster:
-    """Return a cluster of the given devices. The default link is nvlink if every device has it, else pcie. By
-    default, all devices are under one root complex."""
+    """Return a cluster of the given devices. The default link is nvlink if every device has it, or else pcie.
+    By default, all devices are under one PCIe root complex."""
     nvlink = min((device.nvlink for device in devices), default=0.0)
     if not devices:
         raise PlanError("--cluster: there is no device in it")
@@ -157,7 +161,8 @@ def limit_memory(cluster: Cluster, max_bytes: int) -> Cluster:
 
 
 def cluster_from_values(values: Any, source: str) -> Cluster:
-    """Return the cluster described by the contents of a cluster file; errors name the file as `source`."""
+    """Return the cluster that the parsed contents of a cluster file describe. Error messages call the file
+    `source`."""
     if not isinstance(values, Mapping) or not isinstance(values.get("devices"), list):
         raise PlanError(Mistake(source, "must be a mapping with devices: a list such as [4xA100-80G]"))
     _refuse_unknown(values, KEYS, source)
@@ -184,7 +189,7 @@ def _link(values: Mapping[str, Any], source: str) -> Link:
 
 
 def detect_cluster() -> Cluster:
-    """Return the GPUs of this machine that nvidia-smi lists, or its CPU if it has no GPUs."""
+    """Return a cluster of the GPUs that nvidia-smi lists on this machine, or of its CPU if it has no GPU."""
     found = _query_smi()
     if found:
         return make_cluster([_smi_device(line) for line in found.splitlines() if line.strip()], None)
@@ -204,7 +209,8 @@ def first_gpu_name() -> str | None:
 
 
 def _query_smi() -> str:
-    """Return one line per GPU, with name and memory in MiB, or an empty string without GPUs."""
+    """Return the output of nvidia-smi, one line per GPU with name and memory in MiB. Return an empty string
+    if there is no GPU."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""

@@ -15,19 +15,20 @@ from weftune.plan.cost.cluster import Device
 from weftune.plan.cost.time import Line
 
 GPU_EFFICIENCY, CPU_EFFICIENCY = 0.6, 0.45
-"""Share of the peak FLOP/s that the base's matrix products reach, from one measured step on an H200 and one
-on a CPU with two cores; on any other device it is a guess."""
+"""Share of the peak FLOP/s that matrix products of the base reach. The values come from one step on an H200
+and one on a CPU with two cores, and are guesses for all other devices."""
 ADAPTER_EFFICIENCY = 0.1
-"""Share of the peak FLOP/s that adapters reach: their products are narrow and read all inputs again."""
+"""Share of the peak FLOP/s that matrix products of adapters reach. It is low, since these products are narrow
+and read all inputs again."""
 GPU_LAUNCH, CPU_LAUNCH = 60e-6, 30e-6
-"""Fixed seconds of one pass over one layer, whatever the number of rows."""
+"""Fixed seconds of one pass (forward or backward) over one layer, in addition to the time of its rows."""
 CODED_SPEED = 1.7
 """Speed of fp8 matrix products relative to bfloat16. On an H200, a step of an 8B model takes 440 ms, 330 ms
 of them in the layers' products, and fp8 saves 138 ms."""
 ATTENTION_BACKWARD = 2.5
 """Time of attention's backward relative to its forward."""
 ADAPTER_BACKWARD = 2.0
-"""Time of an adapter's backward relative to its forward: unlike the base, it has weight gradients."""
+"""Time of an adapter's backward relative to its forward. Adapters, unlike the base, have weight gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,9 @@ class Speed:
     bandwidth: float
     launch_seconds: float
     source: str
-    """Text that says where the numbers of the cost model come from."""
+    """Text for the user that says where these numbers come from."""
     attention_flops: float = 0.0
-    """FLOP/s of attention; 0 if it reaches `flops`."""
+    """FLOP/s that attention reaches. 0 means the same as `flops`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +66,19 @@ class BaseLayer:
 
     kind: Literal["embedding", "layer", "head"]
     flops: int
-    """FLOPs per token of one pass, forward or backward alike since the layer is frozen. Faster products of
-    quantised weights count as fewer FLOPs."""
+    """FLOPs per token of a forward. A backward has equally many, since the layer is frozen. If products of
+    quantised weights are faster, they count as fewer FLOPs."""
     square_flops: int
-    """Attention FLOPs of a forward for a sample, divided by its squared length."""
+    """FLOPs of attention in the forward of one sample, divided by the square of its length in tokens."""
     weight_bytes: int
     kept_bytes: int
-    """Bytes per token kept from forward to backward."""
+    """Bytes per token of the activations that are kept from the forward to the backward."""
     output_bytes: int
     """Bytes per token of the output for the next layer, and of the gradient for the previous one."""
     sites: tuple[SiteShape, ...]
     matrix_bytes: int = 0
-    """Bytes of the dequantised weights, which every pass writes again; 0 if the weights are not quantised."""
+    """Bytes of the dequantised weights, which every pass writes and reads. 0 if weights are not
+    dequantised."""
 
 
 def data_sheet_speed(device: Device) -> Speed:
@@ -91,7 +93,8 @@ def data_sheet_speed(device: Device) -> Speed:
 
 
 def base_layers(shape: ModelShape, kept_bytes: int, ends_apart: bool) -> tuple[BaseLayer, ...]:
-    """Return embedding, layers and head. Each layer keeps `kept_bytes` bytes per token for its backward.
+    """Return the parts of the base in order: embedding, layers and head. Each layer keeps `kept_bytes` bytes
+    per token for its backward.
 
     With `ends_apart`, embedding and head are on different devices, so tied weights are stored twice.
     """
@@ -121,8 +124,8 @@ def layer_bytes(shape: ModelShape) -> int:
 
 
 def dequantised_bytes(shape: ModelShape) -> int:
-    """Return the bytes that a pass over one layer reads and writes to dequantise weights, at most over all
-    layers; 0 if weights are not dequantised."""
+    """Return the bytes that a pass over one layer moves to read quantised weights and to write and read the
+    dequantised ones: the maximum over all layers, or 0 if weights are not dequantised."""
     return max(_moved_bytes(layer) if layer.matrix_bytes else 0 for layer in _inner_layers(shape))
 
 
@@ -136,7 +139,8 @@ def _inner_layers(shape: ModelShape) -> tuple[BaseLayer, ...]:
 
 
 def _moved_bytes(layer: BaseLayer) -> int:
-    """Return the weight bytes that a pass reads and writes: dequantised weights are written, then read."""
+    """Return the bytes that a pass over the layer reads and writes for its weights. Dequantised weights are
+    written once and read once."""
     return layer.weight_bytes + 2 * layer.matrix_bytes
 
 
@@ -164,7 +168,8 @@ def adapter_parameters(layer: BaseLayer, job: JobOutline) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Cost of one layer; times and activations are per microbatch."""
+    """Cost of one layer: seconds of its forward and backward, and bytes. Times, activations and gradients are
+    those of one microbatch."""
 
     kind: str
     forward: float
@@ -173,16 +178,16 @@ class LayerCost:
     activation_bytes: int = 0
     """Bytes of the output, which the next layer receives."""
     gradient_bytes: int = 0
-    """Bytes of the input gradient, which the previous layer receives."""
+    """Bytes of the gradient at the layer's input, which the previous layer receives."""
     state_bytes: int = 0
-    """Bytes of the layer's adapters, which stay on the device: parameters, gradients and moments."""
+    """Device bytes of the adapters at this layer: parameters, gradients and optimizer moments."""
     kept_bytes: int = 0
-    """Bytes that a microbatch keeps on the device from its forward to its backward."""
+    """Device bytes of the activations that a microbatch keeps from its forward to its backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Combined cost of the layers from `start` up to, but not including, `stop`."""
+    """Combined cost of a stage: the consecutive layers from `start` up to, but not including, `stop`."""
 
     start: int
     stop: int
@@ -220,7 +225,8 @@ def stage_cost(layers: Sequence[LayerCost], start: int, stop: int) -> StageCost:
 
 
 def stage_shape(shape: ModelShape, layer_range: LayerRange) -> ModelShape:
-    """Return the model shape of one stage of the base. Every stage includes the sites outside the layers."""
+    """Return the sizes of one stage of the base. Every stage includes the sites (adaptable linears) outside
+    the layers."""
     sites = tuple(site for site in shape.sites if _is_in_stage(site.name, layer_range))
     inside = sum(site.weight_count for site in sites)
     ends = shape.hidden * shape.vocabulary * (layer_range.is_first + layer_range.is_last)
@@ -234,7 +240,7 @@ def _is_in_stage(site: str, layer_range: LayerRange) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Counts of a microbatch's tokens that determine its time."""
+    """Counts of the tokens of a microbatch, from which its time is predicted."""
 
     tokens: int
     squared_lengths: int
@@ -244,8 +250,8 @@ class RowCounts:
 
 
 def base_pass_time(layers: Sequence[BaseLayer], speed: Speed) -> Line:
-    """Return the time of one pass, forward or backward, over the given layers, without attention and
-    adapters."""
+    """Return the seconds of a forward or a backward over the given layers as a linear function of the tokens,
+    without attention and adapters."""
     worked = [layer for layer in layers if layer.flops]
     moved = sum(map(_moved_bytes, worked))
     fixed = len(worked) * speed.launch_seconds + moved / speed.bandwidth
@@ -253,12 +259,13 @@ def base_pass_time(layers: Sequence[BaseLayer], speed: Speed) -> Line:
 
 
 def square_seconds(layers: Sequence[BaseLayer], speed: Speed) -> float:
-    """Return the seconds of attention in a forward for a sample, divided by its squared length."""
+    """Return the seconds that attention takes in the forward of one sample, per squared token of its
+    length."""
     return sum(layer.square_flops for layer in layers) / (speed.attention_flops or speed.flops)
 
 
 def adapter_seconds(layers: Sequence[BaseLayer], job: JobOutline, speed: Speed) -> float:
-    """Return the seconds per token that the job's adapters add to a forward."""
+    """Return the seconds per token that the job's adapters at these layers add to a forward."""
     return sum(adapter_flops(layer, job) for layer in layers) / speed.adapter_flops
 
 
@@ -267,7 +274,7 @@ def layer_costs(
 ) -> tuple[LayerCost, ...]:
     """Return the cost of each layer for a microbatch with the given counts, without recomputation.
 
-    `state_bytes` is the number of bytes per adapter parameter, with its gradient and optimizer state.
+    `state_bytes` is the number of bytes per adapter parameter, including its gradient and optimizer state.
     """
     costs = []
     for layer in layers:

@@ -1,7 +1,8 @@
 """Models of time and memory that a run fits to its own measurements, and its predictions for the next window.
 
-Predictions use models that are refitted after every window. Plans use a versioned model, which is replaced
-rarely and is saved with the run, so that a resumed run makes the same plans.
+A window is a few global batches of every job, planned and executed together. Predictions use models that are
+refitted after every window. Plans use a versioned model, which is replaced rarely and is saved with the run,
+so that a resumed run makes the same plans.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from weftune.plan.program.program import Program
 _FIT = {"state": float, "activations": float, "slack": float, "head": float, "error": int}
 
 EVALUATION_SHARE = 1 / 3
-"""Time of an evaluated row relative to a trained one, whose backward takes twice as long as its forward."""
+"""Time of an evaluated row relative to that of a trained row, whose backward takes twice as long as its
+forward."""
 RECENT = 20
 """Number of the latest windows from which the seconds per row are computed."""
 RECENT_PASSES = 50
-"""Number of the latest passes whose mean composition the next passes are expected to have."""
+"""Number of the latest passes from whose mean composition (lengths, samples, jobs) that of the next passes is
+predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +36,14 @@ class Promise:
     """Predicted time and memory of a window, made before it runs."""
 
     seconds: float | None
-    """Predicted seconds. None if nothing comparable has been measured."""
+    """Predicted seconds of the window. None if nothing comparable has been measured."""
     peak_bytes: int
     error_bytes: int
     """Bytes by which earlier measured peaks exceeded the fitted memory model."""
     source: str
     version: int
     changed: bool
-    """Whether the jobs or the sample lengths differ from the previous window."""
+    """Whether the jobs or the sample lengths differ from those of the previous window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,43 +72,47 @@ class Outcome:
 
 
 SHORTAGE_PARTS = 16
-"""Number of steps into which the memory beside the process and the base is divided. After a shortage, plans
-use less memory by as many steps as change the recomputation."""
+"""Number of equal parts into which the memory beside the process and the base is divided. After a shortage of
+memory, plans leave as many parts unused as it takes to recompute more activations."""
 
 
 @dataclass(slots=True)
 class Learned:
+    """The time and memory models of a run, with the measurements that they are fitted to."""
+
     initial_cost: CostModel
     """Time model known before the run."""
     memory: MemoryModel
     """Memory model that plans use; at the start, the model known before the run."""
     first_seconds: float = 0.0
-    """Seconds that the first pass of a process takes in addition to the predicted time."""
+    """Additional seconds of the first pass of a process, for example to compile kernels."""
     version: int = 0
     """Number of times that the memory model used for plans was replaced."""
     windows: int = 0
     cost: CostModel = field(init=False)
-    """Time model. Like the memory model `fitted`, it is refitted after every window."""
+    """Time model for predictions, which is refitted after every window."""
     fitted: MemoryModel = field(init=False)
+    """Memory model for predictions, which is refitted after every window."""
     initial_fit: MemoryFit = field(init=False)
     row_seconds: float | None = None
-    """Seconds per row, used to plan the length of windows. None until `adopt_fitted_models` first sets it."""
+    """Seconds per row, from which the length of windows is planned. None until `adopt_fitted_models` sets it.
+    """
     times: Times = field(default_factory=Times)
     row_times: list[float] = field(default_factory=list)
     """Seconds per row in each of the last windows."""
     peaks: list[Peak] = field(default_factory=list)
     unused_decoder_bytes: Callable[[], int] = int
-    """Function that returns how many of the bytes that are reserved for a decoder it does not use. They are
-    in no measured peak, but plans count them."""
+    """Function that returns the number of bytes that are reserved for text generation but not in use. Plans
+    count these bytes, although no measured peak contains them."""
     least_error: int = 0
-    """Bytes by which predictions are assumed to be too low at least, after a shortage of memory."""
+    """Minimum bytes by which predicted peaks are assumed to be too low, set after a shortage of memory."""
     _last_content: object = None
 
     def __post_init__(self) -> None:
         self.cost, self.fitted, self.initial_fit = self.initial_cost, self.memory, self.memory.fit
 
     def state_record(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs to make the same plans."""
+        """Return a JSON-compatible dict with the state that a resumed run needs to make the same plans."""
         return {
             "version": self.version,
             "windows": self.windows,
@@ -114,7 +121,8 @@ class Learned:
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Restore the state that `state_record` returned. Raise ValueError if it is invalid."""
+        """Restore the state from a dict that `state_record` has returned. Raise ValueError if it is
+        invalid."""
         try:
             # Runs started before the head was counted separately have not recorded it.
             memory = {"head": 0.0, **record["memory"]}
@@ -131,8 +139,8 @@ class Learned:
     def promise(
         self, program: Program, shapes: JobShapes, price: Callable[[Program], float | None] | None = None
     ) -> Promise:
-        """Predict time and memory of a window. The time comes from `price` if it is given, otherwise from the
-        time model."""
+        """Predict time and memory of a window. `price` is a function that returns the predicted seconds; None
+        uses the time model."""
         content = _window_content(program)
         changed, self._last_content = content != self._last_content, content
         need = window_need(self.fitted, list(shapes.values()), program)
@@ -169,8 +177,9 @@ class Learned:
         self.windows += 1
 
     def tokens_within(self, seconds: float) -> int | None:
-        """Return the number of tokens of a microbatch whose forward and backward each take at most `seconds`.
-        Its composition is that of the latest passes. None if no pass has been measured."""
+        """Return the number of tokens of a microbatch whose forward and backward are each predicted to take
+        at most `seconds`. Its composition is assumed to be that of the latest passes. Return None if no pass
+        has been measured."""
         recent = [one.work for one in self.times.passes if one.training][-RECENT_PASSES:]
         if not recent:
             return None
@@ -196,8 +205,8 @@ class Learned:
         return (alone if len(jobs) == 1 else self.memory).misfit_reason(jobs)
 
     def recompute_more(self, jobs: Sequence[JobShape], max_tokens: int) -> bool:
-        """Plan with less memory after a shortage, so that more is recomputed in the backward. Return whether
-        more can be."""
+        """Make later plans use less memory, so that they recompute more activations in the backward. This is
+        called after a shortage of memory. Return False if no more can be recomputed."""
         before = self.memory.choose_recompute(jobs, max_tokens)
         room = self.memory.budget_bytes - self.memory.predict_need(jobs, 0).resident_bytes
         for part in range(1, SHORTAGE_PARTS):
@@ -209,8 +218,8 @@ class Learned:
         return False
 
     def adopt_fitted_models(self) -> bool:
-        """Use the fitted models for plans, after the first window and whenever the number of windows has
-        doubled. Return whether the models for plans were replaced."""
+        """Use the fitted models for plans if this is the end of window 1, 2, 4, 8 and so on. Return whether
+        the models for plans were replaced."""
         if self.windows & (self.windows - 1):
             return False
         # The slack is not adopted: memory that the process accumulates besides the jobs must not reject a job
@@ -229,7 +238,8 @@ class Learned:
 
 
 def _window_content(program: Program) -> object:
-    """Return the jobs of a window and the sample lengths in each of its passes."""
+    """Return the names of the jobs and the sorted sample lengths in each pass of a window, for comparison
+    with those of another window."""
     return [
         [
             (segment.job, sorted(placed.length for placed in segment.samples))

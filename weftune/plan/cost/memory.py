@@ -39,21 +39,25 @@ from weftune.plan.program.layout import BUFFERED, Layout, WorkerLayout, one_devi
 from weftune.plan.program.program import NOTHING, Recompute
 
 ENOUGH_TOKENS = 2048
-"""Tokens per microbatch that keep a device busy. Before microbatches become smaller than this, layers are
-recomputed."""
+"""Tokens per microbatch that keep a device busy. If memory does not suffice for microbatches of this size,
+layers are recomputed instead of making microbatches smaller."""
 
 TILE_ROWS, SMALL_TILE_ROWS = 8192, 1024
-"""Rows of a tile: enough to keep a device busy, and the fewest that are tried where memory is short. Longer
-samples always run in tiles: capturing their passes would need their memory twice."""
+"""Numbers of rows in a tile, the part of a microbatch that a layer computes at a time: the usual number,
+which keeps a device busy, and the smallest one, for short memory. Samples of more than `TILE_ROWS` rows
+always run in tiles, since capturing their passes as CUDA graphs would need their memory twice."""
 
 SMALL_BYTES, TINY_BYTES = 50 << 20, 50 << 10
 SLACK_BYTES = 256 << 20
 FUSED_SLACK_BYTES = 9 << 28
-"""Bytes for logits of one chunk, temporaries and the allocator's rounding. GPUs use larger chunks."""
+"""Slack: bytes for temporaries, rounding by the allocator, and the logits of one chunk of rows. Chunks are
+larger on a GPU."""
 TILED_SLACK_BYTES = 512 << 20
-"""Slack bytes of passes in tiles, which are not captured and have freed their logits in the backward."""
+"""Slack bytes of passes in tiles. They need less, since they are not captured as CUDA graphs and have freed
+their logits in the backward."""
 LOGIT_COPIES = 2
-"""Number of copies of a chunk's logits: the logits, and the softmax, which is overwritten by the gradient."""
+"""Number of tensors of the size of a chunk's logits: the logits, and their softmax, which is later
+overwritten by the gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +70,8 @@ class MemoryFit:
     head: float = 0.0
     """Factor for the logits; 0 if they were not measured separately and are covered by the slack."""
     error: int = 0
-    """Bytes by which predictions may be too low. They are added when checking whether jobs fit."""
+    """Bytes by which predictions may be too low. They are added to a prediction that decides whether jobs
+    fit."""
 
 
 UNFITTED = MemoryFit()
@@ -77,7 +82,7 @@ class MemoryNeed:
     """Predicted bytes of each part on one device, before correction factors are applied."""
 
     resident_bytes: int
-    """Bytes of the process and the base."""
+    """Bytes of the process and of the base's weights."""
     state_bytes: int
     activation_bytes: int
     slack_bytes: int
@@ -94,18 +99,21 @@ class MemoryNeed:
 
 
 ADVISED_SHARE = 0.1
-"""Smallest share of a job's bytes that a setting must affect for the user to be advised to change that
+"""Minimum share of a job's bytes that a setting must affect before the user is advised to lower the
 setting."""
 SPARE = 1
-"""Microbatches in flight in addition to those of 1F1B, so that a late input does not leave a stage idle. Jobs
-are admitted, and the capacity is chosen, so that as many fit."""
+"""Number of spare microbatches: those in flight in a pipeline in addition to those of the 1F1B schedule, so
+that a late input does not leave a stage idle. Admission and the token capacity leave memory for them."""
 MAX_SPARE = 4
-"""Maximum number of them where more fit."""
+"""Maximum number of spare microbatches if memory has room for more than `SPARE`."""
 WHOLE = one_device_layout()
 
 
 @dataclass(frozen=True)
 class MemoryModel:
+    """The formula for the memory of a run in a given layout. It decides which jobs are admitted, how many
+    tokens microbatches have, and what is recomputed in the backward."""
+
     shape: ModelShape
     """Shape of the whole base."""
     budget_bytes: int
@@ -117,14 +125,16 @@ class MemoryModel:
     fit: MemoryFit = UNFITTED
     layout: Layout = WHOLE
     fixed_slack_bytes: int | None = None
-    """Bytes for logits of one chunk, temporaries and the allocator's rounding. None selects the default."""
+    """Bytes for temporaries, rounding by the allocator, and the logits of one chunk. None selects the
+    default."""
     spare_microbatches: int = SPARE
+    """Microbatches in flight in a pipeline in addition to those of the 1F1B schedule."""
     first_only_bytes: int = 0
     """Bytes of `process_bytes` that only the first worker holds: the tokenizer and the data."""
     host_budget_bytes: int = 0
-    """Bytes of host memory that the run may use for an offloaded optimizer and for tensors of layers."""
+    """Bytes of host memory that the run may use for an offloaded optimizer and for offloaded activations."""
     decoder_bytes: int = 0
-    """Device bytes reserved for sequences that are generated between passes: for keys and values, and for
+    """Device bytes reserved for text generation between training passes: for cached keys and values, and for
     adapters that do not train."""
 
     # -- bytes -------------------------------------------------------------------------------------------
@@ -136,8 +146,8 @@ class MemoryModel:
         recompute: Recompute = NOTHING,
         supervised: float | None = None,
     ) -> MemoryNeed:
-        """Return the need of the worker that needs the most memory. Microbatches have `tokens` tokens, of
-        which `supervised` (None means all) go through the head."""
+        """Return the predicted bytes of the worker that needs the most memory. Microbatches have `tokens`
+        tokens, of which `supervised` (None means all) go through the head."""
         return self._largest_need(self.worker_needs(list(jobs), tokens, recompute, supervised))
 
     def worker_needs(
@@ -147,7 +157,7 @@ class MemoryModel:
         recompute: Recompute = NOTHING,
         supervised: float | None = None,
     ) -> list[MemoryNeed]:
-        """Return the need of each worker of a replica."""
+        """Return the predicted bytes of each worker of a replica. `predict_need` describes the arguments."""
         scored = tokens if supervised is None else supervised
         if self._keeps_activations:
             kept = [
@@ -175,8 +185,8 @@ class MemoryModel:
     def need_for_rows(
         self, jobs: Sequence[JobShape], rows: Sequence[float], recompute: Recompute, supervised: float
     ) -> MemoryNeed:
-        """Return the need of the pipeline worker that needs the most memory. Worker i keeps activations of
-        `rows[i]` rows at a time, and `supervised` rows of one microbatch go through the head."""
+        """Return the predicted bytes of the pipeline worker that needs the most memory. Worker i keeps the
+        activations of `rows[i]` rows at a time, and `supervised` rows of a microbatch go through the head."""
         held = [
             int(count * token_bytes(part, self.shape.layers, self.uses_fused_ops, recompute, jobs))
             + self._tile_bytes(part, count, recompute, jobs)
@@ -185,8 +195,8 @@ class MemoryModel:
         return self._largest_need(self._needs_with_activations(jobs, held, supervised, recompute))
 
     def key_shares(self, jobs: Sequence[JobShape], recompute: Recompute) -> list[float]:
-        """Return, for each worker of a pipeline, the part of a row's activation bytes that are its keys and
-        values."""
+        """Return, for each worker of a pipeline, the share of the activation bytes of a row that is taken by
+        the keys and values of attention."""
         layers, fused = self.shape.layers, self.uses_fused_ops
         return [
             decoder_row_bytes(part) / token_bytes(part, layers, fused, recompute, jobs)
@@ -195,11 +205,12 @@ class MemoryModel:
 
     @property
     def sum_ratio(self) -> float:
-        """Bytes of a sum of gradients per value, relative to an activation."""
+        """Bytes of an accumulated gradient divided by the bytes of an activation, per value."""
         return self.master_bytes / self.shape.bytes_per_value
 
     def logit_bytes(self, supervised: float) -> int:
-        """Return the bytes of the logits of `supervised` rows, or of one chunk if that is less."""
+        """Return the bytes of the logits that exist at a time: those of `supervised` rows, or of one chunk of
+        rows if a chunk has fewer."""
         rows = min(supervised, logit_rows("cuda" if self.uses_fused_ops else "cpu", self.shape.vocabulary))
         return int(LOGIT_COPIES * rows * 4 * self.shape.vocabulary)
 
@@ -208,12 +219,13 @@ class MemoryModel:
 
     @property
     def _keeps_activations(self) -> bool:
-        """Whether every worker has one resident stage that keeps the activations of its forward."""
+        """Whether every worker has one resident stage, which keeps its activations for the backward instead
+        of recomputing the forward."""
         return self.layout.is_pipeline or (len(self.layout.stages) == 1 and self.layout.stages[0].is_resident)
 
     @cached_property
     def _part_shapes(self) -> list[ModelShape]:
-        """Model shape of each worker's part of the base."""
+        """Sizes of the part of the base that each worker holds."""
         held = self._stage_ranges
         return [self.shape] if len(held) == 1 else [stage_shape(self.shape, one) for one in held]
 
@@ -228,7 +240,7 @@ class MemoryModel:
     def _needs_with_activations(
         self, jobs: Sequence[JobShape], activations: Sequence[int], supervised: float, recompute: Recompute
     ) -> list[MemoryNeed]:
-        """Return the need of each worker, given the activation bytes that its stage keeps."""
+        """Return the predicted bytes of each worker, given the activation bytes that its stage keeps."""
         states = self._resident_states(jobs)
         parts = zip(self._stage_ranges, self._part_shapes, states, activations, strict=True)
         return [
@@ -248,8 +260,8 @@ class MemoryModel:
         ]
 
     def _resident_states(self, jobs: Sequence[JobShape]) -> list[int]:
-        """Return the device bytes of adapter state in each stage. Searches ask for the same jobs again and
-        again, so those of the last jobs are kept."""
+        """Return the device bytes of adapter state in each stage. The result is cached for the last jobs,
+        since searches ask for the same jobs again and again."""
         known_jobs, states = self.__dict__.get("_last_states", ((), []))
         if known_jobs != (asked := tuple(jobs)) or not states:
             states = [self._resident_state_bytes(jobs, held) for held in self._stage_ranges]
@@ -257,8 +269,8 @@ class MemoryModel:
         return states
 
     def _resident_state_bytes(self, jobs: Sequence[JobShape], layer_range: LayerRange) -> int:
-        """Return the device bytes of adapter state. If the optimizer is offloaded, they include the ring of
-        buffers for optimizer steps, but not master weights and moments."""
+        """Return the device bytes of adapter state in the given layers. If the optimizer is offloaded to the
+        host, these bytes include the buffers for optimizer steps, but not master weights and moments."""
         parameters = sum(job.parameters_in_layers(layer_range) for job in jobs)
         if not self.layout.offloads_optimizer:
             averaged = sum(job.averaged_values_in_layers(layer_range) for job in jobs)
@@ -274,8 +286,8 @@ class MemoryModel:
     def _streamed_worker_need(
         self, worker_layout: WorkerLayout, memory: StreamedMemory, supervised: float
     ) -> MemoryNeed:
-        """Return the need of a worker whose stages share the device in turn. Bytes are counted as in the
-        choice of stages, so that all jobs that the choice assumed are admitted."""
+        """Return the predicted bytes of a worker whose stages share the device in turn. Bytes are counted as
+        in the search for the stages, so that all jobs for which the search has made room are admitted."""
         own = [worker_layout.stages[stage] for stage in worker_layout.own_stages]
         sizes, resident = [stage.layer_count for stage in own], [stage.is_resident for stage in own]
         weights, state, activations = memory.parts(
@@ -299,7 +311,7 @@ class MemoryModel:
     # -- activations -------------------------------------------------------------------------------------
 
     def bytes_per_token(self, recompute: Recompute = NOTHING, jobs: Sequence[JobShape] = ()) -> int:
-        """Return the bytes that one more token per microbatch adds on the worker where it adds the most."""
+        """Return the bytes that one more token per microbatch adds, on the worker where it adds most."""
         if self._keeps_activations:
             return max(self._kept_bytes(part, recompute, jobs) for part in self._part_shapes)
         largest = max(stage.layer_count for stage in self.layout.stages)
@@ -318,8 +330,8 @@ class MemoryModel:
         )
 
     def _kept_bytes(self, part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
-        """Return the bytes per token kept by all microbatches in flight: one per stage, plus
-        `spare_microbatches`."""
+        """Return the activation bytes of all microbatches in flight per token of one microbatch. In a
+        pipeline, one microbatch per stage is in flight, plus `spare_microbatches`."""
         workers = self.layout.workers
         each = token_bytes(part, self.shape.layers, self.uses_fused_ops, recompute, jobs)
         return each * (workers + self.spare_microbatches if workers > 1 else 1)
@@ -328,8 +340,8 @@ class MemoryModel:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Bytes per adapter parameter: compute copy, fp32 master, gradient and two moments. A shard also has
-        a compute copy and a gradient of its part."""
+        """Bytes per adapter parameter: compute copy, fp32 master weight, gradient and two moments. With
+        shards, each one also has a compute copy and a gradient of its part of the parameters."""
         whole = self.shape.bytes_per_value + 4 * self.master_bytes
         if self.layout.shards == 1:
             return whole
@@ -346,7 +358,7 @@ class MemoryModel:
         return state_bytes(jobs, self.shape.bytes_per_value)
 
     def host_bytes(self, jobs: Iterable[JobShape]) -> int:
-        """Return the host bytes of an offloaded optimizer."""
+        """Return the host bytes of an optimizer that is offloaded, or 0 if it is not."""
         if not self.layout.offloads_optimizer:
             return 0
         each = optimizer_bytes(self.shape.bytes_per_value)
@@ -359,10 +371,14 @@ class MemoryModel:
         return self.predict_need(jobs, capacity, recompute).total_bytes(self.fit)
 
     def choose_recompute(self, jobs: Sequence[JobShape], max_tokens: int) -> Recompute:
-        """Return the least recomputation with which microbatches of `max_tokens` fit. Whole layers are
-        recomputed only as far as `ENOUGH_TOKENS` or the longest sample require: beyond that, smaller
-        microbatches cost less. If not even these fit, return the maximum or, where that has no room for the
-        longest sample, the choice that needs the least memory."""
+        """Return which activations to recompute in the backward, as few as possible, so that microbatches of
+        `max_tokens` tokens fit.
+
+        Whole layers are recomputed only if microbatches would otherwise be smaller than `ENOUGH_TOKENS` or
+        the longest sample, since smaller microbatches cost less than recomputation. If no choice has room for
+        these, return the most recomputation or, if the longest sample does not fit then, the choice that
+        needs the least memory.
+        """
         choices = self._recompute_choices(max_sample_tokens(jobs))
         room = cache(partial(self._max_fitting_tokens, jobs))
         whole_rows = max(max_tokens, max_sample_tokens(jobs))
@@ -380,12 +396,13 @@ class MemoryModel:
     def choose_capacity(
         self, jobs: Sequence[JobShape], max_tokens: int, recompute: Recompute = NOTHING
     ) -> int:
-        """Return the tokens of the largest microbatch that fits, from the longest sample to `max_tokens`."""
+        """Return the token capacity of microbatches: the largest number that fits in memory, at most
+        `max_tokens` and at least the length of the longest sample."""
         return max(min(max_tokens, self._max_fitting_tokens(jobs, recompute)), max_sample_tokens(jobs))
 
     def choose_spare(self, jobs: Sequence[JobShape], capacity: int, recompute: Recompute = NOTHING) -> int:
-        """Return how many microbatches of `capacity` tokens may be in flight in addition to those of 1F1B, up
-        to `MAX_SPARE`."""
+        """Return how many microbatches of `capacity` tokens memory allows in flight in addition to those of
+        the 1F1B schedule, at most `MAX_SPARE`."""
         fitting = (
             spare
             for spare in range(MAX_SPARE, self.spare_microbatches, -1)
@@ -394,15 +411,16 @@ class MemoryModel:
         return next(fitting, self.spare_microbatches)
 
     def least_bytes(self, jobs: Sequence[JobShape]) -> int:
-        """Return the bytes needed with microbatches of the longest sample and maximum recomputation."""
+        """Return the smallest number of device bytes with which the jobs can run: every microbatch has one
+        sample, and as much as possible is recomputed."""
         return (
             self.peak_bytes(jobs, max_sample_tokens(jobs), self._least_memory_recompute(jobs))
             + self.fit.error
         )
 
     def _least_memory_recompute(self, jobs: Sequence[JobShape]) -> Recompute:
-        """Return the choice that needs the least device memory for the longest sample, among those for which
-        host memory suffices."""
+        """Return the recomputation choice that needs the least device memory for the longest sample, among
+        the choices for which host memory suffices."""
         rows = max_sample_tokens(jobs)
         possible = [one for one in self._recompute_choices(rows) if self._max_host_tokens(jobs, one) >= rows]
         return min(possible, key=lambda one: self.peak_bytes(jobs, rows, one))
@@ -426,8 +444,8 @@ class MemoryModel:
         return f"{sentence}; samples of up to {room} tokens fit" if room > 0 else sentence
 
     def advice(self, job: JobShape) -> str:
-        """Return advice for a job that does not fit even alone: the settings that each affect at least a
-        tenth of the bytes that settings can affect."""
+        """Return advice for a job that does not fit even alone, as a clause that names the settings to lower.
+        Only settings with a considerable share of the job's bytes are named."""
         need = self.predict_need([job], job.max_sample_tokens, self._least_memory_recompute([job]))
         levers = {
             "data.max_length": self.fit.activations * need.activation_bytes
@@ -458,8 +476,8 @@ class MemoryModel:
         return untiled
 
     def _tiled_choices(self) -> list[Recompute]:
-        """Return the choices with layers in tiles, the fastest first: attention is recomputed only if its
-        output fits neither on the device nor in host memory."""
+        """Return the recomputation choices in which layers are computed in tiles, the fastest first.
+        Attention is recomputed only if its output fits neither on the device nor in host memory."""
         layers = self.pass_layers
         everything = Recompute(True, layers, TILE_ROWS, keeps_attention=True)
         counts = range(layers if self.shape.routes_to_experts else 0, layers)
@@ -472,7 +490,7 @@ class MemoryModel:
         return [*choices, replace(choices[-1], tile_rows=SMALL_TILE_ROWS)]
 
     def _max_fitting_tokens(self, jobs: Sequence[JobShape], recompute: Recompute) -> int:
-        """Return the number of tokens in the largest microbatch that fits in memory."""
+        """Return the tokens of the largest microbatch that fits in device and host memory."""
         # The head is given a full chunk, however few rows are supervised.
         head = int(self.fit.head * self.logit_bytes(math.inf))
         free = self.budget_bytes - self.peak_bytes(jobs, 0, recompute) - self.fit.error - head
@@ -504,7 +522,7 @@ class MemoryModel:
 
 
 def decoder_row_bytes(shape: ModelShape) -> int:
-    """Return an upper bound on the bytes of the keys and values of one token in all layers."""
+    """Return an upper bound on the bytes of the cached keys and values of one token in all layers."""
     by_layer: dict[int, list[SiteShape]] = {}
     for site in shape.sites:
         if (layer := layer_of(site.name)) is not None:
@@ -523,8 +541,8 @@ def _key_value_width(sites: Sequence[SiteShape], shape: ModelShape) -> int:
 
 
 def answers_bytes(shape: ModelShape, jobs: Iterable[JobShape]) -> int:
-    """Return the bytes of keys and values with which the job with the most prompts can answer all of them at
-    a time. Jobs that are evaluated together take turns."""
+    """Return the bytes of cached keys and values for generating the answers to all evaluation prompts of a
+    job at once: the maximum over the jobs, since jobs take turns."""
     return decoder_row_bytes(shape) * max((job.answer_positions for job in jobs), default=0)
 
 

@@ -1,8 +1,8 @@
-"""Correction factors of the memory model, fitted to the peaks of a run's windows.
+"""Correction factors of the memory model, fitted to the measured memory peaks of a run's windows.
 
-Non-negative least squares finds factors for adapter state, activations and slack; the factors known before
-the run count like a measurement. The factor for the logits stays as profiled. The error of the fit is the
-number of bytes by which recent peaks exceed it.
+Non-negative least squares finds factors for adapter state, activations and slack (temporaries and rounding);
+the factors known before the run count like a measurement. The factor for the logits stays as profiled. The
+error of the fit is the largest number of bytes by which a recent peak exceeds its prediction.
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ NOISE = 0.01
 DOUBT = (0.1, 0.5, 1.0)
 """Prior relative standard deviations of the factors for state, activations and slack."""
 FLOOR = 0.1
-"""Smallest fitted factor, relative to the factor known before the run, so that no part of the memory counts
-as free."""
+"""Minimum of a fitted factor, relative to the factor known before the run. It keeps factors above zero."""
 MAX_PEAKS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The predicted need of a window, before correction factors are applied, and its measured peak."""
+    """The predicted memory of a window, before correction factors are applied, and its measured peak."""
 
     need: MemoryNeed
     measured_bytes: int
 
 
 def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program) -> MemoryNeed:
-    """Return the memory need of a window, computed from its largest microbatch or, in a pipeline, from all
-    microbatches in flight at a time. Both may be smaller than the capacity allows."""
+    """Return the predicted memory of a window, computed from its largest microbatch or, in a pipeline, from
+    the microbatches that are in flight at the same time. They may be smaller than the capacity allows."""
     if memory.layout.is_pipeline:
         rows = rows_in_flight(memory, program, memory.key_shares(jobs, program.recompute))
         return memory.need_for_rows(jobs, rows, program.recompute, scored_rows(program))
     tokens = 0.0
     for action, microbatch in program.forward_passes():
-        # Such a pass keeps nothing for a backward: it holds the activations of about one layer.
+        # A pass without a backward keeps nothing: it holds the activations of about one layer.
         share = 1 / memory.pass_layers if isinstance(action, ForwardOnly) else 1.0
         tokens = max(tokens, share * microbatch.rows)
     return memory.predict_need(jobs, tokens, program.recompute, scored_rows(program))
@@ -61,12 +60,13 @@ def scored_rows(program: Program) -> int:
 
 
 def rows_in_flight(memory: MemoryModel, program: Program, key_shares: Sequence[float]) -> list[float]:
-    """Return, for each worker of a replica, the largest number of rows that await their backward at once.
+    """Return, for each worker of a replica, the largest number of rows that wait for their backward at a
+    time.
 
-    The keys and values of a sample in chunks are held from the forward of its first chunk to the backward of
-    its first chunk, and their gradients from the backward of its last chunk, which layer by layer takes the
-    place of what the chunk has kept. They count as the number of rows that keep as many bytes: `key_shares`
-    is, for each worker, the part of a row's bytes that are its keys and values.
+    If a sample is cut into chunks, the keys and values of the whole sample are held from the forward of its
+    first chunk until the backward of its first chunk, and their gradients from the backward of its last chunk
+    on. They are converted to the number of rows that keep as many bytes: `key_shares` contains, for each
+    worker, the share of a row's activation bytes that is taken by its keys and values.
     """
     most = [0.0] * len(program.devices)
     for device, actions in enumerate(program.devices):
@@ -97,8 +97,8 @@ def rows_in_flight(memory: MemoryModel, program: Program, key_shares: Sequence[f
 
 
 def _rows_of_forward(program: Program, number: int, key_share: float) -> float:
-    """Return the rows that a forward adds: of a chunk, without keys and values, which the first chunk adds
-    for the whole sample."""
+    """Return the rows that a forward adds to those that wait for their backward. The first chunk of a sample
+    adds the keys and values of the whole sample, and the other chunks add none."""
     plan = program.microbatches[number]
     if (chunk := plan.chunk) is None:
         return plan.rows
@@ -107,15 +107,15 @@ def _rows_of_forward(program: Program, number: int, key_share: float) -> float:
 
 
 def _gradient_rows(program: Program, number: int, gradient_share: float) -> float:
-    """Return the rows that count for the gradients of keys and values, which the backward of a sample's last
-    chunk adds."""
+    """Return the rows that the gradients of keys and values count as, if this microbatch is the last chunk of
+    a sample, whose backward allocates them. Return 0 for any other microbatch."""
     chunk, rows = program.microbatches[number].chunk, _sample_rows(program, number)
     is_last = chunk is not None and (chunk.chunk_start or 0) + chunk.length == rows
     return gradient_share * rows if is_last else 0.0
 
 
 def _sample_rows(program: Program, number: int) -> int:
-    """Return the rows of the sample of which a microbatch is a chunk, or 0."""
+    """Return the number of rows of the whole sample of which a microbatch is a chunk, or 0 if it is none."""
     sample = program.sample_of(program.microbatches[number])
     return 0 if sample is None else sample.length
 
@@ -147,5 +147,5 @@ def fit_memory(peaks: Sequence[Peak], initial_fit: MemoryFit = UNFITTED) -> Memo
 
 
 def larger_factors(first: MemoryFit, second: MemoryFit) -> MemoryFit:
-    """Return a fit in which every factor is the larger one of both fits."""
+    """Return the correction factors that are, one by one, the larger ones of two fits."""
     return MemoryFit(**{name: max(getattr(first, name), value) for name, value in asdict(second).items()})

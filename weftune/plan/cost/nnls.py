@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 SWEEPS = 10
-"""Maximum iterations per column, each of which becomes active once or twice unless rounding intervenes."""
+"""Maximum number of iterations per column. A column usually becomes active once or twice."""
 TOLERANCE = 1e-12
 
 
@@ -22,8 +22,10 @@ def solve_nnls(matrix: Array, target: Array) -> Array:
 
 
 def solve_by_active_set(matrix: Array, target: Array) -> Array:
-    """Solve by Lawson and Hanson's active-set method: add the column with the steepest descent to the active
-    set, and remove columns whose value would become negative.
+    """Return the non-negative least-squares solution by Lawson and Hanson's active-set method.
+
+    The method repeatedly adds the column with the steepest descent to the active set, and removes columns
+    whose value would become negative.
 
     Coordinate descent would be shorter code, but needs thousands of iterations if columns are nearly
     collinear, such as the counts of jobs and of parameters if all jobs have the same size.
@@ -41,7 +43,8 @@ def solve_by_active_set(matrix: Array, target: Array) -> Array:
 
 
 def _solve_active(columns: Array, target: Array, solution: Array, active: NDArray[np.bool_]) -> Array:
-    """Return the solution over the active columns. Deactivate columns that would become negative."""
+    """Return the least-squares solution over the active columns. Columns whose value would become negative
+    are removed from `active` in place."""
     while True:
         best = np.zeros(len(solution))
         best[active] = np.linalg.lstsq(columns[:, active], target, rcond=None)[0]

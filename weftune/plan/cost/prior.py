@@ -1,7 +1,8 @@
-"""Proportions of the time model's terms, computed from the shape of a base before anything is measured.
+"""Initial terms of the time model, computed from the shape of a base before anything is measured.
 
-Terms are computed separately for the part outside the layers (embedding), one layer, the head with the loss,
-and adapters, whose parameter counts already cover all layers.
+A term is the cost per token, sample or other unit of a pass. Only the proportions of terms to one another are
+known. They are computed separately for the embedding, one layer, the head with the loss, and the adapters of
+all layers together.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from weftune.plan.cost.estimate import ADAPTER_BACKWARD, ATTENTION_BACKWARD, bas
 from weftune.plan.cost.time import CostModel, Rate, Terms
 
 FIXED_ROWS = 16
-"""Fixed time of a pass, as the number of rows that take equally long."""
+"""Fixed time of a pass, expressed as the number of rows that take equally long."""
 SEGMENT_ROWS = 2
-"""Fixed time that each job adds to a pass, as the number of rows that take equally long."""
+"""Fixed time that each job adds to a pass, expressed as the number of rows that take equally long."""
 ADAPTER_COST = 4.0
 """Time per operation of an adapter relative to the base: the matrix products of adapters are narrow."""
 HEAD_PASSES = 2.0
-"""Time of the head's forward relative to its matrix product alone: it also computes the gradient of its
-input."""
+"""Time of the head's forward relative to its matrix product alone. The forward also computes the gradient of
+the head's input."""
 
 
 @dataclass(frozen=True, slots=True)
 class KindTerms:
-    """Terms of a forward or of a backward, by part of the base; `layer` holds the terms of a single layer."""
+    """Terms of the time of a forward or of a backward, for each part of the base. `layer` is a single layer,
+    and `adapter` the adapters of all layers."""
 
     embedding: Terms
     layer: Terms
@@ -42,6 +44,8 @@ class KindTerms:
 
 @dataclass(frozen=True, slots=True)
 class DirectionTerms:
+    """Terms of the time of a training forward, its backward, and a forward for evaluation."""
+
     forward: KindTerms
     backward: KindTerms
     evaluation: KindTerms
@@ -61,7 +65,8 @@ class DirectionTerms:
 
 
 def counted_terms(shape: ModelShape) -> DirectionTerms:
-    """Return the terms, counted in operations of the base because the seconds per operation are unknown."""
+    """Return the terms of passes over a base of this shape, in FLOPs, since the seconds per FLOP are
+    unknown."""
     layer = next(one for one in base_layers(shape, 0, ends_apart=False) if one.kind == "layer")
     head = 2.0 * shape.vocabulary * shape.hidden
     return DirectionTerms(
@@ -69,7 +74,7 @@ def counted_terms(shape: ModelShape) -> DirectionTerms:
         backward=_direction_terms(
             layer.flops,
             ATTENTION_BACKWARD * layer.square_flops,
-            # The gradient is only scaled, row by row.
+            # The forward of the head has computed the gradient; the backward only scales it, row by row.
             2.0 * shape.hidden,
             2 * ADAPTER_COST * ADAPTER_BACKWARD,
         ),
@@ -78,7 +83,8 @@ def counted_terms(shape: ModelShape) -> DirectionTerms:
 
 
 def arithmetic(shape: ModelShape) -> CostModel:
-    """Return a time model with the right proportions only; the first measured passes determine its scale."""
+    """Return a time model whose terms have the right proportions but no unit. The first measured passes of a
+    run determine the seconds."""
     model = counted_terms(shape).base_cost(shape.layers, "counted, without a profile of the device")
     return replace(model, measured=False)
 

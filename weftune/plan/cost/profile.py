@@ -1,7 +1,8 @@
-"""The measurements of `weftune doctor --profile` on a device, as a data class and as a JSON file.
+"""A profile: the measurements of `weftune doctor --profile` on a device, as a data class and as a JSON file.
 
-Passes are measured on bases cut to a few layers: the time per layer is the time that one more layer adds. A
-profile is valid for one device, torch version, dtype and base shape; its file can be deleted at any time.
+Passes are measured with only a few layers of the base: the time per layer is the time that one more layer
+adds. A profile is valid for one device, torch version, dtype and base shape. Its file can be deleted at any
+time.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class ProfileKey:
     torch: str
     bytes_per_value: int
     base: str
-    """Digest of the base's shape."""
+    """Hash of the sizes of the base."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayeredPass:
-    """Measured time and peak memory of a pass over a base with `layers` layers."""
+    """Measured time and peak memory of a pass over a base that was cut to `layers` layers."""
 
     layers: int
     time: PassTime
@@ -50,9 +51,11 @@ class LayeredPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
+    """The measurements of one device with one base."""
+
     key: ProfileKey
     model: str
-    """Name of the base as the user wrote it, for display."""
+    """Name of the base as the user has written it, for display."""
     passes: tuple[LayeredPass, ...]
     steps: tuple[StateTime, ...]
     seconds: float
@@ -60,20 +63,22 @@ class Profile:
     process_bytes: int = 0
     """Bytes that a process held before the base was loaded; 0 if unknown."""
     first_worker_bytes: int = 0
-    """Bytes that the first of several workers held; 0 if unknown. Workers are forked, and library pages that
-    they have not touched are not counted."""
+    """Bytes that the first of several worker processes held, or 0 if unknown. Library pages that the forked
+    process shares with its parent are not counted."""
     worker_bytes: int = 0
-    """Bytes that each worker after the first held, without a tokenizer."""
+    """Bytes that each worker process but the first held. The others have no tokenizer."""
     first_seconds: float = 0.0
-    """Extra seconds of the first passes of a process; 0 if the first passes compiled kernels."""
+    """Additional seconds of the first passes of a process. 0 if kernels were compiled in the measured
+    process, which a later process need not repeat."""
 
     def process_bytes_of(self, workers: int) -> int:
-        """Return the bytes of the first of `workers` processes before a base is loaded; 0 if unknown."""
+        """Return the bytes that the first of `workers` processes holds before a base is loaded, or 0 if
+        unknown."""
         return (self.first_worker_bytes if workers > 1 else 0) or self.process_bytes
 
     @property
     def first_only_bytes(self) -> int:
-        """Bytes that only the first of several workers holds."""
+        """Bytes that only the first of several worker processes holds, for example for the tokenizer."""
         return max(0, self.first_worker_bytes - self.worker_bytes) if self.worker_bytes else 0
 
 
@@ -88,7 +93,7 @@ def profile_key(shape: ModelShape, device: str, threads: int) -> ProfileKey:
 
 
 def digest(shape: ModelShape) -> str:
-    """Return a digest that is equal for bases of equal sizes, whatever the names of their sites."""
+    """Return a hash of the sizes of a base. The names of its linears do not change it."""
     widths = sorted(
         (site.in_features, site.out_features, *((site.experts, site.active_matrices) if site.experts else ()))
         for site in shape.sites
@@ -111,7 +116,8 @@ def profile_path(folder: Path, key: ProfileKey) -> Path:
 
 
 def read_profile(path: Path, key: ProfileKey | None = None) -> Profile | None:
-    """Read a profile. None if the file is absent, damaged, of another version, or has another key."""
+    """Return the profile in a file. Return None if the file is missing, damaged or of another version, or if
+    its key differs from `key`."""
     try:
         profile = _from_json(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -124,12 +130,13 @@ def profile_folder() -> Path:
 
 
 def find_profile(key: ProfileKey) -> Profile | None:
-    """Return the profile with this key in the user's cache, or None."""
+    """Return the profile with this key from the user's cache folder, or None."""
     return read_profile(profile_path(profile_folder(), key), key)
 
 
 def find_local_profile(shape: ModelShape, gpu: str | None = None, neighbours: int = 1) -> Profile | None:
-    """Return the cached profile of this GPU, or of one of `neighbours` processes on this CPU, or None."""
+    """Return the cached profile of the GPU of this name or, without a name, of this machine's CPU, whose
+    cores `neighbours` processes share. Return None if there is none."""
     return find_profile(
         profile_key(shape, gpu, 0) if gpu else profile_key(shape, "cpu", cpu_threads(neighbours))
     )

@@ -1,7 +1,7 @@
-"""Conversion of a profile into the time model of the whole base and factors of its memory model.
+"""Conversion of a profile (the measurements of a device) into the time model of a base and memory factors.
 
 One fit over all measured passes separates the time outside the layers from the time per layer. The parameter
-count of an adapter already covers all layers, so its term is not multiplied by their number.
+count of an adapter already covers all layers, so its term is not multiplied by the number of layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INSIDE = ("fixed", "token", "square", "sample", "segment")
 
 
 DOUBT = 1.0
-"""Prior relative standard deviation of a term around the value that `prior.py` computes."""
+"""Relative standard deviation of a fitted term around its initial value from `prior.py`."""
 
 
 def directions(profile: Profile, shape: ModelShape) -> DirectionTerms:
@@ -66,7 +66,7 @@ def fit_kinds(
 
 
 def cost_of(profile: Profile, shape: ModelShape) -> CostModel:
-    """Return the time model of the whole base, before a run has measured anything."""
+    """Return the time model of the whole base that follows from a profile."""
     return directions(profile, shape).base_cost(shape.layers, source_of(profile), step_rate(profile))
 
 
@@ -81,7 +81,8 @@ def source_of(profile: Profile) -> str:
 
 
 def memory_of(profile: Profile, memory: MemoryModel) -> MemoryFit:
-    """Return correction factors for activations, logits and slack, fitted to the peaks of training passes."""
+    """Return correction factors of the memory model for activations, logits and slack, fitted to the memory
+    peaks of the training passes in a profile."""
     passes = [one for one in profile.passes if one.time.training and one.peak_bytes]
     if not passes:
         return memory.fit
@@ -101,6 +102,7 @@ def memory_of(profile: Profile, memory: MemoryModel) -> MemoryFit:
 def _predicted_bytes(
     measured_pass: LayeredPass, per_layer: float, memory: MemoryModel, slack: int
 ) -> tuple[float, int, int]:
-    """Return the bytes of activations, logits and slack that the memory model predicts for a pass."""
+    """Return the bytes of activations, of logits and of slack that the memory model predicts for a measured
+    pass. `per_layer` is the activation bytes per token and layer."""
     work = measured_pass.time.work
     return measured_pass.layers * work.tokens * per_layer, memory.logit_bytes(work.supervised), slack

@@ -1,8 +1,8 @@
 """Fit of the time model to the measurements of a run, starting from the model known before the run.
 
-First, one factor is fitted by which everything is slower or faster than the known model, called the level.
-Then non-negative least squares of relative errors finds the terms. The known terms count like measurements,
-so that a few passes do not change them much.
+First, the level is fitted: one factor by which all passes are slower or faster than predicted. Then
+non-negative least squares of relative errors finds the terms (the costs per token, per sample and so on). The
+terms known before the run count like measurements, so that a few passes do not change them much.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from weftune.plan.cost.time import (
 )
 
 MAX_MEASUREMENTS = 400
-"""Number of the latest passes that the model is fitted to, and likewise of optimizer steps and of saves."""
+"""Number of the latest passes that the model is fitted to. It is also the number of optimizer steps and of
+saves."""
 HALF_LIFE = 60
-"""Number of later passes after which a measurement has half its weight, since a machine's speed changes."""
+"""Number of later passes after which the weight of a measurement has halved. Weights decrease because the
+speed of a machine changes."""
 NOISE = 0.1
 """Relative error of one measurement."""
 DOUBT = 0.25
-"""Prior relative standard deviation of a term around its known value."""
+"""Relative standard deviation of a fitted term around the value known before the run."""
 GUESSED = 10.0
-"""Prior relative standard deviation of a term without a known value."""
+"""Relative standard deviation of a fitted term for which no value was known before the run."""
 FAINT = 0.02
-"""Approximate share of a pass's time to which a term whose known value is 0 may grow."""
+"""Approximate share of the time of a pass to which a term may grow that was 0 before the run."""
 CAUTION = 2.0
-"""Number of measurements with which the measured level has half of its full weight."""
+"""Number of measured passes with which the measured level (the overall ratio of measured to predicted time)
+has half of its full weight."""
 REFITTED = ", refitted to this run"
 OUTLIER = 3.0
 """Multiple of the typical error above which errors count less."""
@@ -45,7 +48,7 @@ OUTLIER = 3.0
 
 @dataclass(slots=True)
 class Times:
-    """Recent measurements of a run."""
+    """Recent time measurements of a run."""
 
     passes: list[PassTime] = field(default_factory=list)
     steps: list[StateTime] = field(default_factory=list)
@@ -87,7 +90,7 @@ def refit(initial_cost: CostModel, times: Times) -> CostModel:
 
 
 def _speed_ratio(initial_cost: CostModel, passes: Sequence[PassTime], caution: float) -> float:
-    """Return the ratio of measured to predicted time, shrunk towards 1 if few passes were measured."""
+    """Return the weighted median of measured divided by predicted times, drawn towards 1 if there are few."""
     expected = [
         initial_cost.pass_seconds(p.work) if p.training else initial_cost.evaluation(p.work) for p in passes
     ]
@@ -125,7 +128,8 @@ def fit_values(
 ) -> list[float]:
     """Return x ≥ 0 close to `initial_values` such that `units` @ x approximates `seconds`.
 
-    Errors are relative, and outliers count less. `weights` holds the weight of each measurement.
+    Errors are relative, and outliers count less. `weights` contains the weight of each measurement, and
+    `doubt` is the relative standard deviation of x around `initial_values`.
     """
     typical = np.maximum(np.median(units, axis=0), 1.0)
     doubts = np.maximum(doubt * initial_values, FAINT * np.median(seconds) / typical)
@@ -142,6 +146,7 @@ def fit_values(
 
 
 def _age_weights(count: int) -> Array:
-    """Return the weight of each of `count` measurements, the newest last: it decays with age."""
+    """Return the weights of `count` measurements, from the oldest to the newest. Older ones have less
+    weight."""
     ages = np.arange(count - 1, -1, -1)
     return np.asarray(0.5 ** (ages / HALF_LIFE))

@@ -1,9 +1,10 @@
-"""Sizes of the ring of device buffers for optimizer steps whose state is in host memory.
+"""Sizes of the device buffers for optimizer steps whose state is in host memory.
 
-If whole adapters are in host memory, the gradient, master and two moments of every parameter are copied to
-the device; the last three and the new weights are copied back. If only the optimizer is offloaded, master and
-moments are copied in both directions. A piece belongs to one job and one stage; pieces of several jobs share
-a buffer, so that one launch updates them.
+The buffers are used in turn as a ring: while one is updated, others are filled or copied back. If whole
+adapters are in host memory, the gradient, master weight and two moments of every parameter are copied to the
+device; the master weight, the moments and the new compute copy are copied back. If only the optimizer is
+offloaded, master weight and moments are copied in both directions. Parameters of several jobs share a buffer,
+so that one kernel launch updates all of them.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ PIECE = 1 << 22
 PIECES = 3
 """Number of buffers: while one is updated, another is filled and a third is copied back."""
 TRAVEL_ROUNDS = 8
-"""Rounds per window if optimizer state is in host memory. Windows have several rounds, since no pass hides
-the transfers after the last round."""
+"""Number of rounds (one global batch of every job) per window if optimizer state is in host memory. It is
+large because no forward or backward overlaps with the transfers after the last round of a window."""
 MARGIN = 128
-"""Maximum number of parameters by which rounding up to whole blocks enlarges a job's part."""
+"""Maximum number of parameters that rounding up to whole blocks adds to the part of a job."""
 _STATE = 4
-"""Values per parameter that are copied to the device: gradient, master and two moments."""
+"""Values per parameter that are copied to the device: gradient, master weight and two moments."""
 
 
 def stage_parts(jobs: Iterable[JobShape], layers: int, base_layers: int) -> list[int]:
-    """Return each job's parameters in a stage with `layers` of the base's `base_layers` equal layers."""
+    """Return the number of adapter parameters of each job in a stage of `layers` layers. The base has
+    `base_layers` layers, which are assumed equal."""
     return [-(-job.trainable_parameters // base_layers) * layers for job in jobs]
 
 
 def ring_bytes(parts: Iterable[int], bytes_per_value: int) -> int:
-    """Return the device bytes of all buffers. `parts` holds each job's parameters in the largest stage."""
+    """Return the device bytes of all buffers. `parts` contains the number of adapter parameters of each job
+    in the largest stage."""
     together = sum(part + MARGIN for part in parts if part)
     return PIECES * min(PIECE, together) * (step_bytes(bytes_per_value) + bytes_per_value)
 
@@ -42,14 +45,14 @@ def step_bytes(bytes_per_value: int) -> int:
 
 
 def optimizer_bytes(bytes_per_value: int) -> int:
-    """Return the bytes per parameter of master and two moments, which an optimizer step copies in both
-    directions if only the optimizer is offloaded."""
+    """Return the bytes per parameter of the master weight and two moments, which an optimizer step copies in
+    both directions if only the optimizer is offloaded."""
     return (_STATE - 1) * max(4, bytes_per_value)
 
 
 def optimizer_ring_bytes(parts: Iterable[int], bytes_per_value: int) -> int:
-    """Return the device bytes of all buffers if only the optimizer state of the given parameters is
-    offloaded."""
+    """Return the device bytes of all buffers if only the optimizer is offloaded. `parts` contains the number
+    of parameters of each job."""
     together = sum(part + MARGIN for part in parts if part)
     return PIECES * min(PIECE, together) * optimizer_bytes(bytes_per_value)
 

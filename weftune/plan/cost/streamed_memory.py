@@ -1,8 +1,9 @@
-"""Memory of activations, of adapter state, and of a streamed base, whose stages share device memory in turn.
+"""Memory of activations, of adapter state, and of a base whose stages are streamed from host memory.
 
-All layers are assumed equal; norms and biases, which the shape does not list separately, are counted with
-embedding and head. If several workers stream a base, each holds layers, adapter state and inputs of its own
-stages only.
+A stage is consecutive layers. Streamed stages are loaded one after another into slots of device memory. All
+layers are assumed equal; norms and biases, which the shape does not list separately, are counted with
+embedding and head. If several workers stream a base, each holds only the layers, adapter state and inputs of
+its own stages.
 """
 
 from __future__ import annotations
@@ -25,40 +26,47 @@ from weftune.plan.program.layout import (
 from weftune.plan.program.program import NOTHING, Recompute
 
 ACTIVATION_FACTOR = 1.5
-"""Activations kept per token, divided by the summed widths of all linears: 1.1 to 1.4 was measured."""
+"""Number of activations that a pass keeps per token, divided by the summed widths of all linears. Measured
+values are 1.1 to 1.4."""
 FUSED_FACTOR = 0.87
-"""Activations kept per token by fused layers, divided by the widths of all linears: 0.86 was measured."""
+"""Number of activations that fused layers keep per token, divided by the summed widths of all linears. The
+measured value is 0.86."""
 OUTPUTS_FACTOR = 0.64
-"""Activations kept per token by fused layers that recompute outputs of norms and activation functions,
-divided by the widths of all linears: 0.55 to 0.57, and a margin for temporaries of the backward."""
+"""Number of activations per token that fused layers keep if outputs of norms and activation functions are
+recomputed, divided by the summed widths of all linears. Measured values are 0.55 to 0.57; the rest is a
+margin for temporaries of the backward."""
 RECOMPUTED_FACTOR = 1.4
-"""Values per token of a recomputed layer during its backward, divided by the widths of its linears:
-all activations, and gradients."""
+"""Number of values per token, activations and gradients, that a recomputed layer holds during its backward,
+divided by the summed widths of its linears."""
 TILED_HIDDEN, TILED_ATTENTION = 2.0, 9.2
-"""Values per token, in widths of the hidden state and of attention, that a layer in tiles holds for all rows
-during the backward of its attention, in addition to its input: gradients, queries, keys, values and output,
-and the kernels' buffers. Measured on an H200 from 8,192 to 131,072 tokens (docs/benchmarks.md)."""
+"""Values per token that a layer holds for all rows during the backward of its attention, in addition to its
+input, if the rest of the layer is computed in tiles of rows. They are multiples of the hidden width and of
+the attention width, and include gradients, queries, keys, values, outputs and buffers of kernels. Measured on
+an H200 with 8,192 to 131,072 tokens (docs/benchmarks.md)."""
 TILED_KEPT = 3.0
-"""Values per token, in widths of attention, that a layer in tiles holds as gradients and buffers if it keeps
-all other values from its forward."""
+"""Values per token, as a multiple of the attention width, of the gradients and buffers of a layer in tiles
+that keeps all other values from its forward."""
 TILED_REST = 5.2
-"""Values per token, in widths of attention, that attention's backward needs, but not at the time at which
-tiles are computed."""
+"""Values per token, as a multiple of the attention width, that the backward of attention needs but that do
+not exist while tiles are computed."""
 TILE_FACTOR = 1.06
-"""Values per row of a tile during its backward, divided by the widths of the layer's linears."""
+"""Number of values per row of a tile during its backward, divided by the summed widths of the layer's
+linears."""
 UNDIVIDED, OUTPUTS_UNDIVIDED = 4, 2
-"""Number of tensors as wide as the hidden state that a layer keeps per token and that every shard has whole:
-its input, the residual behind attention, and the outputs of both norms unless these are recomputed."""
+"""Number of tensors of the hidden width that a layer keeps and that shards do not divide: its input, the
+residual after attention, and the outputs of both norms. The second number excludes the norms, for passes that
+recompute them."""
 LOG_SUMS = 1 / 64
-"""Bytes of the log-sums that attention keeps, relative to its output."""
+"""Bytes of the softmax statistics (log-sum-exp) that attention keeps, relative to those of its output."""
 ON_THE_WAY = 4
-"""Number of full microbatches whose activations or gradients a stage may hold to be sent or used."""
+"""Maximum number of full microbatches whose activations or gradients wait on a stage to be sent or used."""
 
 
 def token_bytes(
     part: ModelShape, layers: int, fused: bool, recompute: Recompute, jobs: Sequence[JobShape]
 ) -> int:
-    """Return the activation bytes per token in the layers of `part`. The whole base has `layers` layers."""
+    """Return the activation bytes per token that the layers of `part` keep. `part` is the whole base or a
+    part of it, `layers` the number of layers of the whole base."""
     factor, extra = ACTIVATION_FACTOR, 0.0
     if fused and not part.routes_to_experts:
         factor, extra = OUTPUTS_FACTOR if recompute.recomputes_outputs else FUSED_FACTOR, part.extra_values
@@ -75,7 +83,8 @@ def token_bytes(
 
 
 def _values_of_kinds(jobs: Sequence[JobShape]) -> int:
-    """Return the values per token that fused layers keep because of the jobs' kinds, over all layers."""
+    """Return the additional values per token, in all layers together, that fused layers keep for the kinds of
+    adapters of these jobs."""
     # Jobs that scale outputs mostly scale the same ones, which are kept once for all jobs. Copies are those
     # of a job's own rows, which are a part of the microbatch.
     scaled = max((job.scaled_outputs for job in jobs), default=0)
@@ -83,16 +92,16 @@ def _values_of_kinds(jobs: Sequence[JobShape]) -> int:
 
 
 def _layer_values(part: ModelShape, factor: float, undivided: int) -> float:
-    """Return `factor` times the widths of a layer's linears, of values per token. On a shard, values of
-    `undivided` tensors as wide as the hidden state are whole, and all others are divided."""
+    """Return the values per token of a layer: `factor` times the summed widths of its linears. Shards divide
+    these values, except for those of `undivided` tensors of the hidden width."""
     values = factor * part.whole_values_per_token / part.layers
     whole = min(values, undivided * part.hidden)
     return whole + (values - whole) / part.shards
 
 
 def _tiled_values(part: ModelShape, recompute: Recompute, again: int, kept: float) -> float:
-    """Return the values per token that layers in tiles hold on the device: `again` of them are recomputed,
-    and the others keep `kept` values. The layers that keep everything have their backward first."""
+    """Return the values per token that layers in tiles hold on the device. `again` layers are recomputed; the
+    other layers keep `kept` values altogether, and their backward runs first."""
     width, keeps = part.attention_width, recompute.keeps_attention
     offloaded = min(recompute.offloaded_layers, again)
     waiting = (again - offloaded) * (part.hidden + keeps * width) + keeps * again * LOG_SUMS * width
@@ -105,41 +114,45 @@ def _tiled_values(part: ModelShape, recompute: Recompute, again: int, kept: floa
 
 
 def tile_bytes(part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
-    """Return the activation bytes of one tile of rows in one layer, from its forward to its backward."""
+    """Return the activation bytes of one tile (some rows of a microbatch) in one layer during its forward and
+    backward."""
     one = _layer_values(part, TILE_FACTOR, UNDIVIDED) + part.extra_values
     one += _values_of_kinds(jobs) / part.layers
     return int(recompute.tile_rows * one * part.bytes_per_value)
 
 
 def rest_bytes(part: ModelShape) -> int:
-    """Return the bytes per token that attention's backward needs, but not while tiles are computed. Tiles use
-    this memory."""
+    """Return the bytes per token that only the backward of attention needs. Tiles are computed before or
+    after it and can use this memory."""
     return int(TILED_REST * part.attention_width * part.bytes_per_value)
 
 
 def offloaded_token_bytes(part: ModelShape, recompute: Recompute) -> int:
-    """Return the host bytes per token of the tensors that layers keep in host memory."""
+    """Return the host bytes per token of activations that are offloaded to host memory."""
     kept = part.hidden + recompute.keeps_attention * part.attention_width
     return min(recompute.offloaded_layers, part.layers) * kept * part.bytes_per_value
 
 
 def state_bytes(jobs: Iterable[JobShape], bytes_per_value: int) -> int:
-    """Return the bytes of adapter state: compute copy, master, gradient, two moments, averaged weights."""
+    """Return the bytes of adapter state of these jobs: compute copies, master weights, gradients, two moments
+    and averaged weights."""
     master = max(4, bytes_per_value)
     return sum(job.trainable_parameters * (bytes_per_value + (4 + job.mean_vectors) * master) for job in jobs)
 
 
 def matrix_bytes(shape: ModelShape, fused: bool) -> int:
-    """Return the bytes of the largest dequantised matrix. Only one dequantised matrix exists at a time. Fused
+    """Return the bytes of the largest dequantised weight matrix, of which only one exists at a time. Fused
     layers join the matrices of two linears that share their input."""
     return shape.matrix_bytes * (2 if fused else 1)
 
 
 @dataclass(frozen=True)
 class StreamedMemory:
-    """Memory of a streamed base, on one device or over several workers. On one device, adapters may be
-    streamed with their stage (`adapters_travel`), and inputs of stages may be offloaded to the host
-    (`offloads_inputs`)."""
+    """Memory of a base that is streamed from host memory, on one device or over several workers.
+
+    On one device, adapters may be streamed together with their stage (`adapters_travel`), and the inputs of
+    stages may be offloaded to host memory until their backward (`offloads_inputs`).
+    """
 
     shape: ModelShape
     jobs: tuple[JobShape, ...]
@@ -169,7 +182,7 @@ class StreamedMemory:
 
     @cached_property
     def copy_bytes(self) -> int:
-        """Bytes per layer of the adapters' compute copy, which passes read."""
+        """Bytes per layer of the compute copy of the adapters, the weights that forward and backward read."""
         return self.layer_parameters * self.shape.bytes_per_value
 
     @cached_property
@@ -178,8 +191,8 @@ class StreamedMemory:
 
     @cached_property
     def loaded_layer_bytes(self) -> int:
-        """Bytes of one layer on the device, including the adapter parameters that are streamed with the
-        layer."""
+        """Bytes of one layer on the device, including the adapter weights and gradients if they are streamed
+        with the layer."""
         return self.layer_bytes + (self.copy_bytes + self.gradient_bytes if self.adapters_travel else 0)
 
     @cached_property
@@ -189,7 +202,7 @@ class StreamedMemory:
 
     @cached_property
     def round_rows(self) -> int:
-        """Largest number of rows of a round, including the padding of microbatches."""
+        """Maximum number of rows of a round (one global batch of every job), including padding."""
         return padded_rows(self.round_tokens, self.uses_fused_ops)
 
     @cached_property
@@ -214,8 +227,8 @@ class StreamedMemory:
 
     @cached_property
     def transfer_bytes(self) -> int:
-        """Bytes of activations that are in transfer or buffered for captured passes, and of inputs that are
-        held whatever the number of stages."""
+        """Device bytes that do not depend on the number of stages: activations in transfer, buffers of CUDA
+        graphs, and the inputs of stages that are on the device while the others are offloaded."""
         if self.workers > 1:
             # In addition to what its stages keep, the output of one of them may still be in transit.
             return self.input_bytes + ON_THE_WAY * self.max_tokens * self._row_bytes
@@ -225,9 +238,9 @@ class StreamedMemory:
         return rows * self._row_bytes
 
     def weight_bytes(self, layers: int, worker: int, stages: int) -> int:
-        """Return the bytes of weights on a worker's device: `layers` layers, embedding and head if the worker
-        has them, and norms and biases, which may be on any worker. `stages` is the number of stages of all
-        workers."""
+        """Return the bytes of weights on a worker's device: `layers` layers, and embedding and head if the
+        worker has them. All norms and biases are counted on every worker, since the shape does not say where
+        they are. `stages` is the number of stages of all workers."""
         held = layers * self.layer_bytes + matrix_bytes(self.shape, self.uses_fused_ops)
         if self.workers == 1:
             return held + self.embedding_head_bytes
@@ -238,8 +251,8 @@ class StreamedMemory:
         return held + beside + matrix * (1 if first and last and tied else first + last)
 
     def ring_bytes(self, largest_stage: int) -> int:
-        """Return the bytes of the buffers for optimizer steps of streamed adapters. `largest_stage` is the
-        number of layers of the largest stage."""
+        """Return the device bytes of the buffers for optimizer steps of streamed adapters, or 0 if adapters
+        are not streamed. `largest_stage` is the number of layers of the largest stage."""
         if not self.adapters_travel:
             return 0
         return ring_bytes(
@@ -249,8 +262,12 @@ class StreamedMemory:
     def parts(
         self, sizes: Sequence[int], resident: Sequence[bool], slots: int, worker: int, stages: int
     ) -> tuple[int, int, int]:
-        """Return the bytes of weights, of adapter state and of activations on a worker's device. `sizes` are
-        the numbers of layers of its stages; `stages` is the number of stages over all workers."""
+        """Return the bytes of weights, of adapter state and of activations on a worker's device.
+
+        `sizes` and `resident` say, for each of its stages, how many layers it has and whether it stays on the
+        device. `slots` is the number of slots for streamed stages, and `stages` the number of stages of all
+        workers.
+        """
         passing = [size for size, stays in zip(sizes, resident, strict=True) if not stays]
         own, largest = sum(sizes), max(sizes)
         # Resident layers have memory of their own, streamed ones share the slots.
@@ -266,7 +283,9 @@ class StreamedMemory:
         )
 
     def host_bytes(self, streamed_layers: int, stages: int, staging: int | None) -> int:
-        """Return the host bytes of streamed layers (or their staging buffers), adapter state and inputs."""
+        """Return the host bytes of streamed layers, streamed adapter state and offloaded inputs. If weights
+        stay in their files, `staging` is the number of bytes of the buffers that they pass through; otherwise
+        None."""
         layers = streamed_layers * self.layer_bytes if staging is None else staging
         inputs = offloaded_inputs(stages) * self.input_bytes if self.offloads_inputs else 0
         return layers + (self.state_bytes if self.adapters_travel else 0) + inputs

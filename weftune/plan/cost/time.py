@@ -1,7 +1,8 @@
-"""Time model of passes over the base, optimizer steps and saves: a sum of terms, separate for each direction.
+"""Time model of passes over the base, optimizer steps and saves. A pass is a forward or a backward.
 
-A term is the seconds per counted unit, such as a token or a sample. Terms come from a profile of the device
-or from the shape of the base, and are refitted to the measurements of a run (`refit.py`).
+The time of a pass is a sum of terms, each multiplied by its count: seconds per token, per sample and so on.
+Terms come from a profile of the device or from the shape of the base, and are refitted to the measurements of
+a run (`refit.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassWork:
-    """The counts of a pass that determine its time."""
+    """The counts of a pass (tokens, samples and so on) from which its time is predicted."""
 
     tokens: int
     """Number of rows, padding included."""
@@ -51,11 +52,12 @@ class PassWork:
     adapted: int
     """Number of adapter parameters that a row is multiplied by, summed over all rows."""
     segments: int
+    """Number of segments, the rows that belong to one job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Seconds of a forward or of a backward per unit of each count in `PassWork`, all at least 0."""
+    """Seconds of a forward or of a backward per unit of each count in `PassWork`. No value is negative."""
 
     fixed: float = 0.0
     token: float = 0.0
@@ -69,8 +71,8 @@ class Terms:
         return sum(each * count for each, count in zip(self.values(), term_counts(work), strict=True))
 
     def tokens_within(self, seconds: float, typical: PassWork) -> int:
-        """Return the number of tokens with which a pass takes `seconds`, and 0 if it takes longer with none.
-        The pass has the segments of `typical`, and other counts in proportion to its tokens."""
+        """Return the number of tokens with which a pass takes `seconds`, or 0 if even an empty pass takes
+        longer. The pass has as many segments as `typical`; its other counts grow with its tokens."""
         constant = self.fixed + self.segment * typical.segments
         per_token = (self(typical) - constant) / typical.tokens
         return int(max(0.0, seconds - constant) / max(per_token, 1e-12))
@@ -88,7 +90,7 @@ class Terms:
 
 
 TERMS = ("fixed", "token", "square", "sample", "supervised", "adapter", "segment")
-"""Names of the terms, in the order of `Terms.values` and of `term_counts`."""
+"""Names of the terms of a pass's time, in the order of `Terms.values` and of `term_counts`."""
 
 
 def terms_of(values: Iterable[float]) -> Terms:
@@ -96,13 +98,13 @@ def terms_of(values: Iterable[float]) -> Terms:
 
 
 def term_counts(work: PassWork) -> tuple[int, ...]:
-    """Return the number of units of each term in a pass."""
+    """Return the count by which each term of a pass's time is multiplied, in the order of `TERMS`."""
     return 1, work.tokens, work.squares, work.samples, work.supervised, work.adapted, work.segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Seconds per job and per parameter of optimizer steps, or of saves."""
+    """Time of optimizer steps or of saves: seconds per job and seconds per adapter parameter."""
 
     job: float = 0.0
     parameter: float = 0.0
@@ -119,7 +121,7 @@ NO_TIME = Rate()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTime:
-    """One measured pass."""
+    """Measured times of one microbatch: its forward and, in training, its backward."""
 
     work: PassWork
     forward: float
@@ -148,29 +150,31 @@ class StateTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
+    """The time model of a whole base on one device."""
+
     forward: Terms
     backward: Terms
     evaluation: Terms
     step: Rate = Rate()
     save: Rate = Rate()
     overhead_per_action: float = 0.0
-    """Host seconds per action, outside measured passes, optimizer steps and saves."""
+    """Seconds per action that are spent outside passes, optimizer steps and saves."""
     source: str
-    """Origin of the terms, for display."""
+    """Text for the user that says where the times come from."""
     measured: bool = True
-    """False while only the proportions of the terms are known, not their absolute values."""
+    """Whether the terms are in seconds. If False, only their proportions to one another are known."""
 
     def pass_seconds(self, work: PassWork) -> float:
         """Return the seconds of a forward and a backward together."""
         return self.forward(work) + self.backward(work)
 
     def tokens_within(self, seconds: float, typical: PassWork) -> int:
-        """Return the number of tokens with which neither the forward nor the backward of a pass takes longer
-        than `seconds`, for passes that are composed like `typical`."""
+        """Return the number of tokens of a microbatch whose forward and backward each take at most `seconds`.
+        The microbatch is assumed to be composed like `typical`."""
         return min(terms.tokens_within(seconds, typical) for terms in (self.forward, self.backward))
 
     def program_seconds(self, program: Program, shapes: JobShapes) -> float | None:
-        """Return the predicted seconds of a program. None if only proportions of the terms are known."""
+        """Return the predicted seconds of a program, or None if the terms are not in seconds."""
         if not self.measured:
             return None
         total, met = 0.0, active_parameters_by_job(shapes)
@@ -192,7 +196,8 @@ class CostModel:
         return total
 
     def solo_seconds(self, batches: Iterable[GlobalBatch], capacity: int, shapes: JobShapes) -> float | None:
-        """Return the seconds that all passes would take if every microbatch held samples of one job only."""
+        """Return the predicted seconds of all forwards and backwards if jobs did not share microbatches.
+        Return None if the terms are not in seconds."""
         if not self.measured:
             return None
         # Terms are linear, so they are applied once to the summed counts instead of to thousands of passes.
@@ -221,7 +226,8 @@ def active_parameters_by_job(shapes: JobShapes) -> dict[str, int]:
 def _solo_work(
     batches: Iterable[GlobalBatch], capacity: int, active_parameters: Mapping[str, int]
 ) -> Iterator[tuple[int, int, int, int, int, int, int]]:
-    """Yield the counted units of every pass if no two batches share a pass."""
+    """Yield, for every pass, the count of each term, in a training in which no two global batches share a
+    microbatch."""
     for batch in batches:
         lengths = [placed.length for placed in batch.samples]
         fits = sum(lengths) <= capacity
