@@ -1,4 +1,5 @@
-"""Decisions on optimizer steps and events by the only worker of a run, which holds the whole base."""
+"""The decisions of a run with a single worker, which holds the whole base: which optimizer steps are made,
+and which events are reported."""
 
 from __future__ import annotations
 
@@ -40,20 +41,21 @@ from weftune.run.training.steps import StepRequest, StepsUnderway
 
 class Alone:
     def __init__(self, adapters: AdapterState, runs_behind: bool) -> None:
-        """`runs_behind` means that the device works asynchronously, so durations are read later."""
+        """`runs_behind` is True if the device works asynchronously, so that durations are read later."""
         self._adapters, self._roster, self._runs_behind = adapters, adapters.roster, runs_behind
         self._program = NOTHING_TO_DO
         self._pending_evaluations: Counter[tuple[str, int]] = Counter()
         """Maps (job, step) to the number of microbatches of that evaluation that have not run yet."""
         self._evaluation_sums: dict[tuple[str, int], EvaluationSums] = {}
         self._timed: list[TimedPass] = []
-        """Unreported passes since the last optimizer step."""
+        """Passes that have run since the last optimizer step and have not been reported yet."""
         self._underway: StepsUnderway | None = None
         """Optimizer steps whose outcomes have not been reported yet."""
         self._timed_before: list[TimedPass] = []
-        """Unreported passes before the optimizer steps in `_underway`."""
+        """Passes that ran before the optimizer steps in `_underway` and have not been reported yet."""
         self._steps_settled = False
-        """Whether the optimizer steps in `_underway` take their usual time, without setup."""
+        """Whether the duration of the optimizer steps in `_underway` is typical: it includes no setup, such
+        as compilation."""
         self._seen: set[str] = set()
         """Kinds of work (pass, evaluation, step) seen so far. The first of each kind includes setup time."""
 
@@ -75,7 +77,8 @@ class Alone:
         pass
 
     def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """Return the microbatch without the rows of dead jobs, on which no other worker depends."""
+        """Return the microbatch without the rows of jobs that have failed. No other worker depends on these
+        rows."""
         return plan.without(self._roster.dead)
 
     def receive(self, action: Recv) -> Tensor:
@@ -106,13 +109,13 @@ class Alone:
             self._timed = []
 
     def _again(self, kind: str) -> bool:
-        """Return whether this kind of work has run before, and remember it."""
+        """Return whether work of this kind has run before, and remember that it has."""
         before = kind in self._seen
         self._seen.add(kind)
         return before
 
     def _report_passes(self, passes: Sequence[TimedPass]) -> Iterator[Event]:
-        """Yield one event per pass; waits until the device has finished the passes."""
+        """Yield one event per pass, with its duration. Waits until the device has finished the passes."""
         for timed in passes:
             met = {job: self._roster.trainings[job].layout.active_size for job in timed.plan.jobs}
             time = PassTime(
@@ -155,7 +158,7 @@ class Alone:
     # -- Steps -------------------------------------------------------------------------------------------
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]:
-        """Make consecutive optimizer steps together."""
+        """Make the optimizer steps of several jobs, which the Program lists one after another, together."""
         if self._adapters.needs_previous_outcome:
             yield from self.finish_steps()
         requests = [
@@ -202,7 +205,7 @@ class Alone:
                 yield Stepped(job, request.training.progress.step, outcome)
 
     def ends_early(self) -> bool:
-        """Drop unfinished global batches, and return True: the window ends now."""
+        """Drop unfinished global batches, and return True, since no other worker waits for this one."""
         self._timed = []
         self._adapters.abandon()
         return True

@@ -1,4 +1,4 @@
-"""Construction of an executor from its parts, according to the worker's layout."""
+"""Functions that compose an executor from its parts, according to the worker's layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from weftune.run.stream.travelling_adapters import TravellingAdapters
 from weftune.run.stream.weights import ResidentWeights, StreamedWeights
 
 Agrees = Callable[[AdapterState, ActionTimer, Shards | None], Agreement]
-"""A function that returns the `Agreement` of one worker."""
+"""A function that returns the worker's `Agreement`: who decides on optimizer steps and events."""
 
 
 def resident_executor(
@@ -44,10 +44,10 @@ def resident_executor(
     fuses: bool | None = None,
 ) -> Executor:
     """Return an executor for a base that stays on its device, or for this worker's one stage or shard of the
-    base. `team` is given for a shard. If `graphs`, passes are captured as CUDA graphs where possible; unless
-    `at_once`, only where that saves time. `make` applies the updates of adapters whose master weights and
-    moments are in host memory. `fuses` says whether layers run as fused ops; None fuses them where kernels
-    make that faster."""
+    base. `team` is given for a shard. If `graphs`, passes are captured as CUDA graphs where possible, at once
+    if `at_once`, and otherwise only where that saves time. `make` is the function that updates adapters whose
+    master weights and moments are in host memory. `fuses` says whether layers run as fused ops; None fuses
+    them where kernels make that faster."""
     part = part or one_device_layout(base.shape.layers).for_worker(0)
     shards = None if team is None else Shards(base, team)
     adapted = AdaptedBase(base, route, fuses, team)
@@ -78,8 +78,9 @@ def streamed_executor(
     make: Make = update,
     pool: Pool | None = None,
 ) -> Executor:
-    """Return an executor for streamed stages, which share a device. `make` applies the updates of adapters in
-    host memory. If `graphs`, passes are captured as CUDA graphs where possible, in `pool` if given."""
+    """Return an executor for a streamed base, whose stages take turns on one device. `make` is the function
+    that updates adapters in host memory. If `graphs`, passes are captured as CUDA graphs where possible, in
+    the memory of `pool` if it is given."""
     base, part = streamed.whole, streamed.part
     adapted = AdaptedBase(base, route)
     streamed.refuse_copies()

@@ -65,7 +65,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A microbatch has passed through the base: its plan and the duration."""
+    """A microbatch has passed through the base. The event has its plan and the duration of the pass."""
 
     microbatch: MicrobatchPlan
     time: PassTime
@@ -96,7 +96,7 @@ def evaluation_event(sums: EvaluationSums, objective: ObjectiveSpec) -> Evaluate
 
 
 def score_event(scored: Scored) -> Scored | Failed:
-    """Return the event of scored samples. A score that is not finite makes the job fail."""
+    """Return the event of the scores of samples. A score that is not finite makes the job fail."""
     for sample, logprob in zip(scored.samples, scored.logprobs, strict=True):
         if not math.isfinite(logprob):
             return Failed(scored.job, f"the reference log-probability of its sample {sample} is {logprob}")

@@ -78,7 +78,8 @@ class Executor:
         timer: ActionTimer,
         worker: int = 0,
     ) -> None:
-        """`worker` is the index of this worker over all replicas; `part` is its share of the base."""
+        """`worker` is the index of this worker over all replicas, and `part` the stages or shard of the base
+        that it holds."""
         self.adapted = adapted
         self.base, self.banks, self.layers = adapted.base, adapted.banks, adapted.layers
         self.part, self.worker = part, worker
@@ -99,11 +100,13 @@ class Executor:
         """Indices of the microbatches that have a backward on this worker."""
         self._in_flight: dict[int, InFlight] = {}
         self._sample_keys: dict[tuple[str, int, int], SampleKeys] = {}
-        """Maps job, step and offset of each sample whose chunks are in flight to its keys and values."""
+        """Maps (job, step, offset of the sample) to the keys and values of a long sample whose chunks are
+        being processed."""
         self.unfinished = FINISHED
-        """Batches that the last window left unfinished, whose microbatches are in flight on this worker."""
+        """Global batches that the last window left unfinished. Their microbatches are in flight on this
+        worker."""
         self._next: tuple[MicrobatchPlan, LaidMicrobatch] | None = None
-        """Plan and tensors of the next microbatch, prepared in advance."""
+        """Plan and tensors of the next microbatch, if they have been prepared in advance."""
         self.offer_turn: Callable[[], object] | None = None
         """Function that is called after every pass of a window, when nothing is bound to the base: a decoder
         takes its turns there. None if there is no decoder."""
@@ -130,7 +133,7 @@ class Executor:
         return self.adapters.detach(job)
 
     def kill(self, job: str) -> None:
-        """Mark a job dead: its rows and actions are skipped from now on. Other jobs are not affected."""
+        """Mark a job as failed: its rows and actions are skipped from now on. Other jobs are not affected."""
         self.adapters.kill(job)
 
     def note_evaluation(
@@ -157,12 +160,12 @@ class Executor:
         self._note_version(job, self.attached[job].progress.step)
 
     def _note_version(self, job: str, version: int) -> None:
-        """Record which weights of a job the next pass reads."""
+        """Record the version number of the weights of a job that the next pass reads."""
         if (attached := self.banks.attached.get(job)) is not None:
             attached.version = version
 
     def save(self, job: str, folder: Path) -> None:
-        """Take a snapshot of the job, from which a checkpoint is written while training continues."""
+        """Take a snapshot of the job. A checkpoint is written from it while training continues."""
         self.writer.save(folder, self.snapshot(job))
 
     def snapshot(self, job: str) -> Snapshot:
@@ -171,7 +174,7 @@ class Executor:
             return self.writer.snapshots.take(self.attached[job])
 
     def save_now(self, job: str, folder: Path) -> None:
-        """Save a checkpoint between windows. With one process, this is equivalent to `save`."""
+        """Save a checkpoint between windows. In a run of one process, this is equivalent to `save`."""
         self.save(job, folder)
 
     def unsaved(self) -> list[Unsaved]:
@@ -197,10 +200,10 @@ class Executor:
         stop: Callable[[], bool] = lambda: False,
         overdue: Callable[[], bool] = lambda: False,
     ) -> Iterator[Event]:
-        """Run every action and yield events. Microbatches that the window leaves in flight are kept for the
-        next window. Once `stop` returns True, the run ends as soon as no global batch is unfinished. If that
-        takes too long, or if `overdue` returns True, nothing more is computed and unfinished global batches
-        are dropped."""
+        """Run every action of the Program and yield events. Microbatches that the window leaves in flight are
+        kept for the next window. Once `stop` returns True, the run ends as soon as no global batch is
+        unfinished. If that takes too long, or if `overdue` returns True, nothing more is computed and
+        unfinished global batches are dropped."""
         self._refuse(program)
         with self.adapted.on_stream():
             self._inherit(program)
@@ -220,8 +223,8 @@ class Executor:
                 self.unfinished = unfinished_work(program)
 
     def _inherit(self, program: Program) -> None:
-        """Give the microbatches in flight their indices in the program. Where it inherits none, drop those
-        that the window before left."""
+        """Give the microbatches in flight the indices that the Program has for them. If it inherits none,
+        drop the microbatches that the last window left in flight."""
         if program.inherited:
             numbers = {one.number: index for index, one in enumerate(program.inherited)}
             self._in_flight = {numbers[old]: flight for old, flight in self._in_flight.items()}
@@ -288,7 +291,7 @@ class Executor:
         yield from self.agreement.ran(action, span, passed)
 
     def _drop(self) -> Iterator[Event]:
-        """Drop all unfinished passes; optimizer steps that were already requested are finished first."""
+        """Drop all unfinished passes. Optimizer steps that were already requested are finished first."""
         yield from self.agreement.finish_steps()
         self._in_flight.clear()
         self._sample_keys.clear()
@@ -374,7 +377,7 @@ class Executor:
             self._lay_ahead(number)
 
     def _pass_only_forward(self, action: ForwardOnly) -> Iterator[Event]:
-        """Evaluate or score a microbatch at a stage."""
+        """Run an evaluation or scoring pass of a microbatch over a stage."""
         visit = StageVisit(action.microbatch, action.stage)
         plan = self._program.microbatches[visit.microbatch]
         flight = self._flight(visit, type(action))
@@ -393,8 +396,9 @@ class Executor:
         self.adapters.ask_ahead(visit.stage, plan.jobs)
 
     def _scores(self, h_TD: Tensor, flight: InFlight) -> list[Scored]:
-        """Return the scores of the reference policies; those of mismatched samples are kept for the losses
-        that follow."""
+        """Return the scores of samples under the reference policy. The scores of mismatched samples (prompts
+        with the completion of another sample, for the KL term of KTO) are stored for the losses that
+        follow."""
         segments, sums = flight.timed.plan.segments, self.scorer.sample_logprobs(h_TD, flight.laid)
         self.scorer.note_mismatched(sums, flight.laid)
         return [
@@ -404,7 +408,7 @@ class Executor:
         ]
 
     def _add_scores(self, job: str, step: int) -> Iterator[Event]:
-        """Replace the sums of this replica's mismatched samples by those over all replicas."""
+        """Replace this replica's sums over mismatched samples by the sums over all replicas."""
         sums = self.agreement.add_scores(job, step)
         if sums is not None:
             self.scorer.note_kl_sums(job, step, sums)
@@ -423,8 +427,8 @@ class Executor:
         return self.activations.read(visit) if visit.stage else None
 
     def _collect(self, flight: InFlight) -> None:
-        """Add a microbatch's losses and correct predictions to the open global batches, after the backward of
-        this worker's last stage. Workers without the last stage of the model add zeros."""
+        """Add a microbatch's losses and correct predictions to its jobs' open global batches, after the
+        backward of this worker's last stage. Workers without the last stage of the model add zeros."""
         segments, scores = flight.laid.microbatch.segments, flight.scores
         flight.scores = None
         if scores is not None:
@@ -436,8 +440,8 @@ class Executor:
     # -- rows --------------------------------------------------------------------------------------------
 
     def _flight(self, visit: StageVisit, kind: type[ForwardPass]) -> InFlight | None:
-        """Return the microbatch, copied to the device at its first stage, or None if all its jobs are
-        dead."""
+        """Return the state of a microbatch in flight, whose tensors are copied to the device at its first
+        stage. None if all its jobs have failed."""
         if visit.stage == self.part.own_stages[0]:
             plan = self.agreement.alive(self._program.microbatches[visit.microbatch])
             if plan.segments:
@@ -453,7 +457,8 @@ class Executor:
         return self._in_flight.get(visit.microbatch)
 
     def _keys_of(self, plan: MicrobatchPlan) -> SampleKeys | None:
-        """Return the keys and values of a sample of which the microbatch is a chunk, or None."""
+        """Return the keys and values of the long sample of which the microbatch is a chunk. None if it is not
+        a chunk."""
         if (sample := self._program.sample_of(plan)) is None:
             return None
         segment = plan.segments[0]
@@ -461,7 +466,8 @@ class Executor:
         return self._sample_keys.setdefault(key, SampleKeys(sample.length))
 
     def _release_keys(self, plan: MicrobatchPlan) -> None:
-        """Release the keys and values of a sample after the backward of its first chunk, the last of all."""
+        """Release the keys and values of a long sample after the backward of its first chunk, which is the
+        last to run."""
         if (chunk := plan.chunk) is not None and chunk.chunk_start == 0:
             segment = plan.segments[0]
             del self._sample_keys[segment.job, segment.step, chunk.sample_offset]
@@ -471,7 +477,8 @@ class Executor:
         return lay(self._fetch(plan, kind), plan.rows, base.device, base.shape.context)
 
     def _lay_ahead(self, number: int) -> None:
-        """Prepare the next microbatch while the GPU computes: an optimizer step would make the host wait."""
+        """Prepare the next microbatch while the GPU computes. Later, an optimizer step would make the host
+        wait."""
         self._next = None
         if (
             self.adapted.stream is not None
@@ -483,7 +490,7 @@ class Executor:
                 self._next = plan, self._lay(plan, Forward)
 
     def _refuse(self, program: Program) -> None:
-        """Raise PlanError for a Program that cannot be run with this executor's layout."""
+        """Raise PlanError if this executor's layout cannot run the Program."""
         layout = self.part.layout
         if len(program.devices) != layout.workers * layout.replicas:
             raise PlanError(
@@ -510,7 +517,8 @@ class Executor:
 
 
 def rows_at_once(program: Program, worker: int = 0) -> int:
-    """Return the maximum number of rows between their first forward and their last backward on a worker."""
+    """Return the maximum number of rows in flight on a worker at a time: those of microbatches between their
+    first forward and their last backward."""
     actions = program.devices[worker]
     first = min((one.stage for one in actions if isinstance(one, Forward)), default=0)
     rows = max_rows = 0

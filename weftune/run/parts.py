@@ -37,7 +37,8 @@ for Forward, held-out samples for Evaluate, and both, as the reference policy se
 Weights = ResidentWeights | StreamedWeights
 """The base's weights: all resident on the device, or streamed to it stage by stage."""
 Activations = KeptActivations | OffloadedActivations
-"""Store of each stage's input until its backward, and of tensors that wait to be sent to other workers."""
+"""Store of each stage's input until its backward, and of tensors that wait until they are sent to other
+workers."""
 Passes = PlainPasses | CapturedPasses | CapturedVisits
 """Forward and backward of a microbatch through a stage, with or without CUDA graphs."""
 AdapterState = ResidentAdapters | OffloadedOptimizer | TravellingAdapters
@@ -48,8 +49,8 @@ NOTHING_TO_DO = Program(capacity=0, microbatches=(), batches=(), devices=((),))
 
 
 class Agreement(Protocol):
-    """The decisions on what is computed, which optimizer steps are made and which events are reported. A
-    worker makes them alone or together with other workers."""
+    """Decides what is computed, which optimizer steps are made and which events are reported. A worker
+    decides alone (`Alone`) or together with other workers (`Agreed`)."""
 
     @property
     def shortage(self) -> str:
@@ -61,29 +62,32 @@ class Agreement(Protocol):
         """End a window. `waited` is the time that the device has waited for weights since the run began."""
 
     def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """Return the part of a planned microbatch that this worker computes."""
+        """Return the part of a planned microbatch that this worker computes: without the rows of failed jobs,
+        if no other worker depends on them."""
 
     def receive(self, action: Recv) -> Tensor: ...
 
     def send(self, action: Send, tensor_TD: Tensor | None) -> None:
-        """Send a tensor to another worker. None sends zeros, since the receiver expects a tensor."""
+        """Send a tensor to another worker. If it is None, send zeros, since the receiver expects a tensor."""
 
     def reduce(self, action: Reduce) -> None: ...
 
     def send_scores(self, job: str, step: int, sums: Sequence[float]) -> None:
-        """Send what `Scorer.kl_sums` returns to the other replicas."""
+        """Send the sums over this replica's mismatched samples, as `Scorer.kl_sums` returns them, to the
+        other replicas."""
 
     def add_scores(self, job: str, step: int) -> Sequence[float] | None:
-        """Return the sums over all replicas. None if one of them could not score its samples."""
+        """Return the sums over all replicas, or None if one of the replicas could not score its samples."""
 
     def ran(self, action: Action, span: DeviceSpan, passed: TimedPass | None) -> Iterator[Event]:
-        """Report that an action ran. `passed` is the pass that it completed on this worker, or None."""
+        """Report that an action ran. `passed` is the pass of a microbatch that the action completed on this
+        worker, or None."""
 
     def arrive(self, stage: int) -> Iterator[Event]:
-        """Handle a microbatch without a backward that arrives at a stage."""
+        """Handle the arrival of a microbatch without a backward (for evaluation or scoring) at a stage."""
 
     def evaluated(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
-        """Handle the sums of a microbatch of held-out samples that has passed the last stage."""
+        """Handle the evaluation sums of a microbatch of held-out samples that has passed the last stage."""
 
     def scored(self, scores: Sequence[Scored]) -> Iterator[Event]:
         """Handle the scores of a microbatch that has passed the last stage."""
@@ -96,15 +100,17 @@ class Agreement(Protocol):
     def save(self, job: str, step: int) -> Iterator[Event]: ...
 
     def fall_short(self, why: str) -> None:
-        """Handle a pass that ran out of memory. Unfinished work of this worker has already been dropped."""
+        """Handle a pass that ran out of memory, after this worker has dropped its unfinished work. `why` is
+        the error's message."""
 
     def ends_early(self) -> bool:
-        """Stop computing before the window's end, as a requested stop requires. Return True if the window
-        ends now, False if other workers still wait for tensors from this one."""
+        """Stop computing before the window's end, because a stop was requested. Return True if the window
+        ends now, and False if other workers still wait for tensors from this worker."""
 
 
 def delivered(program: Program, microbatches: Mapping[int, Microbatch]) -> Fetch:
-    """Return a `Fetch` over received microbatches, which are keyed by their index in the Program."""
+    """Return a `Fetch` that looks up microbatches received from the first worker. `microbatches` is keyed by
+    their index in the Program."""
     kinds = program.pass_kinds()
     by_plan = {(program.microbatches[number], kinds[number]): laid for number, laid in microbatches.items()}
     return lambda plan, kind: by_plan[plan, kind]

@@ -1,6 +1,7 @@
 """Measurement of the time and peak memory of passes over a shallow base, and of optimizer steps, on this
 device. The executor runs the passes, so kernels and CUDA graphs are those of training. Two bases of the same
-widths and different depths separate the cost of a layer from the rest; weights are random."""
+widths and different depths are measured, to separate the cost of a layer from all other costs. Weights are
+random."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ from weftune.run.training.state import new_training
 DEPTHS = (1, 4)
 RANKS = (8, 64)
 REPEATS = {"cpu": 3, "cuda": 5}
-"""Number of measured passes per case. On a GPU two more precede them: one compiles, one captures."""
+"""Number of measured passes per case. On a GPU two unmeasured passes precede them: one compiles, one
+captures."""
 RECIPE = Recipe(steps=10**9, learning_rate=1e-6, schedule="constant")
 
 Watch = Callable[[int, int], None]
@@ -54,14 +56,14 @@ Watch = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileCase:
-    """A pass to measure: every job has the same number of samples, all of one length."""
+    """A pass to measure. Every job has the same number of samples, and all samples have the same length."""
 
     jobs: int = 1
     samples: int
     length: int
     rank: int = RANKS[0]
     supervised: float = 1.0
-    """Fraction of a sample's tokens that are supervised, and so go through the head."""
+    """Share of a sample's tokens that are supervised. Only these go through the head."""
     training: bool = True
 
     @property
@@ -88,10 +90,11 @@ CASES = (
     ProfileCase(jobs=4, samples=1, length=64, supervised=0.1, training=False),
     ProfileCase(samples=4, length=64, rank=RANKS[1], training=False),
 )
-"""Cases for a CPU. On a GPU passes are `GPU_SCALE` times as large: smaller ones are bound by launches."""
+"""Passes to measure on a CPU. On a GPU they are `GPU_SCALE` times as large, because the time of smaller ones
+would be that of launches."""
 GPU_SCALE = 4
 BESIDE = CASES[1]
-"""Case that is measured again while other work runs in a thread (`beside` in `measure_profile`)."""
+"""Case that is measured again while other work runs in another thread (`beside` in `measure_profile`)."""
 
 
 def measure_profile(
@@ -102,8 +105,8 @@ def measure_profile(
     watch: Watch,
     beside: Callable[[], object] | None = None,
 ) -> Profile:
-    """Measure the profile of a device. `shape` is the shape of the whole base, which is not loaded. `beside`
-    is work that a training process does in a thread during its first passes."""
+    """Return the measured profile of a device. `shape` is the shape of the whole base, which is not loaded.
+    `beside` is work that a training process does in another thread during its first passes."""
     began = time.monotonic()
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.bytes_per_value]
     scale = 1 if device.type == "cpu" else GPU_SCALE
@@ -152,7 +155,7 @@ def _shallow(config: PretrainedConfig, depth: int, dtype: torch.dtype, device: t
 
 
 class _Peaks:
-    """The peak bytes in use since the profile began, in addition to the bytes in use before.
+    """The peak bytes in use since the profile began, less the bytes in use before.
 
     An allocator reuses freed memory, so the peak of a pass is measured only if it exceeds all earlier peaks.
     It then equals the peak of a process that runs no larger pass.
@@ -166,7 +169,7 @@ class _Peaks:
         self._highest = 0
 
     def beyond(self, known: int) -> int:
-        """Return by how many bytes a new peak exceeds `known` bytes, or 0 if there was no new peak."""
+        """Return by how many bytes a new peak exceeds `known` bytes, or 0 if there has been no new peak."""
         highest = peak_bytes(self._device) - self._before if self._counts else 0
         risen, self._highest = highest > self._highest, max(highest, self._highest)
         return max(0, highest - known) if risen else 0
@@ -181,7 +184,8 @@ class _Bench:
         self._repeats = REPEATS[base.device.type]
         self._warmup = 1 if self._executor.captures is None else 2
         self.passes: list[tuple[PassTime, int]] = []
-        """Each pass with its peak bytes in addition to base and adapters, or 0 if there was no new peak."""
+        """Each measured pass with its peak bytes in addition to base and adapters, or 0 if there was no new
+        peak."""
         self.steps: list[StateTime] = []
         self.first_seconds: list[float] = []
         """Extra seconds of the first pass of each case compared to a later one."""
@@ -193,7 +197,7 @@ class _Bench:
         self._executor.restore_base()
 
     def measure(self, case: ProfileCase) -> None:
-        """Measure a case and record the median of its passes, unless it does not fit into memory."""
+        """Run a case and record the median time of its passes, unless it does not fit into memory."""
         with self._attached(case) as names, suppress(OutOfMemory):
             times, steps = self._times(case, names, self._warmup + self._repeats)
             memory = MemoryModel(self._base.shape, budget_bytes=0)
@@ -211,7 +215,7 @@ class _Bench:
             self.first_seconds.append(max(0.0, times[0].seconds - middle.seconds))
 
     def delay(self, case: ProfileCase, work: Callable[[], object]) -> float:
-        """Return the extra seconds that passes take while `work` runs in a thread."""
+        """Return the extra seconds that passes take while `work` runs in another thread."""
         with self._attached(case) as names:
             rounds = self._warmup + self._repeats
             times, _ = self._times(case, names, rounds)
@@ -226,7 +230,7 @@ class _Bench:
 
     @contextmanager
     def _attached(self, case: ProfileCase) -> Iterator[list[str]]:
-        """Attach the jobs of a case for the duration of the context."""
+        """Attach the jobs of a case inside the context, and yield their names."""
         names = [f"job{number}" for number in range(case.jobs)]
         base, spec = self._base, LoraSpec(rank=case.rank, alpha=float(case.rank))
         for name in names:
@@ -241,7 +245,8 @@ class _Bench:
     def _times(
         self, case: ProfileCase, names: Sequence[str], rounds: int, before: int = 0
     ) -> tuple[list[PassTime], list[StateTime]]:
-        """Run `rounds` passes with optimizer steps and return the times. `before` counts earlier passes."""
+        """Run `rounds` passes with optimizer steps and return the times of both. `before` is the number of
+        earlier passes."""
         times, steps = [], []
         program, vocabulary = _program(case, names, rounds, before), self._base.shape.vocabulary
         for event in self._executor.run(program, lambda plan, _: _microbatch(plan, vocabulary)):

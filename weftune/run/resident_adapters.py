@@ -22,7 +22,7 @@ from weftune.run.training.steps import (
 
 class ResidentAdapters:
     def __init__(self, adapted: AdaptedBase, shards: Shards | None = None) -> None:
-        """`shards` is given if every layer is divided among several workers."""
+        """`shards` is given if every layer is divided among several workers, of which this is one."""
         self._adapted, self._shards, self.roster = adapted, shards, Roster()
         self.home = adapted.base.device
         """Device that keeps the training state of attached jobs."""
@@ -47,7 +47,7 @@ class ResidentAdapters:
         return self.roster.trainings.pop(job)
 
     def kill(self, job: str) -> None:
-        """Mark a job dead: its rows and actions are skipped from now on."""
+        """Mark a job as failed: its rows and actions are skipped from now on."""
         self.roster.dead.add(job)
         with self._adapted.on_stream():
             self._adapted.banks.attached[job].weights.zero_()
@@ -63,7 +63,7 @@ class ResidentAdapters:
                 self._shards.drop_gradient(job)
 
     def show(self, job: str, weights: Tensor) -> None:
-        """Make passes read these weights until the next call. Called between windows."""
+        """Make passes read these weights of the job until the next call. Called between windows."""
         with self._adapted.on_stream():
             if self._shards is not None:
                 self._shards.update_weights(job, weights)
@@ -81,7 +81,7 @@ class ResidentAdapters:
         """Start to prepare the next passes, while the device runs a pass of these jobs over the stage."""
 
     def note_backward(self, stage: int, jobs: Collection[str]) -> None:
-        """Record that a backward over the stage added to the gradients of these jobs."""
+        """Record that a backward over the stage has added to the gradients of these jobs."""
 
     def leave(self, stage: int) -> None:
         """Prepare for the eviction of a stage from the device."""
@@ -94,11 +94,12 @@ class ResidentAdapters:
         return True
 
     def needs_outcome_before(self, stage: int) -> bool:
-        """Return whether outcomes of optimizer steps must be known before an evaluation visits the stage."""
+        """Return whether the outcomes of optimizer steps must be known before an evaluation visits the
+        stage."""
         return True
 
     def step(self, requests: Sequence[StepRequest]) -> StepsUnderway:
-        """Request optimizer steps. Whether a job's step is made depends on the sums of its own batch. If
+        """Request optimizer steps. A job's step is made only if loss and gradient of its batch are finite. If
         kernels make the updates, the host continues with the next pass meanwhile."""
         underway = StepsUnderway(self.home)
         with underway.count_time():
@@ -108,11 +109,11 @@ class ResidentAdapters:
         return underway
 
     def sums(self, training: Training) -> BatchSums:
-        """Return this worker's sums over a job's open batch; waits for the device."""
+        """Return this worker's sums over a job's open global batch. Waits for the device."""
         return batch_sums(training)
 
     def make(self, request: StepRequest, sums: BatchSums) -> Outcome:
-        """Make an optimizer step from the batch's sums over all workers."""
+        """Make an optimizer step from the batch's sums over all workers, and return its outcome."""
         outcome = make_step_from_sums(request, sums)
         if self._shards is not None:
             self._shards.update_weights(request.training.job, request.training.state.weights)

@@ -1,10 +1,10 @@
 """One worker's side of a base whose layers are divided into shards.
 
 Every shard keeps the whole training state of each job: master weights, moments and gradient. Passes read a
-copy of the shard's part and add to the gradient of that part. At a Reduce, the parts of all shards are
-summed into the whole gradient, which is then the same on all of them: a value that several shards hold has a
-part of its gradient on each. So norms, clipping and updates are those of one device, and checkpoints do not
-depend on the number of shards.
+copy of the shard's part and add to the gradient of that part. At a Reduce action, the parts of all shards are
+summed into the whole gradient, which is then the same on all shards. If several shards hold a value, each of
+them has a part of its gradient. So norms, clipping and updates are those of one device, and checkpoints do
+not depend on the number of shards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from weftune.run.training.state import Training
 
 
 class ShardShortage(RuntimeError):
-    """A shard ran out of memory. The others wait for sums that it cannot compute, so that all restart."""
+    """Raised if a shard runs out of memory. The others wait for sums that it cannot compute, so all shards
+    restart."""
 
     def __init__(self, why: str) -> None:
         super().__init__(
@@ -35,14 +36,14 @@ class ShardShortage(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """The part of a job's parameters that passes over this shard use."""
+    """The part of a job's parameters that passes over this shard read and train."""
 
     layout: VectorLayout
     positions: Tensor
-    """Positions of the part's values in the job's whole flat vector."""
+    """Index of each of the part's values in the job's whole flat vector."""
     is_counted: Tensor
-    """Whether this shard's gradient of each value counts. Every shard has the whole gradient of virtual
-    tokens and of trained embeddings, so that only one of them counts."""
+    """Whether this shard's gradient of each value is added to the sum over shards. Every shard has the whole
+    gradient of virtual tokens and of trained embeddings, so only one shard's counts."""
     weights: Tensor
     gradient: Tensor
 
@@ -82,7 +83,8 @@ class Shards:
         part.weights.copy_(weights[part.positions])
 
     def sum_gradient(self, training: Training) -> None:
-        """Set a job's whole gradient to the sum of the parts of all shards, and zero the part of this one."""
+        """Set a job's whole gradient to the sum of the parts of all shards, and set this shard's part to
+        zero."""
         part = self._parts[training.job]
         training.gradient.zero_()
         training.gradient[part.positions] = torch.where(part.is_counted, part.gradient, 0.0)

@@ -1,5 +1,5 @@
-"""Measurements of the bandwidth from host memory, from files and of the device's own memory, and of the speed
-of matrix products: the inputs of a streamed plan."""
+"""Measurements of bandwidths (from host memory, from files, and of the device's own memory) and of the speed
+of matrix products, from which the plan of a streamed base is computed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from weftune.run.measure.timers import Stopwatch
 
 SAMPLE_BYTES = 256 << 20
 MATRIX_SIDE = 8192
-"""Side of the matrices that are multiplied."""
+"""Number of rows and columns of the matrices whose product is measured."""
 LAYER_EFFICIENCY = 0.85
-"""Share of a plain product's speed that the forward of whole layers reaches."""
+"""Ratio of the speed of whole layers' forward passes to that of a plain matrix product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class HostLink:
     both_ways: float
     """Bytes per second from host to device while as many bytes are copied back."""
     flops: float
-    """Floating-point operations per second that forward passes reach."""
+    """Floating-point operations per second of forward passes."""
     memory_bandwidth: float = math.inf
     """Bytes per second that the device reads from and writes to its own memory."""
 
@@ -52,9 +52,10 @@ def measure_link(device: torch.device, dtype: torch.dtype) -> HostLink:
 
 
 def measure_file_bandwidth(files: Sequence[MappedFile]) -> float:
-    """Return the bytes per second when reading some of these files, in chunks as a run reads them. Weights
-    stay in their files only if memory, and so the page cache, is too small for them: the sample is dropped
-    from the cache first. If the system keeps it anyway, the run will be as fast."""
+    """Return the bytes per second at which these files are read, measured on a sample in chunks, as a run
+    reads them. Weights stay in their files only if memory, and so the page cache, is too small for them.
+    Therefore the sample is dropped from the cache first; if the system keeps it anyway, it will also do so in
+    the run."""
     out = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
     left, seconds = SAMPLE_BYTES, 0.0
     for file in files:
@@ -109,7 +110,7 @@ def _measure_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _fastest_seconds(device: torch.device, function: Callable[[], object], repeats: int = 4) -> float:
-    """Return the smallest of several times in seconds; the first call includes setup."""
+    """Return the smallest of `repeats` durations of the function in seconds. The first one includes setup."""
     found = []
     for _ in range(repeats):
         watch = Stopwatch(device)

@@ -1,4 +1,4 @@
-"""The devices of this machine and their memory: budget, current use and peak."""
+"""The devices of this machine and their memory in bytes: the budget of a run, current use and peak."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from weftune.errors import UserError
 
 CPU_SHARE = 0.85
 GPU_SHARE = 0.92
-"""Share of free memory that a run may plan with; the rest is for the allocator and other processes."""
+"""Share of the free memory that a run may use. The rest is for the allocator and other processes."""
 CONTEXT_BYTES = 1 << 30
-"""Maximum bytes of a GPU that CUDA and its libraries hold outside the allocator."""
+"""Maximum bytes of GPU memory that CUDA and its libraries use outside torch's allocator."""
 CPU_SHORTAGE = ("can't allocate memory", "DefaultCPUAllocator: not enough memory")
-"""Texts of torch's plain RuntimeError for a shortage on a CPU: with malloc, and with mimalloc, as on ARM."""
+"""Substrings of the plain RuntimeError that torch raises for a memory shortage on a CPU: with malloc, and
+with mimalloc, as on ARM."""
 
 
 def bytes_before_base(device: torch.device) -> int:
@@ -43,22 +44,22 @@ def budget_bytes(device: torch.device) -> int:
 
 
 def fixed_budget_bytes(device: torch.device) -> int:
-    """Return the bytes that a run may use if its plan must not depend on the free memory."""
+    """Return the bytes that a run may use if its plan must not depend on how much memory is free now."""
     if device.type == "cuda":
         return int((torch.cuda.get_device_properties(device).total_memory - CONTEXT_BYTES) * GPU_SHARE)
     return int(psutil.virtual_memory().total * CPU_SHARE)
 
 
 def set_memory_limit(device: torch.device, max_bytes: int | None) -> None:
-    """Cap torch's allocator on a GPU, so that the promised limit is kept."""
+    """Limit torch's allocator on a GPU to `max_bytes`. None sets no limit."""
     if max_bytes is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, max_bytes / total), device)
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Reset the peak that `peak_bytes` reports, and return whether that was possible. On a GPU it never is:
-    the memory of a captured pass was counted when it was captured."""
+    """Reset the peak that `peak_bytes` reports, and return whether that was possible. It is not possible on a
+    GPU, where the memory of a captured pass is counted only once, when it is captured."""
     if device.type == "cuda":
         return False
     try:
@@ -69,7 +70,7 @@ def reset_peak(device: torch.device) -> bool:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak bytes of memory in use, ever or since `reset_peak`."""
+    """Return the peak bytes in use, since `reset_peak` or since the process began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -77,7 +78,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def release(device: torch.device) -> None:
-    """Release cached memory that is not in use."""
+    """Return memory that is cached but not in use to the device or, on a CPU, to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif sys.platform == "linux":
@@ -86,7 +87,8 @@ def release(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error is a shortage of memory, even if the end of a capture replaced it."""
+    """Return whether an error is a memory shortage, even if another error at the end of a graph capture
+    replaced it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if not isinstance(error, RuntimeError):
@@ -95,15 +97,17 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def visible_gpus(device: str | None) -> int:
-    """Return the number of GPUs that a run may use if its `--device` is this: one if it names a GPU."""
+    """Return the number of GPUs that a run may use with this `--device`: one if the option names a certain
+    GPU."""
     if device not in (None, "cuda"):
         return int(str(device).startswith("cuda"))
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def requested_devices(count: int | None, kind: str | None, workers: int = 1) -> tuple[str, ...]:
-    """Return the first device of each share that `--gpus COUNT` requests, where a share has `workers`
-    devices. None means as many shares as possible. With `--device cpu`, all processes are on the CPU."""
+    """Return the first device of each share that `--gpus COUNT` requests. A share is a group of processes
+    that trains a part of the jobs on `workers` devices. None means as many shares as possible. With `--device
+    cpu`, all processes are on the CPU."""
     text = "all" if count is None else str(count)
     if kind == "cpu":
         if count is None:

@@ -1,4 +1,4 @@
-"""Moments and durations on a device. On a GPU they are events, since it works asynchronously."""
+"""Points in time and durations on a device. On a GPU they are CUDA events, since it works asynchronously."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from itertools import pairwise
 import torch
 
 Moment = float | torch.cuda.Event
-"""Moment on a device: seconds of the machine's clock, or an event on a GPU."""
+"""A point in time on a device: seconds of the machine's clock, or a CUDA event on a GPU."""
 
 
 def recorded_event() -> torch.cuda.Event:
-    """Return an event with a time at the current point of the current stream."""
+    """Return an event that records the time when the current stream reaches this point."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 class DeviceClock:
-    """Moments on a device, in seconds of the machine's clock, so that workers can be compared."""
+    """A clock that converts points in time on a device to seconds of the machine's clock, by which the
+    actions of several workers can be compared."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -30,7 +31,7 @@ class DeviceClock:
             self._zero_seconds = time.time()
 
     def mark(self) -> Moment:
-        """Return the current moment on the device: after all work launched so far."""
+        """Return the point in time at which the device has finished all work launched so far."""
         return recorded_event() if self._on_gpu else time.time()
 
     def seconds(self, moment: Moment) -> float:
@@ -42,17 +43,17 @@ class DeviceClock:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpan:
-    """The time between two moments."""
+    """The time between two points in time on a device."""
 
     start: Moment
     stop: Moment
 
     def is_over(self) -> bool:
-        """Return whether the device has reached its end."""
+        """Return whether the device has passed the end of the span."""
         return isinstance(self.stop, float) or self.stop.query()
 
     def seconds(self) -> float:
-        """Return the duration; waits until the device has reached its end."""
+        """Return the duration in seconds. Waits until the device has passed the end of the span."""
         if isinstance(self.start, float) and isinstance(self.stop, float):
             return self.stop - self.start
         assert not isinstance(self.start, float), "both moments are of one clock"
@@ -62,33 +63,36 @@ class DeviceSpan:
 
 
 class ActionTimer:
-    """Start and end of actions that run one after another on a device."""
+    """A timer of actions that run one after another on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.runs_behind = device.type == "cuda"
-        """Whether the device works asynchronously, so that durations are known later."""
+        """Whether the device works asynchronously, so that durations are known only later."""
         self._clock = DeviceClock(device)
         self._began = self._clock.mark()
 
     def begin_window(self) -> None:
-        """Restart the clock: on a GPU it drifts."""
+        """Restart the clock for a new window. A GPU's clock drifts from that of the machine."""
         self._clock = DeviceClock(self._device)
 
     def start(self) -> None:
-        """Start an action, or restart it, so that time spent waiting for others is not counted."""
+        """Start the time of an action. If it is called again, time spent waiting for other workers is not
+        counted."""
         self._began = self._clock.mark()
 
     def stop(self) -> DeviceSpan:
         return DeviceSpan(self._began, self._clock.mark())
 
     def machine_times(self, span: DeviceSpan) -> tuple[float, float]:
-        """Return start and end in seconds of the machine's clock; only valid within the window."""
+        """Return start and end of an action in seconds of the machine's clock. This is valid only in the
+        window of the action."""
         return self._clock.seconds(span.start), self._clock.seconds(span.stop)
 
 
 class Stopwatch:
-    """Seconds between marks on a device; on a GPU they are known only once it has reached them."""
+    """A timer of the seconds between marks on a device. On a GPU they are known only once the device has
+    passed the marks."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -103,7 +107,7 @@ class Stopwatch:
             self._times.append(time.perf_counter())
 
     def lap_seconds(self) -> list[float]:
-        """Return the seconds from each mark to the next."""
+        """Return the seconds from each mark to the next. Waits until the device has passed the last mark."""
         if self._on_gpu:
             self._events[-1].synchronize()
             return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]
@@ -112,22 +116,25 @@ class Stopwatch:
 
 @dataclass(slots=True)
 class Waited:
-    """The time that compute waited for the host: for stages to be loaded, and for the data of Steps."""
+    """The time that the device waited for data from the host: for streamed stages, and for the optimizer
+    state of steps."""
 
     seconds: float = 0.0
     copied_bytes: int = 0
-    """Bytes copied from the host."""
+    """Bytes copied from the host to the device."""
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    """Events on a GPU: when the device was ready for a copy, and when the copy had arrived."""
+    """Pairs of CUDA events: the point at which the device was ready for a copy, and the arrival of the
+    copy."""
 
     def note(self, ready: torch.cuda.Event, arrived: torch.cuda.Event) -> None:
-        """Note a future wait. Finished waits are summed, so that a long run does not accumulate marks."""
+        """Note a wait that may not have happened yet. Earlier waits that are over are added to `seconds`, so
+        that a long run does not accumulate marks."""
         while self.marks and all(mark.query() for mark in self.marks[0]):
             self._count(*self.marks.pop(0))
         self.marks.append((ready, arrived))
 
     def total(self) -> float:
-        """Return the total seconds waited; waits for the device."""
+        """Return the total seconds waited. Waits until the device has passed all marks."""
         for ready, arrived in self.marks:
             arrived.synchronize()
             ready.synchronize()

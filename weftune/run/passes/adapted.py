@@ -1,4 +1,4 @@
-"""A base with the adapters of all attached jobs, shared by all parts of an executor."""
+"""A base model with the adapters of all attached jobs, which all parts of an executor share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weftune.run.passes.layers import Layers
 
 
 class AdaptedBase:
-    """One worker's share of a base, with its adapters."""
+    """One worker's part of a base, with the adapters of all attached jobs on it."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class AdaptedBase:
         fuses: bool | None = None,
         team: ShardTeam | None = None,
     ) -> None:
-        """`fuses` says whether layers of known families run as fused ops. None fuses them on the tiled
-        route, where kernels make that faster. `team` is given if layers are divided into shards."""
+        """`fuses` says whether the layers of known model families run as fused ops. None fuses them on the
+        tiled route, where kernels make that faster. `team` is given if layers are divided into shards."""
         self.base, self.team = base, team
         self.route = route or best_route(base.device, base.dtype)
         self.stream = torch.cuda.Stream(base.device) if base.device.type == "cuda" else None
@@ -78,8 +78,8 @@ class AdaptedBase:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run on a separate CUDA stream, as captured passes must. It waits for the current stream on entry,
-        and the current stream waits for it on exit."""
+        """Run the context on a separate CUDA stream, as captured passes require. The stream waits for the
+        current stream on entry, and the current stream waits for it on exit."""
         if self.stream is None:
             yield
             return
@@ -101,5 +101,6 @@ def _by_kernel(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) 
 
 
 def best_route(device: torch.device, dtype: torch.dtype) -> Route:
-    """Return the tiled route if its kernels run, else the segmented one. Both keep a NaN in its job."""
+    """Return the tiled route if its kernels run on the device, else the segmented one. With both, a NaN in
+    one job does not reach other jobs."""
     return Route.tiled if device.type == "cuda" and kernels_available_on(device, dtype) else Route.segmented

@@ -1,7 +1,7 @@
 """Keys of CUDA graphs, and the graphs' input tensors, whose addresses never change.
 
-Adapters that the tiled kernels do not support gather the rows of their job by index. A graph reserves a
-number of rows for every such job and, if the adapter has prefix keys, a number of samples. These sizes belong
+The rows of a job are gathered by index if the tiled kernels do not support its adapter. For every such job a
+graph reserves a number of rows and, if the adapter has prefix keys, a number of samples. These sizes belong
 to the graph's key; the positions of the rows are values of input tensors.
 
 Shapes: T rows, B boundaries of samples, R reserved rows, Z rows of samples that are copied together with
@@ -42,12 +42,13 @@ class GatheredJob:
 
     @property
     def laid_rows(self) -> int:
-        """Number of reserved rows, including the prefix keys."""
+        """Number of reserved rows, with the prefix keys counted as rows."""
         return self.rows + self.keys * self.samples
 
 
 def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ...]:
-    """Return the microbatch's jobs whose rows are gathered by index, in order of attachment."""
+    """Return the jobs of the microbatch whose rows are gathered by index, in the order in which they were
+    attached."""
     found = []
     for segment, attached in banks.gather_rows(microbatch):
         rows = bucket(segment.stop - segment.start, LEAST)
@@ -57,19 +58,19 @@ def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ..
 
 
 def _samples(microbatch: Microbatch, segment: Segment) -> Sequence[int]:
-    """Return the lengths of a segment's samples."""
+    """Return the lengths of a segment's samples in tokens."""
     begins = [0, *accumulate(microbatch.sample_lengths)]
     return microbatch.sample_lengths[bisect_left(begins, segment.start) : bisect_left(begins, segment.stop)]
 
 
 class Gathering:
-    """Index tensors with which graphs of one key gather the rows of jobs."""
+    """Index tensors by which the graphs of one key gather the rows of jobs."""
 
     def __init__(self, jobs: Sequence[GatheredJob], longest: int, banks: Banks, device: torch.device) -> None:
         """Allocate the tensors for microbatches whose samples are no longer than `longest`."""
         self._banks = banks
         self.segments = tuple(Segment(one.job, 0, 0, 0) for one in jobs)
-        """Segments that name the jobs, without their positions."""
+        """One segment per job, which names the job and has no position."""
         self.gathered = {
             one.job: GatheredRows(
                 torch.zeros(one.rows, dtype=torch.int64, device=device),
@@ -175,7 +176,7 @@ def key_of(laid: LaidMicrobatch, banks: Banks, recompute: Recompute, context: in
 
 
 class GraphInputs:
-    """The input tensors of all graphs of one key."""
+    """The input tensors that all graphs of one key share."""
 
     def __init__(self, banks: Banks, key: GraphKey, device: torch.device) -> None:
         self._banks = banks
@@ -208,8 +209,8 @@ class GraphInputs:
         self.gathering.fill(laid.microbatch)
 
     def copy(self, laid: LaidMicrobatch, membership: Membership) -> None:
-        """Copy a microbatch from tensors on the device, unless the tensors still hold it from the previous
-        stage."""
+        """Copy a microbatch that is already on the device into the tensors, unless they still hold it from
+        the previous stage."""
         if self._held is laid:
             return
         assert membership.rows is not None

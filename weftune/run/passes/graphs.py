@@ -1,11 +1,12 @@
-"""CUDA graphs of passes whose forward is kept: one launch instead of thousands.
+"""CUDA graphs of passes whose forward is kept for the backward. One launch replaces thousands of kernel
+launches.
 
-A graph is captured for a stage, a key and an instance. The key consists of the rows, the buckets of the
-longest sample and of the number of samples (or their exact values if all samples are equally long), the
-limits of the adapter banks, and the layers that are recomputed. The attached jobs and the positions of their
-rows are values of tensors that the graph reads, so jobs can change without another capture. Every microbatch
-in flight has its own instance: the results of its forward stay in that instance's memory pool until its
-backward.
+A graph is captured for a stage, a key and an instance. The key consists of the number of rows, the buckets
+(rounded-up values) of the longest sample and of the number of samples (or their exact values if all samples
+are equally long), the limits of the adapter banks, and the layers that are recomputed. The attached jobs and
+the positions of their rows are values of tensors that the graph reads, so jobs can change without another
+capture. Every microbatch in flight has its own instance: the results of its forward stay in that instance's
+memory pool until its backward.
 
 Shapes: T rows, D hidden width.
 """
@@ -36,7 +37,7 @@ from weftune.run.passes.plain import PlainPasses
 from weftune.run.passes.rows import InFlight, LaidMicrobatch, StageVisit, renumbered
 
 MOST_GRAPHS = 128
-"""Maximum number of graphs; beyond it the least recently used one is dropped."""
+"""Maximum number of graphs. Beyond it, the least recently used graph is dropped."""
 
 
 GraphPlace = tuple[GraphKey, int, int]
@@ -48,7 +49,8 @@ class CapturedPasses:
     runs uncaptured, to compile its kernels."""
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base], at_once: bool = True) -> None:
-        """If `at_once`, passes are captured the second time that their key occurs."""
+        """If `at_once`, a pass is captured the second time that its key occurs, even if that may not save
+        time."""
         self.adapted, self.stages = adapted, stages
         self._plain = PlainPasses(adapted, stages)
         self._payback = Payback(at_once)
@@ -60,9 +62,9 @@ class CapturedPasses:
         self._seen: set[tuple[GraphKey, int]] = set()
         self._graphs: dict[GraphPlace, Graph] = {}
         self._pools: list[Any] = []
-        """One memory pool for each instance."""
+        """Memory pools of the graphs, one for each instance."""
         self._replayed: dict[StageVisit, GraphPlace] = {}
-        """Maps each replayed pass that waits for its backward to its graph."""
+        """Maps each replayed pass that waits for its backward to the graph that was replayed."""
 
     @property
     def captures(self) -> int:
@@ -126,7 +128,8 @@ class CapturedPasses:
         return self._plain.evaluate(visit, flight, given_TD)
 
     def inherit(self, numbers: Mapping[int, int]) -> None:
-        """Give the microbatches in flight new indices. Each keeps its graph and its instance."""
+        """Give the microbatches in flight new indices; `numbers` maps each old index to the new one. Each
+        microbatch keeps its graph and its instance."""
         self._plain.inherit(numbers)
         self._replayed = renumbered(self._replayed, numbers)
         self._timed = renumbered(self._timed, numbers)
@@ -139,7 +142,8 @@ class CapturedPasses:
         self._pools.clear()
 
     def _captured(self, stage: int, key: GraphKey, laid: LaidMicrobatch) -> GraphPlace | None:
-        """Return the index of a free graph, captured if necessary, or None if a capture does not pay off."""
+        """Return the key, stage and instance of a free graph, which is captured if necessary. None if a
+        capture does not pay off."""
         busy = set(self._replayed.values())
         taken = {instance for _, _, instance in busy}
         instance = next(number for number in range(len(taken) + 1) if number not in taken)
@@ -162,7 +166,8 @@ class CapturedPasses:
 
 
 class Graph:
-    """One captured pass: inputs are copied in, then forward and backward are replayed."""
+    """One captured pass of a microbatch over a stage. Inputs are copied in, then forward and backward are
+    replayed."""
 
     def __init__(self, base: Base, banks: Banks, key: GraphKey, pool: Any, laid: LaidMicrobatch) -> None:
         """Capture the pass. `laid` is any microbatch that has this key."""
@@ -180,7 +185,7 @@ class Graph:
                 given_TD = self._given_TD.detach().requires_grad_() if self._takes else None
                 h_TD = base.hidden(feed.microbatch, feed.pack, given_TD)
             self._returns = h_TD.requires_grad
-            """Whether there is a backward; False at a first stage on which no job has an adapter."""
+            """Whether there is a backward. There is none at a first stage on which no job has an adapter."""
             self._dh_TD = torch.empty_like(h_TD)
             if self._returns:
                 with captured(self._backward, pool, stream):
@@ -191,8 +196,8 @@ class Graph:
         self._h_TD = h_TD.detach()
 
     def _rehearse(self, base: Base, laid: LaidMicrobatch) -> None:
-        """Run the pass once, so that kernels which gather rows are loaded before the capture. The gradient is
-        zero, so no job's gradient changes."""
+        """Run the pass once uncaptured, so that kernels which gather rows are loaded before the capture. The
+        gradient is zero, so no job's gradient changes."""
         self._inputs.fill(laid)
         given_TD = self._given_TD.detach().requires_grad_() if self._takes else None
         h_TD = base.hidden(self._inputs.microbatch, self._inputs.pack, given_TD)
@@ -200,8 +205,9 @@ class Graph:
             h_TD.backward(torch.zeros_like(h_TD))
 
     def forward(self, laid: LaidMicrobatch, given_TD: Tensor | None) -> Tensor:
-        """Return hidden states. At the last stage they stay valid until `backward`; at others they are a
-        copy, which may be sent while the graph is replayed for another microbatch."""
+        """Replay the forward and return the hidden states. At the last stage they stay valid until
+        `backward`. At other stages they are a copy, which may be sent while the graph is replayed for another
+        microbatch."""
         self._inputs.fill(laid)
         if given_TD is not None:
             self._given_TD.copy_(given_TD)
@@ -219,7 +225,8 @@ class Graph:
 # -- the memory pool of captured work ---------------------------------------------------------------------
 
 Work = Callable[[], None]
-"""A function whose kernels read and write at fixed addresses only, so that it can be captured."""
+"""A function that launches kernels which read and write only at fixed addresses, so that it can be
+captured."""
 
 
 class Pool(Protocol):
@@ -227,18 +234,20 @@ class Pool(Protocol):
         """Return a function that replays the work. The work itself may or may not run now."""
 
     def has_room(self) -> bool:
-        """Return whether uncaptured work still fits: whether as much memory as the pool has is free."""
+        """Return whether work that runs uncaptured fits beside the pool: it needs about as much free memory
+        as the pool has."""
 
     def clear(self) -> None:
-        """Free the pool; all graphs in it must have been dropped."""
+        """Free the memory of the pool. All of its graphs must have been dropped."""
 
 
 @contextmanager
 def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Capture the work launched inside the context. Other threads may use their own streams meanwhile, for
-    example to read stages from files.
+    """Capture the kernels launched inside the context into `graph`. Other threads may use their own streams
+    meanwhile, for example to read stages from files.
 
-    Garbage collection is off: freeing graphs or page-locked memory would end a capture.
+    Garbage collection is disabled in the context, because freeing graphs or page-locked memory would end a
+    capture.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -254,8 +263,8 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) 
 
 
 class GraphPool:
-    """A memory pool for CUDA graphs. Graphs are replayed one at a time, so all share the same memory, and
-    their results must be stored elsewhere."""
+    """A memory pool that all of its CUDA graphs share. Only one graph is replayed at a time, and its results
+    must be stored elsewhere before the next replay."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Copies of activations between the device and host memory, and the tensors of layers that wait there.
+"""Copies of activations between the device and host memory, and a store of layers' tensors in host memory.
 
 Shapes: T rows of a microbatch, D width.
 """
@@ -15,13 +15,13 @@ from weftune.base.host.pinned import host_vectors
 from weftune.run.measure.timers import Waited, recorded_event
 
 CHUNK_BYTES = 8 << 20
-"""Bytes per copy to the host, so that other copies can run in between."""
+"""Maximum bytes of one copy to the host, so that other copies can run in between."""
 
 
 class HostCopies:
-    """Copies on streams of their own: queued after Loads, an input would wait for stages that are needed only
-    later, and queued after Evicts it would hold up a slot. An input is small compared to a stage. If a CPU
-    acts as the device, each copy is made at once.
+    """Copies between device and host on two streams of their own. On the stream that loads stages, an input
+    would wait for stages that are needed only later; on the stream that evicts them, it would delay the reuse
+    of a slot. An input is small compared to a stage. If a CPU acts as the device, each copy is made at once.
 
     Tensors are allocated and freed on the compute stream, after it has waited for their copy. So the tensors
     on the device at any time follow from the Program, not from how far the host runs ahead.
@@ -48,7 +48,8 @@ class HostCopies:
             self._gone[key] = recorded_event()
 
     def await_gone(self, key: Hashable) -> None:
-        """Wait until the device's tensor may be freed."""
+        """Make the compute stream wait until the tensor has been copied to the host, so that it may be
+        freed."""
         self._await(self._gone.pop(key, None))
 
     def come(self, key: Hashable, host_TD: Tensor) -> Tensor:
@@ -65,11 +66,11 @@ class HostCopies:
         return here_TD
 
     def await_coming(self, key: Hashable) -> None:
-        """Wait until the copy may be read."""
+        """Make the compute stream wait until the copy from the host may be read."""
         self._await(self._there.pop(key, None))
 
     def finish(self) -> None:
-        """Make all work launched later wait for all copies."""
+        """Wait until all copies are complete."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         self._gone.clear()
@@ -88,24 +89,27 @@ class HostCopies:
 
 
 class HostStore:
-    """Vectors of layers that wait in host memory from the forward of a microbatch to its backward. The layers
-    are visited in order, then in reverse order, and one microbatch waits at a time."""
+    """A store of layers' vectors in host memory, from the forward of a microbatch to its backward. The layers
+    are visited in order, then in reverse order, and the store serves one microbatch at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = HostCopies(device, Waited())
         self._rooms: dict[tuple[int, int], Tensor] = {}
-        """Maps each layer and number to host memory, which is reused by later microbatches."""
+        """Maps (layer, number of the vector) to host memory, which later microbatches reuse."""
         self._waiting: dict[tuple[int, int], Tensor] = {}
-        """Maps the layer and number of each stored vector to its values in host memory."""
+        """Maps (layer, number of the vector) to the values in host memory that have not been requested
+        yet."""
         self._leaving: dict[tuple[int, int], Tensor] = {}
-        """Vectors on the device that may not have been copied to the host yet."""
+        """Maps (layer, number of the vector) to vectors on the device whose copy to the host may not be
+        complete."""
         self._coming: dict[tuple[int, int], Tensor] = {}
-        """Vectors on the device that are being copied from the host."""
+        """Maps (layer, number of the vector) to vectors on the device that are being copied from the host."""
 
     def put(self, layer: int, flat: Tensor) -> Callable[[], Tensor]:
-        """Copy a vector to the host, and return a function that returns it on the device, once. Its memory on
-        the device is released by the next `free_copied`; it must not be changed before that."""
+        """Start to copy a vector to the host. Return a function that copies it back and returns it on the
+        device; it may be called once. The next `free_copied` releases the vector's memory on the device;
+        until then the vector must not be changed."""
         key = layer, sum(1 for owner, _ in self._waiting if owner == layer)
         if key not in self._rooms or self._rooms[key].nbytes < flat.nbytes:
             self._rooms.pop(key, None)
@@ -122,13 +126,15 @@ class HostStore:
         return fetch
 
     def free_copied(self) -> None:
-        """Release the device memory of all stored vectors. Later work waits until they have been copied."""
+        """Release the device memory of all stored vectors. Later work of the device waits until they have
+        been copied to the host."""
         for key in self._leaving:
             self._copies.await_gone(key)
         self._leaving.clear()
 
     def request(self, layer: int, count: int | None = None) -> None:
-        """Begin to copy what is stored for a layer to the device, or the first `count` vectors of it."""
+        """Start to copy the stored vectors of a layer back to the device, or only the first `count` of
+        them."""
         for key in [key for key in self._waiting if key[0] == layer][:count]:
             self.free_copied()
             self._coming[key] = self._copies.come(key, self._waiting.pop(key))
@@ -140,7 +146,7 @@ class HostStore:
         self._rooms.clear()
 
     def forget(self) -> None:
-        """Drop the tensors of an unfinished microbatch."""
+        """Drop the vectors of an unfinished microbatch."""
         self._copies.finish()
         for tensors in (self._waiting, self._leaving, self._coming):
             tensors.clear()

@@ -1,4 +1,4 @@
-"""Decoder layers of known families as a few fused ops, in place of transformers' own forward.
+"""Decoder layers of known families as a few fused ops, which replace transformers' own forward.
 
 The differences between model families are described in base/decoders. Linears that share their input run as
 one product, and each residual is added by the last linear of its branch, or by the norm after it. In a
@@ -35,7 +35,8 @@ from weftune.run.passes.host_copies import HostStore
 from weftune.run.passes.row_tiles import Keep, TiledParts, row_tiles, tiled_layer
 
 Linear = Callable[[Tensor, Tensor | None], Tensor]
-"""A function of x and a residual or None. It returns the residual plus the outputs of a group of linears."""
+"""A function that takes an input x and a residual (or None), and returns the outputs of a group of linears
+plus the residual."""
 ACTIVATIONS = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
 
 
@@ -61,7 +62,7 @@ class Layers:
         path = next(name for name, module in base.model.named_modules() if module is self._decoder)
         self.paths = [f"{path}.layers.{at}" for at in here]
         self._norms = base.last
-        """Whether this worker also has the final norm."""
+        """Whether this worker also holds the final norm of the model."""
         heads = [module.self_attn.head_dim for module in self.modules]
         self.mixes = self._config.model_type in MIXTURES
         """Whether the layers have experts (MoE) instead of an MLP."""
@@ -71,7 +72,7 @@ class Layers:
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
-        """Groups of adapted linears that share their input."""
+        """Groups of adapted linears that share their input, each given by the linears' paths."""
         found = () if self._facts is None else (self._facts.qkv, () if self.mixes else self._facts.gate_up)
         shared = [ends for ends in found if len(ends) > 1]
         return [tuple(f"{path}.{end}" for end in ends) for path in self.paths for ends in shared]
@@ -90,13 +91,13 @@ class Layers:
             rotary.forward = Angles(rotary, self._device)
 
     def _last_norm(self, norm: FusedNorm, h_1TD: Tensor) -> Tensor:
-        """Replace the forward of the norm behind the last layer."""
+        """Compute the final norm, after the last layer. It replaces the norm's own forward."""
         h_TD, tile_rows = h_1TD[0], self.recompute.tile_rows
         parts = h_TD.split(tile_rows) if 0 < tile_rows < len(h_TD) else (h_TD,)
         return torch.cat([norm(part) for part in parts])[None] if len(parts) > 1 else norm(h_TD)[None]
 
     def unfuse(self) -> None:
-        """Restore every layer's own forward."""
+        """Restore the original forward of every layer, of the final norm and of the rotary embedding."""
         for module in self.modules:
             module.__dict__.pop("forward", None)
         if self.modules and self._norms:
@@ -106,7 +107,7 @@ class Layers:
 
 
 class FusedLayer:
-    """The fused forward of one layer, with the signature of the layer in transformers."""
+    """The fused forward of one decoder layer. It has the signature of the layer's forward in transformers."""
 
     def __init__(self, layers: Layers, index: int, banks: Banks, config: Any, facts: DecoderFacts) -> None:
         self._layers, self._index, self._banks = layers, index, banks
@@ -166,8 +167,9 @@ class FusedLayer:
 
     @property
     def _spares(self) -> bool:
-        """Whether the outputs of norms and activation functions are recomputed. A layer that is recomputed as
-        a whole is excluded: the functions that recompute them would keep its inputs alive."""
+        """Whether the backward recomputes the outputs of norms and activation functions. This excludes layers
+        that are recomputed as a whole: the functions that recompute the outputs would keep the layer's inputs
+        alive."""
         return self._layers.recompute.recomputes_outputs and not self._is_recomputed
 
     def _run(self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, pack: Pack) -> Tensor:
@@ -194,14 +196,15 @@ class FusedLayer:
     def front(
         self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, spares: bool
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Return the residual, which is h itself, and queries, keys and values."""
+        """Compute the front of the layer: the norm, q, k, v and their rotation. Return the residual, which is
+        h itself, and queries, keys and values. `spares` says whether the norm's output is recomputed."""
         h_TD, qkv_TN = self._normed(h_TD, self._before_attention, self._qkv, spares)
         norms = head_norms(*self._head_norms) if self._head_norms else None
         return h_TD, rotary_split(qkv_TN, cos_TE, sin_TE, self._heads, self._groups, norms)
 
     def rest(self, h_TD: Tensor, seen_THD: Tensor, spares: bool, graph_only: bool = False) -> Tensor:
-        """Return the output of the layer, given the residual and the output of attention. If `graph_only`,
-        the values of the output may be arbitrary."""
+        """Compute the rest of the layer after attention. Return its output, given the residual and the output
+        of attention. If `graph_only`, only the autograd graph is needed, and the values may be arbitrary."""
         h_TD = self._onto(h_TD, self._o, seen_THD.flatten(1), self._after_attention)
         if self._experts is not None:
             h_TD, n_TD = self._before_mlp.beside(h_TD)
@@ -219,8 +222,9 @@ class FusedLayer:
     def _onto(
         self, h_TD: Tensor, linear: Linear, x: Tensor, norm: FusedNorm | None, discards: bool = False
     ) -> Tensor:
-        """Return the residual plus the output of a branch's last linear and, if there is one, its norm. If
-        layers are divided, the output is a sum over shards; it is left out where values are arbitrary."""
+        """Return the residual plus the output of a branch's last linear and, if there is one, the norm after
+        it. If layers are divided into shards, the linear's output is summed over them, unless `discards` says
+        that its values may be arbitrary."""
         if self._sum_over_shards is None:
             return linear(x, h_TD) if norm is None else norm.onto(h_TD, linear(x, None))
         y_TD = linear(x, None)
@@ -229,7 +233,8 @@ class FusedLayer:
         return h_TD + y_TD if norm is None else norm.onto(h_TD, y_TD)
 
     def _normed(self, h_TD: Tensor, norm: FusedNorm, linear: Linear, spares: bool) -> tuple[Tensor, Tensor]:
-        """Return the residual around a branch, and the output of the linears at the branch's start."""
+        """Compute the norm and the linears at the start of a branch. Return the residual around the branch,
+        and the output of the linears."""
         h_TD, n_TD = norm.beside(h_TD)
         with recomputed(n_TD, partial(norm, h_TD.detach()), spares):
             if self._sum_over_shards is not None:
@@ -274,7 +279,7 @@ class FusedNorm:
         return rms_norm(x_TD, self.weight_D, self.eps, self.offset)
 
     def beside(self, h_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return h and the normalised h."""
+        """Return h unchanged, for the residual, and the normalised h."""
         return skip_rms_norm(h_TD, self.weight_D, self.eps, self.offset)
 
     def onto(self, h_TD: Tensor, x_TD: Tensor) -> Tensor:
@@ -288,8 +293,8 @@ def head_norms(q: FusedNorm, k: FusedNorm) -> HeadNorms:
 
 
 class Angles:
-    """The forward of a rotary embedding whose frequencies change only for samples longer than the context. No
-    sample is, so lengths need not be read from the device."""
+    """The forward of a rotary embedding whose frequencies would change only for samples longer than the
+    context. There are no such samples, so the lengths need not be read from the device."""
 
     def __init__(self, rotary: Any, device: torch.device) -> None:
         self._frequency_E = rotary.original_inv_freq.to(device, torch.float32)
@@ -302,7 +307,8 @@ class Angles:
 
 
 def facts_of(config: Any) -> DecoderFacts | None:
-    """Return the description of a model's family, or None if its layers or activation are not supported."""
+    """Return the description of a model's family, or None if its layers or its activation function are not
+    supported."""
     mixture = MIXTURES.get(config.model_type)
     facts = DECODERS.get(config.model_type) if mixture is None else mixture.attention
     if facts is None or getattr(config, facts.activation_key) not in facts.activations:

@@ -17,7 +17,7 @@ from weftune.run.measure.timers import DeviceSpan
 
 @dataclass(slots=True)
 class WatchedPass:
-    """The times of a pass on the device: of its forward and, once launched, of its backward."""
+    """The times of one pass on the device: of its forward and, once launched, of its backward."""
 
     key: Hashable
     rows: int
@@ -30,7 +30,7 @@ class WatchedPass:
 
 class Payback:
     def __init__(self, at_once: bool) -> None:
-        """If `at_once`, always capture; used for measurements and tests."""
+        """If `at_once`, always capture, as in measurements and tests."""
         self._at_once = at_once
         self._captures = 0
         self._capture_seconds = 0.0
@@ -40,7 +40,8 @@ class Payback:
         self._under_way: list[WatchedPass] = []
 
     def pays(self, key: Hashable) -> bool:
-        """Return whether to capture passes of this key now. The first capture measures what captures cost."""
+        """Return whether to capture passes of this key now. The first pass is always captured, to measure the
+        time of a capture."""
         if self._at_once or not self._captures:
             return True
         self._hear()
@@ -51,7 +52,7 @@ class Payback:
         self._capture_seconds += seconds
 
     def watch(self, timed: WatchedPass) -> None:
-        """Count the time of this pass once the device has finished it."""
+        """Count the time of this pass later, once the device has finished it."""
         if not self._at_once:
             self._under_way.append(timed)
 

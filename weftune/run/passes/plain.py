@@ -1,7 +1,7 @@
-"""Forward and backward of microbatches through the stages of a base, launched kernel by kernel.
+"""Forward and backward of microbatches through the stages of a base, with kernels launched one by one.
 
-A pass over the last stage ends at the last hidden states. Head and losses work on a leaf tensor, whose
-gradient starts the backward.
+A pass over the last stage ends at the last hidden states. Head and losses start from these states as a leaf
+tensor of autograd, whose gradient starts the backward of the pass.
 
 Shapes: T rows, D hidden width.
 """
@@ -49,10 +49,11 @@ class PlainPasses:
                 layers.host.release()
 
     def begin_round(self) -> None:
-        """Begin a round of microbatches. No microbatch may be in flight."""
+        """Prepare for a round of microbatches. No microbatch may be in flight."""
 
     def forward(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, keep: bool) -> Tensor:
-        """Return the output of a stage's forward. If `keep`, its activations stay until `backward`."""
+        """Return the output of a stage's forward, given the previous stage's output. If `keep`, its
+        activations are kept until `backward`."""
         assert visit not in self.open, "a pass is still open"
         passed = self._pass(visit, flight, given_TD)
         if not keep:
@@ -63,8 +64,8 @@ class PlainPasses:
     def backward(
         self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, dh_TD: Tensor
     ) -> Tensor | None:
-        """Add to the gradients of all jobs in the microbatch, and return the gradient of the stage's input. A
-        forward that was not kept is recomputed first."""
+        """Add to the gradients of all jobs in the microbatch, and return the gradient of the stage's input.
+        `dh_TD` is the gradient of the stage's output. A forward that was not kept is recomputed first."""
         passed = self.open.pop(visit, None)
         if passed is None:
             passed = self._pass(visit, flight, given_TD)
@@ -98,7 +99,8 @@ class PlainPasses:
 
 
 class Plain:
-    """The pass of one microbatch through a base or a stage. `given_TD` is the previous stage's output."""
+    """The pass of one microbatch through a base or a stage. `given_TD` is the output of the previous
+    stage."""
 
     def __init__(
         self,
@@ -110,11 +112,12 @@ class Plain:
         given_TD: Tensor | None = None,
         in_tiles: bool = False,
     ) -> None:
-        """If `in_tiles`, the linears of the layers get a tile of rows at a time."""
+        """If `in_tiles`, the linears of the layers process one tile of rows at a time."""
         self._base, self._banks, self._laid, self._route = base, banks, laid, route
         self._membership, self._given_TD, self._in_tiles = membership, given_TD, in_tiles
         self._end: GradientEdge | None = None
-        """The end of the forward's graph. None if no job has an adapter in the stage, or before it."""
+        """The node at which the backward starts, the end of the autograd graph of the forward. None if no job
+        has an adapter in this stage or an earlier one."""
 
     def forward(self, training: bool = True) -> Tensor:
         if training and self._given_TD is not None:

@@ -1,9 +1,10 @@
 """Decoder layers of long microbatches, computed in tiles of rows: only attention sees all rows at once.
 
-A layer has two parts that treat rows separately. Its front ends with queries, keys and values; its rest
-begins with the output of attention. Both run tile by tile, each tile with its own autograd graph, and the
-backward goes through the graphs of the rest, of attention and of the front. A recomputed layer keeps only its
-input, and optionally the output of its attention, on the device or in host memory.
+A layer has two parts that treat rows separately. The first part, the front, ends with queries, keys and
+values; the second part, the rest, begins with the output of attention. Both run tile by tile, each tile with
+its own autograd graph, and the backward goes through the graphs of the rest, of attention and of the front. A
+recomputed layer keeps only its input, and optionally the output of its attention, on the device or in host
+memory.
 
 Shapes: T rows of the microbatch, D hidden width, H query heads, G key and value heads, E width of a head, N
 values of attention per row.
@@ -23,44 +24,45 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from weftune.run.passes.host_copies import HostStore
 
 ROW_MULTIPLE = 128
-"""Tiles have a multiple of this many rows, except for the last tile of a microbatch."""
+"""Number of rows of which every tile is a multiple, except the last tile of a microbatch."""
 
 Fetch = Callable[[], Tensor]
-"""A function that returns a kept tensor on the device."""
+"""A function that returns on the device a tensor that was kept on the device or the host."""
 Qkv = tuple[Tensor, Tensor, Tensor]
 """Queries [T, H, E], keys and values [T, G, E]."""
 
 
 @dataclass(frozen=True, slots=True)
 class TiledParts:
-    """The parts of a decoder layer, for one microbatch."""
+    """The functions that compute the parts of a decoder layer for one microbatch."""
 
     front: Callable[[Tensor, slice], tuple[Tensor, Qkv]]
-    """Function of h of a tile and the tile's rows. It returns the residual, which is h itself, and queries,
-    keys and values."""
+    """Function of the hidden states h of a tile and the range of the tile's rows. It returns the residual,
+    which is h itself, and queries, keys and values."""
     attend: Callable[[Qkv], Tensor]
     """Function that returns the attention [T, H, E] of all rows of the microbatch."""
     rest: Callable[[Tensor, Tensor, bool], Tensor]
-    """Function of a tile's residual and attention, which returns the output of the layer. If the flag is set,
-    only the graph of the output is needed, and its values may be arbitrary."""
+    """Function of a tile's residual and output of attention, which returns the output of the layer. If the
+    flag is set, only the autograd graph of the output is needed, and its values may be arbitrary."""
     adapters_of: Callable[[slice], AbstractContextManager[None]]
     """Function that returns a context in which the adapters apply to a tile's rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The tensors that a layer keeps from its forward to its backward."""
+    """The choice of which tensors a layer keeps from its forward to its backward."""
 
     layer: int
     everything: bool = False
-    """Whether nothing is recomputed."""
+    """Whether all activations are kept, so that nothing is recomputed."""
     attention: bool = False
     """Whether the output of attention is kept, so that attention is not recomputed."""
     host: HostStore | None = None
-    """Store that keeps input and attention. None keeps them on the device."""
+    """Store in host memory for the input and the output of attention. None keeps them on the device."""
 
     def stored(self, tensor: Tensor) -> Fetch:
-        """Keep a tensor with all of its storage, and return a function that returns it, once."""
+        """Keep a tensor, including the whole storage of which it is a view, and return a function that
+        returns it. The function may be called once."""
         if self.host is None:
             return lambda: tensor
         layout = tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -69,7 +71,7 @@ class Keep:
 
 
 def row_tiles(rows: int, tile_rows: int) -> list[slice]:
-    """Return tiles of about equal size with at most `tile_rows` rows, which cover all rows."""
+    """Return tiles of about equal size, with at most `tile_rows` rows each, that cover all rows."""
     count = -(-rows // tile_rows)
     size = -(-rows // count)
     if tile_rows >= ROW_MULTIPLE:
@@ -80,7 +82,8 @@ def row_tiles(rows: int, tile_rows: int) -> list[slice]:
 def tiled_layer(
     h_TD: Tensor, anchor: Tensor, parts: TiledParts, tiles: Sequence[slice], keep: Keep
 ) -> Tensor:
-    """Compute a layer tile by tile. `anchor` is a scalar that requires a gradient and never gets one."""
+    """Return the output of a layer, computed tile by tile. `anchor` is a scalar that requires a gradient and
+    never gets one: it makes autograd record the layer."""
     if not torch.is_grad_enabled():
         return _LayerPass(parts, tiles, keep).output(h_TD)
     output: Tensor = _TiledLayer.apply(h_TD, anchor, _LayerPass(parts, tiles, keep))
@@ -106,7 +109,7 @@ class _FrontGraph:
     h_TD: Tensor
     """Input of the tile, a leaf tensor of autograd."""
     outputs: tuple[GradientEdge, ...]
-    """The residual, queries, keys and values. Their values are not kept."""
+    """The residual, queries, keys and values, as nodes of the autograd graph. Their values are not kept."""
 
 
 @dataclass(slots=True)
@@ -156,7 +159,7 @@ class _LayerPass:
         return self._collected(h_TD, self._rest_graphs(h_TD, seen_THE))
 
     def backward(self, dout_TD: Tensor) -> Tensor:
-        """Return the gradient of the input, and add to the gradients of the adapters."""
+        """Return the gradient of the layer's input, and add to the gradients of the adapters."""
         assert self._input is not None
         h_TD, keep = self._input(), self._keep
         if keep.host is not None:
@@ -193,7 +196,8 @@ class _LayerPass:
         return dh_TD
 
     def _front(self, h_TD: Tensor, graphs: list[_FrontGraph] | None = None) -> Qkv:
-        """Return queries, keys and values of all rows, and append the graph of every tile to `graphs`."""
+        """Run the front of all tiles. Return queries, keys and values of all rows, and append the autograd
+        graph of every tile to `graphs` if given."""
         whole: list[Tensor] = []
         for rows in self._tiles:
             leaf_TD = _leaf(h_TD[rows])
@@ -250,7 +254,7 @@ class _KeptAttention:
         return cls(edge, saved.pack(seen_THE), saved, gradients), seen_THE
 
     def output(self) -> Tensor:
-        """Return the output of attention, which the device or the host has kept since the forward."""
+        """Return the output of attention, which has been kept on the device or the host since the forward."""
         return self.saved.unpack(self._output)
 
     def backward(self, dseen_THE: Tensor) -> list[Tensor]:
@@ -260,10 +264,11 @@ class _KeptAttention:
 
 
 class _SavedTensors:
-    """The tensors that the graph of attention saves, without queries, keys and values, which are given again
-    before the backward. Large tensors are kept on the device or on the host.
+    """The tensors that the autograd graph of attention saves, except queries, keys and values, which are
+    provided again before the backward. Large tensors are kept on the device or on the host.
 
-    The graph refers to this object, which must therefore not refer to the graph."""
+    The graph refers to this object, which must therefore not refer to the graph.
+    """
 
     def __init__(self, qkv: Qkv, keep: Keep) -> None:
         self.qkv: Qkv | None = None
@@ -301,14 +306,14 @@ class _SavedTensors:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A saved tensor, as a view of a storage that is kept elsewhere."""
+    """A tensor saved by autograd, described as a view of a storage that is kept elsewhere."""
 
     address: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     given: int | None = None
-    """Index among queries, keys and values. None for another tensor."""
+    """Index of the tensor among queries, keys and values. None for another tensor."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Saved:
@@ -317,7 +322,8 @@ class _Saved:
 
 
 class _Given(torch.autograd.Function):
-    """Returns its tensors. The backward puts their gradients into a list, so that the graph holds no leaf."""
+    """A function whose forward returns its tensors unchanged. Its backward puts their gradients into a list,
+    so that the graph holds no leaf tensors."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, gradients: list[Tensor], *given: Tensor) -> tuple[Tensor, ...]:

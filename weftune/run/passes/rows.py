@@ -1,4 +1,4 @@
-"""Microbatches on the device: padded to a number of rows, with the job of each row.
+"""Microbatches on the device: they are padded to a number of rows, and the job of each row is known.
 
 Shapes: T rows, S supervised rows.
 """
@@ -33,30 +33,30 @@ if TYPE_CHECKING:
     from weftune.run.passes.scorer import Scores
 
 LEAST = 64
-"""Smallest bucket of sample lengths, in tokens."""
+"""Smallest bucket of sample lengths, in tokens. Lengths are rounded up to their bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaidMicrobatch:
-    """A microbatch on the device, with its supervised rows and each segment's first index among them."""
+    """A microbatch on the device, padded, with the indices of its supervised rows."""
 
     microbatch: Microbatch
     token_index: NDArray[np.int64]
-    """Counter of each row for the random numbers of dropout, on the host."""
+    """Counter of each row, from which the random numbers of dropout are computed, on the host."""
     rows_S: Tensor
     sections: list[int]
     supervised: NDArray[np.int64]
     """Indices of the supervised rows, on the host."""
 
     def supervised_in(self, start: int, stop: int) -> int:
-        """Return the number of supervised rows from `start` to `stop`."""
+        """Return the number of supervised rows among the rows from `start` to `stop`."""
         first, end = np.searchsorted(self.supervised, (start, stop))
         return int(end - first)
 
 
 def lay(microbatch: Microbatch, rows: int, device: torch.device, context: int = 0) -> LaidMicrobatch:
-    """Pad a microbatch to `rows` rows and copy it to the device, without waiting for the device. A sample may
-    be padded to at most `context` rows."""
+    """Pad a microbatch to `rows` rows and copy it to the device, without waiting for the device. The only
+    sample of a microbatch may be padded to at most `context` rows (see `padded`)."""
     rows_S = (microbatch.targets_T != IGNORED).nonzero().squeeze(1)
     begins = torch.tensor([segment.start for segment in microbatch.segments[1:]], dtype=rows_S.dtype)
     sections = torch.searchsorted(rows_S, begins).tolist()
@@ -67,9 +67,9 @@ def lay(microbatch: Microbatch, rows: int, device: torch.device, context: int = 
 
 
 def padded(microbatch: Microbatch, rows: int, context: int = 0) -> Microbatch:
-    """Return the microbatch padded to `rows` rows, by samples no longer than its longest sample. The only
-    sample of a microbatch is itself padded, up to `context` rows: no row attends to a later one, and the
-    attention of a single sample has faster kernels."""
+    """Return the microbatch padded to `rows` rows with additional samples, which are no longer than its
+    longest sample. If it has only one sample, that sample is itself padded, up to `context` rows: no row
+    attends to a later one, and the attention of a single sample has faster kernels."""
     missing, lengths = rows - microbatch.rows, microbatch.sample_lengths
     if missing <= 0:
         return microbatch
@@ -90,7 +90,7 @@ def padded(microbatch: Microbatch, rows: int, context: int = 0) -> Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The job of each row of a microbatch, and the boundaries of its samples."""
+    """The assignment of a microbatch's rows to jobs, and the boundaries of its samples."""
 
     rows: Rows | None
     pack: Pack
@@ -99,8 +99,8 @@ class Membership:
 def membership_of(
     base: Base, banks: Banks, laid: LaidMicrobatch, route: Route, in_tiles: bool = False
 ) -> Membership:
-    """Return the job of each row and the sample boundaries, which are the same for every stage. If
-    `in_tiles`, the jobs of rows are found tile by tile instead."""
+    """Return the assignment of rows to jobs and the sample boundaries, which are the same for every stage. If
+    `in_tiles`, rows are assigned to jobs later, tile by tile."""
     rows = None
     if route is Route.tiled and not in_tiles:
         rows = Rows.empty(laid.microbatch.rows, banks.slots, base.device)
@@ -114,7 +114,7 @@ def membership_of(
 
 
 def _prefixed(microbatch: Microbatch, jobs: Sequence[tuple[Segment, int]]) -> tuple[list[int], list[slice]]:
-    """Return the number of prefix keys of each sample, and the slice of samples of each job."""
+    """Return the number of prefix keys of each sample, and for each job the range of its samples."""
     begins = [0, *accumulate(microbatch.sample_lengths)][:-1]
     counts, samples = [0] * len(begins), []
     for segment, keys in jobs:
@@ -125,11 +125,11 @@ def _prefixed(microbatch: Microbatch, jobs: Sequence[tuple[Segment, int]]) -> tu
 
 
 def as_captured(packed: Pack, context: int) -> Pack:
-    """Return the pack as a captured pass has it: the number of samples is rounded up to its bucket with empty
-    samples, and so is the longest length, unless all samples are equally long.
+    """Return the pack (the boundaries of samples) as a captured pass has it: the number of samples is rounded
+    up to its bucket with empty samples, and so is the longest length, unless all samples are equally long.
 
-    A deterministic backward of attention sums in an order that depends on the number of samples. So captured
-    and uncaptured passes give the same result.
+    A deterministic backward of attention sums in an order that depends on the number of samples. With this
+    pack, captured and uncaptured passes give the same result.
     """
     if packed.even:
         return packed
@@ -145,13 +145,13 @@ def bucket(value: int, least: int) -> int:
 
 
 def longest_bucket(longest: int, context: int) -> int:
-    """Return the bucket of the longest sample's length, at most the base's context."""
+    """Return the bucket of the longest sample's length, which is at most the base's context."""
     return min(context, bucket(longest, LEAST))
 
 
 @dataclass(frozen=True, slots=True)
 class StageVisit:
-    """One microbatch at one stage, by their indices."""
+    """A visit of a microbatch to a stage, given by the index of each."""
 
     microbatch: int
     stage: int
@@ -161,14 +161,15 @@ Held = TypeVar("Held")
 
 
 def renumbered(held: Mapping[StageVisit, Held], numbers: Mapping[int, int]) -> dict[StageVisit, Held]:
-    """Return the map with new indices of microbatches; `numbers` maps each old index to the new one."""
+    """Return the map with the new indices of microbatches as keys; `numbers` maps each old index to the new
+    one."""
     return {StageVisit(numbers[at.microbatch], at.stage): one for at, one in held.items()}
 
 
 @dataclass(slots=True)
 class TimedPass:
-    """The device time of a microbatch in the stages of this worker, without the time between stages. It holds
-    no tensors, since it is kept longer than the pass."""
+    """The device time of a microbatch's passes over the stages of this worker, without the time between
+    stages. It holds no tensors, since it is kept longer than the pass."""
 
     plan: MicrobatchPlan
     training: bool
@@ -185,20 +186,21 @@ class InFlight:
     laid: LaidMicrobatch
     timed: TimedPass
     sample_keys: SampleKeys | None = None
-    """Keys and values of the sample, if the microbatch is a chunk of it."""
+    """Keys and values of a long sample, if the microbatch is a chunk of it."""
     scores: Scores | None = None
     """Losses of the microbatch, once it has passed the model's last stage on this worker."""
     _membership: Membership | None = None
 
     def membership(self, adapted: AdaptedBase, in_tiles: bool = False) -> Membership:
-        """Return the job of each row and the sample boundaries, computed at first use."""
+        """Return the assignment of rows to jobs and the sample boundaries, computed at first use."""
         if self._membership is None:
             found = membership_of(adapted.base, adapted.banks, self.laid, adapted.route, in_tiles)
             self._membership = found if self.sample_keys is None else self._with_keys(found, adapted.banks)
         return self._membership
 
     def _with_keys(self, membership: Membership, banks: Banks) -> Membership:
-        """Return the membership of a chunk, which attends to the keys of earlier chunks."""
+        """Return the membership of a chunk, in which rows also attend to the keys of the sample's earlier
+        chunks."""
         chunk = self.timed.plan.chunk
         assert chunk is not None
         assert chunk.chunk_start is not None

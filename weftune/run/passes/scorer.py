@@ -1,5 +1,7 @@
 """Losses and scores of every job, computed from the last hidden states by the job's objective.
 
+Mismatched samples, for the KL term of KTO, are prompts with the completion of another sample.
+
 Shapes: T rows of a microbatch, D hidden width, S supervised rows among them, B samples of a segment.
 """
 
@@ -26,7 +28,8 @@ from weftune.run.passes.rows import LaidMicrobatch
 from weftune.run.training.state import EvaluationSums
 
 PURPOSES = "batch", "held_out"
-"""Values of `Segment.kl_of` for mismatched samples."""
+"""Values of `Segment.kl_of` for mismatched samples: whether they belong to a global batch or to held-out
+samples."""
 
 
 @dataclass(slots=True)
@@ -35,17 +38,17 @@ class Scores:
 
     segments: tuple[Segment, ...]
     leaf_TD: Tensor | None
-    """Last hidden states, as the leaf tensor with respect to which losses are differentiated. None after
+    """Last hidden states, detached, with respect to which losses are differentiated. None after
     `gradient_TD`."""
     losses: list[Tensor]
     correct: list[Tensor]
     metrics: list[Tensor | None]
-    """Metrics of each segment's objective, [M], as parts of the means over the global batch. None for
+    """Metrics of each segment's objective, [M], as contributions to the means over the global batch. None for
     supervised fine-tuning."""
 
     def gradient_TD(self, dead: Collection[str] = ()) -> Tensor:
-        """Return the gradient of all losses at the last hidden states, once, and drop the hidden states. The
-        gradient is 0 in rows of dead jobs."""
+        """Return the gradient of all losses at the last hidden states, and drop the hidden states; call this
+        once. The gradient is 0 in rows of the jobs in `dead`, which have failed."""
         leaf_TD, self.leaf_TD = self.leaf_TD, None
         assert leaf_TD is not None
         alive = [
@@ -62,43 +65,45 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A segment with its log-probabilities."""
+    """A segment with the log-probabilities of its targets."""
 
     segment: Segment
     scores: SampleScores
     """Log-probabilities, with sample boundaries unless the objective is supervised fine-tuning."""
     correct_S: Tensor
     last_rows: list[int]
-    """Last row of each sample; empty for supervised fine-tuning."""
+    """Index of the last row of each sample; empty for supervised fine-tuning."""
 
 
 class Scorer:
-    """Computation of losses on the worker with the last stage; other workers have no head."""
+    """Computes losses on the worker that holds the last stage. Other workers have no head."""
 
     def __init__(
         self, head: Head | None, own_rows: Callable[[Segment], HeadRows | None] = lambda segment: None
     ) -> None:
-        """`own_rows` returns the rows by which a segment's adapter replaces rows of the head, or None."""
+        """`own_rows` returns the rows of the head that a segment's adapter replaces by trained ones, or
+        None."""
         self._head, self._own_rows = head, own_rows
         self.objectives: dict[str, Objective] = {}
-        """Maps each job to its objective, except jobs with supervised fine-tuning."""
+        """Maps each job to its objective. Jobs with supervised fine-tuning are left out."""
         self.scalar_heads: dict[str, ScalarHead] = {}
         self._log_ratios: dict[tuple[str, str, int], list[float]] = {}
-        """Maps (job, purpose, step) to the log-probabilities of mismatched samples after this step, less
-        those of the reference policy."""
+        """Maps (job, purpose, step) to a list for the mismatched samples that are scored after this step: the
+        log-probability of each, less that of the reference policy."""
 
     def attach_head(self, banks: Banks, job: str) -> None:
-        """Use the scalar head of an attached job, if this worker has one of it."""
+        """Use the scalar head of an attached job, as in reward models, if it has one on this worker."""
         attached, name = banks.attached[job], (SCORE, HEAD)
         if name in attached.read:
             self.scalar_heads[job] = ScalarHead(attached.read[name], attached.totals[name], banks.anchor)
 
     def begin_window(self) -> None:
-        """Forget the scores of mismatched samples: they are used in the window in which they were found."""
+        """Forget the scores of mismatched samples, which are used only in the window in which they were
+        computed."""
         self._log_ratios.clear()
 
     def note_mismatched(self, scored: Sequence[Sequence[float]], laid: LaidMicrobatch) -> None:
-        """Keep the scores of mismatched samples, given by segment, for the losses that follow."""
+        """Store the scores of mismatched samples, given by segment, for the losses that follow."""
         references_S = laid.microbatch.references_S
         known = iter([] if references_S is None else references_S.tolist())
         for segment, logprobs in zip(laid.microbatch.segments, scored, strict=True):
@@ -108,19 +113,19 @@ class Scorer:
                 self._log_ratios.setdefault(key, []).extend(ratios)
 
     def kl_sums(self, job: str, step: int) -> list[float]:
-        """Return sum and number of what has been noted for a job after a step: for the next global batch,
-        then for the held-out samples."""
+        """Return four numbers for the mismatched samples of a job after a step: sum and number of their
+        stored values for the next global batch, then sum and number for the held-out samples."""
         noted = [self._log_ratios.get((job, purpose, step), []) for purpose in PURPOSES]
         return [value for ratios in noted for value in (math.fsum(ratios), float(len(ratios)))]
 
     def note_kl_sums(self, job: str, step: int, sums: Sequence[float]) -> None:
-        """Replace what has been noted after a step by sums over all replicas, ordered as in `kl_sums`."""
+        """Replace the values stored after a step by their sums over all replicas, ordered as in `kl_sums`."""
         for purpose, total, count in zip(PURPOSES, sums[::2], sums[1::2], strict=True):
             if count:
                 self._log_ratios[job, purpose, step] = [total / count]
 
     def _kl(self, job: str, purpose: str, step: int) -> float:
-        """Return the KL term of a job's loss; its value does not depend on how samples were packed."""
+        """Return the KL term of a job's loss. Its value does not depend on how samples were packed."""
         ratios = self._log_ratios.get((job, purpose, step), [math.nan])
         mean = math.fsum(ratios) / len(ratios)
         return mean if math.isnan(mean) else max(0.0, mean)
@@ -132,8 +137,8 @@ class Scorer:
         supervised: Callable[[Segment], int],
         counts: Callable[[Segment], tuple[int, ...]] = lambda segment: (),
     ) -> Scores:
-        """Return training losses. `supervised` returns the number of supervised tokens of a segment's whole
-        global batch, and `counts` those of each of its samples."""
+        """Return the training losses of all segments. `supervised` returns the number of supervised tokens of
+        a segment's whole global batch, and `counts` the number for each of its samples."""
         segments = laid.microbatch.segments
         if leaf_TD.is_cuda and not any(segment.job in self.objectives for segment in segments):
             return self.score_together(leaf_TD, laid, supervised)
@@ -157,8 +162,8 @@ class Scorer:
     def score_together(
         self, leaf_TD: Tensor, laid: LaidMicrobatch, supervised: Callable[[Segment], int]
     ) -> Scores:
-        """Return the losses of jobs that all use supervised fine-tuning, with a few kernel launches in total:
-        with a thousand jobs in a microbatch, separate launches would take longer than the head."""
+        """Return the losses of jobs that all use supervised fine-tuning, with a few kernel launches in total.
+        With a thousand jobs in a microbatch, separate launches would take longer than the head itself."""
         segments = laid.microbatch.segments
         logprobs_S, correct_S = self._logprobs(leaf_TD, laid)
         edges = [0, *laid.sections, len(logprobs_S)]
@@ -217,7 +222,8 @@ class Scorer:
         ]
 
     def _samples(self, one: _Scored, h_TD: Tensor, purpose: Literal["batch", "held_out"]) -> SampleScores:
-        """Return the scores of a segment in the form that its objective needs."""
+        """Return the log-probabilities of a segment with what else its objective needs. `purpose` says
+        whether the samples are for training or evaluation."""
         job = one.segment.job
         if job not in self.objectives:
             return one.scores
@@ -232,7 +238,8 @@ class Scorer:
         return scores if head is None else replace(scores, values_B=head.values(h_TD[one.last_rows]))
 
     def _scored(self, h_TD: Tensor, laid: LaidMicrobatch) -> Iterator[_Scored]:
-        """Yield each segment's log-probabilities, and whether each target was the likeliest token."""
+        """Yield each segment with the log-probability of each target, and whether the target was the
+        likeliest token."""
         logprobs_S, correct_S = self._logprobs(h_TD, laid)
         parts = logprobs_S.tensor_split(laid.sections), correct_S.tensor_split(laid.sections)
         for segment, own_S, own_correct_S in zip(laid.microbatch.segments, *parts, strict=True):

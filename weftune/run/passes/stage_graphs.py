@@ -2,7 +2,7 @@
 
 A stage's weights and the adapters' tensors never change their address, so a graph is captured for a stage, a
 kind of visit and a key (`graph_inputs.py`). Inputs and results of a visit are in buffers that all graphs
-share; everything else belongs to one visit at a time, in one pool.
+share. All other memory belongs to one visit at a time, in one pool.
 
 A visit is captured in the second round in which it occurs: the first runs uncaptured, to compile and tune
 kernels. Uncaptured passes need memory in addition to the pool, which the plan does not count: if both do not
@@ -32,14 +32,16 @@ from weftune.run.passes.plain import PlainPasses
 from weftune.run.passes.rows import InFlight, LaidMicrobatch, Membership, StageVisit
 
 MOST_KEYS = 8
-"""Maximum number of keys; beyond it the least recently used one is dropped, with the graphs of all stages."""
+"""Maximum number of keys. Beyond it, the least recently used key is dropped, with its graphs of all
+stages."""
 
 
 class VisitKind(Enum):
     forward = auto()
-    """A forward of which only the result is kept."""
+    """A forward of which only the output is kept."""
     turn = auto()
-    """A visit to the last stage: a forward that is kept, then head and loss, then the backward."""
+    """A visit to the last stage: a forward whose activations are kept, then head and loss, then the
+    backward."""
     backward = auto()
     """A recomputed forward, then the backward."""
 
@@ -50,7 +52,8 @@ GraphVisit = tuple[VisitKind, int]
 
 @dataclass(slots=True)
 class _Known:
-    """The input tensors of one key, the round in which each visit first occurred, and captured graphs."""
+    """The state of one key: its input tensors, the round in which each visit first occurred, and the captured
+    graphs."""
 
     feed: GraphInputs
     met: dict[GraphVisit, int] = field(default_factory=dict)
@@ -64,11 +67,11 @@ class StageGraphs:
         """Keys whose graphs did not fit into memory."""
         self._whole, self._stages, self._banks, self._pool = whole, stages, banks, pool
         self._h_TD, self._dh_TD = self._empty(0), self._empty(0)
-        """Buffers through which graphs receive and return hidden states and gradients (`StageGraph`)."""
+        """Buffers through which graphs receive and return hidden states and gradients (see `StageGraph`)."""
         self._known: dict[GraphKey, _Known] = {}
         self._round = 0
         self._plain_round = -1
-        """Last round in which graphs were dropped to make room."""
+        """Last round in which all graphs were dropped to make room for an uncaptured pass."""
 
     def reserve(self, rows: int) -> None:
         """Allocate buffers for microbatches of up to this many rows."""
@@ -86,7 +89,7 @@ class StageGraphs:
 
     def serve(self, kind: VisitKind, stage: int, flight: InFlight) -> StageGraph | None:
         """Return the graph for a microbatch's visit to a stage, or None if the visit runs uncaptured. The
-        time of a visit that compiles or captures is marked as not settled."""
+        time of a visit that compiles or captures is marked as not typical (`TimedPass.settled`)."""
         laid, visit = flight.laid, (kind, stage)
         key = key_of(laid, self._banks, NOTHING, self._whole.shape.context)
         if not self._banks.is_capturable(laid.microbatch):
@@ -145,7 +148,7 @@ class StageGraphs:
 
 
 class StageGraph:
-    """CUDA graphs of one kind of visit to one stage, with the methods of `Plain`."""
+    """The CUDA graphs of one kind of visit to one stage. It has the methods of `Plain`."""
 
     def __init__(
         self,
@@ -157,8 +160,9 @@ class StageGraph:
         dh_TD: Tensor,
         pool: Pool,
     ) -> None:
-        """`h_TD` holds the input of the stage, then the output of a forward; `dh_TD` holds the incoming, then
-        the outgoing gradient. The last stage's output is kept in `dh_TD` until its gradient is known."""
+        """`h_TD` holds the input of the stage and, after a forward, its output. `dh_TD` holds the gradient of
+        the output and, after a backward, that of the input. The last stage's output is kept in `dh_TD` until
+        its gradient is known."""
         self._base, self._banks, self._inputs = base, banks, feed
         self._h_TD, self._dh_TD = h_TD, dh_TD
         self._given_TD: Tensor | None = None
@@ -183,12 +187,12 @@ class StageGraph:
         return self._h_TD.clone()
 
     def forward(self) -> Tensor:
-        """Return the output; it stays valid until `backward`."""
+        """Replay the forward and return the output, which stays valid until `backward`."""
         self._forward()
         return self._dh_TD
 
     def backward(self, dh_TD: Tensor) -> None:
-        """Run the backward; a forward that was not kept is recomputed first."""
+        """Replay the backward. A forward that was not kept is recomputed first."""
         self._dh_TD.copy_(dh_TD)
         self._backward()
 

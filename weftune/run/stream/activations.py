@@ -1,5 +1,5 @@
-"""Inputs of stages from their forward to their backward: kept on the device, or offloaded to host memory and
-fetched back in time.
+"""Storage of stages' inputs from their forward to their backward: they are kept on the device, or offloaded
+to host memory and fetched back in time.
 
 Shapes: G stages with kept inputs, R rows of a round, T rows of a microbatch, D hidden width.
 """
@@ -21,42 +21,44 @@ from weftune.run.passes.rows import StageVisit, renumbered
 
 
 class KeptActivations:
-    """Inputs of this worker's stages, kept on the device from forward to backward. Outputs for another
-    worker's stage wait here until they are sent."""
+    """Keeps the inputs of this worker's stages on the device from forward to backward. Outputs for another
+    worker's stage are kept until they are sent."""
 
     def __init__(self, own: Collection[int]) -> None:
-        """`own` are this worker's stages."""
+        """`own` are the indices of this worker's stages."""
         self._own = frozenset(own)
         self._here: dict[StageVisit, Tensor] = {}
         self._gradients: dict[StageVisit, Tensor] = {}
         self._outgoing: dict[tuple[StageVisit, Payload], Tensor] = {}
 
     def reserve(self, rows: int) -> None:
-        """Allocate memory for rounds of `rows` rows; nothing is in flight."""
+        """Allocate memory for rounds of up to `rows` rows. No microbatch may be in flight."""
 
     def give(self, to: StageVisit, given_TD: Tensor, returns: bool = True) -> None:
-        """Store the output of the stage before; `returns` is whether the microbatch has a backward."""
+        """Store the output of the previous stage, which is the input of the visit `to`. `returns` says
+        whether the microbatch has a backward."""
         if to.stage in self._own:
             self._here[to] = given_TD
         else:
             self._outgoing[to, "activation"] = given_TD
 
     def read(self, by: StageVisit) -> Tensor:
-        """Return the input, readable by compute."""
+        """Return the input of a visit. The compute stream waits until it can be read."""
         return self._here[by]
 
     def passed(self, by: StageVisit) -> None:
-        """Note that the stage has finished its forward; its backward is still to come."""
+        """Record that a stage has finished its forward of a microbatch, whose backward is still to come."""
 
     def bring(self, to: StageVisit) -> None:
-        """Announce that this is the microbatch's next backward here."""
+        """Announce that the next backward on this worker is that of this visit, so that its input is fetched
+        in time."""
 
     def drop(self, by: StageVisit) -> None:
-        """Drop an input: the stage has finished its backward, or the microbatch has none."""
+        """Drop the input of a visit: the stage has finished its backward, or the microbatch has none."""
         del self._here[by]
 
     def give_gradient(self, to: StageVisit, dh_TD: Tensor) -> None:
-        """Store the gradient from the stage after."""
+        """Store the gradient from the following stage, which starts the backward of the visit `to`."""
         if to.stage in self._own:
             self._gradients[to] = dh_TD
         else:
@@ -75,13 +77,14 @@ class KeptActivations:
         self._gradients = renumbered(self._gradients, numbers)
 
     def forget(self) -> None:
-        """Drop an unfinished round. Tensors computed for other workers are still sent to them."""
+        """Drop everything that belongs to an unfinished round, except tensors computed for other workers,
+        which are still sent."""
         self._here.clear()
         self._gradients.clear()
 
 
 class OffloadedActivations:
-    """Inputs that are on the device only around the visits that read them.
+    """Keeps inputs on the device only around the visits that read them, and in host memory in between.
 
     An input is copied to the host as soon as it is computed, so that the copy has a whole visit's time, and
     is dropped from the device after its stage's forward. It is fetched during its microbatch's backward
@@ -96,15 +99,16 @@ class OffloadedActivations:
         self.width, self._dtype, self._device = whole.shape.hidden, whole.dtype, whole.device
         self._copies = HostCopies(self._device, waited)
         self._away: set[StageVisit] = set()
-        """Inputs that have been offloaded, or are about to be, and will be fetched back."""
+        """Visits whose inputs have been offloaded or are being offloaded, and have not been fetched back
+        yet."""
         self._rows: dict[int, slice] = {}
-        """Maps each microbatch to its rows on the host, the same for every stage."""
+        """Maps each microbatch to its range of rows on the host, which is the same for every stage."""
         self._host_GRD = torch.empty(0)
         self._allocate(part.layout.offloaded_rows)
 
     @property
     def reserved_rows(self) -> int:
-        """Number of rows of a round that the host has room for."""
+        """Number of rows of a round for which host memory is allocated."""
         return self._host_GRD.shape[1]
 
     def reserve(self, rows: int) -> None:
@@ -113,7 +117,8 @@ class OffloadedActivations:
             self._allocate(rows)
 
     def _allocate(self, rows: int) -> None:
-        """Allocate anew; the old tensors are freed first, so both need not fit at once."""
+        """Allocate host memory for rounds of `rows` rows. The old memory is freed first, so that both need
+        not fit at once."""
         self._copies.finish()
         self._host_GRD = torch.empty(0)
         shape = (len(self._offloaded), rows, self.width)
@@ -131,7 +136,7 @@ class OffloadedActivations:
             self._copies.leave(to, given_TD, self._host_TD(to))
 
     def _host_TD(self, of: StageVisit) -> Tensor:
-        """Return an input's rows in host memory."""
+        """Return the rows in host memory of the input of a visit."""
         return self._host_GRD[self._offloaded.index(of.stage), self._rows[of.microbatch]]
 
     def read(self, by: StageVisit) -> Tensor:

@@ -1,11 +1,10 @@
-"""Steps whose state lives in host memory: it is copied to the device in pieces, updated there and copied back
-concurrently with passes, which wait for the Steps of their own jobs and stages and for nothing that was
-started later.
+"""Optimizer steps (Steps) whose state lives in host memory: it is copied to the device in pieces, updated
+there and copied back, concurrently with passes. A pass waits only for the Steps of its own jobs and stages.
 
-Adapters that travel with their stage are in host memory with their gradients and weights. If only the
-optimizer is offloaded, master weights and moments are, and the device keeps gradients and weights. Pieces of
-several jobs are updated together: launched one by one, they would take more of the host's time than of the
-device's.
+If adapters travel with their stage, their gradients and weights are in host memory, too. If only the
+optimizer is offloaded, master weights and moments are in host memory, and the device keeps gradients and
+weights. Pieces of several jobs are updated together: launched one by one, they would take more of the host's
+time than of the device's.
 
 Only the device writes a job's state between `begin` and the end of its last piece.
 
@@ -28,20 +27,22 @@ from weftune.run.training.state import Training
 from weftune.run.training.steps import StepRequest, StepRun, close_batches
 
 ALIGNMENT = 64
-"""Alignment of pieces, in parameters. Torch's fused AdamW rounds the remainder at a vector's end differently:
-split at multiples of the processor's vector width, pieces get the same bits as the whole."""
+"""Number of parameters to a multiple of which pieces are aligned. Torch's fused AdamW rounds the remainder at
+a vector's end differently. Pieces that end at multiples of the processor's vector width get the same bits as
+the whole vector."""
 
 JobStage = tuple[str, int]
 """A job, and a stage in which it has parameters."""
 Events = tuple[torch.cuda.Event, ...]
-"""Events that must all be done."""
+"""Events that must all be done before some work begins."""
 Make = Callable[[Sequence[Update], Tensor | None], Tensor]
-"""A function that applies updates with factors on the device, and returns which weights are finite [J]."""
+"""A function that applies updates on the device, with optional clipping factors, and returns whether each
+job's new weights are finite [J]."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """The parameters `start` to `stop` of an adapter's flat vector, which are those of one stage."""
+    """The range `start` to `stop` of an adapter's flat vector that holds the parameters of one stage."""
 
     start: int
     stop: int
@@ -57,15 +58,16 @@ class StagePart:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Parameters of a part that are updated together."""
+    """Consecutive parameters of one stage that are updated together."""
 
     kept_range: StagePart
     computed_range: StagePart
-    """Range of `kept_range`, extended to multiples of ALIGNMENT: the extension is computed but not kept."""
+    """Range that is computed: `kept_range`, extended to multiples of ALIGNMENT. Results in the extension are
+    not kept."""
 
     @property
     def kept_offsets(self) -> StagePart:
-        """Kept range, relative to the start of the whole."""
+        """The kept range, as offsets from the start of the computed range."""
         return StagePart(
             self.kept_range.start - self.computed_range.start,
             self.kept_range.stop - self.computed_range.start,
@@ -73,7 +75,7 @@ class Piece:
 
 
 def split_part(part: StagePart, size: int) -> Iterator[Piece]:
-    """Yield the pieces of a part of a vector with this many parameters."""
+    """Yield the pieces of a part of a flat vector. `size` is the number of parameters of the whole vector."""
     first = part.start - part.start % ALIGNMENT
     for at in range(first, part.stop if part.size else first, PIECE):
         kept_range = StagePart(max(at, part.start), min(at + PIECE, part.stop))
@@ -86,18 +88,18 @@ def round_up(count: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PendingPart:
-    """The unfinished pieces of a job's Step in one stage; the job has index `job_index` in its run."""
+    """The unfinished pieces of a job's Step in one stage. `job_index` is the job's index in its `StepRun`."""
 
     run: StepRun
     job_index: int
     start: int
-    """First parameter of the stage."""
+    """Index of the first parameter of the stage in the flat vector."""
     pieces: list[Piece]
 
 
 @dataclass(frozen=True, slots=True)
 class _BufferedPiece:
-    """A piece and its position in a buffer."""
+    """A piece and its offset in a buffer on the device."""
 
     pair: JobStage
     part: _PendingPart
@@ -106,7 +108,7 @@ class _BufferedPiece:
 
     @property
     def update(self) -> Update:
-        """Update of the job, with the state that is on the host."""
+        """The job's update of this piece, with the state in host memory."""
         return self.part.run.updates[self.part.job_index]
 
     @property
@@ -115,7 +117,7 @@ class _BufferedPiece:
 
 
 class HostSteps:
-    """The Steps of all attached jobs."""
+    """The Steps of all attached jobs, with their state in host memory."""
 
     def __init__(
         self,
@@ -123,25 +125,26 @@ class HostSteps:
         apply_updates: Make = update,
         device_weights: Callable[[str, int], Tensor | None] | None = None,
     ) -> None:
-        """`apply_updates` applies the updates. `device_weights` returns the device's memory for a job's
-        weights of a stage, to which new weights are copied too; None if gradients and weights stay on the
-        device."""
+        """`apply_updates` is the function that applies updates on the device. `device_weights` returns the
+        device's memory for a job's weights of a stage, to which new weights are copied too. It is None if
+        gradients and weights stay on the device."""
         self._device, self._apply_updates, self._device_weights = device, apply_updates, device_weights
         self.ring = PieceRing(device)
         self._parts: dict[str, Mapping[int, StagePart]] = {}
-        """Maps each job to its part of the flat vector in each stage."""
+        """Maps each job to a map from each stage to the stage's part of the flat vector."""
         self._stage_sizes: Counter[int] = Counter()
-        """Maps each stage to the total size of all jobs' pieces."""
+        """Maps each stage to the total number of parameters in all jobs' pieces."""
         self._pending: dict[JobStage, _PendingPart] = {}
         self._started: dict[JobStage, torch.cuda.Event] = {}
-        """Maps a job and stage to the event of its last started update, until a pass has waited for it."""
+        """Maps (job, stage) to the event after its last started update, until a pass has waited for the
+        event."""
         self._returned: dict[int, torch.cuda.Event] = {}
-        """Maps each stage to an event that is done when its last piece is back on the host."""
+        """Maps each stage to an event after which its last piece has been copied back to the host."""
 
     # -- jobs --------------------------------------------------------------------------------------------
 
     def attach(self, training: Training, parts: Mapping[int, StagePart]) -> None:
-        """Register a job, and allocate buffers for its pieces beside those of the others."""
+        """Register a job, and allocate space for its pieces in the device's buffers."""
         self._parts[training.job] = parts
         self._stage_sizes.update(_piece_sizes(parts, training.layout.size))
         capacity = min(PIECE, max(self._stage_sizes.values(), default=0))
@@ -171,9 +174,10 @@ class HostSteps:
         norm_J: Tensor,
         arrived: Callable[[], Events] | None = None,
     ) -> StepRun:
-        """Close the open batches and register their Steps, with gradients of these norms. The events of
-        `arrived` are done when the gradients, and everything else launched until it is called, are on the
-        host. None means that they stay on the device, and updates wait for the passes that computed them."""
+        """Close the open batches and register their Steps. `norm_J` are the norms of their gradients.
+        `arrived` returns events after which the gradients, and everything else launched until the call, are
+        on the host. If it is None, gradients stay on the device, and updates wait for the passes that
+        computed them."""
         run = close_batches(requests, norm_J, self._device)
         if arrived is not None:
             run.arrived = arrived()
@@ -191,19 +195,21 @@ class HostSteps:
         return (job, stage) in self._pending
 
     def pending_pairs(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return the pairs whose Steps have pieces that were not started."""
+        """Return those of the pairs (job, stage) whose Steps have pieces that have not been started."""
         return [pair for pair in pairs if pair in self._pending]
 
     def all_pending_pairs(self) -> list[JobStage]:
         return sorted(self._pending, key=lambda pair: (pair[1], pair[0]))
 
     def started_pairs(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return the pairs whose updates were started and that no pass has waited for yet."""
+        """Return those of the pairs (job, stage) whose updates have been started and that no pass has waited
+        for yet."""
         return [pair for pair in pairs if pair in self._started]
 
     def start(self, pairs: Iterable[JobStage], writable: Events = ()) -> None:
-        """Start these updates concurrently with other work of the device. New weights are copied to the host
-        and, once `writable`, to the device's memory for them. Readers wait with `wait_for_updates`."""
+        """Start the updates of these pairs concurrently with other work of the device. New weights are copied
+        to the host, and to the device's memory for them once the events in `writable` are done. Readers wait
+        with `wait_for_updates`."""
         if writable:
             with self.ring.updating():
                 _wait_for_events(writable)
@@ -221,7 +227,8 @@ class HostSteps:
             torch.cuda.current_stream().wait_event(event)
 
     def read_outcomes(self, run: StepRun) -> None:
-        """Start reading the outcomes of Steps that have all been started."""
+        """Start to copy the outcomes of Steps to the host. All pieces of these Steps must have been
+        started."""
         assert not any(part.run is run for part in self._pending.values()), "a Step is not all made"
         with self.ring.updating():
             # Not on the stream of the passes: those of the next round may already be queued there.
@@ -229,20 +236,20 @@ class HostSteps:
             run.read(torch.stack([torch.cat([none, *found]).all() for found in run.finite]))
 
     def wait(self) -> None:
-        """Wait until everything that was started is finished and on the host."""
+        """Wait until all started updates are finished and their state is on the host."""
         for returned in self._returned.values():
             returned.synchronize()
         self._started.clear()
 
     def wait_for_stage(self, stage: int) -> None:
-        """Make the current stream wait until the stage's updates are on the host."""
+        """Make the current stream wait until the updates of a stage have been copied to the host."""
         if (returned := self._returned.get(stage)) is not None:
             torch.cuda.current_stream().wait_event(returned)
 
     # -- pieces ------------------------------------------------------------------------------------------
 
     def _assign_buffers(self, pairs: Iterable[JobStage]) -> Iterator[list[_BufferedPiece]]:
-        """Yield the pieces of all pairs, buffer by buffer."""
+        """Yield lists of pieces of these pairs. The pieces of a list fit into one buffer."""
         buffered: list[_BufferedPiece] = []
         for pair in pairs:
             part = self._pending[pair]
@@ -285,7 +292,8 @@ class HostSteps:
     def _update(
         self, buffer: Buffer, buffered: Sequence[_BufferedPiece], on_device: Sequence[AdamState]
     ) -> None:
-        """Update the pieces in the buffer, and the weights that passes read."""
+        """Update the pieces in the buffer, and the weights that passes read. `on_device` is the state of each
+        piece in the buffer."""
         factors = [
             one.part.run.factor_J[one.part.job_index] for one in buffered if one.part.run.factor_J is not None
         ]
@@ -314,19 +322,21 @@ class HostSteps:
             )
 
     def _copied_in(self, states: Sequence[AdamState]) -> list[Tensor]:
-        """Return the vectors that are copied to the device. New weights are computed there."""
+        """Return the vectors of each state that are copied to the device. New weights are not among them,
+        since they are computed there."""
         count = 3 if self._device_weights is None else 4
         return [vector for state in states for vector in state.vectors[:count]]
 
     def _copied_out(self, states: Sequence[AdamState]) -> list[Tensor]:
-        """Return the optimizer state vectors to copy back to the host. Gradients are not copied: they are no
-        longer needed."""
+        """Return the vectors of each state that are copied back to the host. Gradients are not among them,
+        since they are no longer needed."""
         moved = [vector for state in states for vector in state.vectors[:3]]
         return moved if self._device_weights is None else [*moved, *(state.weights for state in states)]
 
 
 def _piece_sizes(parts: Mapping[int, StagePart], size: int) -> dict[int, int]:
-    """Return a map from each stage to the aligned size of a job's pieces there."""
+    """Return a map from each stage to the number of parameters in a job's pieces there, with alignment.
+    `size` is the number of parameters of the job."""
     return {
         stage: sum(round_up(piece.computed_range.size) for piece in split_part(part, size))
         for stage, part in parts.items()
@@ -339,37 +349,39 @@ def _wait_for_events(events: Events) -> None:
 
 
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy all at once: one by one, Python takes longer to launch small copies than the link to make them."""
+    """Copy all sources to their targets with one call. For small copies, separate calls from Python take
+    longer than the transfers."""
     torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Pieces of Steps on the device."""
+    """Memory on the device for pieces of Steps."""
 
     state: AdamState
     free: torch.cuda.Event | None = None
-    """Event that is done when its last content is back on the host."""
+    """Event after which the last content of the buffer has been copied back to the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class PieceLanes:
-    """Streams of a GPU beside the compute stream.
+    """Three CUDA streams beside the compute stream, for the pieces of Steps.
 
-    Updates have a separate stream: a matrix product occupies every multiprocessor, so an update waits for its
-    end, and the next copies must not wait with it.
+    Updates have a stream of their own, since an update waits while a matrix product occupies every
+    multiprocessor, and the next copies must not wait with it.
     """
 
     copy_in: torch.cuda.Stream
-    """Copies to the device."""
+    """Stream of copies to the device."""
     update: torch.cuda.Stream
-    """Updates of pieces that have arrived."""
+    """Stream of updates of pieces that have arrived on the device."""
     copy_out: torch.cuda.Stream
-    """Copies back to the host."""
+    """Stream of copies back to the host."""
 
 
 class PieceRing:
-    """Buffers used in rotation: while one is updated, another is filled and a third is copied back."""
+    """Buffers that are used in rotation: while one is updated, another is filled, and a third is copied
+    back."""
 
     def __init__(self, device: torch.device) -> None:
         self.buffers: list[Buffer] = []
@@ -386,7 +398,7 @@ class PieceRing:
         return len(self.buffers[0].state.master) if self.buffers else 0
 
     def replace_buffers(self, new: Callable[[], AdamState]) -> None:
-        """Replace the buffers by new ones; they must not be in use."""
+        """Replace the buffers by new ones, which `new` allocates. The old ones must not be in use."""
         self.buffers = []
         self.buffers = [Buffer(new()) for _ in range(PIECES)]
 
@@ -397,7 +409,8 @@ class PieceRing:
 
     @contextmanager
     def copying_in(self, buffer: Buffer) -> Iterator[None]:
-        """Run on the incoming stream, once the buffer is free; later updates wait for it."""
+        """Run the context on the stream of copies to the device, once the buffer is free. Updates launched
+        later wait for these copies."""
         if self.lanes is None:
             yield
             return
@@ -408,12 +421,12 @@ class PieceRing:
         self.lanes.update.wait_stream(self.lanes.copy_in)
 
     def updating(self) -> AbstractContextManager[object]:
-        """Run on the stream of updates."""
+        """Return a context that runs on the stream of updates."""
         return nullcontext() if self.lanes is None else torch.cuda.stream(self.lanes.update)
 
     @contextmanager
     def copying_out(self, buffer: Buffer) -> Iterator[None]:
-        """Run on the outgoing stream; the buffer is free afterwards."""
+        """Run the context on the stream of copies to the host, after which the buffer is free."""
         if self.lanes is None:
             yield
             return

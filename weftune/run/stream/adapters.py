@@ -1,8 +1,10 @@
-"""Adapters that live in host memory and travel with their stage.
+"""Adapters that live in host memory and are copied to the device and back with their stage (travelling
+adapters).
 
-On the device a job has room for the weights and the gradient of every resident stage and of every slot.
-Weights are copied in with the stage; the gradient is copied out with the stage or when a Step needs it.
-Master weights and moments are copied in only for their Steps (`adapter_steps.py`).
+On the device a job has memory for the weights and the gradient of every resident stage and of every slot.
+Streamed stages take turns in a slot. Weights are copied in with the stage; the gradient is copied out with
+the stage or when an optimizer step (Step) needs it. Master weights and moments are copied in only for Steps
+(`adapter_steps.py`).
 
 Shapes: J jobs.
 """
@@ -26,22 +28,23 @@ from weftune.run.stream.adapter_steps import JobStage, StagePart
 from weftune.run.training.state import Training
 
 OUTSIDE_STAGE = -1
-"""Stage number of sites before the first layer or after the last one, which stay on the device."""
+"""Number that stands for the sites before the first layer or after the last one, which stay on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class TravellingAdapter:
-    """One job's travelling adapter. Stages that take turns in a slot share their room on the device."""
+    """The device memory of one job's travelling adapter. Stages that take turns in a slot share that
+    memory."""
 
     training: Training
     parts: Mapping[int, StagePart]
     """Maps each stage to its part of the flat vector."""
     weights: Mapping[int, Tensor]
-    """Maps each stage to the room for its weights."""
+    """Maps each stage to the device memory for its weights."""
     gradient: Mapping[int, Tensor]
 
     def parameters(self) -> tuple[Parameters, Parameters]:
-        """Return the parameters that passes read and the gradients that they add to."""
+        """Return the parameters that passes read, and the gradients to which they add."""
         return self._views(self.weights), self._views(self.gradient)
 
     def _views(self, vectors: Mapping[int, Tensor]) -> dict[tuple[str, str], Tensor]:
@@ -58,24 +61,28 @@ class TravellingAdapter:
 
 
 class AdapterTransfers:
-    """All travelling adapters, and the stages that are on the device."""
+    """Copies of all travelling adapters between host and device. It records which stages are on the
+    device."""
 
     def __init__(self, part: WorkerLayout, device: torch.device, dtype: torch.dtype) -> None:
         self.part = part
         self.device, self.dtype = device, dtype
         self.adapters: dict[str, TravellingAdapter] = {}
         self._device_gradients: set[JobStage] = set()
-        """Jobs and stages of gradients that are on the device only."""
+        """Pairs (job, stage) whose gradient is on the device and has not been copied to the host."""
         self._squares: dict[str, list[Tensor]] = {}
-        """Maps each job to the sums of squares of the parts of its gradient that have left the device."""
+        """Maps each job to the sums of squares of those parts of its gradient that have been copied to the
+        host."""
         self._loaded_stages: dict[int, None] = {OUTSIDE_STAGE: None}
-        """Stages that are there, or will be after the work launched so far, in the order of their arrival."""
+        """Stages that are on the device, or will be once all work launched so far is done, in the order of
+        their arrival."""
         self._loaded_stages |= dict.fromkeys(
             stage for stage in part.own_stages if part.stages[stage].is_resident
         )
 
     def attach(self, training: Training) -> TravellingAdapter:
-        """Allocate a job's room on the device, filled for the stages that are there."""
+        """Allocate device memory for a job's adapter, and copy in the weights of the stages that are on the
+        device."""
         # In page-locked host memory, which the device reads and writes directly.
         vectors = training.state.vectors
         found = host_vectors([(len(vector), vector.dtype) for vector in vectors], self.device)
@@ -90,7 +97,7 @@ class AdapterTransfers:
         return adapter
 
     def _allocate(self, parts: Mapping[int, StagePart], dtype: torch.dtype) -> dict[int, Tensor]:
-        """Return room for each stage's part; stages that take turns in a slot share theirs."""
+        """Return device memory for each stage's part. Stages that take turns in a slot share memory."""
         shared: dict[tuple[str, int], list[int]] = {}
         for stage in parts:
             resident = stage == OUTSIDE_STAGE or self.part.stages[stage].is_resident
@@ -111,49 +118,50 @@ class AdapterTransfers:
     # -- with a stage ------------------------------------------------------------------------------------
 
     def load_weights(self, stage: int, is_unfinished: Callable[[str, int], bool]) -> None:
-        """Load a stage's adapters: the weights of every job whose Steps there are finished."""
+        """Copy a stage's adapter weights to the device, except those of jobs whose Step there is
+        unfinished."""
         self._loaded_stages[stage] = None
         self.copy_parts_in((job, stage) for job in self.adapters if not is_unfinished(job, stage))
 
     def sum_squares(self, stage: int) -> None:
-        """Sum the squares of gradients of a stage that is about to be evicted."""
+        """Compute the sums of squares of a stage's gradients before the stage is evicted."""
         self._sum_squares((job, stage) for job in self.adapters)
 
     def evict(self, stage: int) -> None:
-        """Evict a stage's adapters, with the gradients that were computed there."""
+        """Copy the gradients of a stage to the host, and mark the stage as evicted."""
         self.copy_gradients_out(stage)
         del self._loaded_stages[stage]
 
     def copy_gradients_out(self, stage: int) -> None:
-        """Copy to the host only the gradients of a stage."""
+        """Copy the gradients of a stage to the host. The stage stays on the device."""
         assert self.is_loaded(stage), f"stage {stage} is not in its place"
         self._copy_gradients_out((job, stage) for job in self.adapters)
 
     def note_backward(self, stage: int, jobs: Iterable[str]) -> None:
-        """Note that gradients of these jobs were added to in that stage."""
+        """Record that a backward has added to the gradients of these jobs in that stage."""
         self._device_gradients.update(self.pairs(stage, jobs))
 
     def pairs(self, stage: int, jobs: Iterable[str]) -> list[JobStage]:
-        """Return the parts that passes of these jobs over the stage read; at the first and last stage also
-        those outside all layers."""
+        """Return the pairs (job, stage) that passes of these jobs over the stage read. At the first and the
+        last stage they include the sites outside all layers."""
         stages = (stage, OUTSIDE_STAGE) if stage in (0, len(self.part.stages) - 1) else (stage,)
         return [(job, one) for job in jobs for one in stages]
 
     def is_loaded(self, stage: int) -> bool:
-        """Return whether the stage is on the device, or will be after the work launched so far."""
+        """Return whether the stage is on the device, or will be once all work launched so far is done."""
         return stage in self._loaded_stages
 
     # -- for a Step --------------------------------------------------------------------------------------
 
     def copy_all_gradients_out(self, jobs: Iterable[str]) -> None:
-        """Copy the gradients of all stages that are there to the host."""
+        """Copy the gradients of these jobs to the host, for all stages that are on the device."""
         pairs = [(job, stage) for job in jobs for stage in self._loaded_stages]
         self._sum_squares(pairs)
         self._copy_gradients_out(pairs)
 
     def gradient_norms(self, jobs: Sequence[str]) -> Tensor:
-        """Return the norms of gradients that are all on the host, in float64 [J]. If kernels are available,
-        the device has summed the squares before they were copied."""
+        """Return the norms of the jobs' gradients, in float64 [J]. All gradients must have been copied to the
+        host. If kernels are available, the device has summed the squares before the copies."""
         states = [self.adapters[job].training.state for job in jobs]
         if not kernels_available_on(self.device, states[0].gradient.dtype):
             self.wait()
@@ -165,15 +173,16 @@ class AdapterTransfers:
         return torch.stack(squares).sqrt()
 
     def device_weights(self, job: str, stage: int) -> Tensor | None:
-        """Return the device's room for the job's weights of a stage, or None while it is not there."""
+        """Return the device memory for the job's weights of a stage, or None if the stage is not on the
+        device."""
         return self.adapters[job].weights[stage] if self.is_loaded(stage) else None
 
     def copy_weights_in(self, jobs: Iterable[str]) -> None:
-        """Copy these jobs' weights to every stage that is there."""
+        """Copy these jobs' weights from the host to every stage that is on the device."""
         self.copy_parts_in((job, stage) for job in jobs for stage in self._loaded_stages)
 
     def copy_parts_in(self, pairs: Iterable[JobStage]) -> None:
-        """Copy weights from the host to stages that are there."""
+        """Copy the weights of the pairs (job, stage) from the host. The stages must be on the device."""
         for job, stage in pairs:
             adapter = self.adapters[job]
             assert self.is_loaded(stage), f"stage {stage} is not in its place"
@@ -182,7 +191,7 @@ class AdapterTransfers:
                 adapter.weights[stage].copy_(host, non_blocking=True)
 
     def drop_gradients(self, jobs: Iterable[str]) -> None:
-        """Drop unfinished gradients."""
+        """Set the gradients of these jobs to zero, because their global batches are dropped."""
         for job in jobs:
             for gradient in self.adapters[job].gradient.values():
                 gradient.zero_()
@@ -207,7 +216,8 @@ class AdapterTransfers:
                 self._squares[job].append(squares)
 
     def _copy_gradients_out(self, pairs: Iterable[JobStage]) -> None:
-        """Copy gradients to the host. A stage has one backward per round, so this is the whole gradient."""
+        """Copy the gradients of the pairs (job, stage) to the host. A stage has one backward per round, so a
+        copied gradient is the whole one of the round."""
         pairs = list(pairs)
         for job, stage in self._with_gradient(pairs):
             adapter = self.adapters[job]
@@ -223,7 +233,8 @@ class AdapterTransfers:
 
 
 def _stage_parts(layout: VectorLayout, part: WorkerLayout) -> Iterator[tuple[int, StagePart]]:
-    """Iterate over stages and their parts of the flat vector, whose sites are in the order of layers."""
+    """Return pairs of a stage and its part of the flat vector. The sites in the vector are in the order of
+    layers."""
     homes = [stage for stage, held in enumerate(part.stages) for _ in range(held.start, held.stop)]
     found: dict[int, StagePart] = {}
     at = 0

@@ -1,8 +1,9 @@
-"""Adapters whose master weights and moments live in host memory, while the weights that passes read and the
+"""Adapters whose master weights and moments live in host memory. The weights that passes read and the
 gradients that they add to stay on the device.
 
-For a Step, master weights and moments are copied to the device in pieces, updated there by the kernel of
-resident adapters, which also writes the new weights that passes read, and copied back (`adapter_steps.py`).
+For an optimizer step (Step), master weights and moments are copied to the device in pieces and updated there
+by the same kernel as those of resident adapters, which also writes the new weights that passes read. Then
+they are copied back (`adapter_steps.py`).
 
 Shapes: J jobs.
 """
@@ -23,12 +24,12 @@ from weftune.run.training.state import Training
 from weftune.run.training.steps import BatchSums, Outcome, StepRequest, StepsUnderway, outcome_over_workers
 
 STAGE = 0
-"""Index of the only stage of a base that stays on one device."""
+"""Index of the only stage. The base stays on one device."""
 
 
 class OffloadedOptimizer:
     def __init__(self, adapted: AdaptedBase, make: Make = update) -> None:
-        """`make` applies the updates."""
+        """`make` is the function that applies updates on the device."""
         self._adapted, self._resident = adapted, ResidentAdapters(adapted)
         self.roster = self._resident.roster
         self.device, self.home = adapted.base.device, torch.device("cpu")
@@ -64,7 +65,8 @@ class OffloadedOptimizer:
     # -- passes ------------------------------------------------------------------------------------------
 
     def use(self, stage: int, jobs: Collection[str], returning: bool) -> bool:
-        """Make unfinished Steps of these jobs first."""
+        """Finish the Steps of these jobs before their pass. Return whether the device may have to wait for
+        that."""
         if self._underway is None:
             return False
         pairs: list[JobStage] = [(job, STAGE) for job in jobs]
@@ -82,7 +84,7 @@ class OffloadedOptimizer:
             self.steps.start(self.steps.all_pending_pairs())
 
     def note_backward(self, stage: int, jobs: Collection[str]) -> None:
-        """Do nothing: gradients stay where they are."""
+        """Do nothing, because gradients stay on the device."""
 
     def leave(self, stage: int) -> None:
         raise AssertionError(f"stage {stage} stays")
@@ -100,7 +102,7 @@ class OffloadedOptimizer:
         return self._resident.sums(training)
 
     def step(self, requests: Sequence[StepRequest]) -> StepsUnderway:
-        """Register optimizer steps. Those of jobs in the next pass are made just before that pass, the others
+        """Register optimizer steps. Those of jobs in the next pass are made just before that pass, all others
         during it."""
         return self._begin(requests, gradient_norms([request.training.state for request in requests]))
 
@@ -115,7 +117,7 @@ class OffloadedOptimizer:
         return self._underway
 
     def _finish(self) -> None:
-        """Finish the requested Steps, and start reading their outcomes."""
+        """Finish the requested Steps, and start to copy their outcomes to the host."""
         if (underway := self._underway) is not None:
             with underway.count_time():
                 self._make_all()
@@ -130,7 +132,8 @@ class OffloadedOptimizer:
 
 
 def _offload_state(state: AdamState, device: torch.device) -> AdamState:
-    """Return a copy with master weights and moments in page-locked host memory, the rest on the device."""
+    """Return a copy of the state: master weights and moments are in page-locked host memory, all else is on
+    the device."""
     optimizer = (state.master, state.exp_avg, state.exp_avg_sq)
     home = host_vectors([(len(vector), vector.dtype) for vector in optimizer], device)
     master, exp_avg, exp_avg_sq = (to.copy_(vector) for to, vector in zip(home, optimizer, strict=True))

@@ -1,6 +1,6 @@
-"""Adapters that live in host memory. Weights are loaded with their stage, gradients are evicted with it, and
-Steps are made piece by piece before the passes that need them: those of a stage before its first pass in the
-next round.
+"""Adapters that live in host memory. Weights are loaded with their stage, and gradients are evicted with it.
+Optimizer steps (Steps) are made piece by piece: those of a stage are made before its first pass in the next
+round.
 
 Shapes: J jobs.
 """
@@ -34,7 +34,7 @@ from weftune.run.training.steps import (
 
 class TravellingAdapters:
     def __init__(self, adapted: AdaptedBase, weights: StreamedWeights, make: Make = update) -> None:
-        """`make` applies the updates."""
+        """`make` is the function that applies updates on the device."""
         self._adapted, self._resident = adapted, ResidentAdapters(adapted)
         self.roster = self._resident.roster
         base, self._weights, self._part = adapted.base, weights, weights.base.part
@@ -42,10 +42,11 @@ class TravellingAdapters:
         self.steps = HostSteps(base.device, make, self.transfers.device_weights)
         self.home = torch.device("cpu")
         self._returning: int | None = None
-        """Stage of the latest backward of a round, while it is in its place."""
+        """Stage of the latest backward in this round, until the stage is evicted or its gradients are
+        sent."""
         self._sent: torch.cuda.Event | None = None
-        """Event that is done when the last gradients of resident stages have been copied to the host. None
-        once the compute stream has waited for it."""
+        """Event after which the last gradients of resident stages have been copied to the host. None once the
+        compute stream has waited for the event."""
         self._underway: StepsUnderway | None = None
         weights.set_callbacks(self._load_adapters, self.transfers.evict)
 
@@ -92,7 +93,8 @@ class TravellingAdapters:
     # -- passes ------------------------------------------------------------------------------------------
 
     def use(self, stage: int, jobs: Collection[str], returning: bool) -> bool:
-        """Make unfinished Steps of these jobs in the stage first."""
+        """Finish the Steps of these jobs in the stage before their pass. Return whether the device may have
+        to wait for that. `returning` is True before a backward."""
         if self._underway is not None and not self._underway.is_used:
             stepping = {request.training.job for request in self._underway.requests}
             self._underway.is_used = not stepping.isdisjoint(jobs)
@@ -108,9 +110,9 @@ class TravellingAdapters:
         return waits
 
     def _send_gradients(self, stage: int) -> None:
-        """Copy gradients of a stage to the host, concurrently with the passes of other stages. Its backward
-        is finished: if it is resident, so that no Evict sends its gradients, the Step would wait for all of
-        them otherwise."""
+        """Copy the gradients of a stage to the host, concurrently with the passes of other stages. The
+        stage's backward must be finished. For a resident stage, which no Evict sends, the next Step would
+        otherwise wait for the copy of all its gradients."""
         self.transfers.sum_squares(stage)
         if (lanes := self.steps.ring.lanes) is None:
             self.transfers.copy_gradients_out(stage)
@@ -121,15 +123,16 @@ class TravellingAdapters:
             self._sent = lanes.copy_out.record_event()
 
     def _wait_for_gradients(self) -> None:
-        """Make the current stream wait until the gradients' tensors may be overwritten."""
+        """Make the current stream wait until the gradients have been copied, so that they may be
+        overwritten."""
         if self._sent is not None:
             torch.cuda.current_stream().wait_event(self._sent)
             self._sent = None
 
     def ask_ahead(self, stage: int, jobs: Collection[str]) -> None:
-        """Start unfinished Steps of this worker's stage and its next one while this one computes: those of
-        all jobs, since no pass has read there since, with these jobs first. The next stage is skipped if it
-        is not in its place yet."""
+        """Start unfinished Steps of a stage and of this worker's next stage while the device runs a pass over
+        the stage. The Steps of all jobs are started, those of `jobs` first. The next stage is skipped if it
+        is not on the device yet."""
         everybody = dict.fromkeys((*jobs, *self.roster.trainings))
         at = self._part.own_stages.index(stage)
         for one in self._part.own_stages[at : at + 2]:
@@ -147,7 +150,7 @@ class TravellingAdapters:
         self._returning = None
 
     def _load_adapters(self, stage: int) -> None:
-        """Load the adapters of a stage that is being loaded."""
+        """Load the adapters of a stage with the stage. Weights that are still to be updated are left out."""
         self.steps.wait_for_stage(stage)
         self.transfers.load_weights(stage, self.steps.is_unfinished)
 
@@ -155,15 +158,17 @@ class TravellingAdapters:
 
     @property
     def needs_previous_outcome(self) -> bool:
-        """Whether one of the jobs has been in a pass since, by which time outcomes are known."""
+        """Whether a pass has included one of the jobs since their Steps were requested. Their outcomes are
+        known then."""
         return self._underway is not None and self._underway.is_used
 
     def needs_outcome_before(self, stage: int) -> bool:
-        """Return whether this is the last stage: a job whose Step failed has no loss there."""
+        """Return whether the stage is the last one. There the outcomes must be known, because a job whose
+        Step failed has no loss."""
         return stage + 1 == len(self._part.stages)
 
     def step(self, requests: Sequence[StepRequest]) -> StepsUnderway:
-        """Register Steps. Those that a pass of the next round needs are made just before it, concurrently
+        """Register Steps. Each is made just before the pass of the next round that needs it, concurrently
         with the previous stage. Outcomes that have not been read yet are read together."""
         if self._underway is None:
             self._underway = StepsUnderway(self._adapted.base.device, self._finish)
@@ -192,7 +197,7 @@ class TravellingAdapters:
         self.transfers.copy_all_gradients_out(jobs)
 
     def _finish(self) -> None:
-        """Finish the requested Steps, and start reading their outcomes."""
+        """Finish the requested Steps, and start to copy their outcomes to the host."""
         if self.steps.all_pending_pairs():
             with self._count_waiting():
                 self._make_all()
@@ -206,7 +211,7 @@ class TravellingAdapters:
         self._underway = None
 
     def _make_all(self) -> None:
-        """Finish all Steps; afterwards everything is on the host."""
+        """Finish all Steps, and wait until their state is on the host."""
         with self._adapted.on_stream():
             for stage, pairs in groupby(self.steps.all_pending_pairs(), key=itemgetter(1)):
                 self.steps.start(list(pairs), self._weights.writable(stage))
@@ -214,7 +219,8 @@ class TravellingAdapters:
 
     @contextmanager
     def _count_waiting(self) -> Iterator[None]:
-        """Count the time in the context as waiting: compute has nothing else to do meanwhile."""
+        """Count the time in the context as waiting, because the device has nothing else to compute
+        meanwhile."""
         with (
             self._underway.count_time() if self._underway is not None else nullcontext(),
             self._weights.count_waiting(),

@@ -1,8 +1,8 @@
-"""Loading of stages of a streamed base into slots of the device, and their eviction, concurrently with
-compute.
+"""Copies of the stages of a streamed base into slots on the device (Load) and their eviction (Evict),
+concurrently with compute. Streamed stages take turns in a slot.
 
-Copies go through one queue in the order of the Program's Loads, which is the order in which they are needed.
-A slot is overwritten only when the device has finished with its content.
+Copies go through one queue in the order of the Program's Loads, which is the order in which the stages are
+needed. A slot is overwritten only when the device no longer needs its content.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from weftune.run.measure.timers import Waited, recorded_event
 from weftune.run.stream.adapter_steps import Events
 
 EVICTED_BYTE = 0xFF
-"""Byte that fills a slot whose stage has been evicted if a CPU acts as the device: NaN in every format, so
-that wrong uses are noticed."""
+"""Byte that fills a slot whose stage has been evicted, if a CPU acts as the device. It is NaN in every
+format, so that reading an evicted stage is noticed."""
 
 StageCallback = Callable[[int], None]
-"""Work to be done with a stage's copy, on the same queue."""
+"""A function of a stage's index. It launches work that belongs to the copy of the stage, on the same
+stream."""
 
 
 class ResidentWeights:
-    """Weights of stages that all stay on the device: nothing is loaded."""
+    """The weights of a base that stays on the device. Nothing is loaded or evicted."""
 
     def __init__(self) -> None:
         self.waited = Waited()
 
     def begin_window(self) -> None:
-        """Load the stages that a window begins with."""
+        """Load the stages with which a window begins."""
 
     def load(self, stage: int) -> None:
         raise AssertionError(f"stage {stage} stays, and is not brought")
@@ -47,23 +48,24 @@ class ResidentWeights:
 
 
 class StreamedWeights:
-    """Weights of stages that are loaded into slots and evicted; resident ones are always there."""
+    """The weights of a streamed base. Resident stages stay on the device; the others are loaded into slots
+    and evicted."""
 
     def __init__(self, base: StreamedBase) -> None:
         self.base = base
         self.loaded_stages: set[int] = set()
-        """Streamed stages that are loaded now."""
+        """Streamed stages that are loaded now, or are being loaded."""
         self.waited = Waited()
         self.on_load: StageCallback = lambda stage: None
         self.on_evict: StageCallback = lambda stage: None
         self._queue: _GpuQueue | None = None
-        """Queue of copies on a GPU. None if a CPU acts as the device: every copy is made at once."""
+        """Queue of copies on a GPU. None if a CPU acts as the device: then every copy is made at once."""
         if base.whole.device.type == "cuda":
             read = any(source.blocks for source in base.sources.values())
             self._queue = _GpuQueue(self, _StageReader(self) if read else None)
 
     def set_callbacks(self, on_load: StageCallback, on_evict: StageCallback) -> None:
-        """Register work to be done with every Load and Evict, on the queue of its bytes."""
+        """Register functions that are called with every Load and every Evict, on the stream of its copies."""
         self.on_load, self.on_evict = on_load, on_evict
 
     def load(self, stage: int) -> None:
@@ -97,18 +99,18 @@ class StreamedWeights:
         return True
 
     def mark_step(self) -> Events:
-        """Return events that are done when everything sent to the host until now has arrived. All passes
-        before a Step are finished then."""
+        """Return events after which everything sent to the host until now has arrived, and all passes
+        launched until now are finished. Called when a Step is requested."""
         return () if self._queue is None else self._queue.mark_step()
 
     def writable(self, stage: int) -> Events:
-        """Return events that are done when the stage's adapter weights may be overwritten: those whose Step
-        was requested with the last `mark_step`, and which no pass has read since."""
+        """Return events after which a stage's adapter weights may be overwritten by the Step that was
+        requested with the last `mark_step`. No pass may have read the stage's weights since then."""
         return () if self._queue is None else self._queue.writable(stage)
 
     @contextmanager
     def count_waiting(self) -> Iterator[None]:
-        """Count the time in the context as waiting, unless the device is still busy."""
+        """Count the time in the context as waiting, less the time in which the device is still busy."""
         if self.base.whole.device.type != "cuda":
             began = time.perf_counter()
             yield
@@ -119,7 +121,7 @@ class StreamedWeights:
         self.waited.note(ready, recorded_event())
 
     def begin_window(self) -> None:
-        """Load the stages that a window begins with, whatever state an unfinished window has left."""
+        """Load the stages with which a window begins, whatever state an unfinished window has left."""
         waiting = set(self.base.part.initial_stages)
         for stage in sorted(self.loaded_stages - waiting):
             self.evict(stage)
@@ -129,28 +131,31 @@ class StreamedWeights:
             self.load(stage)
 
     def copy_stage(self, stage: int) -> None:
-        """Copy a stage's bytes."""
+        """Copy a stage's bytes from host memory or files into its slot."""
         self.base.sources[stage].copy_to(self.base.slot(stage))
 
 
 class _GpuQueue:
-    """Streams for Loads and for Evicts, and events between them and the compute stream."""
+    """CUDA streams for Loads and for Evicts, and events by which they and the compute stream wait for one
+    another."""
 
     def __init__(self, weights: StreamedWeights, reader: _StageReader | None) -> None:
-        """Without a `reader`, stages are copied on the stream of Loads."""
+        """If `reader` is None, stages are copied on the stream of Loads. Otherwise a thread reads them from
+        files."""
         device = weights.base.whole.device
         self._weights, self._reader = weights, reader
         self._load_stream, self._evict_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free_slots: dict[int, torch.cuda.Event] = {}
-        """Maps each slot to an event that is done when its content is no longer needed."""
+        """Maps each slot to an event after which its content is no longer needed."""
         self._adapter_arrivals: dict[int, torch.cuda.Event] = {}
-        """Maps each stage to an event that is done when the adapters have arrived, until its first use."""
+        """Maps each loaded stage to an event after which its adapters have arrived, until the stage is first
+        used."""
         self._last_arrivals: dict[int, torch.cuda.Event] = {}
-        """Maps each stage to an event that is done when the adapters last arrived with it."""
+        """Maps each stage to an event after which its adapters arrived when the stage was last loaded."""
         self._writable: dict[int, torch.cuda.Event] = {}
-        """Maps each stage to an event that is done when the adapters in its slot are no longer used."""
+        """Maps each stage to an event after which the adapters in its slot are no longer read."""
         self._last_step: torch.cuda.Event | None = None
-        """Event that is done when the last pass before the last Step is finished."""
+        """Event after which the last pass before the last Step is finished."""
 
     def load(self, stage: int, slot: int) -> None:
         # If no stage has been evicted from it yet, room for adapters there may still be being allocated.
@@ -184,7 +189,8 @@ class _GpuQueue:
         self._weights.waited.note(ready, there)
 
     def wait_for_compute(self) -> None:
-        """Make Loads wait for compute: a job attached since a slot was freed may still be copied there."""
+        """Make Loads wait for the compute stream: the weights of a job attached since a slot was freed may
+        still be being copied into that slot."""
         self._load_stream.wait_stream(torch.cuda.current_stream())
 
     def mark_step(self) -> Events:
@@ -196,15 +202,15 @@ class _GpuQueue:
         return evicted, self._last_step
 
     def writable(self, stage: int) -> Events:
-        """Return the events after which the stage's adapters may be overwritten. A stage that was loaded
-        since the last Step may be in a slot in which others were read since."""
+        """Return the events after which the stage's adapters may be overwritten. Since the last Step, the
+        stage may have been loaded into a slot from which another stage's adapters are still read."""
         events = (self._last_step, self._writable.get(stage))
         return tuple(event for event in events if event is not None)
 
 
 class _StageReader:
-    """A thread that reads stages from their files and copies them on a separate stream. So no request of the
-    main thread waits for a stage that is still being read, or delays one."""
+    """A thread that reads stages from their files and copies them to the device on a separate stream. So no
+    work of the main thread waits for a stage that is still being read."""
 
     def __init__(self, weights: StreamedWeights) -> None:
         self._weights = weights
@@ -217,7 +223,8 @@ class _StageReader:
         self._reads[stage] = self._thread.submit(self._read, stage, free)
 
     def arrival(self, stage: int) -> torch.cuda.Event:
-        """Return the event of the stage's arrival; waits until its copies have been started."""
+        """Return the event after which the stage has arrived. Blocks until all of its copies have been
+        started."""
         return self._reads.pop(stage).result()
 
     def _read(self, stage: int, free: torch.cuda.Event) -> torch.cuda.Event:

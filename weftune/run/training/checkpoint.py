@@ -2,13 +2,13 @@
 
 A checkpoint is a folder `step-00000020` with `tensors.safetensors` (master weights, both moments, the best
 weights if kept, the mean of the last weights if a sweep will evaluate it), `state.json` (the job's progress)
-and `SHA256SUMS` over both. It is written from a snapshot of the job, under another name, synced, then
-renamed. The data order, the schedule and the dropout are functions of seed and step, so no other random state
-is saved. The last two checkpoints are kept: if the newer one is corrupt, the older one is used.
+and `SHA256SUMS` over both. It is written from a snapshot of the job into a folder with a temporary name,
+synced, then renamed. The data order, the schedule and the dropout are functions of seed and step, so no other
+random state is saved. The last two checkpoints are kept: if the newer one is corrupt, the older one is used.
 
 Every worker of a pipeline writes a slice: a file with the tensors of its stages. The first worker, to which
-all slices are reported, writes the state and renames the folder into place; until then it is not read. Both
-forms can be read with any number of stages, since parameters are found by their module and name.
+all slices are reported, writes the state and renames the folder; until then it is not read. Both forms can be
+read with any number of stages, since parameters are found by their module and name.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ KEPT_CHECKPOINTS = 2
 
 
 def save(folder: Path, training: Training) -> Path:
-    """Write a checkpoint of the job under `folder` synchronously."""
+    """Write a checkpoint of the job under `folder`, and return its path after it has been written."""
     return write(folder, snapshot_of(training))
 
 
 def write(folder: Path, snapshot: Snapshot) -> Path:
-    """Write a snapshot as a checkpoint under `folder`, and delete all but the newest two checkpoints."""
+    """Write a snapshot as a checkpoint under `folder`, and return its path. All but the newest two
+    checkpoints are deleted."""
     progress = snapshot.progress
     partial, final = partial_folder(folder, progress.step), final_folder(folder, progress.step)
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +64,7 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One worker's file of a job's checkpoint, written and synced to disk."""
+    """One worker's file of a job's checkpoint, which has been written and synced to disk."""
 
     job: str
     step: int
@@ -83,7 +84,8 @@ def write_slice(folder: Path, snapshot: Snapshot, worker: int) -> Slice:
 def finish(
     folder: Path, progress: Progress, seed: int, slices: Mapping[int, Slice], keeps_best: bool
 ) -> Path:
-    """Write state and checksums, and rename the checkpoint into place. `slices` maps workers to slices."""
+    """Complete a checkpoint from the slices of all workers: write state and checksums, and rename its folder.
+    `slices` maps each worker to its slice. Return the path."""
     partial, final = partial_folder(folder, progress.step), final_folder(folder, progress.step)
     ordered = [slices[worker] for worker in sorted(slices)]
     contents = {
@@ -96,7 +98,7 @@ def finish(
 
 
 def drop_partial(folder: Path) -> None:
-    """Remove partial checkpoints that a killed run left in `folder`; no process may be writing there."""
+    """Remove incomplete checkpoints that a killed run left in `folder`. No process may be writing there."""
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -167,16 +169,16 @@ def restore(folder: Path, training: Training) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSurvey:
-    """The state of a job's checkpoints."""
+    """The result of a search for a job's checkpoints."""
 
     progress: Progress | None
     """Progress of the newest intact checkpoint. None if there is none."""
     damaged: tuple[Path, ...]
-    """Damaged checkpoints that are newer than the intact one."""
+    """Damaged checkpoints that are newer than the newest intact one."""
 
 
 def survey(folder: Path) -> CheckpointSurvey:
-    """Find the newest intact checkpoint without loading it into a model."""
+    """Find the newest intact checkpoint under `folder`, without loading it into a model."""
     damaged: list[Path] = []
     for path in _newest_first(folder):
         if (stored := _read(path)) is not None:
@@ -186,12 +188,13 @@ def survey(folder: Path) -> CheckpointSurvey:
 
 
 def newest_progress(folder: Path) -> Progress | None:
-    """Return the progress of the newest intact checkpoint, or None."""
+    """Return the progress of the newest intact checkpoint, or None if there is none."""
     return survey(folder).progress
 
 
 def rename_damaged(damaged: Iterable[Path]) -> None:
-    """Rename damaged checkpoints, so that they do not count among the two that are kept; their files stay."""
+    """Rename damaged checkpoints, so that they do not count as one of the two that are kept. Their files are
+    not deleted."""
     for path in damaged:
         target = path.with_name(f"damaged-{path.name}")
         shutil.rmtree(target, ignore_errors=True)
@@ -207,16 +210,17 @@ def _newest_first(folder: Path) -> Iterator[Path]:
 class _Stored:
     progress: Progress
     layout: VectorLayout
-    """Layout of all parameters, concatenated over slices."""
+    """Layout of all parameters, those of all slices one after another."""
     vectors: Mapping[str, Tensor]
     """Maps names such as `master` to flat vectors over all parameters."""
     best_is_master: bool
-    """Whether the best weights equal the master weights: a slice is written before its evaluation."""
+    """Whether the best weights are the master weights. A slice is written before the evaluation of its step,
+    so it has no copy of them."""
 
 
 def _read(path: Path) -> _Stored | None:
-    """Return the checkpoint at `path` if it is complete and its checksums match, else None. A complete one of
-    a later format raises UnknownFormat."""
+    """Return the checkpoint at `path` if it is complete and its checksums match, else None. Raise
+    UnknownFormat for a complete checkpoint in a newer format."""
     try:
         sums = (path / SUMS).read_bytes()
         names = [Path(line.partition("  ")[2]).name for line in sums.decode().splitlines()]
@@ -244,7 +248,7 @@ def layout_as_list(layout: VectorLayout) -> list[list[Any]]:
 
 
 def checksum_text(sums: Mapping[str, str]) -> bytes:
-    """Return checksums in the format of `sha256sum`."""
+    """Return a file of checksums in the format of `sha256sum`."""
     return "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode()
 
 

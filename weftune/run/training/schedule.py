@@ -25,12 +25,14 @@ class Recipe:
     clip: float | None = 1.0
     seed: int = 0
     averaged: tuple[tuple[int, int], ...] = ()
-    """First and last step of each span over which the mean of the master weights is kept."""
+    """Spans of steps, each given by first and last step, over which the mean of the master weights is
+    computed."""
     objective: ObjectiveSpec = SFT_SPEC
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Return the learning rate of a step: warm-up from 0, then the schedule down to 0 (or constant)."""
+    """Return the learning rate of a step: warm-up from 0, then the schedule down to 0 or, for a constant
+    schedule, no decay."""
     past = step - 1
     if past < recipe.warmup:
         return recipe.learning_rate * past / max(1, recipe.warmup)

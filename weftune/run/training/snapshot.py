@@ -1,8 +1,8 @@
 """Snapshots of jobs' training states in host memory, written to checkpoints while training continues.
 
-A GPU copies a state asynchronously, on a separate stream, into page-locked memory that is reused; the next
-step of the job waits for the copy on the device, and the host does not wait for it. Snapshots take a bounded
-number of bytes: a request for one more waits until another has been written.
+A GPU copies a state asynchronously, on a separate stream, into page-locked memory that is reused. The job's
+next step waits for the copy on the device; the host does not wait. Snapshots take a bounded number of bytes:
+a request for one more waits until another has been written.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from weftune.run.training.state import Progress, Training
 
 MAX_BYTES = 8 << 30
 HOST_SHARE = 1 / 8
-"""Fraction of the host's free memory that snapshots may use, up to `MAX_BYTES`. On a CPU it is part of the
-memory that plans leave free (`CPU_SHARE` in run/measure/memory.py)."""
+"""Share of the host's free memory that snapshots may use, up to `MAX_BYTES`. If a CPU trains, this is a part
+of the memory that plans leave free (`CPU_SHARE` in run/measure/memory.py)."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A job's training state after one of its steps."""
+    """A copy of a job's training state after one of its steps."""
 
     job: str
     progress: Progress
@@ -40,19 +40,20 @@ class Snapshot:
     vectors: Mapping[str, Tensor]
     """Maps names in a checkpoint to vectors: the master weights, the moments, the best weights, the mean."""
     memory: Tensor | None = None
-    """Memory that holds all vectors, if it is returned to the pool after use."""
+    """Memory that holds all vectors, if it belongs to a pool to which it is returned after use. None
+    otherwise."""
     copied: torch.cuda.Event | None = None
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the vectors; waits until the device has copied them."""
+        """Return the vectors by name. Waits until the device has copied them."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.vectors
 
 
 def snapshot_of(training: Training, vectors: Mapping[str, Tensor] | None = None) -> Snapshot:
-    """Return a snapshot with these vectors, by default those of the job. Vectors on the host are not copied:
-    they must not change before they are written."""
+    """Return a snapshot with these vectors, by default with all vectors of a checkpoint. Vectors on the host
+    are not copied, so they must not change before they are written."""
     vectors = vectors or {name: value.cpu() for name, value in checkpoint_vectors(training).items()}
     return Snapshot(training.job, copy(training.progress), training.adapter.seed, training.layout, vectors)
 
@@ -64,7 +65,8 @@ def weights_snapshot(training: Training) -> Snapshot:
 
 
 def checkpoint_vectors(training: Training) -> dict[str, Tensor]:
-    """Return the vectors of a checkpoint by name. A job assembled from several workers has no moments."""
+    """Return the vectors of a job's checkpoint by name. A job that was assembled from several workers has no
+    moments."""
     found = {name: getattr(training.state, name) for name in ("master", *MOMENTS)}
     if training.best is not None:
         found["best"] = training.best
@@ -81,7 +83,8 @@ class Snapshots:
         self.max_bytes = max_bytes or min(MAX_BYTES, int(psutil.virtual_memory().available * HOST_SHARE))
         self._used_bytes = 0
         self._free: dict[int, list[Tensor]] = {}
-        """Maps bytes to unused page-locked memory of that size, kept because locking memory is slow."""
+        """Maps a number of bytes to unused page-locked memory of that size. The memory is kept because
+        page-locking is slow."""
         self._free_bytes = 0
         self._changed = threading.Condition()
 
@@ -174,7 +177,8 @@ def _aligned(vector: Tensor) -> int:
 
 
 def _host_memory(size: int, device: torch.device) -> Tensor:
-    """Return host memory, page-locked for a GPU if the system permits; otherwise copies to it block."""
+    """Return host memory for copies from `device`. It is page-locked for a GPU if the system permits that;
+    otherwise copies block."""
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     try:
         with on_device:

@@ -1,7 +1,7 @@
 """The training state of attached jobs: master weights, their mean if a sweep requests it, moments,
 accumulated gradients and progress.
 
-All parameters of an adapter live in one flat vector, so that a step is a handful of vector operations.
+All parameters of an adapter live in one flat vector, so a step consists of a few vector operations.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ class Progress:
     best_score: float | None = None
     """Value of the job's own metric at `best_step`. None if evaluations are compared by their loss."""
     stale: int = 0
-    """Number of consecutive evaluations without enough improvement over the best."""
+    """Number of consecutive evaluations that did not improve enough on the best one."""
     evaluated: int = -1
-    """Step of the last evaluation."""
+    """Step of the last evaluation. −1 if there has been none."""
     evaluated_loss: float | None = None
     """Validation loss of the last evaluation that the job itself requested."""
     evaluated_score: float | None = None
-    """Value of the job's own metric at that evaluation. None if it has none."""
+    """Value of the job's own metric at the last evaluation that the job itself requested. None if the job has
+    no metric."""
     averaged: int = 0
-    """Number of steps whose master weights are in the mean; 0 if there is no mean."""
+    """Number of steps whose master weights the mean includes; 0 if there is no mean."""
 
 
 @dataclass(slots=True)
 class OpenBatch:
-    """Sums over the microbatches of an unfinished global batch."""
+    """Sums over those microbatches of an unfinished global batch that have run."""
 
     loss: Tensor
     correct: Tensor
     tokens: int = 0
-    """Number of rows so far, prompt and completion alike."""
+    """Number of rows so far, of prompts and completions together."""
     metrics_M: Tensor | None = None
-    """Metrics of the job's objective so far. None if this worker has none."""
+    """Sums of the metrics of the job's objective so far. None if this worker has no metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSums:
-    """Sums over held-out samples of one job after `step`."""
+    """Sums over held-out samples of one job, evaluated with the weights after step `step`."""
 
     job: str
     step: int
@@ -85,7 +86,7 @@ class EvaluationSums:
     """Number of tokens, samples or pairs over which the loss and the metrics are summed."""
     metrics: tuple[float, ...] = ()
     maxima: int = 0
-    """Number of the last metrics that are maxima over the samples, not sums."""
+    """Number of metrics, the last ones, that are maxima over the samples. All others are sums."""
 
     def __add__(self, other: EvaluationSums) -> EvaluationSums:
         return EvaluationSums(
@@ -108,7 +109,8 @@ class EvaluationSums:
         return len(self.metrics) - self.maxima
 
     def mean_metrics(self) -> list[float]:
-        """Return the metrics as means, and the last ones as maxima."""
+        """Return the metrics by position: sums are divided by `count`, and maxima are returned as they
+        are."""
         return [total / self.count for total in self.metrics[: self._sums]] + [*self.metrics[self._sums :]]
 
 
@@ -120,13 +122,13 @@ class Training:
     state: AdamState
     progress: Progress = field(default_factory=Progress)
     best: Tensor | None = None
-    """Master weights of the best evaluation, if the job keeps them."""
+    """Master weights at the best evaluation, if the job keeps them."""
     mean: Tensor | None = None
     """Mean of the master weights after the last `progress.averaged` steps, if the recipe requests it. Sweeps
-    evaluate this mean at their rungs."""
+    evaluate this mean at their rungs (the steps at which trials are compared)."""
     open: OpenBatch | None = None
     copied: torch.cuda.Event | None = None
-    """Event at the end of a snapshot's copy. None if no copy may still be running."""
+    """Event after which the copy of a snapshot is complete. None if no copy can still be running."""
 
     @property
     def job(self) -> str:
@@ -141,8 +143,8 @@ class Training:
         return self.state.gradient
 
     def update(self, norm: float = 0.0) -> Update:
-        """Return the next optimizer update, clipped for a gradient of this norm. The device makes the update
-        after any snapshot that is still being copied."""
+        """Return the next optimizer update. The gradient, whose norm is `norm`, is clipped as the recipe
+        says. The device makes the update after any snapshot that is still being copied."""
         if self.copied is not None:
             torch.cuda.current_stream(self.master.device).wait_event(self.copied)
             self.copied = None
@@ -196,11 +198,12 @@ class Training:
 
     @property
     def judged(self) -> Tensor:
-        """Weights that a rung evaluates: the mean, or the master weights if there is no mean."""
+        """Weights that a sweep evaluates at a rung: the mean, or the master weights if there is no mean."""
         return self.mean if self.mean is not None and self.progress.averaged else self.master
 
     def drop_open_batch(self) -> None:
-        """Drop the sums of an unfinished global batch, as if none of its microbatches had run."""
+        """Drop the sums and the gradient of an unfinished global batch, as if none of its microbatches had
+        run."""
         self.gradient.zero_()
         self.open = None
 
@@ -212,10 +215,10 @@ class Training:
         counts: bool = True,
         score: float | None = None,
     ) -> bool:
-        """Record an evaluation and return whether it is the best so far: the one with the lowest loss or, if
-        the job has its own metric, with the highest `score`; of equal scores, the one with the lowest loss.
-        If `keep_best`, the weights of the best evaluation are kept. `counts` is False for an evaluation that
-        only a sweep requested."""
+        """Record an evaluation and return whether it is the best so far. The best one has the lowest loss or,
+        if the job has its own metric, the highest `score`; of equal scores, the one with the lowest loss. If
+        `keep_best`, the weights of the best evaluation are kept. `counts` is False for an evaluation that
+        only a sweep requested, which is not compared."""
         progress = self.progress
         progress.evaluated = progress.step
         if not counts:
@@ -233,7 +236,7 @@ class Training:
 
 
 def _badness(loss: float, score: float | None) -> tuple[float, float]:
-    """Return numbers that are lower for a better evaluation, the more important one first."""
+    """Return numbers by which evaluations are compared: lower is better, and the first number counts more."""
     return (loss, loss) if score is None else (-score, loss)
 
 
@@ -256,7 +259,8 @@ class Roster:
         correct: Sequence[Tensor],
         metrics: Sequence[Tensor | None],
     ) -> None:
-        """Add a microbatch's losses, correct predictions and metrics to the open batches of living jobs."""
+        """Add a microbatch's losses, correct predictions and metrics to the open global batches of its jobs,
+        except jobs that have failed."""
         for segment, loss, count, metrics_M in zip(segments, losses, correct, metrics, strict=True):
             if segment.job not in self.dead:
                 self.trainings[segment.job].collect(segment, loss, count, metrics_M)

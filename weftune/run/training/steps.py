@@ -1,7 +1,7 @@
 """Optimizer steps of all jobs whose global batch is complete.
 
-On a GPU the device itself computes the clipping factor and refuses a step that cannot be made, so the host
-need not wait: `begin_steps` launches the steps, and their outcomes are read later.
+On a GPU the device itself computes the clipping factor and refuses a step if the loss or the gradient is not
+finite, so the host need not wait: `begin_steps` launches the steps, and their outcomes are read later.
 
 Shapes: J jobs.
 """
@@ -26,7 +26,8 @@ from weftune.run.training.state import NORM_EPSILON, OpenBatch, StepOutcome, Tra
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """A job whose open batch is complete, and the number of supervised tokens in that batch."""
+    """A request for a job's optimizer step: its training state, whose open batch is complete, and the number
+    of supervised tokens in that batch."""
 
     training: Training
     supervised: int
@@ -37,7 +38,8 @@ class StepRequest:
 
 
 Outcome = StepOutcome | str
-"""The outcome of an optimizer step, or the reason why the step could not be made and the job fails."""
+"""The outcome of an optimizer step. A string is the reason why the step could not be made and the job
+fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class BatchSums:
     norm: float
     correct: float
     metrics: Sequence[float] = ()
-    """Metrics of the job's objective, padded with zeros."""
+    """Metrics of the job's objective, with zeros after the last one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,23 +59,23 @@ class StepRun:
 
     requests: tuple[StepRequest, ...]
     updates: tuple[Update, ...]
-    """Update of each job, with its whole optimizer state."""
+    """Update of each job. It refers to the job's whole optimizer state."""
     tokens: tuple[int, ...]
     norm_J: Tensor
     """Gradient norm of each job."""
     sums_JS: Tensor
-    """Result of `open_batch_sums`."""
+    """Result of `open_batch_sums`: loss, correct predictions and metrics of each job."""
     factor_J: Tensor | None
     """Clipping factors on the device, if kernels make the updates. None if `updates` hold the factors."""
     reasons: list[str | None] = field(init=False)
-    """Reason why each job's step failed on the host, or None."""
+    """Reason why each job's step failed, as far as the host knows it when the step is made, or None."""
     finite: tuple[list[Tensor], ...] = field(init=False)
     """For each job whose update is made in pieces, whether the new weights of each piece are finite."""
     arrived: tuple[torch.cuda.Event, ...] = ()
-    """Events that are done when all gradients are on the host, if gradients are copied to it."""
+    """Events after which all gradients are on the host, if they are copied to it."""
     _values_JV: Tensor | None = None
-    """Gradient norm, whether the new weights are finite, and `sums_JS`. On the host once `_copied` is
-    done."""
+    """Gradient norm, whether the new weights are finite, and `sums_JS`, for each job. They are on the host
+    once the event `_copied` is done."""
     _copied: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
@@ -81,11 +83,13 @@ class StepRun:
         self.finite = tuple([] for _ in self.requests)
 
     def is_refused(self, job_index: int) -> bool:
-        """Return whether the host has refused a job's step. With kernels the device decides instead."""
+        """Return whether the host has refused a job's step. If kernels make the updates, the device decides
+        instead."""
         return self.factor_J is None and self.updates[job_index].factor < 0.0
 
     def read(self, finite_J: Tensor) -> None:
-        """Start to copy the results to the host. Later work on this stream does not delay them."""
+        """Start to copy the results to the host. Work launched later on this stream does not delay the
+        copy."""
         self._values_JV = torch.cat([self.norm_J[:, None], finite_J[:, None].double(), self.sums_JS], dim=1)
         if self._values_JV.is_cuda:
             host_JV = torch.empty_like(self._values_JV, device="cpu", pin_memory=True)
@@ -122,7 +126,7 @@ class StepsUnderway:
         self.is_done = False
         """Whether the steps are finished already, so that reading the outcomes does not block."""
         self.is_used = False
-        """Whether a pass has included one of the jobs since the steps were requested."""
+        """Whether a pass has included one of the jobs since their steps were requested."""
         self._watches: list[Stopwatch] = []
 
     @property
@@ -131,7 +135,7 @@ class StepsUnderway:
 
     @contextmanager
     def count_time(self) -> Iterator[None]:
-        """Add the device time of the context to the time of these steps."""
+        """Add the device time of the context to the total time of these steps."""
         watch = Stopwatch(self._device)
         yield
         watch.mark()
@@ -148,7 +152,8 @@ class StepsUnderway:
 
 
 def close_batches(requests: Sequence[StepRequest], norm_J: Tensor, device: torch.device) -> StepRun:
-    """Close the open batches and return their optimizer steps, given the gradients' norms and the device."""
+    """Close the open batches and return their optimizer steps, which have not been made yet. `norm_J` are the
+    norms of the gradients."""
     trainings = [request.training for request in requests]
     tokens = tuple(open_batch_tokens(training) for training in trainings)
     sums_JS = open_batch_sums(trainings)
@@ -167,7 +172,7 @@ def close_batches(requests: Sequence[StepRequest], norm_J: Tensor, device: torch
 
 
 def begin_steps(requests: Sequence[StepRequest]) -> StepRun:
-    """Make the steps of all jobs whose loss and gradient are finite. A GPU is not waited for."""
+    """Start the steps of all jobs whose loss and gradient are finite. The host does not wait for a GPU."""
     states = [request.training.state for request in requests]
     run = close_batches(requests, gradient_norms(states), states[0].master.device)
     if run.factor_J is not None:
@@ -181,7 +186,8 @@ def begin_steps(requests: Sequence[StepRequest]) -> StepRun:
 
 
 def clip_factors(trainings: Sequence[Training], sums_JS: Tensor, norm_J: Tensor) -> Tensor:
-    """Return the clipping factor of each gradient, in float64 [J]; below 0 if no step can be made."""
+    """Return the factor by which each gradient is clipped, in float64 [J]. It is negative if the step cannot
+    be made."""
     clips = [training.recipe.clip or math.inf for training in trainings]
     clip_J = torch.tensor(clips, dtype=norm_J.dtype).to(norm_J.device, non_blocking=True)
     good_J = sums_JS[:, 0].isfinite() & norm_J.isfinite()
@@ -209,7 +215,7 @@ def open_batch_sums(trainings: Sequence[Training]) -> Tensor:
 
 
 def find_step_problem(training: Training, sums: BatchSums) -> str | None:
-    """Return why the job's next step must not be made, or None."""
+    """Return the reason why the job's next step must not be made, or None if it may be made."""
     step = training.progress.step + 1
     if not math.isfinite(sums.loss):
         return f"its loss at step {step} is {sums.loss}"
@@ -219,7 +225,8 @@ def find_step_problem(training: Training, sums: BatchSums) -> str | None:
 
 
 def apply_update(job_update: Update) -> str | None:
-    """Apply an update; waits for the device. Return why the new weights are unusable, or None."""
+    """Apply an update and wait for the device. Return the reason why the new weights cannot be used, or
+    None."""
     try:
         return None if bool(update([job_update])) else _not_finite_reason(job_update)
     except Exception as error:
@@ -253,7 +260,8 @@ def outcome_over_workers(outcome: Outcome, request: StepRequest, sums: BatchSums
 
 
 def _finish_step(request: StepRequest, sums: BatchSums, rate: float, tokens: int) -> StepOutcome:
-    """Count a finished step, add its master weights to the mean if one is kept, and return the outcome."""
+    """Record a finished step in the job's progress, add its master weights to the mean if one is kept, and
+    return the outcome."""
     progress = request.training.progress
     progress.step += 1
     progress.trained_tokens += tokens
@@ -273,7 +281,7 @@ def _named_metrics(request: StepRequest, sums: BatchSums) -> dict[str, float]:
 
 
 def open_batch_tokens(training: Training) -> int:
-    """Return the number of rows in the open batch."""
+    """Return the number of rows in the job's open batch."""
     return _open_batch(training).tokens
 
 
@@ -283,7 +291,7 @@ def _open_batch(training: Training) -> OpenBatch:
 
 
 def batch_totals(training: Training) -> Tensor:
-    """Return the sums of the open batch, in the dtype that replicas exchange."""
+    """Return the sums of the job's open batch, in the dtype in which replicas exchange them."""
     return open_batch_sums([training])[0].to(training.master.dtype)
 
 

@@ -1,8 +1,8 @@
 """Writing of jobs' files while training continues: checkpoints from snapshots, and finished adapters.
 
-The files of one job are written in the order in which they were requested. Threads hash and write different
-jobs' files in parallel, so that checksums keep up with the disk. A future is done only when everything is
-synced to disk and has its final name.
+The files of one job are written in the order in which they were requested. Threads compute checksums of and
+write different jobs' files in parallel, so that checksums keep up with the disk. A future is done only when
+everything is synced to disk and has its final name.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ class Writer:
         usual = max(MIN_THREADS, min(MAX_THREADS, (os.cpu_count() or 1) // CORES_PER_THREAD))
         self._threads = ThreadPoolExecutor(threads or usual, thread_name_prefix="writer")
         self._last: dict[str, Future[Any]] = {}
-        """Maps each job to its last unfinished request."""
+        """Maps each job to the future of its last unfinished request."""
         self._lock = Lock()
         self._failed: deque[tuple[Snapshot, Exception]] = deque()
-        """Checkpoints that could not be written since the last call of `unsaved`. They are kept apart, since
-        a scan of all pending requests after every step would be slow."""
+        """Checkpoints that could not be written since the last call of `unsaved`, with their errors. They
+        have a list of their own, since a scan of all pending requests after every step would be slow."""
 
     def run(self, job: str, function: Callable[[], T]) -> Future[T]:
-        """Call `function` in a writer thread once all earlier requests of this job are done."""
+        """Call `function` in a writer thread once all earlier requests of this job are done. Return a future
+        of its result."""
         before = self._last.get(job)
 
         def in_turn() -> T:
@@ -80,7 +81,7 @@ class Writer:
         return future
 
     def save(self, folder: Path, snapshot: Snapshot) -> None:
-        """Write a checkpoint under `folder`."""
+        """Write a checkpoint under `folder` from the snapshot, in a writer thread."""
         self.write(snapshot, partial(self._write_checkpoint, folder))
 
     def _write_checkpoint(self, folder: Path, snapshot: Snapshot) -> None:
@@ -91,7 +92,8 @@ class Writer:
             raise
 
     def unsaved(self) -> list[Unsaved]:
-        """Return checkpoints that failed since the last call. Errors other than disk errors are raised."""
+        """Return the checkpoints that could not be written since the last call. Raise errors that are not
+        disk errors."""
         found = []
         while self._failed:
             snapshot, error = self._failed.popleft()
@@ -109,12 +111,14 @@ class Writer:
             last.cancel()
 
     def close(self, at_once: bool = False) -> None:
-        """Wait until everything is written; if `at_once`, only for writes that have begun."""
+        """Wait until everything is written. If `at_once`, wait only for writes that have begun, and cancel
+        the others."""
         self._threads.shutdown(wait=True, cancel_futures=at_once)
 
 
 def find_disk_error(future: Future[Any]) -> str | None:
-    """Return the disk error of a write, or None. An error of another kind is raised."""
+    """Return the message of the disk error with which a write failed, or None. Raise an error of another
+    kind."""
     error = None if future.cancelled() else future.exception()
     return None if error is None else _is_disk_error(error)
 
