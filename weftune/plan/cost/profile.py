@@ -68,8 +68,8 @@ class Profile:
     worker_bytes: int = 0
     """Bytes that each worker process but the first held. The others have no tokenizer."""
     first_seconds: float = 0.0
-    """Additional seconds of the first passes of a process. 0 if kernels were compiled in the measured
-    process, which a later process need not repeat."""
+    """Additional seconds of the first passes of a process. 0 if these passes compiled kernels when they were
+    measured."""
 
     def process_bytes_of(self, workers: int) -> int:
         """Return the bytes that the first of `workers` processes holds before a base is loaded, or 0 if

@@ -1,7 +1,8 @@
-"""Distribution of latencies over a given number of buckets whose sums vary as little as possible.
+"""Distribution of latencies over a given number of buckets, so that the sums of the buckets are nearly equal.
 
-The mean of the sums is fixed, so the least variance is the least sum of squares. It is found exactly for few
-latencies. For many, the longest are placed first, then moved and swapped while that reduces the sum.
+The mean of the sums is fixed, so the smallest variance of the sums is their smallest sum of squares. For few
+latencies, the optimum is found. For many, the longest latencies are placed first; then latencies are moved
+and swapped while that reduces the sum of squares.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 EXACT = 10
-"""Number of latencies up to which every distribution is tried: at most 10^5 of them."""
+"""Maximum number of latencies for which every distribution is tried."""
 SMALLEST_GAIN = 1e-12
-"""Smallest gain that counts, as a share of the sum of squares: smaller ones are rounding errors."""
+"""Minimum relative reduction of the sum of squares that counts as a gain and not as a rounding error."""
 
 Buckets = tuple[tuple[int, ...], ...]
 """Indices of the latencies in each bucket."""
 
 
 def balance(latencies: Sequence[float], count: int) -> Buckets:
-    """Place every latency in one of `count` buckets, none of them empty."""
+    """Return `count` buckets, none of them empty, over which the latencies are distributed evenly."""
     assert 1 <= count <= len(latencies), "every bucket needs a latency"
     buckets = improve_by_moves(assign_longest_first(latencies, count), latencies)
     return _Search(latencies, buckets).best if len(latencies) <= EXACT else buckets
@@ -36,7 +37,8 @@ def bucket_sums(buckets: Buckets, latencies: Sequence[float]) -> list[float]:
 
 
 def assign_longest_first(latencies: Sequence[float], count: int) -> Buckets:
-    """Assign the latencies, longest first, each to the bucket with the smallest sum."""
+    """Return `count` buckets. Latencies are assigned in the order from the longest to the shortest, each to
+    the bucket with the smallest sum so far."""
     buckets: list[list[int]] = [[] for _ in range(count)]
     filled = [0.0] * count
     for index in _longest_order(latencies):
@@ -47,7 +49,8 @@ def assign_longest_first(latencies: Sequence[float], count: int) -> Buckets:
 
 
 def improve_by_moves(buckets: Buckets, latencies: Sequence[float]) -> Buckets:
-    """Apply the move or swap that reduces the sum of squares most, until none does."""
+    """Return better buckets: latencies are moved or swapped, each time with the greatest reduction of the sum
+    of squares, until no change reduces it."""
     each = np.array(latencies, dtype=float)
     home = np.empty(len(each), dtype=int)
     for number, bucket in enumerate(buckets):
@@ -59,7 +62,8 @@ def improve_by_moves(buckets: Buckets, latencies: Sequence[float]) -> Buckets:
 
 
 def _best_change(latencies: NDArray[np.float64], bucket_of: NDArray[np.int_], count: int) -> dict[int, int]:
-    """Return the best move or swap, which maps each moved latency to its new bucket. Empty if none helps."""
+    """Return the best move or swap of latencies, as a dict from the index of each moved latency to its new
+    bucket. The dict is empty if no change reduces the sum of squares."""
     held = np.bincount(bucket_of, weights=latencies, minlength=count)
     # Moving d from a bucket of sum A to one of sum B changes the squares by 2d(B − A + d).
     moves = 2 * latencies[:, None] * (held[None, :] - held[bucket_of][:, None] + latencies[:, None])
@@ -76,7 +80,8 @@ def _best_change(latencies: NDArray[np.float64], bucket_of: NDArray[np.int_], co
 
 
 class _Search:
-    """An exhaustive search over distributions, which skips those that cannot beat the best so far."""
+    """An exhaustive search over distributions of latencies to buckets. It skips distributions that cannot be
+    better than the best one found so far."""
 
     def __init__(self, latencies: Sequence[float], initial: Buckets) -> None:
         self.latencies = latencies

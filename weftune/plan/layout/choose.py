@@ -1,9 +1,8 @@
 """The choice of how to run: the layout of the base on the devices, the token capacity, and the reasons.
-`weftune train` calls `choose_layout` for the machine that it runs on, `weftune plan` for that or another
-machine.
 
-The base is held whole on one device if it fits there, otherwise it is streamed from host memory. Several
-workers hold a stage each, or stream the base together if a stage does not fit on one of them.
+`weftune train` calls `choose_layout` for the machine that it runs on, and `weftune plan` for this or another
+machine. If one device is used, the base stays on it if it fits, and is otherwise streamed from host memory.
+Several workers hold one stage (consecutive layers) each, or stream the base together if a stage does not fit.
 """
 
 from __future__ import annotations
@@ -51,13 +50,14 @@ from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.window import Pacing
 
 WINDOW_ROUNDS, PIPELINE_ROUNDS = 4, 16
-"""Global batches of each job per window. Windows of several workers are long: they fill and drain once."""
+"""Number of global batches of each job per window, for one worker and for a pipeline. A pipeline has longer
+windows, since it may have to fill and drain in each of them."""
 PROCESS_BYTES = 512 << 20
-"""Bytes that a process training on a CPU is assumed to hold before anything is loaded, if not measured."""
+"""Bytes that a training process on a CPU is assumed to hold before anything is loaded, unless measured."""
 CPU_CHUNK_ROWS = 128
-"""Fewest rows of a chunk of a sample on a CPU, which few rows keep busy."""
+"""Minimum rows of the chunks into which long samples may be cut on a CPU. Few rows keep a CPU busy."""
 MAX_TOKENS = {False: 1024, True: 8192}
-"""Default of the maximum tokens per microbatch, on a GPU (True) and on a CPU (False)."""
+"""Default maximum of tokens per microbatch, on a GPU (key True) and on a CPU (key False)."""
 
 
 def _refuse_unmeasured_device(_budget: int, _host: int, _workers: int) -> StreamDevice:
@@ -66,11 +66,12 @@ def _refuse_unmeasured_device(_budget: int, _host: int, _workers: int) -> Stream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine that a run finds: its workers with identical devices, and the host behind them."""
+    """The machine that a run is planned for: its identical devices, the memory of its host, and how many
+    workers it should use."""
 
     on_gpu: bool
     devices: int = 1
-    """Number of devices. It matters only if some of the numbers below are `AUTO`."""
+    """Number of devices. It is used only if one of `workers`, `replicas`, `shards` and `shares` is `AUTO`."""
     budget_bytes: int
     """Bytes available to the run on each worker's device if the worker's part of the base stays resident."""
     process_bytes: int = 0
@@ -78,37 +79,40 @@ class Machine:
     stream_budget_bytes: int | None = None
     """Device bytes available when the base is streamed. None disables streaming."""
     has_user_limit: bool = False
-    """Whether the user limited the device bytes. Only then may the stages that `choose_layout` selects be
-    streamed."""
+    """Whether the user limited the device bytes. Only then may the base be streamed if `choose_layout`
+    divides it among several devices."""
     host_budget_bytes: int = 0
-    """Bytes of host memory available to the run, all hosts together."""
+    """Bytes of host memory available to the run, summed over all hosts."""
     decoder_bytes: int = 0
-    """Device bytes reserved for the keys and values of generated sequences, if jobs need no more."""
+    """Minimum device bytes reserved for the cached keys and values of generated text."""
     capacity: int | None = None
     """Maximum tokens per microbatch. None uses the default of the device."""
     workers: int = 1
-    """Number of stages per replica, or `AUTO`, which lets `choose_layout` decide."""
+    """Number of pipeline stages per replica, or `AUTO`, which lets `choose_layout` decide."""
     replicas: int = 1
-    """Number of copies of all stages, or `AUTO`."""
+    """Number of copies of all stages (data parallelism), or `AUTO`, which lets `choose_layout` decide."""
     shards: int = 1
-    """Number of workers that hold each layer together, or `AUTO`."""
+    """Number of workers that hold each layer together (tensor parallelism), or `AUTO`, which lets
+    `choose_layout` decide."""
     shares: int = 1
-    """Number of machines like this one that each train a share of the jobs, or `AUTO`."""
+    """Number of parts into which the jobs are divided, each trained by its own workers, or `AUTO`, which lets
+    `choose_layout` decide."""
     link: Link | None = None
     """Link between two workers. None means that sending takes no time."""
     device_flops: float | None = None
-    """Operations per second of each of several GPUs. None if they are unknown, or if there is one device."""
+    """FLOP/s of each GPU if there are several. None if they are unknown, or if there is only one device."""
     profile: Profile | None = None
-    """Profile used to cut stages and to predict the times of a single worker."""
+    """Measured profile of the device, used to cut stages and to predict the times of a single worker."""
     worker_profile: Profile | None = None
-    """Profile measured with as many threads as one of several workers has."""
+    """Profile of the device, measured with as many threads as each of several workers has."""
     measure_gpu: Callable[[int, int, int], StreamDevice] = _refuse_unmeasured_device
-    """Returns the GPU, measured or from its data sheet, given device bytes, host bytes and the number of
-    workers. Called only if a base has to be streamed."""
+    """Function that returns the speeds of the GPU, measured or from its data sheet, given the available
+    device bytes, host bytes and the number of workers. It is called only if a base may be streamed."""
     make_file_device: Callable[[StreamDevice, HostTooSmall], StreamDevice] = lambda device, _short: (
         file_device(device)
     )
-    """Returns the device for a base that is streamed from its files, or raises if that is impossible."""
+    """Function that returns the device for a base that is streamed from its files instead of host memory, or
+    raises an error if that is impossible."""
 
     @property
     def max_tokens(self) -> int:
@@ -122,7 +126,8 @@ class Machine:
         return self.worker_profile.first_only_bytes
 
     def stream_device(self, budget_bytes: int) -> StreamDevice:
-        """Return a device with `budget_bytes` bytes for a streamed run; without a GPU, an emulated one."""
+        """Return the device with `budget_bytes` bytes to which a base is streamed. Without a GPU, it is
+        emulated in host memory."""
         if not self.on_gpu:
             return emulated_device(budget_bytes, self.host_budget_bytes)
         return self.measure_gpu(budget_bytes, self.host_budget_bytes, self.workers)
@@ -138,7 +143,7 @@ class Machine:
         )
 
     def divided(self, division: Division) -> Machine:
-        """Return the machine of one share, with these numbers of workers."""
+        """Return the machine as each share of the jobs sees it, with these numbers of workers."""
         return replace(
             self,
             shares=division.shares,
@@ -152,25 +157,27 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChoice:
+    """How the jobs will run on a machine, as `choose_layout` has decided, with predictions and reasons."""
+
     machine: Machine
-    """Machine that each share of the jobs runs on, with the chosen numbers of workers and shares."""
+    """Machine on which each share of the jobs runs, with the chosen numbers of workers and shares."""
     layout: Layout
     capacity: int
     """Maximum tokens per microbatch, unless a single sample has more."""
     memory: MemoryModel
     """Memory model used for admission and for the token capacity of windows."""
     attached_jobs: tuple[JobShape, ...]
-    """Jobs that the choice was made for: those that can run together."""
+    """Jobs for which the choice was made: those that can run together from the start."""
     round_seconds: float | None = None
-    """Predicted seconds per round (one global batch of every job). None without a search."""
+    """Predicted seconds per round (one global batch of every job). None unless the base is streamed."""
     peak_device_bytes: int
-    """Peak bytes on the fullest device with full microbatches, including the process."""
+    """Predicted peak bytes on the fullest device with full microbatches, including the process."""
     host_bytes: int = 0
-    """Host bytes of all workers."""
+    """Bytes of host memory that all workers together need."""
     waiting_share: float = 0.0
     """Share of a round's time in which devices wait for the host."""
     reason: str
-    """Reason, as the rest of a sentence that begins with `The base is`."""
+    """Reason for the choice, as the rest of a sentence that begins with `The base is`."""
     user_note: str = ""
     """Sentence that a run reports about the choice. Empty if the base simply stays whole on one device."""
     reads_weight_files: bool = False
@@ -180,18 +187,19 @@ class LayoutChoice:
     window_rounds: int
     """Global batches of each job per window."""
     cost_model: CostModel | None = None
-    """Cost model of one worker's passes from its profile. None without a profile or with several workers."""
+    """Time model of a single worker, from its profile. None without a profile or with several workers."""
     first_pass_seconds: float = 0.0
-    """Extra seconds of one worker's first pass. Several workers begin while others still wait for rows."""
+    """Additional seconds of the first pass of a single worker. 0 with several workers."""
     step_wait: Rate = NO_TIME
-    """Time that devices wait for optimizer steps with state in host memory. Already included in
+    """Time that devices wait for optimizer steps whose state is in host memory. It is included in
     `cost_model`."""
     stage_times: StageTimes | None = None
-    """Times of each stage's passes. None unless several workers have a profile."""
+    """Predictor of the times of each stage's passes. None unless several workers have a profile."""
     load_pace: LoadPace | None = None
-    """Bytes of each stage and bandwidth from the host. None unless several workers stream the base."""
+    """Weight bytes of each stage and bandwidth from the host. None unless several workers stream the base."""
     candidates: tuple[Candidate, ...] = ()
-    """Priced ways to divide the devices, the chosen one first. Empty unless the jobs' windows were known."""
+    """Ways to divide the devices whose speed was predicted, the chosen one first. Empty if no sample lengths
+    of the jobs were given."""
 
     @property
     def shape(self) -> ModelShape:
@@ -208,8 +216,8 @@ class LayoutChoice:
 
     @property
     def min_chunk_rows(self) -> int:
-        """Fewest rows of the chunks into which long samples may be cut. 0 if samples stay whole, because some
-        layers carry a state from row to row."""
+        """Minimum rows of the chunks into which long samples may be cut. 0 if samples stay whole, because
+        some layers carry a recurrent state from row to row."""
         if self.shape.is_recurrent:
             return 0
         return ENOUGH_TOKENS if self.memory.uses_fused_ops else CPU_CHUNK_ROWS
@@ -222,9 +230,12 @@ class LayoutChoice:
         are_measured: bool = False,
         hands_over: bool = True,
     ) -> Pacing | None:
-        """Return the options of a pipeline whose stages have these paces. None for other layouts. `order`
-        replaces the pipeline's own order, for comparison only. Samples are cut only if the paces are
-        measured, since guessed passes take no time besides that of their rows."""
+        """Return the options for planning a pipeline whose stages have the speeds in `paces`. Return None if
+        the layout is no pipeline.
+
+        `order` replaces the schedule that the planner would select, for comparison only. Samples are cut into
+        chunks only if the paces are measured, since guessed paces contain no fixed time per pass.
+        """
         if not self.layout.is_pipeline:
             return None
         chunk_rows = self.min_chunk_rows if are_measured else 0
@@ -232,7 +243,7 @@ class LayoutChoice:
 
     @property
     def first_pace(self) -> WindowPace:
-        """Predicted pace of a round before the run has measured anything."""
+        """Predicted speed of training before the run has measured anything."""
         if self.round_seconds is not None:
             return WindowPace(round_seconds=self.round_seconds)
         cost, machine = self.cost_model or arithmetic(self.shape), self.machine
@@ -244,7 +255,7 @@ class LayoutChoice:
         return first_pace(cost, self.shape, on_gpu=machine.on_gpu, max_tokens=self.capacity)
 
     def predict_seconds(self, program: Program, shapes: JobShapes) -> float | None:
-        """Return the seconds of a window predicted from the profile. None without a profile."""
+        """Return the seconds that the profile predicts for a window, or None without a profile."""
         if self.stage_times is not None:
             return self.stage_times.timeline(program, self.layout, shapes, self.load_pace).makespan
         return None if self.cost_model is None else self.cost_model.program_seconds(program, shapes)
@@ -253,9 +264,12 @@ class LayoutChoice:
 def choose_layout(
     shape: ModelShape, jobs: Sequence[JobShape], machine: Machine, workload: Workload | None = None
 ) -> LayoutChoice:
-    """Choose how these jobs run on this machine. Raise PlanError if a job does not fit even alone, or if it
-    generates answers and the base is divided or streamed. Numbers of the machine that are `AUTO` are chosen
-    by the prices of `workload`, without which none may be."""
+    """Choose how these jobs run on this machine: layout, token capacity and memory model.
+
+    Numbers of workers that are `AUTO` in `machine` are chosen by speeds that are predicted from `workload`,
+    which must then be given. Raise PlanError if a job does not fit even alone, or if a job generates answers
+    in its evaluations although the base is divided or streamed.
+    """
     assert jobs, "there is nothing to train"
     decoder_bytes = max(machine.decoder_bytes, answers_bytes(shape, jobs))
     machine = replace(machine, decoder_bytes=decoder_bytes)
@@ -269,7 +283,7 @@ def choose_layout(
 
 
 def _choose_on_divided(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice:
-    """Return the choice for a machine whose numbers of workers are known."""
+    """Return the choice for a machine whose numbers of workers are all fixed."""
     if machine.workers * machine.replicas * machine.shards > 1:
         _refuse_decoder(machine, "several processes share the base or its batches")
         return _choose_streamed_by_workers(shape, jobs, machine) or _choose_pipeline(shape, jobs, machine)
@@ -290,7 +304,8 @@ def _refuse_decoder(machine: Machine, reason: str) -> None:
 def _price_candidates(
     shape: ModelShape, jobs: Sequence[JobShape], machine: Machine, workload: Workload
 ) -> tuple[Candidate, ...]:
-    """Return the fastest ways to divide the machine's devices among the jobs without streaming the base."""
+    """Return the fastest ways to divide the machine's devices among the jobs without streaming the base, the
+    best one first."""
 
     def build(division: Division, share: Sequence[JobShape]) -> LayoutChoice | None:
         if machine.decoder_bytes and division.workers_per_share > 1:
@@ -309,7 +324,7 @@ def _price_candidates(
 
 
 def _fits_each(memory: MemoryModel, jobs: Sequence[JobShape]) -> bool:
-    """Return whether every job fits at least alone."""
+    """Return whether every job fits in memory if it runs alone."""
     return all(
         # Most layouts have no room for the weights, which is quickly seen.
         memory.peak_bytes([job], 0) <= memory.budget_bytes and memory.misfit_reason([job]) is None
@@ -318,8 +333,8 @@ def _fits_each(memory: MemoryModel, jobs: Sequence[JobShape]) -> bool:
 
 
 def _choose_division(machine: Machine, candidates: Sequence[Candidate]) -> Machine:
-    """Return the machine divided as the best candidate says. If nothing fits, all devices stream the base
-    together."""
+    """Return the machine with the numbers of workers of the best candidate. If there is no candidate, since
+    nothing fits, all GPUs stream the base together."""
     if candidates:
         division = candidates[0].division
         several = division.devices > 1
@@ -331,7 +346,8 @@ def _choose_division(machine: Machine, candidates: Sequence[Candidate]) -> Machi
 
 
 def part_costs(shape: ModelShape, machine: Machine) -> PartCosts | None:
-    """Return the measured costs that stages are balanced by. None without a profile."""
+    """Return the measured costs of the parts of a base, by which stages are balanced. None without a
+    profile."""
     if machine.profile is None:
         return None
     return measured_costs(machine.profile, shape, typical_work(shape, machine.max_tokens))
@@ -377,8 +393,9 @@ def _choose_resident(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
 def _offload_optimizer(
     resident_choice: LayoutChoice, jobs: Sequence[JobShape], machine: Machine
 ) -> LayoutChoice | None:
-    """Return `resident_choice` with master weights and moments in host memory. None unless that admits more
-    jobs at about the same speed, admits a job that does not fit otherwise, or runs all jobs faster."""
+    """Return `resident_choice` with the optimizer offloaded: master weights and moments are in host memory.
+    Return None unless this admits more jobs at about the same speed, admits a job that does not fit
+    otherwise, or runs all jobs faster."""
     if not machine.on_gpu:
         return None
     memory = offloading(resident_choice.memory, machine.host_budget_bytes)
@@ -426,8 +443,9 @@ def _more_jobs_reason(
     attached_jobs: Sequence[JobShape],
     device: Callable[[], StreamDevice],
 ) -> str:
-    """Return why offloading the optimizer admits more jobs, as the rest of a sentence after `since`. Empty if
-    running fewer jobs is as good. `memory` is the memory model with the optimizer offloaded."""
+    """Return the reason for offloading the optimizer to admit more jobs, as the rest of a sentence after
+    `since`. Return an empty string if running fewer jobs at a time is as good. `memory` is the memory model
+    with the optimizer offloaded, and `attached_jobs` are the jobs that it admits."""
     too_large = {job.name for job in jobs if resident_choice.memory.misfit_reason([job]) is not None}
     only_so = any(memory.misfit_reason([job]) is None for job in jobs if job.name in too_large)
     if not only_so and len(attached_jobs) <= len(resident_choice.attached_jobs):
@@ -448,7 +466,8 @@ def _faster_step_reason(
     jobs: Sequence[JobShape],
     device: Callable[[], StreamDevice],
 ) -> str:
-    """Return why a step of all jobs is shorter with the optimizer offloaded; empty if it is not."""
+    """Return the reason why a step of all jobs is faster with the optimizer offloaded, as the rest of a
+    sentence after `since`. Return an empty string if it is not faster."""
     max_tokens = resident_choice.machine.max_tokens
     if not would_gain(resident_choice.memory, jobs, max_tokens) or memory.misfit_reason(jobs) is not None:
         return ""
@@ -467,8 +486,9 @@ def _faster_step_reason(
 
 
 def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice | None:
-    """Return the streamed choice. None if the base may not be streamed or need not be: on a GPU if every job
-    can train alone without streaming, on an emulated device if the jobs that run together can."""
+    """Return the choice of streaming the base to one device. Return None if streaming is disabled or not
+    needed: on a GPU if every job can train alone without it, on an emulated device if the jobs that run
+    together can."""
     budget = machine.stream_budget_bytes
     if budget is None or (machine.on_gpu and fits_whole(shape, jobs, budget, machine.decoder_bytes)):
         return None
@@ -495,7 +515,8 @@ def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
 def _streamed_choice(
     shape: ModelShape, machine: Machine, device: StreamDevice, choice: StreamChoice
 ) -> LayoutChoice:
-    """Return the choice for one worker or several, without the times of a profile."""
+    """Return the layout choice for a streamed base on one worker or several. It does not contain the times of
+    a profile."""
     fit, beside = _memory_fit(shape, machine), 0
     if not machine.on_gpu:
         # An emulated device is part of the host and is measured with the process and what lies in its memory.
@@ -533,7 +554,8 @@ def _streamed_choice(
 
 
 def _memory_fit(shape: ModelShape, machine: Machine) -> MemoryFit:
-    """Return the correction factors of the memory model, fitted to the profile."""
+    """Return the correction factors of the memory model that the machine's profile yields. Without a profile,
+    nothing is corrected."""
     profile = machine.profile if machine.workers * machine.replicas == 1 else machine.worker_profile
     whole = MemoryModel(shape, machine.budget_bytes, machine.process_bytes, machine.on_gpu)
     return UNFITTED if profile is None else memory_of(profile, whole)
@@ -543,7 +565,8 @@ def _memory_fit(shape: ModelShape, machine: Machine) -> MemoryFit:
 
 
 def _choose_pipeline(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice:
-    """Return a choice with one stage per worker. A replica of one worker holds the whole base."""
+    """Return a choice in which each worker holds one stage, or a shard or replica of it, without
+    streaming."""
     held, note = _cut(shape, machine), ""
     counts = " + ".join(str(one.stop - one.start) for one in held)
     if machine.workers > 1 and machine.profile is not None:
@@ -594,7 +617,8 @@ def _pipeline_reason(machine: Machine, layer_counts: str) -> str:
 def _choose_streamed_by_workers(
     shape: ModelShape, jobs: Sequence[JobShape], machine: Machine
 ) -> LayoutChoice | None:
-    """Return the streamed choice. None if streaming is disabled, or if any job fits in stages."""
+    """Return the choice of streaming the base to several workers together. Return None if streaming is
+    disabled, or if every job fits alone on workers that each hold one stage."""
     budget = machine.stream_budget_bytes
     if budget is None or machine.workers == 1:
         return None
@@ -648,7 +672,7 @@ def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
 
 
 def fitting_jobs(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShape, ...]:
-    """Return the jobs that run together from the start: those that the scheduler would admit."""
+    """Return the jobs that run together from the start, which are those that the scheduler would admit."""
     names = {job.name for job in jobs}
     first = [job for job in jobs if job.source_job not in names]
     never = too_large(first, memory.misfit_reason)

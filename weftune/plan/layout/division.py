@@ -1,12 +1,12 @@
 """The search over ways to divide several devices among jobs: shares × replicas × stages × shards.
 
-A share is a part of the jobs, which a team of workers trains; a team holds replicas of the base, each in
-stages, and shards divide the layers of a stage. Divisions that cannot run or do not fit in memory are
-dropped. The others are priced with the first window of the share that has the most work, since a run takes as
-long as its slowest share. They are priced in the order of an optimistic bound, which assumes that no worker
-waits for another, until no other division can be faster.
-
-Where layers would be recomputed to make room for large microbatches, half of the token capacity is tried too.
+A share is a part of the jobs, which a team of workers trains. A team holds replicas of the base; each replica
+is cut into stages, and each stage into shards. Divisions that cannot run or do not fit in memory are dropped.
+The speed of the others is predicted (they are priced) for the first window, a few global batches, of the
+share that has the most work, since a run takes as long as its slowest share. Divisions are priced in the
+order of an optimistic bound on their speed, which assumes that no worker waits for another, until no other
+division can be faster. If layers are recomputed to make room for large microbatches, half of the token
+capacity is tried too.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ if TYPE_CHECKING:
     from weftune.plan.layout.choose import LayoutChoice
 
 AUTO = 0
-"""Number in a `Division` that the search chooses."""
+"""Value that stands for a number in a `Division` that the search is to choose."""
 
 SAME_SPEED = 0.01
 """Relative difference of speeds below which the simpler of two divisions is chosen."""
 SHOWN = 3
-"""Number of candidates that are reported."""
+"""Number of candidates that are reported to the user."""
 ROUND_TOKENS = 64
-"""Capacities that the search chooses are multiples of this, unless the longest sample needs more."""
+"""Number of tokens of which the chosen token capacities are multiples, unless the longest sample needs
+more."""
 SMALL_LOSS = 0.05
-"""Share of the devices' time below which a loss is not reported as what limits a candidate."""
+"""Share of the devices' time below which lost time is not reported as the limit of a candidate's speed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +64,13 @@ class Division:
 
     @property
     def complexity(self) -> tuple[int, int, int, int]:
-        """Sort key of divisions of the same speed: shares go before replicas, stages and shards."""
+        """Sort key for divisions of the same speed, of which the smallest is chosen. It prefers shares to
+        replicas, replicas to stages, and stages to shards."""
         return self.workers_per_share, self.shards, self.stages, self.replicas
 
     @property
     def text(self) -> str:
-        """The numbers above 1 as text, such as `2 replicas of 4 shards`."""
+        """The division as text for the user, such as `2 replicas of 4 shards`."""
         counts = (
             (self.shares, "shares"),
             (self.replicas, "replicas"),
@@ -79,7 +81,7 @@ class Division:
 
     @property
     def flags(self) -> str:
-        """Options of `weftune train` that request this division. Empty for one device."""
+        """Command-line options of `weftune train` that request this division. Empty for one device."""
         counts = (
             (self.shares, "--gpus"),
             (self.stages, "--pipeline"),
@@ -92,16 +94,16 @@ class Division:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPrice:
-    """Predicted time and memory of the first window of one share."""
+    """Predicted time and memory of the first window (a few global batches) of one share of the jobs."""
 
     tokens: int
     seconds: float
     computed: float
-    """Share of the time of the share's devices in which they compute."""
+    """Fraction of the time in which the devices compute."""
     without_link: float
-    """Seconds of the window if links took no time."""
+    """Predicted seconds of the window if transfers between devices took no time."""
     recomputed: float
-    """Share of the compute that repeats forwards."""
+    """Fraction of the computing time that is spent on recomputing forwards in the backward."""
     peak_bytes: int
     capacity: int
 
@@ -112,24 +114,26 @@ class WindowPrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A division that has been priced."""
+    """A way to divide the devices, with its predicted speed and memory."""
 
     division: Division
     capacity: int
     """Maximum tokens per microbatch that memory permits."""
     tokens_per_second: float
-    """Tokens of all jobs divided by the predicted seconds of the slowest share."""
+    """Predicted tokens per second of all jobs together, if the run takes as long as its slowest share."""
     needs_bytes: int
     """Peak bytes on the fullest device in the first window."""
     idle_share: float
-    """Share of the time of all devices of the machine in which they do not compute."""
+    """Fraction of the time of all devices of the machine in which they do not compute."""
     limited_by: str
-    """Largest cause of lost time: memory, link, bubbles, Steps, jobs or devices; `compute` if it is small."""
+    """Largest cause of lost time: memory, link, bubbles (idle pipeline stages), Steps (optimizer steps), jobs
+    (uneven shares) or devices (unused ones). It is `compute` if little time is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivisionSpace:
-    """Search space: the numbers to choose from. Those that flags fix have one element."""
+    """The space of the search: for each number of a division, the values to choose from. A number that a
+    command-line option fixes has one value."""
 
     shares: Sequence[int]
     replicas: Sequence[int]
@@ -143,7 +147,7 @@ class DivisionSpace:
         return self.capacity is None
 
     def divisions(self, devices: int) -> Iterator[Division]:
-        """Yield the divisions of at most `devices` devices that `weftune train` can run."""
+        """Yield all divisions in this space that need at most `devices` devices."""
         pairs = [(stages, shards) for stages in self.stages for shards in self.shards]
         for shares, replicas in product(self.shares, self.replicas):
             left = devices // (shares * replicas)
@@ -160,25 +164,27 @@ class DivisionSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The jobs at hand, as the search needs them."""
+    """What the search needs to know about the jobs and the base."""
 
     windows: Mapping[str, JobWindow]
-    """Maps each job to its part of a window, without evaluations."""
+    """Maps each job to its next global batches, without evaluations."""
     seconds: Mapping[str, float]
-    """Maps each job to the seconds of its whole training on one device, relative to those of other jobs."""
+    """Maps each job to the predicted seconds of its whole training on one device. Only their ratios
+    matter."""
     shape: ModelShape
     """Shape of the whole base."""
     times: StageTimes
-    """Times of whole layers on one device."""
+    """Predictor of the times of layers that are not divided into shards."""
     price: Callable[[LayoutChoice], WindowPrice]
-    """Returns the price of the first window of a share."""
+    """Function that predicts time and memory of the first window of a share."""
     max_shares: int | None = None
-    """Largest number of shares that the jobs permit. None means one for each job."""
+    """Maximum number of shares of the jobs. None means the number of jobs."""
     shard_counts: Sequence[int] = (1,)
-    """Numbers of shards that the base and the adapters permit."""
+    """Numbers of shards that the base and the adapters allow."""
 
     def limits(self, fixed: Division, devices: int) -> DivisionSpace:
-        """Return the numbers to choose from. In `fixed`, numbers that are not fixed are `AUTO`."""
+        """Return the space of the search. It contains all possible values for each number that is `AUTO` in
+        `fixed`, and only the given value for each other number."""
 
         def up_to(number: int, largest: int) -> Sequence[int]:
             return range(1, largest + 1) if number == AUTO else (number,)
@@ -199,9 +205,12 @@ def search(
     devices: int,
     build: Callable[[Division, Sequence[JobShape]], LayoutChoice | None],
 ) -> list[Candidate]:
-    """Return the fastest candidates, best first, or no candidate if nothing fits. At nearly equal speed, the
-    simplest goes first. `build` returns the layout of a share with these jobs, or None if one of them does
-    not fit in memory even alone."""
+    """Return the fastest candidates, the best first, or an empty list if nothing fits in memory. Of the
+    candidates that are nearly as fast as the fastest, the simplest goes first.
+
+    `build` returns the layout of a share, given a division and the jobs of the share, or None if one of these
+    jobs does not fit in memory even alone.
+    """
     bounds, order = _Bounds(jobs, workload), count()
     by_name = {job.name: job for job in jobs}
     waiting: list[tuple[float, int, Division, LayoutChoice | None]] = []
@@ -226,7 +235,7 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class _Microbatches:
-    """Recomputation and token capacities of microbatches that memory permits in a layout."""
+    """Recomputation and token capacity of microbatches that memory allows in a layout."""
 
     recompute: Recompute
     capacity: int
@@ -234,8 +243,8 @@ class _Microbatches:
 
     @property
     def smaller_capacity(self) -> int:
-        """Half of the capacity if layers are recomputed to make room for it. 0 if none are, or if the longest
-        sample needs it."""
+        """Token capacity of about half that should be tried too, since layers are recomputed to make room for
+        the full capacity. 0 if no layers are recomputed, or if the longest sample needs the full capacity."""
         smaller = max(self.capacity // 2 // ROUND_TOKENS * ROUND_TOKENS, self.least_capacity)
         return smaller if self.recompute.recomputed_layers and smaller < self.capacity else 0
 
@@ -248,13 +257,15 @@ def _microbatches(choice: LayoutChoice) -> _Microbatches:
 
 
 def _least_speed(found: Sequence[Candidate]) -> float:
-    """Return the tokens per second below which no further division is of interest."""
+    """Return the tokens per second that a further division must reach to be reported. It is 0 until enough
+    candidates are found."""
     fastest = _fastest_capacities(found)
     return fastest[SHOWN - 1].tokens_per_second if len(fastest) >= SHOWN else 0.0
 
 
 def _fastest_capacities(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return one candidate for each division, the one with the fastest capacity; the fastest goes first."""
+    """Return one candidate for each division, with the token capacity that makes it fastest. The fastest
+    candidate is the first."""
     ordered = sorted(found, key=lambda one: -one.tokens_per_second)
     fastest: dict[Division, Candidate] = {}
     for one in ordered:
@@ -263,7 +274,8 @@ def _fastest_capacities(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates, fastest first, behind the simplest of those that are as fast as the fastest."""
+    """Return the candidates from the fastest to the slowest, except that the first one is the simplest among
+    those that are about as fast as the fastest."""
     ordered = _fastest_capacities(found)
     if not ordered:
         return []
@@ -277,8 +289,9 @@ def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
 def _candidate(
     division: Division, price: WindowPrice, has_room: bool, part: float, devices: int
 ) -> Candidate:
-    """Return a candidate. `has_room` says whether all jobs of the heaviest share run together, and `part` is
-    this share's part of the work of all jobs."""
+    """Return the candidate for a division. `price` is the predicted window of the share with the most work.
+    `has_room` says whether all jobs of this share fit in memory together, and `part` is the fraction of the
+    work of all jobs that this share has."""
     used = division.devices / devices
     even = 1 / (part * division.shares)
     idle_share = 1.0 - price.computed * used * even
@@ -307,11 +320,12 @@ def _candidate(
 class _HeaviestShare:
     jobs: tuple[str, ...]
     part: float
-    """Part of the work of all jobs."""
+    """Fraction of the work of all jobs that this share has."""
 
 
 class _Bounds:
-    """Optimistic speeds: no worker waits for another, except while a pipeline fills and drains."""
+    """Upper bounds on the speed of divisions. They assume that no worker waits for another, except while a
+    pipeline fills and drains."""
 
     def __init__(self, jobs: Sequence[JobShape], workload: Workload) -> None:
         self._jobs, self._workload = jobs, workload
@@ -319,7 +333,7 @@ class _Bounds:
         self._times: dict[int, StageTimes] = {}
         self._shares: dict[int, _HeaviestShare] = {}
         self._speeds: dict[tuple[int, int, int], float] = {}
-        """Maps (shares, stages, shards) to the bound with one replica."""
+        """Maps (shares, stages, shards) to the bound on the tokens per second with one replica."""
 
     def heaviest_share(self, shares: int) -> _HeaviestShare:
         """Return the share with the most work if the jobs are divided into this number of shares."""
@@ -331,7 +345,8 @@ class _Bounds:
         return self._shares[shares]
 
     def before_layout(self, division: Division) -> float:
-        """Return an upper bound on the tokens per second of all jobs, for stages that are perfectly even."""
+        """Return an upper bound on the tokens per second of all jobs, computed before the layout is known.
+        The stages are assumed to take equally long."""
         key = division.shares, division.stages, division.shards
         if key not in self._speeds:
             share, times = self.heaviest_share(division.shares), self._sharded_times(division.shards)
@@ -345,7 +360,7 @@ class _Bounds:
         return self._speeds[key] * division.replicas
 
     def of_layout(self, division: Division, choice: LayoutChoice, passes: _Microbatches) -> float:
-        """Return an upper bound on the tokens per second of all jobs with this layout of a share."""
+        """Return an upper bound on the tokens per second of all jobs if each share has this layout."""
         share, times = self.heaviest_share(division.shares), self._sharded_times(division.shards)
         windows = [self._workload.windows[job.name] for job in choice.attached_jobs]
         windows = cut_to_window_seconds(windows, choice.first_pace)

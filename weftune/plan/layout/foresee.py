@@ -1,8 +1,8 @@
-"""Prediction of a window's time from a profile or data sheet of the device. The times of one worker's passes
-are summed; several workers are simulated.
+"""Prediction of the time of a window (a few global batches) from a profile or data sheet of the device.
 
-Where shards divide the layers, a branch of a layer has a sum over shards in its forward and one in its
-backward, of as many values as the hidden states have. Nothing is computed meanwhile.
+The times of one worker's passes are summed; several workers are simulated. If shards divide the layers
+(tensor parallelism), each attention and each feed-forward has one all-reduce over the shards in its forward
+and one in its backward, of as many values as the hidden states have. Nothing is computed meanwhile.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pace import LoadPace, simulate_timeline
 
 SUMS_PER_LAYER = 2
-"""Sums over shards in a layer's forward, and in its backward: one for each of its two branches."""
+"""Number of sums over shards (all-reduces) in a layer's forward and likewise in its backward: one for
+attention and one for the feed-forward."""
 REPEATED_SUMS = 0.5
-"""Share of the sums of a layer's forward that its recomputation repeats: the second one ends the layer, and
-no gradient needs its value, unless a norm follows."""
+"""Fraction of the sums over shards of a layer's forward that its recomputation repeats. The second sum is the
+output of the layer, which no gradient needs unless a norm follows."""
 GRADIENT_BYTES = 4
 """Bytes per adapter parameter of the gradients that shards and replicas sum."""
 
 
 def taking_turns(cost: CostModel, terms: DirectionTerms, layout: Layout, layers: int) -> CostModel:
-    """Return the cost model for stages that share a device in turn: each stage adds the fixed cost of a pass,
-    and the backward of every stage but the last first recomputes its forward."""
+    """Return the time model for stages that share a device in turn. Each stage adds the fixed time of a pass,
+    and the backward of every stage but the last one recomputes its forward first."""
     others, recomputed = len(layout.stages) - 1, layers - layout.stages[-1].layer_count
     visit, back = Terms(fixed=terms.forward.embedding.fixed), Terms(fixed=terms.backward.embedding.fixed)
     again = terms.forward.layer.times(recomputed).plus(terms.forward.adapter.times(recomputed / layers))
@@ -52,7 +53,7 @@ def taking_turns(cost: CostModel, terms: DirectionTerms, layout: Layout, layers:
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Times of the parts of a base on each worker."""
+    """Predictor of the times of passes over the stages of a base, which several workers hold."""
 
     layers: int
     terms: DirectionTerms
@@ -60,15 +61,15 @@ class StageTimes:
     link: Link | None = None
     """Link between two workers. None means that sending takes no time."""
     output_bytes: int = 0
-    """Bytes per token passed from stage to stage, and of each sum over shards."""
+    """Bytes per token that a stage sends to the next one, and that each sum over shards has."""
     shards: int = 1
-    """Number of workers that hold each layer together. `terms` are those of one of them."""
+    """Number of workers that hold each layer together. `terms` are the terms of one of these workers."""
     divides_vocabulary: bool = False
-    """Whether shards also divide the embedding and the head, which adds a sum at either end of the base."""
+    """Whether shards also divide the embedding and the head, which adds a sum over shards at both."""
 
     def for_shards(self, shape: ModelShape, shards: int) -> StageTimes:
-        """Return the times where `shards` workers hold each layer of this base together. The fixed times of
-        passes, samples and segments are not divided."""
+        """Return the predictor for a base each of whose layers is divided among `shards` workers. The fixed
+        times of passes, samples and jobs are not divided."""
         if shards == 1:
             return self
         local = shard_shape(shape, shards)
@@ -95,8 +96,8 @@ class StageTimes:
     def least_seconds(
         self, layer_range: LayerRange, work: PassWork, passes: int, recompute: Recompute = NOTHING
     ) -> float:
-        """Return a lower bound on the seconds of a stage for `work`, which is trained in at least `passes`
-        passes."""
+        """Return a lower bound on the seconds that a stage takes to train `work`, which is divided into at
+        least `passes` microbatches."""
         layers = layer_range.stop - layer_range.start
         share = min(recompute.recomputed_layers, layers) / layers
         each = ((self.terms.forward, 1.0 + share), (self.terms.backward, 1.0))
@@ -137,8 +138,8 @@ class StageTimes:
         return PassPrice(seconds, 0.0, self.output_bytes * work.tokens, forward_sums=sums)
 
     def _price(self, layer_range: LayerRange, work: PassWork, recomputed_share: float) -> PassPrice:
-        """Return the price of a pass that is trained. `recomputed_share` is the share of its forward that the
-        backward repeats."""
+        """Return the cost of the forward and the backward of a microbatch on a stage. `recomputed_share` is
+        the fraction of the forward that the backward repeats."""
         handed, sums = self.output_bytes * work.tokens, self._sum_seconds(layer_range, work)
         forward = self._part_seconds(self.terms.forward, layer_range, work)
         backward = self._part_seconds(self.terms.backward, layer_range, work) + recomputed_share * forward
@@ -160,28 +161,29 @@ class StageTimes:
         return min(recompute.recomputed_layers, layers) / layers
 
     def _sum_seconds(self, layer_range: LayerRange, work: PassWork) -> float:
-        """Return the seconds of all sums over shards in the layers of a stage in a forward."""
+        """Return the seconds of all sums over shards in a forward through the layers of a stage."""
         if self.shards == 1 or self.link is None:
             return 0.0
         count = SUMS_PER_LAYER * (layer_range.stop - layer_range.start)
         return count * self.link.all_reduce_seconds(self.output_bytes * work.tokens, self.shards)
 
     def _end_sum_seconds(self, ends: int, work: PassWork) -> float:
-        """Return the seconds of the sums at the ends of the base, of which a stage has `ends`. Embeddings are
-        summed in the forward, and so is the gradient at the last hidden states in training."""
+        """Return the seconds of the sums over shards at the embedding and at the head, of which a stage has
+        `ends`. One sums the embeddings, the other one in training the gradients of the last hidden states."""
         if not self.divides_vocabulary or self.link is None:
             return 0.0
         return ends * self.link.all_reduce_seconds(self.output_bytes * work.tokens, self.shards)
 
     def _gradient_sums(self, job: JobShape, stages: Sequence[LayerRange]) -> tuple[float, ...]:
-        """Return the seconds in which shards sum a job's gradient, for each stage."""
+        """Return, for each stage, the seconds in which the shards sum the gradient of a job."""
         if self.shards == 1 or self.link is None:
             return ()
         sizes = (GRADIENT_BYTES * job.parameters_in_layers(one) for one in stages)
         return tuple(self.link.all_reduce_seconds(size, self.shards) for size in sizes)
 
     def _exchanged_bytes(self, job: JobShape, stages: Sequence[LayerRange], replicas: int) -> tuple[int, ...]:
-        """Return the bytes that a worker of each stage sends to other replicas before a Step of the job."""
+        """Return, for each stage, the bytes of gradients that its worker sends to the other replicas before
+        an optimizer step of the job."""
         if replicas == 1:
             return ()
         return tuple((replicas - 1) * GRADIENT_BYTES * job.parameters_in_layers(one) for one in stages)
@@ -195,7 +197,8 @@ class StageTimes:
 
 
 def _scale_rows(terms: Terms, factor: float) -> Terms:
-    """Return the terms with everything multiplied by `factor` that grows with the rows of a pass."""
+    """Return the terms of a pass's time, with those that grow with the number of rows multiplied by
+    `factor`."""
     return replace(
         terms,
         token=factor * terms.token,

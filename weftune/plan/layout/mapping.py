@@ -1,6 +1,7 @@
 """Mapping of stages to GPUs such that few simultaneous uploads share a root complex (Mobius, section 3.3).
 
-A mapping is an order of the GPUs: stage j runs on the GPU at position j mod N.
+A mapping is an order of the N GPUs: stage j runs on the GPU at position j mod N. GPUs under the same PCIe
+root complex share its bandwidth from the host.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from dataclasses import dataclass
 from itertools import combinations
 
 EXACT_GPUS = 8
-"""Number of GPUs up to which every order is tried, except those that only swap identical GPUs or roots."""
+"""Maximum number of GPUs for which every order is tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """GPUs numbered from 0, one root complex after another."""
+    """The GPUs of a machine and their PCIe root complexes. GPUs are numbered from 0, root by root."""
 
     root_sizes: tuple[int, ...]
-    """Number of GPUs under each root complex."""
+    """Number of GPUs under each PCIe root complex."""
 
     @property
     def gpus(self) -> int:
@@ -34,10 +35,10 @@ def sequential_order(topology: Topology) -> tuple[int, ...]:
 
 
 def contention(order: Sequence[int], topology: Topology, stages: int) -> float:
-    """Return the contention by Mobius's equation 13: the sum, over pairs of stages under the same root, of
-    the root's number of GPUs divided by the distance between the stages.
+    """Return the contention of uploads by Mobius's equation 13: the sum, over all pairs of stages under the
+    same root complex, of its number of GPUs divided by the distance between the stages.
 
-    Pairs on one GPU are excluded: they are never uploaded at the same time.
+    Pairs of stages on one GPU are excluded, since they are never uploaded at the same time.
     """
     root_of = topology.root_of
     roots = [root_of[gpu] for gpu in order]
@@ -45,7 +46,8 @@ def contention(order: Sequence[int], topology: Topology, stages: int) -> float:
 
 
 def cross_order(topology: Topology, stages: int) -> tuple[int, ...]:
-    """Return the order of least contention. With more than EXACT_GPUS GPUs it is only a local optimum."""
+    """Return the order of the GPUs with the least contention. For more than `EXACT_GPUS` GPUs, it is only a
+    local optimum."""
     nearness = _proximity(topology.gpus, stages)
     if topology.gpus > EXACT_GPUS:
         return _order(_improve_by_swaps(topology, nearness), topology)
@@ -56,13 +58,15 @@ def cross_order(topology: Topology, stages: int) -> tuple[int, ...]:
 
 
 def every_order(topology: Topology) -> Iterator[tuple[int, ...]]:
-    """Yield all orders, except those that only exchange GPUs under one root or roots of one size."""
+    """Yield all orders of the GPUs, without those that differ only by an exchange of GPUs under one root
+    complex, or of root complexes of the same size."""
     for roots in _root_orders(topology.root_sizes, ()):
         yield _order(roots, topology)
 
 
 def _root_orders(sizes: tuple[int, ...], roots: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield every continuation of `roots`. Of unused roots of the same size, only the first is tried."""
+    """Yield every complete sequence of root complexes that begins with `roots`, one entry per GPU. Of unused
+    roots of the same size, only the first is tried."""
     if len(roots) == sum(sizes):
         yield roots
         return
@@ -84,7 +88,8 @@ def _order(roots: Sequence[int], topology: Topology) -> tuple[int, ...]:
 
 
 def _proximity(gpus: int, stages: int) -> list[list[float]]:
-    """Return, for every two positions, the sum of 1/distance over the pairs of stages at these positions."""
+    """Return a symmetric matrix over the positions of GPUs: for every two positions, the sum of 1 / distance
+    over all pairs of stages that run there."""
     near = [[0.0] * gpus for _ in range(gpus)]
     for early, late in combinations(range(stages), 2):
         if early % gpus != late % gpus:
@@ -102,7 +107,8 @@ def _contention(roots: Sequence[int], topology: Topology, proximity: list[list[f
 
 
 def _improve_by_swaps(topology: Topology, proximity: list[list[float]]) -> list[int]:
-    """Start from a round robin over the roots, then apply swaps that reduce contention until none does."""
+    """Return the root complex at each position of a locally optimal order. The search starts with a round
+    robin over the root complexes, and swaps two positions as long as that reduces the contention."""
     left = list(topology.root_sizes)
     roots: list[int] = []
     while any(left):

@@ -1,10 +1,10 @@
-"""Partition of layers into stages that are streamed from host memory or stay resident on a GPU.
+"""Partition of layers into stages that are streamed from host memory or stay resident on a GPU (Mobius).
 
-The search is branch and bound over prefixes, layer by layer, from the best result of a local search. It is
-exact as long as no level holds more prefixes than the budget allows, which is the case up to eleven layers.
-Beyond that, the most promising prefixes are kept, and the result includes a lower bound on the step time of
-any partition. The amount to prefetch is not searched: prefetching more is never slower, so each prefetch is
-as large as memory allows.
+The search is branch and bound over prefixes of a partition (its first stages), layer by layer, and starts
+with the best result of a local search. It is exact as long as no level has more prefixes than the search may
+examine, which is the case for up to eleven layers. Otherwise the most promising prefixes are kept, and the
+result includes a lower bound on the step time of any partition. The amount to prefetch is not searched:
+prefetching more is never slower, so each prefetch is as large as memory allows.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from weftune.plan.layout.mobius_step import Host, StreamPartition, free_bytes, p
 
 T = TypeVar("T")
 PREFIXES = 200_000
-"""Number of prefixes that a search may examine: no time limit, since a plan must not depend on the clock."""
+"""Maximum number of prefixes (first stages of a partition) that a search examines. There is no time limit,
+since a plan must not depend on the clock."""
 STARTS = 6
-"""Number of partitions that the local search starts from."""
+"""Number of partitions from which the local search starts."""
 CHANGES = 2_000
-"""Number of changes that one descent may try."""
+"""Maximum number of changes that the local search tries from each start."""
 CLOSE = 1 - 1e-9
-"""Factor that a time must fall below to count as better: smaller gains are rounding errors."""
+"""Factor by which a time must be shorter to count as better and not as equal up to rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedPartition:
-    """A partition, its step time, and a lower bound on the step time of any partition."""
+    """A partition of the layers, its predicted step time in seconds, and a lower bound on the step time of
+    any partition."""
 
     partition: StreamPartition
     seconds: float
@@ -63,7 +65,8 @@ class _Problem:
         return stages_seconds(self.stages(draft), draft.resident, self.host, self.microbatches)
 
     def excess(self, draft: StreamPartition) -> int:
-        """Return the bytes by which the fullest GPU exceeds its memory; at most 0 if everything fits."""
+        """Return the bytes by which the fullest GPU exceeds its memory. The result is 0 or negative if the
+        partition fits."""
         return -min(free_bytes(self.stages(draft), draft.resident, self.host))
 
 
@@ -74,8 +77,11 @@ def search_partition(
     prefixes: int = PREFIXES,
     starts: int = STARTS,
 ) -> StreamedPartition:
-    """Return the fastest partition found, never slower than `largest_stages` and `smallest_stages`. The local
-    search descends from `starts` partitions."""
+    """Return the fastest partition found, which is never slower than `largest_stages` and `smallest_stages`.
+
+    A local search from `starts` partitions comes first; then branch and bound examines at most `prefixes`
+    prefixes. Raise PlanError if no partition fits in memory.
+    """
     problem = _Problem(layers, host, microbatches)
     best = _search_locally(problem, starts)
     return _branch_and_bound(problem, best, prefixes)
@@ -100,7 +106,8 @@ def _streamed(cuts: tuple[int, ...]) -> StreamPartition:
 
 
 def _largest(problem: _Problem) -> StreamPartition:
-    """Fill stages up to a limit, which is lowered until adapter state fits beside them."""
+    """Return streamed stages that are filled up to a limit of bytes, which is lowered until adapter state
+    fits beside them."""
     limit = problem.host.memory_bytes
     while True:
         cuts = [0]
@@ -133,7 +140,7 @@ def _misfit_reason(problem: _Problem) -> str:
 
 
 def _search_locally(problem: _Problem, starts: int) -> StreamPartition | None:
-    """Return the best result of a few descents. None if none of them fits."""
+    """Return the best result of a few local searches. Return None if no result fits in memory."""
     ranked = sorted(_starts(problem), key=problem.seconds)
     descents = [_descend(problem, draft) for draft in ranked[:starts]]
     best = min(descents, key=problem.seconds, default=None)
@@ -141,7 +148,8 @@ def _search_locally(problem: _Problem, starts: int) -> StreamPartition | None:
 
 
 def _starts(problem: _Problem) -> Iterator[StreamPartition]:
-    """Yield even partitions with every number of stages, and Mobius's two plain partitions."""
+    """Yield the partitions from which the local search may start: stages of equal size for every number of
+    stages, streamed or as many resident as fit, and the partition with the largest stages."""
     count = len(problem.layers)
     for stages in range(1, count + 1):
         cuts = tuple(round(count * number / stages) for number in range(stages + 1))
@@ -154,7 +162,8 @@ def _starts(problem: _Problem) -> Iterator[StreamPartition]:
 
 
 def _fill_resident(problem: _Problem, cuts: tuple[int, ...]) -> StreamPartition:
-    """Make as many stages resident as fit, from the first on."""
+    """Return the partition with these cuts in which as many stages as fit are resident, the first ones
+    first."""
     draft = _streamed(cuts)
     for number in range(len(draft.resident)):
         longer = _toggle_resident(draft, number)
@@ -164,7 +173,8 @@ def _fill_resident(problem: _Problem, cuts: tuple[int, ...]) -> StreamPartition:
 
 
 def _descend(problem: _Problem, draft: StreamPartition) -> StreamPartition:
-    """Apply the first change that reduces the time, until none does."""
+    """Return a locally optimal partition: the first change that reduces the step time is applied, repeatedly,
+    until no change reduces it."""
     seconds, tried = problem.seconds(draft), 0
     better: StreamPartition | None = draft
     while better:
@@ -179,8 +189,8 @@ def _descend(problem: _Problem, draft: StreamPartition) -> StreamPartition:
 
 
 def _changes(draft: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
-    """Yield drafts with one boundary moved, removed or added, or with one stage made resident or streamed, or
-    two stages exchanged in this respect."""
+    """Yield partitions that differ a little from `draft`: one boundary is moved, removed or added, or one
+    stage becomes resident or streamed, or a resident and a streamed stage change their roles."""
     cuts, resident = draft.cuts, draft.resident
     for number in range(1, len(cuts) - 1):
         for cut in (cuts[number] - 1, cuts[number] + 1):
@@ -254,28 +264,32 @@ def _children(problem: _Problem, bounds: Bounds, prefix: Prefix) -> Iterator[Pre
 
 @dataclass(frozen=True, slots=True)
 class PartialPlacement:
-    """A stage of a prefix. Its times are lower bounds, since later stages can only take memory."""
+    """A stage of a prefix (the first stages of a partition). Its times, in seconds, are lower bounds, since
+    later stages only reduce the free memory."""
 
     stage: StageCost
     resident: bool
     first_start: float
     last_start: float
-    """Start times of the forward of the first and the last microbatch."""
+    """Start times of the stage's forward of the first and of the last microbatch."""
     first_tail: float
     last_tail: float
-    """Seconds from the start of the first and the last microbatch's backward to the end of the step."""
+    """Seconds from the start of the stage's backward, of the first and of the last microbatch, to the end of
+    the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
+    """The first stages of a partition that the search has not completed yet."""
+
     cuts: tuple[int, ...]
     resident: tuple[bool, ...]
     latest_stages: tuple[PartialPlacement | None, ...]
-    """Latest stage on each GPU."""
+    """Last stage of the prefix on each GPU. None if a GPU has no stage yet."""
     fixed_bytes: tuple[int, ...]
     """Bytes that each GPU holds all the time."""
     passing_bytes: tuple[int, ...]
-    """Peak bytes that each GPU needs in addition while one of its stages computes."""
+    """Additional bytes that each GPU needs while one of its stages computes, at the peak."""
     seconds: float
     """Lower bound on the seconds of any partition that begins with this prefix."""
 
@@ -287,15 +301,15 @@ class Prefix:
 class Bounds:
     """Lower bounds on the step time of partitions whose first stages are given.
 
-    Times follow the recurrence of `mobius_step`: forward from the first stage on; backward as tails (the
-    longest path from a stage's start to the end of the step), which also grow from the first stage on.
+    Times follow the recurrence of `mobius_step`. The forward is computed from the first stage on. So is the
+    backward, since it is expressed as tails: the seconds from the start of a stage to the end of the step.
     """
 
     def __init__(self, layers: Sequence[LayerCost], host: Host, microbatches: int) -> None:
         self.host = host
         self.microbatches = microbatches
         self.rests = [LayerCost("rest", 0.0, 0.0, 0)]
-        """Totals over all layers from each one on."""
+        """For each layer, the costs of this layer and all later layers together."""
         for layer in reversed(layers):
             after = self.rests[-1]
             forward, backward = layer.forward + after.forward, layer.backward + after.backward
@@ -307,7 +321,7 @@ class Bounds:
         return Prefix((0,), (), recent, zeros, zeros, self._least_seconds(self.rests[0], recent, zeros, None))
 
     def extend(self, prefix: Prefix, stage: StageCost, resident: bool) -> Prefix | None:
-        """Return the prefix with one more stage, or None if that does not fit."""
+        """Return the prefix with one more stage, or None if the stage does not fit in memory."""
         number = len(prefix.resident)
         gpu = number % self.host.gpus
         held = self.host.stage_bytes + stage.state_bytes + (stage.weight_bytes if resident else 0)
@@ -333,7 +347,9 @@ class Bounds:
         previous_on_gpu: PartialPlacement | None,
         free_bytes: int,
     ) -> PartialPlacement:
-        """Place a stage. `previous_on_gpu` is the previous stage on the same GPU."""
+        """Return the stage with lower bounds on its times. `previous_stage` is the stage before it in the
+        base, and `previous_on_gpu` the previous stage on the same GPU. `free_bytes` is the free memory of
+        that GPU, apart from the stage that computes."""
         bandwidth, more = self.host.bandwidth, self.microbatches - 1
         first = last = 0.0
         last_tail = stage.backward
@@ -368,7 +384,8 @@ class Bounds:
         fixed: Sequence[int],
         newest: PartialPlacement | None,
     ) -> float:
-        """Return the largest bound (compute, uploads or one microbatch), summed over both directions."""
+        """Return a lower bound on the step time. For the forward and for the backward, it is the largest of
+        the bounds by compute, by uploads and by the path of one microbatch."""
         gpus, work = self.host.gpus, self.microbatches
         placed = [one for one in recent if one]
         freed = sum(one.last_start + one.stage.forward for one in placed)

@@ -1,8 +1,8 @@
-"""Step time when there are more stages than GPUs and stages are uploaded from host memory.
+"""Time of a training step whose stages are uploaded from host memory, since there are more stages than GPUs.
 
-This is Mobius's recurrence (Eq 4-11) for a frozen base. Stage j runs on GPU j mod N. Nothing is copied back
-to the host. The first stage on a GPU is still there from the previous backward, and the last one from its
-forward, so a step uploads every other stage twice.
+This is Mobius's recurrence (equations 4 to 11) for a frozen base. Stage j runs on GPU j mod N. Nothing is
+copied back to the host. The first stage of a GPU is still there from the backward of the previous step, and
+the last one from its forward, so a step uploads every other stage twice.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class StreamPartition:
+    """A partition of the layers into stages, each of which is resident or streamed."""
+
     cuts: tuple[int, ...]
     """Boundaries of the stages, from 0 to the number of layers."""
     resident: tuple[bool, ...]
-    """Whether each stage stays on its GPU."""
+    """Whether each stage stays on its GPU instead of being streamed."""
 
     def costs(self, layers: Sequence[LayerCost]) -> tuple[StageCost, ...]:
         return tuple(stage_cost(layers, start, stop) for start, stop in pairwise(self.cuts))
@@ -41,20 +43,23 @@ class StreamPartition:
 
 @dataclass(frozen=True, slots=True)
 class MobiusVisit:
-    """The forward or the backward of one stage: its computation, and the transfers that must precede it."""
+    """The forward or the backward of one stage for all microbatches: its computation, and the transfers that
+    must precede it."""
 
     seconds: float
-    """Seconds per microbatch."""
+    """Seconds of computation per microbatch."""
     hop_bytes: int = 0
-    """Bytes of the activation or gradient received from the preceding stage; 0 if it is on the same GPU."""
+    """Bytes of the activation or gradient that is received from the preceding stage. 0 with a single GPU."""
     upload_bytes: int = 0
     late_bytes: int = 0
-    """Bytes of the upload that do not fit until the previous visit on the same GPU has ended."""
+    """Bytes of `upload_bytes` that have no room on the GPU until the previous stage there has been
+    computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class MobiusVisits:
-    """All stages in the order in which they run; a GPU's next visit is `gpus` positions further on."""
+    """The visits of all stages in the order in which they run. The next visit on the same GPU is as many
+    positions further on as there are GPUs."""
 
     forward: tuple[MobiusVisit, ...]
     backward: tuple[MobiusVisit, ...]
@@ -63,7 +68,8 @@ class MobiusVisits:
 def step_seconds(
     partition: StreamPartition, layers: Sequence[LayerCost], host: Host, microbatches: int
 ) -> float:
-    """Return the seconds from the first forward to the last backward; infinite if memory is short."""
+    """Return the seconds from the first forward to the end of the last backward, or infinity if the partition
+    does not fit in memory."""
     return stages_seconds(partition.costs(layers), partition.resident, host, microbatches)
 
 
@@ -80,7 +86,8 @@ def stages_seconds(
 
 
 def free_bytes(stages: Sequence[StageCost], resident: Sequence[bool], host: Host) -> list[int]:
-    """Return, for each stage, the free bytes of its GPU while it computes; negative if it does not fit."""
+    """Return, for each stage, the free bytes of its GPU while the stage computes. A negative number means
+    that the stage does not fit."""
     fixed = [0] * host.gpus
     for number, stage in enumerate(stages):
         held = host.stage_bytes + stage.state_bytes + resident[number] * stage.weight_bytes
@@ -92,7 +99,8 @@ def free_bytes(stages: Sequence[StageCost], resident: Sequence[bool], host: Host
 
 
 def passing_bytes(stage: StageCost, resident: bool) -> int:
-    """Return the bytes that a stage needs only while it computes: activations and uploaded weights."""
+    """Return the bytes that a stage needs only while it computes: activations and, if it is streamed,
+    weights."""
     return stage.kept_bytes + (0 if resident else stage.weight_bytes)
 
 
@@ -104,12 +112,11 @@ def visits(partition: StreamPartition, layers: Sequence[LayerCost], host: Host) 
 
 
 def pass_seconds(visits: Sequence[MobiusVisit], host: Host, microbatches: int) -> float:
-    """Return the seconds of one direction by Eq 8-10.
+    """Return the seconds of the forward or of the backward of all microbatches by equations 8 to 10.
 
-    Microbatches are alike, so a stage's start times are convex in the microbatch's number, and the first and
-    the last determine the others. A prefetch begins with the previous visit on that GPU and takes all the
-    room there is: with P at the least of its bounds, Eq 9 says that the upload begins when that visit does,
-    and that its late bytes begin when that visit ends.
+    Microbatches are alike, so it suffices to compute the start times of the first and of the last one. The
+    upload of a stage begins together with the previous visit on the same GPU, as far as memory has room for
+    it; the late bytes are uploaded when that visit has ended.
     """
     first: list[float] = []
     last: list[float] = []
@@ -137,7 +144,8 @@ def _visits(
     count, gpus = len(stages), host.gpus
 
     def visit(number: int, seconds: float, hop_bytes: int, previous_on_gpu: int) -> MobiusVisit:
-        """Return one visit. `previous_on_gpu` is the stage that ran before it on that GPU, if any."""
+        """Return the visit of a stage. `previous_on_gpu` is the number of the stage that ran before on the
+        same GPU; a number out of range means that there is none."""
         weights = 0 if resident[number] or not 0 <= previous_on_gpu < count else stages[number].weight_bytes
         late = max(0, weights - rooms[previous_on_gpu]) if weights else 0
         return MobiusVisit(seconds, hop_bytes if gpus > 1 else 0, weights, late)

@@ -1,4 +1,5 @@
-"""Memory that a cut of a streamed base needs on each device and on the host, and the time of a round."""
+"""Memory and time of a streamed base that is cut into given stages: bytes on each device and on the host, and
+seconds per round (one global batch of every job)."""
 
 from __future__ import annotations
 
@@ -19,23 +20,24 @@ from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.program.program import Recompute
 
 STREAM_SLACK_BYTES = 2 << 30
-"""Bytes on a GPU for logits of one chunk and their gradient, temporaries and the allocator's rounding."""
+"""Slack bytes on a GPU: for temporaries, rounding by the allocator, and one chunk of logits with its
+gradient."""
 ASKING_SECONDS = 4e-3
-"""Seconds that Python takes on a GPU to launch the dozens of kernels of one pass over one layer. Estimated
-from rounds with microbatches of 4096 and of 8192 tokens (docs/benchmarks.md), whose passes were not captured
-as CUDA graphs. The time for captured passes has not been measured."""
+"""Seconds that Python takes to launch the dozens of GPU kernels of one pass over one layer. The value was
+estimated from rounds with microbatches of 4096 and of 8192 tokens (docs/benchmarks.md), whose passes were not
+captured as CUDA graphs. The time for captured passes has not been measured."""
 GPU_BACKWARD = 1.35
 """Time of a layer's backward relative to its forward on a GPU: 1.39 for the 8B shape, 1.33 for 32B, on an
 H200 with 16 jobs of rank 16 (docs/benchmarks.md)."""
 STAGING_BYTES = 128 << 20
-"""Bytes of page-locked memory, on a host with a GPU, that weights pass through if they stay in files."""
+"""Bytes of page-locked host memory through which weights are copied to a GPU if they stay in their files."""
 EMULATED_BANDWIDTH, EMULATED_FLOPS = 1e10, 1e11
-"""Bytes per second and FLOP/s of an emulated device, which shares host memory: nothing waits for copies."""
+"""Bytes per second and FLOP/s that are assumed of an emulated device, whose memory is host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamDevice:
-    """One worker's GPU, and the host memory that all workers share."""
+    """The device to which a worker streams the base, and the host memory that all workers share."""
 
     budget_bytes: int
     """Bytes available to the run on the GPU."""
@@ -44,11 +46,11 @@ class StreamDevice:
     host_budget_bytes: int
     """Bytes of host memory available to the run."""
     staging_bytes: int | None = None
-    """Host bytes that weights pass through if they stay in their files. None if host memory holds them."""
+    """Host bytes of the buffers for weights that stay in their files. None if weights are in host memory."""
     bandwidth: float
-    """Bytes per second from the host, or from the files if weights stay there."""
+    """Bytes per second from the host to the device, or from the files if weights stay there."""
     duplex_bandwidth: float | None = None
-    """Bytes per second from the host while the other direction is busy too. None uses `bandwidth`."""
+    """Bytes per second from the host to the device while data is also copied back. None uses `bandwidth`."""
     flops: float
     """Floating-point operations per second that forward passes reach."""
     memory_bandwidth: float = math.inf
@@ -56,14 +58,14 @@ class StreamDevice:
     backward_ratio: float = 1.0
     """Time of a layer's backward relative to its forward."""
     slack_bytes: int
-    """Bytes for logits of one chunk, temporaries and the allocator's rounding."""
+    """Device bytes for temporaries, rounding by the allocator, and the logits of one chunk."""
     resident_slack_bytes: int | None = None
-    """Slack bytes of a run with the whole base on the device. None uses `slack_bytes`."""
+    """Device bytes for the same purposes if the whole base is on the device. None uses `slack_bytes`."""
     uses_fused_ops: bool = True
     device_launch_seconds: float = GPU_LAUNCH
-    """Seconds that one pass over one layer takes, however few rows it has."""
+    """Fixed seconds of one pass over one layer, in addition to the time of its rows."""
     host_launch_seconds: float = 0.0
-    """Seconds that the host takes to launch one pass over one layer: a lower bound of its time."""
+    """Seconds that the host takes to launch one pass over one layer. The pass cannot take less time."""
 
 
 def gpu_device(
@@ -89,7 +91,7 @@ def gpu_device(
 
 
 def emulated_device(budget_bytes: int, host_budget_bytes: int) -> StreamDevice:
-    """Return a device that emulates a GPU with a part of the host's memory."""
+    """Return a device that emulates a GPU, with a part of host memory as its memory."""
     return StreamDevice(
         budget_bytes=budget_bytes,
         host_budget_bytes=host_budget_bytes,
@@ -101,19 +103,21 @@ def emulated_device(budget_bytes: int, host_budget_bytes: int) -> StreamDevice:
 
 
 def file_device(device: StreamDevice) -> StreamDevice:
-    """Return the device for a base whose weights stay in their files. An emulated device needs no staging."""
+    """Return the device for a base whose weights stay in their files. A GPU then needs staging buffers in
+    host memory; an emulated device does not."""
     return replace(device, staging_bytes=STAGING_BYTES if device.uses_fused_ops else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutDraft:
-    """A candidate cut of the base into stages."""
+    """A candidate for the stages of a streamed base. The search compares many drafts."""
 
     layer_counts: tuple[int, ...]
     """Number of layers in each stage."""
     resident_stages: tuple[bool, ...]
     slot_counts: tuple[int, ...]
-    """Number of slots of each worker. Memory is not counted for more slots than the worker streams stages."""
+    """Number of slots (places for a streamed stage) on each worker's device. Slots beyond the number of
+    streamed stages of the worker take no memory."""
 
     @property
     def streamed_layers(self) -> int:
@@ -139,21 +143,26 @@ def draft_from_layout(layout: Layout) -> LayoutDraft:
 
 @dataclass(frozen=True)
 class StreamCase:
-    """A base with its jobs on identical devices, one per worker, and one microbatch capacity. On one device,
-    adapters may be streamed with their stage (`adapters_travel`) and inputs of stages offloaded
-    (`offloads_inputs`)."""
+    """The problem for which stages are searched: a base with its jobs on identical devices, one per worker,
+    and a token capacity of microbatches.
+
+    On one device, adapters may be streamed together with their stage (`adapters_travel`), and inputs of
+    stages may be offloaded to host memory until their backward (`offloads_inputs`).
+    """
 
     shape: ModelShape
     jobs: tuple[JobShape, ...]
     device: StreamDevice
     round_tokens: int
-    """Tokens of one round of all jobs. Each stage keeps its input of all these tokens for the backward."""
+    """Tokens of one round (one global batch of every job). Each stage keeps its inputs of all these tokens
+    for the backward."""
     capacity: int
     adapters_travel: bool
     offloads_inputs: bool = False
     workers: int = 1
     later_cases: tuple[StreamCase, ...] = ()
-    """Cases with a single job that is admitted later. Each of them must fit with the same cut."""
+    """One case for each job that is admitted later, with this job alone. The same stages must fit in memory
+    in each of these cases."""
 
     def __post_init__(self) -> None:
         assert self.workers == 1 or not (self.adapters_travel or self.offloads_inputs), (
@@ -182,7 +191,7 @@ class StreamCase:
         return max(self.worker_bytes(draft, worker) for worker in range(self.workers))
 
     def worker_bytes(self, draft: LayoutDraft, worker: int) -> int:
-        """Return the peak bytes on that worker's device."""
+        """Return the peak bytes on the device of one worker."""
         sizes, resident = (
             draft.layer_counts[worker :: self.workers],
             draft.resident_stages[worker :: self.workers],
@@ -199,22 +208,21 @@ class StreamCase:
         return not self.excess_bytes(draft)
 
     def excess_bytes(self, draft: LayoutDraft) -> int:
-        """Return the bytes by which the draft exceeds the memory of the fullest device plus those by which it
-        exceeds host memory."""
+        """Return the bytes that are lacking for the draft: on the fullest device and in host memory together.
+        0 means that the draft fits."""
         host = max([case.host_bytes(draft) for case in (self, *self.later_cases)])
         lacking = self.peak_bytes(draft) - self.device.budget_bytes, host - self.device.host_budget_bytes
         return sum([count for count in lacking if count > 0])
 
     def peak_bytes(self, draft: LayoutDraft) -> int:
-        """Return the peak bytes on the fullest device, with these jobs or with the job of any of
-        `later_cases`."""
+        """Return the peak bytes on the fullest device: the maximum over this case and all `later_cases`."""
         return max([case.device_bytes(draft) for case in (self, *self.later_cases)])
 
     # -- seconds -----------------------------------------------------------------------------------------
 
     @cached_property
     def layer_seconds(self) -> float:
-        """Seconds of the forward of a round through one layer."""
+        """Seconds of the forward of all tokens of a round through one layer."""
         arithmetic = layer_flops(self.shape) * self.round_tokens / self.device.flops
         each = (
             self.device.device_launch_seconds + dequantised_bytes(self.shape) / self.device.memory_bandwidth
@@ -234,8 +242,8 @@ class StreamCase:
         return math.ceil(self.round_tokens / self.capacity)
 
     def stage_rounds(self, layer_counts: Sequence[int]) -> list[StageRound]:
-        """Return the times and bytes of each stage in a round. The last stage runs the backward of every
-        microbatch right after its forward, so it recomputes nothing."""
+        """Return the times and bytes of each stage in a round. Only the last stage recomputes no forward,
+        since it runs the backward of every microbatch right after its forward."""
         if len(layer_counts) == 1:
             return [self._last_stage_rounds[layer_counts[0]]]
         first, *inner, last = layer_counts
@@ -246,11 +254,11 @@ class StreamCase:
         ]
 
     def round_seconds(self, draft: LayoutDraft) -> float:
-        """Return the seconds of a round; infinite if the draft does not fit."""
+        """Return the predicted seconds of a round, or infinity if the draft does not fit."""
         return self.fitting_seconds(draft) if self.fits(draft) else math.inf
 
     def fitting_seconds(self, draft: LayoutDraft) -> float:
-        """Return the seconds of a round for a draft that is known to fit."""
+        """Return the predicted seconds of a round with a draft that is known to fit."""
         if self.workers > 1:
             return self._pipeline_round_seconds(draft, self.device.bandwidth)
         rounds = self.stage_rounds(draft.layer_counts)
@@ -258,25 +266,28 @@ class StreamCase:
         return hidden + self.exposed_step_seconds / TRAVEL_ROUNDS
 
     def _pipeline_round_seconds(self, draft: LayoutDraft, bandwidth: float) -> float:
-        """Return the seconds of a round over several workers whose host links have this bandwidth."""
+        """Return the predicted seconds of a round over several workers, each with a link of this bandwidth to
+        the host."""
         # Activations are priced as if sent through the host: between GPUs they are never slower.
         hop = self.memory.input_bytes / self._pass_count / self.device.bandwidth
         cut = draft.make_layout(adapters_travel=False)
         return round_seconds(self.stage_rounds(draft.layer_counts), cut, self._pass_count, hop, bandwidth)
 
     def compute_seconds(self, layer_counts: Sequence[int]) -> float:
-        """Return the seconds of a round in stages of these sizes if nothing had to be transferred."""
+        """Return the seconds of a round with stages of these sizes if transfers took no time."""
         return compute_seconds(self.stage_rounds(layer_counts))
 
     @cached_property
     def link_bandwidth(self) -> float:
-        """Bytes per second from the host, while adapters and inputs may be copied back to the host."""
+        """Bytes per second from the host to the device. The value is smaller if adapters or inputs are copied
+        back to the host at the same time."""
         goes_back = self.adapters_travel or self.offloads_inputs
         return (self.device.duplex_bandwidth if goes_back else None) or self.device.bandwidth
 
     @cached_property
     def exposed_step_seconds(self) -> float:
-        """Seconds of the optimizer steps at the end of a window, which overlap with no pass."""
+        """Seconds of the transfers for the optimizer steps at the end of a window, which overlap with no
+        forward or backward."""
         if not self.adapters_travel:
             return 0.0
         return (
@@ -286,8 +297,8 @@ class StreamCase:
         )
 
     def waiting_share(self, draft: LayoutDraft) -> float:
-        """Return the share of a round in which the device waits for transfers or kernel launches. With
-        several workers, return the share that transfers of weights add."""
+        """Return the fraction of a round in which the device waits for transfers or kernel launches. With
+        several workers, return the fraction of a round that is due to transfers of weights."""
         seconds, at_once = (
             self.round_seconds(draft),
             replace(self, device=replace(self.device, host_launch_seconds=0.0)),
@@ -298,7 +309,7 @@ class StreamCase:
 
     @cached_property
     def _first_stage_rounds(self) -> list[StageRound]:
-        """Times and bytes of the first stage in a round, indexed by its number of layers."""
+        """Times and bytes of the first stage in a round, for every number of layers that it may have."""
         once = self.layer_seconds
         again = 1.0 + self.device.backward_ratio
         return [
@@ -338,8 +349,8 @@ def resident_round_seconds(
     capacity: int,
     recompute: Recompute,
 ) -> float:
-    """Return the seconds of a round of these jobs with the whole base on the device."""
-    # Passes over a resident base are captured.
+    """Return the predicted seconds of a round of these jobs if the whole base stays on the device."""
+    # Passes over a resident base are captured as CUDA graphs, so Python does not launch their kernels.
     captured = replace(device, host_launch_seconds=0.0)
     case = StreamCase(shape, tuple(jobs), captured, round_tokens, capacity, adapters_travel=False)
     passed = (1.0 + device.backward_ratio) * shape.layers + recompute.recomputed_layers
@@ -347,7 +358,7 @@ def resident_round_seconds(
 
 
 def case_with_later_jobs(case: StreamCase, later_jobs: Iterable[JobShape]) -> StreamCase:
-    """Return the case with the additional condition that each later job fits by itself."""
+    """Return the case with the additional condition that each of the later jobs fits alone."""
     # One device keeps the chosen capacity; several workers may then have smaller microbatches.
     least = case.capacity if case.workers == 1 else 0
     alone = (
@@ -363,7 +374,8 @@ def case_with_later_jobs(case: StreamCase, later_jobs: Iterable[JobShape]) -> St
 
 
 def undominated_jobs(jobs: Iterable[JobShape]) -> list[JobShape]:
-    """Return the jobs that no other job dominates. If each of them fits alone, all jobs do."""
+    """Return the jobs that no other job dominates by needing at least as much of everything. If each of them
+    fits alone, so does every other job."""
     wants = {
         (job.trainable_parameters, job.max_sample_tokens, job.batch_tokens, job.mean_vectors): job
         for job in jobs

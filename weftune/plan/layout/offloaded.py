@@ -1,9 +1,9 @@
-"""Time of a round with master weights and moments in host memory, and whether it pays off: for more running
-jobs, for larger microbatches, or for fewer recomputed layers.
+"""Whether it pays to offload the optimizer, that is, to keep master weights and moments in host memory.
 
-Jobs run in two alternating groups: the optimizer steps of one group use the link during the passes of the
-other. With many adapters and few tokens, optimizer steps take several times as long as the passes that hide
-them, and then it is better to run fewer jobs at a time.
+Offloading makes room for more running jobs, for larger microbatches or for fewer recomputed layers. Jobs run
+in two alternating groups: the optimizer steps of one group use the link to the host during the forwards and
+backwards of the other. With many adapters and few tokens, the transfers take several times as long as these
+passes, and then it is better to run fewer jobs at a time. A round is one global batch of every job.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from weftune.plan.layout.seats import in_order, most_that_fit
 from weftune.plan.window.rounds import even_groups
 
 SLOWER = 0.05
-"""Relative slowdown of a step of all jobs that is accepted if more of them run together."""
+"""Relative slowdown of a round that is accepted if more jobs run together."""
 FASTER = 0.03
-"""Relative gain that a step must have if all jobs run together either way: pinning memory takes time."""
+"""Relative gain in the time of a round that is required if no more jobs run together, since allocating
+page-locked memory takes time."""
 
 
 def offloading(memory: MemoryModel, host_budget: int) -> MemoryModel:
-    """Return the memory model with master weights and moments of all jobs in host memory."""
+    """Return the memory model of a run that keeps master weights and moments of all jobs in host memory."""
     return replace(
         memory, layout=replace(memory.layout, offloads_optimizer=True), host_budget_bytes=host_budget
     )
@@ -34,11 +35,11 @@ def offloading(memory: MemoryModel, host_budget: int) -> MemoryModel:
 @dataclass(frozen=True, slots=True)
 class OffloadedRound:
     """Predicted seconds of a round in which two groups of jobs alternate and optimizer state is in host
-    memory. With one job, the second group is empty, and no pass hides the optimizer step."""
+    memory. With one job, the second group is empty, and nothing overlaps with the optimizer step."""
 
     passes: tuple[float, float]
     transfer_seconds: tuple[float, float]
-    """Seconds of transfers over the link, in both directions at the same time."""
+    """Seconds of the transfers for each group's optimizer steps, in both directions at the same time."""
 
     @property
     def seconds(self) -> float:
@@ -49,7 +50,7 @@ class OffloadedRound:
 
     @property
     def unhidden(self) -> float:
-        """Seconds in which the device waits for transfers of optimizer steps."""
+        """Seconds in which the device waits for the transfers of optimizer steps."""
         return self.seconds - self.passes[0] - self.passes[1]
 
 
@@ -74,7 +75,8 @@ def offloaded_round(
 def resident_seconds(
     memory: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, max_tokens: int
 ) -> float:
-    """Return the seconds of a round's passes, in microbatches as large as memory and `max_tokens` allow."""
+    """Return the predicted seconds of the forwards and backwards of a round, with microbatches as large as
+    memory and `max_tokens` allow."""
     recompute = memory.choose_recompute(jobs, max_tokens)
     capacity = memory.choose_capacity(jobs, max_tokens, recompute)
     return resident_round_seconds(memory.shape, jobs, device, _tokens(jobs), capacity, recompute)
@@ -87,16 +89,20 @@ def _tokens(jobs: Sequence[JobShape]) -> int:
 def is_worth(
     memory: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, tokens: int
 ) -> bool:
-    """Return whether a step of all these jobs with the optimizer offloaded (`memory`) takes about as long as
-    in smaller groups without (`resident`). Microbatches have up to `tokens` tokens; each job fits alone."""
+    """Return whether it pays to offload the optimizer in order to run more jobs together.
+
+    `memory` is the memory model with the optimizer offloaded, `resident` without. In each case, one step of
+    all jobs is made in as few groups as fit in memory; the result is True if offloading is not much slower.
+    Microbatches have at most `tokens` tokens. Each job must fit alone.
+    """
     together = sum(offloaded_round(memory, turn, device, tokens).seconds for turn in job_groups(jobs, memory))
     waiting = sum(resident_seconds(resident, turn, device, tokens) for turn in job_groups(jobs, resident))
     return together <= (1 + SLOWER) * waiting
 
 
 def would_gain(resident: MemoryModel, jobs: Sequence[JobShape], max_tokens: int) -> bool:
-    """Return whether passes could be faster with more memory: layers are recomputed, or weights are
-    dequantised for small microbatches. All jobs run together."""
+    """Return whether more memory could make the forwards and backwards of these jobs, which all run together,
+    faster: if layers are recomputed, or if weights are dequantised for small microbatches."""
     recompute = resident.choose_recompute(jobs, max_tokens)
     small = resident.choose_capacity(jobs, max_tokens, recompute) < min(max_tokens, _tokens(jobs))
     return recompute.recomputed_layers > 0 or (resident.shape.matrix_bytes > 0 and small)
@@ -105,13 +111,14 @@ def would_gain(resident: MemoryModel, jobs: Sequence[JobShape], max_tokens: int)
 def is_faster(
     memory: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, tokens: int
 ) -> bool:
-    """Return whether a step of these jobs, which all run together either way, takes less time offloaded."""
+    """Return whether a step of these jobs takes less time with the optimizer offloaded. The jobs fit in
+    memory together in both cases."""
     before = resident_seconds(resident, jobs, device, tokens)
     return offloaded_round(memory, jobs, device, tokens).seconds <= (1 - FASTER) * before
 
 
 def job_groups(jobs: Sequence[JobShape], memory: MemoryModel) -> Iterator[Sequence[JobShape]]:
-    """Yield groups of jobs, each with as many as fit together. Each job must fit alone."""
+    """Yield groups of jobs, each with as many jobs as fit in memory together. Each job must fit alone."""
     rest = in_order(jobs)
     while rest:
 

@@ -1,27 +1,30 @@
 """Time of a round in which streamed stages share a few slots of device memory in turn.
 
-A visit is the forward or the backward of one stage for all microbatches. On one device, loads share one link
-and run one after another, in the order of the visits. A visit's load begins when the slot's last visit has
-ended and the link is free; its passes begin when the previous visit has ended and its load is done. A round
-ends with the first stages in the slots and the link idle, as it began, so the times of rounds add up.
+A round is one global batch of every job. A slot is device memory for one stage (consecutive layers). A visit
+is the forward or the backward of one stage for all microbatches. On one device, loads share one link and run
+one after another, in the order of the visits. A visit's load begins when the last visit in its slot has ended
+and the link is free. Its passes begin when the previous visit has ended and its load is done. A round ends
+with the first stages in the slots and the link idle, as it began, so the times of rounds add up.
 
-Streamed adapters are updated before their stage's forward. The state for a Step is requested when the
-forward of the previous stage begins, that of the first stage when the round begins. It uses the link in the
-same order, after the stage's load if there is one, and the updated state goes back once it has arrived. The
-weights are then computed on the device; a load in the backward brings a copy of them, which must have gone
-back. Gradients leave after the backward, and no Step begins before the last of them has left.
+Streamed adapters are updated by their optimizer step (Step) before the forward of their stage. The optimizer
+state for a Step is requested when the forward of the previous stage begins, and for the first stage when the
+round begins. It uses the link after the load of its stage, if there is one. The updated state is copied back
+to the host when the Step is done. A load for the backward includes the updated adapter weights, so it waits
+until they have been copied back. Gradients are copied to the host after the backward, and the Steps of the
+next round begin when all gradients have been copied.
 
-Inputs that wait on the host leave once the visit that computed them has ended, and are off the device before
-their stage's forward ends. They are requested when the backward of the following stage begins, and share the
-link with the loads in the order of the visits. The part of them that the link does not move while it has
-nothing to load arrives after the stage. Everything that leaves uses the other direction of the link, in the
-order of the visits, the input of a stage before the updated state of its Step.
+Offloaded inputs of stages are copied to the host when the visit that computed them has ended, and the forward
+of their own stage does not end before they are copied. They are requested again when the backward of the
+following stage begins, and share the link with the loads in the order of the visits. The part of the inputs
+that cannot be copied while the link is idle arrives after the load of the stage. All copies to the host use
+the other direction of the link, in the order of the visits; the input of a stage is copied before the updated
+state of its Step.
 
-Several workers make their visits in order, each with a link of its own to the host. A microbatch continues
-when the previous stage has computed it and it has been sent to the next worker. A Load begins when the
-previous visit in its slot has ended and the link is free. The next round begins with the Steps of this one.
-Microbatches are alike, so a stage's start times are convex in their number, and the first and the last
-determine the others. Adapters and inputs stay on their worker's device.
+Several workers run their visits in order, each with its own link to the host. A microbatch continues when the
+previous stage has computed it and it has been sent to the next worker. A load begins when the previous visit
+in its slot has ended and the link is free. The next round begins with the Steps of this round. Microbatches
+are alike, so it suffices to compute the start times of the first and of the last one. Adapters and inputs
+stay on their worker's device.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class StageRound:
     forward_seconds: float
     """Seconds of the forward of all microbatches."""
     backward_seconds: float
-    """Seconds of the backward of all microbatches, including what is recomputed of the forward."""
+    """Seconds of the backward of all microbatches, including the recomputation of the forward."""
     load_bytes: int = 0
     """Bytes transferred whenever the stage is loaded."""
     gradient_bytes: int = 0
@@ -50,17 +53,19 @@ class StageRound:
     adapter_bytes: int = 0
     """Bytes of adapter weights transferred with the stage when it is loaded for its backward."""
     step_bytes: int = 0
-    """Bytes of state transferred to the device for the optimizer step before the forward."""
+    """Bytes of optimizer state transferred to the device for the optimizer step before the forward."""
     state_bytes: int = 0
-    """Bytes of state copied back to the host after the optimizer step."""
+    """Bytes of optimizer state and weights copied back to the host after the optimizer step."""
     input_bytes: int = 0
-    """Bytes of the stage's input, if it is held on the host between forward and backward; else 0."""
+    """Bytes of the stage's input, if it is kept in host memory between forward and backward; otherwise 0."""
 
 
 def slotted_seconds(
     stages: Sequence[StageRound], resident: Sequence[bool], slots: int, bandwidth: float
 ) -> float:
-    """Return the seconds from a round's first optimizer step to the last transfer after its last backward."""
+    """Return the seconds of a round on one device, from its first optimizer step to the last transfer after
+    its last backward. `slots` is the number of slots for streamed stages, and `bandwidth` the bytes per
+    second of the link in each direction."""
     streamed = [number for number, stays in enumerate(resident) if not stays]
     slot_of = {stage: place % slots for place, stage in enumerate(streamed)}
     held = {slot_of[stage]: stage for stage in streamed[:slots]}
@@ -70,7 +75,8 @@ def slotted_seconds(
     now = link = leaving = began = asked = 0.0
 
     def load_stage(stage: int, slot: int, copies: int = 0, inputs: float = 0.0) -> None:
-        """Load the stage over the link with `copies` bytes of copies, and its inputs of `inputs` seconds."""
+        """Load the stage over the link, together with `copies` bytes of adapter weights and with its inputs,
+        whose transfer takes `inputs` seconds."""
         nonlocal link
         begins = max(link, freed[slot], home[stage])
         behind = max(0.0, inputs - max(0.0, begins - max(link, began))) if inputs else 0.0
@@ -109,7 +115,7 @@ def slotted_seconds(
 
 
 def compute_seconds(stages: Sequence[StageRound]) -> float:
-    """Return the seconds of a round if nothing had to be transferred."""
+    """Return the seconds of a round if transfers took no time."""
     return sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
 
 
@@ -123,7 +129,8 @@ def round_seconds(
     hop_seconds: float = 0.0,
     bandwidth: float = math.inf,
 ) -> float:
-    """Return the seconds per round in steady state; see `round_ends` for the arguments."""
+    """Return the seconds per round over several workers in steady state. `round_ends` describes the
+    arguments."""
     first, second = round_ends(stages, cut, microbatches, 2, hop_seconds, bandwidth)
     return second - first
 
@@ -136,8 +143,9 @@ def round_ends(
     hop_seconds: float = 0.0,
     bandwidth: float = math.inf,
 ) -> list[float]:
-    """Return the time at which each of `rounds` rounds ends; the first begins at 0. Sending a microbatch to
-    the next worker takes `hop_seconds`; `bandwidth` is that of each worker's link from the host."""
+    """Return the times, in seconds, at which each of `rounds` rounds ends if the first begins at 0. Sending a
+    microbatch to the next worker takes `hop_seconds`. `bandwidth` is the bytes per second of each worker's
+    link from the host."""
     run = _Recurrence(stages, cut, microbatches, rounds, hop_seconds, bandwidth)
     ends = []
     for _ in range(rounds):
@@ -171,7 +179,7 @@ class _Recurrence:
         self.loads = [_loads(cut.for_worker(worker), rounds) for worker in range(cut.workers)]
 
     def visit(self, stage: int, seconds: float) -> None:
-        """Run a stage's passes, one per microbatch, of `seconds` seconds each."""
+        """Simulate a visit of a stage: one pass per microbatch, each of which takes `seconds` seconds."""
         worker = stage % self.cut.workers
         start = max(self.free[worker], self.there[stage], self.first)
         final = max(self.last, start + self.more * seconds)
@@ -183,14 +191,14 @@ class _Recurrence:
             self.there[coming] = self.link[worker]
 
     def end_round(self) -> float:
-        """End the round. Return the time at which it ends and the times at which the next round's
-        microbatches are ready."""
+        """End the round and return the time at which it ends, at which the microbatches of the next round are
+        ready."""
         self.first = self.last = self.free[0]
         return self.free[0]
 
 
 def _loads(cut: WorkerLayout, rounds: int) -> Iterator[int | None]:
-    """Yield, after each visit of a worker, the stage that is loaded next, or None."""
+    """Yield, for each visit of a worker, the stage whose load follows the visit, or None if there is none."""
     last = len(cut.stages) - 1
     forward = [stage for stage in cut.own_stages if stage < last]
     for moved in slot_moves([*forward, *reversed(cut.own_stages)] * rounds, cut):
