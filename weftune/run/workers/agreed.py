@@ -1,9 +1,9 @@
-"""Agreement of several workers on every Step. The sums of a batch are accumulated towards the first worker,
-which decides; the others follow its decision.
+"""Agreement of several workers on every optimizer step (Step). The sums of a batch are passed from stage to
+stage towards the first worker, which decides; the others follow its decision.
 
 A worker that runs out of memory, or must end soon, computes nothing more in the window, but still sends
 everything that the others wait for: zeros, and for every unfinished batch a note that it is abandoned. So all
-workers reach the window's end, and a Step is made by all or by none.
+workers reach the window's end, and a Step is made by all workers or by none.
 
 Shapes: T rows of a microbatch, D hidden width, N numbers that replicas exchange for one job.
 """
@@ -37,9 +37,9 @@ from weftune.run.training.steps import BatchSums, StepRequest, batch_totals, fin
 from weftune.run.workers.transport import SUMS_PER_MESSAGE, Transport
 
 DEAD = math.nan
-"""Value that marks the sums and the decision of a job that makes no more Steps."""
+"""Value that replaces the sums and the decision of a job that has failed and makes no more Steps."""
 ABANDONED = -math.inf
-"""Value that marks the loss and the decision of a batch that a worker could not finish."""
+"""Value that replaces the loss and the decision of a batch that a worker could not finish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +54,26 @@ class TimedAction:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """The facts that only this worker knows at the end of its list of a window."""
+    """The facts that one worker reports to the first worker when it has finished its list of actions of a
+    window."""
 
     evaluations: list[EvaluationSums] = field(default_factory=list)
     scores: list[Scored] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
-    """Jobs that failed here after the first worker's decision, with the reason."""
+    """Maps each job that failed on this worker after the first worker's decision to the reason."""
     times: list[TimedAction] = field(default_factory=list)
     shortage: str = ""
     """Reason why this worker could not compute the whole window; empty if it could."""
     copied_bytes: int = 0
-    """Bytes loaded from the host since the worker began, if stages take turns."""
+    """Bytes loaded from the host since the worker began, if its stages are streamed."""
     peak_bytes: int = 0
-    """Peak bytes in use on a worker other than the first."""
+    """Peak bytes in use. The first worker does not report them."""
     waited: float = 0.0
-    """Seconds that its device waited for Loads."""
+    """Seconds that the worker's device waited for streamed stages."""
 
 
 class Agreed:
-    """One worker's side of the agreement."""
+    """The `Agreement` of one worker with the other workers."""
 
     def __init__(
         self,
@@ -83,8 +84,8 @@ class Agreed:
         shards: Shards | None = None,
     ) -> None:
         """`worker` is the index of this worker's list of actions. `shards` is given if several workers run
-        this list, because they hold each layer together. Their sums give all of them the same bits, so that
-        each comes to the same decisions."""
+        this list, because each layer is divided among them. Their sums are the same to the bit on all of
+        them, so that each comes to the same decisions."""
         self._shards = shards
         self._adapters, self._roster = adapters, adapters.roster
         self._program = NOTHING_TO_DO
@@ -93,9 +94,11 @@ class Agreed:
         self._batches: dict[tuple[str, int], tuple[int, GlobalBatch]] = {}
         self._ran: list[tuple[Action, DeviceSpan]] = []
         self._sums: dict[int, Tensor] = {}
-        """Sums of batches over this worker and all stages after it; on the first worker, until it decides."""
+        """Maps the index of a batch to its sums over this worker and all later stages. Only the first worker
+        stores them, until it decides."""
         self._later_sums: dict[int, Tensor] = {}
-        """Sums of batches over the stages after, if they arrived in another order than here."""
+        """Maps the index of a batch to its sums over the later stages, if they arrived before this worker
+        needed them."""
         self._decisions: dict[int, float] = {}
 
     @property
@@ -122,7 +125,8 @@ class Agreed:
         assert not self._decisions, "a decision was announced that no Step took"
 
     def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """Return the whole microbatch, as others depend on its rows; those of dead jobs have no gradient."""
+        """Return the whole microbatch, since other workers depend on all of its rows. The rows of failed jobs
+        have no gradient."""
         return plan
 
     def receive(self, action: Recv) -> Tensor:
@@ -142,7 +146,7 @@ class Agreed:
         return iter(())
 
     def evaluated(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
-        """Record the sums; the first worker adds all parts at the window's end."""
+        """Record the evaluation sums. The first worker adds up those of all workers at the window's end."""
         self.report.evaluations += sums
         return iter(())
 
@@ -164,7 +168,7 @@ class Agreed:
         return False
 
     def save(self, job: str, step: int) -> Iterator[Event]:
-        """Request a checkpoint, unless the Step was abandoned."""
+        """Request a checkpoint of the job, unless its Step was abandoned."""
         if job not in self._roster.dead and self._roster.trainings[job].progress.step == step:
             yield SaveDue(job, step)
 
@@ -188,7 +192,7 @@ class Agreed:
             self._accumulate_sums(action.job, action.step)
 
     def _send_share(self, job: str, step: int) -> None:
-        """Send the other replicas the gradient and sums of this replica's share of a batch."""
+        """Send the gradient and the sums of this replica's share of a batch to the other replicas."""
         training = self._roster.trainings[job]
         gradient_N = training.gradient
         if job in self._roster.dead or self.shortage:
@@ -199,7 +203,7 @@ class Agreed:
         self._transport.exchange.send_to_replicas((job, step), message_N)
 
     def _add_shares(self, job: str, step: int) -> None:
-        """Replace this replica's gradient and sums by those over all replicas."""
+        """Replace this replica's gradient and sums of a batch by those over all replicas."""
         one = self._roster.trainings[job]
         stop = one.layout.size + 2 + len(one.recipe.objective.metrics)
         maxima = slice(stop - one.recipe.objective.max_metric_count, stop)
@@ -213,7 +217,8 @@ class Agreed:
             training.open = OpenBatch(loss, correct, tokens, metrics_M)
 
     def _accumulate_sums(self, job: str, step: int) -> None:
-        """Add this worker's sums to those of the stages after, and send them towards the first worker."""
+        """Add this worker's sums of a batch to those of the later stages, and send the result towards the
+        first worker."""
         program = self._program
         if program.replicas > 1:
             self._add_shares(job, step)
@@ -230,7 +235,8 @@ class Agreed:
             self._transport.send_sums(torch.cat([sums.new_tensor([batch_index]), sums]))
 
     def _own_sums(self, job: str) -> Tensor:
-        """Return the squared norm of the gradient, the loss, the correct predictions and the metrics."""
+        """Return this worker's sums of a batch: the squared norm of the gradient, the loss, the correct
+        predictions and the metrics."""
         if job in self._roster.dead:
             return torch.full((1 + SUMS_PER_MESSAGE,), DEAD, dtype=torch.float64)
         if self.shortage:
@@ -263,14 +269,16 @@ class Agreed:
             self._ran.append((action, self._timer.stop()))
 
     def _agree_on_dead_jobs(self, steps: Sequence[Step], shards: Shards) -> None:
-        """Mark the jobs dead that are dead on any shard: only one of them has a caller who may end jobs."""
+        """Mark the jobs as failed that have failed on any shard. Only one of the shards has a caller that may
+        end jobs."""
         dead = shards.true_on_any([step.job in self._roster.dead for step in steps])
         for step, is_dead in zip(steps, dead, strict=True):
             if is_dead and step.job not in self._roster.dead:
                 self._adapters.kill(step.job)
 
     def _decide(self, job: str, step: int) -> Iterator[Event]:
-        """Announce the decision, then make the step or mark the job dead. Runs on the first worker."""
+        """Announce the decision on a Step, then make the Step or mark the job as failed. Called on workers
+        with the first list of actions."""
         batch_index, batch = self._batches[job, step]
         squares, loss, correct, *metrics = self._sums.pop(batch_index).tolist()
         if job in self._roster.dead:
@@ -292,7 +300,7 @@ class Agreed:
             yield Stepped(job, training.progress.step, outcome)
 
     def _follow_decision(self, job: str, step: int) -> None:
-        """Follow the first worker's decision. Runs on every other worker."""
+        """Receive the first worker's decision on a Step and follow it. Called on all other workers."""
         batch_index, batch = self._batches[job, step]
         while batch_index not in self._decisions:
             number, norm = self._transport.receive_decision().tolist()

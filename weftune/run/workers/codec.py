@@ -1,4 +1,5 @@
-"""Messages between workers as bytes: a JSON header and the raw bytes of tensors, never a pickle.
+"""Conversion of messages between workers to bytes: a JSON header and the raw bytes of tensors, never a
+pickle.
 
 The header gives the type of every value. A record is looked up by its class name among those that a message
 may hold, so bytes can name no other class. With a secret, messages that were not signed with it are refused.
@@ -26,7 +27,7 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class ForgedMessage(UserError):
-    """A message was not signed with this run's secret, or was changed on its way."""
+    """Raised for a message that was not signed with this run's secret, or was changed on its way."""
 
 
 def encode(value: object, secret: bytes = b"") -> bytes:
@@ -37,7 +38,8 @@ def encode(value: object, secret: bytes = b"") -> bytes:
 
 
 def decode(message: bytes, records: Mapping[str, type], secret: bytes = b"") -> Any:
-    """Decode a message. `records` are the records that a message may hold."""
+    """Return the message that the bytes encode. `records` maps names to the records that a message may
+    hold."""
     if secret:
         digest, message = message[:DIGEST_BYTES], message[DIGEST_BYTES:]
         if not hmac.compare_digest(digest, _digest(message, secret)):
@@ -66,7 +68,8 @@ class _Packer:
         self._end = 0
 
     def to_json(self, value: object) -> object:
-        """Return numbers, strings, booleans and None as they are, and else a tag and the contents."""
+        """Return numbers, strings, booleans and None unchanged, and any other value as a tag and its
+        contents."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Tensor):
@@ -128,7 +131,7 @@ def _decode_value(json_value: Any, tensors: list[Tensor], records: Mapping[str, 
 
 
 def _build_record(kind: type, values: list[Any]) -> Any:
-    """Return a record with every field as sent, without running its constructor."""
+    """Return a record whose fields have the given values. Its constructor is not run."""
     made: Any = object.__new__(kind)
     for one, value in zip(fields(kind), values, strict=True):
         object.__setattr__(made, one.name, value)
@@ -137,7 +140,8 @@ def _build_record(kind: type, values: list[Any]) -> Any:
 
 @cache
 def records_in(kind: Any) -> Mapping[str, type]:
-    """Return a map from name to type of all records that the annotations of this type allow."""
+    """Return a map from name to type of all records that can occur in a value of this type, according to its
+    annotations."""
     found: dict[str, type] = {}
     _collect_records(kind, found)
     return found

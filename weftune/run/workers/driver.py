@@ -59,20 +59,21 @@ STOP_CHECK_SECONDS = 0.5
 
 @dataclass(slots=True)
 class _PendingCheckpoint:
-    """A checkpoint that lacks slices or its evaluation, or that is being renamed into place."""
+    """A checkpoint that is not complete: slices or the result of its evaluation are missing, or its folder is
+    being renamed."""
 
     folder: Path
     progress: Progress
     seed: int
     keeps_best: bool
     own_slice: Future[Slice]
-    """This worker's slice."""
+    """Future of this worker's own slice."""
     slices: dict[int, Slice] = field(default_factory=dict)
     rename_future: Future[Path] | None = None
 
     @property
     def pending_write(self) -> Future[Any] | None:
-        """Write of this worker that is in progress, or None."""
+        """Future of this worker's write for the checkpoint that is still in progress, or None."""
         under_way = self.rename_future or self.own_slice
         return None if under_way.done() else under_way
 
@@ -86,8 +87,9 @@ class Driver:
         checkpoints: Callable[[str], Path],
         delay: float = 0.0,
     ) -> None:
-        """`loaded` is this worker's part of the base. `checkpoints` returns the folder of each job's
-        checkpoints, the same for every worker."""
+        """`loaded` is this worker's part of the base. `checkpoints` returns the folder of a job's
+        checkpoints, which is the same for every worker. `delay` slows the links down, in seconds per message,
+        for tests."""
         self.base = base = loaded_base(loaded)
         self.control = control
         position = control.connections.position
@@ -107,24 +109,27 @@ class Driver:
             shard_team(control.connections),
         )
         self.attached = self._own.attached
-        """Maps each job to its slice of the first stage, which also holds the job's progress."""
+        """Maps each job to the training state of its first stage, which also holds the job's progress."""
         self.home, self.fused = self._own.home, self._own.fused
         self._checkpoints = checkpoints
         self.writer = self._own.writer
         self._pending: dict[tuple[str, int], _PendingCheckpoint] = {}
         self._unsaved: list[Unsaved] = []
-        """Failures that have not been reported yet."""
+        """Checkpoints that could not be written and have not been reported yet."""
         self._early_slices: dict[tuple[str, int], dict[int, Slice | Unsaved]] = {}
-        """Slices that other workers wrote before this one reached its own Save."""
+        """Maps (job, step) to the slices that other workers wrote before this worker reached its own Save, by
+        worker."""
         self._window_reports: dict[int, WorkerReport] = {}
-        """Maps each worker to its report, once its list of this window is finished."""
+        """Maps each worker that has finished its list of this window to its report."""
         self._awaited_evaluations: set[tuple[str, int]] = set()
-        """Evaluations of this window whose result is not known yet."""
+        """Evaluations (job, step) of this window whose result is not known yet."""
         self._ends_early = False
         self.unfinished = FINISHED
-        """Batches that the last window left unfinished; their microbatches are in flight on all workers."""
+        """Global batches that the last window left unfinished. Their microbatches are in flight on all
+        workers."""
         self._seconds_before: dict[int, tuple[float, float]] = {}
-        """Maps each microbatch in flight to the seconds of its forward and of its backward so far."""
+        """Maps the index of each microbatch in flight to the seconds of its forward passes and of its
+        backward passes in earlier windows."""
 
     # -- as an executor ----------------------------------------------------------------------------------
 
@@ -138,7 +143,7 @@ class Driver:
         self._transport.close()
 
     def attach(self, training: Training) -> None:
-        """Attach a job on every worker; `training` is the first stage's slice."""
+        """Attach a job on every worker. `training` is the training state of the first stage."""
         checkpoints = self._checkpoints(training.job)
         drop_partial(checkpoints)
         self._own.attach(training)
@@ -146,7 +151,7 @@ class Driver:
         self.control.broadcast(Attach(training.adapter, training.recipe, checkpoints, resumes))
 
     def detach(self, job: str) -> Training:
-        """Detach a job and return it as a whole, assembled from the slices of all workers."""
+        """Detach a job on every worker. Return the whole job, assembled from the weights of all workers."""
         own = self._own.detach(job)
         self.control.broadcast(JobCommand("detach", job))
         parts = [weights_snapshot(own)]
@@ -165,7 +170,7 @@ class Driver:
         return _assemble_training(own, parts, layout)
 
     def kill(self, job: str) -> None:
-        """Mark the job dead; the other workers are notified with the next decision."""
+        """Mark the job as failed. The other workers are notified with the next decision."""
         self._own.kill(job)
 
     def note_evaluation(
@@ -193,9 +198,9 @@ class Driver:
         self.control.broadcast(JobCommand("show master", job))
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
-        """Run a window on all workers. A window that has begun is finished, even if `stop` returns True,
-        unless that would take long: then nothing more is computed, and unfinished global batches are
-        dropped."""
+        """Run a window on all workers and yield its events. A window that has begun is finished, even if
+        `stop` returns True, unless that would take long: then nothing more is computed, and unfinished global
+        batches are dropped."""
         self._ends_early, request = False, StopRequest(stop)
         self.unfinished = FINISHED
         kinds = program.pass_kinds()
@@ -235,7 +240,8 @@ class Driver:
         yield from self._end_window(program)
 
     def _ends_window_early(self, request: StopRequest) -> bool:
-        """Return whether the window ends early; if so, notify all workers at once."""
+        """Return whether the window is to end early because of a stop request. If so, all workers are
+        notified at once."""
         # Shards of the same layers would stop at different actions, and wait for one another.
         if request.is_overdue() and not self._ends_early and self.shards == 1:
             self._ends_early = True
@@ -269,8 +275,8 @@ class Driver:
             raise OutOfMemory("; ".join(short))
 
     def _pass_events(self, program: Program) -> Iterator[Passed]:
-        """Yield every microbatch's pass over the base, with its share of the workers' time, in the window in
-        which it ends."""
+        """Yield an event for every microbatch that has ended in this window, with the time of its pass over
+        the base. Its time is a mean over workers."""
         forward, backward = (microbatch_seconds(self.reports, kinds) for kinds in (ForwardPass, Backward))
         for number, one in enumerate(program.inherited):
             before_forward, before_backward = self._seconds_before.get(one.number, (0.0, 0.0))
@@ -295,7 +301,7 @@ class Driver:
         }
 
     def _late_failure_events(self) -> Iterator[Event]:
-        """Yield the failures of jobs on another worker after the decision on their step."""
+        """Yield events for the jobs that failed on another worker after the decision on their step."""
         for report in self.reports[1:]:
             for job, reason in report.failures.items():
                 if job not in self._own.dead:
@@ -326,8 +332,8 @@ class Driver:
     # -- checkpoints -------------------------------------------------------------------------------------
 
     def save(self, job: str, folder: Path) -> None:
-        """Take a snapshot at the Program's Save, and write this worker's slice while training continues. The
-        checkpoint is complete when all workers have written theirs."""
+        """Take a snapshot of the job at the Program's Save, and write this worker's slice while training
+        continues. The checkpoint is complete when all workers have written their slices."""
         training = self.attached[job]
         folder.mkdir(parents=True, exist_ok=True)
         snapshot = self._own.snapshot(job)
@@ -340,7 +346,8 @@ class Driver:
             self._handle_slice(worker, early)
 
     def save_now(self, job: str, folder: Path) -> None:
-        """Save a checkpoint on all workers. Called between windows."""
+        """Request a checkpoint from all workers, unless there is one with this progress. Called between
+        windows; `finish_saves` waits until it is written."""
         if checkpoint.has_progress(folder, self.attached[job].progress):
             return
         self.save(job, folder)
@@ -356,7 +363,7 @@ class Driver:
         return found
 
     def finish_saves(self, job: str) -> None:
-        """Wait for the job's checkpoints, except those whose evaluation is to come in this window."""
+        """Wait for the job's checkpoints, except those that wait for an evaluation later in this window."""
         while True:
             self._commit_checkpoints()
             keys = [key for key in self._pending if key[0] == job and key not in self._awaited_evaluations]
@@ -380,7 +387,7 @@ class Driver:
             self._pending[key].slices[worker] = answer
 
     def _commit_checkpoints(self) -> None:
-        """Rename complete checkpoints into place, except those whose evaluation is still to come."""
+        """Rename the folders of complete checkpoints, except those whose evaluation is still to come."""
         for key, pending in list(self._pending.items()):
             if key[0] in self._own.dead:
                 del self._pending[key]
@@ -412,8 +419,9 @@ def open_pipeline(
     max_bytes: int | None = None,
     deterministic: bool = False,
 ) -> Driver:
-    """Load every worker's part of the base, and wait for all. No worker uses more than `max_bytes` of its
-    GPU. If `deterministic`, the other workers use torch's deterministic kernels, as the caller does."""
+    """Load every worker's part of the base, wait for all workers, and return the driver. No worker uses more
+    than `max_bytes` of its GPU. If `deterministic`, the other workers use torch's deterministic kernels, as
+    the caller does."""
     for worker in control.workers:
         part = layout.for_worker(worker // layout.shards % layout.workers)
         control.command(worker, Begin(spec, part, delay, max_bytes, deterministic))
@@ -428,7 +436,8 @@ def open_pipeline(
 
 
 def microbatch_seconds(reports: Sequence[WorkerReport], kinds: type | UnionType) -> dict[int, float]:
-    """Return a map from microbatch to the seconds of its passes of these kinds, as a mean over workers."""
+    """Return a map from each microbatch to the seconds of its actions of these kinds, as a mean over
+    workers."""
     seconds: dict[int, float] = {}
     for report in reports:
         for one in report.times:
@@ -439,7 +448,8 @@ def microbatch_seconds(reports: Sequence[WorkerReport], kinds: type | UnionType)
 
 
 def _assemble_training(own: Training, parts: Sequence[Snapshot], layout: VectorLayout) -> Training:
-    """Return a training state with all parameters. Moments are left out: the job is not continued."""
+    """Return the training state of the whole job, without moments, since the job is not trained any further.
+    `own` is that of this worker, `parts` are the snapshots of all stages."""
     stored = VectorLayout(tuple(parameter for part in parts for parameter in part.layout.parameters))
     master, best = (
         layout.slice_of(stored, torch.cat([part.vectors[name] for part in parts]))

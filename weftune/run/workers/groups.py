@@ -1,6 +1,6 @@
-"""The process groups of a pipeline: between neighbours and between replicas of a stage, one for each
-direction and purpose; between the first worker and every other, one for commands and one for reports.
-"""
+"""The process groups of a pipeline. There is one for each direction and purpose between neighbours and
+between replicas of a stage, and one for commands and one for reports between the first worker and every other
+worker."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ from weftune.run.workers.mailbox import PeerLane
 from weftune.run.workers.ordered import WaitWatch
 
 NO_TIMEOUT = timedelta(days=30)
-"""Timeout that never expires: a slow worker is not an error, and a lost one is found by the heartbeat."""
+"""A timeout that never expires in practice. A slow worker is not an error, and the heartbeat finds a lost
+one."""
 
 
 LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT = timedelta(minutes=5)
-"""Time that a worker waits for the store, or for another worker to appear."""
+"""Time that a worker waits for the store, or for another worker to connect."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPosition:
-    """The position of this process in a pipeline."""
+    """The position of this process among the workers of a pipeline."""
 
     worker: int
     workers: int
     local_worker: int = 0
-    """Index of the worker on this machine."""
+    """Index of the worker among those of its machine."""
     local_workers: int = 1
     replicas: int = 1
-    """Number of copies of the pipeline. Workers are ordered by replica, then by stage."""
+    """Number of copies of the pipeline (replicas). Workers are ordered by replica, then by stage."""
     ring: bool = False
-    """Whether there are more stages than workers, so that the last worker sends to the first."""
+    """Whether there are more stages than workers. The last worker then sends to the first."""
     shards: int = 1
-    """Number of workers that hold each layer together. They follow one another in the order of workers."""
+    """Number of workers (shards) among which each layer is divided. They follow one another in the order of
+    workers."""
 
     @property
     def stages(self) -> int:
@@ -68,12 +70,13 @@ class WorkerPosition:
 
     @property
     def writes(self) -> bool:
-        """Whether the worker writes checkpoints. Other replicas and shards hold the same weights."""
+        """Whether the worker writes checkpoints. Other replicas and shards hold the same weights, so only one
+        writes them."""
         return self.replica == 0 and self.shard == 0
 
 
 def read_position() -> WorkerPosition | None:
-    """Return the position in the environment, or None if this is the only process."""
+    """Return the position that the environment variables describe, or None if this is the only process."""
     workers = _environment_integer("WORLD_SIZE", 1)
     if workers == 1 or "RANK" not in os.environ:
         return None
@@ -98,17 +101,18 @@ def _environment_integer(name: str, default: int) -> int:
 
 
 SECRET = "WEFTUNE_SECRET"
-"""Environment variable with a secret that all machines of a run share."""
+"""Environment variable with the secret that all machines of a run share."""
 
 
 def read_secret() -> bytes:
-    """Return the secret that signs commands and answers; empty if there is none."""
+    """Return the secret that signs messages between the first worker and the others. It is empty if none is
+    set."""
     return os.environ.get(SECRET, "").encode()
 
 
 def require_secret(position: WorkerPosition) -> None:
-    """Raise UserError for workers on several machines without a secret: any machine in the network could send
-    messages. On one machine they use the loopback."""
+    """Raise UserError if workers are on several machines and there is no secret: then any machine in the
+    network could send messages. On one machine the workers use the loopback address."""
     if position.local_workers < position.workers and not read_secret():
         raise UserError(
             f"The workers of this run are on several machines, and {SECRET} is not set; set it to the same "
@@ -125,7 +129,8 @@ def restart_count() -> int:
 
 
 def connect(position: WorkerPosition, device: torch.device) -> WorkerConnections:
-    """Connect to the other workers at the address in the environment, and create all groups."""
+    """Connect to the other workers at the address in the environment, create all process groups, and return
+    the connections."""
     # Not by `env://`: torchrun may keep its store over a restart, with addresses of workers that are gone.
     store = dist.PrefixStore(f"weftune/meet/{restart_count()}", connect_to_store(position))
     dist.init_process_group(
@@ -135,8 +140,8 @@ def connect(position: WorkerPosition, device: torch.device) -> WorkerConnections
 
 
 def connect_to_store(position: WorkerPosition) -> dist.TCPStore:
-    """Return a connection to the store at the address in the environment, the launcher's or the first
-    worker's. Every thread that may wait on it needs a separate connection."""
+    """Return a connection to the store at the address in the environment: the store of the launcher or of the
+    first worker. Every thread that may wait on the store needs a separate connection."""
     launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -149,8 +154,8 @@ def connect_to_store(position: WorkerPosition) -> dist.TCPStore:
 
 
 def loopback_store() -> dist.TCPStore:
-    """Return a store for processes of this machine. It listens on the loopback address only, so that no other
-    machine can read its keys or have a worker declared lost."""
+    """Return a new store for processes of this machine. It listens on the loopback address only, so that no
+    other machine can read its keys or report a worker as lost."""
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -160,7 +165,7 @@ def loopback_store() -> dist.TCPStore:
 
 Purpose = Literal["activation", "gradient", "sums", "decision", "share", "scores", "command", "report"]
 HOST_PURPOSES: tuple[Purpose, ...] = ("sums", "decision", "scores", "command", "report")
-"""Purposes whose messages stay in host memory."""
+"""Purposes whose messages are in host memory, even if the workers use GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,19 +179,22 @@ class WorkerLink:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConnections:
-    """All connections of a run, as this worker sees them."""
+    """All connections between the workers of a run, with the process groups that this worker has created for
+    them."""
 
     position: WorkerPosition
     groups: Mapping[WorkerLink, Any]
     """Maps each connection to its process group."""
     shard_group: Any = None
-    """Process group of the shards that hold this worker's layers. None if layers are not divided."""
+    """Process group of the shards that hold this worker's layers. None if layers are not divided into
+    shards."""
     announcement_groups: Mapping[WorkerLink, Any] = field(default_factory=dict)
-    """Maps each connection whose operations occupy a device to the process group that announces tensors."""
+    """Maps a connection to the process group that announces its tensors, if its operations occupy a
+    device."""
     watch: WaitWatch | None = None
 
     def incoming(self, purpose: Purpose) -> tuple[PeerLane, ...]:
-        """Return the connections to this worker, in the order of their senders where there are several."""
+        """Return the connections to this worker for this purpose, in the order of their senders."""
         mine = self.position.worker
         links = [one for one in self.groups if one.purpose == purpose and one.receiver == mine]
         return tuple(self._lane(one, one.sender) for one in links)
@@ -201,8 +209,8 @@ class WorkerConnections:
 
 
 def _links(position: WorkerPosition) -> Iterator[WorkerLink]:
-    """Yield all connections of a run, of all workers. A shard exchanges tensors with the shard of the same
-    index in other stages and replicas."""
+    """Yield the connections between all workers of a run. A shard exchanges tensors with the shard of the
+    same index in other stages and replicas."""
     for link in _links_between_lists(position):
         for shard in range(position.shards):
             sender, receiver = (one * position.shards + shard for one in (link.sender, link.receiver))
@@ -213,7 +221,8 @@ def _links(position: WorkerPosition) -> Iterator[WorkerLink]:
 
 
 def _links_between_lists(position: WorkerPosition) -> Iterator[WorkerLink]:
-    """Yield the connections for tensors and decisions, between indices of lists of actions."""
+    """Yield the connections for tensors and decisions. Sender and receiver are indices of lists of
+    actions."""
     stages, lists = position.stages, position.workers // position.shards
     if position.ring:
         yield WorkerLink("activation", lists - 1, 0)
@@ -237,9 +246,10 @@ def _links_between_lists(position: WorkerPosition) -> Iterator[WorkerLink]:
 
 
 Library = Literal["nccl", "gloo", "ordered"]
-"""Library that moves tensors between workers; `ordered` is gloo with NCCL's rules (`workers/ordered.py`)."""
+"""Library that transfers tensors between workers. `ordered` is gloo with the rules of NCCL
+(`workers/ordered.py`)."""
 NCCL_RULES = "WEFTUNE_NCCL_RULES"
-"""Environment variable that is 1 in tests: workers on a CPU then exchange tensors by NCCL's rules."""
+"""Environment variable that is 1 in tests. Workers on a CPU then exchange tensors by the rules of NCCL."""
 
 
 def has_separate_gpus(position: WorkerPosition, device: torch.device) -> bool:
@@ -248,7 +258,7 @@ def has_separate_gpus(position: WorkerPosition, device: torch.device) -> bool:
 
 
 def choose_library(position: WorkerPosition, device: torch.device) -> Library:
-    """Return the library for hidden states, gradients and sums over shards: NCCL where every worker of this
+    """Return the library for hidden states, gradients and sums over shards: NCCL if every worker of this
     machine has a separate GPU, and gloo otherwise."""
     if has_separate_gpus(position, device):
         return "nccl"
@@ -257,7 +267,8 @@ def choose_library(position: WorkerPosition, device: torch.device) -> Library:
 
 
 def agree_on_library(position: WorkerPosition, device: torch.device) -> Library:
-    """Return the library that all workers have chosen; gloo if machines differ in their GPUs."""
+    """Return the library that all workers use. It is gloo if they would choose different ones, because
+    machines differ in their GPUs."""
     chosen = choose_library(position, device)
     agreeing = torch.tensor([int(chosen == "nccl")])
     dist.all_reduce(agreeing)
@@ -267,7 +278,8 @@ def agree_on_library(position: WorkerPosition, device: torch.device) -> Library:
 
 
 def create_groups(position: WorkerPosition, device: torch.device) -> WorkerConnections:
-    """Create all groups. Every worker creates every group in the same order, as torch requires."""
+    """Create all process groups and return the connections. Every worker creates every group in the same
+    order, as torch requires."""
     library = agree_on_library(position, device)
     if library == "ordered":
         ordered.register()
@@ -296,7 +308,8 @@ def _pair_group(link: WorkerLink, library: Library) -> Any:
 
 
 def _shard_group(position: WorkerPosition, library: Library, greeting: torch.Tensor) -> Any:
-    """Create the groups of all workers that hold layers together; return this worker's, or None."""
+    """Create a process group for the shards of each stage. Return the group of this worker, or None if there
+    are no shards."""
     if position.shards == 1:
         return None
     found = None
@@ -312,14 +325,14 @@ def _shard_group(position: WorkerPosition, library: Library, greeting: torch.Ten
 # -- the network interface that reaches the other workers, for the libraries that must bind one -------------
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Environment variables with each library's interface; a value set by the user is kept. The default of gloo
-and NCCL is the interface of the machine's own name: often the loopback, although other workers are on other
-machines, or a public one, although all are on this machine."""
+"""Environment variables with the network interface of each library. A value set by the user is kept. By
+default gloo and NCCL use the interface of the machine's own name. That is often the loopback, although other
+workers are on other machines, or a public interface, although all workers are on this machine."""
 
 
 def bind_interface(position: WorkerPosition) -> None:
-    """Set the interface that reaches the other workers for the libraries. If all are on this machine, gloo
-    listens on the loopback only; NCCL needs no network then."""
+    """Set the environment variables to the interface that reaches the other workers. If all are on this
+    machine, gloo listens on the loopback only; NCCL then needs no network."""
     alone = position.local_workers == position.workers
     local = (name for name, addresses in _addresses().items() if any(map(_is_loopback, addresses)))
     found = next(local, None) if alone else find_interface(os.environ["MASTER_ADDR"])
@@ -329,9 +342,11 @@ def bind_interface(position: WorkerPosition) -> None:
 
 
 def find_interface(host: str) -> str | None:
-    """Return the interface through which `host` is reached; on the host itself, the one that has its address.
+    """Return the network interface by which `host` is reached. If `host` is this machine, it is the interface
+    with that address.
 
-    None if that is not known: `host` is unknown, or is the loopback and there are several others.
+    Return None if the interface is not known: `host` is unknown, or it is the loopback and there are several
+    other interfaces.
     """
     own = _own_address_for(host)
     held = _addresses()
@@ -343,7 +358,7 @@ def find_interface(host: str) -> str | None:
 
 
 def _addresses() -> dict[str, set[str]]:
-    """Return a map from each interface to its addresses."""
+    """Return a map from each network interface to its addresses."""
     return {
         name: {address.address for address in addresses if address.family is socket.AF_INET}
         for name, addresses in psutil.net_if_addrs().items()

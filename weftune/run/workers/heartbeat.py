@@ -1,8 +1,8 @@
-"""A heartbeat: every worker of a pipeline writes a mark to the store every second and checks the others'
-marks.
+"""A heartbeat: every worker of a pipeline writes a mark to the store every second and checks the marks of the
+others.
 
-A worker that died or hangs writes none. A worker that notices this ends its own process at once: nothing
-still running could finish, and the launcher restarts all workers from the last checkpoints.
+A worker that died or hangs writes no marks. A worker that notices this ends its own process at once: no
+running work could finish, and the launcher restarts all workers from the last checkpoints.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from weftune.run.workers.groups import WorkerPosition, restart_count
 
 BEAT_SECONDS = 1.0
 LOST_AFTER_SECONDS = 7.0
-"""Seconds without a new mark after which a worker counts as lost; checked every second, so within 10."""
+"""Seconds without a new mark after which a worker counts as lost. Marks are checked every second, so the loss
+is noticed within 10 seconds."""
 ABSENT_AFTER_SECONDS = 300.0
-"""Seconds after which a worker that never wrote a mark is lost; its machine may be slow to import."""
+"""Seconds after which a worker that has never written a mark counts as lost. Its machine may be slow to
+import."""
 LOST = 75
-"""Exit code of a worker that lost another one: a failure that a restart can fix."""
+"""Exit code of a worker that lost another worker. A restart can fix this failure."""
 
 
 class Heartbeat:
@@ -43,14 +45,15 @@ class Heartbeat:
         self._watch = threading.Thread(target=self._watch_store, name="store watch", daemon=True)
 
     def start(self) -> None:
-        """Write the first mark before connecting, so that every connected worker can be found lost."""
+        """Write the first mark and start to check the others. It is called before connecting, so that every
+        connected worker can be found lost."""
         self._store.set(self._key(self._position.worker), "0")
         self._answered = time.monotonic()
         self._thread.start()
         self._watch.start()
 
     def stop(self) -> None:
-        """Mark that this worker ends normally, so that it does not count as lost."""
+        """Write a mark that this worker has ended normally, so that it does not count as lost."""
         self._stop.set()
         self._thread.join(LOST_AFTER_SECONDS)
         # The launcher may have ended first; then there is no store to write to.
@@ -94,7 +97,8 @@ class Heartbeat:
                 return
 
     def _watch_store(self) -> None:
-        """Watch the store from a second thread: on a cut network a call to it would wait for minutes."""
+        """Watch from a second thread whether the store still answers. On a cut network a call to the store
+        would wait for minutes."""
         while not self._stop.wait(BEAT_SECONDS):
             if time.monotonic() - self._answered > LOST_AFTER_SECONDS:
                 self._report_loss(
@@ -108,6 +112,7 @@ class Heartbeat:
 
 
 def exit_process(message: str) -> None:
-    """End this process from any thread: its main thread may be waiting for a lost worker."""
+    """Print the message and end this process at once, from any thread, since its main thread may be waiting
+    for a lost worker."""
     print(f"weftune: {message}", file=sys.stderr, flush=True)
     os._exit(LOST)

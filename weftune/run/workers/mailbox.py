@@ -1,4 +1,4 @@
-"""Tensors between workers: receives are posted ahead, and a sender never waits for an arrival.
+"""Queues of tensors between workers: receives are posted ahead, and a sender never waits for an arrival.
 
 With NCCL, an operation that waits for its peer occupies the device, and whatever synchronises the device (the
 capture of a graph, memory that is returned to the driver) waits for it. The peer may be waiting for what this
@@ -24,16 +24,17 @@ from torch import Tensor
 from weftune.run.workers.ordered import POLL_SECONDS, WaitWatch
 
 POSTED_AHEAD = 2
-"""Number of receives posted beyond the one that is waited for."""
+"""Number of receives posted in addition to the one that is waited for."""
 
 
 class PeerLost(RuntimeError):
-    """Another worker is gone: messages from it or to it will never arrive."""
+    """Raised if another worker is gone: messages from it or to it will never arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLane:
-    """One direction between two workers, with a separate process group, so that nothing else delays it."""
+    """One direction of communication between two workers. It has a separate process group, so that nothing
+    else delays it."""
 
     group: Any
     peer: int
@@ -41,11 +42,11 @@ class PeerLane:
     """Process group in host memory that announces each tensor. None if the operations of `group` wait in host
     memory themselves, as those of gloo do."""
     watch: WaitWatch | None = None
-    """Watch for workers that wait for one another, in tests."""
+    """In tests, the object that detects workers that wait for one another. None otherwise."""
 
     @contextmanager
     def waiting(self, awaited: object) -> Iterator[None]:
-        """Wait for the peer inside the context; raise PeerLost if it is gone."""
+        """Run a wait for the peer inside the context. Raise PeerLost if the peer is gone."""
         recorded = nullcontext() if self.watch is None else self.watch.waiting([self.peer], str(awaited))
         try:
             with recorded:
@@ -60,7 +61,8 @@ class PeerLane:
 
 
 class Inbox:
-    """The tensors from one worker, in order, with a few receives posted ahead."""
+    """The queue of tensors from one worker, in the order in which they are sent. A few receives are posted
+    ahead."""
 
     def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
         self._lane = lane
@@ -75,7 +77,8 @@ class Inbox:
         self._post()
 
     def receive(self, awaited: object = "a tensor") -> Tensor:
-        """Return the next tensor. `awaited` describes it in messages about workers that wait in a circle."""
+        """Return the next tensor, on this worker's device. `awaited` describes the tensor in messages about
+        workers that wait for one another in a circle."""
         self._post()
         buffer, work = self._posted.popleft()
         with self._lane.waiting(awaited):
@@ -96,7 +99,8 @@ class Inbox:
 
 
 class DirectInbox:
-    """The tensors from a worker with a separate GPU. A thread starts a receive when it has been announced."""
+    """The queue of tensors from a worker with a separate GPU, received directly on the device. A thread
+    starts each receive when its tensor has been announced."""
 
     def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
         self._lane = lane
@@ -105,7 +109,7 @@ class DirectInbox:
         self._posted: deque[Tensor] = deque()
         self._queue: queue.Queue[tuple[Tensor, torch.cuda.Event | None] | None] = queue.Queue()
         self._started: queue.Queue[Any] = queue.Queue()
-        """Works of the receives that have started, or a PeerLost."""
+        """Handles of the receives that have started, or a PeerLost."""
         self._thread = threading.Thread(target=self._serve, name=f"from worker {lane.peer}", daemon=True)
         self._thread.start()
 
@@ -114,7 +118,8 @@ class DirectInbox:
         self._post()
 
     def receive(self, awaited: object = "a tensor") -> Tensor:
-        """Return the next tensor. `awaited` describes it in messages about workers that wait in a circle."""
+        """Return the next tensor, on this worker's device. `awaited` describes the tensor in messages about
+        workers that wait for one another in a circle."""
         self._post()
         with self._lane.waiting(awaited):
             work = self._next_started()
@@ -155,7 +160,8 @@ class DirectInbox:
                 self._started.put(self._lane.lost(error))
 
     def _start(self, buffer: Tensor, free: torch.cuda.Event | None) -> Any:
-        """Start a receive, once it has been announced, in a buffer that is free after an event."""
+        """Wait for the announcement of a tensor, and start to receive it in `buffer` once the event `free` is
+        done. Return the handle of the receive."""
         dist.recv(_announcement(), self._lane.peer, group=self._lane.announcement_group)
         if free is not None:
             free.wait()
@@ -163,16 +169,18 @@ class DirectInbox:
 
 
 class Outbox:
-    """The tensors to one worker, sent in order by a thread: the sender never waits for its peer."""
+    """The queue of tensors to one worker. A thread sends them in order, so that the caller of `send` never
+    waits for its peer."""
 
     def __init__(self, lane: PeerLane, device: torch.device, delay: float = 0.0) -> None:
-        """`delay` is added to the seconds of every message."""
+        """`delay` is the number of seconds that are added to the time of every message, in tests."""
         self._lane = lane
         self._device = device
         self._delay = delay
         self._queue: queue.Queue[tuple[Tensor, torch.cuda.Event | None] | None] = queue.Queue()
         self._started: deque[tuple[Tensor, Any]] = deque()
-        """Tensors whose transfer between devices has started, and may not have ended."""
+        """Tensors whose transfer between devices has started and may not have ended, with the handle of each
+        transfer."""
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name=f"to worker {lane.peer}", daemon=True)
         self._thread.start()
@@ -186,7 +194,7 @@ class Outbox:
         self._queue.put((kept, _record_event(given)))
 
     def flush(self) -> None:
-        """Wait until everything has been received."""
+        """Wait until the peer has received all tensors."""
         with self._lane.waiting("the last of its messages to be received"):
             self._queue.join()
             while self._started and self._error is None:
@@ -217,13 +225,13 @@ class Outbox:
                     self._queue.task_done()
 
     def _send(self, tensor: Tensor, ready: torch.cuda.Event | None, number: int) -> None:
-        """Send a tensor in host memory, and return when it has been received."""
+        """Send a tensor in host memory, and return when the peer has received it."""
         if ready is not None:
             ready.synchronize()
         dist.send(tensor, self._lane.peer, group=self._lane.group, tag=number)
 
     def _start(self, tensor: Tensor, ready: torch.cuda.Event | None, number: int) -> None:
-        """Start a transfer between devices, as soon as the receiver is ready for it."""
+        """Announce a tensor on the device, and start its transfer as soon as the receiver is ready for it."""
         dist.send(_announcement(), self._lane.peer, group=self._lane.announcement_group)
         if ready is not None:
             ready.wait()
@@ -242,10 +250,10 @@ def _announcement() -> Tensor:
 
 
 def _record_event(tensor: Tensor) -> torch.cuda.Event | None:
-    """Return an event after all work that the GPU of a tensor has been given. None on a CPU."""
+    """Return an event after all work launched so far on the GPU of a tensor. None for a tensor on a CPU."""
     return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 
 def _separate_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context for a thread whose work on a GPU waits for nothing else."""
+    """Return a context in which a thread's work on a GPU runs on a stream of its own."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()

@@ -1,4 +1,4 @@
-"""Commands of the first worker of a pipeline, and the answers of the others.
+"""Commands that the first worker of a pipeline sends to the others, and their answers.
 
 Commands are executed one after another, in the order in which they were sent. Only the first worker decides.
 """
@@ -34,13 +34,14 @@ from weftune.run.workers.mailbox import PeerLane, PeerLost
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Load this part of a base. `delay` slows the links down, for tests and benchmarks."""
+    """The command to load a part of a base. `delay` slows the links down, in seconds per message, for tests
+    and benchmarks."""
 
     spec: BaseSpec
     part: WorkerLayout
     delay: float = 0.0
     max_bytes: int | None = None
-    """Bytes that the worker may use of its GPU. None means all."""
+    """Maximum bytes of its GPU that the worker may use. None means all."""
     deterministic: bool = False
     """Whether the worker runs torch's deterministic kernels."""
 
@@ -51,20 +52,22 @@ class Attach:
     recipe: Recipe
     checkpoints: Path
     resumes: bool
-    """Whether the first worker found a checkpoint of the job, from which every worker then reads its part."""
+    """Whether the first worker found a checkpoint of the job. Every worker then reads its part of the
+    checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunProgram:
     program: Program
     microbatches: Mapping[int, Microbatch]
-    """The microbatches that the worker's replica runs."""
+    """Maps the index of each microbatch that the worker's replica runs to its tensors."""
 
 
 JobAction = Literal["keep best", "show mean", "show master", "save slice", "detach"]
-"""Keep the weights, since the last evaluation was the best; make passes read the mean of the last weights, or
-the job's own weights again; write a slice of a checkpoint (`WorkerControl.writers` only: the others hold the
-same weights); detach the job, for which the same workers return its weights."""
+"""'keep best': keep the current weights, since the last evaluation was the best. 'show mean' and 'show
+master': make passes read the mean of the last weights, or the job's own weights again. 'save slice': write a
+slice of a checkpoint. 'detach': detach the job and return its weights. Only workers in
+`WorkerControl.writers` write slices and return weights, since the others hold the same weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +78,11 @@ class JobCommand:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End this worker."""
+    """The command to end, either the worker or only its running Program."""
 
     window_only: bool = False
-    """Whether only the running Program ends: nothing more of it is computed. This is read at once, even while
-    another command runs."""
+    """Whether only the running Program ends, of which nothing more is computed. Such a command is read at
+    once, even while another command runs."""
 
 
 Command = Begin | Attach | RunProgram | JobCommand | End
@@ -87,36 +90,40 @@ Command = Begin | Attach | RunProgram | JobCommand | End
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The part of the base is loaded."""
+    """The answer that the part of the base is loaded, or why it is refused."""
 
     refusal: str = ""
-    """A user's mistake that only this worker could see, instead; the first worker shows the sentence."""
+    """A sentence about a user's mistake that only this worker could see, shown by the first worker. Empty if
+    the part of the base is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last message of a worker that was dismissed."""
+    """The last answer of a worker, after the command to end."""
 
 
 Answer = Begun | Slice | Unsaved | WorkerReport | Snapshot | Ended
-"""A `Slice` has been written, or why not; a `WorkerReport` says that the worker has finished its list of a
-window; a `Snapshot` holds the weights of a job that was detached."""
+"""A `Slice` says that a slice has been written, an `Unsaved` why it could not be written. A `WorkerReport`
+says that the worker has finished its list of a window. A `Snapshot` holds the weights of a job that was
+detached."""
 
 
 MessageError = PeerLost | ForgedMessage
-"""An error while a message was received, raised where it is taken."""
+"""An error that occurred while a message was received. It is queued, and raised when the message is taken
+from the queue."""
 
 
 class CommandReceiver:
-    """The worker's side. A thread receives commands, since the end of a window cannot wait."""
+    """The side of a worker that receives commands and answers them. A thread receives the commands, so that a
+    command to end the window is read at once."""
 
     def __init__(self, connections: WorkerConnections) -> None:
         (self._commands,), (self._reports,) = connections.incoming("command"), connections.outgoing("report")
         self._queue: queue.Queue[Command | MessageError] = queue.Queue()
         self._send_lock = threading.Lock()
-        """Lock for answers, which threads that write slices send too."""
+        """Lock for sending answers: threads that write slices also send answers."""
         self.stop_requested = threading.Event()
-        """Set if the running Program is to end early."""
+        """An event that is set if the running Program is to end early."""
         threading.Thread(target=self._receive_all, daemon=True).start()
 
     def next_command(self) -> Command:
@@ -144,7 +151,8 @@ class CommandReceiver:
 
 
 class WorkerControl:
-    """The first worker's side. One thread per other worker receives its answers."""
+    """The side of the first worker, which sends commands. For every other worker, a thread receives its
+    answers."""
 
     def __init__(self, connections: WorkerConnections) -> None:
         self.connections = connections
@@ -152,7 +160,7 @@ class WorkerControl:
         self.workers = tuple(self._commands)
         position = connections.position
         self.writers = tuple(one for one in self.workers if replace(position, worker=one).writes)
-        """Workers that write checkpoints and return adapters."""
+        """Workers other than the first that write checkpoints and return adapters."""
         self._queue: queue.Queue[tuple[int, Answer | MessageError]] = queue.Queue()
         self._threads = [
             threading.Thread(target=self._receive_all, args=(lane,), daemon=True)
@@ -169,13 +177,14 @@ class WorkerControl:
             self.command(worker, command)
 
     def end_workers(self) -> None:
-        """Dismiss all workers, and wait for their last answer."""
+        """Send all workers the command to end, and wait for their last answer."""
         self.broadcast(End())
         for listener in self._threads:
             listener.join()
 
     def next_answer(self, seconds: float | None = 0.0) -> tuple[int, Answer] | None:
-        """Return the next answer and its worker, or None if there is none within this time."""
+        """Return the next answer and its worker, or None if there is none within `seconds`. None waits
+        without limit."""
         try:
             worker, answer = self._queue.get(seconds != 0.0, seconds)
         except queue.Empty:
@@ -194,8 +203,8 @@ class WorkerControl:
             pass
 
     def _receive_answer(self, lane: PeerLane) -> bool:
-        """Receive one answer and return whether there are more to come. It is a separate function, so that
-        the last answer, with its weights, is not held while waiting for the next."""
+        """Receive one answer and return whether more answers will follow. It is a separate function, so that
+        an answer with its weights is not held in memory while waiting for the next one."""
         answer = _receive_message(lane)
         self._queue.put((lane.peer, answer))
         return not isinstance(answer, Ended | MessageError)
@@ -207,7 +216,7 @@ MESSAGE_RECORDS = {
     **records_in(Union[*KINDS.values()]),
     **records_in(Union[*OBJECTIVES.values()]),
 }
-"""Maps names to the records that a message may hold."""
+"""Maps the name of each record that a message may hold to its class."""
 
 
 def send_message(message: Command | Answer, lane: PeerLane) -> None:
@@ -220,7 +229,7 @@ def send_message(message: Command | Answer, lane: PeerLane) -> None:
 
 
 def _receive_message(lane: PeerLane) -> Any:
-    """Return the next message, or the error that it met."""
+    """Return the next message, or the error with which receiving it failed."""
     size = torch.zeros(1, dtype=torch.int64)
     try:
         dist.recv(size, lane.peer, group=lane.group)

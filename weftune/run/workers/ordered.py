@@ -23,13 +23,14 @@ from torch import Tensor
 
 BACKEND = "ordered"
 POLL_SECONDS = 0.5
-"""Seconds between two looks at what the other workers wait for."""
+"""Seconds between two checks of what the other workers wait for."""
 STABLE_POLLS = 6
-"""Number of times in a row that the same circle must be seen: a message may be under way."""
+"""Number of times in a row that the same circle must be found, since a message may be on its way."""
 
 
 class OrderError(AssertionError):
-    """An order of operations that hangs, or mixes up messages, with NCCL. This is always a bug in Weftune."""
+    """Raised for an order of operations that hangs, or mixes up messages, with NCCL. This is always a bug in
+    Weftune."""
 
 
 # -- circles of workers that wait for one another ---------------------------------------------------------
@@ -37,31 +38,33 @@ class OrderError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The operation for which a worker waits, and the workers that are late."""
+    """The operation for which a worker waits, and the workers that it waits for."""
 
     number: int
     """Number of this wait among those of its worker."""
     peers: tuple[int, ...]
-    """Workers of which at least one is late."""
+    """Workers for which this worker waits; at least one of them is late."""
     operation: str
     operation_key: str = ""
-    """Communicator and index of the operation."""
+    """Name of the communicator and index of the operation in it. Empty if the wait is not for an operation of
+    an `OrderedGroup`."""
 
     def is_at_operation_of(self, other: Wait) -> bool:
-        """Return whether both wait at one operation, and so for somebody else."""
+        """Return whether both workers wait at the same operation, and therefore not for each other."""
         return self.operation_key != "" and self.operation_key == other.operation_key
 
 
 class WaitWatch:
-    """Records what this worker waits for in a store that all workers share, and finds circles in it."""
+    """Records what this worker waits for in a store that all workers share, and finds workers that wait for
+    one another in a circle."""
 
     def __init__(self, store: Any, worker: int) -> None:
         self._store, self._worker = store, worker
         self._numbers = count()
         self._circle: tuple[tuple[int, Wait], ...] = ()
-        """Workers and waits of the last circle that was seen."""
+        """Workers of the last circle that was found, each with its wait."""
         self._seen = 0
-        """Number of times in a row that it was seen."""
+        """Number of times in a row that the last circle was found again."""
 
     @contextmanager
     def waiting(self, peers: Sequence[int], operation: str, operation_key: str = "") -> Iterator[None]:
@@ -79,7 +82,8 @@ class WaitWatch:
         self._store.set(_key(self._worker), "")
 
     def look(self) -> None:
-        """Raise OrderError if this worker has been part of one circle for a while. Called while it waits."""
+        """Raise OrderError if the same circle with this worker has been found several times in a row. Called
+        repeatedly while the worker waits."""
         circle = self._find_circle()
         self._seen = self._seen + 1 if circle and circle == self._circle else 0
         self._circle = circle
@@ -88,7 +92,8 @@ class WaitWatch:
             raise OrderError(f"workers wait for one another, as they would with NCCL: {told}")
 
     def _find_circle(self) -> tuple[tuple[int, Wait], ...]:
-        """Return the workers of a circle through this one, each with what it waits for."""
+        """Return the workers of a circle that contains this worker, each with its wait. Empty if there is
+        none."""
         own = self._read(self._worker)
         if own is None:
             return ()
@@ -115,7 +120,7 @@ class WaitWatch:
 
 
 def make_watch(worker: int) -> WaitWatch:
-    """Return a watch whose store is that of the default process group."""
+    """Return a watch that uses the store of the default process group."""
     return WaitWatch(dist.distributed_c10d._get_default_store(), worker)
 
 
@@ -187,7 +192,7 @@ class OrderedWork:
 
 
 class OrderedGroup(dist.ProcessGroup):
-    """A communicator of some workers. Two of them send and receive; any number of them sum."""
+    """A communicator of some workers. Two of them can send and receive; all of them together can sum."""
 
     def __init__(self, options: Any) -> None:
         rank, size = options.group_rank, options.group_size
@@ -259,6 +264,6 @@ class OrderedGroup(dist.ProcessGroup):
 
 
 def register() -> None:
-    """Make the backend known to torch, unless it is."""
+    """Register the backend with torch, if that has not been done."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, lambda options, _: OrderedGroup(options), True, ["cpu"])

@@ -1,4 +1,5 @@
-"""Measured speeds of the stages of a pipeline, as lines over the number of rows, for the planner."""
+"""Measured speeds (paces) of the stages of a pipeline, for the planner. The time of a pass is a linear
+function of its number of rows."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ BACKWARD_GUESS = 1.5
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPass:
-    """One measured pass of one stage."""
+    """The number of rows and the duration of one pass over one stage."""
 
     rows: int
     seconds: float
@@ -43,8 +44,9 @@ def _new_measurements() -> deque[MeasuredPass]:
 
 @dataclass(slots=True)
 class _Measurements:
-    """The latest passes in one direction. Those of chunks do not displace those of whole samples: passes of
-    both sizes are needed to tell how long a pass takes besides the time of its rows."""
+    """The latest passes over a stage in one direction. Passes of chunks are stored apart from those of whole
+    samples, so that they do not displace each other: passes of both sizes are needed to separate the fixed
+    time of a pass from the time per row."""
 
     whole: deque[MeasuredPass] = field(default_factory=_new_measurements)
     chunks: deque[MeasuredPass] = field(default_factory=_new_measurements)
@@ -78,17 +80,19 @@ class _Stage:
 
 class Paces:
     def __init__(self, layers: Sequence[int]) -> None:
-        """`layers` is the number of layers of each stage, from which times are guessed at first."""
+        """`layers` is the number of layers of each stage. Times are guessed from it until they are
+        measured."""
         self._stages = [_Stage(count) for count in layers]
         self.loads: LoadPace | None = None
-        """Times of Loads if stages are streamed: predicted, not measured."""
+        """Predicted times of Loads if stages are streamed. They are not measured."""
 
     @property
     def measured(self) -> bool:
         return all(stage.forwards.all() and stage.backwards.all() for stage in self._stages)
 
     def learn(self, program: Program, reports: Sequence[WorkerReport]) -> None:
-        """Learn from the reports of all workers; a Step belongs to all stages of its worker."""
+        """Add the measurements in the reports of all workers. The time of an optimizer step counts for all
+        stages of its worker."""
         for worker, report in enumerate(reports):
             homes = program.stage_devices(program.replica(worker))
             here = [stage for stage, home in zip(self._stages, homes, strict=True) if home == worker]
@@ -114,7 +118,7 @@ class Paces:
         return tuple(stage.pace() for stage in self._stages) if self.measured else self.guessed_stages()
 
     def guessed_stages(self) -> tuple[StagePace, ...]:
-        """Return paces guessed from the number of layers alone."""
+        """Return paces that are guessed from the number of layers alone."""
         return tuple(stage.guessed_pace() for stage in self._stages)
 
     def predicted_seconds(self, program: Program) -> float | None:
@@ -126,12 +130,13 @@ class Paces:
         return predict_timeline(program, self.stages(), self.loads)
 
     def varied_timelines(self, program: Program) -> list[Timeline]:
-        """Return a few timelines of the same window whose passes vary as measured ones did."""
+        """Return a few simulated timelines of the same window, in which the times of passes vary as the
+        measured ones did."""
         return vary_timelines(program, self.stages(), self.loads)
 
 
 def fit_line(passes: Sequence[MeasuredPass]) -> Line:
-    """Return a least-squares line whose two parameters are not negative."""
+    """Return a line fitted by least squares, whose offset and slope are not negative."""
     rows = np.array([one.rows for one in passes], dtype=float)
     seconds = np.array([one.seconds for one in passes], dtype=float)
     through_origin = Line(0.0, float(rows @ seconds / max(rows @ rows, 1.0)))

@@ -1,5 +1,5 @@
-"""The PCIe root complex of each GPU, and the order in which workers that stream a base together take GPUs:
-stages that are loaded at the same time share no root complex (Mobius 3.3)."""
+"""The PCIe root complex of each GPU, and the assignment of GPUs to workers that stream a base together. GPUs
+are ordered such that stages that are loaded at the same time share no root complex (Mobius 3.3)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from weftune.plan.layout.mapping import Topology, cross_order
 
 PCI = Path("/sys/bus/pci/devices")
 STAGES = 4
-"""Stages per GPU when orders are compared: the real number is not known yet when workers take their GPUs."""
+"""Stages per GPU that are assumed when orders are compared. The real number is not known yet when workers
+choose their GPUs."""
 
 
 def assign_gpus(count: int) -> tuple[int, ...]:
-    """Return the number of each worker's GPU."""
+    """Return the index of the GPU of each worker."""
     addresses = [_pci_address(number) for number in range(count)]
     return order_by_root([None if address is None else find_root_complex(address) for address in addresses])
 
 
 def order_by_root(roots: Sequence[str | None]) -> tuple[int, ...]:
-    """Return GPUs in the order of workers, by root complex; unchanged if a root complex is unknown."""
+    """Return the indices of the GPUs in the order of workers, given the root complex of each GPU. The order
+    is unchanged if a root complex is unknown."""
     known = [root for root in roots if root is not None]
     names = list(dict.fromkeys(known))
     if len(known) < len(roots) or len(names) < 2:
@@ -34,13 +36,15 @@ def order_by_root(roots: Sequence[str | None]) -> tuple[int, ...]:
 
 
 def find_root_complex(address: str, devices: Path = PCI) -> str | None:
-    """Return the root complex above a PCI device in the kernel's tree, or None if it is not there."""
+    """Return the name of the root complex above a PCI device in the kernel's device tree, or None if it is
+    not found."""
     path = (devices / address).resolve()
     return next((part for part in path.parts if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), None)
 
 
 def _pci_address(gpu: int) -> str | None:
-    """Return the PCI address as the kernel writes it, or None: not every version of torch has it."""
+    """Return the PCI address of a GPU as the kernel writes it, or None if this version of torch does not
+    provide it."""
     properties = torch.cuda.get_device_properties(gpu)
     numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in numbers:

@@ -29,7 +29,7 @@ from weftune.plan.program.simulate import Event, Lane, Timeline
 from weftune.run.workers.agreed import WorkerReport
 
 MAX_ACTIONS = 200_000
-"""Maximum number of actions kept; in a longer run, the last ones."""
+"""Maximum number of actions that are kept. In a longer run, the last ones are kept."""
 
 
 class Trace:
@@ -38,7 +38,7 @@ class Trace:
         self._workers = 0
 
     def add(self, program: Program, reports: Sequence[WorkerReport]) -> None:
-        """Add the window that has just run."""
+        """Add the actions of the window that has just run."""
         self._workers = max(self._workers, len(reports))
         for worker, report in enumerate(reports):
             for one in report.times:
@@ -64,7 +64,8 @@ class Trace:
 
 
 def timeline_of(reports: Sequence[WorkerReport]) -> Timeline:
-    """Return the measured timeline in the simulator's terms: a worker is busy in its passes and its Steps."""
+    """Return the measured timeline of a window in the form of the simulator's. A worker is busy in its passes
+    and its optimizer steps."""
     passes = [
         Event(worker, Lane.compute, one.action, one.start, one.stop)
         for worker, report in enumerate(reports)

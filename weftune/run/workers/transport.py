@@ -1,6 +1,7 @@
-"""Messages between workers while a Program runs: hidden states and gradients of neighbours, moved while the
-device computes; the sums and decisions by which workers agree on Steps; and the gradients and scores that
-replicas exchange. Receives are posted ahead in the order of the Program, which fixes their shapes.
+"""Messages between workers while a Program runs: hidden states and gradients of neighbours, transferred while
+the device computes; the sums and decisions by which workers agree on optimizer steps (Steps); and the
+gradients and scores that replicas exchange. Receives are posted ahead in the order of the Program, which
+determines their shapes.
 
 Shapes: T rows of a microbatch, D hidden width, N numbers of a replica's message: a stage's slice of the
 gradient, then loss, correct predictions and metrics.
@@ -30,17 +31,17 @@ SUMS_VALUES = 2 + SUMS_PER_MESSAGE
 metrics."""
 
 SCORE_VALUES = 4
-"""Number of values in a message with scores: sum and number of the mismatched samples of a batch, then of the
-held-out samples."""
+"""Number of values in a message with scores: sum and number of the mismatched samples of a batch (for the KL
+term of KTO), then of the held-out samples."""
 
 NOWHERE = slice(0, 0)
 AnyInbox = Inbox | DirectInbox
 StepKey = tuple[str, int]
-"""A job and its step."""
+"""A job and the number of its step."""
 
 
 class Transport:
-    """All messages between a worker and the others while a Program runs."""
+    """The connections of one worker for all messages while a Program runs."""
 
     def __init__(
         self,
@@ -50,7 +51,8 @@ class Transport:
         device: torch.device,
         delay: float = 0.0,
     ) -> None:
-        """`delay` is added to the seconds of every message: a slow link, for tests and benchmarks."""
+        """`width` is the hidden width. `delay` is the number of seconds that are added to the time of every
+        message, to emulate a slow link in tests and benchmarks."""
         self._width, self._dtype, self._device = width, dtype, device
         cpu = torch.device("cpu")
 
@@ -74,7 +76,8 @@ class Transport:
         self.scores = Exchange(connections, "scores", torch.float64, cpu)
 
     def expect(self, program: Program, worker: int, sizes: Mapping[str, int]) -> None:
-        """Post the receives of a worker's list ahead. `sizes` maps jobs to the parameters of their slice."""
+        """Post the receives of a worker's list of actions ahead. `sizes` maps each job to the number of
+        parameters of its slice."""
         actions = program.devices[worker]
         self.exchange.expect(program, lambda job: sizes[job] + SUMS_PER_MESSAGE)
         self.scores.expect(program, lambda job: SCORE_VALUES)
@@ -100,11 +103,11 @@ class Transport:
         outbox.send(tensor_TD)
 
     def zeros(self, rows: int) -> Tensor:
-        """Return zeros in the shape of hidden states or gradients that were never computed."""
+        """Return zeros in the shape of hidden states or gradients, for those that were never computed."""
         return torch.zeros(rows, self._width, dtype=self._dtype, device=self._device)
 
     def receive_sums(self) -> Tensor:
-        """Return the next sums of a batch over all stages after."""
+        """Return the next sums of a batch over all later stages."""
         assert self._sums_in is not None, "the last stage, and other replicas than the first, receive no sums"
         return self._sums_in.receive("the sums of a batch")
 
@@ -113,19 +116,19 @@ class Transport:
         self._sums_out.send(sums)
 
     def receive_decision(self) -> Tensor:
-        """Return the first worker's next decision, after passing it on."""
+        """Return the first worker's next decision, after forwarding it."""
         assert self._decision_in is not None, "the first worker decides by itself"
         decision = self._decision_in.receive("a decision")
         self.send_decision(decision)
         return decision
 
     def send_decision(self, decision: Tensor) -> None:
-        """Send a decision to the stage after, and from the first worker also to the other replicas."""
+        """Send a decision to the next stage, and from the first worker also to the other replicas."""
         for outbox in self._decisions_out:
             outbox.send(decision)
 
     def flush(self) -> None:
-        """Wait until everything that was sent has been received."""
+        """Wait until all messages that were sent have been received."""
         for outbox in self._outboxes():
             outbox.flush()
 
@@ -149,13 +152,14 @@ def _single_lane(lanes: tuple[PeerLane, ...]) -> PeerLane | None:
 
 
 class _Replica:
-    """The messages from one other replica's worker, in the order of that worker's list."""
+    """The messages from one worker of another replica, in the order of that worker's list of actions."""
 
     def __init__(
         self, lane: PeerLane, shards: int, payload: Reduced, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.worker, self._payload = lane.peer // shards, payload
-        """Index of the worker's list of actions, and the payload of the Reduces that send messages."""
+        """Index of the worker's list of actions, and the payload of those Reduce actions that send
+        messages."""
         self.inbox = inbox_for(lane, dtype, device)
         self._expected: deque[StepKey] = deque()
         self._received: dict[StepKey, Tensor] = {}
@@ -173,7 +177,7 @@ class _Replica:
         return key in self._received or key in self._expected
 
     def receive(self, key: StepKey) -> Tensor:
-        """Return the message of a job's batch; messages of other jobs that came earlier are kept."""
+        """Return the message of a job's batch. Messages of other jobs that arrive earlier are kept."""
         while key not in self._received:
             self._received[self._expected.popleft()] = self.inbox.receive(
                 f"the {self._payload} of a batch from list {self.worker}"
@@ -182,10 +186,10 @@ class _Replica:
 
 
 class Exchange:
-    """Exchange of gradients, or of scores, with the workers that hold the same stage in other replicas.
+    """Exchanges gradients, or scores, with the workers that hold the same stage in other replicas.
 
-    Every replica adds in the same order, so that all hold the same bits, and so do two runs. Sending never
-    blocks: gradients are transferred while the workers continue to compute.
+    Every replica adds in the same order, so that all replicas get the same bits, and so do two runs. Sending
+    never blocks: gradients are transferred while the workers continue to compute.
     """
 
     def __init__(
@@ -206,7 +210,7 @@ class Exchange:
         self._own: dict[StepKey, Tensor] = {}
 
     def expect(self, program: Program, size: Callable[[str], int]) -> None:
-        """Post receives ahead. `size` returns the number of values in a message of a job."""
+        """Post the receives of a Program ahead. `size` returns the number of values in a message of a job."""
         for other in self._others:
             other.expect(program, size)
 
@@ -217,8 +221,8 @@ class Exchange:
             outbox.send(message_N)
 
     def sum(self, key: StepKey, worker: int, maxima: slice = NOWHERE) -> Tensor:
-        """Return the sum over all replicas in their order, and at the indices `maxima` the maximum; waits for
-        the last of them."""
+        """Return the sum of the messages of all replicas, in their order; at the indices `maxima`, return the
+        maximum. Waits until all messages have arrived."""
         parts_N = {other.worker: other.receive(key) for other in self._others if other.has_message(key)}
         if key in self._own:
             parts_N[worker] = self._own.pop(key)

@@ -1,5 +1,5 @@
-"""A worker's part of the base, the executor that runs its list, and every worker of a pipeline except the
-first: it executes commands one by one."""
+"""A worker's part of the base, the executor that runs its list of actions, and the loop of every worker of a
+pipeline except the first, which executes commands one by one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ from weftune.run.workers.transport import Transport
 
 
 def shard_team(connections: WorkerConnections) -> ShardTeam | None:
-    """Return the workers that hold this worker's layers together. None if layers are not divided."""
+    """Return the team of workers among which this worker's layers are divided. None if layers are not
+    divided."""
     group, position = connections.shard_group, connections.position
     if group is None:
         return None
@@ -66,8 +67,8 @@ def shard_team(connections: WorkerConnections) -> ShardTeam | None:
 def load_part(
     spec: BaseSpec, device: torch.device, part: WorkerLayout, team: ShardTeam | None = None
 ) -> Base | StreamedBase:
-    """Load a worker's part: in a pipeline one resident stage or a shard of it, otherwise stages that take
-    turns."""
+    """Load a worker's part of the base: in a pipeline one resident stage or a shard of it, otherwise streamed
+    stages that take turns on the device."""
     if team is not None:
         return load_shard(spec, device, team, part.stage_range(part.worker))
     if part.layout.is_pipeline:
@@ -76,7 +77,7 @@ def load_part(
 
 
 def loaded_base(loaded: Base | StreamedBase) -> Base:
-    """Return the base of a loaded part."""
+    """Return the base of a loaded part, whether it is resident or streamed."""
     return loaded.whole if isinstance(loaded, StreamedBase) else loaded
 
 
@@ -87,8 +88,8 @@ def worker_executor(
     worker: int,
     team: ShardTeam | None = None,
 ) -> tuple[Executor, Agreed]:
-    """Return the executor that runs the list of actions with the index `worker`, and its side of the
-    agreement with the others."""
+    """Return the executor that runs the list of actions with the index `worker`, and its agreement with the
+    other workers."""
 
     def agrees(adapters: AdapterState, timer: ActionTimer, shards: Shards | None) -> Agreed:
         return Agreed(adapters, timer, transport, worker, shards)
@@ -203,11 +204,12 @@ class Worker:
         self.receiver.answer(report)
 
     def _save(self, job: str) -> None:
-        """Take a snapshot. The first worker is notified when the slice is written, or why it cannot be."""
+        """Take a snapshot of the job and write it as a slice. The first worker is notified when the slice is
+        written, or why it cannot be written."""
         self.executor.writer.write(self.executor.snapshot(job), partial(self._write, self._checkpoints[job]))
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
-        """Write a slice in the writer's thread, and report it."""
+        """Write a slice in the writer's thread, and report it to the first worker."""
         job, step = snapshot.job, snapshot.progress.step
         try:
             self.receiver.answer(write_slice(folder, snapshot, self.position.worker))
