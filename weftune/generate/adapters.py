@@ -1,4 +1,4 @@
-"""Attachment of finished adapters to a base, for passes that train nothing."""
+"""Functions that attach finished adapters to a base, for passes that train nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from weftune.run.training.state import master_dtype
 
 
 def attach_folder(adapted_base: AdaptedBase, name: str, folder: Path) -> None:
-    """Attach the adapter in an adapter folder under `name`. Raise AdapterError if it is for another base."""
+    """Attach the adapter stored in `folder` under `name`. Raise AdapterError if it belongs to another
+    base."""
     check_adapter_folder(folder)
     kind, sites = kind_of_folder(folder), adapted_base.base.shape.sites
     spec = kind.spec_of(folder)

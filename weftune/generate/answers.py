@@ -176,15 +176,16 @@ def chat(prompt: str | Sequence[Message], system: str | None) -> str | Sequence[
 
 
 def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that end an answer: the end tokens of the base's generation config and of the
-    tokenizer."""
+    """Return the ids of the tokens that end an answer: the end tokens of the base's generation config and of
+    the tokenizer."""
     own = model.generation_config.eos_token_id if model.generation_config is not None else None
     known = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
     return frozenset(int(end) for end in known if end is not None)
 
 
 def adapter_tokenizer(folder: Path, base_tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return the tokenizer saved with the adapter; its chat template is the one used in training."""
+    """Return the tokenizer saved with the adapter, which has the chat template used in training, or the
+    base's tokenizer if none was saved."""
     if not (folder / "tokenizer_config.json").is_file():
         return base_tokenizer
     try:

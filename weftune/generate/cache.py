@@ -25,7 +25,7 @@ from weftune.core.batch import copy_to, to_device
 from weftune.ops.paged import paged_attention
 
 PAGE_ROWS = 16
-"""Rows of a sequence in one page."""
+"""Number of rows (positions) of a sequence in one page."""
 
 PageKey = bytes
 """A digest of an adapter, its version, and all tokens up to the end of a page."""

@@ -255,7 +255,7 @@ class Decoder:
         return -(-generation.max_positions // PAGE_ROWS)
 
     def _weights_version(self, generation: Generation) -> tuple[int, int]:
-        """Return numbers that change with the weights of the sequence's adapter: the serial number of its
+        """Return two numbers that change with the weights of the sequence's adapter: the serial number of its
         attachment, and its version."""
         if generation.adapter is None:
             return 0, 0

@@ -27,7 +27,7 @@ class HeldOutPrompts:
     """The prompts of one job, which are the same at every evaluation."""
 
     rows: tuple[AnsweredRow, ...]
-    """Rows without answers."""
+    """Rows of the data that have a prompt, without answers of the job."""
     tokens: tuple[tuple[int, ...], ...]
     """Tokens of the prompt of each row."""
     max_new_tokens: int

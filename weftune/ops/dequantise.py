@@ -13,8 +13,8 @@ from torch import Tensor
 from weftune.ops import triton as kernels
 
 NF4_WORDS = 512
-"""32-bit words, of eight 4-bit codes each, that one program dequantises. The number divides 2048, the number
-of words that share one value of `nested_absmax`."""
+"""Number of 32-bit words, with eight 4-bit codes each, that one program dequantises. It divides 2048, the
+number of words that share one value of `nested_absmax`."""
 ROWS_BLOCK = 4096
 WARPS = 4
 

@@ -36,7 +36,7 @@ class Gated:
     w_NK: Tensor
     alpha_NK: Tensor
     group: Tensor | None
-    """α of one more gate for the whole tensor, [1]. None if the tensor has no such gate."""
+    """Parameter α [1] of an additional gate for the whole tensor. None if the tensor has no such gate."""
 
 
 @dataclass(frozen=True, slots=True)

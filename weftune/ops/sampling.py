@@ -1,4 +1,4 @@
-"""The choice of the next token of many sequences by one kernel.
+"""Selection of the next tokens of many sequences by one kernel.
 
 Shapes: B sequences, V vocabulary.
 """

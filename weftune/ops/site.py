@@ -106,7 +106,7 @@ class RowChange(Protocol):
     autograd graph."""
 
     def __call__(self, y_LM: Tensor) -> Tensor:
-        """Apply the change so that autograd records it."""
+        """Return the changed rows. Autograd records the operations."""
 
     def forward(self, y_LM: Tensor) -> Tensor: ...
 

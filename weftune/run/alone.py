@@ -45,7 +45,7 @@ class Alone:
         self._adapters, self._roster, self._runs_behind = adapters, adapters.roster, runs_behind
         self._program = NOTHING_TO_DO
         self._pending_evaluations: Counter[tuple[str, int]] = Counter()
-        """Maps (job, step) to the number of microbatches of that evaluation that have not run yet."""
+        """Maps each evaluation (job, step) to the number of its microbatches that have not run yet."""
         self._evaluation_sums: dict[tuple[str, int], EvaluationSums] = {}
         self._timed: list[TimedPass] = []
         """Passes that have run since the last optimizer step and have not been reported yet."""
@@ -57,7 +57,8 @@ class Alone:
         """Whether the duration of the optimizer steps in `_underway` is typical: it includes no setup, such
         as compilation."""
         self._seen: set[str] = set()
-        """Kinds of work (pass, evaluation, step) seen so far. The first of each kind includes setup time."""
+        """Kinds of work (pass, evaluation, step) that have run. The first run of each kind includes setup
+        time."""
 
     @property
     def shortage(self) -> str:

@@ -43,7 +43,7 @@ class Scored:
     job: str
     step: int
     samples: tuple[int, ...]
-    """Indices of the samples, as in the Program."""
+    """Indices of the samples, as the Program numbers them."""
     logprobs: tuple[float, ...]
 
 
@@ -57,7 +57,7 @@ class SaveDue:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A job has failed for the given reason; other jobs continue."""
+    """A job has failed. `reason` tells the user why. Other jobs continue."""
 
     job: str
     reason: str
@@ -81,8 +81,8 @@ class OutOfMemory(RuntimeError):
 
 
 def evaluation_event(sums: EvaluationSums, objective: ObjectiveSpec) -> Evaluated | Failed:
-    """Return the event of a finished evaluation of a job with this objective. A loss that is not finite makes
-    the job fail."""
+    """Return the event of a finished evaluation of a job with this objective. If the loss is not finite, the
+    job fails."""
     if not math.isfinite(sums.loss):
         return Failed(sums.job, f"its evaluation loss at step {sums.step} is {sums.loss}")
     return Evaluated(

@@ -97,7 +97,7 @@ class Executor:
         self._program = NOTHING_TO_DO
         self._fetch: Fetch = delivered(NOTHING_TO_DO, {})
         self._trained: frozenset[int] = frozenset()
-        """Indices of the microbatches that have a backward on this worker."""
+        """Indices of the microbatches whose backward this worker runs in the current window."""
         self._in_flight: dict[int, InFlight] = {}
         self._sample_keys: dict[tuple[str, int, int], SampleKeys] = {}
         """Maps (job, step, offset of the sample) to the keys and values of a long sample whose chunks are
@@ -108,8 +108,8 @@ class Executor:
         self._next: tuple[MicrobatchPlan, LaidMicrobatch] | None = None
         """Plan and tensors of the next microbatch, if they have been prepared in advance."""
         self.offer_turn: Callable[[], object] | None = None
-        """Function that is called after every pass of a window, when nothing is bound to the base: a decoder
-        takes its turns there. None if there is no decoder."""
+        """Function that is called after every pass of a window, when no microbatch is bound to the base. A
+        decoder generates tokens there. None if there is no decoder."""
         self.writer = Writer(self.base.device)
         self._none = torch.zeros((), dtype=self.base.dtype, device=self.base.device)
 
@@ -280,7 +280,8 @@ class Executor:
         return bool(self._in_flight) or self._roster.inside_a_step()
 
     def _end(self, action: Action) -> Iterator[Event]:
-        """Report that an action ran, and release its microbatch after the last stage of this worker."""
+        """Report that an action has run. After the last action of a microbatch on this worker, release the
+        microbatch."""
         span, passed = self._timer.stop(), None
         if isinstance(action, Compute) and (flight := self._in_flight.get(action.microbatch)) is not None:
             timed, number, own = flight.timed, action.microbatch, self.part.own_stages
@@ -418,7 +419,8 @@ class Executor:
             self.agreement.fall_short(f"another replica could not score the samples of {job}")
 
     def _use(self, stage: int, plan: MicrobatchPlan, returning: bool) -> None:
-        """Make the stage's weights, and the adapters of the microbatch's jobs, readable by the device."""
+        """Make the weights of a stage, and the adapters of the microbatch's jobs, readable by the device.
+        `returning` is True before a backward."""
         waited = self.adapters.use(stage, plan.jobs, returning)
         if self.weights.use(stage) or waited:
             self._timer.start()

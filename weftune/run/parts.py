@@ -32,15 +32,16 @@ from weftune.run.stream.weights import ResidentWeights, StreamedWeights
 from weftune.run.training.state import EvaluationSums
 
 Fetch = Callable[[MicrobatchPlan, type[ForwardPass]], Microbatch]
-"""A function that returns the tensors of a planned microbatch for a kind of forward pass: training samples
-for Forward, held-out samples for Evaluate, and both, as the reference policy sees them, for Score."""
+"""A function that returns the tensors of a planned microbatch for a kind of forward pass. For Forward these
+are training samples, for Evaluate held-out samples, and for Score samples of both sorts, which are scored by
+the reference policy."""
 Weights = ResidentWeights | StreamedWeights
-"""The base's weights: all resident on the device, or streamed to it stage by stage."""
+"""The base's weights: all resident on the device, or streamed to the device stage by stage."""
 Activations = KeptActivations | OffloadedActivations
 """Store of each stage's input until its backward, and of tensors that wait until they are sent to other
 workers."""
 Passes = PlainPasses | CapturedPasses | CapturedVisits
-"""Forward and backward of a microbatch through a stage, with or without CUDA graphs."""
+"""The forward and backward passes of microbatches over stages, with or without CUDA graphs."""
 AdapterState = ResidentAdapters | OffloadedOptimizer | TravellingAdapters
 """Adapters with their master weights and moments, on the device or in host memory."""
 
@@ -54,7 +55,8 @@ class Agreement(Protocol):
 
     @property
     def shortage(self) -> str:
-        """Reason why this worker computes nothing more in this window; empty while it still computes."""
+        """Reason why this worker computes nothing more in this window. Empty while the worker still
+        computes."""
 
     def begin_window(self, program: Program) -> None: ...
 

@@ -1,4 +1,5 @@
-"""Adapters that stay on the device, with their master weights and moments, and are updated there."""
+"""Adapters that stay on the device with their master weights and moments. Optimizer steps update them
+there."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _runs(site: TrialSite, plan: ProductPlan) -> bool:
 
 
 def _round(site: TrialSite, plans: Sequence[ProductPlan], scratch: Tensor) -> dict[ProductPlan, float]:
-    """Return the microseconds of one run of each plan.
+    """Return the microseconds of one forward and backward with each plan.
 
     The L2 cache is overwritten before each run, as the other layers of a model would do.
     """

@@ -345,7 +345,7 @@ def _gated_backward(dact_SI: Tensor, gate_up_SF: Tensor, weight_S: Tensor) -> tu
 
 
 def _sum_choices(y_SD: Tensor, places_Tk: Tensor) -> Tensor:
-    """Return the sum over the choices of each token."""
+    """Return for each token the sum of the rows of its choices, [T, D]."""
     (tokens, active), width = places_Tk.shape, y_SD.shape[1]
     total_TD = y_SD.new_empty(tokens, width)
     kernels.experts.summed_choices[(tokens * -(-width // COLUMNS),)](

@@ -155,7 +155,8 @@ def _cut_run(run: Seat) -> list[tuple[int, int]]:
 
 
 def _row_pieces(runs: Sequence[Seat], max_rows: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return `Rows.pieces_Q4` and `Rows.sums_M3`."""
+    """Split the runs into pieces of at most `max_rows` rows. Return the entries of `Rows.pieces_Q4` and of
+    `Rows.sums_M3`."""
     several: list[tuple[int, ...]] = []
     alone: list[tuple[int, ...]] = []
     nobody: list[tuple[int, ...]] = []

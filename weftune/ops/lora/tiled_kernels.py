@@ -19,8 +19,8 @@ from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.tiling import DIRECT_RANKS, SiteCall, precision
 
 LENGTH_ROWS, LENGTH_COLUMNS, LENGTH_RANKS = 64, 128, 64
-"""Size of the block of W that a program of `row_lengths` processes at a time, and the total number of ranks
-of the slots that it processes."""
+"""Number of rows and of columns of W that a program of `row_lengths` processes at a time, and the total
+number of ranks of the slots that the program processes."""
 LENGTH_WARPS, LENGTH_STAGES = 4, 3
 LARGE_SPAN = 1024
 """Columns per program of `large_y` and `large_dx`. They are many, because most programs find no large slot

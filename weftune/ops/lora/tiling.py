@@ -107,15 +107,16 @@ class ProductBlocks:
 class Tiling:
     down: KernelLaunch
     up: KernelLaunch
-    """Launch of `up` and of `add_dx`."""
+    """Launch parameters of the kernels `up` and `add_dx`."""
     ds: KernelLaunch
-    """Launch of the kernel that computes ds without dB."""
+    """Launch parameters of the kernel that computes ds without dB."""
     ds_db: KernelLaunch
     db: KernelLaunch
-    """Launch of the kernel that computes dB alone: small enough to run concurrently with a product."""
+    """Launch parameters of the kernel that computes dB alone. Its programs are small enough to run
+    concurrently with a product."""
     da: KernelLaunch
     large_y: KernelLaunch
-    """Launch of the kernel that writes sB of large slots before a fused product."""
+    """Launch parameters of the kernel that writes sB of large slots before a fused product."""
     large_dx: KernelLaunch
     y: ProductBlocks
     dx: ProductBlocks
@@ -177,14 +178,16 @@ class SiteCall:
 
     @property
     def adapters(self) -> tuple[Tensor, ...]:
-        """Dropout keys, token indices, and the addresses, ranks, thresholds and mask keys of adapters."""
+        """Arguments of kernels: dropout keys of slots, token indices of rows, and the addresses, ranks,
+        dropout thresholds and site checksums of adapters."""
         rows, table = self.rows, self.group.table
         own = table.address_PS4, table.rank_PS, table.threshold_PS, table.crc_P
         return rows.key_S, rows.token_index_T, *own
 
     @property
     def output_scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """Addresses of the scales of outputs, and whether each also scales the bias. None without scales."""
+        """Addresses of the scales of outputs, and whether each of them also scales the bias. Both are None
+        without scales."""
         scales = self.group.g_out
         return (None, None) if scales is None else (scales.address_PSA, scales.number_PSn)
 
@@ -210,7 +213,8 @@ class SiteCall:
 
 
 def precision(operand: Tensor) -> str:
-    """Return `input_precision` of `tl.dot`: exact for float32. It has no effect on 16-bit operands."""
+    """Return the `input_precision` of `tl.dot` with which float32 products are exact. It has no effect on
+    16-bit operands."""
     return "ieee" if operand.dtype == torch.float32 else "tf32"
 
 
@@ -259,7 +263,7 @@ def _is_crowded(rows: Rows, group: Group, launch: KernelLaunch, device: torch.de
 
 
 def plans_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[ProductPlan, ...]:
-    """Return the plans that the weight, the group and the device support."""
+    """Return the product plans that the weight, the group and the device support."""
     allowed = can_fuse(weight_NK, device) and all(low % FUSED_COLUMNS == 0 for low, _ in group.columns)
     always = ProductPlan.wide, ProductPlan.wide_beside
     return (*always, ProductPlan.fused, ProductPlan.fused_beside) if allowed else always
@@ -297,7 +301,8 @@ def _has_copy_engines(device: torch.device) -> bool:
 def blocks_for(
     rows: int, columns: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device
 ) -> ProductBlocks:
-    """Return the block size with the shortest estimated time, such that no block spans two linears."""
+    """Return the launch parameters of a fused product for the block size with the shortest estimated time. No
+    block may span two linears."""
     programs = class_of(device).multiprocessors
     fitting = [width for width in (256, 128) if all(low % width == 0 for low, _ in columns)] or [128]
 

@@ -20,7 +20,7 @@ MODULES = (
     *("paged", "product", "rotary", "sampling", "scales", "site", "site_gradients", "slots", "swiglu"),
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of the kernels, which compute in float32; float64 is left to torch."""
+"""Dtypes that the kernels support. They compute in float32; plain torch is used for float64."""
 
 
 def __getattr__(name: str) -> Any:

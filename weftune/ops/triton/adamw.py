@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 MASTER, EXP_AVG, EXP_AVG_SQ, GRADIENT, WEIGHTS, SIZE = (tl.constexpr(n) for n in range(6))
-"""Columns of the table of addresses."""
+"""Columns of the table for `update`: addresses of a job's flat vectors, and the number of parameters."""
 FACTOR, KEPT, RATE, ROOT, REST1, BETA2, REST2, EPS = (tl.constexpr(n) for n in range(8))
 """Columns of the table of numbers: the clipping factor of the gradient (below 0: no step is made), the factor
 of the weights by weight decay, lr / (1 − β₁ⁿ), √(1 − β₂ⁿ), 1 − β₁, β₂, 1 − β₂, ε."""
 VECTOR, LENGTH = (tl.constexpr(n) for n in range(2))
-"""Columns of the table of vectors whose squares are summed."""
+"""Columns of the table for `squares`: address and length of a vector."""
 
 
 @triton.jit

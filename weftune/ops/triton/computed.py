@@ -22,7 +22,7 @@ def pair_pointer(pairs, entry, WHICH: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def width_of(site, WIDTHS: tl.constexpr, P: tl.constexpr):
-    """Return the number of outputs of a site."""
+    """Return the number of outputs (columns of B) of a site."""
     width = WIDTHS[0]
     for p in tl.static_range(1, P):
         width = tl.where(site == p, WIDTHS[p], width)

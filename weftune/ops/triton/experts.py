@@ -163,7 +163,7 @@ def expert_product(
 
 @triton.jit
 def gate_and_up(gate_up, row, column_B, inside_B, WIDTH: tl.constexpr):
-    """Load some columns of gate and up from a row in which up follows gate."""
+    """Load B columns of gate and of up from a row of `gate_up`, which holds gate first and up after it."""
     at_B = gate_up + row * (2 * WIDTH) + column_B
     gate_B = tl.load(at_B, mask=inside_B, other=0.0).to(tl.float32)
     return gate_B, tl.load(at_B + WIDTH, mask=inside_B, other=0.0).to(tl.float32)
@@ -210,7 +210,7 @@ def gated_backward(dact, gate_up, weight, act, dgate_up, dweight, WIDTH: tl.cons
 
 @triton.jit
 def summed_choices(y, places, total, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum some columns over a token's experts, in the order of its choices."""
+    """Compute B columns of the sum over a token's experts, in the order of the token's choices."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     column_B = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)

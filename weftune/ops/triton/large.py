@@ -33,7 +33,7 @@ from weftune.ops.triton.slots import (
 
 @triton.jit
 def rows_of(s, row_M, stop, part, ranks, P: tl.constexpr, R: tl.constexpr):
-    """Load the rows of s = xAᵀ for one part. Columns beyond the part's rank are zero."""
+    """Load M rows of s = xAᵀ for one part. Columns beyond the part's rank are zero."""
     r_R = tl.arange(0, R)
     at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
     travels_MR = (row_M < stop)[:, None] & (padded_rank_mask(r_R, ranks) & (ranks > 0))[None, :]
@@ -67,7 +67,7 @@ def large_y(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write sB of a large slot in SPAN columns of one site."""
+    """Write sB of a large slot to its rows of y, in SPAN columns of one site."""
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, SITES, SPAN)
     run = runs + tl.program_id(1) * 3

@@ -67,10 +67,10 @@ def halves(sum_MC):
 
 @triton.jit
 def product_by_warps(s_MR, weight_RH, PRECISION: tl.constexpr):
-    """Return s · weight, as one small product for each warp's 16 rows of the frozen product.
+    """Return s · weight, computed as one small product for each 16 rows, which belong to one warp.
 
-    As one large product it would use the instructions of the warp group, and the compiler would then wait
-    after each of those of the frozen product.
+    As one large product it would use the instructions of the warp group. The compiler would then wait after
+    each such instruction of the frozen product.
     """
     M: tl.constexpr = s_MR.shape[0]
     R: tl.constexpr = s_MR.shape[1]
@@ -171,7 +171,7 @@ def added(
 
 @triton.jit
 def onto(y_MH, residual, bias, n_H, row, column, N):
-    """Return y with the residual and the bias added."""
+    """Return y plus the residual and the bias, if they are given."""
     if residual is not None:
         y_MH += residual.load([row, column]).to(tl.float32)
     if bias is not None:

@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def load_angles(cos_at_B: tl.tensor, sin_at_B: tl.tensor, inside_B: tl.tensor, HALF: tl.constexpr) -> tuple:
-    """Load cosines and sines of the near half, then of the far one."""
+    """Load the cosines and sines of the near half of the rotary width, then those of the far half."""
     near_cos_B = tl.load(cos_at_B, mask=inside_B, other=0.0).to(tl.float32)
     near_sin_B = tl.load(sin_at_B, mask=inside_B, other=0.0).to(tl.float32)
     far_cos_B = tl.load(cos_at_B + HALF, mask=inside_B, other=0.0).to(tl.float32)
@@ -214,8 +214,8 @@ def rotary_backward(
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
 ) -> None:
-    """Rotate the gradients back. With a norm, `qkv` is its input: dx = rstd · (w · dn − x · rstd² · mean(w ·
-    dn · x))."""
+    """Rotate the gradients back. If the heads have a norm, also compute the gradient through it; `qkv` is its
+    input: dx = rstd · (w · dn − x · rstd² · mean(w · dn · x))."""
     CHUNKS: tl.constexpr = (HEADS + 2 * GROUPS + CHUNK - 1) // CHUNK
     row = (tl.program_id(0) // CHUNKS).to(tl.int64)
     head_C = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)

@@ -160,8 +160,9 @@ def row_lengths(
     once for all of these.
 
     The squared norm follows from products of rank R: ‖w‖² + 2 scale w·(BA) + scale² ‖BA‖². The ranks of the
-    slots are stacked. Products of two different slots are removed by selection, and non-finite values of B
-    are set to zero in these products: the next product returns them to their own slot.
+    slots are stacked. Products of two different slots are removed by selection. In these products, non-finite
+    values of B are set to zero, so that they cannot reach another slot. The elementwise product with B that
+    follows makes the result of their own slot non-finite.
     """
     Z: tl.constexpr = G * R
     site, low, high, origin = column_block(tl.program_id(1), COLUMNS, P, M)

@@ -68,7 +68,7 @@ def kept(row, column, threshold):
 
 @triton.jit
 def matrix(address, entry, WHICH: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Return the pointer to A (0), B (1), dA (2) or dB (3) of a table entry."""
+    """Return the pointer to A (WHICH 0), B (1), dA (2) or dB (3) of a table entry."""
     pointer = tl.load(address + entry * 4 + WHICH).to(tl.pointer_type(TYPE))
     return tl.multiple_of(pointer, ALIGNMENT)
 
@@ -88,7 +88,7 @@ def padded_rank_mask(r_R, rank):
 
 @triton.jit
 def largest_rank(rank, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
-    """Return the maximum ranks of a slot in any of TOGETHER parts."""
+    """Return the largest number of ranks that a slot has in any of TOGETHER parts."""
     max_ranks = tl.load(rank + first * S + slot)
     for i in tl.static_range(1, TOGETHER):
         max_ranks = tl.maximum(max_ranks, tl.load(rank + (first + i) * S + slot))

@@ -33,7 +33,7 @@ class GatheredJob:
 
     job: str
     serial: int
-    """Serial number of the job's attachment: the graph reads memory that was allocated at that time."""
+    """Serial number of the job's attachment. The graph reads memory that was allocated at that attachment."""
     rows: int
     keys: int = 0
     """Number of prefix keys before every sample."""

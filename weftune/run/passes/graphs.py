@@ -41,12 +41,12 @@ MOST_GRAPHS = 128
 
 
 GraphPlace = tuple[GraphKey, int, int]
-"""Key, stage and instance of a captured graph."""
+"""Key, stage and instance of a captured graph. Each microbatch in flight uses another instance."""
 
 
 class CapturedPasses:
-    """Passes whose forward is kept, captured as CUDA graphs where that saves time. The first pass of a key
-    runs uncaptured, to compile its kernels."""
+    """Passes whose forward is kept, captured as CUDA graphs where that saves time. The first pass with a key
+    runs uncaptured, so that its kernels are compiled."""
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base], at_once: bool = True) -> None:
         """If `at_once`, a pass is captured the second time that its key occurs, even if that may not save
@@ -231,7 +231,7 @@ captured."""
 
 class Pool(Protocol):
     def capture(self, work: Work) -> Work:
-        """Return a function that replays the work. The work itself may or may not run now."""
+        """Capture the work and return a function that replays it. The work itself may or may not run now."""
 
     def has_room(self) -> bool:
         """Return whether work that runs uncaptured fits beside the pool: it needs about as much free memory

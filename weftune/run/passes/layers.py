@@ -49,7 +49,8 @@ class Layers:
         self.recompute = Recompute()
         """Layers and outputs that the backward recomputes instead of keeping them from the forward."""
         self.host = HostStore(base.device)
-        """Host memory for tensors of layers that are offloaded from their forward to their backward."""
+        """Store in host memory for the tensors that offloaded layers keep from their forward to their
+        backward."""
         self._decoder = cast(Any, decoder_of(base.model))
         self._config: Any = base.model.config
         self._device = base.device
@@ -68,7 +69,8 @@ class Layers:
         """Whether the layers have experts (MoE) instead of an MLP."""
         served = bool(heads) and kernel_serves(base.device, base.dtype, heads[0])
         self.capturable = served and not self.mixes and (team is None or team.is_capturable)
-        """Whether passes can be captured as CUDA graphs, because the host never waits for the device."""
+        """Whether passes can be captured as CUDA graphs. They can if the host never waits for the device in a
+        pass."""
 
     @property
     def groups(self) -> list[tuple[str, ...]]:

@@ -129,7 +129,7 @@ class Plain:
 
     @torch.no_grad()
     def forward_only(self) -> Tensor:
-        """Run a forward without keeping anything for a backward."""
+        """Run a forward and return its output, without keeping anything for a backward."""
         return self.forward()
 
     def backward(self, dh_TD: Tensor) -> None:

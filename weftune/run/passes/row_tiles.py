@@ -24,7 +24,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from weftune.run.passes.host_copies import HostStore
 
 ROW_MULTIPLE = 128
-"""Number of rows of which every tile is a multiple, except the last tile of a microbatch."""
+"""Number of which the number of rows of every tile is a multiple, except for the last tile of a
+microbatch."""
 
 Fetch = Callable[[], Tensor]
 """A function that returns on the device a tensor that was kept on the device or the host."""
@@ -272,7 +273,7 @@ class _SavedTensors:
 
     def __init__(self, qkv: Qkv, keep: Keep) -> None:
         self.qkv: Qkv | None = None
-        """Queries, keys and values that the backward reads."""
+        """Queries, keys and values that the backward reads. None until they are provided for it."""
         self._keep = keep
         self._given = {one.untyped_storage().data_ptr(): index for index, one in enumerate(qkv)}
         self._least_bytes = min(one.nbytes for one in qkv)

@@ -174,7 +174,8 @@ class TimedPass:
     plan: MicrobatchPlan
     training: bool
     settled: bool = True
-    """Whether nothing was compiled or captured during the pass, so that its time is typical."""
+    """Whether nothing was compiled or captured during the pass, so that its time is typical of such
+    passes."""
     forward: list[DeviceSpan] = field(default_factory=list)
     backward: list[DeviceSpan] = field(default_factory=list)
 

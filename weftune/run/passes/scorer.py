@@ -222,8 +222,8 @@ class Scorer:
         ]
 
     def _samples(self, one: _Scored, h_TD: Tensor, purpose: Literal["batch", "held_out"]) -> SampleScores:
-        """Return the log-probabilities of a segment with what else its objective needs. `purpose` says
-        whether the samples are for training or evaluation."""
+        """Return a segment's log-probabilities together with the KL term and the outputs of the scalar head,
+        if its objective needs these. `purpose` says whether the samples are for training or evaluation."""
         job = one.segment.job
         if job not in self.objectives:
             return one.scores
@@ -266,7 +266,8 @@ class Scorer:
     def _with_samples(
         self, segment: Segment, laid: LaidMicrobatch, logprobs_S: Tensor, correct_S: Tensor
     ) -> _Scored:
-        """Return a segment with the boundaries and reference scores of its samples."""
+        """Return a segment with its log-probabilities, the boundaries of its samples, and their reference
+        scores."""
         stops = list(accumulate(laid.microbatch.sample_lengths))
         spans = {
             index: (start, stop)

@@ -43,11 +43,11 @@ class VisitKind(Enum):
     """A visit to the last stage: a forward whose activations are kept, then head and loss, then the
     backward."""
     backward = auto()
-    """A recomputed forward, then the backward."""
+    """A forward that is recomputed from the stage's input, then the backward."""
 
 
 GraphVisit = tuple[VisitKind, int]
-"""A kind of visit and its stage."""
+"""A kind of visit and the index of the stage that is visited."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class StageGraphs:
     def __init__(self, whole: Base, stages: Mapping[int, Base], banks: Banks, pool: Pool) -> None:
         self.captures = 0
         self.refused: set[GraphKey] = set()
-        """Keys whose graphs did not fit into memory."""
+        """Keys of graphs that did not fit into memory when they were captured."""
         self._whole, self._stages, self._banks, self._pool = whole, stages, banks, pool
         self._h_TD, self._dh_TD = self._empty(0), self._empty(0)
         """Buffers through which graphs receive and return hidden states and gradients (see `StageGraph`)."""

@@ -27,9 +27,9 @@ from weftune.run.training.state import Training
 from weftune.run.training.steps import StepRequest, StepRun, close_batches
 
 ALIGNMENT = 64
-"""Number of parameters to a multiple of which pieces are aligned. Torch's fused AdamW rounds the remainder at
-a vector's end differently. Pieces that end at multiples of the processor's vector width get the same bits as
-the whole vector."""
+"""Pieces begin and end at multiples of this number of parameters. Torch's fused AdamW rounds the remainder at
+a vector's end differently, so only pieces that end at multiples of the processor's vector width get the same
+bits as the whole vector."""
 
 JobStage = tuple[str, int]
 """A job, and a stage in which it has parameters."""

@@ -79,7 +79,8 @@ class OffloadedOptimizer:
         return True
 
     def ask_ahead(self, stage: int, jobs: Collection[str]) -> None:
-        """Start the Steps of all other jobs concurrently with the pass that was just launched."""
+        """Start all Steps that have not been started yet, concurrently with the pass that was just
+        launched."""
         if self._underway is not None:
             self.steps.start(self.steps.all_pending_pairs())
 

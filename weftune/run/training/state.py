@@ -50,7 +50,7 @@ class Progress:
 
 @dataclass(slots=True)
 class OpenBatch:
-    """Sums over those microbatches of an unfinished global batch that have run."""
+    """Sums over the microbatches of an unfinished global batch that have run so far."""
 
     loss: Tensor
     correct: Tensor

@@ -124,7 +124,7 @@ class StepsUnderway:
         self._device, self._finish = device, finish
         self.runs: list[StepRun] = []
         self.is_done = False
-        """Whether the steps are finished already, so that reading the outcomes does not block."""
+        """Whether the steps are already finished. Then reading the outcomes does not block."""
         self.is_used = False
         """Whether a pass has included one of the jobs since their steps were requested."""
         self._watches: list[Stopwatch] = []
@@ -142,7 +142,8 @@ class StepsUnderway:
         self._watches.append(watch)
 
     def outcomes(self) -> list[Outcome]:
-        """Return the outcomes of the steps; waits for them."""
+        """Return the outcomes of the steps, in the order of the requests. Waits until the device has made the
+        steps."""
         self._finish()
         return [outcome for run in self.runs for outcome in run.outcomes()]
 
@@ -248,7 +249,8 @@ def make_step_from_sums(request: StepRequest, sums: BatchSums) -> Outcome:
 
 
 def outcome_over_workers(outcome: Outcome, request: StepRequest, sums: BatchSums) -> Outcome:
-    """Return the outcome of a step, with loss and accuracy replaced by those over all workers."""
+    """Return the outcome of a step with the loss and the accuracy over all workers, which replace those of
+    this worker."""
     if isinstance(outcome, str):
         return outcome
     return replace(

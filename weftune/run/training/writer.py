@@ -106,7 +106,7 @@ class Writer:
             wait([last])
 
     def forget(self, job: str) -> None:
-        """Cancel the last request of this job, unless it has begun."""
+        """Cancel the last request of this job, unless a thread has begun it."""
         if (last := self._last.get(job)) is not None:
             last.cancel()
 

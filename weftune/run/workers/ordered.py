@@ -41,7 +41,7 @@ class Wait:
     """The operation for which a worker waits, and the workers that it waits for."""
 
     number: int
-    """Number of this wait among those of its worker."""
+    """Serial number of this wait, counted by its worker."""
     peers: tuple[int, ...]
     """Workers for which this worker waits; at least one of them is late."""
     operation: str

@@ -26,7 +26,7 @@ from weftune.run.workers.agreed import TimedAction, WorkerReport
 
 MAX_MEASUREMENTS = 200
 BACKWARD_GUESS = 1.5
-"""Ratio of a backward's time to a forward's, until one was measured."""
+"""Assumed ratio of the time of a backward to that of a forward, until both have been measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,8 @@ class Transport:
         outbox.send(tensor_TD)
 
     def zeros(self, rows: int) -> Tensor:
-        """Return zeros in the shape of hidden states or gradients, for those that were never computed."""
+        """Return zeros for `rows` rows of hidden states or of their gradient. They are sent if the tensor was
+        never computed."""
         return torch.zeros(rows, self._width, dtype=self._dtype, device=self._device)
 
     def receive_sums(self) -> Tensor:
