@@ -121,5 +121,5 @@ def _fold_bits(value: Tensor, places: int) -> Tensor:
 
 
 def to_signed(value: int) -> int:
-    """Return the int32 with the same 32 bits."""
+    """Return the int32 that has the same 32 bits as the unsigned `value`."""
     return value - (1 << 32) if value >= 1 << 31 else value

@@ -223,8 +223,8 @@ class Executor:
                 self.unfinished = unfinished_work(program)
 
     def _inherit(self, program: Program) -> None:
-        """Give the microbatches in flight the indices that the Program has for them. If it inherits none,
-        drop the microbatches that the last window left in flight."""
+        """Give the microbatches in flight the indices that the Program has for them. If the Program inherits
+        none, drop the microbatches that the last window left in flight."""
         if program.inherited:
             numbers = {one.number: index for index, one in enumerate(program.inherited)}
             self._in_flight = {numbers[old]: flight for old, flight in self._in_flight.items()}

@@ -32,9 +32,8 @@ from weftune.run.stream.weights import ResidentWeights, StreamedWeights
 from weftune.run.training.state import EvaluationSums
 
 Fetch = Callable[[MicrobatchPlan, type[ForwardPass]], Microbatch]
-"""A function that returns the tensors of a planned microbatch for a kind of forward pass. For Forward these
-are training samples, for Evaluate held-out samples, and for Score samples of both sorts, which are scored by
-the reference policy."""
+"""A function that returns the tensors of a planned microbatch for a kind of forward pass: training samples
+for Forward, held-out samples for Evaluate, and samples of both sorts for Score."""
 Weights = ResidentWeights | StreamedWeights
 """The base's weights: all resident on the device, or streamed to the device stage by stage."""
 Activations = KeptActivations | OffloadedActivations

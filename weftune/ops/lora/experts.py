@@ -255,8 +255,8 @@ def _whole(y_SN: Tensor, call: SiteCall) -> ColumnSpan:
 
 
 def best_plan(site: ExpertSite) -> ProductPlan:
-    """Return the fused plan if the device supports it, because that plan adds the adapters' output before
-    rounding."""
+    """Return the fused plan if the device supports it, since that plan adds the adapters' output before
+    rounding, else the wide plan."""
     weight_NK, rank = site.weight_ENK.flatten(0, 1), site.group.rank if site.group else 1
     aligned = site.weight_ENK.shape[1] % 8 == 0
     fused = aligned and rank <= DIRECT_RANKS and can_fuse(weight_NK, weight_NK.device)

@@ -34,8 +34,8 @@ SHARE_INPUTS = 512
 MAX_SHARES shares."""
 MAX_SHARES = 16
 SPANS = (1024, 512)
-"""Numbers of output columns per program. The first with which there are at least PROGRAMS programs is used,
-else 256."""
+"""Candidates for the number of output columns per program. The first with which there are at least PROGRAMS
+programs is used; if there is none, 256 is used."""
 PROGRAMS = 512
 """Number of programs that keep a large GPU busy."""
 

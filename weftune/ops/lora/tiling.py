@@ -51,9 +51,10 @@ of 256 columns have no registers."""
 
 
 class ProductPlan(StrEnum):
-    """How the tiled kernels compute a linear. `wide`: kernels add the adapters' output to a product that
-    `torch.mm` has written in float32. `fused`: one kernel computes both. `beside`: dA and dB are computed
-    concurrently with the frozen product of the backward, which costs a second read of dy, not before it.
+    """The method by which the tiled kernels compute a linear. `wide`: kernels add the adapters' output to a
+    product that `torch.mm` has written in float32. `fused`: one kernel computes both. `beside`: dA and dB are
+    computed concurrently with the frozen product of the backward, not before it; this costs a second read of
+    dy.
 
     All plans sum in float32 and round once. The output of a newly initialised adapter is smaller than the
     last digit of the frozen product, so rounding before the addition would lose it.

@@ -158,8 +158,8 @@ class TravellingAdapters:
 
     @property
     def needs_previous_outcome(self) -> bool:
-        """Whether a pass has included one of the jobs since their Steps were requested. Their outcomes are
-        known then."""
+        """Whether the outcomes of earlier Steps must be read before further Steps are requested. They must if
+        a pass has included one of the jobs since then; the outcomes are known by that time."""
         return self._underway is not None and self._underway.is_used
 
     def needs_outcome_before(self, stage: int) -> bool:

@@ -148,10 +148,11 @@ class _GpuQueue:
         self._free_slots: dict[int, torch.cuda.Event] = {}
         """Maps each slot to an event after which its content is no longer needed."""
         self._adapter_arrivals: dict[int, torch.cuda.Event] = {}
-        """Maps each loaded stage to an event after which its adapters have arrived, until the stage is first
-        used."""
+        """Maps each loaded stage to the event at which its adapters arrived. The entry is removed when the
+        stage is first used."""
         self._last_arrivals: dict[int, torch.cuda.Event] = {}
-        """Maps each stage to an event after which its adapters arrived when the stage was last loaded."""
+        """Maps each stage to the event of its adapters' latest arrival. The entry stays until the stage is
+        loaded again."""
         self._writable: dict[int, torch.cuda.Event] = {}
         """Maps each stage to an event after which the adapters in its slot are no longer read."""
         self._last_step: torch.cuda.Event | None = None
