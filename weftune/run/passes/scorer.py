@@ -119,7 +119,8 @@ class Scorer:
         return [value for ratios in noted for value in (math.fsum(ratios), float(len(ratios)))]
 
     def note_kl_sums(self, job: str, step: int, sums: Sequence[float]) -> None:
-        """Replace the values stored after a step by their sums over all replicas, ordered as in `kl_sums`."""
+        """Replace the values stored for the mismatched samples of a job after a step by their mean over all
+        replicas. `sums` are the sums over all replicas, ordered as in `kl_sums`."""
         for purpose, total, count in zip(PURPOSES, sums[::2], sums[1::2], strict=True):
             if count:
                 self._log_ratios[job, purpose, step] = [total / count]

@@ -68,7 +68,8 @@ class StepRun:
     factor_J: Tensor | None
     """Clipping factors on the device, if kernels make the updates. None if `updates` hold the factors."""
     reasons: list[str | None] = field(init=False)
-    """Reason why each job's step failed, as far as the host knows it when the step is made, or None."""
+    """Reason why the new weights of each job cannot be used, or None. It is set only if the host makes the
+    updates."""
     finite: tuple[list[Tensor], ...] = field(init=False)
     """For each job whose update is made in pieces, whether the new weights of each piece are finite."""
     arrived: tuple[torch.cuda.Event, ...] = ()
