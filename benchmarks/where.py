@@ -44,6 +44,7 @@ class KernelKind(StrEnum):
 KERNELS = {
     **dict.fromkeys(("product", "expert_product"), KernelKind.FROZEN),
     **dict.fromkeys(("write_nf4", "write_rows", "row_codes"), KernelKind.FROZEN),
+    **dict.fromkeys(("down_share", "up_shares"), KernelKind.ADAPTERS),
     **dict.fromkeys(("down", "sum_rows", "up", "ds_db", "ds_alone", "da"), KernelKind.ADAPTERS),
     **dict.fromkeys(("add_dx", "add_gradients", "assign_runs"), KernelKind.ADAPTERS),
     **dict.fromkeys(("large_y", "large_dx"), KernelKind.ADAPTERS),
@@ -55,7 +56,7 @@ KERNELS = {
     **dict.fromkeys(("swiglu_forward", "swiglu_backward"), KernelKind.ELEMENTS),
     **dict.fromkeys(("gated_forward", "gated_backward", "summed_choices"), KernelKind.ELEMENTS),
     **dict.fromkeys(("attend_share", "combine_shares"), KernelKind.ATTENTION),
-    "target_logprobs": KernelKind.HEAD,
+    **dict.fromkeys(("target_logprobs", "sample_row"), KernelKind.HEAD),
     **dict.fromkeys(("squares", "update"), KernelKind.OPTIMIZER),
 }
 """Kinds of Weftune's own kernels, by their whole names."""
