@@ -164,7 +164,7 @@ class DivisionSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What the search needs to know about the jobs and the base."""
+    """The facts about the jobs and the base that the search needs."""
 
     windows: Mapping[str, JobWindow]
     """Maps each job to its next global batches, without evaluations."""

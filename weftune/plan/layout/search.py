@@ -1,9 +1,10 @@
-"""Search for the fastest cut of a streamed base: its stages, which of them stay resident, and the slots.
+"""Search for the fastest way to stream a base: its stages, which of them stay resident, and the slots.
 
-On one device it starts from even stages with residents spread among them, from the partition that
-`search_partition` finds for Mobius's recurrence, and from Mobius's two plain partitions. Over several workers
-it starts from even stages with as many of each worker's stages resident as fit. The best of these are then
-improved by small changes.
+A stage is consecutive layers. A resident stage stays on its device; the others are loaded into slots of
+device memory. A draft is one such choice. On one device, the search starts with stages of equal size among
+which resident ones are spread, with the partition that `search_partition` finds for Mobius's recurrence, and
+with Mobius's largest and smallest stages. Over several workers, it starts with stages of equal size, as many
+of them resident as fit. The best drafts are then improved by small changes.
 """
 
 from __future__ import annotations
@@ -22,45 +23,50 @@ from weftune.plan.layout.mobius_step import Host, StreamPartition
 from weftune.plan.layout.need import LayoutDraft, StreamCase
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
-"""Numbers of layers per stage that are tried."""
+"""Numbers of layers per stage that the search tries."""
 SLOTS = range(1, 5)
 STARTS = 4
-"""Number of the best drafts that are improved by small changes, besides the best of every kind."""
+"""Number of the best drafts that are improved by small changes, in addition to the best draft of every
+kind."""
 QUICK = 16
-"""Maximum number of drafts kept from those that are evaluated without a search."""
+"""Maximum number of starting drafts on one device."""
 CHANGES = 2000
-"""Number of changes that all descents from the starts may try together, and that the last descent may try. A
-time limit would make the plan depend on the clock."""
+"""Maximum number of small changes that are tried, once for all starting drafts together and once more for the
+best result. A time limit would make the plan depend on the clock."""
 PREFIXES = 2000
-"""Number of prefixes that the search for a partition examines."""
+"""Maximum number of prefixes that `search_partition` examines."""
 HIDDEN = 0.005
-"""Share of a round spent waiting below which Mobius's partition, which reduces waits, is not tried."""
+"""Fraction of a round spent waiting below which Mobius's partition, which reduces waits, is not tried."""
 CLOSE = 1 - 1e-9
-"""Factor that a time must fall below to count as better: smaller gains are rounding errors."""
+"""Factor by which a time must be shorter to count as better and not as equal up to rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedDraft:
+    """A draft of the stages with its predicted time and the memory that it lacks."""
+
     case: StreamCase
     draft: LayoutDraft
     excess: int
     """Bytes by which the draft exceeds the available memory."""
     seconds: float
-    """Seconds of a round; infinite if bytes are lacking."""
+    """Predicted seconds of a round (one global batch of every job), or infinity if memory is lacking."""
 
     @property
     def rank(self) -> tuple[int, float]:
         return self.excess, self.seconds
 
     def better_than(self, other: EvaluatedDraft) -> bool:
-        """Return whether this draft is better by more than rounding."""
+        """Return whether this draft is faster than the other one by more than a rounding error or, if one of
+        them does not fit, lacks less memory."""
         if self.excess or other.excess:
             return self.excess < other.excess
         return self.seconds < other.seconds * CLOSE
 
 
 def search(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
-    """Return the fastest draft of all cases; among equals, that of the first case. None if none fits."""
+    """Return the fastest draft found for any of the cases. Among equals, the draft of the first case is
+    returned. Return None if no draft fits in memory."""
     starts = _select_diverse([found for case in cases for found in _starts(case)])
     if not starts:
         return None
@@ -75,7 +81,7 @@ def search(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
 
 
 def _best_draft(evaluated_drafts: Sequence[EvaluatedDraft]) -> EvaluatedDraft:
-    """Return the best draft; among equals, the first."""
+    """Return the best of the drafts. Among equals, the first one is returned."""
     least = min(evaluated_drafts, key=lambda one: one.rank)
     return next(one for one in evaluated_drafts if not least.better_than(one))
 
@@ -86,21 +92,22 @@ def _evaluate_draft(case: StreamCase, draft: LayoutDraft) -> EvaluatedDraft:
 
 
 def _starts(case: StreamCase) -> list[EvaluatedDraft]:
-    """Return the drafts to start from. Over several workers, they may include drafts that do not fit yet."""
+    """Return the drafts with which the search starts. Over several workers, some may not fit in memory."""
     if case.workers == 1:
         return _quick_drafts(case)
     return [_evaluate_draft(case, draft) for draft in filled_drafts(case)]
 
 
 def fits_any(case: StreamCase) -> bool:
-    """Return whether `search` would find a draft. The most frugal drafts are tried first."""
+    """Return whether some starting draft fits in memory. Drafts that need the least memory are tried
+    first."""
     drafts = chain(frugal_drafts(case), even_drafts(case), plain_drafts(case))
     return any(map(case.fits, drafts))
 
 
 def _quick_drafts(case: StreamCase) -> list[EvaluatedDraft]:
-    """Return the best few of the drafts that are tried without a search. Most are skipped, because their
-    compute time alone is too long."""
+    """Return the fastest starting drafts on one device, at most `QUICK`. Drafts whose compute time alone is
+    too long are skipped without being evaluated."""
     drafts = dict.fromkeys((*even_drafts(case), *frugal_drafts(case), *plain_drafts(case)))
     fitting = [draft for draft in drafts if case.fits(draft)]
     least = {sizes: case.compute_seconds(sizes) for sizes in {draft.layer_counts for draft in fitting}}
@@ -114,7 +121,7 @@ def _quick_drafts(case: StreamCase) -> list[EvaluatedDraft]:
 
 
 def _select_diverse(evaluated_drafts: Sequence[EvaluatedDraft]) -> list[EvaluatedDraft]:
-    """Return the best few drafts and the best of every kind, in the order of the cases."""
+    """Return the best `STARTS` drafts and the best draft of every kind, in their original order."""
     ranked = sorted(range(len(evaluated_drafts)), key=lambda number: evaluated_drafts[number].rank)
     firsts: dict[object, int] = {}
     for number in ranked:
@@ -123,7 +130,8 @@ def _select_diverse(evaluated_drafts: Sequence[EvaluatedDraft]) -> list[Evaluate
 
 
 def _kind(evaluated: EvaluatedDraft) -> object:
-    """Return the key of a kind of draft: the case, with the slots of one device or the stages of workers."""
+    """Return a key that is equal for drafts of the same kind: on one device, drafts with the same capacity,
+    adapters and slots; over several workers, drafts with equally many stages."""
     case, draft = evaluated.case, evaluated.draft
     return (
         (case.capacity, case.adapters_travel, draft.slot_counts)
@@ -136,7 +144,8 @@ def _kind(evaluated: EvaluatedDraft) -> object:
 
 
 def even_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
-    """Yield even stages and a last one of another size, with as many residents as fit spread among them."""
+    """Yield drafts with stages of equal size, except the last one, in which as many resident stages as fit
+    are spread evenly among the streamed ones."""
     count = case.shape.layers
     for last in (one for one in SIZES if one < count):
         for size in SIZES:
@@ -147,14 +156,15 @@ def even_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
 
 
 def frugal_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
-    """Yield drafts with even stages that are all streamed through one slot per device. No draft needs less
-    memory."""
+    """Yield drafts with stages of equal size that are all streamed through one slot per device, which is the
+    way to stream with the least memory."""
     for count in _stage_counts(case):
         yield _streamed(_even(case.shape.layers, count), 1, case.workers)
 
 
 def _stage_counts(case: StreamCase) -> list[int]:
-    """Return the numbers of stages to try, including multiples of the number of workers."""
+    """Return the numbers of stages that the search tries. Each is tried as it is and, over several workers,
+    rounded up to a multiple of the number of workers."""
     layers, workers = case.shape.layers, case.workers
     counts = dict.fromkeys([workers] if workers > 1 else [])
     for size in SIZES:
@@ -165,7 +175,8 @@ def _stage_counts(case: StreamCase) -> list[int]:
 
 
 def _streamed(sizes: Sequence[int], slots: int, workers: int) -> LayoutDraft:
-    """Return a draft whose stages are all streamed, through `slots` slots of each worker."""
+    """Return a draft with stages of these sizes that are all streamed, through `slots` slots on each
+    worker."""
     return LayoutDraft(tuple(sizes), (False,) * len(sizes), (slots,) * workers)
 
 
@@ -175,7 +186,8 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _spread(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[LayoutDraft]:
-    """Yield drafts with a streamed and with a resident last stage, which may then be larger than a slot."""
+    """Yield drafts with as many resident stages as fit, spread evenly. The last stage is streamed in some of
+    them and resident in others, in which it may be larger than a slot."""
     for ending in ((), (True,)):
         others = len(sizes) - len(ending)
         most = others
@@ -190,12 +202,13 @@ def _spread(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[La
 
 
 def _bits(stages: int, resident: int, phase: int) -> tuple[bool, ...]:
-    """Return one bit per stage, with `resident` of them set as far from one another as possible."""
+    """Return a tuple that says for each stage whether it is resident. `resident` stages are, as far from one
+    another as possible; `phase` shifts their positions."""
     return tuple((number * resident + phase) % stages < resident for number in range(stages))
 
 
 def plain_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
-    """Yield drafts with Mobius's largest and smallest stages."""
+    """Yield drafts with the largest stages that fit, and with stages of one layer, as in Mobius."""
     yield from largest_drafts(case)
     yield from smallest_drafts(case)
 
@@ -211,7 +224,8 @@ def smallest_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
 
 
 def _partition_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
-    """Yield the result of Mobius's search, with fewer resident stages to make room for slots."""
+    """Yield drafts with the partition that Mobius's search finds. Some of its resident stages are streamed
+    instead if the slots need their memory."""
     with suppress(PlanError):
         microbatches = math.ceil(case.round_tokens / case.capacity)
         found = search_partition(_costs(case), _host(case), microbatches, PREFIXES, starts=1).partition
@@ -226,7 +240,8 @@ def _drafts(partition: StreamPartition) -> Iterator[LayoutDraft]:
 
 
 def _thin_residents(case: StreamCase, draft: LayoutDraft) -> LayoutDraft:
-    """Make the middle one of the resident stages streamed, repeatedly, until the draft fits."""
+    """Return the draft with fewer resident stages: the middle one is streamed, repeatedly, until the draft
+    fits on the device."""
     while case.device_bytes(draft) > case.device.budget_bytes and any(draft.resident_stages):
         stay = [number for number, stays in enumerate(draft.resident_stages) if stays]
         draft = _toggle_resident(draft, stay[len(stay) // 2])
@@ -263,7 +278,7 @@ def _host(case: StreamCase) -> Host:
 
 
 def _layer_ring(case: StreamCase) -> int:
-    """Return the bytes that each layer of a stage adds to the buffers of optimizer steps, at most."""
+    """Return the maximum bytes that one more layer in a stage adds to the buffers for optimizer steps."""
     return case.memory.ring_bytes(2) - case.memory.ring_bytes(1)
 
 
@@ -271,7 +286,7 @@ def _layer_ring(case: StreamCase) -> int:
 
 
 def filled_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
-    """Yield even stages with as many of each worker's stages resident as fit."""
+    """Yield drafts with stages of equal size, of which as many as fit are resident on each worker."""
     for count in _stage_counts(case):
         for slots in SLOTS:
             if slots <= math.ceil(count / case.workers):
@@ -279,7 +294,8 @@ def filled_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
 
 
 def _fill_worker_slots(case: StreamCase, sizes: Sequence[int], slots: int) -> LayoutDraft:
-    """Give each worker as many of the slots as fit, then as many residents, spread among its stages."""
+    """Return a draft in which each worker has as many slots as fit, at most `slots`, and then as many
+    resident stages as fit, spread evenly among its stages."""
     draft = _streamed(sizes, slots, case.workers)
     for worker in range(case.workers):
         own = range(worker, len(sizes), case.workers)
@@ -307,7 +323,8 @@ def _fits_on(case: StreamCase, draft: LayoutDraft, worker: int) -> bool:
 
 
 def _descend(evaluated: EvaluatedDraft, tries: int) -> EvaluatedDraft:
-    """Apply the first change that saves time, or that frees memory at no cost, until there is none."""
+    """Return a locally optimal draft. The first change is applied that saves time, or that frees memory
+    without costing time, until there is no such change or `tries` changes have been tried."""
     case, best = evaluated.case, evaluated
     room = case.device_bytes(best.draft)
     better: EvaluatedDraft | None = best
@@ -324,7 +341,7 @@ def _descend(evaluated: EvaluatedDraft, tries: int) -> EvaluatedDraft:
 
 
 def _changes(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
-    """Yield changed drafts, those with small changes first because they are better most often."""
+    """Yield drafts that differ from the given one, the most promising kinds of changes first."""
     draft = evaluated.draft
     yield from _other_residents(draft)
     if evaluated.case.workers == 1:
@@ -336,7 +353,8 @@ def _changes(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
 
 
 def _other_residents(draft: LayoutDraft) -> Iterator[LayoutDraft]:
-    """Yield drafts with one other resident stage on a worker, one more or one fewer, or one slot changed."""
+    """Yield drafts with one resident stage more or less, one slot more or less, or another stage of the same
+    worker resident instead of one."""
     stages, workers = range(len(draft.resident_stages)), len(draft.slot_counts)
     for number in stages:
         yield _toggle_resident(draft, number)
@@ -351,7 +369,7 @@ def _other_residents(draft: LayoutDraft) -> Iterator[LayoutDraft]:
 
 
 def _other_boundaries(draft: LayoutDraft) -> Iterator[LayoutDraft]:
-    """Yield drafts with one boundary moved, removed or added."""
+    """Yield drafts with one boundary between stages moved, removed or added."""
     pairs = range(len(draft.layer_counts) - 1)
     for number in pairs:
         one, other = draft.layer_counts[number : number + 2]
@@ -370,7 +388,8 @@ def _other_boundaries(draft: LayoutDraft) -> Iterator[LayoutDraft]:
 
 
 def _drafts_trading_slots(draft: LayoutDraft) -> Iterator[LayoutDraft]:
-    """Yield drafts that trade a slot for a resident stage, or for two stages merged into one."""
+    """Yield drafts with one slot less and a resident stage more, or the reverse, and drafts with one slot
+    less in which two stages are merged into a resident one."""
     for number, stays in enumerate(draft.resident_stages):
         slots = draft.slot_counts[0] + (1 if stays else -1)
         if slots in SLOTS:
@@ -391,8 +410,9 @@ def _other_orders(draft: LayoutDraft) -> Iterator[LayoutDraft]:
 
 
 def _other_sizes(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
-    """Yield drafts with a boundary moved, removed or added, or a layer passed to a stage further away.
-    Residents are then chosen anew, since stages may have moved to other workers."""
+    """Yield drafts over several workers with a boundary between stages moved, removed or added, or with one
+    layer moved to a stage that is no neighbour. Resident stages are then chosen again, since stages may have
+    moved to other workers."""
     case, sizes, slots = evaluated.case, evaluated.draft.layer_counts, max(evaluated.draft.slot_counts)
     for number, (one, other) in enumerate(pairwise(sizes)):
         before, after = sizes[:number], sizes[number + 2 :]
@@ -411,7 +431,8 @@ def _other_sizes(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
 def _replace_stages(
     draft: LayoutDraft, number: int, removed_stages: int, sizes: tuple[int, ...], resident: tuple[bool, ...]
 ) -> LayoutDraft:
-    """Return the draft with other stages in place of the `removed_stages` stages from `number` on."""
+    """Return the draft with `removed_stages` stages from `number` on replaced by stages of the given
+    `sizes`."""
     after = number + removed_stages
     return LayoutDraft(
         (*draft.layer_counts[:number], *sizes, *draft.layer_counts[after:]),

@@ -1,13 +1,13 @@
-"""Choice of the jobs that run together, which have a seat. It is made before a run and at window boundaries.
+"""Choice of the jobs that run together: each of them has a seat, which means room in memory.
 
-Jobs are seated by priority; among equals, running jobs come before waiting ones, and then those earlier in
-the jobs file. A job that does not fit beside those seated so far gets no seat, but smaller ones behind it
-may. A job is therefore preempted only when a job of higher priority is admitted, and jobs of equal priority
-never preempt each other.
+Seats are assigned before a run and between windows, by priority; among equals, running jobs come before
+waiting jobs, and then jobs that are earlier in the jobs file. A job that does not fit in memory beside the
+jobs seated so far gets no seat, but smaller jobs behind it may. A running job is therefore preempted only if
+a job of higher priority is admitted, and jobs of equal priority never preempt each other.
 
 A waiting job may be overtaken, but not forever: once `MAX_OVERTAKES` jobs that were behind it have been
 admitted before it, no job behind it is admitted until it is running itself. The running jobs of the same or a
-higher priority, which keep it out, then end one after another, and no job takes their place.
+higher priority that have kept it out then end one after another, and no job takes their place.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from dataclasses import dataclass
 from weftune.core.shapes import JobShape
 
 Fits = Callable[[Sequence[JobShape]], str | None]
-"""Returns None if these jobs fit together, or a sentence that says why they do not. Only their sizes matter.
-Jobs that do not fit do not fit with one more either, nor with a larger job in place of a smaller one."""
+"""A function that returns None if the given jobs fit in memory together, or else a sentence with the reason.
+The result may depend on the sizes of the jobs only. Jobs that do not fit must not fit with an additional job
+either, nor with a larger job in place of a smaller one."""
 
 MAX_OVERTAKES = 8
-"""Number of jobs that may overtake a job that is ahead of them in the queue and does not fit."""
+"""Number of jobs that may be admitted before a job that is ahead of them in the queue and does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """All jobs with and without a seat, in the order in which they are considered."""
+    """The jobs that run together (seated) and all other jobs, in the order in which seats are assigned."""
 
     seated: tuple[JobShape, ...]
     unseated: tuple[JobShape, ...]
 
 
 def in_order(jobs: Sequence[JobShape], attached: Sequence[JobShape] = ()) -> list[JobShape]:
-    """Return the jobs in the order in which they are considered for a seat."""
+    """Return waiting `jobs` and running (`attached`) jobs in the order in which seats are assigned."""
     present = {job.name for job in attached}
     return sorted(
         [*jobs, *attached], key=lambda job: (-job.priority, job.name not in present, job.file_position)
@@ -48,8 +49,8 @@ def seat(
     fits: Fits,
     overtaken: Mapping[str, int] | None = None,
 ) -> Seats:
-    """Seat as many jobs as the rules allow. Every job of `waiting` must fit at least alone. `overtaken` maps
-    a waiting job to the number of jobs admitted before it so far."""
+    """Return which of the waiting and running (`attached`) jobs run together. Every waiting job must fit in
+    memory alone. `overtaken` maps a waiting job to the number of jobs that have been admitted before it."""
     seating = _Seating(attached, fits, overtaken or {})
     rest = in_order(waiting, attached)
     while rest:
@@ -58,7 +59,8 @@ def seat(
 
 
 def too_large(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
-    """Map each job that cannot even run alone to why. Jobs no larger than one that can are skipped."""
+    """Return a dict from the name of each job that does not fit even alone to the reason. Jobs that are no
+    larger than a job that fits are not checked."""
     runnable: list[JobShape] = []
     found: dict[str, str] = {}
     for job in sorted(jobs, key=lambda job: -job.max_sample_tokens):
@@ -72,8 +74,8 @@ def too_large(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
 
 
 class _Seating:
-    """Seats assigned so far. Checking whether jobs fit is slow, so it is done rarely: by bisection, and not
-    for jobs as large as one that did not fit."""
+    """The state while seats are assigned. Checking whether jobs fit is slow, so it is done rarely: by
+    bisection, and not for jobs that are as large as a job that did not fit."""
 
     def __init__(self, attached: Sequence[JobShape], fits: Fits, overtaken: Mapping[str, int]) -> None:
         self.seated: list[JobShape] = []
@@ -84,7 +86,7 @@ class _Seating:
         self._as_large: set[str] = set()
         """Names of jobs that were checked and did not fit, and of jobs behind them that are no smaller."""
         self._left: float = math.inf
-        """Number of jobs that may still overtake those that wait without a seat."""
+        """Number of jobs that may still be admitted before the jobs that wait without a seat."""
         self._crowded = False
         """Whether a job has been admitted. If not, running jobs stay, whatever their predicted memory."""
 
@@ -106,8 +108,8 @@ class _Seating:
         return list(rest[end + 1 :])
 
     def _possible_positions(self, rest: Sequence[JobShape]) -> list[tuple[int, float]]:
-        """Return the positions of jobs that may be seated if all before them fit, each with the number of
-        jobs that may still overtake when it is checked."""
+        """Return the positions in `rest` of the jobs that may get a seat if all jobs before them fit. Each
+        has the number of jobs that may still be admitted before a waiting job when its turn comes."""
         left, found = self._left, []
         for at, job in enumerate(rest):
             waits = job.name not in self._present
@@ -121,7 +123,7 @@ class _Seating:
         return found
 
     def _remaining_overtakes(self, job: JobShape) -> float:
-        """Return how many more jobs may overtake this job, which has no seat."""
+        """Return how many more jobs may be admitted before this job, which has no seat."""
         return MAX_OVERTAKES - self._overtaken.get(job.name, 0)
 
     def _refuse(self, job: JobShape, behind: Sequence[JobShape]) -> None:
@@ -156,8 +158,8 @@ def _is_as_large(job: JobShape, other: JobShape) -> bool:
 
 
 def most_that_fit(fits: Callable[[int], bool], count: int, first_guess: int | None = None) -> int:
-    """Return how many of the jobs fit, found by bisection; 0 if not even one does. `first_guess` is all of
-    them by default, and is doubled while it is too low."""
+    """Return the largest number from 0 to `count` for which `fits` is true, found by bisection. `first_guess`
+    is tried first and doubled while it is too low; by default, it is `count`."""
     least, too_many = 0, count + 1
     tried = count if first_guess is None else first_guess
     while too_many - least > 1:

@@ -1,6 +1,6 @@
 """Distribution of jobs over devices that each hold the whole base, with predicted times as even as possible.
 
-Nothing is exchanged between devices, so this beats any cut of the base wherever each device can hold it.
+Devices exchange nothing, so this is faster than dividing the base if each device has memory for the whole.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSamp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobWork:
-    """The remaining work of a job that determines its remaining time."""
+    """The remaining work of a job, from which its remaining time is predicted."""
 
     shape: JobShape
     steps: int
     """Number of remaining steps."""
     batches: tuple[GlobalBatch, ...]
-    """A sample of the job's global batches, representative of all."""
+    """Some of the job's global batches, which represent all of them."""
     evaluations: int = 0
     """Number of remaining evaluations."""
     held_out: tuple[PlacedSample, ...] = ()
+    """Samples of each evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,15 @@ class DeviceShare:
     jobs: tuple[str, ...]
     """Names of the jobs, in the order in which they were given."""
     seconds: float
-    """Predicted seconds."""
+    """Predicted seconds of training these jobs on the device."""
 
 
 def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
-    """Return the predicted seconds of a job if every microbatch holds only its samples.
+    """Return the predicted seconds of a job's remaining work if it does not share microbatches with other
+    jobs.
 
-    Passes shared with other jobs are cheaper, but by how much depends on which jobs share a device.
+    Sharing makes it cheaper, but by how much depends on which jobs run on the same device. `capacity` is the
+    maximum number of tokens per microbatch.
     """
     met = {job.shape.name: job.shape.active_parameters}
     room = max(capacity, job.shape.max_sample_tokens)
@@ -62,23 +65,25 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
 
 
 def sheet_cost(shape: ModelShape, speed: Speed) -> CostModel:
-    """Return the counted proportions of the base's terms, scaled to the speed in a device's data sheet."""
+    """Return a time model of the base in seconds, computed from its FLOPs and the speed of a device."""
     return counted_terms(shape).base_cost(shape.layers, speed.source).times(1 / speed.flops)
 
 
 def cpu_sheet_cost(shape: ModelShape) -> CostModel:
-    """Return `sheet_cost` of this machine's CPU."""
+    """Return a time model of the base in seconds on this machine's CPU, from the CPU's nominal speed."""
     return sheet_cost(shape, data_sheet_speed(detect_cpu().devices[0]))
 
 
 def share_jobs(
     seconds: Mapping[str, float], devices: int, sources: Mapping[str, str] | None = None
 ) -> tuple[DeviceShare, ...]:
-    """Return a share for every device; one is empty only if there are fewer jobs than devices. A job is in
-    the share of the job whose adapter it starts from, as given by `sources`.
+    """Divide the jobs among `devices` devices and return the share of each. `seconds` maps each job to its
+    predicted time. If a job starts from the adapter of another job, which `sources` names, both are in the
+    same share. A share is empty only if there are fewer jobs than devices.
 
-    The longest jobs go first to the least loaded device, then jobs are moved and swapped while that evens the
-    loads. This never increases the largest load, which is at most 4/3 of the smallest possible.
+    The longest jobs are assigned first, each to the device with the least time so far. Then jobs are moved
+    and swapped while that makes the times more even. The largest time is at most 4/3 of the smallest
+    possible.
     """
     assert devices >= 1, "there is a device"
     groups: dict[str, list[str]] = {}
@@ -97,7 +102,8 @@ def share_jobs(
 
 
 def _chain_start(name: str, seconds: Mapping[str, float], sources: Mapping[str, str]) -> str:
-    """Return the first job of the chain in which each job starts from the adapter of the previous one."""
+    """Return the first job of the chain that leads to this job, in which each job starts from the adapter of
+    the previous one."""
     while sources.get(name, "") in seconds:
         name = sources[name]
     return name

@@ -1,8 +1,8 @@
-"""Partition of the base's layers into stages: which layers each holds.
+"""Partition of the layers of a base into stages of consecutive layers.
 
-Consecutive layers are partitioned by dynamic programming over (stage, layers placed), which is exact;
-embedding and head count as layers. Stages of a pipeline are cut by the times of a profile if there is one,
-otherwise by arithmetic. Their number is chosen in `division.py`.
+The optimal partition is found by dynamic programming over (stage, layers placed); embedding and head count as
+layers. The stages of a pipeline are balanced by the times of a measured profile, or else by the number of
+multiplications. The number of stages is chosen in `division.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from weftune.plan.cost.time import PassWork
 ANY = 1 << 62
 ROUNDING = 1e-9
 RANK, LENGTH = 16, 256
-"""Adapter rank and sample length that stages are balanced for, before any job is known."""
+"""Adapter rank and sample length in tokens that are assumed when stages are balanced."""
 
 Costs = NDArray[np.float64]
-"""Cost of each possible stage, [stage, first layer, layer after the last]; infinite if it is not allowed."""
+"""Array of the cost of each possible stage, indexed by [stage, first layer, layer after the last]. The cost
+is infinite if the stage is not allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,12 @@ class StageLimit:
     microbatches_in_flight: int = 1
     """Number of microbatches whose activations the stage holds at once."""
     relative_time: float = 1.0
-    """Time for the same work relative to the device that the layers were measured on."""
+    """Time that the device takes, divided by the time of the device on which the layers were measured."""
 
 
 def balance(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> tuple[StageCost, ...]:
-    """Return one stage per limit with the smallest maximum time and then the smallest maximum memory."""
+    """Return one stage per limit, so that the slowest stage is as fast as possible and, among such
+    partitions, the largest memory is as small as possible. Raise PlanError if no partition fits in memory."""
     if len(layers) < len(limits):
         raise PlanError(f"{len(limits)} stages need as many layers, but the base has {len(layers)}")
     memory = _memory(layers, limits)
@@ -69,8 +71,9 @@ def minimise_sum(costs: Costs) -> tuple[float, list[int]]:
 
 
 def _minimise(costs: Costs, combine: np.ufunc, initial: float) -> tuple[float, list[int]]:
-    """Return the least cost and its cuts. `combine` combines the cost of the stages so far, at first
-    `initial`, with that of the next one."""
+    """Return the smallest total cost of a partition, and the cuts [0, …, layers] that reach it. `combine`
+    computes the total cost from the total of the stages so far, which begins with `initial`, and the cost of
+    the next stage."""
     stages, size, _ = costs.shape
     best = np.full(size, np.inf)
     best[0] = initial
@@ -86,7 +89,8 @@ def _minimise(costs: Costs, combine: np.ufunc, initial: float) -> tuple[float, l
 
 
 def layer_sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> Costs:
-    """Return sums over ranges of layers, [first, after the last]; infinite if a range is empty."""
+    """Return the sums of `value` over all ranges of layers, indexed by [first layer, layer after the last].
+    Empty ranges have an infinite sum."""
     ends = np.concatenate([[0.0], np.cumsum([value(layer) for layer in layers])])
     between = ends[None, :] - ends[:, None]
     empty = np.tri(len(ends), dtype=bool)
@@ -127,22 +131,22 @@ def _misfit_reason(layers: Sequence[LayerCost], limits: Sequence[StageLimit], cu
 
 @dataclass(frozen=True, slots=True)
 class PartCosts:
-    """Costs of the embedding, of one layer and of the head, each for the forward and backward of one
-    microbatch."""
+    """Costs of the embedding, of one layer and of the head, each for one forward and one backward. The unit
+    is seconds per microbatch or multiplications per token."""
 
     embedding: float
     layer: float
     head: float
 
     def stage_cost(self, layer_range: LayerRange) -> float:
-        """Return the cost of a stage."""
+        """Return the cost of a stage with these layers, including embedding and head if it has them."""
         ends = layer_range.is_first * self.embedding + layer_range.is_last * self.head
         return (layer_range.stop - layer_range.start) * self.layer + ends
 
 
 def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -> tuple[LayerRange, ...]:
-    """Return the layers of each stage: the slowest stage is as fast as possible, and the others are as even
-    as possible. Without `costs`, multiplications are counted."""
+    """Return the layers of each stage of a pipeline. The slowest stage is as fast as possible, and the others
+    are as even as possible. Without `costs`, the number of multiplications counts as the cost."""
     if stages < 2:
         raise PlanError(f"--pipeline {stages}: a pipeline has at least 2 stages")
     if stages > shape.layers:
@@ -158,13 +162,15 @@ def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -
 
 
 def multiplication_costs(shape: ModelShape) -> PartCosts:
-    """Return costs in multiplications per token: one per weight and direction, two in the head's forward."""
+    """Return the costs of the parts of a base in multiplications per token. The head counts twice in its
+    forward, which also computes the gradient of its input, and not in its backward."""
     inside = sum(site.active_weights for site in shape.sites)
     return PartCosts(0.0, 2 * inside / shape.layers, 2 * shape.hidden * shape.vocabulary)
 
 
 def measured_costs(profile: Profile, shape: ModelShape, work: PassWork) -> PartCosts:
-    """Return the seconds of a microbatch like `work`, whose adapters are spread evenly over the layers."""
+    """Return the seconds that a profile predicts for each part of the base, for a microbatch with the counts
+    in `work`. Adapters are assumed to be spread evenly over the layers."""
     found = directions(profile, shape)
     both = found.forward, found.backward
     return PartCosts(
@@ -175,8 +181,12 @@ def measured_costs(profile: Profile, shape: ModelShape, work: PassWork) -> PartC
 
 
 def typical_work(shape: ModelShape, tokens: int) -> PassWork:
-    """Return a microbatch of one job with `tokens` tokens. All rows are supervised: a head that turns out
-    cheaper leaves one stage idle for a while, whereas a more expensive one would make all the others wait."""
+    """Return the counts of a typical microbatch of one job with `tokens` tokens, for which stages are
+    balanced.
+
+    All rows go through the head. If fewer do in the run, only the last stage is idle for a while; if more
+    did, all other stages would wait for it.
+    """
     length = min(LENGTH, shape.context, tokens)
     per_row = sum(RANK * site.values_per_token for site in shape.sites if not site.experts)
     return PassWork(

@@ -1,6 +1,8 @@
-"""Choice of how a base is streamed, with the reason as a sentence. A base that fits on one device is not
-streamed; otherwise, and over several workers, the fastest cut is chosen. If nothing fits, an error explains
-why before anything is loaded."""
+"""Choice of how a base is streamed from host memory, with the reason as a sentence.
+
+A base that fits on one device is not streamed. Otherwise, and over several workers, the fastest cut into
+stages is chosen. If nothing fits, an error explains why before anything is loaded.
+"""
 
 from __future__ import annotations
 
@@ -24,44 +26,46 @@ from weftune.plan.layout.seats import in_order, most_that_fit
 from weftune.plan.program.layout import Layout, one_device_layout
 
 MIN_CAPACITY = 256
-"""Smallest number of tokens per pass that is tried, unless every sample is shorter."""
+"""Smallest token capacity of microbatches that is tried, apart from the length of the longest sample."""
 MIN_GAIN = 0.01
-"""Relative gain required to offload inputs or to stream adapters: the prediction assumes that the link always
-reaches its best speed."""
+"""Relative gain in time that is required to offload inputs or to stream adapters. It allows for the
+prediction's assumption that the link always reaches its best speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """State, other than layers, that is held in host memory."""
+    """The data that host memory holds in addition to the weights of layers."""
 
     adapters_travel: bool
-    """Whether adapters are held in host memory and loaded with their stage."""
+    """Whether adapters are kept in host memory and loaded together with their stage."""
     offloads_inputs: bool
-    """Whether inputs of stages are held in host memory between forward and backward."""
+    """Whether inputs of stages are kept in host memory between their forward and their backward."""
 
 
 HOST_STATES = tuple(HostState(travels, offloads) for travels, offloads in product((False, True), repeat=2))
-"""Choices of what host memory holds, the simplest first. Offloaded inputs come before streamed adapters,
-since no optimizer step waits for inputs."""
+"""All combinations of data that host memory may hold, the preferred ones first. Offloading inputs is
+preferred to streaming adapters, since no optimizer step waits for inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamChoice:
+    """How a base is streamed, with predictions and the reason."""
+
     layout: Layout
     capacity: int
     """Maximum tokens per microbatch."""
     attached_jobs: tuple[JobShape, ...]
-    """Jobs that the choice was made for, which run from the start."""
+    """Jobs for which the choice was made, which run together from the start."""
     device_bytes: int
     """Predicted peak bytes on the fullest device."""
     host_bytes: int
-    """Host bytes of all workers."""
+    """Bytes of host memory that all workers together need."""
     round_seconds: float
     """Predicted seconds per round (one global batch of every job)."""
     waiting_share: float
-    """Share of a round in which devices wait for the host."""
+    """Fraction of a round in which devices wait for the host."""
     reason: str
-    """Reason, as a clause for the user."""
+    """Reason for the choice, as a clause for the user."""
     reads_weight_files: bool = False
     """Whether streamed weights stay in their files and are read from there in every round."""
     is_resident: bool = False
@@ -69,7 +73,8 @@ class StreamChoice:
 
 
 def fits_whole(shape: ModelShape, jobs: Sequence[JobShape], budget: int, decoder_bytes: int = 0) -> bool:
-    """Return whether every job can train alone with the whole base on a GPU; then nothing is streamed."""
+    """Return whether every job can train alone with the whole base on a GPU of `budget` bytes, so that
+    nothing need be streamed."""
     memory = MemoryModel(shape, budget, uses_fused_ops=True, decoder_bytes=decoder_bytes)
     return all(memory.misfit_reason([job]) is None for job in jobs)
 
@@ -77,8 +82,9 @@ def fits_whole(shape: ModelShape, jobs: Sequence[JobShape], budget: int, decoder
 def choose_for_jobs(
     shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevice, max_tokens: int
 ) -> StreamChoice:
-    """Choose how to stream for as many jobs as fit at once, in the order of admission. If possible, each
-    remaining job can train alone later. Raise PlanError if nothing fits."""
+    """Choose how to stream the base to one device for as many jobs as fit together, in the order of
+    admission. If possible, the choice also allows each remaining job to train alone later. Raise PlanError if
+    nothing fits."""
     ordered = in_order(jobs)
 
     def tokens(count: int) -> int:
@@ -105,8 +111,9 @@ def choose_stream(
     states: Sequence[HostState] = HOST_STATES,
     waiting: Sequence[JobShape] = (),
 ) -> StreamChoice:
-    """Choose how to stream on one device. Microbatches have at most `max_tokens` tokens, a round of all jobs
-    `round_tokens`. The `waiting` jobs are admitted later, and each must fit by itself.
+    """Choose how to stream the base to one device. Microbatches have at most `max_tokens` tokens, and a round
+    (one global batch of every job) has `round_tokens`. Each of the `waiting` jobs, which are admitted later,
+    must fit alone.
 
     If the base fits, it is not streamed. Otherwise, return the fastest cut and capacity with the first of
     the `states` that fits, unless another state is clearly faster. Raise PlanError if none fits.
@@ -175,7 +182,8 @@ def fits_streamed(
     round_tokens: int,
     waiting: Sequence[JobShape] = (),
 ) -> bool:
-    """Return whether `choose_stream` would succeed. Only the smallest microbatches are tried."""
+    """Return whether `choose_stream` would find a layout that fits. Only the smallest microbatches are
+    tried."""
     round_tokens = max(round_tokens, max_sample_tokens(jobs))
     if _choose_resident(shape, jobs, device, max_tokens, round_tokens, waiting):
         return True
@@ -191,7 +199,8 @@ def fits_streamed(
 
 
 def capacities(min_tokens: int, max_tokens: int, round_tokens: int) -> list[int]:
-    """Return the capacities worth trying: halves of `max_tokens` down to the longest sample."""
+    """Return the token capacities of microbatches to try: `max_tokens`, half of it and so on, and at last the
+    length of the longest sample, `min_tokens`. Capacities far beyond `round_tokens` are left out."""
     halves = (max_tokens >> power for power in range(max_tokens.bit_length()))
     fit = [one for one in halves if one >= max(min_tokens, min(MIN_CAPACITY, round_tokens))]
     # A capacity beyond the tokens of a round is useless, whatever memory it takes.
@@ -226,7 +235,7 @@ def _choose_resident(
 
 
 def _resident_memory(shape: ModelShape, device: StreamDevice) -> MemoryModel:
-    """Return the memory model of a run with the whole base on the device."""
+    """Return the memory model of a run that keeps the whole base on the device."""
     slack = device.slack_bytes if device.resident_slack_bytes is None else device.resident_slack_bytes
     return MemoryModel(
         shape, device.budget_bytes, device.process_bytes, device.uses_fused_ops, fixed_slack_bytes=slack
@@ -276,12 +285,12 @@ def choose_for_workers(
     max_tokens: int,
     unstreamed_bytes: int,
 ) -> StreamChoice:
-    """Return the fastest cut and capacity found for these jobs together; the `later` jobs fit too, one by
-    one. `device` is that of every worker, with the host that all of them share. Microbatches have at most
-    `max_tokens` tokens. `unstreamed_bytes` is the number of bytes that each device would need if nothing were
-    streamed, for the sentence that explains the choice.
+    """Return the fastest way found to stream the base to several workers for these jobs together. Each of the
+    `later` jobs fits alone with the same stages.
 
-    Raise PlanError if nothing fits.
+    `device` describes the device of every worker and the host memory that all workers share. Microbatches
+    have at most `max_tokens` tokens. `unstreamed_bytes` is the number of bytes that each device would need if
+    nothing were streamed; it is only used in the reason. Raise PlanError if nothing fits.
     """
     assert jobs, "there is nothing to train"
 
@@ -326,7 +335,7 @@ def _workers_reason(evaluated: EvaluatedDraft, unstreamed_bytes: int) -> str:
 def _refuse_jobs(
     shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevice, round_tokens: int
 ) -> None:
-    """Raise PlanError if not even one layer fits, or for every job that does not fit even alone."""
+    """Raise PlanError if not even one layer fits on the device, or if some jobs do not fit even alone."""
     nobody = StreamCase(shape, (), device, round_tokens=1, capacity=1, adapters_travel=False)
     if _least_bytes(nobody) > device.budget_bytes:
         beside = (
@@ -356,7 +365,8 @@ def _refuse_jobs(
 
 
 def _misfit_error(cases: Sequence[StreamCase]) -> PlanError:
-    """Return the error if no cut fits in any case: the device or the host is too small."""
+    """Return the error that says whether the device or the host is too small, if no draft fits in any
+    case."""
     least = min(case.capacity for case in cases)
     smallest = [case for case in cases if case.capacity == least]
     if lack := _device_shortage(smallest):
@@ -375,7 +385,8 @@ def _misfit_error(cases: Sequence[StreamCase]) -> PlanError:
 
 
 def _workers_misfit_error(case: StreamCase) -> PlanError:
-    """Return the error if no cut over several workers fits: a device or the host is too small."""
+    """Return the error that says whether a device or the host is too small, if no draft over several workers
+    fits."""
     device, need = case.device, _least_bytes(case)
     if need > device.budget_bytes:
         others = len(case.jobs) - 1
@@ -400,7 +411,8 @@ def _workers_misfit_error(case: StreamCase) -> PlanError:
 
 
 def _device_shortage(cases: Sequence[StreamCase]) -> str | None:
-    """Return how much device memory the smallest case lacks, as the end of a sentence. None if it fits."""
+    """Return the end of a sentence that says how much device memory is needed in the case that needs least,
+    and how much is available. Return None if this case fits on the device."""
     case = min(cases, key=_least_bytes)
     need = _least_bytes(case)
     if need <= case.device.budget_bytes:
@@ -419,7 +431,8 @@ def _least_bytes(case: StreamCase) -> int:
 
 
 def _least_host_bytes(case: StreamCase) -> int | None:
-    """Return the host bytes with as many layers on the device as fit. None if nothing fits."""
+    """Return the smallest number of host bytes with which the base can be streamed. Return None if no draft
+    fits on the devices."""
     full = filled_drafts(case) if case.workers > 1 else even_drafts(case)
     drafts = (*full, *frugal_drafts(case))
     fitting = (draft for draft in drafts if case.peak_bytes(draft) <= case.device.budget_bytes)

@@ -1,6 +1,8 @@
-"""The effect of each mechanism of a plan: the first window without it, beside the window that the plan shows.
+"""The effect of each mechanism of a plan: the predicted first window without it, compared with the plan's
+own.
 
-Both are planned and simulated alike, and scaled to the same number of tokens.
+A window is a few global batches of every job. Both windows are planned and simulated in the same way, and
+their times are scaled to the same number of tokens.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import JobWindow
 
 TrainedWindow = Callable[[str, int], JobWindow]
-"""Returns a job's part of the first window without evaluations, given its name and its rounds."""
+"""A function that returns a job's part of the first window without evaluations, given the name of the job and
+its number of global batches."""
 
 
 def ablate(prediction: Prediction, job_window: TrainedWindow, times: StageTimes) -> list[Ablation]:
-    """Return the cost of leaving out each mechanism of the plan, one at a time."""
+    """Return the predicted effect of leaving out each mechanism of the plan, one at a time."""
     jobs = list(prediction.window.shapes.values())
     rows = [("sharing", "no job shares a microbatch", prediction.alternatives[-1])] if len(jobs) > 1 else []
     for mechanism, alternative, window in _windows(prediction, jobs, job_window):
@@ -39,7 +42,7 @@ def ablate(prediction: Prediction, job_window: TrainedWindow, times: StageTimes)
 
 
 def compare(prediction: Prediction, mechanism: str, alternative: str, other: Forecast) -> Ablation:
-    """Return the row of a forecast that differs from the plan in one mechanism."""
+    """Return the comparison of the plan with another forecast, which differs from it in one mechanism."""
     shown = prediction.forecast
     other = scale_to_window(other, shown)
     return Ablation(mechanism, alternative, other, other.seconds / shown.seconds - 1.0)
@@ -48,7 +51,8 @@ def compare(prediction: Prediction, mechanism: str, alternative: str, other: For
 def _windows(
     prediction: Prediction, jobs: Sequence[JobShape], job_window: TrainedWindow
 ) -> Iterator[tuple[str, str, FirstWindow]]:
-    """Yield the names of a mechanism and of what replaces it, and the window with this replacement."""
+    """Yield, for each mechanism, its name, a description of its replacement, and the window planned with the
+    replacement."""
     choice, program = prediction.choice, prediction.program
     if program.capacity // 2 >= max_sample_tokens(jobs):
         half = replace(choice, capacity=program.capacity // 2)

@@ -1,4 +1,4 @@
-"""A plan in sentences: one for each decision, with the numbers that it depends on."""
+"""Explanation of a plan: a sentence for each decision, with the numbers on which the decision depends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from weftune.plan.program.program import Recompute
 
 
 def explain(prediction: Prediction, source: str) -> list[str]:
-    """Return the sentences for a base that is resident on its devices."""
+    """Return the sentences that explain a plan whose base stays on the devices. `source` says where the times
+    come from."""
     choice, program, forecast = prediction.choice, prediction.program, prediction.forecast
     smaller = "" if program.capacity >= choice.capacity else f", since {choice.capacity:,} does not fit"
     stages, cut = choice.layout.stages, "One stage: the whole base fits a device."
@@ -59,7 +60,8 @@ def recomputed_sentence(recompute: Recompute) -> str:
 
 
 def explain_streams(outlook: StreamOutlook, source: str) -> list[str]:
-    """Return the sentences for a streamed base; the choice's own sentence describes the cut."""
+    """Return the sentences that explain a plan with a streamed base, except its stages, which the layout
+    choice's own sentence describes. `source` says where the times come from."""
     choice, layout = outlook.choice, outlook.choice.layout
     seconds = outlook.forecast.seconds
     others = ", ".join(f"{one.name} {one.seconds / seconds - 1:+.1%}" for one in outlook.alternatives)

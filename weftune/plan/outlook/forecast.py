@@ -19,33 +19,34 @@ from weftune.plan.window.rounds import JobWindow
 
 ALONE, PIPED = "one after another", "1F1B per job"
 TRAINED_PASSES = 2.0
-"""Time of a forward and a backward without recomputation, relative to a forward."""
+"""Time of a forward and a backward without recomputation, relative to the time of a forward."""
 FEW_ROUNDS = 2
 """Number of global batches per job with which alternatives are predicted."""
 JobWindowOf = Callable[[str, int, bool], JobWindow]
-"""Returns a job's part of the first window, given its name, its rounds, and whether it evaluates first."""
+"""A function that returns a job's part of the first window, given the name of the job, its number of global
+batches, and whether the window begins with its evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Predicted time and memory of a window."""
+    """Predicted time and memory of a window (a few global batches of every job)."""
 
     name: str
     seconds: float
     steps: int
-    """Number of rounds: the largest number of global batches of any job."""
+    """Number of rounds, which is the largest number of global batches of any job."""
     tokens: int
     microbatches: int
     busy_seconds: float
-    """Seconds of computation, summed over devices."""
+    """Seconds in which devices compute, summed over the devices."""
     devices: int
     peaks: tuple[int, ...]
-    """Peak bytes on each device, including weights and adapters but not slack."""
+    """Peak bytes on each device."""
     fits: bool
-    """Whether each device has memory for its peak."""
+    """Whether the memory of each device suffices for its peak."""
     capacity: int
     sum_seconds: float = 0.0
-    """Seconds in which devices wait for sums over shards, added over devices."""
+    """Seconds in which devices wait for sums over shards (all-reduces), summed over the devices."""
 
     @property
     def step_seconds(self) -> float:
@@ -67,14 +68,15 @@ class Ablation:
     alternative: str
     forecast: Forecast
     relative_cost: float
-    """Relative increase in a window's time; negative if the window would be shorter."""
+    """Relative increase in the time of the window. It is negative if the window would be shorter."""
     is_added: bool = False
-    """Whether this mechanism is off by default."""
+    """Whether the mechanism is off by default, so that the alternative adds it instead of leaving it out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The first window of a run, with its simulation, its forecast and the forecasts of alternatives."""
+    """The predicted first window of a run: its plan, its simulation, its forecast, and the forecasts of other
+    ways to run the jobs."""
 
     window: FirstWindow
     program: Program
@@ -90,7 +92,8 @@ class Prediction:
 def predict_window(
     choice: LayoutChoice, jobs: Sequence[JobShape], job_window: JobWindowOf, times: StageTimes
 ) -> Prediction:
-    """Predict the first window. `jobs` are the attached jobs; `times` come from a profile or a data sheet."""
+    """Predict the first window of a run. `jobs` are the jobs that run together from the start, and `times`
+    predicts the times of stages."""
     times = replace(times, step=times.step.plus(choice.step_wait))
     first = first_window(choice, jobs, lambda name, rounds: job_window(name, rounds, True))
     evaluating = any(isinstance(action, ForwardOnly) for action, _ in first.program.forward_passes())
@@ -105,7 +108,8 @@ def predict_window(
 
 
 def price_window(choice: LayoutChoice, job_window: JobWindowOf, times: StageTimes) -> WindowPrice:
-    """Return the price of a share's first window, without evaluations."""
+    """Return the predicted time and memory of the first window of a share of the jobs, without
+    evaluations."""
     window = _training_window(choice, choice.attached_jobs, job_window)
     forecast = forecast_window(window, times)
     at_once = forecast_window(window, replace(times, link=None))
@@ -123,12 +127,12 @@ def price_window(choice: LayoutChoice, job_window: JobWindowOf, times: StageTime
 
 
 def _training_window(choice: LayoutChoice, jobs: Sequence[JobShape], job_window: JobWindowOf) -> FirstWindow:
-    """Return a window without evaluations that ends with whole batches."""
+    """Return the first window without evaluations. It leaves no batch unfinished for the next window."""
     return first_window(choice, jobs, lambda name, rounds: job_window(name, rounds, False), hands_over=False)
 
 
 def forecast_window(window: FirstWindow, times: StageTimes) -> Forecast:
-    """Return the forecast of a window, including the waits for Steps whose state is in host memory."""
+    """Return the forecast of a window, including waits for optimizer steps whose state is in host memory."""
     times = replace(times, step=times.step.plus(window.choice.step_wait))
     return _forecast(window, _timeline(window, times))
 
@@ -162,8 +166,8 @@ def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:
 def _alternatives(
     choice: LayoutChoice, jobs: Sequence[JobShape], job_window: JobWindowOf, times: StageTimes
 ) -> list[Forecast]:
-    """Return forecasts of each job alone on the same layout: microbatch after microbatch, and in a pipeline
-    by 1F1B. A few rounds represent all."""
+    """Return forecasts in which the jobs run one after another on the same layout: microbatch after
+    microbatch and, in a pipeline, with the 1F1B schedule. A few global batches of each job represent all."""
     parts = []
     for job in jobs:
         alone = first_window(
@@ -182,7 +186,7 @@ def _alternatives(
 
 
 def scale_to_window(part: Forecast, whole: Forecast) -> Forecast:
-    """Return the forecast scaled to all the tokens of a window."""
+    """Return the forecast `part`, scaled to the number of tokens of the window `whole`."""
     factor = whole.tokens / part.tokens
     return replace(
         part,
@@ -196,7 +200,7 @@ def scale_to_window(part: Forecast, whole: Forecast) -> Forecast:
 
 
 def sum_forecasts(parts: Sequence[Forecast]) -> Forecast:
-    """Return the forecast of runs that follow one another, under the name of the first."""
+    """Return the forecast of several runs that follow one another. It has the name of the first one."""
     return Forecast(
         name=parts[0].name,
         seconds=sum(part.seconds for part in parts),
@@ -213,7 +217,8 @@ def sum_forecasts(parts: Sequence[Forecast]) -> Forecast:
 
 
 def shared_groups(program: Program) -> tuple[tuple[str, ...], ...]:
-    """Return groups of jobs that share microbatches, directly or through other jobs."""
+    """Return the groups of jobs that share microbatches. Jobs that each share one with a third job are in the
+    same group."""
     groups: list[set[str]] = []
     for microbatch in program.microbatches:
         met = set(microbatch.jobs)
@@ -226,11 +231,11 @@ def shared_groups(program: Program) -> tuple[tuple[str, ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class ShareOutlook:
-    """Forecast for a cluster whose devices can each hold the base: each device runs a share of the jobs."""
+    """Forecast for a cluster in which every device holds the whole base and trains a share of the jobs."""
 
     shares: tuple[DeviceShare, ...]
     parts: tuple[Prediction, ...]
-    """Predicted first window of each share's device."""
+    """Predicted first window of each share of the jobs."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -244,8 +249,9 @@ def share_outlook(
     devices: int,
     predict_share: Callable[[Sequence[JobShape]], Prediction],
 ) -> ShareOutlook:
-    """Return the forecast of a cluster whose devices train different jobs for about equal `seconds`.
-    `predict_share` predicts the window of one device."""
+    """Return the forecast for a cluster whose devices each train a share of the jobs. The shares are divided
+    so that they take about equally long; `seconds` maps each job to the predicted seconds of its training.
+    `predict_share` predicts the first window of the jobs of one share."""
     sources = {job.name: job.source_job for job in jobs}
     shares = [share for share in share_jobs(seconds, devices, sources) if share.jobs]
     parts = [predict_share([job for job in jobs if job.name in share.jobs]) for share in shares]

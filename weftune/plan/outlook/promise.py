@@ -27,7 +27,8 @@ from weftune.plan.window.window import plan_window
 def promise_numbers(
     layout: Layout, program: Program, shapes: JobShapes, promise: Promise, process_bytes: int
 ) -> dict[str, Any]:
-    """Return the prediction as JSON. `process_bytes` are those of processes before anything is loaded."""
+    """Return the prediction as a JSON-compatible dict. `process_bytes` is the number of bytes that a process
+    holds before anything is loaded."""
     return {
         "layout": {
             "stages": [
@@ -56,6 +57,8 @@ def promise_numbers(
 
 @dataclass(frozen=True, slots=True)
 class FirstWindow:
+    """The first window of a run, with its predicted time and memory."""
+
     program: Program
     promise: Promise
     shapes: JobShapes
@@ -75,9 +78,13 @@ def first_window(
     *,
     hands_over: bool = True,
 ) -> FirstWindow:
-    """Return the window that a run begins with. `job_window` returns a job's part of it for a number of
-    rounds; `order` replaces a pipeline's own order, for comparison only. From a window that does not hand
-    over, and so ends with whole batches, a run can be predicted."""
+    """Return the window with which a run begins.
+
+    `job_window` returns a job's part of the window, given the name of the job and a number of global batches.
+    `order` replaces the schedule that the planner selects for a pipeline, for comparison only. With
+    `hands_over`, the window may leave batches unfinished for the next one, as in a run; without it, the
+    window ends with whole batches, from which the time of a run can be predicted.
+    """
     paces = tuple(guess_pace(stage.layer_count) for stage in choice.layout.stages)
     memory, shapes = choice.memory, {job.name: job for job in attached}
     recompute = memory.choose_recompute(attached, choice.capacity)
@@ -102,8 +109,8 @@ def first_window(
 
 
 def _price(choice: LayoutChoice, shapes: Mapping[str, JobShape]) -> Callable[[Program], float | None] | None:
-    """Return a function that simulates a program on several workers and returns its seconds. None for one
-    worker, whose windows the time model predicts."""
+    """Return a function that simulates a program on several workers and returns its seconds. Return None for
+    one worker, since its time model needs no simulation."""
     if choice.layout.workers * choice.layout.replicas * choice.layout.shards == 1:
         return None
     return partial(choice.predict_seconds, shapes=shapes)

@@ -1,4 +1,4 @@
-"""Forecast of a streamed base: the time of a round, and the time of alternatives."""
+"""Forecast for a streamed base: the time of a round (one global batch of every job), and of other layouts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from weftune.plan.program.simulate import Timeline, simulate
 
 @dataclass(frozen=True, slots=True)
 class StreamOutlook:
+    """The forecast for a streamed base, with the forecasts of alternatives."""
+
     choice: LayoutChoice
     case: StreamCase
-    """Streaming case for which the choice was made."""
+    """The base, jobs and device for which the choice was made."""
     forecast: Forecast
-    """Forecast of a round: one global batch of every job, including the longest samples."""
+    """Forecast of a round: one global batch of every job."""
     alternatives: tuple[Forecast, ...]
 
     @property
@@ -33,7 +35,8 @@ class StreamOutlook:
 
     @property
     def uploaded_bytes(self) -> int:
-        """Bytes of layers uploaded per round. Stages that are still in a slot are not uploaded again."""
+        """Bytes of layers that are copied to the devices per round. A stage that is still in a slot is not
+        copied again."""
         layout, layers = self.choice.layout, 0
         for worker in range(self.workers):
             own = layout.for_worker(worker)
@@ -52,7 +55,7 @@ def stream_outlook(choice: LayoutChoice) -> StreamOutlook:
 
 
 def streaming_case(choice: LayoutChoice, together: Sequence[JobShape]) -> StreamCase:
-    """Return the streaming case of the choice for these jobs."""
+    """Return the base, device and given jobs as input of the formulas by which a base is streamed."""
     assert choice.stream_device is not None, "it is streamed"
     tokens = max(sum(job.batch_tokens for job in together), max_sample_tokens(together))
     layout = choice.layout
@@ -69,7 +72,7 @@ def streaming_case(choice: LayoutChoice, together: Sequence[JobShape]) -> Stream
 
 
 def _round(case: StreamCase, layout: Layout) -> Forecast:
-    """Predict a round by the recurrence with which the choice was made."""
+    """Return the forecast of a round with this layout, by the formula that the search for the layout uses."""
     draft = draft_from_layout(layout)
     seconds, unhidden, need = case.round_seconds(draft), case.waiting_share(draft), case.device_bytes(draft)
     return Forecast(
@@ -87,7 +90,7 @@ def _round(case: StreamCase, layout: Layout) -> Forecast:
 
 
 def _mobius_layouts(case: StreamCase, layout: Layout) -> Iterator[tuple[str, Layout]]:
-    """Yield the names and layouts of Mobius's two simple cuts on one device, if they fit."""
+    """Yield the names and layouts of Mobius's largest and smallest stages on one device, if they fit."""
     if layout.workers > 1:
         return
     for name, drafts in (("largest stages", largest_drafts), ("smallest stages", smallest_drafts)):
@@ -98,8 +101,8 @@ def _mobius_layouts(case: StreamCase, layout: Layout) -> Iterator[tuple[str, Lay
 
 
 def ablate_streams(outlook: StreamOutlook) -> tuple[Ablation, ...]:
-    """Return the cost of other cuts, of no prefetch and of no resident stages; all else stays as chosen, and
-    layouts that do not fit are omitted."""
+    """Return the predicted effect of other stages, of loading without prefetch, and of streaming all stages.
+    Everything else stays as chosen. Layouts that do not fit are omitted."""
     layout = outlook.choice.layout
     others = [("streamed stages", name, cut) for name, cut in _mobius_layouts(outlook.case, layout)]
     if max(layout.slot_counts) > 1:
@@ -120,8 +123,8 @@ def ablate_streams(outlook: StreamOutlook) -> tuple[Ablation, ...]:
 
 
 def round_timeline(case: StreamCase, layout: Layout, program: Program) -> Timeline:
-    """Simulate the passes and Load actions of a window at the speeds with which the choice was made.
-    Transfers of optimizer state and of offloaded inputs are not simulated."""
+    """Return the simulated timeline of the passes and Load actions of a window, at the speeds for which the
+    layout was chosen. Transfers of optimizer state and of offloaded inputs are not simulated."""
     sizes = [stage.layer_count for stage in layout.stages]
     by_rows = {rows: _passes(case, sizes, rows) for rows in {one.rows for one in program.microbatches}}
     prices = Prices(

@@ -1,4 +1,7 @@
-"""Time of every job of a run and of the whole run, computed from the time of a round."""
+"""Time of every job of a run and of the whole run, computed from the time of a round.
+
+A round is one global batch of every running job.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,31 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 EVALUATION_COST = 0.4
-"""Time of an evaluated or scored token relative to a trained one: a forward without a backward."""
+"""Time of an evaluated or scored token, which has no backward, relative to the time of a trained token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTotal:
-    """Totals of a job's whole run."""
+    """Totals of the whole training of a job."""
 
     steps: int
     tokens: float
-    """Tokens per step, with evaluated and scored tokens converted into trained tokens that take equally
-    long."""
+    """Tokens per optimizer step. Evaluated and scored tokens are converted into the number of trained tokens
+    that take equally long."""
     state_bytes: int
-    """Bytes of the job's adapter, with gradient and optimizer state."""
+    """Bytes of the job's adapter, including gradient and optimizer state."""
     is_lower_bound: bool = False
-    """Whether `steps` is only a lower bound."""
+    """Whether `steps` is only a lower bound on the number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class WholeRun:
+    """Predicted time and memory of a whole run."""
+
     ends: Mapping[str, float]
     """Maps each job to the seconds from the start of the run to the end of the job."""
     need_bytes: int
-    """Bytes needed on the device that needs most."""
+    """Bytes that are needed on the fullest device."""
     budget_bytes: int
 
     @property
@@ -43,8 +48,11 @@ RoundSeconds = Callable[[Collection[str]], float]
 def tokens_per_step(
     batches: Collection[Collection[int]], held_out: int, evaluations: int, steps: int, scored: float = 0.0
 ) -> float:
-    """Return the tokens per step as `JobTotal` counts them; `batches` are representative of all. `scored` is
-    the number of tokens that are scored once, before the first step."""
+    """Return the tokens per optimizer step as `JobTotal` counts them.
+
+    `batches` contains the sample lengths of a few global batches, which represent all. `held_out` is the
+    number of tokens per evaluation, and `scored` the number of tokens that a reference policy scores once.
+    """
     trained = sum(map(sum, batches)) / max(1, len(batches))
     return trained + EVALUATION_COST * (held_out * evaluations + scored) / max(1, steps)
 
@@ -52,7 +60,8 @@ def tokens_per_step(
 def job_ends(
     totals: Mapping[str, JobTotal], attached: Iterable[str], waiting: Iterable[str], seconds: RoundSeconds
 ) -> dict[str, float]:
-    """Return the seconds until the end of each job. A waiting job is admitted when another ends."""
+    """Return, for each job, the seconds from the start of the run to the end of the job. `attached` are the
+    jobs that run from the start; a job of `waiting` is admitted whenever another job ends."""
     left = {name: totals[name].steps for name in attached}
     queue, now, ends = list(waiting), 0.0, {}
     while left:

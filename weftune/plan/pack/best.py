@@ -1,8 +1,8 @@
-"""A search, with bounded effort, for a packing of samples into as few microbatches as possible.
+"""A search, with bounded effort, for a packing of samples into as few microbatches (bins) as possible.
 
-Best fit runs first. If it needs more microbatches than the lower bound, samples are exchanged between bins, a
-few bins are repacked at random and, on small instances, an integer program is solved. Effort is limited by
-counts, not by seconds, so a packing is a pure function of its input (and of the solver's version).
+The best-fit heuristic runs first. If it needs more bins than the lower bound, samples are exchanged between
+bins, a few bins are repacked at random and, for few samples, an integer program is solved. Effort is limited
+by counts, not by seconds, so a packing is a pure function of its input (and of the solver's version).
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ PackingMethod = Literal["greedy", "swap", "shake", "solver"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the effort of a packing."""
+    """Limits on the effort of the search for a packing."""
 
     max_exchanges: int = 4000
     """Maximum number of exchanges between two bins."""
     max_repackings: int = 400
     """Maximum number of random repackings of a few bins."""
     solver_cells: int = 64 * 8
-    """Maximum of samples times bins for the solver, which takes too long on larger instances."""
+    """Maximum number of samples times bins for which the integer program is solved. Larger ones take too
+    long."""
     room_cells: int = 12 * 12
-    """Maximum of samples times bins if the solver only minimises the rows of the least full bin."""
+    """Maximum number of samples times bins for which the solver minimises the rows of the least full bin."""
     solver_nodes: int = 60
 
 
@@ -38,18 +39,19 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Microbatches as lists of sample indices, the fullest first, and the quality of the packing."""
+    """A packing of samples into microbatches (`bins`, as sample indices, the fullest first), and its
+    quality."""
 
     bins: tuple[tuple[int, ...], ...]
     greedy_count: int
     """Number of microbatches that the best-fit heuristic alone needs."""
     lower_bound: int
-    """Lower bound on the number of microbatches, which may not be reachable."""
+    """Lower bound on the number of microbatches. It may not be reachable."""
     least_rows: int
-    """Rows of the least full microbatch, which is the last."""
+    """Rows of the least full microbatch, which is the last one."""
     method: PackingMethod
     is_optimal: bool
-    """Whether the bound or the solver proves that fewer microbatches are impossible."""
+    """Whether the lower bound or the solver proves that fewer microbatches are impossible."""
 
     @property
     def count(self) -> int:
@@ -64,10 +66,12 @@ def pack_best(
     leave_room: bool = False,
     limits: Limits = LIMITS,
 ) -> Packing:
-    """Pack samples into as few microbatches as found, never more than best fit needs. With `leave_room`, also
-    minimise the rows of the last one, so that samples of the next round can fill it.
+    """Pack samples of the given lengths into few microbatches of at most `capacity` rows, and never into more
+    than the best-fit heuristic needs.
 
-    Each job's rows in a microbatch are padded to `multiple`. `jobs` is the job of each sample; None: one job.
+    With `leave_room`, the rows of the last microbatch are also minimised, so that samples of the next round
+    can be added to it. The rows of each job in a microbatch are padded to a multiple of `multiple`. `jobs`
+    contains the number of each sample's job; None means that all samples belong to one job.
     """
     return pack_instance(make_instance(lengths, capacity, multiple, jobs), leave_room, limits)
 
@@ -87,7 +91,7 @@ def pack_instance(case: Instance, leave_room: bool = False, limits: Limits = LIM
         return 0 < len(case.lengths) * len(bins) <= cells and milp.available()
 
     def can_free_rows() -> bool:
-        """Return whether the least full bin may lose a whole sample's rows; less room would be useless."""
+        """Return whether the least full bin might become emptier by at least the shortest sample."""
         spare = least_load(case, bins) - least_possible_load(case, len(bins))
         return leave_room and spare >= min(case.lengths, default=1)
 

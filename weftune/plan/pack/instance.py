@@ -1,7 +1,7 @@
 """A packing problem, a lower bound on the number of its microbatches, and the greedy solution.
 
-Best fit decreasing puts samples, longest first, into the fullest microbatch that has room for them. The bound
-is L2 of Martello and Toth.
+The greedy solution is best fit decreasing: samples, the longest first, are put into the fullest microbatch
+that has room for them. The lower bound is L2 of Martello and Toth.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ Bins = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """Samples for microbatches of `capacity` rows, where each job's rows are padded to `multiple`."""
+    """A packing problem: samples for microbatches of at most `capacity` rows, in which the rows of each job
+    are padded to a multiple of `multiple`."""
 
     lengths: tuple[int, ...]
     jobs: tuple[int, ...]
-    """Number of each sample's job; all 0 without padding, since the job does not matter then."""
+    """Number of the job of each sample. All numbers are 0 if rows are not padded, since jobs do not matter
+    then."""
     capacity: int
     """Maximum rows per microbatch, rounded down to a multiple of `multiple`."""
     multiple: int
@@ -40,14 +42,15 @@ class Instance:
 
     @property
     def rows(self) -> int:
-        """Number of rows of all samples in one microbatch: each job is padded once."""
+        """Number of rows, including padding, if all samples were in one microbatch."""
         return self.load(range(len(self.lengths)))
 
 
 def make_instance(
     lengths: Sequence[int], capacity: int, multiple: int = 1, jobs: Sequence[int] | None = None
 ) -> Instance:
-    """Return an Instance with a usable capacity. Without `jobs`, all samples belong to one job."""
+    """Return the packing problem for these samples, with the capacity rounded down to a multiple of
+    `multiple`. Without `jobs`, all samples belong to one job."""
     assert jobs is None or len(jobs) == len(lengths), "every sample has a job"
     usable = capacity // multiple * multiple
     assert all(0 < length <= usable for length in lengths), "a sample is longer than the capacity"
@@ -77,7 +80,8 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def pack_padded(case: Instance) -> Bins:
-    """Pack by best fit decreasing with padding per job: a sample may use padding rows of its job for free."""
+    """Return bins of sample indices by best fit decreasing, if the rows of each job are padded. A sample may
+    take the place of padding rows of its job."""
     if case.multiple == 1:
         return pack(case.lengths, case.capacity)
     bins: Bins = []
@@ -110,10 +114,11 @@ def lower_bound(case: Instance) -> int:
 
 
 def _l2(lengths: Sequence[int], capacity: int) -> int:
-    """Return the lower bound L2: the largest bound over all choices of `smallest`, a minimum length.
+    """Return the lower bound L2 on the number of microbatches: the largest of the bounds for every choice of
+    `smallest`, the length below which samples are ignored.
 
-    Each sample longer than half a microbatch needs a microbatch of its own. Shorter samples count from
-    `smallest` tokens on, and the room beside a long sample counts if `smallest` tokens fit there.
+    Each sample that is longer than half of a microbatch needs its own microbatch. The room beside it can hold
+    shorter samples only if `smallest` tokens fit there.
     """
     ordered = sorted(lengths)
     sums = [0, *accumulate(ordered)]

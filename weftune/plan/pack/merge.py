@@ -1,8 +1,8 @@
-"""Sequences of rounds in which samples of the next round fill the last microbatch of a round.
+"""Sequences of rounds in which the last microbatch of a round is filled with samples of the next round.
 
 A round is one global batch of every job of a group. In a pipeline, a job's next batch must wait until the
-backward of its previous batch has reached the first stage (the bubble lemma). Rounds of other groups fill
-this time; where nothing may run, the sequence has a no-op (an empty microbatch).
+backward of its previous batch has reached the first stage (the bubble lemma). Rounds of other groups of jobs
+fill this time. Where no microbatch may run, the sequence has a no-op (an empty microbatch).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weftune.plan.program.program import IllegalProgram
 
 @dataclass(frozen=True, slots=True)
 class BatchSample:
-    """A sample, with its job and the global batch that it belongs to."""
+    """A sample with its length, its job and the global batch to which it belongs."""
 
     job: str
     batch: int
@@ -40,7 +40,7 @@ class Merged:
     moved_samples: int
     """Number of samples that were moved into the previous round."""
     separate_count: int
-    """Number of microbatches if each round is packed separately."""
+    """Number of microbatches if each round were packed separately."""
 
     @property
     def no_ops(self) -> int:
@@ -49,6 +49,9 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class MergeRules:
+    """The rules for microbatches: their capacity in rows, the distance in microbatches between two batches of
+    a job (`stages`), and the multiple to which the rows of a job are padded."""
+
     capacity: int
     stages: int = 1
     multiple: int = 1
@@ -61,10 +64,12 @@ def merge(
     previous: Sequence[Microbatch] = (),
     move_samples: bool = True,
 ) -> Merged:
-    """Concatenate the rounds. `previous` are the last microbatches of the window before, which do not change.
+    """Pack each round into microbatches and concatenate the rounds. `previous` contains microbatches that
+    come before the rounds and do not change.
 
-    With `move_samples`, samples may move to the end of the previous round, unless the sequence becomes
-    longer: a shorter round may bring a job's next batch too close to its previous one, which needs no-ops.
+    With `move_samples`, samples may move into the last microbatch of the round before, unless the sequence
+    becomes longer. That is possible because a shorter round brings a job's next batch closer to its previous
+    one, which may require no-ops.
     """
     alone = [_pack(samples, rules) for samples in rounds]
     plain = _concatenate(rounds, alone, rules, previous, move_samples=False)
@@ -80,7 +85,8 @@ def verify(
     rules: MergeRules,
     previous: Sequence[Microbatch] = (),
 ) -> None:
-    """Raise IllegalProgram unless samples run once, microbatches fit, and the bubble lemma holds."""
+    """Raise IllegalProgram unless every sample of the rounds is in exactly one microbatch, no microbatch
+    exceeds the capacity, and the batches of a job are far enough apart (the bubble lemma)."""
     planned = Counter(one for samples in rounds for one in samples)
     if Counter(one for microbatch in microbatches for one in microbatch) != planned:
         raise IllegalProgram("the samples of the rounds are not trained exactly once each")
@@ -108,7 +114,8 @@ def _concatenate(
     previous: Sequence[Microbatch],
     move_samples: bool,
 ) -> Merged:
-    """Concatenate the rounds. `packed_rounds` are the microbatches of each round, packed separately."""
+    """Concatenate the rounds. `packed_rounds` contains the microbatches of each round, packed separately.
+    With `move_samples`, samples may move into the last microbatch of the round before."""
     line = _Sequence(rules, previous)
     moved = 0
     for samples, packed in zip(rounds, packed_rounds, strict=True):
@@ -137,7 +144,7 @@ class _Sequence:
             self._append(microbatch)
 
     def best_fill(self, samples: Sequence[BatchSample]) -> list[BatchSample]:
-        """Return the samples that fill the last microbatch best, among those that may run in it."""
+        """Return those samples, among the ones that may run in the last microbatch, that fill it best."""
         free = [one for one in samples if self._may_run(one, len(self.microbatches) - 1)]
         room = self.rules.capacity - _load(self.microbatches[-1], self.rules.multiple)
         case = _case(free, self.rules)
@@ -148,7 +155,8 @@ class _Sequence:
             self.ends[one.job, one.batch] = len(self.microbatches) - 1
 
     def append_round(self, microbatches: Sequence[Microbatch]) -> None:
-        """Append a round: at each position the first microbatch that may run, or else a no-op."""
+        """Append a round. At each position, the first microbatch that may run there is appended, or a no-op
+        if there is none."""
         remaining = list(microbatches)
         while remaining:
             number = len(self.microbatches)
@@ -175,7 +183,8 @@ def _pack(samples: Sequence[BatchSample], rules: MergeRules) -> list[Microbatch]
 
 @lru_cache(maxsize=1024)
 def _packing(case: Instance, limits: Limits) -> Packing:
-    """Return a packing, cached because the plans that are compared often share rounds."""
+    """Return a packing of the samples. Packings are cached, since plans that are compared often share
+    rounds."""
     return pack_instance(case, leave_room=True, limits=limits)
 
 
@@ -194,7 +203,8 @@ def _load(microbatch: Microbatch, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class JobLengths:
-    """Sample and batch lengths of a job, from which groups are formed."""
+    """Mean length of the samples of a job and tokens per global batch, from which groups of jobs are
+    formed."""
 
     job: str
     mean: float
@@ -205,15 +215,17 @@ class JobLengths:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
+    """A division of the jobs into groups whose rounds alternate in a pipeline."""
+
     groups: tuple[tuple[str, ...], ...]
-    """Jobs of each group, in the order in which the groups' rounds run."""
+    """Names of the jobs of each group, in the order in which the rounds of the groups run."""
     microbatches: tuple[int, ...]
-    """Minimum number of microbatches in each group's round."""
+    """Minimum number of microbatches in a round of each group."""
     no_ops: int
-    """Number of no-ops needed per round of all groups."""
+    """Number of no-ops (empty microbatches) that are needed each time all groups have had one round."""
 
     def why(self, stages: int) -> str:
-        """Return a sentence that explains the grouping in the plan."""
+        """Return a clause for the user that explains the grouping."""
         return (
             f"{len(self.groups)} groups take turns on {stages} stages: a round of all is "
             f"{sum(self.microbatches)} microbatches and {self.no_ops} no-ops"
@@ -221,8 +233,8 @@ class Grouping:
 
 
 def earliest_microbatch(last: int, stages: int) -> int:
-    """Return the first microbatch that batch j+1 of a job may use if its batch j ends in microbatch `last`
-    (the bubble lemma).
+    """Return the number of the first microbatch in which batch j + 1 of a job may begin if its batch j ends
+    in microbatch `last` (the bubble lemma).
 
     In plain 1F1B the first stage runs the backward of microbatch k right before the forward of k + `stages`.
     """
@@ -230,17 +242,19 @@ def earliest_microbatch(last: int, stages: int) -> int:
 
 
 def no_ops_per_round(microbatches: Sequence[int], stages: int) -> int:
-    """Return the number of no-ops per round if groups with these numbers of microbatches alternate.
+    """Return the number of no-ops (empty microbatches) that are needed each time all groups have had one
+    round. `microbatches` contains the number of microbatches in a round of each group.
 
-    Between two rounds of a group lie the rounds of all other groups. The bubble lemma requires `stages` − 1
-    microbatches between them.
+    Between two rounds of a group lie the rounds of all other groups. The bubble lemma requires at least
+    `stages` − 1 microbatches between them.
     """
     between = min((sum(microbatches) - own for own in microbatches), default=stages)
     return max(0, stages - 1 - between)
 
 
 def head_tail_groups(jobs: Sequence[JobLengths], count: int) -> tuple[tuple[JobLengths, ...], ...]:
-    """Return `count` groups, each of pairs of a job with short samples and a job with long samples."""
+    """Return `count` groups of jobs. Each group consists of pairs of a job with short samples and a job with
+    long samples, or of a single job."""
     assert 1 <= count <= len(jobs), "every group has a job"
     ordered = sorted(jobs, key=lambda job: (job.mean, job.job))
     groups: list[list[JobLengths]] = [[] for _ in range(count)]
@@ -255,10 +269,10 @@ def head_tail_groups(jobs: Sequence[JobLengths], count: int) -> tuple[tuple[JobL
 
 
 def group_jobs(jobs: Sequence[JobLengths], capacity: int, stages: int) -> Grouping:
-    """Return the head-tail grouping with the fewest microbatches and no-ops per round, then the fewest
-    groups.
+    """Return the division of the jobs into groups (see `head_tail_groups`) with the fewest microbatches and
+    no-ops per round and, among these, with the fewest groups.
 
-    Fewer groups pack better; more groups need fewer no-ops. With one stage, all jobs form one group.
+    Fewer groups pack better, and more groups need fewer no-ops. With one stage, all jobs form one group.
     """
     assert jobs, "there is a job to group"
     choices = [

@@ -1,4 +1,7 @@
-"""Packing as a mixed integer program, solved by HiGHS: minimise the bins, or the rows of one bin."""
+"""Packing of samples into bins (microbatches) as a mixed integer program that is solved by HiGHS.
+
+The objective is the number of bins or the rows of the least full bin.
+"""
 
 from __future__ import annotations
 
@@ -61,17 +64,18 @@ def _by_length(case: Instance) -> list[int]:
 
 
 def _in_order(case: Instance, bins: Bins) -> Bins:
-    """Sort bins by their longest sample, so that the s-th longest sample lies in one of the first s bins."""
+    """Return the bins sorted by their longest sample, so that the s-th longest sample of all is in one of the
+    first s bins."""
     position = {index: number for number, index in enumerate(_by_length(case))}
     return sorted(bins, key=lambda chosen: min(position[index] for index in chosen))
 
 
 class _Model:
-    """The integer program. Variables: whether a sample is in a bin, and a job's rows in a bin in multiples of
-    `case.multiple` (x and k in the paper).
+    """The integer program. One variable says whether a sample is in a bin; another is the number of rows of a
+    job in a bin, in multiples of `case.multiple` (x and k in the paper).
 
-    Bins are interchangeable, so the s-th longest sample may use only the first s bins: any packing can be
-    numbered so. The bin `named`, whose rows are minimised, is open to all samples.
+    Bins are interchangeable, so the s-th longest sample is restricted to the first s bins: the bins of any
+    packing can be numbered in this way. Only the bin whose rows are minimised may contain any sample.
     """
 
     def __init__(self, case: Instance, count: int, minimised_bin: int | None = None) -> None:
@@ -103,13 +107,13 @@ class _Model:
         self.rows.append(entries)
 
     def rows_in(self, number: int) -> list[Entry]:
-        """Return the number of rows of a bin, with padding, as a linear expression."""
+        """Return the number of rows of bin `number`, including padding, as a linear expression."""
         if self.case.multiple > 1:
             return [(column, float(self.case.multiple)) for column in self.multiples[number].values()]
         return [(column, float(self.case.lengths[index])) for index, column in self.held[number].items()]
 
     def start(self, bins: Bins) -> dict[int, float]:
-        """Return the nonzero variables of a packing, as a mapping from column to value."""
+        """Return the nonzero variables of a packing as a dict from the index of a variable to its value."""
         values: dict[int, float] = {}
         for number, chosen in enumerate(bins):
             values |= {self.held[number][index]: 1.0 for index in chosen}

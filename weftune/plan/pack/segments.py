@@ -1,4 +1,5 @@
-"""Packing of samples of several jobs into shared microbatches, with few sizes for captured CUDA graphs."""
+"""Packing of samples of several jobs into shared microbatches, which have few sizes if CUDA graphs are
+captured."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ QUICK_LIMITS = Limits(max_repackings=50, solver_cells=0, room_cells=0)
 
 
 def ladder_size(tokens: int) -> int:
-    """Round the number of rows up to an allowed size of a microbatch. The allowed sizes (the ladder) are
-    sixteen per power of two, at distances of at least 128."""
+    """Return the number of rows rounded up to an allowed size of a microbatch. The allowed sizes (the ladder)
+    are sixteen per power of two, at distances of at least 128."""
     step = max(128, 1 << max(0, tokens.bit_length() - 5))
     return -(-tokens // step) * step
 
 
 def smallest_ladder_size(lengths: Sequence[int], capacity: int) -> int:
-    """Return the smallest allowed microbatch size (see `ladder_size`) that needs no more microbatches than
-    `capacity`."""
+    """Return the smallest allowed size of microbatches (see `ladder_size`) with which the samples need no
+    more microbatches than with `capacity` rows."""
     if not lengths:
         return capacity
     fewest = _pack(lengths, capacity).count
@@ -34,10 +35,10 @@ def smallest_ladder_size(lengths: Sequence[int], capacity: int) -> int:
 def pack_segments(
     segments: Iterable[SegmentPlan], capacity: int, ladder: bool = False
 ) -> list[MicrobatchPlan]:
-    """Return microbatches with the samples of all `segments`. Within each, a job's samples are contiguous;
-    the samples of a group share one microbatch.
+    """Return microbatches with the samples of all `segments`. Within a microbatch, the samples of a job are
+    contiguous. Samples with the same group number, such as a preference pair, are in one microbatch.
 
-    With `ladder`, the sizes are chosen for padding to the ladder of `ladder_size`.
+    With `ladder`, microbatches are padded to the allowed sizes of `ladder_size`.
     """
     segments = list(segments)
     pieces = [

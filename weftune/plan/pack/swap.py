@@ -13,20 +13,22 @@ import numpy as np
 from weftune.plan.pack.instance import Bins, Instance
 
 REPACKED_BINS = 5
-"""Number of bins repacked together, the best of 3, 4 and 5 if two or three samples fill a bin."""
+"""Number of bins that are repacked together. Of 3, 4 and 5, this was best if two or three samples fill a
+bin."""
 KEPT = 0.6
-"""Fraction of the samples that a bin is first filled from."""
+"""Fraction of the samples, chosen at random, from which a bin is filled first when bins are repacked."""
 LOSS = 0.005
-"""Relative loss in the sum of squared loads with which repacked bins are still accepted."""
+"""Relative decrease in the sum of squared loads up to which repacked bins are accepted."""
 
 
 def exchange_samples(case: Instance, bins: Bins, min_bins: int, max_exchanges: int) -> Bins:
-    """Exchange samples between bins. Neither the number of bins nor, at equal number, the smallest load
-    grows.
+    """Return the bins after exchanges of samples between pairs of bins. The result never has more bins or,
+    with equally many, more rows in the least full bin.
 
-    The fuller bin of a pair gets the samples of both that fill it best, if it then holds more than either
-    did. So the sum of squared tokens grows with every exchange, and the search ends, at the latest after
-    `max_exchanges`. It also ends when `min_bins` bins remain and the least full bin cannot hold less.
+    The fuller bin of a pair gets the samples of both bins that fill it best, if it then has more tokens than
+    each of them had. The sum of squared tokens therefore grows with every exchange, and the search ends, at
+    the latest after `max_exchanges` tries. It also ends when `min_bins` bins remain and the least full bin
+    cannot have fewer rows.
     """
     search = _SwapSearch(case, [list(chosen) for chosen in bins], max_exchanges)
     while search.tries > 0 and not search.is_done(min_bins) and search.try_all_pairs():
@@ -39,10 +41,8 @@ def exchange_samples(case: Instance, bins: Bins, min_bins: int, max_exchanges: i
 def repack_randomly(
     case: Instance, bins: Bins, min_bins: int, max_repackings: int, max_exchanges: int
 ) -> Bins:
-    """Return fewer bins if at most `max_repackings` random repackings achieve that, else the given bins.
-
-    The random seed is fixed, so the result depends only on the input.
-    """
+    """Return fewer bins if at most `max_repackings` random repackings of a few bins achieve that, or else the
+    given bins. The random seed is fixed, so the result depends only on the input."""
     random = Random(0)
     current = bins
     for kick in range(1, max_repackings + 1):
@@ -77,7 +77,8 @@ class _SwapSearch:
         return least_load(self.case, self.bins) <= least_possible_load(self.case, len(self.bins))
 
     def try_all_pairs(self) -> bool:
-        """Try every pair of bins once, least full first. Return whether any samples were exchanged."""
+        """Try to exchange samples between every pair of bins once. Return whether any samples were
+        exchanged."""
         tokens = self.case.tokens
         self.bins.sort(key=lambda chosen: (-tokens(chosen), sorted(chosen)))
         changed = False
@@ -91,8 +92,8 @@ class _SwapSearch:
         return changed
 
     def _exchange(self, receiver: int, donor: int, bin_tokens: list[int]) -> bool:
-        """Exchange samples if `receiver` becomes fuller than both bins were. Update the tokens per bin in
-        `bin_tokens`."""
+        """Exchange samples between two bins if `receiver` becomes fuller than each of them was, and update
+        their tokens in `bin_tokens`. Return whether samples were exchanged."""
         if not self.bins[donor] or not self.bins[receiver]:
             return False
         self.tries -= 1
@@ -111,7 +112,8 @@ class _SwapSearch:
 
 
 def _repack_some(case: Instance, bins: Bins, random: Random) -> Bins:
-    """Repack the least full bin and a few other bins, unless repacking lowers the sum of squares too much."""
+    """Return the bins with the least full one and a few others repacked at random. Return the given bins if
+    the repacked ones are more, or lower the sum of squared tokens too much."""
     rooms = [case.capacity - case.tokens(chosen) + 1 for chosen in bins]
     opened = {rooms.index(max(rooms)), *random.choices(range(len(bins)), weights=rooms, k=REPACKED_BINS - 1)}
     before = [bins[number] for number in sorted(opened)]
@@ -124,7 +126,8 @@ def _repack_some(case: Instance, bins: Bins, random: Random) -> Bins:
 
 
 def _repack(case: Instance, pool: list[int], random: Random) -> Bins:
-    """Repack samples: each bin gets the longest remaining sample, then a random subset, then any that fit."""
+    """Return new bins for these samples. Each bin gets the longest remaining sample, then samples of a random
+    subset that fill it best, and then any others that fit."""
     pool = sorted(pool, key=lambda index: (-case.lengths[index], index))
     bins: Bins = []
     while pool:
@@ -143,10 +146,8 @@ def _remove_samples(pool: list[int], removed: list[int]) -> list[int]:
 
 
 def best_fill(case: Instance, pool: Sequence[int], free_rows: int) -> list[int]:
-    """Return the samples of `pool` that put the most tokens into `free_rows` rows; longer ones among equals.
-
-    Longer samples are preferred because short ones are easier to place later.
-    """
+    """Return the samples of `pool` that fill `free_rows` rows with the most tokens. Among equally good
+    choices, longer samples are preferred, because short ones are easier to place later."""
     if len({case.jobs[index] for index in pool}) <= 1:
         sums = _Sums(case, pool, free_rows // case.multiple * case.multiple)
         return sums.subset_of(sums.largest(sums.room))
@@ -154,8 +155,8 @@ def best_fill(case: Instance, pool: Sequence[int], free_rows: int) -> list[int]:
 
 
 class _Sums:
-    """All token sums up to `room` that subsets of `pool` can have: bit n of `reach[k]` is set if a subset of
-    the k shortest samples has n tokens."""
+    """All sums of tokens, up to `room`, that subsets of some samples can have. Bit n of `reach[k]` is set if
+    a subset of the k shortest samples has n tokens in total."""
 
     def __init__(self, case: Instance, pool: Sequence[int], free_rows: int) -> None:
         self.lengths = case.lengths
@@ -184,7 +185,8 @@ class _Sums:
 
 
 def _best_padded_fill(case: Instance, pool: Sequence[int], free_rows: int) -> list[int]:
-    """Return the samples that fill `free_rows` best if jobs are padded, by dynamic programming."""
+    """Return the samples of `pool` that fill `free_rows` rows with the most tokens if the rows of each job
+    are padded. The samples are found by dynamic programming over the jobs."""
     units = free_rows // case.multiple
     jobs: dict[int, list[int]] = {}
     for index in pool:
