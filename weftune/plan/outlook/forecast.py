@@ -58,12 +58,14 @@ class Forecast:
 
     @property
     def bubbles(self) -> float:
-        """Share of the devices' time in which they wait."""
+        """Fraction of the devices' time in which they do not compute."""
         return 1.0 - self.busy_seconds / (self.seconds * self.devices)
 
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
+    """The predicted effect of replacing one mechanism of a plan."""
+
     mechanism: str
     alternative: str
     forecast: Forecast
