@@ -39,26 +39,30 @@ from weftune.plan.program.program import (
 
 
 def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
-    """Raise IllegalProgram unless every rule of training holds; `last_steps` maps jobs to their last step.
+    """Raise IllegalProgram unless every rule of training holds. `last_steps` maps each job to the last step
+    that it has executed before.
 
-    The rules: every sample of a global batch is trained exactly once, at its own offset, whole or in chunks
-    that are alone in their microbatches, the samples of a group in one microbatch; a sample is evaluated or
-    scored at most once per step; a microbatch stays within the capacity and holds each job's rows in one
-    segment. On every device: Forward follows the arrival of its input from the previous stage; Backward
-    follows its Forward and the arrival of its gradient from the next stage; Step follows every Backward of
-    its batch and, in a pipeline, its Reduce; a job's batches run in order, each Forward after the previous
-    Step; Evaluate, Score and Save follow the step that they name; a streamed stage is used between its Load
-    and its Evict; the chunks of a sample go forward in order and backward in reverse. Every Send has its
-    Recv, in one order per pair of devices; a Reduce waits for the Reduce of the next device, a Step for the
-    Step of the previous one. At the end of the window nothing is pending. A window
-    that hands over may leave batches unfinished, with the same progress of a microbatch on all devices and
-    without a message in transit; then all devices make the same Steps.
+    Samples: every sample of a global batch is trained exactly once, at its own offset, either whole or in
+    chunks that are alone in their microbatches. Samples of a group are in one microbatch. A sample is
+    evaluated or scored at most once per step. A microbatch stays within the capacity and has one segment per
+    job.
 
-    With replicas: every microbatch runs in one of them; each replica sends the gradient of its part of a
-    batch once, after its last Backward; the Reduce that adds the gradients waits for all of them, with an
-    accumulator that the previous Step has cleared; every device executes every Step. Every replica sends the
-    sums of a job's scores once, after it has scored all of its samples, and adds those of the others before
-    it trains or evaluates the job.
+    Every device: a Forward follows the arrival of its input from the previous stage. A Backward follows its
+    Forward and the arrival of its gradient from the next stage. A Step follows every Backward of its batch
+    and, in a pipeline, its Reduce. The batches of a job run in order, each Forward after the previous Step.
+    Evaluate, Score and Save follow the step that they name. A streamed stage is used between its Load and its
+    Evict. The chunks of a sample run forward in order and backward in reverse.
+
+    Several devices: every Send has its Recv, in the same order on both devices. A Reduce waits for the Reduce
+    of the next device, and a Step for the Step of the previous one. At the end of the window, nothing is
+    pending, unless the window hands over: then batches may be unfinished, but all devices agree on the
+    progress of every microbatch and execute the same Steps, and no message is in transit.
+
+    Replicas: every microbatch runs in one replica. Each replica sends the gradient of its part of a batch
+    once, after its last Backward. The Reduce that adds the gradients waits for all replicas, and begins with
+    an accumulator that the previous Step has cleared. Every device executes every Step. Every replica sends
+    the sums of a job's scores once, after it has scored all of its samples, and adds the sums of the other
+    replicas before it trains or evaluates the job.
     """
     _check_microbatches(program)
     _check_samples(program)
@@ -86,8 +90,8 @@ def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
 
 
 def _require(condition: bool, sentence: str, *named: object) -> None:
-    """Raise IllegalProgram unless `condition` holds. `sentence` is formatted with `named` only on failure,
-    since formatting every action would be slow."""
+    """Raise IllegalProgram with a message unless `condition` is true. The message is `sentence` formatted
+    with `named`; it is formatted only on failure, since formatting every action would be slow."""
     if not condition:
         raise IllegalProgram(sentence.format(*named))
 
@@ -157,7 +161,7 @@ def _check_exchanges(program: Program) -> None:
 
 
 class _DeviceCheck:
-    """Checks the actions of one device in order, and tracks the state that they lead to."""
+    """A check of the actions of one device in order. It tracks the state of the device after each action."""
 
     def __init__(
         self,
@@ -178,9 +182,9 @@ class _DeviceCheck:
         }
         self.unscored = scored[program.replica(device)].copy()
         self.scored_by_replicas = set().union(*scored) if program.replicas > 1 else set()
-        """Pairs of a job and a step at which replicas score its samples."""
+        """Pairs of a job and a step after which replicas score samples of the job."""
         self.exchanged: set[Reduce] = set()
-        """Reduces of scores that the device has executed."""
+        """Reduce actions for scores that the device has executed."""
         self.stepped = dict(last_steps)
         self.open_rows: dict[tuple[str, int], int] = {}
         self.handed_out: set[tuple[str, int]] = set()
@@ -211,7 +215,8 @@ class _DeviceCheck:
         self.arrived |= self._arrivals(number, progress)
 
     def _arrivals(self, number: int, progress: Inherited) -> set[Recv]:
-        """Return the message that waits on this device for the next pass of a microbatch."""
+        """Return the Recv of the input that has arrived on this device for the next pass of a microbatch, as
+        a set with one element, or an empty set."""
         arrival = progress.arrival(len(self.homes))
         if arrival is None or arrival[0] not in self.own_stages:
             return set()
@@ -220,7 +225,8 @@ class _DeviceCheck:
         return set() if maker == self.device else {Recv(number, stage, payload, maker)}
 
     def _check_handover(self) -> None:
-        """Check that this device ends with the progress that the lists of all devices add up to."""
+        """Check that the progress of every microbatch on this device at the end of the window agrees with the
+        actions of all devices."""
         program, stages = self.program, len(self.homes)
         in_flight: set[tuple[int, int]] = set()
         arrived: set[Recv] = set()
@@ -284,7 +290,7 @@ class _DeviceCheck:
             self.in_flight.add((number, stage))
 
     def _check_scores_of(self, action: ForwardPass, segment: SegmentPlan) -> None:
-        """Check that scores are exchanged between replicas before the loss that needs them."""
+        """Check that replicas have exchanged the scores of a job before a loss of the job needs them."""
         job, before = segment.job, segment.step - isinstance(action, Forward)
         if isinstance(action, Score):
             self.unscored[job, before] -= len(segment.samples)
@@ -402,8 +408,8 @@ class _DeviceCheck:
 
 
 def _check_coverage(program: Program) -> None:
-    """Check that each microbatch with rows runs on every stage of exactly one replica, in this window or in
-    the one before, unless the window hands over."""
+    """Check that each microbatch with rows runs on every stage of exactly one replica, in this window or, if
+    it is inherited, in the window before. A window that hands over may leave stages out."""
     filled = {index for index, microbatch in enumerate(program.microbatches) if microbatch.segments}
     found: set[int] = set()
     for replica in range(program.replicas):
@@ -470,12 +476,12 @@ def _check_transport(program: Program) -> None:
 
 
 class _TransportCheck:
-    """Progress of every device, the messages in transit between them, and the Reduces and Steps executed.
+    """A walk through the actions of all devices that finds deadlocks.
 
-    The rules are those of the transport (`run/workers/mailbox.py`), the same with gloo and with NCCL:
-    messages from one device to another have one order, a Send lets its device continue, and a Recv waits
-    until its Send has been reached. So a Program hangs if and only if devices wait for one another here.
-    Shards of a device run the same list, so that their sums have one order by construction.
+    The rules are those of the transport (`run/workers/mailbox.py`), with gloo as with NCCL: messages from one
+    device to another arrive in the order in which they were sent, a Send lets its device continue, and a Recv
+    waits until its Send has been reached. So a Program hangs if and only if devices wait for one another
+    here. All shards of a device run the same list, so their sums are in the same order by construction.
     """
 
     def __init__(self, program: Program) -> None:
@@ -496,8 +502,8 @@ class _TransportCheck:
         return self.reached != before
 
     def describe_circle(self, device: int) -> str:
-        """Return a sentence that says at which action `device` waits for which other device, which waits in
-        turn, until a device occurs twice or has ended its list."""
+        """Return a sentence about a deadlock: at which action `device` waits for which other device, for
+        which device that one waits, and so on, until a device occurs twice or has ended its list."""
         told, seen = f"device {device} waits forever", {device}
         while True:
             peer = self._awaited_device(device)
@@ -512,7 +518,7 @@ class _TransportCheck:
             device = peer
 
     def _awaited_device(self, device: int) -> int:
-        """Return the device for which a waiting device waits, or the first of several."""
+        """Return the device for which `device` waits, or the first one if there are several."""
         match self.program.devices[device][self.reached[device]]:
             case Recv() as action:
                 return action.peer
@@ -523,7 +529,7 @@ class _TransportCheck:
                 raise AssertionError(f"{action} waits for no device")
 
     def _record_action(self, device: int, action: Action) -> bool:
-        """Record the messages of an action; return False if the action still waits for another device."""
+        """Record the messages of an action. Return False if the action still waits for another device."""
         match action:
             case Send():
                 self.under_way.setdefault((device, action.peer), deque()).append(action)
@@ -551,20 +557,20 @@ class _TransportCheck:
 
 
 HANDED_OUT: dict[Reduced, Reduced] = {"norm": "gradient", "kl": "scores"}
-"""Maps the payload of a Reduce that adds to that of the Reduces of other replicas that it waits for."""
+"""Maps the payload of a Reduce that adds the sums of other replicas to the payload of the Reduces with which
+those replicas send their sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """A message that a device has reached a Reduce or a Step."""
+    """The fact that a device has reached a Reduce or a Step, which other devices may wait for."""
 
     device: int
     action: Reduce | Step
 
 
 class StepMessages:
-    """The messages that a device needs before it executes a Reduce or a Step. Each device holds one stage, in
-    one or more replicas.
+    """The messages between devices that Reduces and Steps need. Each device holds one stage of one replica.
 
     Gradients and scores go from each replica's device to the devices of the same stage. In the first
     replica, sums go from each stage to the previous one. The first device decides about the Step; its
@@ -609,11 +615,11 @@ class StepMessages:
 
 
 def check_slots(program: Program, part: WorkerLayout) -> None:
-    """Raise IllegalProgram if two streamed stages of a worker would be in the same slot at once.
+    """Raise IllegalProgram if two streamed stages of a worker would be in the same slot at the same time.
 
-    The program is assumed to pass `check`. The rules: resident stages are neither loaded nor evicted; a Load
-    needs an empty slot; a pass and an Evict need their stage in its slot; at the beginning and the end of the
-    window, the slots hold `part.waiting`.
+    The program is assumed to pass `check`. Resident stages must not be loaded or evicted. A Load needs an
+    empty slot; a pass and an Evict need their stage in its slot. At the beginning and the end of the window,
+    the slots contain `part.initial_stages`.
     """
     if len(program.stages) != len(part.stages):
         raise IllegalProgram(

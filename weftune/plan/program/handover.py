@@ -1,8 +1,9 @@
-"""The seam between two windows of a pipeline: the batches that one window leaves unfinished, and their
-microbatches, which the next window inherits.
+"""The handover between two windows of a pipeline: the global batches that one window leaves unfinished, and
+their microbatches, which the next window inherits.
 
-At a seam no message is in transit, and every Step that one device has made is made on all of them. So the
-progress of a microbatch is two numbers: how many stages have run its forward, and how many its backward.
+Between two windows no message is in transit, and every optimizer step (Step) that one device has executed has
+been executed by all of them. The progress of a microbatch is therefore given by two numbers: how many stages
+have run its forward, and how many its backward.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from weftune.plan.program.program import (
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """The unfinished batches of a window."""
+    """The global batches that a window leaves unfinished, with their microbatches."""
 
     batches: tuple[GlobalBatch, ...] = ()
     microbatches: tuple[MicrobatchPlan, ...] = ()
-    """All microbatches of the batches, in the order in which they began; the others follow."""
+    """All microbatches of the unfinished batches. Those that have begun come first, in the order in which
+    they began."""
     progress: tuple[Inherited, ...] = ()
-    """Progress of each of the microbatches."""
+    """Progress of each microbatch in `microbatches`."""
     capacity: int = 0
     recompute: Recompute = NOTHING
 
@@ -46,7 +48,7 @@ class Unfinished:
 
 
 FINISHED = Unfinished()
-"""The state of a pipeline that is drained."""
+"""The state of a drained pipeline, in which nothing is unfinished."""
 
 
 def unfinished_work(program: Program) -> Unfinished:
@@ -77,7 +79,7 @@ def unfinished_work(program: Program) -> Unfinished:
 
 
 def closed_batches(program: Program) -> set[tuple[str, int]]:
-    """Return the (job, step) of all batches whose Steps are made in the window."""
+    """Return the (job, step) pairs of all batches whose optimizer step is executed in the window."""
     return {(one.job, one.step) for one in program.devices[0] if isinstance(one, Step)}
 
 
@@ -97,7 +99,8 @@ def pass_counts(program: Program) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def join_windows(programs: Sequence[Program]) -> Program:
-    """Return one program that runs consecutive windows without a pause. Each inherits from the one before."""
+    """Return one program that runs the given consecutive windows without a pause. Each window inherits the
+    unfinished microbatches of the window before."""
     # From the last one: indices of inherited microbatches are those of the window before.
     joined = programs[-1]
     for program in reversed(programs[:-1]):

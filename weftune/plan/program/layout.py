@@ -27,18 +27,19 @@ class StageLayers:
 
 
 OFFLOADED_ROUNDS = OFFLOADED_MICROBATCHES = 2
-"""Rounds, and microbatches in addition, whose rows are on the device at the peak if inputs are offloaded.
-During a backward these are the inputs of the current stage, replaced one by one by those of the previous
-stage, and the gradients; each needs one microbatch more than a round, since one arrives before another
-leaves. A forward holds less."""
+"""Numbers of rounds and of additional microbatches whose rows are on the device at the peak if the inputs of
+stages are offloaded. A round is one global batch of every job. The peak is in a backward: the device then has
+the gradients, and the inputs of the current stage, which are replaced one by one by those of the previous
+stage. Each of the two needs one microbatch more than a round, since one arrives before another leaves."""
 BUFFERED = 2
-"""Number of microbatches whose rows are buffered as inputs and outputs of CUDA graphs."""
+"""Number of microbatches whose hidden states are buffered as inputs and outputs of CUDA graphs."""
 RUNGS = 16
 """Number of sizes between two powers of two to which microbatches are padded for CUDA graphs."""
 
 
 def padded_rows(tokens: int, captures_graphs: bool) -> int:
-    """Return the maximum rows of `tokens` tokens after padding, except for the smallest microbatches."""
+    """Return the maximum number of rows that `tokens` tokens have after padding for CUDA graphs. Microbatches
+    of the smallest sizes may have more."""
     return tokens + tokens // RUNGS if captures_graphs else tokens
 
 
@@ -54,18 +55,20 @@ class Layout:
 
     stages: tuple[StageLayers, ...]
     slot_counts: tuple[int, ...] = (0,)
-    """Number of slots on each worker's device. A slot is as large as the worker's largest streamed stage."""
+    """Number of slots, the places for streamed stages, on each worker's device. A slot has room for the
+    largest streamed stage of the worker."""
     adapters_travel: bool = False
     """Whether adapters are also kept in host memory, and loaded and evicted with their stage."""
     offloaded_rows: int = 0
-    """Number of rows per round whose inputs fit in host memory; 0 keeps inputs on the device."""
+    """Number of rows per round for which host memory has room to keep the inputs of stages. 0 means that the
+    inputs stay on the device."""
     replicas: int = 1
     """Number of copies of all stages, each on its own workers."""
     offloads_optimizer: bool = False
     """Whether master weights and optimizer moments are in host memory and copied to the device only for
     Steps, while compute copies and gradients of adapters stay on the device."""
     shards: int = 1
-    """Number of processes that hold each layer together. All of them run the same list of actions."""
+    """Number of processes that hold each layer together (tensor parallelism). They run the same actions."""
     is_pipeline: bool = False
     """Whether every worker has one resident stage, which keeps the activations of a forward for its backward.
     Otherwise stages run one after another, and forwards are recomputed from their inputs, even if the stages
@@ -101,7 +104,8 @@ class Layout:
 
     @property
     def job_group_count(self) -> int:
-        """Number of groups of jobs in a round. The offloaded Steps of one overlap the passes of the other."""
+        """Number of groups of jobs that alternate in a round. If the optimizer is offloaded, there are two:
+        the transfers for the optimizer steps of one overlap with the forwards and backwards of the other."""
         return 2 if self.offloads_optimizer else 1
 
     @property
@@ -151,11 +155,12 @@ class WorkerLayout:
 
     @property
     def initial_stages(self) -> tuple[int, ...]:
-        """Streamed stages that are in the slots between windows: this worker's first ones."""
+        """Streamed stages that are in the slots between two windows, which are the first ones of this
+        worker."""
         return self.streamed_stages[: self.slot_count]
 
     def slot_of_stage(self, stage: int) -> int:
-        """Return the slot of a stage, always the same, so that its weights keep their address."""
+        """Return the slot of a streamed stage. It is always the same, so the weights keep their address."""
         return self.streamed_stages.index(stage) % self.slot_count
 
     def stage_range(self, stage: int) -> LayerRange:
@@ -174,7 +179,8 @@ class WorkerLayout:
 
     @property
     def rounds_on_device(self) -> int:
-        """Number of rounds whose rows are on the device at the peak: one per stage without offloading."""
+        """Number of rounds whose rows are on the device at the peak. Without offloading, it is the number of
+        stages, since each stage keeps its inputs."""
         return OFFLOADED_ROUNDS if self.layout.offloads_inputs else len(self.own_stages)
 
     @property

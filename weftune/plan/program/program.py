@@ -1,6 +1,7 @@
 """The Program: an immutable plan of the actions of every device in a window, in order.
 
-Steps are counted from 1; step n is the n-th global batch of a job and the optimizer step that follows it.
+A window is a few global batches of every job. Step n of a job, counted from 1, is its n-th global batch and
+the optimizer step that follows it. A segment is the rows of a microbatch that belong to one job.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """The parts of a forward that are not kept but recomputed in the backward."""
+    """The activations of a forward that are recomputed in the backward instead of being kept."""
 
     recomputes_outputs: bool = False
     """Whether the outputs of norms and activation functions are recomputed, which costs little."""
@@ -25,14 +26,14 @@ class Recompute:
     keeps_attention: bool = False
     """Whether layers that are recomputed in tiles keep the output of their attention."""
     offloaded_layers: int = 0
-    """Number of layers, recomputed in tiles, whose kept tensors are in host memory until the backward."""
+    """Number of the layers recomputed in tiles whose kept tensors are in host memory until the backward."""
 
 
 NOTHING = Recompute()
 
 
 class JobStepKey(Protocol):
-    """An object that belongs to one global batch."""
+    """An object that belongs to one global batch, which its job and its step identify."""
 
     @property
     def job(self) -> str: ...
@@ -43,8 +44,8 @@ class JobStepKey(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlacedSample:
-    """A sample of a global batch, or one chunk of it: its index, its length, and the number of tokens before
-    it in the batch."""
+    """A sample of a global batch, or one chunk of a sample: its index, its length in tokens, and its offset,
+    the number of tokens before it in the batch."""
 
     sample: int
     length: int
@@ -73,12 +74,14 @@ class PlacedSample:
 
     @property
     def squares(self) -> int:
-        """Part of the squared length of the sample, to which the cost of attention is proportional."""
+        """Squared length of the sample or, for a chunk, its part of the squared length of the whole sample.
+        The cost of attention is proportional to it."""
         return self.length * (2 * (self.chunk_start or 0) + self.length)
 
 
 def group_samples(samples: Sequence[PlacedSample], size: int) -> tuple[PlacedSample, ...]:
-    """Number the samples in groups of `size` consecutive ones; a size of 1 leaves them ungrouped."""
+    """Return the samples with group numbers: each group has `size` consecutive samples. A size of 1 means
+    that samples have no groups."""
     if size == 1:
         return tuple(samples)
     assert len(samples) % size == 0, f"a batch of {len(samples)} samples is no number of groups of {size}"
@@ -86,7 +89,7 @@ def group_samples(samples: Sequence[PlacedSample], size: int) -> tuple[PlacedSam
 
 
 def sample_groups(samples: Iterable[PlacedSample]) -> list[tuple[PlacedSample, ...]]:
-    """Split the samples into runs that must share a microbatch; most runs have one sample."""
+    """Split the samples into tuples whose samples must share a microbatch. Most tuples have one sample."""
     runs: list[list[PlacedSample]] = []
     for placed in samples:
         if runs and placed.group_number is not None and placed.group_number == runs[-1][-1].group_number:
@@ -140,14 +143,16 @@ class GlobalBatch:
     supervised_tokens: int
     """Number of supervised tokens in the whole batch, by which the job's loss is divided."""
     prefix_rows: int = 0
-    """Number of rows that the job's adapter inserts before samples."""
+    """Number of rows (virtual tokens) that the job's adapter inserts before all samples together."""
     mismatched: tuple[PlacedSample, ...] = ()
-    """Samples that are scored after the previous step, for the KL term of the batch's loss."""
+    """Mismatched prompt and answer pairs, which are scored after the previous step for the KL term of the
+    batch's loss (as in KTO)."""
 
     @property
     def may_be_cut(self) -> bool:
-        """Whether samples may run in chunks: the loss is a sum over tokens, as in supervised fine-tuning. A
-        loss of whole samples belongs to a preference pair or has a KL term."""
+        """Whether samples may run in chunks, since the loss is a sum over tokens, as in supervised
+        fine-tuning. A loss over whole samples, such as a preference pair or a loss with a KL term, needs
+        whole samples."""
         return not self.mismatched and all(placed.group_number is None for placed in self.samples)
 
     @property
@@ -171,9 +176,11 @@ class SegmentPlan:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchPlan:
+    """The samples that one forward pass takes, grouped by job."""
+
     segments: tuple[SegmentPlan, ...]
     padded_rows: int = 0
-    """Rows of the pass including padding, if CUDA graphs are captured for a few sizes; otherwise 0."""
+    """Rows including padding, if CUDA graphs are captured for a few sizes; otherwise 0."""
 
     @property
     def chunk(self) -> PlacedSample | None:
@@ -199,7 +206,7 @@ class MicrobatchPlan:
 
 
 def batch_samples(microbatches: Iterable[MicrobatchPlan]) -> Counter[tuple[str, int]]:
-    """Return the number of samples of each (job, step) in these microbatches."""
+    """Return the number of samples of each global batch, given as (job, step), in these microbatches."""
     samples: Counter[tuple[str, int]] = Counter()
     for microbatch in microbatches:
         for segment in microbatch.segments:
@@ -238,7 +245,7 @@ class Score:
 
 Reduced = Literal["norm", "gradient", "scores", "kl"]
 SCORE_PAYLOADS: tuple[Reduced, ...] = ("scores", "kl")
-"""Payloads of a Reduce that belong to the KL term of a loss."""
+"""Payloads of the Reduce actions that belong to the KL term of a loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +293,8 @@ Payload = Literal["activation", "gradient"]
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send of a result of this device. `stage` is the stage that receives it, both here and in the Recv."""
+    """Transfer of an activation or gradient to the device `peer`. `stage` is the stage that receives it, as
+    in the matching Recv."""
 
     microbatch: int
     stage: int
@@ -311,15 +319,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Release of a stage's weights; nothing is copied to the host, since the base is frozen."""
+    """Release of the device memory of a stage's weights. Nothing is copied to the host, since the base is
+    frozen."""
 
     stage: int
 
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """Progress of a microbatch that the window before has left unfinished. The input of its next pass has
-    arrived at the device of that pass."""
+    """Progress of a microbatch that the previous window has left unfinished. The input of its next pass is
+    already on the device that runs the pass."""
 
     number: int
     """Index of the microbatch in the Program of the window before."""
@@ -335,12 +344,12 @@ class Inherited:
         return stage >= stages - self.backwards
 
     def is_in_flight(self, stage: int, stages: int) -> bool:
-        """Whether a stage has run the forward and not yet the backward."""
+        """Return whether a stage has run the forward of the microbatch but not yet its backward."""
         return self.has_forward(stage) and not self.has_backward(stage, stages)
 
     def arrival(self, stages: int) -> tuple[int, Payload] | None:
-        """Return the stage at which the input of the next pass waits, and what it is. None if no other stage
-        has made it."""
+        """Return the stage that runs the next pass, and whether the input that waits there is an activation
+        or a gradient. Return None if the input does not come from another stage."""
         if 0 < self.forwards < stages:
             return self.forwards, "activation"
         if 0 < self.backwards < stages:
@@ -385,7 +394,8 @@ class Program:
 
     @property
     def pipelined(self) -> bool:
-        """Whether several devices hold a slice of every adapter each, so that every Step needs a Reduce."""
+        """Whether each of several devices holds a part of every adapter, so that every optimizer step needs a
+        Reduce."""
         return len(self.devices) > 1
 
     @property
@@ -410,7 +420,8 @@ class Program:
         return {stage for stage, home in homes if home == device and not loads_first.get(stage, False)}
 
     def group(self, device: int) -> range:
-        """Return the devices that hold the same stages, one per replica, in the order of replicas."""
+        """Return the devices that hold the same stages as `device`, one per replica, in the order of
+        replicas."""
         return range(device % self.devices_per_replica, len(self.devices), self.devices_per_replica)
 
     @property
@@ -426,7 +437,7 @@ class Program:
         return {(batch.job, batch.step): batch for batch in self.batches}
 
     def sample_of(self, microbatch: MicrobatchPlan) -> PlacedSample | None:
-        """Return the whole sample of which a microbatch is a chunk, or None."""
+        """Return the whole sample of which the microbatch is a chunk, or None if its samples are whole."""
         if (chunk := microbatch.chunk) is None:
             return None
         batch = self.batch(microbatch.segments[0].job, microbatch.segments[0].step)
@@ -447,13 +458,13 @@ class Program:
         return any(microbatch.chunk is not None for microbatch in self.microbatches)
 
     def forward_passes(self) -> Iterator[tuple[ForwardPass, MicrobatchPlan]]:
-        """Yield every forward pass, of any kind, with its microbatch, once for all stages."""
+        """Yield every forward pass (Forward, Evaluate or Score) with its microbatch, once for all stages."""
         for replica in range(self.replicas):
             yield from self.replica_passes(replica)
 
     def replica_passes(self, replica: int) -> Iterator[tuple[ForwardPass, MicrobatchPlan]]:
-        """Yield the forward passes, of any kind, of one replica with their microbatches. Inherited
-        microbatches that have begun are among them."""
+        """Yield every forward pass (Forward, Evaluate or Score) of one replica with its microbatch. Inherited
+        microbatches that have begun are included."""
         if replica == 0:
             for number, one in enumerate(self.inherited):
                 if one.forwards:
@@ -471,7 +482,8 @@ class Program:
         return self.pass_kinds()
 
     def kind(self, microbatch: int) -> type[ForwardPass]:
-        """Return the class of a microbatch's forward pass, which a later window may run."""
+        """Return the class of the forward pass of a microbatch. It is Forward if a later window runs the
+        pass."""
         return self._kinds.get(microbatch, Forward)
 
     def shared_count(self) -> int:
@@ -496,8 +508,8 @@ class Program:
         )
 
     def followed_by(self, later: Program) -> Program:
-        """Return the program that runs this one and then `later`, on the same devices. Microbatches that
-        `later` inherits are those of this program."""
+        """Return the program that runs this program and then `later` on the same devices. The microbatches
+        that `later` inherits must be microbatches of this program."""
         kept, first = len(later.inherited), len(self.microbatches) - len(later.inherited)
 
         def moved(action: Action) -> Action:

@@ -1,13 +1,14 @@
 """An event simulator for Programs: when each action begins and ends, and how much memory is in use.
 
-Each device has four lanes that overlap: compute, send, receive, load. Actions of the compute, send and load
-lanes keep their order in the device's list. A pass waits for its Recv and for the Load of its stage; a Send
-waits for its pass and for the lanes of both devices; received data stays in memory until it is used. A Load
-begins once the preceding compute action in the list has begun. A Reduce waits for the Reduce of the next
-device, a Step for the Step of the previous one: these messages are small, so they take the link's latency and
-occupy no lane. Gradients that replicas exchange take the time of their size, and occupy no lane either. Sums
-over shards occupy the compute lane: each list of actions stands for all shards of its layers, which wait for
-every sum together. A gradient is summed over shards at its first Reduce, or at its Step if there is none.
+Each device has four lanes that overlap: compute, send, receive and load. Actions of the compute, send and
+load lanes keep their order in the device's list. A pass waits for its Recv and for the Load of its stage. A
+Send waits for its pass and for the lanes of both devices. Received data stays in memory until it is used. A
+Load begins once the preceding compute action in the list has begun. A Reduce waits for the Reduce of the next
+device, and a Step for the Step of the previous one. Their messages are small, so they take only the latency
+of the link and occupy no lane. Gradients that replicas exchange take the time of their size, and occupy no
+lane either. Sums over shards (all-reduces) occupy the compute lane: each list of actions stands for all
+shards of its layers, which wait for every sum together. A gradient is summed over shards at its first Reduce,
+or at its Step if there is none.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from weftune.plan.program.program import (
 )
 
 Arrival = tuple[int, int, str]
-"""(microbatch, receiving stage, "activation" or "gradient")."""
+"""Identity of data sent between stages: (microbatch, receiving stage, "activation" or "gradient")."""
 
 
 class Lane(StrEnum):
@@ -64,8 +65,8 @@ class Span:
         return self.stop - self.start
 
     def computing_seconds(self, event: Event) -> float:
-        """Return the seconds of the span in which the event's device computes, if its waits are spread evenly
-        over the event."""
+        """Return the seconds within this span in which the device computes the action of `event`. Waits for
+        sums over shards are assumed to be spread evenly over the event."""
         inside = min(event.stop, self.stop) - max(event.start, self.start)
         if inside <= 0:
             return 0.0
@@ -74,7 +75,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An action with its begin and end."""
+    """A simulated action on a lane of a device, with the times in seconds at which it begins and ends."""
 
     device: int
     lane: Lane
@@ -114,7 +115,8 @@ class Timeline:
         return (event for event in self.events if event.device == device and event.lane is lane)
 
     def busy(self, span: Span | None = None) -> tuple[float, ...]:
-        """Return, for each device, the share of `span` (default: the whole timeline) in which it computes."""
+        """Return, for each device, the fraction of `span` in which it computes. The default is the whole
+        timeline."""
         span = span or Span(0.0, self.makespan)
         return tuple(self.busy_share(device, span) for device in range(self.devices))
 
@@ -128,14 +130,12 @@ class Timeline:
 
     @property
     def sum_seconds(self) -> float:
-        """Seconds in which devices wait for sums over shards, added over all lists of actions."""
+        """Seconds in which devices wait for sums over shards, summed over all devices of the Program."""
         return sum(event.waited for event in self.events)
 
     def steady_span(self) -> Span:
-        """Return the steady state: from when every device has begun until one has no Forward left.
-
-        The span is empty if the window is too short.
-        """
+        """Return the span of the steady state, from the time when every device has begun its first forward to
+        the time when a device has ended its last one. The span is empty if the window is too short."""
         begun, feeding = 0.0, self.makespan
         for device in range(self.devices):
             forwards = [one for one in self.events_of(device) if isinstance(one.action, ForwardPass)]
@@ -145,7 +145,7 @@ class Timeline:
         return Span(begun, max(begun, feeding))
 
     def between_steps(self, device: int, job: str, first: int, last: int) -> Span:
-        """Return the span from the end of a job's Step `first` to the end of its Step `last`."""
+        """Return the span from the end of a job's optimizer step `first` to the end of its step `last`."""
         ends = {
             event.action.step: event.stop
             for event in self.events_of(device)
@@ -155,7 +155,8 @@ class Timeline:
 
 
 def memory_levels(changes: Iterable[Level], initial_bytes: int) -> tuple[Level, ...]:
-    """Return running sums of changes in bytes; at equal times, releases precede allocations."""
+    """Return the bytes in use over time, computed from changes in bytes. At equal times, memory is released
+    before memory is allocated."""
     ordered = sorted(changes, key=lambda change: (change.time, change.bytes))
     sums = initial_bytes + np.cumsum([change.bytes for change in ordered], dtype=np.int64)
     return (
@@ -165,7 +166,7 @@ def memory_levels(changes: Iterable[Level], initial_bytes: int) -> tuple[Level, 
 
 
 def simulate(program: Program, prices: Prices, cluster: PricedCluster) -> Timeline:
-    """Simulate a program that has passed `check`."""
+    """Simulate a program, which must have passed `check`, and return its timeline."""
     assert cluster.devices >= len(program.devices), "the cluster has fewer devices than the program"
     run = _Simulation(program, prices, cluster)
     run.run()
@@ -183,10 +184,10 @@ class _Lanes:
     """The remaining actions of each lane of one device, and the state that the lanes wait for."""
 
     compute: deque[tuple[Action, int]] = field(default_factory=deque)
-    """Compute actions, each with the number of Loads that must have ended before it."""
+    """Remaining compute actions, each with the number of Loads that must have ended before it begins."""
     sends: deque[Send] = field(default_factory=deque)
     loads: deque[tuple[Load, int]] = field(default_factory=deque)
-    """Load actions, each with the number of compute actions that must have begun before it."""
+    """Remaining Load actions, each with the number of compute actions that must have begun before it."""
     begun_count: int = 0
     """Number of compute actions that have begun."""
     loaded_count: int = 0
@@ -207,7 +208,8 @@ class _Lanes:
 
 @dataclass(slots=True)
 class _Flow:
-    """A Load in progress; its rate depends on the number of concurrent Loads under its root complex."""
+    """A Load in progress. Its rate in bytes per second depends on the number of concurrent Loads under the
+    same PCIe root complex."""
 
     device: int
     action: Load
@@ -232,7 +234,7 @@ class _Simulation:
         self._ends: list[tuple[float, int, Callable[[], None]]] = []
         self._number = count()
         self.inherited_arrivals: list[set[Arrival]] = [set() for _ in program.devices]
-        """Inputs that have arrived at each device before the window."""
+        """Inputs of passes that have arrived at each device before the window."""
         for number, one in enumerate(program.inherited):
             if (arrival := one.arrival(len(program.stages))) is not None:
                 self.inherited_arrivals[self.homes[0][arrival[0]]].add((number, *arrival))
@@ -247,8 +249,8 @@ class _Simulation:
             end()
 
     def initial_bytes(self, device: int) -> int:
-        """Return the weight bytes of the stages that are on the device at the start, and the bytes of
-        inherited microbatches: what their forwards keep, and inputs that have arrived."""
+        """Return the bytes in use on a device at the start of the window: the weights of the stages that are
+        on it, and the kept activations and arrived inputs of inherited microbatches."""
         weights = sum(map(self._weight_bytes, self.program.present_at_start(device)))
         stages = range(len(self.program.stages))
         kept = sum(
@@ -348,7 +350,7 @@ class _Simulation:
         return 0.0
 
     def _gradient_seconds(self, job: str, device: int) -> float:
-        """Return the seconds in which shards sum a job's gradient on one stage."""
+        """Return the seconds in which shards sum a job's gradient on the stage of a device."""
         by_stage = self.prices.gradient_sums.get(job, ())
         return by_stage[device % self.program.devices_per_replica] if by_stage else 0.0
 
@@ -459,7 +461,7 @@ class _Simulation:
         self._divide_bandwidth(root)
 
     def _divide_bandwidth(self, root: int) -> None:
-        """Update the progress of all Loads under a root complex and divide its bandwidth again."""
+        """Update the progress of all Loads under a PCIe root complex, and divide its bandwidth among them."""
         flows = self.flows[root]
         moving = flows[:1] if self.cluster.queues_loads else flows
         for flow in flows:
