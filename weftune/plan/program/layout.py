@@ -130,7 +130,8 @@ def pipeline_layout(layers: Sequence[LayerRange], replicas: int = 1, shards: int
 
 @dataclass(frozen=True, slots=True)
 class WorkerLayout:
-    """One worker's part of a layout. Stages keep their global numbers."""
+    """The part of a layout that one worker holds. Stages keep the numbers that they have in the whole
+    layout."""
 
     layout: Layout
     worker: int = 0

@@ -96,9 +96,11 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
+    """The result of a simulation: all events, and the memory in use on each device over time."""
+
     devices: int
     events: tuple[Event, ...]
-    """Events in the order in which they end; a lane runs one action at a time."""
+    """All events in the order in which they end. A lane runs one action at a time."""
     memory: tuple[tuple[Level, ...], ...]
     """Bytes in use over time, for each device."""
 

@@ -1,7 +1,8 @@
-"""Greedy dispatch: each device of a pipeline runs whatever is ready, in an order predicted from costs.
+"""Greedy dispatch: the order of passes in a pipeline in which each device runs whatever is ready.
 
-All replicas are dispatched together: a job's next batch waits for the Backwards of every replica. A dispatch
-may begin with microbatches in flight, which the window before has left.
+What is ready when is predicted by a simulation with the costs of passes. All replicas are simulated together,
+since a job's next batch waits for the backwards of every replica. A dispatch may begin with microbatches in
+flight that the previous window has left.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from weftune.plan.program.program import (
 
 @dataclass(frozen=True, slots=True)
 class DispatchRules:
-    """Limits on microbatches in flight per stage, and whether forwards or backwards go first."""
+    """The rules of a dispatch: limits on the microbatches in flight, and whether forwards or backwards go
+    first if both are ready. A microbatch is in flight on a stage between its forward and its backward."""
 
     max_in_flight: tuple[int, ...]
     """Maximum number of microbatches in flight on each stage."""
     forward_first: tuple[bool, ...]
     max_bytes: tuple[int, ...] = ()
-    """Maximum bytes of microbatches in flight on each stage. Empty means no limit."""
+    """Maximum bytes that microbatches in flight keep on each stage. Empty means no limit."""
     exchange_seconds: float = 0.0
-    """Seconds from a batch's last Backward until it is closed, in which replicas exchange gradients."""
+    """Seconds in which replicas exchange the gradients of a batch after its last backward."""
 
 
 def chunks_before(microbatches: Sequence[MicrobatchPlan]) -> dict[int, int]:
-    """Return a map from each chunk of a sample, except the first, to the chunk before it. The chunks of a
-    sample are given in order."""
+    """Return a dict from each microbatch that is a chunk of a sample, except the first chunk, to the
+    microbatch of the chunk before it. The chunks of a sample must be in order."""
     last: dict[tuple[str, int, int], int] = {}
     before: dict[int, int] = {}
     for number, plan in enumerate(microbatches):
@@ -60,7 +62,7 @@ class PassBegan:
 
 @dataclass(frozen=True, slots=True)
 class BatchClosed:
-    """An event: a batch has ended on a stage in all replicas, and their gradients are exchanged."""
+    """An event: a global batch has ended on a stage in all replicas, and their gradients are exchanged."""
 
     stage: int
     job: str
@@ -71,7 +73,8 @@ class BatchClosed:
 class _Device:
     stage: int
     next_chunk: int | None = None
-    """Chunk that follows the one of the last forward. None if the last forward ended a sample."""
+    """Microbatch with the next chunk of the sample that is in progress. None if the last forward ended a
+    sample."""
     ready_forward: deque[int] = field(default_factory=deque)
     ready_backward: deque[int] = field(default_factory=deque)
     in_flight: int = 0
@@ -81,7 +84,8 @@ class _Device:
 
 
 class Dispatch:
-    """A simulation of the devices. `launches` are each replica's microbatches in their preferred order."""
+    """A simulation of all devices, which yields the order of their passes. `launches` contains, for each
+    replica, its microbatches in their preferred order."""
 
     def __init__(
         self,
@@ -91,20 +95,21 @@ class Dispatch:
         rules: DispatchRules,
         inherited: Sequence[Inherited] = (),
     ) -> None:
-        """`inherited` is the progress of the first microbatches; with it, there is one replica."""
+        """Prepare the simulation. `inherited` is the progress of the first microbatches, if the previous
+        window has begun them; there must then be only one replica."""
         self.microbatches, self.prices, self.rules = microbatches, prices, rules
         self.last = len(rules.max_in_flight) - 1
         samples = batch_samples(microbatches)
         self._remaining = [samples.copy() for _ in rules.max_in_flight]
-        """Number of samples of each batch that still need their backward, in all replicas; for each stage."""
+        """For each stage, the number of samples of each batch that still need a backward in any replica."""
         self._open = [set(samples) for _ in rules.max_in_flight]
-        """Batches that are not closed yet, for each stage."""
+        """For each stage, the batches whose gradients are not complete and exchanged yet."""
         self.devices = [_Device(stage) for _ in launches for stage in range(len(rules.max_in_flight))]
         self.jobs = [frozenset(one.jobs) for one in microbatches]
         self.before = [
             frozenset((segment.job, segment.step - 1) for segment in one.segments) for one in microbatches
         ]
-        """Batches whose Steps must precede each microbatch."""
+        """For each microbatch, the batches whose optimizer steps must come before it."""
         for first, numbers in zip(self.devices[:: len(rules.max_in_flight)], launches, strict=True):
             first.ready_forward.extend(numbers)
         self._chunk_before = chunks_before(microbatches)
@@ -118,7 +123,7 @@ class Dispatch:
             {max(0, device - 1), device, min(self.last, device + 1)} if len(launches) == 1 else everyone
             for device in everyone
         ]
-        """Devices that may become able to run a pass when a device has ended one."""
+        """For each device, the devices that may become able to run a pass when it has ended one."""
         for number, progress in enumerate(inherited):
             self._inherit(number, progress)
         self._ends: list[tuple[float, int, int, Forward | Backward | BatchClosed]] = []
@@ -145,7 +150,8 @@ class Dispatch:
         return [one.actions for one in self.devices]
 
     def _inherit(self, number: int, progress: Inherited) -> None:
-        """Add a microbatch that is in flight, or whose passes are done while its batch is unfinished."""
+        """Add a microbatch that the previous window has begun: it is in flight, or waits for the rest of its
+        batch."""
         stages = self.last + 1
         for stage, one in enumerate(self.devices):
             if progress.is_in_flight(stage, stages):

@@ -1,10 +1,10 @@
-"""Orders for a pipeline of one stage per device: GPipe, 1F1B, the multi-job 1F1B of mLoRA, and MuxTune's
-template.
+"""Schedules (orders of passes) for a pipeline with one stage per device: GPipe, 1F1B, multi-job and template.
 
-GPipe and 1F1B follow from the list of microbatches alone. In the multi-job order, every device runs what is
-ready, as predicted from the costs, so that microbatches of independent jobs fill each other's idle time. The
-template (section 3.4.1 of MuxTune) runs the buckets one after another, the slowest first, and launches
-eagerly. Under its premises the last stage never waits between its first forward and its last backward.
+GPipe and 1F1B follow from the list of microbatches alone. In the multi-job order of mLoRA, every device runs
+what is ready, as predicted from the costs, so that microbatches of independent jobs fill each other's idle
+time. The template of MuxTune (section 3.4.1) runs buckets, which are groups of microbatches, one after
+another, the slowest first, and runs forwards as early as possible. Under its premises, the last stage never
+waits between its first forward and its last backward.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from weftune.plan.program.simulate import Lane, simulate
 from weftune.plan.window.dispatch import Dispatch, DispatchRules
 
 Passes = list[list[Action]]
-"""Passes of each device in order, before Steps, Sends and Recvs are inserted."""
+"""The forwards and backwards of each device in order, before Steps, Sends and Recvs are inserted."""
 EVEN = 1e-9
 """Relative difference below which times count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of a window, with its microbatches in the preferred order."""
+    """The work of a window: its global batches, and their microbatches in the preferred order."""
 
     capacity: int
     microbatches: tuple[MicrobatchPlan, ...]
     batches: tuple[GlobalBatch, ...]
     by_replica: tuple[tuple[int, ...], ...] = ()
-    """Indices of each replica's microbatches in their preferred order; empty with one replica."""
+    """For each replica, the indices of its microbatches in their preferred order."""
     inherited: tuple[Inherited, ...] = ()
-    """Progress of the first microbatches, which the window before left unfinished."""
+    """Progress of the first microbatches, which the previous window left unfinished."""
 
     @property
     def filled_microbatches(self) -> list[int]:
-        """Indices of the microbatches that have rows; the others are no-ops."""
+        """Indices of the microbatches that have rows. All others are no-ops (empty microbatches)."""
         return [number for number, one in enumerate(self.microbatches) if one.segments]
 
     @property
@@ -80,9 +80,11 @@ def multi_job(work: Work, stages: int, prices: Prices, spare: int = 0) -> Progra
 
 
 def chunked_multi_job(work: Work, stages: int, prices: Prices, max_rows: int) -> Program:
-    """Return the multi-job order of microbatches among which are chunks of samples. All chunks of a sample
-    are in flight on the last stage together, so rows are limited instead of microbatches: each stage keeps as
-    many bytes as in 1F1B with microbatches of `max_rows` rows."""
+    """Return a program in the multi-job order for microbatches of which some are chunks of samples.
+
+    All chunks of a sample are in flight on the last stage together, so bytes are limited instead of the
+    number of microbatches: each stage keeps at most as many as in 1F1B with microbatches of `max_rows` rows.
+    """
     rules, numbers = multi_job_rules(stages), work.filled_microbatches
     max_bytes = tuple(
         count * max(_bytes_of(max_rows, work.microbatches[one], prices.passes[one][stage]) for one in numbers)
@@ -122,22 +124,23 @@ def gpipe_passes(work: Work, stages: int) -> Passes:
 
 
 def alternating_passes(work: Work, stages: int) -> Passes:
-    """Return the 1F1B order: stage s runs forwards until `stages` − s microbatches are in flight, then
-    alternates.
+    """Return the 1F1B order: stage s runs forwards until `stages` − s microbatches are in flight, and then
+    alternates between backward and forward.
 
-    If a microbatch needs a Step that has not run yet, the backwards before that Step go first. With one job,
-    this drains the pipeline after every batch, unless its batches are far enough apart (the bubble lemma in
-    `merge`).
+    If a microbatch needs an optimizer step that has not run yet, the backwards before that step go first.
+    With one job, this drains the pipeline after every batch, unless its batches are far enough apart (the
+    bubble lemma in `merge`).
     """
     return [_alternating_order(work, stage, stages) for stage in range(stages)]
 
 
 def multi_job_passes(work: Work, stages: int, prices: Prices, spare: int = 0) -> Passes:
-    """Return mLoRA's order: the first device prefers forwards, all others backwards, with as many
-    microbatches in flight as in 1F1B.
+    """Return the multi-job order of mLoRA: the first device prefers forwards, all others prefer backwards,
+    with as many microbatches in flight as in 1F1B.
 
-    While a job waits for its Step, the next ready microbatch of any job runs. `spare` more may be in flight
-    on all stages but the last: `stages` − 1 more hide transfers that take no longer than a pass.
+    While a job waits for its optimizer step, the next ready microbatch of any other job runs. On all stages
+    but the last, `spare` additional microbatches may be in flight. With `stages` − 1 of them, transfers that
+    take no longer than a pass cause no waits.
     """
     rules = multi_job_rules(stages, spare)
     launches = [work.launches]
@@ -153,7 +156,8 @@ def multi_job_rules(stages: int, spare: int = 0) -> DispatchRules:
 
 
 def rounds(work: Work) -> list[list[int]]:
-    """Split the microbatches into rounds: consecutive ones in which no job has two batches."""
+    """Return the microbatches split into rounds. A round is consecutive microbatches in which no job has
+    samples of two global batches."""
     found: list[list[int]] = []
     steps: dict[str, int] = {}
     for number in work.filled_microbatches:
@@ -174,8 +178,8 @@ def assemble(
 ) -> Program:
     """Return a checked Program from the passes of every device, with Steps, Sends and Recvs inserted.
 
-    `stage_devices` is the device of every stage; without it stage s is on device s. If the window
-    `hands_over`, passes may be missing at the end of the lists.
+    `stage_devices` contains the device of each stage; by default, stage s is on device s. If the window
+    `hands_over`, passes at the end may be missing, since the next window runs them.
     """
     stages = tuple(stage_devices) or tuple(range(len(device_passes)))
     passes = [list(actions) for actions in device_passes]
@@ -197,8 +201,8 @@ def assemble(
 
 
 def cut_passes(program: Program, work: Work, prices: Prices) -> Program:
-    """Return a program of the same work that ends when the first stage has run its last forward. Passes that
-    begin later are left to the next window, in which they overlap with the forwards that follow."""
+    """Return a program of the same work without the passes that begin after the first stage has run its last
+    forward. They are left to the next window, where they overlap with the forwards of new batches."""
     events = simulate(program, prices, PricedCluster(len(program.devices))).events
     end = max(one.stop for one in events if one.device == 0 and isinstance(one.action, Forward))
     kept: Passes = [[] for _ in program.devices]
@@ -209,12 +213,12 @@ def cut_passes(program: Program, work: Work, prices: Prices) -> Program:
 
 
 Batches = Collection[tuple[str, int]]
-"""Pairs of a job and a step."""
+"""Global batches, each given as a pair of a job and a step."""
 
 
 def _closed_batches(work: Work, first_passes: Iterable[Action], stages: Sequence[int]) -> Batches:
-    """Return the batches whose last Backward on the first stage is in this window. On every other stage it
-    comes earlier, maybe in a window before."""
+    """Return the batches whose last backward on the first stage is in this window. On every other stage, the
+    last backward comes earlier, possibly in a previous window."""
     remaining = _remaining_samples(work, stages[0], stages)
     for action in first_passes:
         if isinstance(action, Backward):
@@ -224,8 +228,8 @@ def _closed_batches(work: Work, first_passes: Iterable[Action], stages: Sequence
 
 
 def _remaining_samples(work: Work, device: int, stages: Sequence[int]) -> Counter[tuple[str, int]]:
-    """Return how many samples of each batch still need a backward on a device at the start of the window,
-    counted once for each of its stages."""
+    """Return the number of samples of each batch that still need a backward on a device at the start of the
+    window. A sample counts once for each stage of the device."""
     own = [stage for stage, home in enumerate(stages) if home == device]
     remaining = batch_samples(work.microbatches)
     for key in remaining:
@@ -240,9 +244,11 @@ def _remaining_samples(work: Work, device: int, stages: Sequence[int]) -> Counte
 def device_actions(
     work: Work, passes: Iterable[Action], device: int, stage_devices: Sequence[int], closed: Batches
 ) -> list[Action]:
-    """Return one device's actions: its passes with the Steps, Reduces, Sends and Recvs that belong to them.
+    """Return the actions of one device: its passes with the Steps, Reduces, Sends and Recvs that belong to
+    them.
 
-    `stage_devices` is the device of every stage. `closed` are the batches whose Steps are in this window.
+    `stage_devices` contains the device of each stage. `closed` are the batches whose Steps are in this
+    window.
     """
     stepped = _with_steps(work, passes, device, stage_devices, closed)
     arrived = {
@@ -254,8 +260,8 @@ def device_actions(
 
 
 def receive_sent(lists: Sequence[list[Action]]) -> None:
-    """Add Recvs at the ends of the lists for everything that is sent and not received yet, so that no message
-    is in transit between two windows."""
+    """Add Recvs at the ends of the devices' lists of actions for everything that is sent but not received in
+    the window, so that no message is in transit between two windows."""
     received = {
         (one.microbatch, one.stage, one.payload) for own in lists for one in own if isinstance(one, Recv)
     }
@@ -266,7 +272,7 @@ def receive_sent(lists: Sequence[list[Action]]) -> None:
 
 
 def _alternating_order(work: Work, stage: int, stages: int) -> list[Action]:
-    """Return the 1F1B order of one stage."""
+    """Return the passes of one stage in the 1F1B order."""
     remaining = batch_samples(work.microbatches)
     waiting = work.filled_microbatches
     flying: list[int] = []
@@ -302,12 +308,12 @@ def _alternating_order(work: Work, stage: int, stages: int) -> list[Action]:
 def _with_steps(
     work: Work, actions: Iterable[Action], device: int, stages: Sequence[int], closed: Batches
 ) -> Iterable[Action]:
-    """Yield the actions of a device with a job's Step right after the last Backward of its batch, or at the
-    start if that Backward is in the window before. The Steps of batches that are not `closed` are left out.
+    """Yield the actions of a device together with the optimizer steps (Steps) of the `closed` batches. A Step
+    follows the last Backward of its batch, or is at the start if that Backward is in the previous window.
 
-    With several devices, a Reduce follows that Backward, and on all but the first device the Step is as late
-    as possible, before the job's next Forward or at the end, so that devices rarely wait for the decision of
-    the first device.
+    With several devices, a Reduce comes between that Backward and the Step. On all devices but the first, the
+    Step is as late as possible, before the job's next Forward or at the end, so that devices rarely wait for
+    the decision of the first device.
     """
     remaining, several = _remaining_samples(work, device, stages), len(set(stages)) > 1
     pending: dict[str, Step] = {}
@@ -337,8 +343,9 @@ def _with_steps(
 def insert_transfers(
     actions: Iterable[Action], homes: Sequence[int], arrived: Collection[tuple[int, int, Payload]] = ()
 ) -> Iterable[Action]:
-    """Yield the actions with a Recv before each input from another device and a Send after each output.
-    Inputs in `arrived` were received in the window before."""
+    """Yield the actions with a Recv before each pass whose input comes from another device, and a Send
+    after each pass whose output goes to another device. Inputs in `arrived` were received in the previous
+    window."""
     for action in actions:
         match action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
@@ -361,7 +368,7 @@ def insert_transfers(
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A bucket: microbatches of equal cost, and the cost of one of them on every stage."""
+    """A bucket: microbatches of equal cost, and the cost of each of them on every stage."""
 
     microbatches: tuple[int, ...]
     passes: tuple[PassPrice, ...]
@@ -382,9 +389,9 @@ class PipelineTemplate:
 
 
 def template_order(work: Work, queues: Sequence[Queue], max_bytes: Sequence[int] = ()) -> PipelineTemplate:
-    """Return MuxTune's order for `queues`, which together hold all microbatches of `work`.
+    """Return the template order of MuxTune for `queues`, which together contain all microbatches of `work`.
 
-    `max_bytes` is the maximum bytes of microbatches in flight on each stage; empty means no limit.
+    `max_bytes` is the maximum of bytes that microbatches in flight keep on each stage. Empty means no limit.
     """
     assert queues, "there is a bucket to run"
     order = sorted(range(len(queues)), key=lambda index: -queues[index].latency)
@@ -398,7 +405,8 @@ def template_order(work: Work, queues: Sequence[Queue], max_bytes: Sequence[int]
 
 
 def eager_passes(work: Work, prices: Prices, max_bytes: Sequence[int]) -> Passes:
-    """Return MuxTune's order for unequal microbatches, already sorted by bucket, the slowest first."""
+    """Return the template order of MuxTune for microbatches of unequal cost, which are already sorted by
+    bucket, the slowest bucket first."""
     return _dispatch(work, work.filled_microbatches, prices, max_bytes).run()
 
 
@@ -417,7 +425,8 @@ def queue_prices(work: Work, queues: Sequence[Queue]) -> Prices:
 
 
 def _violations(work: Work, queues: Sequence[Queue]) -> list[str]:
-    """Return the premises on time that `queues`, in the order in which they run, violate, as sentences."""
+    """Return a sentence for each premise of the template that `queues`, in the order in which they run,
+    violate."""
     broken: list[str] = []
     for number, queue in enumerate(queues, 1):
         if any(abs(one.forward - one.backward) > EVEN * one.forward for one in queue.passes):

@@ -1,11 +1,13 @@
 """Speeds ("paces") of stages and windows, and the predicted timeline and number of rounds of a window.
 
-A window has only as many rounds as are predicted to end soon, since jobs join, leave and are interrupted
-between windows. The prediction uses the pace that the run has recorded or, at first, a profile or data sheet.
-It never uses the clock, so that a resumed run plans the same windows as an uninterrupted one.
+A round is one global batch of every job. A window has only as many rounds as are predicted to end soon, since
+jobs join, leave and are interrupted between windows. The prediction uses the pace that the run has recorded
+or, at first, a profile or data sheet. It never uses the clock, so a resumed run plans the same windows as an
+uninterrupted one.
 
-Workers wait for one another: time lost in a slow pass is not regained in a quick one, so timelines with mean
-times alone have too few bubbles. Timelines are therefore also predicted with times that vary as measured.
+Workers wait for one another, and time lost in a slow pass is not regained in a quick one. Timelines that are
+predicted from mean times therefore have too few bubbles (idle times), and other timelines are predicted with
+times that vary as measured.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from weftune.plan.window.rounds import JobWindow
 WINDOW_SECONDS = 10.0
 """Maximum predicted seconds of a window, unless a single round takes longer."""
 ROW_FLOPS = 4
-"""FLOPs per parameter and row: two each for forward and backward."""
+"""FLOPs per parameter and row: two for the forward and two for the backward."""
 DRAWS = 4
-"""Number of varied timelines per window. Few suffice, and each costs as much as the plan's own."""
+"""Number of timelines with varied times that are simulated per window."""
 BACKWARD_GUESS = 1.5
 """Time of a backward relative to a forward, until one has been measured."""
 
@@ -50,7 +52,8 @@ class StagePace:
 
 
 def guess_pace(layers: int) -> StagePace:
-    """Return a pace in proportion to the number of layers, for use before any measurement."""
+    """Return a pace that is proportional to the number of layers, for use before anything is measured. Its
+    times are not in seconds."""
     return StagePace(Line(0.0, float(layers)), Line(0.0, BACKWARD_GUESS * layers))
 
 
@@ -64,8 +67,8 @@ class LoadPace:
 
 
 def predict_timeline(program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None) -> Timeline:
-    """Return the simulated timeline of a window at these paces. Transfers between devices are assumed to take
-    no time."""
+    """Return the simulated timeline of a window whose stages have these paces. Transfers between devices are
+    assumed to take no time."""
     return simulate_timeline(program, pace_prices(program.microbatches, paces), loads)
 
 
@@ -95,7 +98,8 @@ def pace_prices(microbatches: Sequence[MicrobatchPlan], paces: Sequence[StagePac
 def vary_timelines(
     program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None, draws: int = DRAWS
 ) -> list[Timeline]:
-    """Return timelines with randomly varied pass times. The seed is fixed, so the result is reproducible."""
+    """Return `draws` simulated timelines of a window whose pass times vary as measured. The random seed is
+    fixed, so the result is reproducible."""
     prices, drawn = pace_prices(program.microbatches, paces), Random(0)
     return [
         simulate_timeline(program, _vary_prices(program, prices, paces, drawn), loads) for _ in range(draws)
@@ -119,8 +123,9 @@ def _vary_prices(program: Program, prices: Prices, paces: Sequence[StagePace], r
 
 
 def _factors(spread: Sequence[float], moment: float) -> Iterator[float]:
-    """Return the recorded factors in order, for all stages from the same relative `moment` on, since slow
-    passes occur in a row and often on several stages at once."""
+    """Return an endless iterator over the measured factors of pass times, in their order. It begins at
+    `moment`, a fraction of their number, which should be equal for all stages, since slow passes occur in a
+    row and often on several stages at once."""
     if not spread:
         return repeat(1.0)
     start = int(moment * len(spread))
@@ -129,7 +134,7 @@ def _factors(spread: Sequence[float], moment: float) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class WindowPace:
-    """Predicted time of a round; zeros if nothing is known."""
+    """Predicted time of a round (one global batch of every job). Both numbers are 0 if nothing is known."""
 
     row_seconds: float = 0.0
     """Seconds per trained row."""
@@ -138,8 +143,9 @@ class WindowPace:
 
 
 def cut_to_window_seconds(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobWindow]:
-    """Cut the windows to as many rounds as fit in WINDOW_SECONDS, at least one, and to as many samples to be
-    scored as fit in WINDOW_SECONDS, at least one. Samples of the first windows are scored first."""
+    """Return the jobs' windows, cut to as many rounds as are predicted to fit in `WINDOW_SECONDS`, but at
+    least one. Samples to be scored are limited in the same way, and the samples of the first jobs are
+    kept."""
     rounds, scored_rows = rounds_within(windows, pace), 0.0
     max_rows = WINDOW_SECONDS / (EVALUATION_SHARE * pace.row_seconds) if pace.row_seconds else math.inf
     cut = []
@@ -155,7 +161,7 @@ def cut_to_window_seconds(windows: Sequence[JobWindow], pace: WindowPace) -> lis
 
 
 def rounds_within(windows: Sequence[JobWindow], pace: WindowPace) -> int:
-    """Return how many rounds fit in WINDOW_SECONDS, at least 1."""
+    """Return how many rounds are predicted to fit in `WINDOW_SECONDS`, but at least 1."""
     longest = max((len(window.batches) for window in windows), default=0)
     ends = accumulate(_round_seconds(windows, turn, pace) for turn in range(longest))
     return max(1, sum(end <= WINDOW_SECONDS for end in ends))
@@ -173,8 +179,8 @@ def _round_seconds(windows: Sequence[JobWindow], turn: int, pace: WindowPace) ->
 
 
 def first_pace(cost: CostModel, shape: ModelShape, on_gpu: bool, max_tokens: int) -> WindowPace:
-    """Return the pace before the run has measured anything: from a profile, for passes of `max_tokens`
-    tokens, or else from the device's data sheet."""
+    """Return the predicted pace before the run has measured anything. It comes from a profile, for passes of
+    `max_tokens` tokens, or else from the data sheet of the device."""
     if cost.measured:
         full = PassWork(
             tokens=max_tokens, squares=max_tokens**2, samples=1, supervised=max_tokens, adapted=0, segments=1
@@ -185,12 +191,13 @@ def first_pace(cost: CostModel, shape: ModelShape, on_gpu: bool, max_tokens: int
 
 
 def data_sheet_pace(shape: ModelShape, flops: float) -> WindowPace:
-    """Return the pace of devices that compute `flops` operations per second together."""
+    """Return the predicted pace of devices that together reach `flops` FLOP/s."""
     return WindowPace(ROW_FLOPS * shape.active_parameters / flops)
 
 
 def data_sheet_link() -> Link | None:
-    """Return the link between this machine's GPUs by their data sheet. None without GPUs that are known."""
+    """Return the link between this machine's GPUs from their data sheet. Return None if there is no GPU, or
+    if its data sheet is unknown."""
     try:
         cluster = detect_cluster()
     except PlanError:

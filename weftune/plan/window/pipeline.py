@@ -1,7 +1,9 @@
-"""The next window of a pipeline: batches split into microbatches, grouped and ordered for its stages.
+"""The planner of the next window of a pipeline: global batches are split into microbatches, grouped and
+ordered.
 
-Jobs form groups whose rounds alternate, so that other groups fill the time in which a job's batch waits for
-its Step. A window ends with the round in which a job evaluates, since later steps depend on the result.
+Jobs form groups whose rounds (one global batch of every job) alternate, so that other groups fill the time in
+which a job's batch waits for its optimizer step. A window ends with the round in which a job evaluates, since
+later steps depend on the result.
 """
 
 from __future__ import annotations
@@ -53,11 +55,12 @@ from weftune.plan.window.rounds import JobWindow, mismatched_segments
 
 Groups = tuple[tuple[str, ...], ...]
 MAX_SPLITS = 4
-"""Maximum factor by which a round is cut into more microbatches than it needs, if that fills the pipeline."""
+"""Maximum factor by which microbatches are made smaller than the capacity, to fill the pipeline better."""
 CUT_GAIN = 1.02
 """Factor by which a window must be predicted to be faster before samples are cut, or cut more finely."""
 PATIENCE = 1.02
-"""Factor by which a window may be predicted to take longer if devices then never wait for gradients."""
+"""Factor by which a window may be predicted to take longer if its devices then wait less for gradients of
+other replicas."""
 
 
 class PipelineOrder(StrEnum):
@@ -68,7 +71,7 @@ class PipelineOrder(StrEnum):
 
 
 CUT_ORDERS = PipelineOrder.multi_job, PipelineOrder.alternating
-"""Orders in which a window may begin with microbatches in flight, and leave some."""
+"""Orders in which a window may begin with microbatches in flight and leave some in flight at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +106,8 @@ class PipelineRules:
 
     @property
     def batch_distance(self) -> int:
-        """Minimum distance, in microbatches, from the last of a batch to the first of the job's next batch.
-        The exchange of gradients between replicas counts as one more stage."""
+        """Minimum distance, in microbatches, from the last microbatch of a batch to the first microbatch of
+        the job's next batch. The exchange of gradients between replicas counts as one more stage."""
         return self.stages + (self.replicas > 1)
 
 
@@ -114,11 +117,12 @@ def plan_pipeline(
     inherited: Unfinished = FINISHED,
     hands_over: bool = False,
 ) -> Program:
-    """Return a checked program that trains the jobs' batches up to the first evaluation, and the batches that
-    are `inherited` from the window before. If it `hands_over`, the pipeline does not drain at the end, unless
-    a job evaluates there: the last batches are left unfinished.
+    """Return a checked program that finishes the `inherited` batches of the previous window and trains the
+    jobs' new batches up to the first evaluation.
 
-    Windows begin after the inherited batches. The program of an empty window finishes what is inherited.
+    With `hands_over`, the last batches are left unfinished, so that the pipeline does not drain between two
+    windows, unless a job evaluates at the end. Without new batches, the program only finishes the inherited
+    ones.
     """
     step = {window.job: window.step for window in windows}
     beginners = [window for window in windows if window.begins_run]
@@ -157,8 +161,8 @@ def plan_pipeline(
 def _may_hand_over(
     parts: Sequence[Sequence[GlobalBatch]], windows: Sequence[JobWindow], rules: PipelineRules
 ) -> bool:
-    """Whether batches may be left unfinished: new ones begin, in an order that can be cut, and nothing at the
-    end of the window needs their results."""
+    """Return whether the window may leave batches unfinished: new batches begin, in an order that can be cut,
+    and nothing at the end of the window needs their results."""
     if len(parts) != 1 or rules.order not in (None, *CUT_ORDERS) or rules.replicas > 1:
         return False
     by_job = {window.job: window for window in windows}
@@ -166,9 +170,9 @@ def _may_hand_over(
 
 
 def _batches(windows: Sequence[JobWindow]) -> list[list[GlobalBatch]]:
-    """Return the batches round by round, up to and including the first round in which a job evaluates. A new
-    part of the window begins with every round that has mismatched samples: they are scored with the weights
-    after the round before, so that no later batch may begin earlier."""
+    """Return the batches of the window in the order of rounds, up to and including the first round in which a
+    job evaluates. They are split into parts: a new part begins with every round that has mismatched samples
+    (for a KL term), since these are scored with the weights after the previous round."""
     found: list[list[GlobalBatch]] = []
     for turn in range(max((len(window.batches) for window in windows), default=0)):
         moving = [window for window in windows if turn < len(window.batches)]
@@ -190,8 +194,8 @@ def _plan_training(
     inherited: Unfinished = FINISHED,
     hands_over: bool = False,
 ) -> Program:
-    """Return the program that is fastest in the simulator, with long samples whole or in chunks. It also
-    finishes the inherited batches."""
+    """Return the program that trains the batches and finishes the inherited ones. Long samples are whole or
+    cut into chunks, whichever is faster in the simulator."""
     whole = _plan_whole(batches, windows, rules, inherited, hands_over)
     if not batches or not rules.cuts_samples:
         return whole.program
@@ -215,8 +219,8 @@ def _plan_whole(
     inherited: Unfinished = FINISHED,
     hands_over: bool = False,
 ) -> Timed:
-    """Return the program of whole samples that is fastest in the simulator, among several sizes of
-    microbatches and several orders. Inherited microbatches stay as they are."""
+    """Return the program without chunks that is fastest in the simulator, among several sizes of microbatches
+    and several orders of passes. Inherited microbatches do not change."""
     runs = (samples for batch in batches for samples in sample_groups(batch.samples))
     longest = max(map(_tokens, runs), default=0)
     best: Program | None = None
@@ -256,8 +260,8 @@ class Timed:
 def _choose_chunk_rows(
     batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules
 ) -> int | None:
-    """Return the rows of chunks with which rounds like the first one are fastest in the simulator. None if
-    whole samples are about as fast."""
+    """Return the maximum rows of chunks with which rounds like the first one are fastest in the simulator.
+    Return None if whole samples are about as fast."""
     first: dict[str, GlobalBatch] = {}
     for batch in batches:
         first.setdefault(batch.job, batch)
@@ -281,8 +285,8 @@ def _choose_chunk_rows(
 
 
 def _round_seconds(batches: Sequence[GlobalBatch], plan: Callable[[Sequence[GlobalBatch]], Timed]) -> float:
-    """Return the seconds that one more round of these batches adds to a window. Jobs that fill each other's
-    waits fill and drain the pipeline once per window, a single job with every batch."""
+    """Return the simulated seconds that one more round of these batches adds to a window. The time in which
+    the pipeline fills and drains counts only if every round repeats it, as with a single job."""
     again = [replace(batch, step=batch.step + 1) for batch in batches]
     return plan([*batches, *again]).seconds - plan(batches).seconds
 
@@ -290,7 +294,7 @@ def _round_seconds(batches: Sequence[GlobalBatch], plan: Callable[[Sequence[Glob
 def _plan_cut(
     batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules, rows: int
 ) -> Timed:
-    """Return the program in which samples of more than `rows` rows are cut into chunks of at most that."""
+    """Return the program in which longer samples are cut into chunks of at most `rows` rows."""
     longest = max(_tokens(together) for batch in batches for together in sample_groups(batch.samples))
     groups = _groups(batches, [window.job for window in windows], rows, rules)
     work = cut_long_samples(_deal_microbatches(batches, groups, rows, rules), rows)
@@ -300,8 +304,8 @@ def _plan_cut(
 
 
 def _seconds(program: Program, prices: Prices) -> float:
-    """Return the simulated seconds of a window. One that hands over is charged, too, with the passes that it
-    leaves to the next window, as if no device waited in them."""
+    """Return the simulated seconds of a window. If the window hands over, the passes that it leaves to the
+    next window are included, as if no device waited during them."""
     timeline = simulate(program, prices, PricedCluster(len(program.devices)))
     if not program.hands_over:
         return timeline.makespan
@@ -317,7 +321,8 @@ def _seconds(program: Program, prices: Prices) -> float:
 def _groups(
     batches: Sequence[GlobalBatch], jobs: Sequence[str], capacity: int, rules: PipelineRules
 ) -> Groups:
-    """Return groups of jobs whose rounds alternate, by a replica's part of each job's first batch."""
+    """Return the groups of jobs whose rounds alternate. They depend on each job's first batch, of which a
+    replica has a part."""
     firsts: dict[str, GlobalBatch] = {}
     for batch in batches:
         firsts.setdefault(batch.job, batch)
@@ -332,9 +337,12 @@ def _groups(
 
 
 def _turns(groups: Groups, batches: Sequence[GlobalBatch], inherited: Unfinished) -> list[Groups]:
-    """Return the groups in the order in which their next rounds may begin: those whose batches are unfinished
-    come last, in the order of their last microbatches. Where batches are inherited, also return as many
-    groups of jobs that may begin at about the same time."""
+    """Return one or two ways to order the groups of jobs for the next rounds.
+
+    In the first, groups with unfinished batches come last, in the order of their last microbatches. If
+    batches are inherited, the second has equally many groups, each of jobs that may begin at about the same
+    time.
+    """
     last = {job: number for number, plan in enumerate(inherited.microbatches) for job in plan.jobs}
     found = [tuple(sorted(groups, key=lambda members: max(last.get(job, -1) for job in members)))]
     if last and len(groups) > 1:
@@ -367,9 +375,9 @@ def _deal_microbatches(
     rules: PipelineRules,
     inherited: Unfinished = FINISHED,
 ) -> Work:
-    """Return microbatches of at most `max_tokens` tokens, shared by the jobs of a group. A longer sample is a
-    microbatch of its own. The microbatches of each replica are ordered so that a job's batches are far enough
-    apart."""
+    """Return the batches divided into microbatches of at most `max_tokens` tokens, which the jobs of a group
+    share. A longer sample has its own microbatch. The microbatches of each replica are ordered so that the
+    batches of a job are far enough apart."""
     # A bucket of the template runs in one piece, so no sample may go into another group's round. With
     # replicas, two microbatches could each hold a sample that waits for the other's round.
     shift = rules.order is not PipelineOrder.template and rules.replicas == 1
@@ -398,8 +406,8 @@ def _deal_microbatches(
 
 
 def _rounds(batches: Sequence[GlobalBatch], groups: Groups, max_tokens: int) -> Rounds:
-    """Return rounds, each with the samples of one batch of every job of a group; the groups alternate. Longer
-    samples count as `max_tokens` tokens."""
+    """Return rounds, each with the samples of one batch of every job of a group. The groups alternate.
+    Samples of more than `max_tokens` tokens count as `max_tokens`."""
     by_job: dict[str, list[GlobalBatch]] = {}
     for batch in batches:
         by_job.setdefault(batch.job, []).append(batch)
@@ -456,7 +464,8 @@ def _order_passes(
 
 
 def _queues(work: Work, prices: Prices, groups: Groups, stages: int) -> list[Queue]:
-    """Return one bucket per group. The template requires that its microbatches all have the same cost."""
+    """Return one bucket per group of jobs for the template order. All microbatches of a bucket get their mean
+    cost, since the template requires equal costs."""
     home = {job: number for number, members in enumerate(groups) for job in members}
     held: dict[int, list[int]] = {}
     for number in work.filled_microbatches:
@@ -482,7 +491,8 @@ def _with_passes(
     segments: Sequence[SegmentPlan],
     rules: PipelineRules,
 ) -> Program:
-    """Add forward-only passes through all stages, divided among the replicas, after all other actions."""
+    """Return the program with passes without backward, of the given kind, after all other actions. The
+    samples are divided among the replicas."""
     packed = pack_segments(segments, _evaluation_capacity(segments, rules))
     before = len(program.microbatches)
     shares = deal_evaluation(packed, rules.replicas)
@@ -497,7 +507,8 @@ def _with_passes(
 
 
 def _with_mismatched(program: Program, segments: Sequence[SegmentPlan], rules: PipelineRules) -> Program:
-    """Add passes that score mismatched samples. Replicas then exchange the sums that they have scored."""
+    """Return the program with additional passes that score mismatched samples, after which the replicas
+    exchange the sums of the scores."""
     program = _with_passes(program, Score, segments, rules)
     if rules.replicas == 1:
         return program
@@ -521,8 +532,8 @@ def _evaluation_capacity(segments: Sequence[SegmentPlan], rules: PipelineRules) 
 
 
 def _with_saves(program: Program, windows: Sequence[JobWindow], beginners: Sequence[JobWindow]) -> Program:
-    """Add Saves right after their Steps. A job that begins is first saved at its current step. Only the
-    devices of one replica save, since all replicas hold the same weights."""
+    """Return the program with Saves right after the Steps that they save. A job that begins is also saved at
+    its current step. Only the devices of the first replica save, since all replicas hold the same weights."""
     at = {window.job: window.save_steps for window in windows}
     begin = [Save(window.job, window.step) for window in beginners if window.step in window.save_steps]
 

@@ -1,8 +1,8 @@
-"""Replicas of a pipeline: which samples each one trains, and when the gradients of a batch are summed.
+"""Replicas of a pipeline: which samples each replica trains, and when the gradients of a batch are summed.
 
-Replicas divide the samples of each batch, and every Step waits for all of them. The order of passes is
-predicted for all replicas together, so that a Reduce is placed where the last replica is expected to have
-finished, and no replica waits for another.
+Replicas divide the samples of each global batch, and every optimizer step waits for all replicas. The order
+of passes is predicted for all replicas together, so that gradients are summed (by a Reduce) at a time at
+which the last replica is expected to have finished, and no replica waits for another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Rounds = list[list[BatchSample]]
 
 
 def deal_samples(rounds: Sequence[Sequence[BatchSample]], replicas: int) -> list[Rounds]:
-    """Divide each round's samples among the replicas; a round evens out earlier imbalance."""
+    """Return, for each replica, its samples of each round. The total number of tokens so far is kept even."""
     tokens = [0] * replicas
     dealt: list[Rounds] = [[] for _ in range(replicas)]
     for samples in rounds:
@@ -42,8 +42,8 @@ def deal_samples(rounds: Sequence[Sequence[BatchSample]], replicas: int) -> list
 
 
 def _assign_to_replicas(sizes: Sequence[int], totals: list[int]) -> list[int]:
-    """Return the replica of each item, and add its size to the replica's total: the largest items go first,
-    each to the replica with the smallest total."""
+    """Return the replica of each item, and add the sizes to the replicas' `totals` in place. The largest
+    items are assigned first, each to the replica with the smallest total."""
     home = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         home[index] = totals.index(min(totals))
@@ -52,7 +52,8 @@ def _assign_to_replicas(sizes: Sequence[int], totals: list[int]) -> list[int]:
 
 
 def deal_evaluation(microbatches: Sequence[MicrobatchPlan], replicas: int) -> list[list[int]]:
-    """Return the indices of the evaluation microbatches of each replica, divided as in `deal_samples`."""
+    """Return, for each replica, the indices of the evaluation microbatches that it runs. Their rows are
+    divided evenly."""
     home = _assign_to_replicas([one.rows for one in microbatches], [0] * replicas)
     return [[index for index, where in enumerate(home) if where == one] for one in range(replicas)]
 
@@ -60,9 +61,10 @@ def deal_evaluation(microbatches: Sequence[MicrobatchPlan], replicas: int) -> li
 def order_replicas(
     work: Work, stages: int, prices: Prices, spare: int = 0, reduce_late: bool = False
 ) -> Program:
-    """Return the multi-job order for all replicas together, with the Reduces and Steps that they need.
+    """Return a program with all replicas in the multi-job order, with the Reduces and Steps that they need.
 
-    With `reduce_late`, one more pass runs before replicas sum their gradients, which hides slow links.
+    With `reduce_late`, replicas sum the gradients of a batch about one pass later, so that slow links cause
+    fewer waits.
     """
     forwards = [one.forward for number in work.filled_microbatches for one in prices.passes[number]]
     lag = sum(forwards) / len(forwards) if reduce_late else 0.0
@@ -88,9 +90,9 @@ def order_replicas(
 
 
 class _StepInserter:
-    """Inserts Reduces and Steps among the passes, event by event.
+    """Inserts Reduces and Steps between the passes of all devices, event by event.
 
-    No deadlock is possible: whatever an action waits for happened earlier in the log.
+    No deadlock is possible, since everything that an action waits for has happened earlier in the log.
     """
 
     def __init__(self, work: Work, stages: int) -> None:
@@ -98,10 +100,10 @@ class _StepInserter:
         self.lists: list[list[Action]] = [[] for _ in range(len(work.by_replica) * stages)]
         shares = [batch_samples(self.microbatches[number] for number in own) for own in work.by_replica]
         self.shares = [frozenset(share) for share in shares]
-        """Batches of which each replica trains at least one sample."""
+        """For each replica, the batches of which it trains at least one sample."""
         self.remaining = [shares[device // stages].copy() for device in range(len(self.lists))]
         self.pending: list[dict[str, Step]] = [{} for _ in self.lists]
-        """For each device, its pending Steps by job. They are placed as late as possible."""
+        """For each device, the Steps that are not placed yet, by job. They are placed as late as possible."""
 
     def insert_steps(self, log: Iterable[PassBegan | BatchClosed]) -> list[list[Action]]:
         for moment in log:
@@ -127,8 +129,8 @@ class _StepInserter:
         self.lists[device].append(action)
 
     def _backward(self, device: int, action: Backward) -> None:
-        """Add a Backward; after the last one of a batch on this device, add the Reduce that sends its
-        gradient."""
+        """Add a Backward to the device's actions. If it is the last one of a batch on this device, also add
+        the Reduce that sends the gradient to other replicas."""
         self.lists[device].append(action)
         for segment in self.microbatches[action.microbatch].segments:
             key = segment.job, segment.step

@@ -1,4 +1,4 @@
-"""Planning of the next window, from records of the running jobs: the only planner that a run calls."""
+"""Planning of the next window (a few global batches of every job): the only planner that a run calls."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Pacing:
     """Options of a pipeline in which several microbatches are in flight."""
 
     paces: tuple[StagePace, ...]
-    """Pace of each stage."""
+    """Speed of each stage."""
     order: PipelineOrder | None = None
-    """Order of the pipeline. None selects the one that the simulator finds fastest."""
+    """Schedule of the pipeline. None selects the one that is fastest in the simulator."""
     spare_microbatches: int = 0
-    """Number of additional microbatches in flight, compared with 1F1B, on all stages but the last."""
+    """Number of microbatches in flight in addition to those of 1F1B, on all stages but the last."""
     min_chunk_rows: int = 0
-    """Fewest rows of the chunks into which long samples may be cut. 0 means that samples stay whole."""
+    """Minimum rows of the chunks into which long samples may be cut. 0 means that samples stay whole."""
     hands_over: bool = False
     """Whether a window may leave batches unfinished, so that the pipeline does not drain before the next."""
 
@@ -41,11 +41,10 @@ def plan_window(
 ) -> Program:
     """Return a checked program that trains the jobs' batches, with at most `capacity` tokens per microbatch.
 
-    With a `ladder`, training passes have few sizes, as captured CUDA graphs require. With `pacing`, resident
-    stages run as a pipeline with several microbatches in flight; without it, all microbatches of a round pass
-    one stage before the next stage begins.
-
-    A pipeline begins with the batches that are `inherited` from the window before.
+    With `ladder`, training microbatches are padded to few sizes, as captured CUDA graphs require. With
+    `pacing`, resident stages run as a pipeline with several microbatches in flight; without it, all
+    microbatches of a round (one global batch of every job) pass one stage before the next stage begins. A
+    pipeline begins with the batches that are `inherited` from the previous window.
     """
     if pacing is None:
         assert not inherited.batches, "only a pipeline has unfinished batches between two windows"
@@ -66,8 +65,9 @@ def plan_window(
 
 
 def _pad_to_ladder(program: Program, capacity: int) -> Program:
-    """Return the program with each training microbatch padded to a size on the ladder, except chunks, whose
-    passes are not captured, and inherited microbatches, which are padded already."""
+    """Return the program with training microbatches padded to the few allowed sizes (see `ladder_size`).
+    Chunks are not padded, since their passes are not captured, and inherited microbatches are padded
+    already."""
     trained = {action.microbatch for action, _ in program.forward_passes() if isinstance(action, Forward)}
     padded = trained.difference(range(len(program.inherited)))
     return replace(
