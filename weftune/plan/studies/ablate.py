@@ -1,4 +1,5 @@
-"""Ablation of planner mechanisms: the forecast with one switched off, or with one that is off by default."""
+"""Ablation of mechanisms of the planner: forecasts with one mechanism switched off, or with one added that is
+off by default."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ from weftune.plan.window.orders import chunked_multi_job
 
 CHUNKS = (64, 128, 256, 512, 1024)
 MAX_CHUNKS = 8
-"""Maximum chunks per full microbatch: smaller chunks cost more in passes than they save in waits."""
+"""Maximum number of chunks per full microbatch. More chunks cost more time in passes than they save in
+waits."""
 SHARDS = 2
 
 
 def ablate(outlook: Outlook) -> tuple[Ablation, ...]:
-    """Return the cost of switching off each mechanism, then of adding each that is off by default."""
+    """Return the predicted effect of switching off each mechanism, and of adding each mechanism that is off
+    by default."""
     scheme, jobs = outlook.scheme, outlook.jobs
     switched = [
         ("packing", "best fit only", replace(scheme, limits=GREEDY)),
@@ -60,7 +63,8 @@ def _forecast_scheme(outlook: Outlook, scheme: Scheme, placement: Placement | No
 
 
 def _chunk_rows(outlook: Outlook) -> list[Ablation]:
-    """Return the result for the best chunk size; one device has no waits that chunks could shorten."""
+    """Return the effect of cutting samples into chunks of the best size. The list is empty for one device,
+    which has no waits that chunks could shorten."""
     capacity = outlook.placement.capacity
     sizes = [size for size in CHUNKS if capacity % size == 0 and size < capacity <= MAX_CHUNKS * size]
     if len(outlook.placement.stages) == 1 or not sizes:
@@ -79,7 +83,8 @@ def _forecast_chunks(outlook: Outlook, rows: int) -> Forecast:
 
 
 def _shard_rows(outlook: Outlook) -> list[Ablation]:
-    """Return results for two devices per stage, without and with overlap of compute and communication."""
+    """Return the effects of tensor parallelism over two devices per stage, without and with overlap of
+    compute and communication."""
     placement, stages = outlook.placement, len(outlook.placement.stages)
     if stages % SHARDS or stages != len(placement.case.cluster.devices):
         return []
@@ -98,7 +103,7 @@ def _shard_rows(outlook: Outlook) -> list[Ablation]:
 
 
 def _order_rows(outlook: Outlook) -> list[Ablation]:
-    """Return results for the chosen groups in every other order."""
+    """Return the effects of running the chosen groups of jobs with every other pipeline schedule."""
     if len(outlook.placement.stages) == 1:
         return []
     search = Search(outlook.placement, outlook.jobs)
@@ -125,7 +130,7 @@ def _partition_row(outlook: Outlook) -> list[Ablation]:
 
 
 def _group_rows(outlook: Outlook) -> list[Ablation]:
-    """Return results for all groupings that were not chosen, in the chosen order."""
+    """Return the effects of all groupings of jobs that were not chosen, with the chosen pipeline schedule."""
     search, added = Search(outlook.placement, outlook.jobs), fused_groups(outlook.jobs, outlook.placement)
     rows = []
     for mechanism, groups in (candidates(outlook.jobs, outlook.placement) | added).items():

@@ -8,9 +8,9 @@ first m jobs in n groups. The first group counts end to end, each further one by
 pipeline, so F(m, n) = min over k of F(k, n−1) + added(jobs k+1 … m). Groups that do not fit in memory are
 never formed. The result is exact among groupings that are contiguous in the sorted order.
 
-Groups of one bucket (equation 7) interleave within a stage, where one computes while another communicates;
-buckets follow one another through the pipeline. For each number of buckets the groups are spread as evenly as
-possible, and the number with the least modelled end-to-end time wins.
+Groups of one bucket (equation 7) interleave within a stage: one computes while another communicates. Buckets
+follow one another through the pipeline. For each number of buckets, the groups are spread as evenly as
+possible; the number with the shortest predicted end-to-end time is chosen.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ from weftune.plan.studies.search import mean_length, round_tokens
 
 NO_TIME = Line(0.0, 0.0)
 ADAPTER_SHARE = 0.5
-"""Share of the device that one adapter's products keep busy: fused adapters overlap to that extent."""
+"""Fraction of the device that the matrix products of one adapter keep busy. Fused adapters use the rest."""
 COUNT_INTERVAL = 16
-"""Number of groups or buckets up to which each is tried; above it, only its multiples and the largest."""
+"""Number of groups or buckets up to which every number is tried. Of larger numbers, only its multiples and
+the largest one are tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTime:
-    """Time of adapters that run fused in one pass over a stage; one adapter is the simplest case."""
+    """Time of one or several adapters that run fused in one pass over a stage."""
 
     busy_seconds: float
-    """Sum of each adapter's seconds times the share of the device that it keeps busy."""
+    """Sum over the adapters of their seconds times the fraction of the device that they keep busy."""
     longest_seconds: float
     """Seconds of the slowest adapter alone."""
 
@@ -75,13 +76,14 @@ class StageAdapters:
 
 
 def one_adapter(forward: float, backward: float, share: float) -> StageAdapters:
-    """Return the times of one job's adapter on a stage, which keeps a `share` of the device busy."""
+    """Return the times of one job's adapter on a stage. `share` is the fraction of the device that it keeps
+    busy."""
     return StageAdapters(AdapterTime(share * forward, forward), AdapterTime(share * backward, backward))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """Load that a job adds to every microbatch; the sum over jobs is the load of their fusion group."""
+    """The work that a job adds to every microbatch. The load of a fusion group is the sum over its jobs."""
 
     jobs: tuple[str, ...]
     tokens: int
@@ -101,7 +103,8 @@ class GroupLoad:
 
 @dataclass(frozen=True, slots=True)
 class StagePass:
-    """Fitted time of one pass, forward or backward, of the base's operators in a stage."""
+    """Time of one pass, forward or backward, of the base's operators in a stage, as a function of the
+    work."""
 
     line: Line
     per_square: float = 0.0
@@ -117,14 +120,15 @@ class Stage:
     forward: StagePass
     backward: StagePass
     resident_bytes: int
-    """Bytes of the stage's part of the base and of the state of all attached adapters."""
+    """Bytes of the stage's part of the base and of the state of all adapters."""
     activation_bytes: int
     """Bytes per token that a microbatch in flight keeps for its backward."""
     gradient_bytes: int
     """Bytes per token of the input gradients while the backward runs."""
     budget: int
     shards: int = 1
-    """Number of devices that share each operator of the base; the passes are one device's time."""
+    """Number of devices that divide each operator of the base. `forward` and `backward` are times on one
+    device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,7 @@ class PassSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The first stage on which a load does not fit."""
+    """The first stage on which a load does not fit, with the bytes that it needs there."""
 
     stage: int
     need: int
@@ -162,7 +166,8 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class PipelineCost:
-    """Stages in order, and the number of microbatches that every fusion group sends through per round."""
+    """The cost model of a pipeline: its stages, and the number of microbatches that every fusion group sends
+    through it per round."""
 
     stages: tuple[Stage, ...]
     microbatches: int
@@ -186,8 +191,8 @@ class PipelineCost:
         ]
 
     def paces(self, load: GroupLoad) -> list[float]:
-        """Return the compute seconds of forward plus backward on every stage, without building the parts that
-        `times` returns."""
+        """Return, for each stage, the compute seconds of a forward and a backward together. This is faster
+        than `times`."""
         return [
             (stage.forward.seconds(load) + stage.backward.seconds(load)) / stage.shards
             + adapters.forward.seconds
@@ -196,19 +201,20 @@ class PipelineCost:
         ]
 
     def first_seconds(self, load: GroupLoad) -> float:
-        """Return the seconds of a round of this group alone: it fills the pipeline, runs at the pace of the
-        slowest stage, and drains."""
+        """Return the seconds of a round of this group alone, in which the pipeline fills, runs at the pace of
+        the slowest stage, and drains."""
         each = self.paces(load)
         return sum(each) + (self.microbatches - 1) * max(each)
 
     def added_seconds(self, load: GroupLoad) -> float:
-        """Return the seconds that this group adds to a full pipeline, at the stages' average pace."""
+        """Return the seconds that a round of this group adds to a full pipeline, at the mean pace of the
+        stages."""
         each = self.paces(load)
         return self.microbatches * sum(each) / len(each)
 
     def peak_bytes(self, load: GroupLoad) -> tuple[int, ...]:
-        """Return the peak bytes of each stage with as many microbatches in flight as 1F1B allows: one per
-        stage from this one to the last, if all are of this group."""
+        """Return the peak bytes of each stage if all microbatches in flight are of this group, and as many
+        are in flight as with 1F1B: one per stage from this stage to the last."""
         flights = range(len(self.stages), 0, -1)
         return tuple(
             stage.resident_bytes + load.tokens * (stage.gradient_bytes + in_flight * stage.activation_bytes)
@@ -231,11 +237,13 @@ def _pass_seconds(stage_pass: StagePass, shards: int, load: GroupLoad, adapters:
 
 @dataclass(frozen=True, slots=True)
 class FusionGroup:
+    """Jobs that share microbatches, as chosen by `fuse`."""
+
     load: GroupLoad
     seconds: float
-    """Predicted seconds of the group: end to end for the first group, the added time for later ones."""
+    """Predicted seconds of the group: end to end for the first group, and added seconds for the others."""
     reason: str
-    """Reason why the group ends with its last job."""
+    """Sentence that says why the group contains no further job."""
 
     @property
     def jobs(self) -> tuple[str, ...]:
@@ -244,13 +252,17 @@ class FusionGroup:
 
 @dataclass(frozen=True, slots=True)
 class FusionGroups:
+    """A grouping of all jobs with its predicted time."""
+
     groups: tuple[GroupLoad, ...]
     seconds: float
-    """Predicted seconds of one round: every group's microbatches once."""
+    """Predicted seconds of one round, in which the microbatches of every group run once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
+    """The best grouping of the jobs, and the best one for every other number of groups."""
+
     groups: tuple[FusionGroup, ...]
     seconds: float
     """Predicted seconds of the best grouping."""
@@ -259,13 +271,16 @@ class Fusion:
 
 
 _Row = dict[int, tuple[float, int]]
-"""Maps a number of first jobs to their least seconds and the index at which their last group starts."""
+"""Maps a number n to the least seconds in which the first n jobs run, and the index of the job with which
+their last group starts."""
 _Added = Sequence[Sequence[float]]
-"""Seconds that the groups starting with each job add, from the shortest to the longest that fits."""
+"""For each job, the seconds added by the groups that start with this job, from the group of one job to the
+longest group that fits."""
 
 
 def fuse(loads: Sequence[GroupLoad], pipeline: PipelineCost) -> Fusion:
-    """Return the grouping of least predicted time; PlanError names every job that does not fit even alone."""
+    """Return the grouping of the jobs with the least predicted time. Raise a PlanError that names every job
+    that does not fit even alone."""
     ordered = sorted(loads, key=lambda load: (load.tokens, load.jobs))
     misfits = [(load, sentence) for load in ordered if (sentence := misfit_reason(load, pipeline))]
     if misfits:
@@ -301,17 +316,19 @@ def misfit_reason(load: GroupLoad, pipeline: PipelineCost) -> str | None:
 
 
 def predict_seconds(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> float:
-    """Return the predicted time of any grouping; the first of `groups` fills the pipeline."""
+    """Return the predicted seconds of a round with any grouping. The first of `groups` fills the pipeline."""
     return pipeline.first_seconds(groups[0]) + sum(pipeline.added_seconds(load) for load in groups[1:])
 
 
 def _growing_groups(sorted_loads: Sequence[GroupLoad], pipeline: PipelineCost) -> Iterator[GroupLoad]:
-    """Return the groups that start with the first job and fit in memory, from the shortest on."""
+    """Return the groups of consecutive jobs that start with the first job and fit in memory, the shortest
+    first."""
     return takewhile(lambda load: pipeline.shortage(load) is None, accumulate(sorted_loads, add))
 
 
 def _rows(sorted_loads: Sequence[GroupLoad], added_seconds: _Added, pipeline: PipelineCost) -> list[_Row]:
-    """Return one row per number of groups, with an entry for each number of jobs that they can hold."""
+    """Return the table of the dynamic programming: one row per number of groups, with an entry for each
+    number of jobs that so many groups can contain."""
     first = [pipeline.first_seconds(load) for load in _growing_groups(sorted_loads, pipeline)]
     rows: list[_Row] = [{stop: (seconds, 0) for stop, seconds in enumerate(first, 1)}]
     for _ in sorted_loads[1:]:
@@ -326,8 +343,8 @@ def _rows(sorted_loads: Sequence[GroupLoad], added_seconds: _Added, pipeline: Pi
 
 
 def _group_boundaries(rows: Sequence[_Row], jobs: int) -> list[int]:
-    """Return the start of each group in the best grouping of `jobs` jobs, with one group per row, and the
-    end; empty if so many groups cannot hold them."""
+    """Return the index of the first job of each group in the best grouping of `jobs` jobs into one group per
+    row, followed by `jobs`. Return an empty list if so many groups cannot contain the jobs."""
     if jobs not in rows[-1]:
         return []
     edges = [jobs]
@@ -337,7 +354,8 @@ def _group_boundaries(rows: Sequence[_Row], jobs: int) -> list[int]:
 
 
 class _Reasons:
-    """Computes the cost of a plan in which one group is longer by one job and all else is optimal."""
+    """Computes why each group is not longer: the cost of a plan in which it has one more job and everything
+    else is optimal."""
 
     def __init__(
         self,
@@ -366,7 +384,8 @@ class _Reasons:
         return tuple(found)
 
     def stop_reason(self, start: int, stop: int, total: float) -> str:
-        """Return why the group of jobs `start` to `stop` is not longer, in a plan of `total` seconds."""
+        """Return a sentence that says why the group of the jobs from `start` up to `stop` has no further job,
+        in a plan of `total` seconds."""
         if stop == len(self.ordered):
             return "no job is left to join"
         name = ", ".join(self.ordered[stop].jobs)
@@ -389,10 +408,13 @@ class _Reasons:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
+    """Fusion groups that interleave within each stage."""
+
     groups: tuple[GroupLoad, ...]
     forward: tuple[float, ...]
-    """Seconds on each stage, with its groups interleaved."""
+    """Seconds of the interleaved forwards of one microbatch of each group, for each stage."""
     backward: tuple[float, ...]
+    """Seconds of the interleaved backwards of one microbatch of each group, for each stage."""
 
     @property
     def paces(self) -> list[float]:
@@ -401,10 +423,12 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Bucketing:
+    """A division of the fusion groups into buckets."""
+
     buckets: tuple[Bucket, ...]
-    """Buckets from the longest to the shortest, as the pipeline template takes them."""
+    """Buckets from the slowest to the fastest, as the template order of pipelines requires."""
     seconds: float
-    """Seconds of one round end to end."""
+    """Predicted seconds of one round end to end."""
     trials: Mapping[int, float | None]
     """Maps each number of buckets to the seconds of one round, or to None if a bucket does not fit."""
     reason: str = ""
@@ -412,7 +436,7 @@ class Bucketing:
 
 
 def make_buckets(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucketing:
-    """Return the best buckets for `groups`, each of which fits in memory alone."""
+    """Return the best division of fusion groups into buckets. Each group must fit in memory alone."""
     assert groups, "no fusion group to put into a bucket"
     latencies = [pipeline.paces(load)[0] for load in groups]
     trials: dict[int, float | None] = {}
@@ -432,10 +456,11 @@ def make_buckets(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucketi
 
 
 def arrange_buckets(fusion: Fusion, pipeline: PipelineCost) -> Bucketing:
-    """Return the best buckets over all numbers of fusion groups.
+    """Return the best buckets for any number of fusion groups.
 
-    Fusion assumes that communication is hidden, but a few large groups leave little to hide it behind. If
-    there is any communication, the best groupings for other numbers of groups are tried as well.
+    Fusion assumes that communication overlaps with compute of other groups, but a few large groups allow
+    little overlap. If there is any communication, the best groupings for other numbers of groups are tried as
+    well.
     """
     own = len(fusion.groups)
     tried = {own: make_buckets([group.load for group in fusion.groups], pipeline)}
@@ -505,9 +530,9 @@ def _group_counts(max_count: int) -> list[int]:
 
 
 def fused_groups(jobs: Sequence[JobOutline], placement: Placement) -> dict[str, Groups]:
-    """Map each mechanism to its groups, for mechanisms that were never best without collectives to hide
-    (`benchmarks/plan_mechanisms.py`). Jobs are fused over the minimum number of microbatches of a round, each
-    with every job's share."""
+    """Return the groups of jobs that the mechanisms `fusion` and `buckets` propose. Without collectives,
+    neither was ever best (`benchmarks/plan_mechanisms.py`). A round is assumed to have as few microbatches as
+    possible, each with an equal part of every job's tokens."""
     stages = range(len(placement.stages))
     count = max(1, -(-sum(map(round_tokens, jobs)) // placement.capacity))
     pipeline = PipelineCost(tuple(_stage(placement, number) for number in stages), count)

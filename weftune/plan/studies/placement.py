@@ -1,4 +1,5 @@
-"""Placement of jobs on a cluster: the base cut into stages, the token capacity, and bytes on every device."""
+"""Placement of jobs on a cluster: the base is cut into stages, with a token capacity and the bytes per
+device."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ from weftune.plan.layout.stages import StageLimit, balance
 from weftune.plan.program.program import NOTHING, Recompute
 
 SAME_TIME_SHARE = 1e-3
-"""Relative difference below which times are considered equal, so that the first of the schemes is chosen."""
+"""Relative difference of times below which they count as equal, so that the first of several is chosen."""
 PATIENCE = 2
 """Number of consecutive smaller capacities without improvement after which the search stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterCase:
-    """A base on a cluster."""
+    """The base and the cluster for which a placement is searched."""
 
     shape: ModelShape
     cluster: Cluster
@@ -41,9 +42,9 @@ class ClusterCase:
     """Speed of each device."""
     layers: tuple[BaseLayer, ...]
     recompute: Recompute = NOTHING
-    """Recomputation in the backward; either no whole layer is recomputed or all are."""
+    """Recomputation in the backward. Either no layer or all layers are recomputed completely."""
     held_bytes: int = 0
-    """Bytes per token that one microbatch needs for the layer being recomputed."""
+    """Bytes per token that one microbatch needs for the layer that is being recomputed."""
 
     @property
     def stages(self) -> int:
@@ -60,7 +61,7 @@ class ClusterCase:
 
     @property
     def memory(self) -> MemoryModel:
-        """Memory model of the first device with the whole base."""
+        """Memory model for the whole base on the first device."""
         return MemoryModel(self.shape, self.budgets[0], uses_fused_ops=self.is_gpu)
 
     @property
@@ -82,7 +83,8 @@ class ClusterCase:
 def cluster_case(
     shape: ModelShape, cluster: Cluster, speeds: Sequence[Speed] = (), recompute: Recompute = NOTHING
 ) -> ClusterCase:
-    """Return a base on a cluster. `speeds` may be measured; the default is those of the data sheets."""
+    """Return the case of a base on a cluster. The default of `speeds` is the speed of each device's data
+    sheet."""
     speeds = speeds or [data_sheet_speed(device) for device in cluster.devices]
     first = cluster.devices[0]
     memory = MemoryModel(shape, first.memory_bytes, uses_fused_ops=first.is_gpu)
@@ -95,7 +97,8 @@ def cluster_case(
 
 
 def recompute_cases(case: ClusterCase) -> list[ClusterCase]:
-    """Return the case with increasing recomputation in the backward; only fused layers (GPU) support it."""
+    """Return variants of the case with more and more recomputation in the backward. On a CPU, which does not
+    support recomputation, return only the case itself."""
     if not case.is_gpu:
         return [case]
     everything = Recompute(recomputes_outputs=True, recomputed_layers=case.shape.layers)
@@ -113,9 +116,9 @@ class Placement:
     capacity: int
     stages: tuple[StageCost, ...]
     need_bytes: tuple[int, ...]
-    """Bytes needed on each device, slack included, with as many full microbatches in flight as in 1F1B."""
+    """Bytes needed on each device, including slack, with as many full microbatches in flight as in 1F1B."""
     other_bytes: int
-    """Bytes of `need_bytes` on each device that are not weights, adapters or kept activations."""
+    """Part of `need_bytes` on each device that is not weights, adapters or kept activations."""
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -126,8 +129,8 @@ class Placement:
 
 
 def capacities(case: ClusterCase, jobs: Sequence[JobOutline]) -> list[int]:
-    """Return the capacities worth trying, the largest first: halves of the largest, never below the longest
-    sample. One device goes down to the longest sample, like a run."""
+    """Return the token capacities to try, the largest first: the maximum, half of it, and so on, but never
+    less than the longest sample. On one device, the length of the longest sample is included."""
     largest, least = case.max_tokens, max_sample_tokens(job.shape for job in jobs)
     halves = [largest >> power for power in range(6) if largest >> power >= max(least, 256)]
     least = max(1, least)
@@ -139,7 +142,8 @@ def capacities(case: ClusterCase, jobs: Sequence[JobOutline]) -> list[int]:
 def cut_stages(
     case: ClusterCase, jobs: Sequence[JobOutline], capacity: int, count_ends: bool = True
 ) -> Placement:
-    """Return the cut whose slowest stage is fastest; embedding and head count if `count_ends` is True."""
+    """Return the placement whose slowest stage is as fast as possible. If `count_ends` is False, the times of
+    embedding and head are ignored. Raise PlanError if no placement fits in memory."""
     costs = case.costs(jobs, full_rows(jobs, capacity))
     counted = costs
     if not count_ends:
@@ -194,10 +198,10 @@ def misfit_reason(case: ClusterCase, jobs: Sequence[JobOutline]) -> str | None:
 
 
 def placements(case: ClusterCase, jobs: Sequence[JobOutline]) -> list[Placement]:
-    """Return the placements that fit, from the largest capacity down.
+    """Return the placements that fit in memory, the largest token capacity first.
 
-    One device has no waits that smaller capacities could shorten, but may choose what to recompute; a
-    pipeline recomputes only what it must.
+    One device has no waits that smaller capacities could shorten, but several choices of what to recompute. A
+    pipeline recomputes as little as possible.
     """
     found: list[Placement] = []
     for choice in recompute_cases(case):
@@ -223,10 +227,11 @@ def _fitting(case: ClusterCase, jobs: Sequence[JobOutline]) -> Iterator[Placemen
 
 
 def best_placement(candidates: Iterable[Placement], seconds: Callable[[Placement], float]) -> None:
-    """Evaluate the placements until two consecutive capacities of a pipeline did not improve the time.
+    """Evaluate the function `seconds` for the placements, until `PATIENCE` consecutive token capacities of a
+    pipeline have not improved the time.
 
-    With every halving, waits become shorter and passes more expensive. The trend is uneven, because the
-    number of microbatches is rounded.
+    With every halving of the capacity, waits become shorter and passes more expensive. The trend is uneven,
+    because the number of microbatches is rounded.
     """
     least, worse = float("inf"), 0
     for placement in candidates:

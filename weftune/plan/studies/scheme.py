@@ -61,7 +61,7 @@ class SchemeOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How the jobs share microbatches, how these are packed, and the order of their passes."""
+    """The way in which jobs share microbatches, microbatches are packed, and their passes are ordered."""
 
     name: str
     groups: Groups
@@ -90,8 +90,8 @@ class PricedWork:
 def pack_scheme(
     scheme: Scheme, jobs: Sequence[JobOutline], placement: Placement, chunk_rows: int | None = None
 ) -> PricedWork:
-    """Lay out the jobs' next global batches as microbatches, with the cost of each on every stage. With
-    `chunk_rows`, microbatches have at most this many rows, and longer samples are cut into chunks."""
+    """Return the jobs' next global batches packed into microbatches, with the cost of each on every stage.
+    With `chunk_rows`, microbatches have at most this many rows, and longer samples are cut into chunks."""
     max_rows = chunk_rows or placement.capacity
     by_name = {job.name: job for job in jobs}
     rounds = []
@@ -136,7 +136,8 @@ def make_batch(job: str, step: int, lengths: Sequence[int]) -> GlobalBatch:
 
 
 def slowest_first(priced: PricedWork, groups: Groups) -> Groups:
-    """Return the groups sorted by time on stage 0, the slowest first, as the pipeline template expects."""
+    """Return the groups sorted by their mean time on the first stage, the slowest first, as the template
+    order of pipelines requires."""
     home = {job: number for number, group in enumerate(groups) for job in group}
     seconds: list[list[float]] = [[] for _ in groups]
     for number in priced.work.filled_microbatches:
@@ -150,7 +151,8 @@ def slowest_first(priced: PricedWork, groups: Groups) -> Groups:
 
 @dataclass(frozen=True, slots=True)
 class StageRates:
-    """Costs of a stage on its device: sums over its layers, computed once for all microbatches."""
+    """Costs of a stage per token or per squared length, summed over its layers, from which the cost of any
+    microbatch follows."""
 
     line: Line
     seconds_per_square: float
@@ -159,7 +161,7 @@ class StageRates:
     kept_bytes: int
     output_bytes: int
     recomputed_share: float
-    """Share of a forward that the backward recomputes."""
+    """Fraction of a forward that the backward recomputes."""
 
     def price(self, rows: RowCounts) -> PassPrice:
         line, square = self.line(rows.tokens), self.seconds_per_square * rows.squared_lengths
@@ -176,7 +178,7 @@ class StageRates:
 
 
 def price_rows(rows: Sequence[RowCounts], jobs: Sequence[JobOutline], placement: Placement) -> Prices:
-    """Return the cost of passes with these counts on every stage."""
+    """Return the cost on every stage of microbatches with these token counts."""
     rates = []
     for number, speed in zip(range(len(placement.stages)), placement.case.speeds, strict=False):
         layers = placement.layers(number)
@@ -195,7 +197,8 @@ def price_rows(rows: Sequence[RowCounts], jobs: Sequence[JobOutline], placement:
 
 
 def recomputed_share(layers: Sequence[BaseLayer], case: ClusterCase) -> float:
-    """Return the share of a forward that is recomputed; the head's forward never is."""
+    """Return the fraction of a forward through these layers that the backward recomputes. The forward of the
+    head is never recomputed."""
     if not case.recompute.recomputed_layers:
         return 0.0
     flops = sum(layer.flops for layer in layers)
@@ -237,10 +240,8 @@ def order_passes(order: SchemeOrder, priced: PricedWork, placement: Placement) -
 
 
 def least_seconds(passes: Passes, prices: Prices, link: Link) -> float:
-    """Return a lower bound of a simulation's seconds, exact if no transfer waits for another.
-
-    Stage s is on device s. This is a fast way to find the orders that are worth simulating.
-    """
+    """Return a lower bound on the seconds of a simulation of these passes. It is exact if no transfer waits
+    for another one. Stage s is on device s. This function finds the orders that are worth simulating."""
     clock = _Clock(prices, link, len(passes))
     reached = [0] * len(passes)
     sweep, moved = list(range(len(passes))), True
@@ -256,17 +257,19 @@ def least_seconds(passes: Passes, prices: Prices, link: Link) -> float:
 
 
 class _Clock:
-    """Arrival times of each pass's result, computed as soon as those of its inputs are known."""
+    """The times at which the results of passes arrive. Each is computed as soon as the arrival time of the
+    pass's input is known."""
 
     def __init__(self, prices: Prices, link: Link, stages: int) -> None:
         self.prices, self.link, self.last = prices, link, stages - 1
         self.free = [0.0] * stages
         self.forwards: list[dict[int, float]] = [{} for _ in range(stages)]
-        """Maps each microbatch to its arrival time, one mapping per receiving stage."""
+        """For each receiving stage, a dict from each microbatch to the arrival time of its activation."""
         self.back: list[dict[int, float]] = [{} for _ in range(stages)]
 
     def run(self, stage: int, actions: Sequence[Action], start: int) -> int:
-        """Advance from `start` to the first action whose input time is unknown; return its index."""
+        """Process the actions of a stage from index `start` to the first one whose input time is unknown, and
+        return the index of that action."""
         forwards, back, free = self.forwards[stage], self.back[stage], self.free[stage]
         prices, link = self.prices.passes, self.link
         for index in range(start, len(actions)):

@@ -1,4 +1,5 @@
-"""Forecast for a cluster. Only groupings and orders whose lower bound beats the best time are simulated."""
+"""The search for the best scheme (groups of jobs and order of passes) on a cluster. A scheme is simulated
+only if the lower bound on its time is shorter than the best time so far."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ PIPELINE_ORDERS = (SchemeOrder.alternating, SchemeOrder.multi_job, SchemeOrder.t
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """A scheme that was simulated at a placement."""
+    """The result of a simulation: a scheme at a placement of the base on a cluster, with its forecast."""
 
     placement: Placement
     jobs: tuple[JobOutline, ...]
@@ -49,7 +50,7 @@ class Outlook:
     scheme: Scheme
     run: ForecastRun
     simulated_schemes: tuple[Outlook, ...] = ()
-    """Schemes that were simulated at the chosen capacity."""
+    """All schemes that were simulated at the chosen token capacity."""
 
     @property
     def forecast(self) -> Forecast:
@@ -62,14 +63,16 @@ class Outlook:
 
 
 def outlook(case: ClusterCase, jobs: Sequence[JobOutline]) -> Outlook:
-    """Return the best plan found for these jobs together; raise PlanError if they do not fit."""
+    """Return the best scheme and placement found for these jobs together. Raise PlanError if they do not
+    fit."""
     _refuse(case, jobs)
     if together := misfit_reason(case, jobs):
         raise PlanError(f"the jobs do not fit together: the run {together}")
     best: Outlook | None = None
 
     def seconds(placement: Placement) -> float:
-        """Return the seconds of the jobs at this placement, or a lower bound if it cannot beat the best."""
+        """Return the predicted seconds at this placement, or a lower bound if the placement cannot be better
+        than the best one so far."""
         nonlocal best
         search = Search(placement, jobs)
         proposals = search.proposals()
@@ -89,7 +92,7 @@ def outlook(case: ClusterCase, jobs: Sequence[JobOutline]) -> Outlook:
 
 
 def _refuse(case: ClusterCase, jobs: Sequence[JobOutline]) -> None:
-    """Raise PlanError for jobs without samples or that do not fit alone, and for too small devices."""
+    """Raise PlanError if jobs have no samples or do not fit alone, or if the devices are too small."""
     assert jobs, "there is a job to plan for"
     empty = [job.name for job in jobs if not any(job.batches)]
     if empty:
@@ -105,7 +108,7 @@ def _refuse(case: ClusterCase, jobs: Sequence[JobOutline]) -> None:
 
 
 def candidates(jobs: Sequence[JobOutline], placement: Placement) -> dict[str, Groups]:
-    """Return the groups of jobs that each mechanism proposes, by the mechanism's name."""
+    """Return a dict from the name of each mechanism to the groups of jobs that it proposes."""
     lengths = [JobLengths(job.name, mean_length(job), round_tokens(job)) for job in jobs]
     return {
         "head-tail grouping": group_jobs(lengths, placement.capacity, len(placement.stages)).groups,
@@ -124,7 +127,8 @@ def mean_length(job: JobOutline) -> float:
 
 
 def fastest(outlooks: Sequence[Outlook]) -> Outlook:
-    """Return the first scheme within `SAME_TIME_SHARE` of the fastest; those that fit in memory go first."""
+    """Return the first scheme whose time is within `SAME_TIME_SHARE` of the fastest one. Schemes that do not
+    fit in memory are considered only if no scheme fits."""
     fitting = [one for one in outlooks if one.forecast.fits] or outlooks
     least = min(one.forecast.seconds for one in fitting)
     return next(one for one in fitting if one.forecast.seconds <= least * (1 + SAME_TIME_SHARE))
@@ -167,7 +171,8 @@ class Search:
         return found
 
     def sort_groups(self, scheme: Scheme) -> Scheme:
-        """Return the scheme with its groups in order: the template takes the slowest group first."""
+        """Return the scheme with its groups sorted if its order is the template, which takes the slowest
+        group first."""
         if scheme.order is not SchemeOrder.template:
             return scheme
         return replace(scheme, groups=slowest_first(self._pack_scheme(scheme), scheme.groups))
@@ -185,7 +190,8 @@ class Search:
         return Proposal(self.placement, self.jobs, mechanism, scheme, laid, passes, least)
 
     def simulate(self, proposals: Sequence[Proposal]) -> list[Outlook]:
-        """Simulate the most promising proposals until no other can be faster; keep the given order."""
+        """Simulate the most promising proposals until no other proposal can be faster. Return the results in
+        the order of the proposals."""
         found: dict[int, Outlook] = {}
         least = float("inf")
         for number in sorted(range(len(proposals)), key=lambda one: proposals[one].least_seconds):
@@ -197,7 +203,8 @@ class Search:
         return [found[number] for number in sorted(found)]
 
     def improve(self, best: Outlook) -> Outlook:
-        """Return the best scheme found by changing merging, packing, order or sharing, one at a time."""
+        """Return the best scheme found by repeatedly changing one of these: merging of rounds, packing, order
+        of passes, or sharing of microbatches."""
         while True:
             seconds = best.forecast.seconds
             proposals = (self.propose(best.mechanism, scheme) for scheme in self._neighbours(best.scheme))

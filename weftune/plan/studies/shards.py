@@ -31,7 +31,8 @@ ADAPTERS = 0.1
 def sharded_placement(
     case: ClusterCase, jobs: Sequence[JobOutline], capacity: int, count: int = 2
 ) -> Placement:
-    """Combine every `count` consecutive devices into one; raise PlanError if that does not fit."""
+    """Return the placement in which every `count` consecutive devices act as one device. Raise PlanError if
+    it does not fit in memory."""
     cluster = case.cluster
     firsts = range(0, len(cluster.devices), count)
     devices = (cluster.devices[number] for number in firsts)
@@ -61,8 +62,8 @@ def sharded_placement(
 def sharded_forecast(
     shards: Placement, count: int, scheme: Scheme, jobs: Sequence[JobOutline], interleave: bool
 ) -> Forecast:
-    """Predict a run with `count` devices per stage. With `interleave`, the groups' passes alternate in
-    pairs, each at half the capacity."""
+    """Return the forecast of a run with `count` devices per stage. With `interleave`, passes of two groups
+    overlap, each with microbatches of half the capacity."""
     placement = shards
     if interleave:
         half = max(shards.capacity // 2, max(job.shape.max_sample_tokens for job in jobs))
@@ -75,7 +76,8 @@ def sharded_forecast(
 
 
 def _with_collectives(priced: PricedWork, shards: Placement, count: int, interleave: bool) -> PricedWork:
-    """Return the work priced with its collectives; those of a recomputed forward are repeated."""
+    """Return the work with the times of collectives added to its passes. The collectives of a recomputed
+    forward count twice."""
     filled, stages = priced.work.filled_microbatches, range(len(shards.stages))
     again = 2 if shards.case.recompute.recomputed_layers else 1
     layers = [sum(layer.kind == "layer" for layer in shards.layers(stage)) for stage in stages]
@@ -107,8 +109,8 @@ def _all_reduce(size: int, shards: Placement, count: int) -> float:
 
 
 def _interleaved_ratio(layers: int, forward: float, collective: float) -> float:
-    """Return the time of two interleaved passes relative to running them one after another. A pass has two
-    halves per layer, each with products, an adapter in parallel, and a collective."""
+    """Return the time of two interleaved passes divided by their time one after another. Per layer, a pass
+    has two halves, each with matrix products, an adapter in parallel, and a collective."""
     if not layers:
         return 1.0
     share = forward / layers / COLLECTIVES
@@ -139,7 +141,7 @@ class Operator:
     kind: OperatorKind
     seconds: float
     needs: tuple[str, ...] = ()
-    """Names of the operators, earlier in the same graph, whose results it needs."""
+    """Names of earlier operators in the same graph whose results the operator needs."""
 
 
 Graph = tuple[Operator, ...]
@@ -148,7 +150,7 @@ Graph = tuple[Operator, ...]
 
 @dataclass(frozen=True, slots=True)
 class Subgraph:
-    """Operators launched together: a run of compute with the communication it feeds, or separate adapters."""
+    """Operators that are launched together: compute with the communication that follows it, or adapters."""
 
     graph: int
     number: int
@@ -173,7 +175,8 @@ class OperatorSpan:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """An order of subgraphs, and the times of their operators on the stage's two lanes."""
+    """A launch order of subgraphs, and the resulting times of their operators on the compute lane and on the
+    communication lane of a stage."""
 
     order: tuple[Subgraph, ...]
     compute: tuple[OperatorSpan, ...]
@@ -199,17 +202,18 @@ class Overlap:
 
 
 class _OverlapLanes:
-    """The stage's two lanes; each runs its operators in launch order, once their inputs are ready."""
+    """The compute lane and the communication lane of a stage. Each runs its operators in the order in which
+    they are launched, once their inputs are ready."""
 
     def __init__(self) -> None:
         self.compute: list[OperatorSpan] = []
         self.communication: list[OperatorSpan] = []
         self.ended: dict[tuple[int, str], float] = {}
         self.last = -1
-        """Graph of the last launch."""
+        """Number of the graph whose subgraph was launched last."""
 
     def start(self, operator: Operator, graph: int) -> float:
-        """Return the time when the operator would start if it were launched next."""
+        """Return the time at which the operator would start if it were launched next."""
         lane = self._lane(operator)
         free = lane[-1].stop if lane else 0.0
         return max([free, *(self.ended[graph, need] for need in operator.needs)])
@@ -227,7 +231,8 @@ class _OverlapLanes:
 
 
 _Rule = Callable[[Subgraph, _OverlapLanes], tuple[float, ...]]
-"""Sort key of a subgraph: the one with the least key is launched next. No two keys are equal."""
+"""A function that returns a sort key for a subgraph. The subgraph with the smallest key is launched next. No
+two keys are equal."""
 
 
 def overlap(graphs: Sequence[Graph]) -> Overlap:
@@ -249,11 +254,9 @@ def _by_start(subgraph: Subgraph, lanes: _OverlapLanes) -> tuple[float, ...]:
 
 
 def subgraphs(graph: Graph, number: int = 0) -> tuple[Subgraph, ...]:
-    """Return the graph cut wherever compute meets an adapter and after every communication, shallow subgraphs
-    first.
-
-    An adapter that itself feeds a communication stays in its subgraph.
-    """
+    """Return the graph cut into subgraphs, those of the smallest depth first. It is cut between compute and
+    adapters, and after every communication. An adapter that directly feeds a communication is in its
+    subgraph."""
     depth = _depths(graph)
     root = _runs(graph, depth)
     members: dict[str, list[Operator]] = {}
@@ -273,7 +276,8 @@ def subgraphs(graph: Graph, number: int = 0) -> tuple[Subgraph, ...]:
 
 
 def _launch(graphs: Sequence[Sequence[Subgraph]], rule: _Rule) -> Launch:
-    """Order the subgraphs by Kahn's algorithm: the ready subgraph that is least by `rule` is next."""
+    """Return the launch order of the subgraphs by Kahn's algorithm: of the subgraphs that are ready, the one
+    with the smallest key by `rule` is next."""
     lanes = _OverlapLanes()
     order: list[Subgraph] = []
     unmet = {(one.graph, one.number): len(one.needs) for graph in graphs for one in graph}
@@ -292,7 +296,8 @@ def _launch(graphs: Sequence[Sequence[Subgraph]], rule: _Rule) -> Launch:
 
 
 def _is_cut(first: OperatorKind, second: OperatorKind) -> bool:
-    """Return whether an operator belongs to another subgraph than the one whose result it needs."""
+    """Return whether the graph is cut between an operator of kind `first` and an operator of kind `second`
+    that needs its result."""
     return first is OperatorKind.communication or (
         first is not second and second is not OperatorKind.communication
     )
@@ -311,11 +316,9 @@ def _depths(graph: Graph) -> dict[str, int]:
 
 
 def _runs(graph: Graph, depth: dict[str, int]) -> dict[str, str]:
-    """Map each operator to the first one of its subgraph, which has operators of one depth that feed one
-    another.
-
-    Paths between depths always go down, so subgraphs can never wait for each other in a cycle.
-    """
+    """Return a dict from each operator to the first operator of its subgraph. A subgraph consists of
+    operators of the same depth that are connected. Since depth only grows along a path, subgraphs never wait
+    for each other in a cycle."""
     root: dict[str, str] = {}
     for operator in graph:
         fed = {root[need] for need in operator.needs if depth[need] == depth[operator.name]}

@@ -375,12 +375,15 @@ class Queue:
 
     @property
     def latency(self) -> float:
-        """Duration of one microbatch on the first stage in seconds, by which buckets are balanced."""
+        """Seconds of the forward and backward of one microbatch on the first stage, by which buckets are
+        sorted."""
         return self.passes[0].forward + self.passes[0].backward
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineTemplate:
+    """A program in the template order of MuxTune."""
+
     program: Program
     order: tuple[int, ...]
     """Indices of the queues in the order in which they run."""

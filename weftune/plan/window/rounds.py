@@ -32,7 +32,8 @@ from weftune.plan.window.orders import insert_transfers
 
 @dataclass(frozen=True, slots=True)
 class JobWindow:
-    """One job's part of a window: its next batches, and after which steps it evaluates or saves."""
+    """One job's part of a window: its next global batches, and the steps after which it evaluates or
+    saves."""
 
     job: str
     step: int
@@ -42,11 +43,11 @@ class JobWindow:
     evaluation_steps: frozenset[int]
     save_steps: frozenset[int]
     begins_run: bool = False
-    """Whether the job starts in this window: it evaluates and saves before its first batch."""
+    """Whether the job starts in this window. If so, it may evaluate and save before its first batch."""
     scored: tuple[PlacedSample, ...] = ()
-    """Samples that are scored at the job's current step, before any batch."""
+    """Samples whose log-probabilities are computed at the job's current step, before any batch."""
     mismatched: tuple[PlacedSample, ...] = ()
-    """Samples that are scored before each evaluation, for the KL term of its loss."""
+    """Samples whose log-probabilities are computed before each evaluation, for the KL term of its loss."""
 
     def evaluates_at(self, step: int) -> bool:
         """Return whether the job's held-out samples are evaluated after this step."""
@@ -60,7 +61,8 @@ class JobWindow:
 
 @dataclass(frozen=True, slots=True)
 class TrainedMicrobatch:
-    """A microbatch of a round, and the Steps of the jobs whose last rows it holds."""
+    """A training microbatch of a round, and the optimizer steps (Steps) that follow it, since it contains the
+    last samples of some jobs in this round."""
 
     microbatch: int
     steps: tuple[Step, ...]
@@ -68,8 +70,9 @@ class TrainedMicrobatch:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Samples to be scored; one global batch of every job that still has one; then evaluations, with the
-    samples that are scored for them, and saves. The numbers are indices of microbatches."""
+    """A round of a window, in the order of its parts: samples that are scored; one global batch of every job
+    that still has one; samples that are scored for evaluations; evaluations; saves. Numbers are indices of
+    microbatches."""
 
     scored: tuple[int, ...]
     trained: tuple[TrainedMicrobatch, ...]
@@ -79,23 +82,23 @@ class Round:
 
 
 ForwardRun = tuple[type[Evaluate] | type[Score], list[int]]
-"""A kind of pass, and the microbatches that pass through all stages together."""
+"""A kind of pass without backward, and the microbatches that go through all stages together."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RoundRuns:
-    """The forward-only passes of a round, before and after training."""
+    """The passes without backward of a round, before and after its training."""
 
     before: tuple[ForwardRun, ...]
     after: tuple[ForwardRun, ...]
 
 
 class _LaidRounds:
-    """The rounds of a window, independent of the order in which devices run them.
+    """The rounds of a window, packed into microbatches, independent of the order in which devices run them.
 
-    With a `ladder`, training passes have few sizes, as captured CUDA graphs require. With several `groups`,
-    only jobs of the same group share microbatches, and the Steps of a group follow its last microbatch:
-    transfers for these Steps overlap the passes of another group.
+    With `ladder`, training microbatches are padded to few sizes, as captured CUDA graphs require. With
+    several `groups`, only jobs of the same group share microbatches, and the optimizer steps of a group
+    follow its last microbatch, so that transfers for these steps overlap with the passes of another group.
     """
 
     def __init__(self, windows: Sequence[JobWindow], capacity: int, ladder: bool, groups: int) -> None:
@@ -121,7 +124,7 @@ class _LaidRounds:
         step: dict[str, int],
         scored_segments: Sequence[SegmentPlan] = (),
     ) -> None:
-        """Add a round of these batches. `step` is the step of each job after the round."""
+        """Add a round with these batches. `step` maps each job to its step after the round."""
         scored = self._pack(scored_segments)
         trained = self._train(batches)
         evaluating = [one for one in windows if one.evaluates_at(step[one.job])]
@@ -162,12 +165,14 @@ class _LaidRounds:
 
 
 def mismatched_segments(batches: Iterable[GlobalBatch]) -> list[SegmentPlan]:
-    """Return the samples that are scored before these batches are trained."""
+    """Return the mismatched samples that are scored before these batches are trained, for the KL terms of
+    their losses."""
     return [SegmentPlan(one.job, one.step - 1, one.mismatched) for one in batches if one.mismatched]
 
 
 def even_groups(tokens: Mapping[str, int], count: int) -> list[frozenset[str]]:
-    """Divide jobs into at most `count` groups of about equal tokens, the largest jobs first."""
+    """Return at most `count` groups of jobs with about equally many tokens. The largest jobs are assigned
+    first."""
     groups: list[set[str]] = [set() for _ in range(max(1, min(count, len(tokens))))]
     sums = [0] * len(groups)
     for job in sorted(tokens, key=lambda job: -tokens[job]):
@@ -186,12 +191,12 @@ def plan_rounds(
     recompute: Recompute = NOTHING,
 ) -> Program:
     """Return a checked program that trains every job's batches round by round. A stage runs all microbatches
-    of a round before the next stage begins, so that one Load serves them all.
+    of a round before the next stage begins, so that a streamed stage is loaded only once for all of them.
 
     Microbatches and their order on each stage are the same in every layout, so losses are bitwise equal. With
-    several workers, a window ends with the round in which a job evaluates: later steps depend on the result,
-    which only the first worker knows. At the start and the end of a window, each worker's slots hold the
-    stages that it needs first.
+    several workers, a window ends with the round in which a job evaluates, since later steps depend on the
+    result, which only the first worker knows. At the start and the end of a window, each worker's slots
+    contain the stages that the worker needs first.
     """
     done = {window.job: window.step for window in windows}
     windows = _cut_after_evaluation(windows) if layout.workers > 1 else windows
@@ -215,8 +220,8 @@ def plan_rounds(
 
 
 def _cut_after_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
-    """Cut the windows after the first evaluation. If a job evaluates before its first batch, no job trains in
-    this window; samples are scored all the same."""
+    """Return the jobs' windows without the rounds that follow the first evaluation. If a job evaluates before
+    its first batch, no job trains in this window, but samples are still scored."""
     if any(window.starts_with_evaluation for window in windows):
         return [
             replace(window, batches=())
@@ -235,8 +240,8 @@ def _cut_after_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
 
 
 def _evaluation_rows(laid_rounds: _LaidRounds, layout: Layout, capacity: int) -> int:
-    """Return the maximum rows of forward-only passes that are in flight at once: the rows whose inputs
-    training holds, less one microbatch."""
+    """Return the maximum rows of passes without backward that may be in flight at the same time, so that they
+    need no more memory for inputs of stages than training."""
     rounds = (
         sum(laid_rounds.microbatches[one.microbatch].rows for one in each.trained)
         for each in laid_rounds.rounds
@@ -260,7 +265,8 @@ def _forward_runs(one: Round, laid_rounds: _LaidRounds, max_rows: int) -> _Round
 
 
 def _split_runs(numbers: Sequence[int], laid_rounds: _LaidRounds, max_rows: int) -> list[list[int]]:
-    """Split microbatches into runs of at most `max_rows` rows. Every run loads all stages once."""
+    """Return the microbatches split into lists of at most `max_rows` rows. Streamed stages are loaded once
+    for each list."""
     runs: list[list[int]] = []
     taken = max_rows
     for number in numbers:
@@ -276,7 +282,7 @@ def _split_runs(numbers: Sequence[int], laid_rounds: _LaidRounds, max_rows: int)
 def _list_actions(
     laid_rounds: _LaidRounds, runs: Sequence[_RoundRuns], part: WorkerLayout
 ) -> tuple[Action, ...]:
-    """Return one worker's actions; `runs` are the forward-only passes of each round."""
+    """Return the actions of one worker. `runs` contains the passes without backward of each round."""
     visits = [list(_visits(one, run, part)) for one, run in zip(laid_rounds.rounds, runs, strict=True)]
     moved = slot_moves([stage for each in visits for stage, _ in each], part)
     actions: list[Action] = []
@@ -289,9 +295,12 @@ def _list_actions(
 
 
 def _visits(round_plan: Round, runs: _RoundRuns, part: WorkerLayout) -> Iterator[tuple[int, list[Action]]]:
-    """Yield (stage, actions) for each visit of a stage: passes that are scored; forwards through the worker's
-    stages, then backwards with Steps in reverse order, where the base's last stage runs each backward right
-    after its forward; then passes without a backward."""
+    """Yield (stage, actions) for each visit of a stage in a round.
+
+    Scoring passes come first, then forwards through the worker's stages, then backwards and Steps through the
+    stages in reverse order, and at last the other passes without backward. The last stage of the base runs
+    each backward right after its forward.
+    """
     yield from _forward_visits(runs.before, part)
     last, numbers = len(part.stages) - 1, [trained.microbatch for trained in round_plan.trained]
     if numbers:
@@ -317,8 +326,8 @@ def _forward_visits(runs: Iterable[ForwardRun], part: WorkerLayout) -> Iterator[
 
 
 def slot_moves(stages: Sequence[int], part: WorkerLayout) -> Iterator[tuple[Action, ...]]:
-    """Return the Evict and Load after each visit of a stage: the next stage for its slot is loaded at
-    once."""
+    """Return, for each visit of a stage, the Evict and Load actions that follow it: the stage is evicted if
+    its slot is needed for another stage next, and that stage is loaded immediately."""
     streamed = set(part.streamed_stages)
     needed = {part.slot_of_stage(stage): stage for stage in part.initial_stages}
     found: list[tuple[Action, ...]] = []
@@ -333,7 +342,8 @@ def slot_moves(stages: Sequence[int], part: WorkerLayout) -> Iterator[tuple[Acti
 
 
 def _delay_steps(actions: Iterable[Action], laid_rounds: _LaidRounds) -> Iterator[Action]:
-    """Yield the actions with each Step as late as possible, since it needs the first worker's decision."""
+    """Yield the actions with each Step as late as possible, since it waits for the decision of the first
+    worker."""
     pending: dict[str, Step] = {}
     for action in actions:
         match action:
