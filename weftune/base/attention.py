@@ -96,7 +96,7 @@ class GatheredPrefixes:
     """Indices of the rows of the pack whose samples have prefix keys. Some are repeated to fill the
     tensor."""
     place_R: Tensor
-    """Index of each element of `rows_R` among the Z rows."""
+    """For each row in `rows_R`, the index of its copy among the Z rows."""
 
 
 @dataclass(frozen=True, slots=True)

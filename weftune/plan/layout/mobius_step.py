@@ -116,7 +116,7 @@ def pass_seconds(visits: Sequence[MobiusVisit], host: Host, microbatches: int) -
 
     Microbatches are alike, so it suffices to compute the start times of the first and of the last one. The
     upload of a stage begins together with the previous visit on the same GPU, as far as memory has room for
-    it; the late bytes are uploaded when that visit has ended.
+    it; the rest is uploaded when that visit has ended.
     """
     first: list[float] = []
     last: list[float] = []

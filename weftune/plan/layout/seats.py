@@ -91,7 +91,8 @@ class _Seating:
         """Whether a job has been admitted. If not, running jobs stay, whatever their predicted memory."""
 
     def fill(self, rest: Sequence[JobShape]) -> list[JobShape]:
-        """Seat jobs up to the first one that does not fit, and return the jobs behind it."""
+        """Assign seats to the jobs of `rest` up to the first job that does not fit in memory. Return the jobs
+        behind that one, which are still to be considered."""
         tried = self._possible_positions(rest)
         run = [rest[at] for at, _ in tried]
         # After a job that does not fit there is seldom room for many.

@@ -169,7 +169,8 @@ class _Sums:
             self.reach.append((before | before << case.lengths[index]) & mask)
 
     def largest(self, free_rows: int) -> int:
-        """Return the largest reachable sum up to `free_rows`."""
+        """Return the largest number of tokens, at most `free_rows`, that a subset of the samples has in
+        total."""
         return (self.reach[-1] & ((1 << (free_rows + 1)) - 1)).bit_length() - 1
 
     def subset_of(self, tokens: int) -> list[int]:

@@ -109,7 +109,8 @@ class StagePass:
     line: Line
     per_square: float = 0.0
     communication: Line = NO_TIME
-    """Collectives inside the stage, during which it could compute for another fusion group."""
+    """Time of collectives inside the stage, during which the device could compute for another fusion
+    group."""
 
     def seconds(self, load: GroupLoad) -> float:
         return self.line(load.tokens) + self.per_square * load.squares
@@ -117,6 +118,8 @@ class StagePass:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
+    """The costs and the memory of one pipeline stage."""
+
     forward: StagePass
     backward: StagePass
     resident_bytes: int

@@ -304,7 +304,8 @@ def _is_cut(first: OperatorKind, second: OperatorKind) -> bool:
 
 
 def _depths(graph: Graph) -> dict[str, int]:
-    """Return the number of cuts on the longest path to each operator, which is the depth of its subgraph."""
+    """Return a dict from each operator to its depth: the largest number of places at which the graph is cut
+    on a path to the operator. All operators of a subgraph have the same depth."""
     kinds: dict[str, OperatorKind] = {}
     depth: dict[str, int] = {}
     for operator in graph:
