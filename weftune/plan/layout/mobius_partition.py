@@ -29,7 +29,7 @@ STARTS = 6
 CHANGES = 2_000
 """Maximum number of changes that the local search tries from each start."""
 CLOSE = 1 - 1e-9
-"""Factor by which a time must be shorter to count as better and not as equal up to rounding."""
+"""Maximum ratio of two times for the shorter one to count as better. Larger ratios are rounding errors."""
 
 
 @dataclass(frozen=True, slots=True)

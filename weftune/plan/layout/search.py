@@ -38,7 +38,7 @@ PREFIXES = 2000
 HIDDEN = 0.005
 """Fraction of a round spent waiting below which Mobius's partition, which reduces waits, is not tried."""
 CLOSE = 1 - 1e-9
-"""Factor by which a time must be shorter to count as better and not as equal up to rounding."""
+"""Maximum ratio of two times for the shorter one to count as better. Larger ratios are rounding errors."""
 
 
 @dataclass(frozen=True, slots=True)

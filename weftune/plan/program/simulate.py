@@ -183,7 +183,8 @@ def simulate(program: Program, prices: Prices, cluster: PricedCluster) -> Timeli
 
 @dataclass(slots=True)
 class _Lanes:
-    """The remaining actions of each lane of one device, and the state that the lanes wait for."""
+    """The state of one device in the simulation: the remaining actions of its compute, send, receive and load
+    lanes, and what these lanes wait for."""
 
     compute: deque[tuple[Action, int]] = field(default_factory=deque)
     """Remaining compute actions, each with the number of Loads that must have ended before it begins."""

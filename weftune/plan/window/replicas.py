@@ -61,7 +61,8 @@ def deal_evaluation(microbatches: Sequence[MicrobatchPlan], replicas: int) -> li
 def order_replicas(
     work: Work, stages: int, prices: Prices, spare: int = 0, reduce_late: bool = False
 ) -> Program:
-    """Return a program with all replicas in the multi-job order, with the Reduces and Steps that they need.
+    """Return a program in which all replicas use the multi-job schedule of `orders.py`, with the Reduces and
+    Steps that they need.
 
     With `reduce_late`, replicas sum the gradients of a batch about one pass later, so that slow links cause
     fewer waits.
