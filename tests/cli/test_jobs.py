@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import yaml
 
-from tests.launches import Launch, Shares, copied, dealt, deep_folder
+from tests.launches import Launch, Shares, copied, dealt, deep_folder, fresh
 from tests.outputs import assert_same_job, assert_whole, jobs_folder, lines, states, status
 from weftune.cli import jobs
 from weftune.errors import UserError
@@ -217,6 +217,21 @@ def test_kills_between_pauses_and_resumptions_lose_nothing(run, place, seed):
     assert_whole(run.output)
     for name in ("alpha", "beta"):
         assert_same_job(run.output, place / "undisturbed", name)
+
+
+@pytest.mark.slow
+def test_a_job_of_a_share_is_paused_and_resumed_and_none_can_join(place, capsys):
+    run = Shares(place, fresh(place, "shares"), 2)
+    run.wait_until(lambda: run.lines() > 20)
+    jobs.pause("alpha", run.output)
+    assert "alpha is paused at step" in printed(capsys)
+    with pytest.raises(UserError, match="divides its jobs among the GPUs"):
+        jobs.add(place / "late.yaml", run.output)
+    assert run.wait() == 130
+    resumed = Shares(place, "shares", 2, resume=True)
+    assert resumed.wait() == 0
+    for name in ("alpha", "beta"):
+        assert_same_job(resumed.output, place / "undisturbed", name)
 
 
 FOUR = [

@@ -56,12 +56,12 @@ def few_rows_linear(
         shares = share_count(x_TK.shape[1])
         partial_PCTR = _allocate_shares(x_TK, group, shares)
         # In a graph a second stream costs no time of the host, and hides the shares behind the product.
-        aside = SideStream(x_TK.device) if _is_capturing(x_TK) else None
+        side_stream = SideStream(x_TK.device) if _is_capturing(x_TK) else None
         operands = forward_operands(x_TK, weight)
         residual_TN = None if residual_TN is None else residual_TN.contiguous()
         y_TN = x_TK.new_empty(operands.shape)
         frozen_TN = operands.summed(0, y_TN.shape[1])
-        with nullcontext() if aside is None else aside.done():
+        with nullcontext() if side_stream is None else side_stream.done():
             _write_shares(x_TK, partial_PCTR, group, rows)
         columns = span_columns(group, len(rows.tiles_G3))
         kernels.few_rows.up_shares[(_spans(group, columns), len(rows.tiles_G3))](
