@@ -159,7 +159,7 @@ def transformers_step(
         3, size.vocabulary, (sequences, cached - steps // 2), generator=generator
     ).tolist()
     config = GenerationConfig(max_new_tokens=2 * steps, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    with torch.inference_mode():
+    with torch.no_grad():  # In inference mode, its own thread may not write into its buffers.
         answers = model.generate_batch(inputs=prompts, generation_config=config, record_timestamps=True)
     if not all(one.timestamps for one in answers.values()):
         raise RuntimeError("its continuous batching failed")

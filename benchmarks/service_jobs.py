@@ -155,7 +155,10 @@ async def wait_until_all_train(service: Service, work: ServiceWork) -> list[dict
         if len(found) == work.jobs and all(job["step"] > 0 for job in found):
             return found
         await asyncio.sleep(1.0)
-    return await summaries(service)
+    found = await summaries(service)
+    waiting = [job for job in found if not job["step"]]
+    progress(f"{len(waiting)} of {len(found)} jobs do not train, the first one since: {waiting[0]['reason']}")
+    return found
 
 
 async def chat(
@@ -211,6 +214,10 @@ async def chat_for(
             times.errors.append(repr(ended))
 
 
+def progress(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
 async def rate(service: Service, seconds: float) -> float:
     """Return the optimizer steps per second of all jobs."""
     first, began = await count_steps(service), time.monotonic()
@@ -226,20 +233,27 @@ async def use_service(service: Service, work: ServiceWork, size: Size) -> dict[s
     """Submit, chat and measure. Return the numbers."""
     async with open_client(service, TENANTS[0]) as client:
         base = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+    progress("the service is ready")
     await upload_rows(service, work, size)
     warm, early, late = ChatTimes(), ChatTimes(), ChatTimes()
     async with open_client(service, TENANTS[0]) as client:
         await ask(client, {"model": base, "prompt": "w5 w6", "max_tokens": 8, "stream": True}, warm)
+    progress("the base has answered")
     arriving = asyncio.create_task(submit_jobs(service, work, base))
     await chat_for(service, work, size, base, max(2.0, work.arrival_seconds - CHAT_REST_SECONDS), early)
+    progress(f"chats while jobs arrive: {chat_numbers(early)}")
     await arriving
+    progress("the last job has arrived")
     jobs = await wait_until_all_train(service, work)
+    progress(f"{sum(job['step'] > 0 for job in jobs)} jobs train")
     waits = [job["started_at"] - job["created_at"] for job in jobs if job["started_at"] is not None]
     quiet = await rate(service, work.measured_seconds)
+    progress(f"{quiet:.2f} steps/s without chats")
     chatting = asyncio.create_task(chat_for(service, work, size, base, work.measured_seconds + 5.0, late))
     await asyncio.sleep(5.0)
     busy = await rate(service, work.measured_seconds)
     await chatting
+    progress(f"{busy:.2f} steps/s with chats")
     async with open_client(service, TENANTS[0]) as client:
         windows = (await client.get("/api/windows", params={"limit": 200})).raise_for_status().json()
     return {
