@@ -9,7 +9,7 @@ import subprocess
 import sys
 import typing
 from dataclasses import fields
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -53,6 +53,14 @@ def test_dir_shows_the_api_and_nothing_else() -> None:
     for name in dir(weftune):
         assert getattr(weftune, name) is not None
     assert weftune.__version__ == version("weftune")
+
+
+def test_a_source_tree_that_is_not_installed_has_a_version_too(monkeypatch):
+    def fail(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", fail)
+    assert weftune.__version__ == "0+source"
 
 
 def test_a_tracker_that_is_not_installed_is_found_before_the_output_is_begun(

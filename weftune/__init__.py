@@ -42,9 +42,12 @@ MODULES = {
 def __getattr__(name: str) -> Any:
     """Import only the attribute that is requested, so that `weftune --help` does not import torch."""
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("weftune")
+        try:
+            return version("weftune")
+        except PackageNotFoundError:  # A source tree on the path that was not installed.
+            return "0+source"
     if name in MODULES:
         from importlib import import_module
 

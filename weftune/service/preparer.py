@@ -54,7 +54,8 @@ class ProcessDied(WeftuneError):
 
 
 class Preparer:
-    """The processes that check files and prepare jobs. They are started when they are needed."""
+    """The processes that check files and prepare jobs. They are started when they are needed, or by
+    `load_base`."""
 
     def __init__(self, settings: ServiceSettings, requests: RequestStore, job_processes: int = 1) -> None:
         self._settings, self._requests = settings, requests
@@ -65,6 +66,11 @@ class Preparer:
         """Prepare the jobs that were submitted before a restart and are not prepared yet."""
         for submission in self._requests.unprepared_submissions():
             self.prepare(submission)
+
+    def load_base(self) -> None:
+        """Start the process that prepares jobs, and let it load the tokenizer, so that the first job does not
+        wait for that. A failure is reported when a job is prepared."""
+        self._jobs.call(load_base_parts, self._settings.base)
 
     def check(self, path: Path, label: str, max_rows: int) -> int:
         """Return the number of rows of an uploaded file, or raise DataError for its wrong rows."""
@@ -163,7 +169,19 @@ def prepare_job(base: BaseSpec, job: Mapping[str, Any]) -> None:
     prepare(spec, 0, loaded.tokenizer, loaded.shape, folder, shared_data=shared)
 
 
-WORK: Mapping[str, Callable[..., Any]] = {"check_file": check_file, "prepare_job": prepare_job}
+def load_base_parts(base: BaseSpec) -> None:
+    """Import what `prepare_job` needs, and load the tokenizer and the sizes of the base."""
+    import weftune.jobs.spec.checks
+    import weftune.trainer.job  # noqa: F401
+
+    _load_base_parts(base)
+
+
+WORK: Mapping[str, Callable[..., Any]] = {
+    "check_file": check_file,
+    "load_base_parts": load_base_parts,
+    "prepare_job": prepare_job,
+}
 
 
 @dataclass(frozen=True, slots=True)

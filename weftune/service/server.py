@@ -30,6 +30,7 @@ def serve(settings: ServiceSettings, limits: RequestLimits | None = None) -> Non
     try:
         keys, chat = KeyFile(settings.keys), ChatClient(settings.chat_socket)
         app = create_app(settings, requests, training, keys, chat, limits)
+        app.state.service.preparer.load_base()
         config = uvicorn.Config(
             app,
             host=settings.host,

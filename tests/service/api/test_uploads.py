@@ -9,13 +9,15 @@ import time
 from pathlib import Path
 
 import openai
+import psutil
 import pytest
 
 from tests.data.test_bad_rows import BAD, GOOD, OTHERS
 from tests.service.api.running import start_service
 from weftune.base.spec import BaseSpec
 from weftune.errors import DataError
-from weftune.service.preparer import check_file, prepare_job
+from weftune.service.preparer import Preparer, _load_base_parts, check_file, load_base_parts, prepare_job
+from weftune.service.settings import ServiceSettings
 
 MIB = 1 << 20
 BOUNDARY = "weft"
@@ -52,6 +54,26 @@ def test_fault_13_rows_that_do_not_fit_the_base_are_refused_when_the_job_is_prep
     assert check_file(path, "rows.jsonl", 100) == len(OTHERS[name][0])
     with pytest.raises(DataError, match=r"file-1\.jsonl:"):
         prepare_job(BaseSpec(model="demo"), {"name": "a", "data": {"path": str(path)}})
+
+
+def test_the_base_is_loaded_before_the_first_job_is_prepared(tmp_path):
+    base, path = BaseSpec(model="demo"), tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n')
+    load_base_parts(base)
+    loads = _load_base_parts.cache_info().misses
+    prepare_job(base, {"name": "a", "data": {"path": str(path)}})
+    assert _load_base_parts.cache_info().misses == loads
+    preparer = Preparer(ServiceSettings(base=base, store=tmp_path), requests=None)
+    before = set(psutil.Process().children())
+    try:
+        preparer.load_base()
+        deadline = time.monotonic() + 30
+        while not (started := set(psutil.Process().children()) - before):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        preparer.close()
+    assert not any(process.is_running() for process in started)
 
 
 @pytest.mark.parametrize("name", sorted(OTHERS.keys() - NEED_THE_BASE))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+import weftune
 from weftune.service.api import chat as chats
 from weftune.service.api import errors, files, jobs, models, native, page
 from weftune.service.api.context import Service, service_of
@@ -49,7 +49,7 @@ def create_app(
 
     app = FastAPI(
         title="Weftune",
-        version=version("weftune"),
+        version=weftune.__version__,
         summary="Fine-tuning of many adapters on one base, with the API of OpenAI.",
         lifespan=lifespan,
         docs_url=None,
