@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import openai
 import pytest
@@ -201,9 +202,18 @@ def test_a_job_that_has_ended_cannot_be_changed_but_cancelled_twice(client, job,
 
 
 def test_a_file_that_a_job_needs_is_not_deleted(client, file, job, training):
-    with pytest.raises(openai.BadRequestError) as error:
-        client.files.delete(file.id)
-    assert error.value.code == "file_in_use"
+    def assert_in_use():
+        with pytest.raises(openai.BadRequestError) as error:
+            client.files.delete(file.id)
+        assert error.value.code == "file_in_use"
+
+    assert_in_use()
+    deadline = time.monotonic() + 60
+    while job.id not in [one.submission.id for one in training.requests.prepared_after(0)]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    # Training has not read yet that it is prepared.
+    assert_in_use()
     training.enter(job.id, State.CANCELLED)
     assert client.files.delete(file.id).deleted
 

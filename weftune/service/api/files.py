@@ -215,7 +215,11 @@ def _find_file(service: Service, tenant: str, id: str) -> FileRecord:
 
 def open_jobs(service: Service, tenant: str) -> list[Submission]:
     """Return the tenant's jobs that have not ended, whether training knows them yet or not."""
-    found = {one.id: one for one in service.requests.unprepared_submissions() if one.tenant == tenant}
+    submitted = service.requests.unprepared_submissions()
+    # Prepared jobs that training has not read yet, for example because it is being restarted.
+    unread = service.requests.prepared_after(service.training.cursors().get("prepared", 0))
+    submitted += [one.submission for one in unread if one.refusal is None]
+    found = {one.id: one for one in submitted if one.tenant == tenant}
     ended = [id for id, row in service.training.jobs_by_id(found).items() if row.state.ended]
     for id in ended:
         del found[id]
