@@ -16,7 +16,6 @@ import weftune
 from tests import bench
 from tests.base.folders import model_folder
 from tests.outputs import Crash, assert_same_results, lines, status
-from tests.smoke.commands import weftune as weftune_command
 from weftune import JobSpec, Options, Result
 from weftune.base.model import Base
 from weftune.errors import SpecError
@@ -319,24 +318,30 @@ def test_a_sweep_is_decided_by_the_metric_of_the_answers(tmp_path, monkeypatch):
     assert answers(tmp_path / "out", better["name"])["step"] == 8
 
 
-def test_the_command_answers_prompts_and_says_where_a_mistake_is(tmp_path):
+def test_the_command_answers_prompts_and_says_where_a_mistake_is(tmp_path, forks):
+    def weftune_command(*words, code=0):
+        ended = forks.weftune(*words, cwd=tmp_path)
+        said = (tmp_path / "log").read_text()
+        assert ended == code, said
+        return " ".join(said.split())
+
     jobs = files(tmp_path, {"eval": {"metric": "scores.py:length"}})
-    weftune_command("plan", jobs, "--json", "plan.json", cwd=tmp_path)
+    weftune_command("plan", jobs, "--json", "plan.json")
     more = jobs.with_name("more.yaml")
     more.write_text(jobs.read_text().replace("prompts: 3", "prompts: 1000"))
-    weftune_command("plan", more, "--json", "more.json", cwd=tmp_path)
+    weftune_command("plan", more, "--json", "more.json")
     needed = [
         json.loads((tmp_path / f"{name}.json").read_text())["run"]["needs_bytes"] for name in ("plan", "more")
     ]
     assert needed[1] > needed[0] + (1 << 24)
-    weftune_command("train", jobs, "--device", "cpu", cwd=tmp_path)
+    weftune_command("train", jobs, "--device", "cpu")
     assert answers(tmp_path / "out")["step"] == 4
     assert values(tmp_path / "out", "eval_length")[4] == status(tmp_path / "out")["jobs"]["a"]["score"]
     assert 'class="answered"' in (tmp_path / "out" / "report.html").read_text()
     wrong = jobs.with_name("wrong.yaml")
     wrong.write_text(jobs.read_text().replace("scores.py:length", "scores.py:absent"))
-    said = weftune_command("train", wrong, "--output", "other", code=2, cwd=tmp_path).said
+    said = weftune_command("train", wrong, "--output", "other", code=2)
     assert "eval.metric" in said
-    assert "scores.py holds no function absent" in " ".join(said.split())
-    said = weftune_command("train", jobs, "--replicas", "2", "--output", "other", code=2, cwd=tmp_path).said
-    assert "Answers are generated on one device that holds the whole base" in " ".join(said.split())
+    assert "scores.py holds no function absent" in said
+    said = weftune_command("train", jobs, "--replicas", "2", "--output", "other", code=2)
+    assert "Answers are generated on one device that holds the whole base" in said
