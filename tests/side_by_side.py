@@ -1,8 +1,9 @@
 """Files of tests side by side, in forks of the one process that has collected them: `make test`.
 
-`pytest -p tests.side_by_side --processes 3`. Imports and collection take each process of pytest-xdist half a
-minute in a new clone, and the server of its forked processes as long again as the imports: here both are
-there. Tests with the mark `timed` come behind all others, in two processes.
+`pytest -p tests.side_by_side --processes 3`; with `--costs 20` it prints which files and tests take most.
+Imports and collection take each process of pytest-xdist half a minute in a new clone, and the server of its
+forked processes as long again as the imports: here both are there. Tests with the mark `timed` come behind
+all others, in two processes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, suppress
 from importlib import import_module
@@ -19,6 +21,7 @@ from itertools import groupby, pairwise
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import psutil
 import pytest
 from _pytest.config import create_terminal_writer
 
@@ -31,6 +34,28 @@ Files = Sequence[Sequence[pytest.Item]]
 
 def pytest_addoption(parser):
     parser.addoption("--processes", type=int, default=0, help="run files of tests in so many forks")
+    parser.addoption(
+        "--costs", type=int, default=0, help="with --processes: print what the costliest files and tests took"
+    )
+
+
+COSTS = pytest.StashKey[dict[str, tuple[float, float]]]()
+"""Maps each test to its seconds of processors, also in processes that it started, and of the clock."""
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    tests = config.stash.get(COSTS, {})
+    if not tests:
+        return
+    files: dict[str, tuple[float, float]] = {}
+    for test, (cpu, wall) in tests.items():
+        before = files.get(file := test.partition("::")[0], (0.0, 0.0))
+        files[file] = (before[0] + cpu, before[1] + wall)
+    total = sum(cpu for cpu, _ in tests.values())
+    terminalreporter.write_sep("=", f"costs: {total:.0f} s of processors in tests")
+    for costs in (files, tests):
+        for name, (cpu, wall) in sorted(costs.items(), key=lambda one: -one[1][0])[: config.option.costs]:
+            terminalreporter.write_line(f"{cpu:6.1f} s of processors {wall:6.1f} s of the clock  {name}")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -123,6 +148,8 @@ def collect_reports(session: pytest.Session, waiting: Iterator[int], running: di
                 del running[connection]
             elif isinstance(message, str):
                 running[connection] = message
+            elif isinstance(message, tuple):
+                session.config.stash.setdefault(COSTS, {})[running[connection]] = message
             else:
                 report(
                     session.config,
@@ -158,7 +185,10 @@ def run_worker(session: pytest.Session, files: Files, parent: Connection) -> Non
 
     def run(item: pytest.Item, following: pytest.Item | None) -> None:
         parent.send(item.nodeid)
+        began = (processor_seconds(), time.monotonic()) if session.config.option.costs else None
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if began is not None:
+            parent.send((processor_seconds() - began[0], time.monotonic() - began[1]))
 
     number = ask()
     while number is not None:
@@ -168,6 +198,16 @@ def run_worker(session: pytest.Session, files: Files, parent: Connection) -> Non
         number = ask()
         run(items[-1], None if number is None else files[number][0])
     parent.send("")
+
+
+def processor_seconds() -> float:
+    """Return the processor seconds of this process and of all that it has started, and those have."""
+    me, seconds = psutil.Process(), 0.0
+    for one in (me, *me.children(recursive=True)):
+        with suppress(psutil.Error):
+            # Those of its own, and of its children that have ended.
+            seconds += sum(one.cpu_times()[:4])
+    return seconds
 
 
 def start_server() -> None:
