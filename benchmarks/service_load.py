@@ -20,10 +20,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, Any
 
 import httpx2 as httpx
 
@@ -78,20 +79,26 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def start_command(words: Sequence[str], log: IO[str]) -> subprocess.Popen[bytes]:
+    """Start `weftune` with these words in a new interpreter."""
+    return subprocess.Popen([sys.executable, "-m", "weftune", *words], stdout=log, stderr=subprocess.STDOUT)
+
+
 @contextmanager
-def running_service(store: Path, base: str, arguments: Sequence[str]) -> Iterator[Service]:
+def running_service(
+    store: Path,
+    base: str,
+    arguments: Sequence[str],
+    start: Callable[[Sequence[str], IO[str]], Any] = start_command,
+) -> Iterator[Service]:
     """Start `weftune serve` and yield it when it is ready."""
-    weftune = [sys.executable, "-m", "weftune"]
     file = KeyFile(store / KEYS)
     keys = {tenant: file.create(tenant) for tenant in TENANTS}
     port = free_port()
     service = Service(f"http://127.0.0.1:{port}", keys)
     with (store / "serve.log").open("w") as log:
-        process = subprocess.Popen(
-            [*weftune, "serve", "--base", base, "--port", str(port), "--store", str(store), *arguments],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        words = ["serve", "--base", base, "--port", str(port), "--store", str(store), *arguments]
+        process = start(words, log)
         try:
             await_ready(service, process, store / "serve.log")
             yield service
@@ -100,7 +107,7 @@ def running_service(store: Path, base: str, arguments: Sequence[str]) -> Iterato
             process.wait(60)
 
 
-def await_ready(service: Service, process: subprocess.Popen[bytes], log: Path) -> None:
+def await_ready(service: Service, process: Any, log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:

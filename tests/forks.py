@@ -7,7 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +127,7 @@ def fork_server() -> None:
             faulthandler.disable()
             # Its lock is held in here, and some forked processes start servers of their own.
             forkserver._forkserver.__init__()  # type: ignore[misc]
-            # Their numbers stay taken: what was inherited with them may close them later.
-            null = os.open(os.devnull, os.O_RDWR)
-            for handle in map(int, os.listdir("/proc/self/fd")):
-                if handle > 2 and handle not in (*kept, null):
-                    os.dup2(null, handle, inheritable=False)
+            drop_inherited_files(kept)
             exec(words[-1])
         finally:
             os._exit(0)
@@ -137,6 +136,61 @@ def fork_server() -> None:
     forkserver.set_forkserver_preload([])
     forkserver.ensure_running()
     util.spawnv_passfds = before  # type: ignore[attr-defined]
+
+
+def drop_inherited_files(kept: Sequence[int] = ()) -> None:
+    """Let go of all files and sockets of the process from which this one was forked."""
+    # Their numbers stay taken: what was inherited with them may close them later.
+    null = os.open(os.devnull, os.O_RDWR)
+    for handle in map(int, os.listdir("/proc/self/fd")):
+        if handle > 2 and handle not in (*kept, null):
+            os.dup2(null, handle, inheritable=False)
+
+
+class PipedFork:
+    """A fork in the place of the interpreter that `weftune.core.limited.start_server` would start."""
+
+    def __init__(self, module: str, environment: Mapping[str, str]) -> None:
+        requests, own_requests = os.pipe()
+        own_answers, answers = os.pipe()
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+        self.pid = os.fork()
+        if not self.pid:
+            self._serve(module, environment, requests, answers)
+        os.close(requests)
+        os.close(answers)
+        self.stdin, self.stdout = os.fdopen(own_requests, "wb"), os.fdopen(own_answers, "rb")
+
+    def _serve(self, module: str, environment: Mapping[str, str], requests: int, answers: int) -> None:
+        try:
+            faulthandler.disable()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for handle, name in enumerate(("stdin", "stdout", "stderr")):
+                os.dup2((requests, answers, os.open(os.devnull, os.O_WRONLY))[handle], handle)
+                setattr(sys, name, os.fdopen(handle, "w" if handle else "r", closefd=False))
+            drop_inherited_files()
+            os.environ |= environment
+            import_module(module).serve()
+        finally:
+            os._exit(0)
+
+    def poll(self) -> int | None:
+        with self._lock:
+            if self.returncode is None:
+                ended, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+            return self.returncode
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.002)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 def limit_memory(more: int) -> None:

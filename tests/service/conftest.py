@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import PipedFork
 from tests.service import postgres
 from tests.service.stores import settings_in
+from weftune.service import preparer
 from weftune.service.settings import ServiceSettings
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_preparers() -> Iterator[None]:
+    """Applications in the test's own process fork what checks their files, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparer, "start_server", PipedFork)
+        yield
 
 
 @pytest.fixture(scope="session")

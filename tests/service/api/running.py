@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import multiprocessing
+import os
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
@@ -55,8 +57,9 @@ class Running:
     """A running HTTP process with two tenants."""
 
     settings: ServiceSettings
-    process: subprocess.Popen[bytes]
     log: Path
+    process: Any
+    """A process of multiprocessing."""
     keys: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -90,11 +93,15 @@ class Running:
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.wait(20)
+        self._wait()
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(20)
+        self._wait()
+
+    def _wait(self) -> None:
+        self.process.join(20)
+        assert self.process.exitcode is not None
 
     def restart(self) -> None:
         self.process = _start(self.settings, self.log)
@@ -112,27 +119,26 @@ def start_service(
     base: str = "demo",
     quotas: Mapping[str, Any] | None = None,
     body_seconds: float = 30.0,
+    anew: bool = False,
 ) -> Running:
+    """Start an HTTP process: a fork, or `anew` in a new interpreter, which `weftune serve` uses."""
     settings = settings_of(folder / "store", free_port(), base, quotas or {})
     upgrade_store(settings)
     keys = KeyFile(settings.keys)
     log = folder / "http.log"
-    running = Running(settings, _start(settings, log, body_seconds), log)
+    running = Running(settings, log, _start(settings, log, body_seconds, anew))
     running.keys = {tenant: keys.create(tenant) for tenant in ("acme", "other")}
     wait_until_healthy(running)
     return running
 
 
-def _start(settings: ServiceSettings, log: Path, body_seconds: float = 30.0) -> subprocess.Popen[bytes]:
-    quotas = {name: getattr(settings.quotas, name) for name in Quotas.__dataclass_fields__}
-    arguments = [body_seconds, str(settings.store), settings.port, settings.base.model, quotas]
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.service.api.running", json.dumps(arguments)],
-            stdout=output,
-            stderr=output,
-            cwd=Path(__file__).parents[3],
-        )
+def _start(settings: ServiceSettings, log: Path, body_seconds: float = 30.0, anew: bool = False) -> Any:
+    from tests.run.processes import context
+
+    made = multiprocessing.get_context("spawn") if anew else context()
+    process = made.Process(target=serve, args=(settings, log, body_seconds, anew, dict(os.environ)))
+    process.start()
+    return process
 
 
 def wait_until_healthy(running: Running, seconds: float = 60.0) -> None:
@@ -143,7 +149,7 @@ def wait_until_healthy(running: Running, seconds: float = 60.0) -> None:
                 return
         except OSError:
             time.sleep(0.1)
-        assert running.process.poll() is None, running.log.read_text()
+        assert running.process.exitcode is None, running.log.read_text()
     raise AssertionError(running.log.read_text())
 
 
@@ -232,16 +238,23 @@ class Training:
         return row
 
 
-def serve(arguments: list[Any]) -> None:
-    from weftune.service import server
+def serve(
+    settings: ServiceSettings, log: Path, body_seconds: float, anew: bool, environment: Mapping[str, str]
+) -> None:
+    from weftune.service import preparer, server
     from weftune.service.api.files import MULTIPART_BYTES
     from weftune.service.api.guard import RequestLimits
 
-    assert not {"torch", "transformers"} & sys.modules.keys(), "the HTTP process imports no torch"
-    body_seconds, store, *more = arguments
-    settings = settings_of(Path(store), *more)
+    os.environ |= environment
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for handle in (1, 2):
+        os.dup2(output, handle)
+    if anew:
+        assert not {"torch", "transformers"} & sys.modules.keys(), "the HTTP process imports no torch"
+    else:
+        from tests.forks import PipedFork
+
+        preparer.start_server = PipedFork  # type: ignore[assignment]
+        # Those of pytest, instead of which the HTTP process sets up its own.
+        logging.getLogger().handlers.clear()
     server.serve(settings, RequestLimits(body_seconds, settings.quotas.file_bytes + MULTIPART_BYTES))
-
-
-if __name__ == "__main__":
-    serve(json.loads(sys.argv[1]))

@@ -84,8 +84,9 @@ def test_fault_13_bad_rows_of_other_formats_are_refused_with_their_line(name, cl
     assert "rows.jsonl:" in error.value.body["message"]
 
 
+@pytest.mark.timed
 def test_fault_20_endless_and_slow_uploads_end_with_413_and_408(tmp_path):
-    service = start_service(tmp_path, quotas={"file_bytes": 64 * MIB}, body_seconds=3.0)
+    service = start_service(tmp_path, quotas={"file_bytes": 64 * MIB}, body_seconds=3.0, anew=True)
     try:
         before, waits = memory_bytes(service.process.pid), []
         slow = [drip(service) for _ in range(200)]
