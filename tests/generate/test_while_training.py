@@ -16,6 +16,8 @@ from weftune.adapters.prefix.spec import PrefixSpec
 from weftune.bench.weftune_side import AttachedJobs, resident_jobs
 from weftune.generate.decoder import Decoder, Generation
 from weftune.generate.sampling import Sampling
+from weftune.plan.program.program import Compute
+from weftune.run.measure.timers import ActionTimer
 
 SPECS: dict[str, AdapterSpec] = {
     "lora": LoraSpec(rank=4, dropout=0.1),
@@ -49,6 +51,16 @@ def test_training_has_the_same_bits_whether_or_not_somebody_generates(family):
     assert quiet.losses == busy.losses
     for own, other in zip(masters(quiet), masters(busy), strict=True):
         assert torch.equal(own, other)
+
+
+def test_before_each_turn_the_host_waits_until_the_device_has_begun_the_pass(monkeypatch):
+    jobs, calls = jobs_on("llama"), []
+    monkeypatch.setattr(ActionTimer, "await_start", lambda timer: calls.append("wait"))
+    jobs.executor.offer_turn = lambda: calls.append("turn")
+    program = jobs.plan(1, 32)
+    jobs.run(program)
+    passes = sum(isinstance(action, Compute) for action in program.devices[0])
+    assert calls == ["wait", "turn"] * passes
 
 
 def test_a_sequence_uses_the_newest_weights_and_records_their_step():

@@ -260,6 +260,8 @@ class Executor:
                 yield from self._guarded(self._do(action))
                 yield from self._end(action)
                 if self.offer_turn is not None and isinstance(action, Compute):
+                    # Otherwise the host is many passes ahead, and a new prompt would wait for all of them.
+                    self._timer.await_start()
                     self.offer_turn()
 
     def _guarded(self, events: Iterator[Event]) -> Iterator[Event]:

@@ -8,7 +8,7 @@ import torch
 
 from tests.bench import CPU
 from weftune.run.measure.memory import is_out_of_memory, peak_bytes, release, reset_peak, resident_bytes
-from weftune.run.measure.timers import DeviceClock, Stopwatch
+from weftune.run.measure.timers import ActionTimer, DeviceClock, Stopwatch
 
 
 def test_a_stopwatch_counts_from_each_mark_to_the_next() -> None:
@@ -42,6 +42,22 @@ def test_a_moment_on_a_gpu_is_when_the_device_came_to_it() -> None:
     assert asked < done <= time.time() + 1e-3
     assert begun < asked
     assert done - begun > 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.timed
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_host_waits_until_the_device_begins_an_action_and_not_until_it_ends() -> None:
+    timer = ActionTimer(torch.device("cuda", 0))
+    torch.cuda._sleep(400_000_000)
+    before = timer.stop()
+    timer.start()
+    torch.cuda._sleep(1_000_000_000)
+    action = timer.stop()
+    assert not before.is_over()
+    timer.await_start()
+    assert before.is_over()
+    assert not action.is_over()
 
 
 def test_a_peak_that_was_begun_forgets_what_came_before() -> None:

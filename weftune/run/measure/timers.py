@@ -81,6 +81,11 @@ class ActionTimer:
         counted."""
         self._began = self._clock.mark()
 
+    def await_start(self) -> None:
+        """Wait until the device has begun the action, which means that it has finished all work before."""
+        if not isinstance(self._began, float):
+            self._began.synchronize()
+
     def stop(self) -> DeviceSpan:
         return DeviceSpan(self._began, self._clock.mark())
 
