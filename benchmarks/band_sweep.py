@@ -70,7 +70,7 @@ def of_ds(site: TrialSite, call: SiteCall) -> Step:
 
 
 def of_ds_db(site: TrialSite, call: SiteCall) -> Step:
-    call = replace(call, tiling=replace(call.tiling, one_read=True))
+    call = replace(call, tiling=replace(call.tiling, reads_dy_once=True))
     s_TPR = down(site.x_TK, call)
     return lambda: ds_db(site.dy_TN, s_TPR, call)
 
@@ -123,7 +123,7 @@ ADDING = launches(
 )  # fmt: skip
 KERNELS = {
     "down": Kernel("down", of_down, READING),
-    "ds": Kernel("ds", of_ds, tuple(one for one in READING if one.together == 1)),
+    "ds": Kernel("ds", of_ds, tuple(one for one in READING if one.parts_per_program == 1)),
     "db": Kernel(
         "db",
         of_db,
@@ -183,14 +183,14 @@ def steps_of(kernel: Kernel, site: TrialSite) -> Iterator[tuple[str, Callable[[]
     own: KernelLaunch = getattr(taken.tiling, kernel.field)
     yield f"*{words(own)}", lambda: kernel.step(site, taken)
     for launch in kernel.launches:
-        if launch != own and taken.sites % launch.together == 0:
+        if launch != own and taken.sites % launch.parts_per_program == 0:
             call = call_of(site, kernel.field, launch)
             yield words(launch), lambda call=call: kernel.step(site, call)
 
 
 def words(launch: KernelLaunch) -> str:
     rows = f" rows {launch.rows}" if launch.rows != 64 else ""
-    together = f" together {launch.together}" if launch.together > 1 else ""
+    together = f" together {launch.parts_per_program}" if launch.parts_per_program > 1 else ""
     return f"({launch.columns}, {launch.warps}, {launch.stages}){rows}{together}"
 
 

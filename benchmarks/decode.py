@@ -32,7 +32,7 @@ from weftune.bench.baselines import TARGETS
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, build, toy_size
 from weftune.bench.timing import Hardware, bench_hardware, reset_memory, wait
-from weftune.generate.adapters import attach_frozen
+from weftune.generate.adapters import attach_frozen_adapter
 from weftune.generate.decoder import Decoder
 from weftune.generate.sampling import Sampling
 from weftune.run.passes.adapted import AdaptedBase
@@ -81,7 +81,7 @@ def attach(adapted: AdaptedBase, count: int, rank: int) -> int:
     layout = adapter_layout(spec, sites)
     for number in range(len(adapted.banks.attached), count):
         weights = 0.02 * torch.randn(layout.size, dtype=adapted.base.dtype, device=adapted.base.device)
-        attach_frozen(adapted, JobAdapter(f"adapter{number}", spec, seed=0), layout, weights)
+        attach_frozen_adapter(adapted, JobAdapter(f"adapter{number}", spec, seed=0), layout, weights)
     return layout.size * torch.empty(0, dtype=adapted.base.dtype).element_size()
 
 
@@ -103,20 +103,20 @@ def run(
             decoder.submit(prompt, replace(sampling, max_tokens=max_tokens, seed=number), adapter)
 
     submit(1)  # compiles the kernels of a prefill
-    decoder.run()
+    decoder.run_until_idle()
     submit(total + 1)
     wait(device)
     began = time.perf_counter()
     while decoder.is_waiting:
-        decoder.turn()
+        decoder.run_pass()
     wait(device)
     prefill = time.perf_counter() - began
     for _ in range(WARM_STEPS):
-        decoder.turn()
+        decoder.run_pass()
     wait(device)
     began = time.perf_counter()
     for _ in range(steps):
-        decoder.turn()
+        decoder.run_pass()
     wait(device)
     return (time.perf_counter() - began) / steps, prefill
 

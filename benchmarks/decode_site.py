@@ -26,7 +26,7 @@ from weftune.bench.table import aligned
 from weftune.bench.timing import Hardware, bench_hardware, wait
 from weftune.ops.lora.few_rows import TILE_ROWS, few_rows_linear
 from weftune.ops.lora.products import product_in_float32
-from weftune.ops.lora.rows import Rows, Seat
+from weftune.ops.lora.rows import Rows, SlotRows
 from weftune.ops.lora.table import Group, LowRank, SlotTable
 from weftune.ops.lora.tiled import forward
 from weftune.ops.lora.tiling import SiteCall, choose_tiling
@@ -99,7 +99,7 @@ def decode_rows(sequences: int, adapters: int, tile: int, hardware: Hardware) ->
     """Return rows of which every adapter has as many as any other."""
     rows = Rows.empty(sequences, adapters, hardware.device, tile, max_runs=adapters + 1)
     edges = [index * sequences // adapters for index in range(adapters + 1)]
-    rows.fill([Seat(*edge, slot, 0) for slot, edge in enumerate(pairwise(edges))], torch.empty(0).numpy())
+    rows.fill([SlotRows(*edge, slot, 0) for slot, edge in enumerate(pairwise(edges))], torch.empty(0).numpy())
     return rows
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weftune.cli import early
-from weftune.launch.choice import choose_planned
+from weftune.launch.choice import choose_planned_layout
 from weftune.launch.plan_case import PlanCase, read_case
 from weftune.plan.cost.cluster import parse_cluster
 
@@ -36,7 +36,7 @@ def main() -> None:
     for cluster, jobs in CASES:
         case = read_example(cluster, jobs)
         began = time.process_time()
-        choice = choose_planned(case)
+        choice = choose_planned_layout(case)
         seconds = time.process_time() - began
         if not choice.candidates:
             round_tokens = sum(job.batch_tokens for job in choice.attached_jobs)

@@ -117,7 +117,7 @@ def agreement(jobs: AttachedJobs, work: SharedWork) -> Agreement:
         )
         for number in range(4 * work.sequences)
     ]
-    decoder.run()
+    decoder.run_until_idle()
     made.sort(key=lambda one: one.adapter or "")
     sampled = np.concatenate([one.logprobs for one in made])
     differences = np.abs(sampled - trained_logprobs(jobs, made).cpu().double().numpy())
@@ -173,7 +173,7 @@ def weight_seconds(jobs: AttachedJobs, work: SharedWork) -> tuple[float, float]:
     device = jobs.base.device
     decoder = decoding(jobs, work)
     for _ in range(4):
-        decoder.turn()
+        decoder.run_pass()
     first, other = [], []
     for _ in range(WEIGHT_STEPS):
         jobs.run(jobs.plan(1, CAPACITY))
@@ -181,7 +181,7 @@ def weight_seconds(jobs: AttachedJobs, work: SharedWork) -> tuple[float, float]:
         steps = {job: stock.step for job, stock in jobs.stocks.items()}
         for found in (first, other):
             began = time.perf_counter()
-            continued = decoder.turn()
+            continued = decoder.run_pass()
             found.append(time.perf_counter() - began)
             for one in continued:
                 assert one.versions[-1] == steps[one.adapter or ""], "an older adapter answered"
@@ -199,7 +199,7 @@ def decoding(jobs: AttachedJobs, work: SharedWork) -> Decoder:
         sampling = Sampling(max_tokens=max_tokens, temperature=0.8, top_p=0.95, seed=number)
         decoder.submit(prompt, sampling, work.job(number))
     while decoder.is_waiting:
-        decoder.turn()
+        decoder.run_pass()
     return decoder
 
 
@@ -238,7 +238,7 @@ def while_decoding(jobs: AttachedJobs, work: SharedWork, capacity: int) -> Speed
     decoder, times = decoding(jobs, work), []
 
     def turn() -> None:
-        if decoder.turn():
+        if decoder.run_pass():
             times.append(time.perf_counter())
 
     found = training_speed(jobs, work, capacity, turn)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weftune.ops.dropout import step_key
-from weftune.ops.lora.rows import Rows, Seat
+from weftune.ops.lora.rows import Rows, SlotRows
 from weftune.ops.lora.table import Group, LowRank, SlotTable, bands_for
 from weftune.ops.lora.tiled import backward, forward
 from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling
@@ -38,7 +38,7 @@ class SiteCase:
     x: tuple[Tensor, ...]
     """Inputs [T, K] that take turns, and gradients [T, N] beside them."""
     dy: tuple[Tensor, ...]
-    seats: tuple[Seat, ...]
+    seats: tuple[SlotRows, ...]
     entries: tuple[LowRank, ...]
     group: Group
 
@@ -50,7 +50,7 @@ class SiteCase:
     def shares(self) -> int:
         """In how many a band of ds is made before they are summed up; none where dy is read twice instead."""
         call = self.call()
-        return sum(call.blocks(call.tiling.ds_db.columns)) if call.tiling.one_read else 0
+        return sum(call.blocks(call.tiling.ds_db.columns)) if call.tiling.reads_dy_once else 0
 
     def call(self, plan: ProductPlan = ProductPlan.wide, tile: int = 64, piece: int = 1024) -> SiteCall:
         x = self.x[0]
@@ -93,7 +93,7 @@ def made_up_case(
         gradients = torch.zeros_like(a, dtype=torch.float32), torch.zeros_like(b, dtype=torch.float32)
         entries.append(LowRank(a, b, *gradients, scale=2.0, dropout=adapters.dropout))
         group.write(slot, entries[-1:])
-        seats.append(Seat(slot * length, slot * length + length, slot, step_key(slot, 1)))
+        seats.append(SlotRows(slot * length, slot * length + length, slot, step_key(slot, 1)))
     return SiteCase(
         adapters,
         normal(outputs, features) / features**0.5,

@@ -26,7 +26,7 @@ def released(turn: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        turn.acquire()
+        turn.acquire_pages()
 
 
 def on_shards(

@@ -331,7 +331,7 @@ def test_a_pass_begins_with_the_tables_of_all_who_are_aboard() -> None:
     (bank, *_) = (group.tiled for group in banks._groups.values())
     assert bank._table_group(torch.zeros(())).table.rank_PS[0, :2].tolist() == [3, 0]
     attach(banks, llama, "b", LoraSpec(rank=5), random_weights(llama, LoraSpec(rank=5), 0))
-    seats = banks.seats(together(["a", "b"], random_samples((4, 6))))
+    seats = banks.slot_rows(together(["a", "b"], random_samples((4, 6))))
     assert [(seat.start, seat.stop, seat.slot) for seat in seats] == [(0, 4, 0), (4, 10, 1)]
     assert bank._table_group(torch.zeros(())).table.rank_PS[0, :2].tolist() == [3, 5]
 

@@ -149,7 +149,7 @@ def test_an_answer_that_was_stopped_stays_in_the_chat_as_far_as_it_was_shown(
     job = job_folder(tmp_path / "output", base, "a", 1)
     answers = Answers(BaseSpec(model=str(base)), {"a": job}, torch.device("cpu"))
     asked: list[str] = []
-    ask = answers.ask
+    ask = answers.complete_prompts
 
     def stopped(prompts: Any, sampling: Any, stop: Any, on_text: Any, stop_requested: Any) -> Any:
         """Press Ctrl-C after the third token of the first answer."""

@@ -15,7 +15,7 @@ from weftune.base.spec import BaseSpec
 from weftune.cli import early, train
 from weftune.cli.plan import read_cluster
 from weftune.errors import BaseModelError
-from weftune.launch.choice import choose_planned, has_free_numbers
+from weftune.launch.choice import choose_planned_layout, has_free_numbers
 from weftune.launch.plan_case import read_case
 from weftune.plan.cost import cluster
 from weftune.run.measure import memory
@@ -76,7 +76,7 @@ def test_train_starts_what_plan_answers(tmp_path, monkeypatch):
     assert has_free_numbers(options)
     started = train._choose_processes(run, options, None)
     case = read_case(run, read_cluster("auto"), options, on_this_machine=True)
-    machine = choose_planned(case).machine
+    machine = choose_planned_layout(case).machine
     assert machine.division.devices > 1
     found = (started.gpus or 1, started.pipeline or 1, started.replicas, started.shards, started.capacity)
     assert found == (machine.shares, machine.workers, machine.replicas, machine.shards, machine.capacity)

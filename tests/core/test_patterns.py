@@ -16,7 +16,7 @@ from weftune.adapters.lora.files import read_adapter
 from weftune.core.limited import slow_pattern_error, suffix_expression
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import AdapterError, SpecError
-from weftune.generate.adapters import attach_folder
+from weftune.generate.adapters import attach_adapter_folder
 from weftune.jobs.spec.checks import check_targets
 from weftune.jobs.spec.spec import JobSpec
 from weftune.run.passes.adapted import AdaptedBase
@@ -97,4 +97,4 @@ def test_an_endless_pattern_does_not_reach_peft(keys: dict, stranger: Path) -> N
     file = stranger / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
     with pytest.raises(AdapterError, match="processor time"):
-        attach_folder(AdaptedBase(base_of(tiny("llama", torch.float32))), "a", stranger)
+        attach_adapter_folder(AdaptedBase(base_of(tiny("llama", torch.float32))), "a", stranger)

@@ -102,12 +102,12 @@ def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(tmp_path: Path) -> N
     base = model_folder(tmp_path / "base")
     adapters = {f"job{seed}": adapter_folder(tmp_path / str(seed), seed) for seed in (1, 2)}
     answers = Answers(BaseSpec(model=str(base)), adapters, CPU)
-    prompts = [(name, answers.prompt(name, "w10 w20 w30")) for name in adapters]
-    whole, other = answers.ask(prompts, Sampling(max_tokens=8))
+    prompts = [(name, answers.encode_prompt(name, "w10 w20 w30")) for name in adapters]
+    whole, other = answers.complete_prompts(prompts, Sampling(max_tokens=8))
     words = whole.text.split()
     stop = f"{words[3]} {words[4]}"
     pieces: dict[str, list[str]] = {name: [] for name in adapters}
-    stopped, beside = answers.ask(
+    stopped, beside = answers.complete_prompts(
         prompts, Sampling(max_tokens=8), [stop], lambda answer, text: pieces[answer.adapter].append(text)
     )
     assert stopped.text == whole.text[: whole.text.index(stop)]

@@ -22,19 +22,19 @@ def test_keys_are_equal_only_for_the_same_adapter_version_and_tokens():
 
 def test_a_published_page_is_found_until_its_memory_is_needed():
     pool, keys = PagePool(4), page_keys("a", 0, TOKENS)
-    pages, known = pool.acquire(keys, 3)
+    pages, known = pool.acquire_pages(keys, 3)
     assert known == 0
     for page, key in zip(pages, keys, strict=True):
-        pool.publish(page, key)
-    pool.release(pages)
+        pool.publish_page(page, key)
+    pool.release_pages(pages)
     assert pool.available_pages == 4
-    again, known = pool.acquire(keys[:2], 3)
+    again, known = pool.acquire_pages(keys[:2], 3)
     assert (again[:2], known) == (pages[:2], 2)
-    assert pool.acquire((), 2) is None
-    (last,), _ = pool.acquire((), 1)
+    assert pool.acquire_pages((), 2) is None
+    (last,), _ = pool.acquire_pages((), 1)
     assert {*again, last} == set(range(4))
-    pool.release([*again, last])
-    assert pool.acquire(keys, 3)[1] == 2
+    pool.release_pages([*again, last])
+    assert pool.acquire_pages(keys, 3)[1] == 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.booleans()), max_size=60))
@@ -42,14 +42,14 @@ def test_no_page_has_two_writers_and_none_is_lost(steps):
     pool, held = PagePool(8), []
     for prompt, count, ends in steps:
         keys = page_keys(None, 0, [prompt] * (count * PAGE_ROWS))
-        if (found := pool.acquire(keys[: count - 1], count)) is not None:
+        if (found := pool.acquire_pages(keys[: count - 1], count)) is not None:
             pages, known = found
             written = set(pages[known:])
             assert not any(written & set(other) for other in held)
             for page, key in zip(pages, keys, strict=True):
-                pool.publish(page, key)
+                pool.publish_page(page, key)
             held.append(pages)
         if ends and held:
-            pool.release(held.pop(0))
+            pool.release_pages(held.pop(0))
         in_use = {page for pages in held for page in pages}
         assert pool.available_pages == 8 - len(in_use)

@@ -25,7 +25,7 @@ from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Segment
 from weftune.errors import UserError
-from weftune.generate.adapters import attach_folder
+from weftune.generate.adapters import attach_adapter_folder
 from weftune.generate.cache import PAGE_ROWS
 from weftune.generate.decoder import Decoder
 from weftune.generate.sampling import Sampling
@@ -59,7 +59,7 @@ def adapted_with(family: str, folder: Path, kinds: tuple[str, ...], dtype: torch
             write_start(own, base.model, kind, family)
         else:
             other_folder(own, base, kind, family)
-        attach_folder(adapted, kind, own)
+        attach_adapter_folder(adapted, kind, own)
     return adapted
 
 
@@ -94,7 +94,7 @@ def test_greedy_tokens_of_every_kind_in_one_batch_equal_transformers_with_peft(f
     names = [None, *kinds]
     sampling = Sampling(max_tokens=NEW, prompt_logprobs=True)
     made = [decoder.submit(prompt, sampling, name) for name, prompt in zip(names, PROMPTS, strict=False)]
-    decoder.run()
+    decoder.run_until_idle()
     for name, prompt, one in zip(names, PROMPTS, made, strict=False):
         if name in OTHER_KINDS:
             continue
@@ -126,7 +126,7 @@ def test_kinds_that_peft_lacks_decode_as_a_training_pass_computes(kind, tmp_path
     made = [
         decoder.submit(prompt, Sampling(max_tokens=NEW), name) for name in (kind, None) for prompt in PROMPTS
     ]
-    decoder.run()
+    decoder.run_until_idle()
     for one in made:
         logits_TV = uncached(adapted, one.adapter, [*one.prompt, *one.tokens])
         assert logits_TV[-NEW - 1 : -1].argmax(-1).tolist() == one.tokens
@@ -140,13 +140,13 @@ def test_a_step_laid_out_ahead_is_laid_out_as_it_would_be_later(tmp_path):
         decoder.submit(prompt, Sampling(max_tokens=3 + number), ("lora", None)[number % 2])
     laid_ahead = 0
     while not decoder.is_idle:
-        decoder.turn()
+        decoder.run_pass()
         running, ahead = decoder._running, decoder._ahead
         if not running or ahead is None or ahead.batch != running:
             continue
-        microbatch, sequences = decoder._lay(running)
+        microbatch, sequences = decoder._lay_out_batch(running)
         decoder._ahead = None
-        later, later_sequences = decoder._lay(running)
+        later, later_sequences = decoder._lay_out_batch(running)
         assert microbatch.tokens_T.equal(later.tokens_T)
         assert microbatch.positions_T.equal(later.positions_T)
         assert (microbatch.segments, sequences) == (later.segments, later_sequences)
@@ -160,7 +160,7 @@ def test_text_towers_decode_as_a_training_pass_computes(family, tmp_path):
     adapted = AdaptedBase(load_base(BaseSpec(model=str(folder), dtype="float32"), CPU))
     decoder = Decoder(adapted, MIB)
     made = [decoder.submit(prompt, Sampling(max_tokens=NEW)) for prompt in PROMPTS]
-    decoder.run()
+    decoder.run_until_idle()
     for one in made:
         logits_TV = uncached(adapted, None, [*one.prompt, *one.tokens])
         assert one.logprobs == pytest.approx(logprobs_of(logits_TV, one.tokens).tolist(), abs=1e-5)
@@ -170,12 +170,12 @@ def test_text_towers_decode_as_a_training_pass_computes(family, tmp_path):
 def test_trained_token_embeddings_are_read_and_predicted_as_with_peft(family, tmp_path):
     """The head of GPT-2 is tied to its embedding."""
     adapted = AdaptedBase(base_of(tiny(family, torch.float32)))
-    attach_folder(adapted, "tokens", write_trained_tokens(tmp_path, family, torch.float32))
+    attach_adapter_folder(adapted, "tokens", write_trained_tokens(tmp_path, family, torch.float32))
     decoder = Decoder(adapted, MIB)
     prompts = [[*prompt[:1], *TOKENS, *prompt[1:]] for prompt in PROMPTS[:3]]
     sampling = Sampling(max_tokens=NEW, prompt_logprobs=True)
     made = [decoder.submit(prompt, sampling, name) for prompt in prompts for name in ("tokens", None)]
-    decoder.run()
+    decoder.run_until_idle()
     model = PeftModel.from_pretrained(tiny(family, torch.float32), tmp_path).eval()
     for one in made[0::2]:
         assert one.tokens == greedy(model, list(one.prompt))
@@ -190,10 +190,10 @@ def test_on_a_quantised_base_decoding_equals_a_training_pass(quantize, tmp_path)
     folder = plain_folder(tmp_path / "base", tiny("llama", torch.float32))
     base = load_base(BaseSpec(model=str(folder), quantize=quantize), CPU)
     adapted = AdaptedBase(base)
-    attach_folder(adapted, "lora", write_start(tmp_path / "lora", base.model, "lora", "llama"))
+    attach_adapter_folder(adapted, "lora", write_start(tmp_path / "lora", base.model, "lora", "llama"))
     decoder = Decoder(adapted, MIB)
     made = [decoder.submit(PROMPTS[0], Sampling(max_tokens=NEW), name) for name in ("lora", None)]
-    decoder.run()
+    decoder.run_until_idle()
     for one in made:
         logits_TV = uncached(adapted, one.adapter, [*one.prompt, *one.tokens])
         assert one.logprobs == pytest.approx(logprobs_of(logits_TV, one.tokens).tolist(), abs=1e-5)
@@ -207,14 +207,14 @@ def test_sampled_tokens_depend_on_their_seed_and_not_on_the_other_sequences(fami
     adapted = adapted_with(family, tmp_path, ("lora", "dora", "prompt"), torch.float32)
     alone = Decoder(adapted, MIB)
     first = alone.submit(PROMPTS[1], SAMPLED, "lora")
-    alone.run()
+    alone.run_until_idle()
     crowded = Decoder(adapted, MIB)
     for name, prompt in zip([None, "dora", "prompt", "lora"], PROMPTS, strict=False):
         crowded.submit(prompt, replace(SAMPLED, seed=5), name)
-    crowded.turn()
+    crowded.run_pass()
     again = crowded.submit(PROMPTS[1], SAMPLED, "lora")
     other = crowded.submit(PROMPTS[1], replace(SAMPLED, seed=12), "lora")
-    crowded.run()
+    crowded.run_until_idle()
     assert again.tokens == first.tokens != other.tokens
 
 
@@ -226,7 +226,7 @@ def test_a_repetition_penalty_changes_its_own_sequence_as_in_transformers(tmp_pa
         (decoder.submit(prompt, penalised, "lora"), decoder.submit(prompt, Sampling(max_tokens=NEW), "lora"))
         for prompt in PROMPTS
     ]
-    decoder.run()
+    decoder.run_until_idle()
     model = PeftModel.from_pretrained(tiny("llama", torch.float32), tmp_path / "lora").eval()
     for one, plain in made:
         assert one.tokens == greedy(model, list(one.prompt), repetition_penalty=1.8)
@@ -239,7 +239,7 @@ def test_with_a_high_presence_penalty_no_token_is_generated_twice(tmp_path):
     decoder = Decoder(adapted, MIB)
     plain = [decoder.submit(prompt, Sampling(max_tokens=NEW)) for prompt in PROMPTS]
     made = [decoder.submit(prompt, Sampling(max_tokens=NEW, presence_penalty=100.0)) for prompt in PROMPTS]
-    decoder.run()
+    decoder.run_until_idle()
     assert any(len(set(one.tokens)) < NEW for one in plain)
     for one, without in zip(made, plain, strict=True):
         assert len(set(one.tokens)) == NEW
@@ -250,20 +250,20 @@ def test_a_cancelled_sequence_gives_its_pages_to_the_next_and_the_others_continu
     adapted = adapted_with("llama", tmp_path, ("lora",), torch.float32)
     free = Decoder(adapted, MIB)
     expected = [free.submit(prompt, SAMPLED, "lora") for prompt in PROMPTS[:4]]
-    free.run()
+    free.run_until_idle()
     # Two sequences fill the four pages: the first needs one, the second two, the third two.
     decoder = Decoder(adapted, MIB, max_positions=4 * PAGE_ROWS)
     running, other, waiting, last = (
         decoder.submit(prompt, SAMPLED, "lora") for prompt in (*PROMPTS[:3], PROMPTS[0])
     )
-    decoder.turn()
-    decoder.turn()
+    decoder.run_pass()
+    decoder.run_pass()
     assert [len(one.tokens) for one in (running, other, waiting, last)] == [2, 2, 0, 0]
     decoder.cancel(running)
     decoder.cancel(last)
-    decoder.turn()
+    decoder.run_pass()
     assert len(waiting.tokens) == 1
-    decoder.run()
+    decoder.run_until_idle()
     assert [one.finish_reason for one in (running, other, waiting, last)] == [None, "length", "length", None]
     assert [other.tokens, waiting.tokens] == [one.tokens for one in expected[1:3]]
     assert running.tokens == expected[0].tokens[:2]
@@ -271,7 +271,7 @@ def test_a_cancelled_sequence_gives_its_pages_to_the_next_and_the_others_continu
     decoder.cancel(other)  # It has ended, so nothing happens.
     assert decoder.is_idle
     whole = decoder.submit([5] * (4 * PAGE_ROWS - NEW), Sampling(max_tokens=NEW))
-    decoder.run()
+    decoder.run_until_idle()
     assert len(whole.tokens) == NEW, "every page is free again"
 
 
@@ -280,12 +280,12 @@ def test_waiting_sequences_start_as_others_end_and_nothing_changes(tmp_path):
     names = [None, "lora", "ia3"] * 3
     wide = Decoder(adapted, MIB)
     together = [wide.submit(prompt, SAMPLED, name) for name, prompt in zip(names, PROMPTS, strict=True)]
-    wide.run()
+    wide.run_until_idle()
     narrow = Decoder(adapted, MIB, max_positions=4 * PAGE_ROWS)
     in_turns = [narrow.submit(prompt, SAMPLED, name) for name, prompt in zip(names, PROMPTS, strict=True)]
-    narrow.turn()
+    narrow.run_pass()
     assert 0 < sum(bool(one.tokens) for one in in_turns) < len(in_turns)
-    narrow.run()
+    narrow.run_until_idle()
     assert [one.tokens for one in in_turns] == [one.tokens for one in together]
 
 
@@ -295,11 +295,11 @@ def test_an_adapter_never_reads_a_prefix_that_another_one_computed(tmp_path):
     decoder = Decoder(adapted, MIB)
     for name in (None, "lora", "ia3", "lora", None):
         one = decoder.submit(prompt, Sampling(max_tokens=NEW), name)
-        decoder.turn()
+        decoder.run_pass()
         fresh = Decoder(adapted, MIB)
         expected = fresh.submit(prompt, Sampling(max_tokens=NEW), name)
-        fresh.run()
-        decoder.run()
+        fresh.run_until_idle()
+        decoder.run_until_idle()
         assert one.tokens == expected.tokens
         assert one.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
@@ -311,7 +311,7 @@ def test_a_prompt_that_was_computed_before_is_read_from_the_cache(tmp_path):
     for version in (1, 1, 2):
         adapted.banks.attached["lora"].version = version
         one = decoder.submit(PROMPTS[3], Sampling(max_tokens=1), "lora")
-        decoder.turn()
+        decoder.run_pass()
         computed.append(one.cached_prompt_positions)
         assert one.versions == [version]
     assert computed == [0, 2 * PAGE_ROWS, 0]
@@ -321,12 +321,12 @@ def test_another_adapter_under_the_same_name_computes_its_own_prefixes(tmp_path)
     adapted = adapted_with("llama", tmp_path, ("lora", "dora"), torch.float32)
     decoder = Decoder(adapted, MIB)
     first = decoder.submit(PROMPTS[3], Sampling(max_tokens=NEW), "lora")
-    decoder.run()
+    decoder.run_until_idle()
     adapted.banks.detach("lora")
-    attach_folder(adapted, "lora", tmp_path / "dora")
+    attach_adapter_folder(adapted, "lora", tmp_path / "dora")
     again = decoder.submit(PROMPTS[3], Sampling(max_tokens=NEW), "lora")
     same = decoder.submit(PROMPTS[3], Sampling(max_tokens=NEW), "dora")
-    decoder.run()
+    decoder.run_until_idle()
     assert again.cached_prompt_positions == 0
     assert again.tokens == same.tokens
     assert again.logprobs == pytest.approx(same.logprobs, abs=1e-6)
@@ -337,11 +337,11 @@ def test_a_stop_token_ends_its_sequence_only(tmp_path):
     adapted = AdaptedBase(base_of(tiny("llama", torch.float32)))
     decoder = Decoder(adapted, MIB)
     free = decoder.submit(PROMPTS[0], Sampling(max_tokens=NEW))
-    decoder.run()
+    decoder.run_until_idle()
     stop = free.tokens[4]
     stopped = decoder.submit(PROMPTS[0], Sampling(max_tokens=NEW, stop_ids=frozenset({stop})))
     beside = decoder.submit(PROMPTS[0], Sampling(max_tokens=NEW))
-    decoder.run()
+    decoder.run_until_idle()
     assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
     assert (stopped.finish_reason, beside.finish_reason) == ("stop", "length")
     assert beside.tokens == free.tokens

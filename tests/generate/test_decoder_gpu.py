@@ -13,7 +13,7 @@ from tests.generate.test_decoder import logprobs_of, other_folder, uncached
 from tests.test_families_gpu import small_config
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.generate.adapters import attach_folder
+from weftune.generate.adapters import attach_adapter_folder
 from weftune.generate.decoder import Decoder
 from weftune.generate.sampling import Sampling
 from weftune.run.passes.adapted import AdaptedBase
@@ -44,12 +44,12 @@ def test_decoded_tokens_have_the_log_probabilities_of_a_training_pass(shape, dty
     # First the kernels for few rows compute all adapters, then those of training; the last adapter has none.
     for kind in ("lora", "ia3", "bottleneck"):
         names.append(kind)
-        attach_folder(adapted, kind, other_folder(tmp_path / kind, adapted.base, kind, shape))
+        attach_adapter_folder(adapted, kind, other_folder(tmp_path / kind, adapted.base, kind, shape))
         made += [
             decoder.submit(prompt, sampling, names[number % len(names)])
             for number, prompt in enumerate(PROMPTS)
         ]
-        decoder.run()
+        decoder.run_until_idle()
     differences = []
     for one in made:
         logits_TV = uncached(adapted, one.adapter, [*one.prompt, *one.tokens]).cpu()
@@ -61,13 +61,13 @@ def test_decoded_tokens_have_the_log_probabilities_of_a_training_pass(shape, dty
 
 def test_captured_and_uncaptured_steps_choose_the_same_tokens(tmp_path: Path):
     adapted = adapted_on_gpu("8b", torch.bfloat16)
-    attach_folder(adapted, "lora", other_folder(tmp_path / "lora", adapted.base, "lora", "8b"))
+    attach_adapter_folder(adapted, "lora", other_folder(tmp_path / "lora", adapted.base, "lora", "8b"))
     found = []
     for captures in (True, False):
         decoder = Decoder(adapted, 1 << 30)
         if not captures:
             decoder._graphs = None
         made = [decoder.submit(prompt, Sampling(max_tokens=NEW), "lora") for prompt in PROMPTS]
-        decoder.run()
+        decoder.run_until_idle()
         found.append([one.tokens for one in made])
     assert found[0] == found[1]

@@ -149,13 +149,13 @@ def test_an_answer_is_generated_after_the_tokens_that_stand_before_it_in_trainin
     data = write_lines(tmp_path / "rows.jsonl", ROWS[format])
     answers = Answers(BaseSpec(model=str(base)), adapter, CPU)
     prompts: list[list[int]] = []
-    ask = answers.ask
+    ask = answers.complete_prompts
 
     def watched(asked: Sequence[tuple[str, Sequence[int]]], *words: Any, **more: Any) -> Any:
         prompts.extend(list(tokens) for _, tokens in asked)
         return ask(asked, *words, **more)
 
-    monkeypatch.setattr(answers, "ask", watched)
+    monkeypatch.setattr(answers, "complete_prompts", watched)
     evaluate(answers, adapter, str(data), with_base=False, max_tokens=1)
     trained = prepare(DataSpec(path=str(data)), None, word_tokenizer(), tmp_path / "cache").train
     before = [
@@ -167,8 +167,8 @@ def test_an_answer_is_generated_after_the_tokens_that_stand_before_it_in_trainin
 def test_a_completion_is_expected_after_its_prompt_without_a_template(tmp_path: Path) -> None:
     base, adapter = model_folder(tmp_path / "base"), adapter_folder(tmp_path / "job", 1)
     answers = Answers(BaseSpec(model=str(base)), {"job": adapter}, CPU)
-    plain = answers.prompt("job", "w10 w20", is_plain_text=True)
-    (spoken,) = answers.ask([("job", plain)])
+    plain = answers.encode_prompt("job", "w10 w20", is_plain_text=True)
+    (spoken,) = answers.complete_prompts([("job", plain)])
     rows = [{"prompt": "w10 w20", "completion": spoken.text}, {"prompt": "w10 w21", "completion": "w3"}]
     found = evaluated(base, {"job": adapter}, write_lines(tmp_path / "rows.jsonl", rows))
     assert scores(found)["job"]["exact_match"] == 0.5

@@ -43,7 +43,7 @@ def masters(jobs: AttachedJobs) -> list[torch.Tensor]:
 def test_training_has_the_same_bits_whether_or_not_somebody_generates(family):
     quiet, busy = jobs_on(family), jobs_on(family)
     decoder = Decoder(busy.executor.adapted, MIB)
-    busy.executor.offer_turn = decoder.turn
+    busy.executor.offer_turn = decoder.run_pass
     made = [decoder.submit(prompt, Sampling(max_tokens=10), name) for prompt in PROMPTS for name in SPECS]
     for jobs in (quiet, busy):
         jobs.run(jobs.plan(ROUNDS, 32))
@@ -72,7 +72,7 @@ def test_a_sequence_uses_the_newest_weights_and_records_their_step():
         """One pass; what begins in it must be what the weights of this moment say."""
         if decoder.is_idle:
             first.append(decoder.submit(PROMPTS[3], Sampling(max_tokens=1), "lora"))
-        for one in decoder.turn():
+        for one in decoder.run_pass():
             if one.adapter == "lora" and len(one.tokens) == 1:
                 logits_TV = uncached(jobs.executor.adapted, "lora", [*one.prompt, *one.tokens])
                 assert one.logprobs == pytest.approx(logprobs_of(logits_TV, one.tokens).tolist(), abs=1e-9)

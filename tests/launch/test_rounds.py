@@ -53,7 +53,7 @@ def in_one_process(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             member.main(Unconnected())
         return [TeamEnd(0)] * len(teams), {}, {}
 
-    monkeypatch.setattr(split, "_supervise", supervise)
+    monkeypatch.setattr(split, "_supervise_teams", supervise)
     monkeypatch.setattr(split, "_exit_with_launcher", lambda: None)
     monkeypatch.setattr(split.ShareView, "send_heartbeats", lambda _: None)
     return rounds
@@ -107,7 +107,7 @@ def test_interrupted_in_a_round_it_resumes_to_the_same_decisions(
     gpus: str | None,
 ) -> None:
     """The first share of a round trains, and the others do not begin."""
-    whole: Callable[..., Any] = split._supervise
+    whole: Callable[..., Any] = split._supervise_teams
 
     def interrupted(teams: list[Team], *rest: Any) -> Any:
         if len(in_one_process) < kept_round:
@@ -115,12 +115,12 @@ def test_interrupted_in_a_round_it_resumes_to_the_same_decisions(
         whole(teams[:1], *rest)
         return [TeamEnd(INTERRUPTED)] * len(teams), {}, {}
 
-    monkeypatch.setattr(split, "_supervise", interrupted)
+    monkeypatch.setattr(split, "_supervise_teams", interrupted)
     output = place / fresh(place, "interrupted")
     with pytest.raises(typer.Exit) as end:
         train(place / "jobs.yaml", device="cpu", gpus="2", output=output)
     assert end.value.exit_code == INTERRUPTED
     assert set(states(output).values()) - {"paused", "succeeded", "cancelled"} == set()
-    monkeypatch.setattr(split, "_supervise", whole)
+    monkeypatch.setattr(split, "_supervise_teams", whole)
     train(place / "jobs.yaml", device="cpu", gpus=gpus, output=output, resume=True)
     assert_same_sweep(output, place / "undisturbed")

@@ -167,4 +167,4 @@ def test_on_the_tiled_route_too_rows_pass_through_the_adapter_that_is_named(adap
         adapter,
     )
     seats = {OWN_ADAPTER: [(0, 9, 0), (9, 15, 2)], None: [], "other": [(0, 18, 1)]}[adapter]
-    assert [(seat.start, seat.stop, seat.slot) for seat in scored.banks.seats(laid.microbatch)] == seats
+    assert [(seat.start, seat.stop, seat.slot) for seat in scored.banks.slot_rows(laid.microbatch)] == seats

@@ -210,7 +210,7 @@ def test_no_decoder_answers_with_a_reward_model(place):
     base = BaseSpec(model=str(place / "model"), dtype="float64")
     answers = Answers(base, {"dora": folder}, torch.device("cpu"))
     with pytest.raises(UserError, match="is a reward model, which gives rewards and no answers"):
-        answers.ask([("dora", [5, 6])])
+        answers.complete_prompts([("dora", [5, 6])])
 
 
 REFUSED = {

@@ -37,7 +37,7 @@ from weftune.ops import triton as kernels
 from weftune.ops.experts import ExpertSite
 from weftune.ops.lora.computed import computed_table
 from weftune.ops.lora.experts import ExpertLinears, _apply_gate, _gated_backward, _sum_choices, sort_choices
-from weftune.ops.lora.few_rows import TILE_ROWS, few_rows_linear, is_plain
+from weftune.ops.lora.few_rows import TILE_ROWS, few_rows_linear, is_unscaled_lora
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.scales import scale_table
 from weftune.ops.lora.table import Group, SlotTable, bands_for
@@ -219,7 +219,7 @@ def launch_linear(case: LinearCase) -> None:
         case.drops,
         g_out=scale_table(count, SLOTS, CPU) if case.kind in ("dora", "ia3") else None,
         g_in=scale_table(count, SLOTS, CPU) if case.kind == "ia3 in" else None,
-        lengths=case.kind == "dora",
+        has_row_lengths=case.kind == "dora",
         computed_table=computed_table(count, SLOTS, CPU) if case.kind == "vera" else None,
     )
     rows = Rows.empty(case.rows, SLOTS, CPU)
@@ -239,7 +239,7 @@ def launch_linear(case: LinearCase) -> None:
         assert y_TN.shape == dy_TN.shape
         if training:
             backward(dy_TN, x_TK, right, s_TPR, call, needs_dx=True, u_TN=u_TN)
-    if is_plain(group):
+    if is_unscaled_lora(group):
         step = Rows.empty(DECODED, SLOTS, CPU, TILE_ROWS)
         residual_TN = None if residual_TN is None else residual_TN[:DECODED]
         few_rows_linear(x_TK[:DECODED], right, None, residual_TN, group, step)
@@ -334,7 +334,7 @@ def _launch_experts(dtype: torch.dtype, quick: bool) -> None:
         weight_S = empty(tokens * 8)
         act_SI = _apply_gate(empty(tokens * 8, 2 * inner), weight_S)
         _gated_backward(act_SI, empty(tokens * 8, 2 * inner), weight_S)
-        _sum_choices(empty(tokens * 8, hidden), choices.places_Tk)
+        _sum_choices(empty(tokens * 8, hidden), choices.sorted_index_Tk)
 
 
 def _like_grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def test_a_job_by_itself_with_nothing_chosen_makes_the_step_of_torchs_adamw(devi
 
 def test_a_part_of_a_state_is_that_part_of_every_vector(device):
     (_, state, *_) = states(device, torch.float32)
-    part = state.within(16, 48)
+    part = state.slice_state(16, 48)
     for name in ("master", "exp_avg", "exp_avg_sq", "gradient", "weights"):
         whole = getattr(state, name)
         assert getattr(part, name).data_ptr() == whole[16:].data_ptr()
@@ -173,7 +173,7 @@ def test_pieces_of_a_job_with_two_rates_make_the_step_of_the_whole():
     update([Update(whole, 1, 1e-2, 0.1, 1.0, rates=RUNS)])
     step = Update(parted, 1, 1e-2, 0.1, 1.0, rates=RUNS)
     for start, stop in ((0, 5002), (5002, 5003), (5003, 9000), (9000, 10_001)):
-        update([step.on(parted.within(start, stop), start)])
+        update([step.for_state(parted.slice_state(start, stop), start)])
     torch.testing.assert_close(parted.master, whole.master, rtol=1e-14, atol=1e-14)
 
 

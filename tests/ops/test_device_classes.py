@@ -81,7 +81,7 @@ def test_every_class_from_ampere_on_has_kernels(one):
 def test_on_hopper_the_launches_are_those_that_were_measured_on_the_h200():
     found = tiling_of(class_for_capability((9, 0)), widths=(4096, 1024, 1024))
     kernels = found.down, found.up, found.ds_db, found.db, found.da
-    shown = [(one.columns, one.warps, one.stages, one.together) for one in kernels]
+    shown = [(one.columns, one.warps, one.stages, one.parts_per_program) for one in kernels]
     assert shown == [(128, 4, 4, 3), (128, 4, 1, 1), (256, 4, 2, 1), (128, 4, 2, 1), (128, 8, 3, 3)]
     assert (found.y.columns, found.y.stages, found.y.programs) == (256, 3, 132)
 

@@ -19,7 +19,7 @@ from weftune.ops.fallback import (
     KernelWarning,
     has_failed,
     is_kernel_failure,
-    rehearse,
+    rehearse_kernels,
     run_with_fallback,
 )
 from weftune.ops.logprobs import target_logprobs
@@ -84,7 +84,7 @@ def test_lack_of_memory_and_errors_of_kernels_that_ran_are_raised(error):
 
     for use in (
         lambda: run_with_fallback("op", CPU, raising, lambda: "plain"),
-        lambda: rehearse("op", "key", torch.device("cpu"), raising),
+        lambda: rehearse_kernels("op", "key", torch.device("cpu"), raising),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fallback, "REHEARSING", ("cpu",))
@@ -97,13 +97,13 @@ def test_a_rehearsal_runs_once_for_each_key_and_fails_again_without_running(monk
     monkeypatch.setattr(fallback, "REHEARSING", ("cpu",))
     ran = []
     for _ in range(2):
-        rehearse("LoRA", "few ranks", CPU, lambda: ran.append("few"))
+        rehearse_kernels("LoRA", "few ranks", CPU, lambda: ran.append("few"))
     assert ran == ["few"]
     with pytest.warns(KernelWarning), pytest.raises(KernelsFailed):
-        rehearse("LoRA", "many ranks", CPU, refuse)
+        rehearse_kernels("LoRA", "many ranks", CPU, refuse)
     with pytest.raises(KernelsFailed):
-        rehearse("LoRA", "many ranks", CPU, lambda: ran.append("many"))
-    rehearse("LoRA", "few ranks", CPU, lambda: ran.append("again"))
+        rehearse_kernels("LoRA", "many ranks", CPU, lambda: ran.append("many"))
+    rehearse_kernels("LoRA", "few ranks", CPU, lambda: ran.append("again"))
     assert ran == ["few"]
 
 

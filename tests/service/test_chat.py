@@ -233,7 +233,7 @@ def test_a_job_that_trains_answers_with_its_weights_of_that_moment(jobs_folder):
             decoder = Decoder(jobs.executor.adapted, MIB)
             prompt = word_tokenizer()("<s> user w10 w20 </s> <s> assistant")["input_ids"]
             one = decoder.submit(prompt, Sampling(max_tokens=8), "running-0")
-            decoder.run()
+            decoder.run_until_idle()
             assert "".join(pieces) == word_tokenizer().decode(one.tokens, skip_special_tokens=True)
             said.add("".join(pieces))
             jobs.executor.attached["running-0"].master.neg_()

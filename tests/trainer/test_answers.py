@@ -119,14 +119,14 @@ def test_an_evaluation_is_answered_by_the_adapter_of_its_step(base, tmp_path, mo
     """The weights that answer are those of the step, and no step is made between the tokens of an answer."""
     versions: dict[str, list[set[int]]] = {}
 
-    def turn(decoder: Decoder, real=Decoder.turn) -> Any:
+    def turn(decoder: Decoder, real=Decoder.run_pass) -> Any:
         found = real(decoder)
         for one in found:
             if one.finish_reason is not None and one.adapter is not None:
                 versions.setdefault(one.adapter, []).append(set(one.versions))
         return found
 
-    monkeypatch.setattr(Decoder, "turn", turn)
+    monkeypatch.setattr(Decoder, "run_pass", turn)
     run(base, tmp_path / "out", job("a", 6), job("b", 4, seed=1))
     assert versions == {"a": [{2}] * 3 + [{4}] * 3 + [{6}] * 3, "b": [{2}] * 3 + [{4}] * 3}
 
@@ -134,12 +134,12 @@ def test_an_evaluation_is_answered_by_the_adapter_of_its_step(base, tmp_path, mo
 def test_jobs_that_are_evaluated_together_answer_in_one_batch(base, tmp_path, monkeypatch):
     batches = []
 
-    def turn(decoder: Decoder, real=Decoder.turn) -> Any:
+    def turn(decoder: Decoder, real=Decoder.run_pass) -> Any:
         found = real(decoder)
         batches.append({one.adapter for one in found})
         return found
 
-    monkeypatch.setattr(Decoder, "turn", turn)
+    monkeypatch.setattr(Decoder, "run_pass", turn)
     run(base, tmp_path / "out", job("a"), job("b", seed=1), job("quiet", eval={"generate": None}))
     assert {"a", "b"} in batches
     assert all("quiet" not in batch for batch in batches)

@@ -29,7 +29,7 @@ from weftune.ops.dropout import step_key
 from weftune.ops.fallback import has_failed
 from weftune.ops.lora.choice_trial import device_choices
 from weftune.ops.lora.routes import Route
-from weftune.ops.lora.rows import Rows, Seat
+from weftune.ops.lora.rows import Rows, SlotRows
 from weftune.ops.lora.tiled import OP
 from weftune.ops.site import GatheredRows
 
@@ -330,19 +330,19 @@ class Banks:
             ):
                 yield segment, attached
 
-    def seats(self, microbatch: Microbatch) -> list[Seat]:
+    def slot_rows(self, microbatch: Microbatch) -> list[SlotRows]:
         """Return the slot of each range of rows, for the tiled kernels; the rows of a slot are contiguous.
         Every pass calls this before it begins, so it also copies changed tables to the device, once for any
         number of attached and detached jobs."""
         for bank in self._tiled_banks():
             bank.send_tables()
-        seats: list[Seat] = []
+        seats: list[SlotRows] = []
         for segment, attached in self._segments(microbatch):
             key = step_key(attached.adapter.seed, segment.step)
             if seats and (seats[-1].slot, seats[-1].stop) == (attached.slot, segment.start):
                 seats[-1] = replace(seats[-1], stop=segment.stop)
             else:
-                seats.append(Seat(segment.start, segment.stop, attached.slot, key))
+                seats.append(SlotRows(segment.start, segment.stop, attached.slot, key))
         return seats
 
     @contextmanager
@@ -398,7 +398,7 @@ class Banks:
 
     def _rows(self, microbatch: Microbatch) -> Rows:
         rows = Rows.empty(microbatch.rows, self.slots, self._like.device)
-        rows.fill(self.seats(microbatch), microbatch.token_index_T.cpu().numpy())
+        rows.fill(self.slot_rows(microbatch), microbatch.token_index_T.cpu().numpy())
         return rows
 
     def _make_pass(
@@ -429,7 +429,7 @@ class Banks:
 
     def _compile_ahead(self, bound: Pass, launches: Hashable) -> None:
         """Compile the kernels for the sites of a pass, unless an earlier pass had the same `launches`."""
-        if launches in self._compiled or not self.choices.compiles:
+        if launches in self._compiled or not self.choices.can_compile:
             return
         self._compiled.add(launches)
         found = (group.timing_trial(bound) for group in self._all_groups)

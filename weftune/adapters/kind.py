@@ -22,7 +22,7 @@ from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.scales import SiteScale
 from weftune.ops.lora.table import LowRank
-from weftune.ops.site import GatheredRows, RowScale, summed_product
+from weftune.ops.site import GatheredRows, RowScale, unrounded_product
 
 Parameters = Mapping[tuple[str, str], Tensor]
 """Maps (site, name) to a tensor, as in `VectorLayout.parameter_views`. Shared parameters have the site
@@ -86,7 +86,7 @@ class Frozen:
 
     def summed(self, x_TK: Tensor) -> Tensor:
         """Compute xWᵀ without the bias, in at least float32. The kinds add to the result in place."""
-        return summed_product(x_TK, self.weight)
+        return unrounded_product(x_TK, self.weight)
 
     def part(self, low: int, high: int) -> Frozen:
         bias_N = None if self.bias_N is None else self.bias_N[low:high]

@@ -65,7 +65,7 @@ def generate(
     from rich.console import Console
 
     from weftune.base.load import select_device
-    from weftune.generate.answers import BASE, Answers, chat
+    from weftune.generate.answers import BASE, Answers, chat_messages
     from weftune.generate.prompts import read_prompts
     from weftune.generate.sampling import Sampling
 
@@ -84,13 +84,15 @@ def generate(
     console = Console()
     if rows is not None:
         asked = [
-            (row.index, name, answers.prompt(name, chat(row.prompt, system), plain))
+            (row.index, name, answers.encode_prompt(name, chat_messages(row.prompt, system), plain))
             for row in rows
             for name in names
         ]
         answer_file(answers, asked, sampling, stop or (), output)
     elif prompt is not None:
-        asked_now = [(name, answers.prompt(name, chat(prompt, system), plain)) for name in names]
+        asked_now = [
+            (name, answers.encode_prompt(name, chat_messages(prompt, system), plain)) for name in names
+        ]
         show_answers(console, answers, asked_now, sampling, stop or ())
     else:
         converse(console, answers, names, sampling, stop or (), system)
@@ -173,7 +175,7 @@ def show_answers(
     texts = {name: "" for name, _ in prompts}
 
     def render_panels() -> RenderableType:
-        panels = answer_panels({answers.title(name): text.strip() for name, text in texts.items()})
+        panels = answer_panels({answers.adapter_title(name): text.strip() for name, text in texts.items()})
         # The ^C that a terminal shows must not wrap, since the panels are then drawn again one line too low.
         return Padding(panels, (0, 2 * console.is_terminal, 0, 0))
 
@@ -186,7 +188,7 @@ def show_answers(
             if console.is_terminal:
                 live.update(render_panels(), refresh=True)
 
-        found = answers.ask(prompts, sampling, stop, show, stop_requested)
+        found = answers.complete_prompts(prompts, sampling, stop, show, stop_requested)
         texts = {answer.adapter: answer.text for answer in found}
         live.update(render_panels(), refresh=True)
     if not console.is_terminal:
@@ -215,7 +217,9 @@ def answer_file(
             if answer.finish_reason is not None:
                 progress.advance(task)
 
-        found = answers.ask([(name, tokens) for _, name, tokens in prompts], sampling, stop, show)
+        found = answers.complete_prompts(
+            [(name, tokens) for _, name, tokens in prompts], sampling, stop, show
+        )
     lines = [
         json.dumps(
             {
@@ -264,7 +268,7 @@ def converse(
             continue
         question = {"role": "user", "content": said}
         try:
-            asked = [(name, answers.prompt(name, [*history[name], question])) for name in names]
+            asked = [(name, answers.encode_prompt(name, [*history[name], question])) for name in names]
             with handle_interrupts(lambda: None, [signal.SIGINT]) as stop_requested:
                 found = show_answers(console, answers, asked, sampling, stop, stop_requested)
         except UserError as error:

@@ -10,9 +10,9 @@ from weftune.core.shapes import JobShape
 from weftune.errors import PlanError
 from weftune.jobs.store.scheduler import Admission
 from weftune.launch.choice import (
-    admit_first,
-    choose_planned,
-    seconds_alone,
+    admit_first_jobs,
+    choose_planned_layout,
+    solo_job_seconds,
     stage_times,
     time_source,
     train_flags,
@@ -78,13 +78,13 @@ class Plan:
 
 def predict(case: PlanCase, *, needs_sentences: bool = False, with_ablations: bool = False) -> Plan:
     """Choose a layout as `weftune train` would, and predict the first window and the whole run."""
-    choice = choose_planned(case)
+    choice = choose_planned_layout(case)
     machine, totals = choice.machine, case.totals
     if machine.shares > 1 and not machine.on_gpu:
         # The shares of a CPU share its cores.
         speeds = [replace(speed, flops=speed.flops / machine.shares) for speed in case.speeds]
         case = replace(case, speeds=speeds)
-    admission, source = admit_first(case.shapes, choice), time_source(case, choice)
+    admission, source = admit_first_jobs(case.shapes, choice), time_source(case, choice)
     outlook: Prediction | StreamOutlook
     shares = _share_outlook(case, choice) if machine.shares > 1 else None
     if choice.is_streamed and shares is None:
@@ -137,11 +137,11 @@ def _share_outlook(case: PlanCase, choice: LayoutChoice) -> ShareOutlook:
     """Divide the jobs into shares by the seconds of their whole training, and predict each share."""
     machine = choice.machine
     workers = machine.division.workers_per_share
-    seconds = {name: alone / workers for name, alone in seconds_alone(case, machine).items()}
+    seconds = {name: alone / workers for name, alone in solo_job_seconds(case, machine).items()}
 
     def predict_alone(jobs: Sequence[JobShape]) -> Prediction:
         own = choose_layout(case.shape, jobs, replace(machine, shares=1))
-        return _predict_outlook(case, own, admit_first(jobs, own))
+        return _predict_outlook(case, own, admit_first_jobs(jobs, own))
 
     return share_outlook(case.shapes, seconds, machine.shares, predict_alone)
 
@@ -176,7 +176,7 @@ def _ablations(case: PlanCase, prediction: Prediction) -> tuple[Ablation, ...]:
         own = replace(without, workers=machine.workers * number)
         with suppress(PlanError):
             choice = choose_layout(case.shape, jobs, own)
-            other = _predict_outlook(case, choice, admit_first(jobs, choice))
+            other = _predict_outlook(case, choice, admit_first_jobs(jobs, choice))
             rows.append(compare(prediction, mechanism, f"{own.workers} stages instead", other.forecast))
     return tuple(rows)
 

@@ -28,7 +28,7 @@ def show_plan(console: Console, plan: Plan) -> None:
         _show_resident(console, plan, plan.outlook)
     else:
         _show_streamed(console, plan, plan.outlook)
-    if plan.case.several_devices:
+    if plan.case.has_several_devices:
         _show_candidates(console, plan)
     _show_waiting(console, plan)
     for sentence in plan.sentences:

@@ -17,7 +17,7 @@ from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.training.state import master_dtype
 
 
-def attach_folder(adapted_base: AdaptedBase, name: str, folder: Path) -> None:
+def attach_adapter_folder(adapted_base: AdaptedBase, name: str, folder: Path) -> None:
     """Attach the adapter stored in `folder` under `name`. Raise AdapterError if it belongs to another
     base."""
     check_adapter_folder(folder)
@@ -33,10 +33,10 @@ def attach_folder(adapted_base: AdaptedBase, name: str, folder: Path) -> None:
     for site_and_name, view in layout.parameter_views(weights).items():
         view.copy_(parameters[site_and_name])
     weights = weights.to(adapted_base.base.device)
-    attach_frozen(adapted_base, JobAdapter(name, spec, seed=0), layout, weights)
+    attach_frozen_adapter(adapted_base, JobAdapter(name, spec, seed=0), layout, weights)
 
 
-def attach_frozen(
+def attach_frozen_adapter(
     adapted_base: AdaptedBase, adapter: JobAdapter, layout: VectorLayout, weights: Tensor
 ) -> None:
     """Attach an adapter that is not trained, so that its gradient takes no memory."""

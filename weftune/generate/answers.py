@@ -17,7 +17,7 @@ from weftune.base.spec import BaseSpec
 from weftune.data.formats import Message
 from weftune.data.tokenise import prompt_tokens
 from weftune.errors import AdapterError
-from weftune.generate.adapters import attach_folder
+from weftune.generate.adapters import attach_adapter_folder
 from weftune.generate.decoder import Decoder, FinishReason, Generation
 from weftune.generate.sampling import GREEDY, Sampling
 from weftune.run.passes.adapted import AdaptedBase
@@ -62,7 +62,9 @@ class StreamedAnswer:
                 text, self.is_stopped = text[:found], True
         if self.finish_reason is None:
             # A stop string that has begun may be completed by the next token.
-            text = text[: len(text) - max((_overlap(text, stop) for stop in self.stop), default=0)]
+            text = text[
+                : len(text) - max((_stop_string_overlap(text, stop) for stop in self.stop), default=0)
+            ]
         self.text = text
         return self.text[before:]
 
@@ -70,7 +72,7 @@ class StreamedAnswer:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
-def _overlap(text: str, stop: str) -> int:
+def _stop_string_overlap(text: str, stop: str) -> int:
     """Return the number of characters at the end of `text` with which the stop string begins."""
     sizes = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
@@ -90,25 +92,25 @@ class Answers:
         own = load_tokenizer(base)
         self.tokenizers = {BASE: own}
         for name, folder in adapters.items():
-            attach_folder(self.adapted, name, folder)
+            attach_adapter_folder(self.adapted, name, folder)
             self.tokenizers[name] = adapter_tokenizer(folder, own)
         self.stop_ids = stop_ids(self.adapted.base.model, own)
 
-    def title(self, adapter: str) -> str:
+    def adapter_title(self, adapter: str) -> str:
         """Return the name under which the answers of an adapter are shown."""
         return f"{BASE} ({self.spec.model})" if adapter == BASE else adapter
 
     def is_reward_model(self, adapter: str) -> bool:
         return bool(self.adapted.banks.attached[adapter].adapter.spec.scalar_head)
 
-    def prompt(
+    def encode_prompt(
         self, adapter: str, messages: str | Sequence[Message], is_plain_text: bool = False
     ) -> list[int]:
         """Return the tokens of a prompt for an adapter. A string is sent as the user's message of a chat, or
         unchanged if `is_plain_text`; a sequence of messages is formatted as a chat."""
         return prompt_tokens(self.tokenizers[adapter], messages, is_plain_text=is_plain_text)
 
-    def ask(
+    def complete_prompts(
         self,
         prompts: Sequence[tuple[str, Sequence[int]]],
         sampling: Sampling = GREEDY,
@@ -126,7 +128,7 @@ class Answers:
             generation = decoder.submit(tokens, sampling, None if adapter == BASE else adapter)
             answers[generation] = StreamedAnswer(adapter, generation, self.tokenizers[adapter], tuple(stop))
         while not decoder.is_idle and not stop_requested():
-            for generation in decoder.turn():
+            for generation in decoder.run_pass():
                 answer = answers[generation]
                 on_text(answer, answer.update())
                 if answer.is_stopped:
@@ -161,13 +163,13 @@ def generate_answers(
     """Return the greedy answers of the base (if `with_base`) and of each adapter to one prompt."""
     answers = Answers(base, adapters, device)
     names = [BASE, *adapters] if with_base else list(adapters)
-    messages = chat(prompt, system)
-    prompts = [(name, answers.prompt(name, messages)) for name in names]
-    said = answers.ask(prompts, Sampling(max_tokens=max_tokens))
+    messages = chat_messages(prompt, system)
+    prompts = [(name, answers.encode_prompt(name, messages)) for name in names]
+    said = answers.complete_prompts(prompts, Sampling(max_tokens=max_tokens))
     return {answer.adapter: answer.text.strip() for answer in said}
 
 
-def chat(prompt: str | Sequence[Message], system: str | None) -> str | Sequence[Message]:
+def chat_messages(prompt: str | Sequence[Message], system: str | None) -> str | Sequence[Message]:
     """Return a prompt unchanged if `system` is None, else a chat that begins with this system message."""
     if system is None:
         return prompt

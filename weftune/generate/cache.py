@@ -67,7 +67,7 @@ class PagePool:
         """Number of pages that no sequence uses."""
         return len(self._free) + len(self._unused)
 
-    def acquire(self, keys: Sequence[PageKey], count: int) -> tuple[list[int], int] | None:
+    def acquire_pages(self, keys: Sequence[PageKey], count: int) -> tuple[list[int], int] | None:
         """Return `count` pages for a new sequence whose first full pages have these `keys`, and the number of
         those pages that already hold the keys and values. Return None if there are not enough pages."""
         known: list[int] = []
@@ -82,12 +82,12 @@ class PagePool:
             self._users[page] += 1
         return known + [self._take_page() for _ in range(count - len(known))], len(known)
 
-    def publish(self, page: int, key: PageKey) -> None:
+    def publish_page(self, page: int, key: PageKey) -> None:
         """Register a page whose rows have been computed under `key`, so that later sequences can share it."""
         if key not in self._page_by_key and page not in self._key_by_page:
             self._page_by_key[key], self._key_by_page[page] = page, key
 
-    def release(self, pages: Sequence[int]) -> None:
+    def release_pages(self, pages: Sequence[int]) -> None:
         """Release the pages of a sequence that has ended."""
         for page in pages:
             self._users[page] -= 1

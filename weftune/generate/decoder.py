@@ -1,8 +1,8 @@
 """The decoder, which generates text for many adapters, and for the base alone, in shared passes.
 
-A call of `turn` runs one pass. It processes either the prompts of newly admitted sequences or one more token
-of every running sequence. Sequences of one adapter are adjacent, so a pass is a microbatch like those of
-training and uses the same base, the same adapters and the same kernels.
+A call of `run_pass` runs one pass. It processes either the prompts of newly admitted sequences or one more
+token of every running sequence. Sequences of one adapter are adjacent, so a pass is a microbatch like those
+of training and uses the same base, the same adapters and the same kernels.
 
 Shapes: T rows of a pass, B sequences, D hidden width, V vocabulary.
 """
@@ -155,7 +155,7 @@ class Decoder:
     def submit(
         self, prompt: Sequence[int], sampling: Sampling = GREEDY, adapter: str | None = None
     ) -> Generation:
-        """Add a prompt to the queue and return its `Generation`, to which later calls of `turn` append
+        """Add a prompt to the queue and return its `Generation`, to which later calls of `run_pass` append
         tokens."""
         new = Generation(adapter, tuple(prompt), sampling)
         if not prompt:
@@ -191,13 +191,13 @@ class Decoder:
         elif generation in self._running:
             self._end_sequence(generation)
 
-    def run(self) -> None:
+    def run_until_idle(self) -> None:
         """Run until every sequence has ended."""
         while not self.is_idle:
-            self.turn()
+            self.run_pass()
 
     @torch.no_grad()
-    def turn(self) -> list[Generation]:
+    def run_pass(self) -> list[Generation]:
         """Run one pass, and return the sequences that got one more token from it. The list is empty if no
         sequence is waiting or running."""
         batch = self._admit() or self._running
@@ -208,7 +208,7 @@ class Decoder:
             rows = [SampledRow(one.sampling, one.prompt, one.tokens) for one in batch]
             tokens_B, logprobs_B = sample(logits_BV, rows)
             # While the device computes.
-            ahead = self._lay_ahead(batch) if batch is self._running else None
+            ahead = self._lay_out_next_step(batch) if batch is self._running else None
             tokens, logprobs = tokens_B.tolist(), logprobs_B.tolist()
         for generation, token, logprob in zip(batch, tokens, logprobs, strict=True):
             self._append_token(generation, token, logprob)
@@ -234,7 +234,7 @@ class Decoder:
                 new.keys = page_keys(new.adapter, self._weights_version(new), new.prompt)
             # The last row of the prompt is always computed, since its logits select the first token.
             usable = new.keys[: (len(new.prompt) - 1) // PAGE_ROWS]
-            if (found := self._cache.pool.acquire(usable, self._acquire_pages(new))) is None:
+            if (found := self._cache.pool.acquire_pages(usable, self._acquire_pages(new))) is None:
                 break
             new.pages, known = found
             new.cached_prompt_positions = known * PAGE_ROWS
@@ -265,7 +265,7 @@ class Decoder:
     def _append_token(self, generation: Generation, token: int, logprob: float) -> None:
         if not generation.tokens:
             for page, key in zip(generation.pages, generation.keys, strict=False):
-                self._cache.pool.publish(page, key)
+                self._cache.pool.publish_page(page, key)
         generation.cached_positions = generation.positions
         generation.tokens.append(token)
         generation.logprobs.append(logprob)
@@ -277,14 +277,14 @@ class Decoder:
 
     def _end_sequence(self, generation: Generation) -> None:
         self._running.remove(generation)
-        self._cache.pool.release(generation.pages)
+        self._cache.pool.release_pages(generation.pages)
         generation.pages, generation.state = [], {}
 
     # -- passes ------------------------------------------------------------------------------------------
 
     def _next_logits(self, batch: Sequence[Generation]) -> Tensor:
         """Run the new rows of the sequences, and return the logits [B, V] of the last row of each."""
-        microbatch, sequences = self._lay(batch)
+        microbatch, sequences = self._lay_out_batch(batch)
         counts = microbatch.sample_lengths
         decodes = all(one.tokens for one in batch)
         if decodes and self._graphs is not None:
@@ -297,23 +297,25 @@ class Decoder:
         last = to_device(torch.tensor(list(accumulate(counts))) - 1, self._base.device)
         return self._logits(h_TD[last], batch)
 
-    def _lay(self, batch: Sequence[Generation]) -> tuple[Microbatch, list[CachedSequence]]:
+    def _lay_out_batch(self, batch: Sequence[Generation]) -> tuple[Microbatch, list[CachedSequence]]:
         """Return the new rows of the sequences as a microbatch, and their positions in the cache."""
         if (ahead := self._ahead) is not None and ahead.batch == batch:
             tokens_T = torch.tensor([one.tokens[-1] for one in batch])
             return replace(ahead.microbatch, tokens_T=tokens_T), ahead.sequences
-        return self._lay_rows(batch, [one.rows() for one in batch], [one.cached_positions for one in batch])
+        return self._lay_out_rows(
+            batch, [one.rows() for one in batch], [one.cached_positions for one in batch]
+        )
 
-    def _lay_ahead(self, batch: Sequence[Generation]) -> StepAhead:
+    def _lay_out_next_step(self, batch: Sequence[Generation]) -> StepAhead:
         """Prepare the next decode step, assuming that none of these sequences ends and none is admitted."""
-        laid = self._lay_rows(batch, [[0]] * len(batch), [one.positions for one in batch])
+        laid = self._lay_out_rows(batch, [[0]] * len(batch), [one.positions for one in batch])
         return StepAhead(list(batch), *laid)
 
-    def _lay_rows(
-        self, batch: Sequence[Generation], rows: Sequence[list[int]], firsts: Sequence[int]
+    def _lay_out_rows(
+        self, batch: Sequence[Generation], rows: Sequence[list[int]], first_positions: Sequence[int]
     ) -> tuple[Microbatch, list[CachedSequence]]:
-        """Return `rows`, the new tokens of each sequence, as a microbatch. `firsts` is the position of the
-        first of these tokens in each sequence."""
+        """Return `rows`, the new tokens of each sequence, as a microbatch. `first_positions` is the position
+        of the first of these tokens in each sequence."""
         counts = [len(own) for own in rows]
         segments, start = [], 0
         for adapter, run in groupby(zip(batch, counts, strict=True), key=lambda one: one[0].adapter):
@@ -323,8 +325,10 @@ class Decoder:
             job = adapter or ""
             segments.append(Segment(job, 0, start, stop, adapter=adapter, prefix_rows=inserted))
             start = stop
-        stops = [first + count for first, count in zip(firsts, counts, strict=True)]
-        positions = [position for span in zip(firsts, stops, strict=True) for position in range(*span)]
+        stops = [first + count for first, count in zip(first_positions, counts, strict=True)]
+        positions = [
+            position for span in zip(first_positions, stops, strict=True) for position in range(*span)
+        ]
         tokens_T = torch.tensor([token for own in rows for token in own])
         microbatch = Microbatch(
             tokens_T=tokens_T,
@@ -336,7 +340,7 @@ class Decoder:
         )
         sequences = [
             CachedSequence(one.pages, first, stop, one.prefix_keys, one.state)
-            for one, first, stop in zip(batch, firsts, stops, strict=True)
+            for one, first, stop in zip(batch, first_positions, stops, strict=True)
         ]
         return microbatch, sequences
 
@@ -345,13 +349,14 @@ class Decoder:
         microbatch: Microbatch,
         batch: Sequence[Generation],
         sequences: Sequence[CachedSequence],
-        decodes: bool,
+        is_decode: bool,
     ) -> Tensor:
-        """Return the last hidden states [T, D]. `decodes` is True if every sequence has just one new row."""
+        """Return the last hidden states [T, D]. `is_decode` is True if every sequence has just one new
+        row."""
         banks, device = self._adapted.banks, self._base.device
         pack = attention.pack(microbatch.sample_lengths, device)
         cached: CachedRows | DecodedRows
-        if decodes and device.type == "cuda" and not self._cache.is_recurrent:
+        if is_decode and device.type == "cuda" and not self._cache.is_recurrent:
             cached = DecodedRows(self._cache, len(batch), max(len(one.pages) for one in batch), device)
             cached.fill(sequences)
         else:

@@ -106,7 +106,7 @@ def evaluate(
     }
     encoded = {name: encode_rows(answers, name, table, own, show_progress) for name, own in settings.items()}
     if reward_models := {name: one for name, one in encoded.items() if answers.is_reward_model(name)}:
-        refuse_mixed(reward_models, adapters, table)
+        refuse_mixed_kinds(reward_models, adapters, table)
         results = score_rewards(answers, reward_models, adapters, show_progress)
         notes = dict.fromkeys(note for one in encoded.values() for note in one.notes)
         return Evaluation(data, answers.spec.published_name, tuple(results), (), tuple(notes))
@@ -125,7 +125,7 @@ def evaluate(
             name,
             one.rows,
             sums[name].tokens,
-            scores_of(name, sums[name], rows, metric) | rewards.get(name, {}),
+            adapter_scores(name, sums[name], rows, metric) | rewards.get(name, {}),
         )
         for name, one in encoded.items()
     )
@@ -141,7 +141,7 @@ def data_settings(table: Table, adapters: Mapping[str, Path]) -> dict[str, DataS
     those of its own training, except that all use the columns and the format of the first adapter whose
     columns the table has."""
     recorded = {name: _recorded_settings(folder) for name, folder in adapters.items()}
-    fitting = (found for own in recorded.values() if (found := _fitted_columns(table, own)) is not None)
+    fitting = (found for own in recorded.values() if (found := _settings_with_format(table, own)) is not None)
     read = next(fitting, DataSpec())
     return {name: replace(own, columns=read.columns, format=read.format) for name, own in recorded.items()}
 
@@ -160,7 +160,7 @@ def _recorded_settings(folder: Path) -> DataSpec:
     return replace(data, path=(), rows=None, split=None, limit=None, chat_template=template)
 
 
-def _fitted_columns(table: Table, data: DataSpec) -> DataSpec | None:
+def _settings_with_format(table: Table, data: DataSpec) -> DataSpec | None:
     """Return the data settings with a format that fits the table's first row, or None if no known format
     does."""
     row = rename_columns(next(table.rows(), Row("", {})).value, data.columns)
@@ -285,7 +285,7 @@ def sum_losses(
     `logprobs` is given, the log-probability of every sample is appended to its adapter's list."""
     scorer = Scorer(answers.adapted.base.head(), answers.adapted.banks.rows_in_head)
     sums: dict[str, EvaluationSums] = {}
-    for h_TD, laid in passes(answers, encoded, show_progress):
+    for h_TD, laid in run_passes(answers, encoded, show_progress):
         if logprobs is not None:
             by_segment = scorer.sample_logprobs(h_TD, laid)
             for segment, own in zip(laid.microbatch.segments, by_segment, strict=True):
@@ -295,7 +295,7 @@ def sum_losses(
     return sums
 
 
-def passes(
+def run_passes(
     answers: Answers, encoded: Mapping[str, EncodedRows], show_progress: ShowProgress
 ) -> Iterator[tuple[Tensor, LaidMicrobatch]]:
     """Yield each packed pass over the samples of all adapters: its last hidden states [T, D] and its
@@ -316,7 +316,7 @@ def passes(
 # -- reward models -----------------------------------------------------------------------------------------
 
 
-def refuse_mixed(
+def refuse_mixed_kinds(
     reward_models: Mapping[str, EncodedRows], adapters: Mapping[str, Path], table: Table
 ) -> None:
     """Raise AdapterError if an adapter is no reward model, and DataError unless the rows are preference
@@ -349,7 +349,7 @@ def score_rewards(
     )
     rewards: dict[str, list[Tensor]] = {name: [] for name in encoded}
     for side in sides:
-        for h_TD, laid in passes(answers, side, show_progress):
+        for h_TD, laid in run_passes(answers, side, show_progress):
             for segment, own_B in zip(
                 laid.microbatch.segments, scorer.sample_values(h_TD, laid), strict=True
             ):
@@ -424,7 +424,7 @@ def answer_rows(
     long = 0
     for row in rows:
         try:
-            prompts = {name: tokens_of(one.encoder, row) for name, one in encoded.items()}
+            prompts = {name: encode_prompt_row(one.encoder, row) for name, one in encoded.items()}
         except DataError:
             if not skip_bad_rows:
                 raise
@@ -436,7 +436,7 @@ def answer_rows(
             asked += [(row, name, tokens) for name, tokens in prompts.items()]
     done = 0
 
-    def count(answer: StreamedAnswer, text: str) -> None:
+    def count_answer(answer: StreamedAnswer, text: str) -> None:
         nonlocal done
         if answer.finish_reason is not None:
             done += 1
@@ -444,7 +444,7 @@ def answer_rows(
 
     if asked:
         prompts_only = [(name, tokens) for _, name, tokens in asked]
-        found = answers.ask(prompts_only, Sampling(max_tokens=max_tokens), on_text=count)
+        found = answers.complete_prompts(prompts_only, Sampling(max_tokens=max_tokens), on_text=count_answer)
         for (row, name, _), answer in zip(asked, found, strict=True):
             row.answers[name] = answer.text
     if not long:
@@ -453,17 +453,17 @@ def answer_rows(
     return kept, [f"{count_text} are longer than the base's {context:,} positions and have no answer."]
 
 
-def tokens_of(encoder: Encoder, row: AnsweredRow) -> list[int]:
+def encode_prompt_row(encoder: Encoder, row: AnsweredRow) -> list[int]:
     """Return the tokens of a row's prompt. Raise DataError with the row's location if the chat template
     refuses it."""
     try:
-        is_plain = isinstance(row.prompt, str)
-        return prompt_tokens(encoder, row.prompt, is_plain, tools=row.tools, now=False)
+        is_unscaled_lora = isinstance(row.prompt, str)
+        return prompt_tokens(encoder, row.prompt, is_unscaled_lora, tools=row.tools, now=False)
     except DataError as error:
         raise DataError(Mistake(row.location, str(error))) from error
 
 
-def scores_of(
+def adapter_scores(
     adapter: str, sums: EvaluationSums, rows: Sequence[AnsweredRow], metric: UserMetric | None
 ) -> dict[str, float | None]:
     """Return the value of every metric for one adapter. Metrics of answers are None if no answers were

@@ -21,7 +21,7 @@ from weftune.core.batch import IGNORED, Microbatch, copy_to
 from weftune.core.weights import Head
 from weftune.generate.cache import CachedSequence, DecodedRows, PagedCache
 from weftune.ops.lora.few_rows import TILE_ROWS
-from weftune.ops.lora.rows import Rows, Seat
+from weftune.ops.lora.rows import Rows, SlotRows
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graphs import captured
 from weftune.run.passes.rows import bucket
@@ -72,7 +72,7 @@ class DecodeGraph:
         self._adapted, self._head = adapted_base, head
         self._cached = DecodedRows(cache, count, pages, device)
         self._rows = Rows.empty(count, adapted_base.banks.slots, device, TILE_ROWS, max_runs=runs)
-        self._seats: list[Seat] = []
+        self._seats: list[SlotRows] = []
         zeros = torch.zeros(count, dtype=torch.int64, device=device)
         self._microbatch = Microbatch(
             tokens_T=zeros.clone(),
@@ -91,11 +91,11 @@ class DecodeGraph:
         self._fill_tensors(microbatch, sequences)
         if not self._warm:
             self._warm = True
-            return self._run()[: len(sequences)]
+            return self._compute_logits()[: len(sequences)]
         if self._graph is None:
             graph = torch.cuda.CUDAGraph()
             with captured(graph, pool, torch.cuda.current_stream(self._adapted.base.device)):
-                self._logits_BV = self._run()
+                self._logits_BV = self._compute_logits()
             self._graph = graph
         self._graph.replay()
         assert self._logits_BV is not None
@@ -110,11 +110,11 @@ class DecodeGraph:
             copy_to(target[:count], source)
         self._cached.fill(sequences)
         # Most steps have the sequences of the step before.
-        if (seats := self._adapted.banks.seats(microbatch)) != self._seats:
+        if (seats := self._adapted.banks.slot_rows(microbatch)) != self._seats:
             self._rows.fill(seats, np.zeros(0, dtype=np.int32))
             self._seats = seats
 
-    def _run(self) -> Tensor:
+    def _compute_logits(self) -> Tensor:
         adapted = self._adapted
         with adapted.banks.bound(self._microbatch, adapted.route, False, self._rows):
             h_BD = adapted.base.hidden(self._microbatch, self._pack)

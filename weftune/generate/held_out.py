@@ -16,7 +16,7 @@ from weftune.data.row import row_hash
 from weftune.data.spec import EXACT_MATCH, EvalSpec
 from weftune.data.template import template_source
 from weftune.errors import DataError, Mistake
-from weftune.generate.evaluate import mean_score, rows_with_prompts, tokens_of
+from weftune.generate.evaluate import encode_prompt_row, mean_score, rows_with_prompts
 from weftune.generate.metric import UserMetric, load_metric
 from weftune.jobs.courses import longest_prompt
 from weftune.jobs.spec.spec import JobSpec
@@ -59,11 +59,11 @@ def read_held_out(spec: JobSpec, prepared: Prepared, encoder: Encoder, context: 
     its held-out rows have no prompts or lack what its metric needs."""
     if spec.eval is None or spec.eval.generate is None:
         return None
-    own = _with_template(encoder, spec.data.chat_template)
+    own = _set_template(encoder, spec.data.chat_template)
     most = min(longest_prompt(prepared), context - 1 - spec.adapter.keys_before)
     found: list[tuple[AnsweredRow, tuple[int, ...]]] = []
     for row in _held_out_rows(spec, spec.eval, prepared):
-        tokens = tuple(tokens_of(own, row))
+        tokens = tuple(encode_prompt_row(own, row))
         if len(tokens) + spec.adapter.rows_before <= most:
             found.append((row, tokens))
         if len(found) == spec.eval.generate.prompts:
@@ -103,7 +103,7 @@ def _held_out_rows(spec: JobSpec, evaluation: EvalSpec, prepared: Prepared) -> I
                 yield row
 
 
-def _with_template(encoder: Encoder, chat_template: str | None) -> Encoder:
+def _set_template(encoder: Encoder, chat_template: str | None) -> Encoder:
     """Return an encoder whose tokenizer has the job's chat template, like the tokenizer saved with its
     adapter."""
     if chat_template is None:

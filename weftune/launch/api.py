@@ -90,7 +90,7 @@ def train(
     else:
         run = jobs if isinstance(jobs, RunSpec) else read_run(jobs)
     processes = {"gpus": gpus, "pipeline": pipeline, "replicas": replicas, "shards": shards}
-    options = _with_processes(options or Options(), processes)
+    options = _options_with_processes(options or Options(), processes)
     options = replace(options, resume=True) if resume else options
     options = replace(options, deterministic=True) if deterministic or run.deterministic else options
     if isinstance(jobs, str | Path) and not options.command:
@@ -112,8 +112,8 @@ def train(
     if options.starts_processes and isinstance(jobs, Mapping):
         _refuse_unpicklable(run)
 
-    def run_trainer(shown: View | None) -> dict[str, Result]:
-        trainer = trainer_for(run, output=output, max_steps=max_steps, options=options, view=shown)
+    def run_trainer(trainer_view: View | None) -> dict[str, Result]:
+        trainer = trainer_for(run, output=output, max_steps=max_steps, options=options, view=trainer_view)
         if options.starts_processes:
             return train_in_processes(run, trainer, devices)
         return trainer.run(callback)
@@ -153,7 +153,7 @@ def _refuse_unpicklable(run: RunSpec) -> None:
         ) from None
 
 
-def _with_processes(options: Options, numbers: Mapping[str, Any]) -> Options:
+def _options_with_processes(options: Options, numbers: Mapping[str, Any]) -> Options:
     """Return the options with those numbers of processes that are not None. Raise SpecError if a number is
     invalid."""
     given = {key: number for key, number in numbers.items() if number is not None}

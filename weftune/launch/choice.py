@@ -47,34 +47,34 @@ ENOUGH = 1 << 50
 """Bytes of host memory assumed for a cluster, since a cluster's description does not contain them."""
 
 
-def choose_planned(case: PlanCase) -> LayoutChoice:
+def choose_planned_layout(case: PlanCase) -> LayoutChoice:
     """Return how the jobs of `case` should run on its devices. `weftune plan` and `weftune train` both call
     this function. Raise PlanError if no job fits."""
     machine = planned_machine(case)
     choice = choose_layout(case.shape, case.shapes, machine, _workload(case, machine))
-    admit_first(case.shapes, choice)
+    admit_first_jobs(case.shapes, choice)
     return choice
 
 
 def _workload(case: PlanCase, machine: Machine) -> Workload:
     job_window = cache(case.job_window)
 
-    def price(choice: LayoutChoice) -> WindowPrice:
+    def price_layout(choice: LayoutChoice) -> WindowPrice:
         return price_window(choice, job_window, stage_times(case, choice.machine))
 
     return Workload(
         windows={one.name: job_window(one.name, PIPELINE_ROUNDS, False) for one in case.jobs},
-        seconds=seconds_alone(case, machine),
+        seconds=solo_job_seconds(case, machine),
         shape=case.shape,
         times=stage_times(case, replace(machine, shards=1)),
-        price=price,
+        price=price_layout,
         # Plans do not know the rounds in which shares train trials.
         max_shares=1 if case.sweeps else None,
         shard_counts=case.shard_counts,
     )
 
 
-def seconds_alone(case: PlanCase, machine: Machine) -> dict[str, float]:
+def solo_job_seconds(case: PlanCase, machine: Machine) -> dict[str, float]:
     """Return, for each job, the predicted seconds of its whole training alone on one device."""
     profile = machine.profile
     cost = profile_cost.cost_of(profile, case.shape) if profile else sheet_cost(case.shape, case.speeds[0])
@@ -86,7 +86,7 @@ def seconds_alone(case: PlanCase, machine: Machine) -> dict[str, float]:
     return seconds
 
 
-def admit_first(jobs: Sequence[JobShape], choice: LayoutChoice) -> Admission:
+def admit_first_jobs(jobs: Sequence[JobShape], choice: LayoutChoice) -> Admission:
     """Return which jobs the scheduler admits at the start of the run. Raise PlanError if it can admit
     none."""
     found = admit_jobs(jobs, [], choice.memory.misfit_reason)
@@ -121,7 +121,7 @@ def choose_processes(run: RunSpec, options: Options, max_steps: int | None) -> t
         cluster = limit_memory(cluster, options.gpu_memory)
     cluster = replace(cluster, devices=cluster.devices[: max(1, gpus)])
     case = read_case(run, cluster, options, on_this_machine=True, max_steps=max_steps)
-    choice = choose_planned(case)
+    choice = choose_planned_layout(case)
     division, stream = choice.machine.division, choice.stream_device
     several = division.workers_per_share > 1
     chosen = replace(
@@ -142,7 +142,7 @@ def choose_processes(run: RunSpec, options: Options, max_steps: int | None) -> t
 def planned_machine(case: PlanCase) -> Machine:
     """Return the machine that the options describe. Numbers of processes that the planner is to choose are
     `AUTO`; see `requested_division`."""
-    division, machine = requested_division(case), _machine_of(case)
+    division, machine = requested_division(case), _whole_machine(case)
     known = len(case.cluster.devices)
     if machine.on_gpu and division.shares > 1 and division.workers_per_share > 1 and division.devices > known:
         raise PlanError(
@@ -223,13 +223,13 @@ def _machine_in_shares(case: PlanCase, machine: Machine, division: Division) -> 
     return replace(machine, budget_bytes=budget)
 
 
-def _machine_of(case: PlanCase) -> Machine:
+def _whole_machine(case: PlanCase) -> Machine:
     """Return the machine for the requested numbers of processes, which may be `AUTO`."""
     options, devices, division = case.options, case.cluster.devices, requested_division(case)
     on_gpu = devices[0].is_gpu
     processes = max(1, division.stages) * max(1, division.replicas) * max(1, division.shards)
-    profile = _profile(case)
-    worker_profile = profile if processes == 1 else _profile(case, processes)
+    profile = _find_profile(case)
+    worker_profile = profile if processes == 1 else _find_profile(case, processes)
     known = worker_profile or profile
     machine = options.machine(
         on_gpu=on_gpu,
@@ -245,7 +245,7 @@ def _machine_of(case: PlanCase) -> Machine:
         device_flops=case.speeds[0].flops if on_gpu and len(devices) > 1 else None,
         profile=profile,
         worker_profile=worker_profile,
-        gpu=partial(_gpu, case),
+        gpu=partial(_stream_gpu, case),
     )
     return replace(
         machine, replicas=division.replicas, shards=division.shards, link=_link_between_workers(case)
@@ -258,7 +258,7 @@ def _link_between_workers(case: PlanCase) -> Link | None:
     return case.cluster.link if case.cluster.devices[0].is_gpu else None
 
 
-def _profile(case: PlanCase, neighbours: int = 1) -> Profile | None:
+def _find_profile(case: PlanCase, neighbours: int = 1) -> Profile | None:
     """Return the measurements that `weftune doctor --profile` has saved for this machine and base, or None.
     On a CPU, `neighbours` is the number of processes that share its cores."""
     if not case.on_this_machine:
@@ -294,7 +294,7 @@ def time_source(case: PlanCase, choice: LayoutChoice) -> str:
     return sheet.source if profile is None else profile_cost.source_of(profile)
 
 
-def _gpu(case: PlanCase, budget: int, host: int, workers: int) -> StreamDevice:
+def _stream_gpu(case: PlanCase, budget: int, host: int, workers: int) -> StreamDevice:
     """Return the GPU for a base that is streamed from host memory, with the bandwidth of its link. Without a
     measurement, GPUs under one PCIe root complex divide the bandwidth of the data sheet."""
     link = _measured_link(case.base) if case.on_this_machine else None

@@ -63,7 +63,7 @@ class PlannedJob:
     total: JobTotal
     reference_data: Prepared | None = None
     """Samples as the job's reference policy reads them. None if the job has no reference policy."""
-    scored: int = 0
+    scored_sample_count: int = 0
     """Number of samples that the job's reference policy scores before the first step. It is 0 if an earlier
     job has scored the same samples with the same reference policy."""
 
@@ -95,7 +95,7 @@ class PlanCase:
     adapters."""
 
     @property
-    def several_devices(self) -> bool:
+    def has_several_devices(self) -> bool:
         return len(self.cluster.devices) > 1
 
     @property
@@ -106,13 +106,14 @@ class PlanCase:
     def totals(self) -> Mapping[str, JobTotal]:
         return {one.name: one.total for one in self.jobs}
 
-    def job_window(self, name: str, rounds: int, begins: bool = True) -> JobWindow:
-        """Return the job's first `rounds` global batches. If `begins` is True, an evaluation precedes them if
-        the job has held-out samples; a job with a reference policy then only scores its samples instead."""
+    def job_window(self, name: str, rounds: int, begins_run: bool = True) -> JobWindow:
+        """Return the job's first `rounds` global batches. If `begins_run` is True, an evaluation precedes
+        them if the job has held-out samples; a job with a reference policy then only scores its samples
+        instead."""
         job = next(one for one in self.jobs if one.name == name)
-        if begins and job.reference_data is not None:
-            return job.curriculum.score_window(0, job.reference_data, np.arange(job.scored))
-        return job.curriculum.job_window(0, rounds, begins)
+        if begins_run and job.reference_data is not None:
+            return job.curriculum.score_window(0, job.reference_data, np.arange(job.scored_sample_count))
+        return job.curriculum.job_window(0, rounds, begins_run)
 
 
 def read_case(
@@ -166,7 +167,7 @@ def outline_jobs(
     reader = _JobReader(SharedData(tokenizer, cache_folder() / "tokens", shape.context), rows, shape.context)
     for order, job in enumerate(jobs):
         try:
-            plain, sampled, scale = reader.read(job)
+            plain, sampled, scale = reader.read_job(job)
             samples = plain.with_prefix(job.adapter.rows_before, job.adapter.keys_before)
             if not len(samples.train):
                 raise DataError("it has 0 samples to train on")
@@ -185,7 +186,7 @@ def outline_jobs(
                 ),
             )
             references = reference_data(job, plain, samples)
-            scored = 0 if references is None else reader.count_scored(job, references)
+            scored = 0 if references is None else reader.count_scored_samples(job, references)
             total = _job_total(job, outline, samples, scale, shape, max_steps, bool(scored))
             outline_model.append(PlannedJob(outline, planned, sampled, total, references, scored))
         except DataError as error:
@@ -210,7 +211,7 @@ def _job_total(
     order = samples.train.sample_order(job.batch_size, job.seed)
     steps = job.total_steps(math.ceil(order.steps_per_epoch * (scale or 1.0)))
     steps = steps if max_steps is None else min(steps, max_steps)
-    held_out = 0 if samples.evaluation is None else _tokens(samples.evaluation.parts)
+    held_out = 0 if samples.evaluation is None else _count_tokens(samples.evaluation.parts)
     evaluations = 0
     if job.eval is not None:
         every = steps if job.eval.every is None else max(1, to_steps(job.eval.every, steps))
@@ -219,7 +220,7 @@ def _job_total(
     scored = 0.0
     if scores:
         # A run that finds the scores in its cache skips this.
-        scored = _tokens(samples.parts) * (scale or 1.0)
+        scored = _count_tokens(samples.parts) * (scale or 1.0)
     if samples.train.mismatched is not None:
         scored += int(samples.train.mismatched.lengths.sum()) * steps / order.steps_per_epoch
     return JobTotal(
@@ -240,17 +241,17 @@ class _JobReader:
         self._policies: set[Hashable] = set()
         """Pairs of samples and reference adapter that an earlier job has already scored."""
 
-    def read(self, job: JobSpec) -> tuple[Prepared, bool, float | None]:
+    def read_job(self, job: JobSpec) -> tuple[Prepared, bool, float | None]:
         """Return the job's samples without an adapter's virtual tokens, whether they come from the first rows
         only, and the number of all rows divided by the number of rows read, or None if it is unknown."""
         data, row_kind = truncate_data(job, self._context), job.objective.row_kind
         key = data_identity(data, job.eval, row_kind)
         if key not in self._known:
-            self._known[key] = self._prepare(data, job.eval, row_kind)
+            self._known[key] = self._prepare_data(data, job.eval, row_kind)
         samples, sampled, scale = self._known[key]
         return adapt_to_objective(job, samples, self._context), sampled, scale
 
-    def count_scored(self, job: JobSpec, data: Prepared) -> int:
+    def count_scored_samples(self, job: JobSpec, data: Prepared) -> int:
         """Return the number of samples that the job's reference policy scores. Of several jobs with the same
         samples and the same reference policy, only the first one scores them; the others get 0."""
         adapter = None if job.adapter.init_from is None else job.adapter
@@ -259,7 +260,7 @@ class _JobReader:
         self._policies.add(policy)
         return sum(map(len, data.parts)) if is_first else 0
 
-    def _prepare(
+    def _prepare_data(
         self, data: DataSpec, evaluation: EvalSpec | None, row_kind: RowKind
     ) -> tuple[Prepared, bool, float | None]:
         sampled = not self._shared.is_prepared(data, evaluation, row_kind)
@@ -269,7 +270,7 @@ class _JobReader:
         return samples, sampled, scale
 
 
-def _tokens(parts: Sequence[Samples]) -> int:
+def _count_tokens(parts: Sequence[Samples]) -> int:
     return sum(int(part.lengths.sum()) for part in parts)
 
 

@@ -103,7 +103,7 @@ def train_shares(
             trainer.prepare_output(store, ready)
             cost = share_cost(shape, machine, len(devices))
             memory = options.memory if machine.on_gpu else machine.budget_bytes
-            for jobs in _rounds(trainer, store, sweeps, ready, shape):
+            for jobs in _sweep_rounds(trainer, store, sweeps, ready, shape):
                 fits |= {job.name for job in jobs if sweeps.is_trial(job.name)}
                 shares = divide_jobs(jobs, cost, machine, len(devices), trainer.output, fits)
                 _show_shares(trainer.view, shares, devices, has_seconds=cost.measured and alone)
@@ -121,7 +121,7 @@ def train_shares(
     return results, codes
 
 
-def _rounds(
+def _sweep_rounds(
     trainer: Trainer, store: Store, sweeps: Sweeps, prepared_jobs: Sequence[PreparedJob], shape: ModelShape
 ) -> Iterator[list[PreparedJob]]:
     """Yield lists of jobs to train, one list per round, until no job remains. Without sweeps, there is one
@@ -193,7 +193,7 @@ def _train_team(run: RunSpec, trainer: Trainer, devices: Sequence[str]) -> dict[
     main = partial(run_share, run, trainer.output.absolute(), trainer.max_steps, options)
     names = [f"worker {number}" for number in range(options.workers_per_share)]
     team, resume = connected_team(main, names, "all workers"), resume_line(options.command)
-    (ended,), failures, results = _supervise([team], trainer.output, trainer.view, resume)
+    (ended,), failures, results = _supervise_teams([team], trainer.output, trainer.view, resume)
     if failures:
         raise UserError(failures[0])
     if ended.code == INTERRUPTED and not results:
@@ -255,7 +255,7 @@ def _run_shares(
     store.set_description(trainer.spec.model, store.status.device, store.status.dtype)
     store.write_status()
     create_shares(trainer.output, store.status, shares)
-    ended, troubles, _ = _supervise(teams, trainer.output, trainer.view, store.resume_line())
+    ended, troubles, _ = _supervise_teams(teams, trainer.output, trainer.view, store.resume_line())
     store.merge_shares()
     reasons = {name: sentence for share, sentence in troubles.items() for name in shares[share].jobs}
     interrupted = any(one.code == INTERRUPTED for one in ended)
@@ -268,7 +268,7 @@ def _run_shares(
 
 
 @phase(Phase.TRAINING)
-def _supervise(
+def _supervise_teams(
     teams: Sequence[Team], output: Path, view: View, resume: str
 ) -> tuple[list[TeamEnd], dict[int, str], dict[str, Result]]:
     """Run the teams, and restart a team if one of its processes crashes or hangs. Return how each team ended,
@@ -306,15 +306,15 @@ def divide_jobs(
     machine: Machine,
     shares: int,
     output: Path,
-    fitting: frozenset[str],
+    fitting_names: frozenset[str],
 ) -> list[DeviceShare]:
     """Divide the jobs into shares of about equal predicted time, and return the non-empty shares. A job that
-    is not in `fitting` counts as zero seconds, since it cannot train."""
+    is not in `fitting_names` counts as zero seconds, since it cannot train."""
     seconds = {}
     for job in prepared_jobs:
         progress = checkpoint.newest_progress(output / job.name / CHECKPOINTS) or Progress()
         work = remaining_work(job, progress)
-        seconds[job.name] = job_seconds(work, cost, machine.max_tokens) if job.name in fitting else 0.0
+        seconds[job.name] = job_seconds(work, cost, machine.max_tokens) if job.name in fitting_names else 0.0
     sources = {job.name: job.shape.source_job for job in prepared_jobs}
     return [share for share in share_jobs(seconds, shares, sources) if share.jobs]
 
@@ -408,7 +408,7 @@ def run_share(
     if attempt > 0:
         options = replace(options, resume=output.exists(), restart=(), retry=(), changes={})
     try:
-        with _connected(options, options.workers_per_share) as staff:
+        with _connected_workers(options, options.workers_per_share) as staff:
             if staff is None and options.workers_per_share > 1:
                 return
             mine = replace(options, staff=staff)
@@ -425,7 +425,7 @@ def run_share(
 
 
 @contextmanager
-def _connected(options: Options, workers: int) -> Iterator[WorkerControl | None]:
+def _connected_workers(options: Options, workers: int) -> Iterator[WorkerControl | None]:
     """Connect this process to the other workers of its share, and yield what `connect_workers` yields. Yield
     None if the share has only one process."""
     device = torch.device(options.device or "cpu")

@@ -140,13 +140,13 @@ class Supervisor:
         """Run all teams to their end and return how each ended."""
         numbers = range(len(self._teams))
 
-        def leaders() -> list[Any]:
+        def leader_processes() -> list[Any]:
             return [processes[0].process for processes in self._processes if processes]
 
-        with forward_signals(leaders) as self._stop_requested:
+        with forward_signals(leader_processes) as self._stop_requested:
             try:
                 for number in numbers:
-                    self._start(number)
+                    self._start_team(number)
                 while len(self._ended) < len(numbers):
                     self._handle_messages([one for number in numbers for one in self._processes[number]])
                     for number in numbers:
@@ -157,7 +157,7 @@ class Supervisor:
                     kill_processes(processes)
         return [self._ended[number] for number in numbers]
 
-    def _start(self, number: int) -> None:
+    def _start_team(self, number: int) -> None:
         members = self._teams[number].members(self._restarts[number])
         neighbours = len(self._teams) * len(members)
         self._processes[number] = [start_process(member, self._logs, neighbours) for member in members]
@@ -222,11 +222,11 @@ class Supervisor:
                 self._show_sentence(f"{one.name} has given no sign of life for {patience:.0f} seconds.")
                 kill_processes([one])
 
-    def _handle_loss(self, number: int, lost: _Process) -> None:
-        assert lost.code is not None, "a process that is lost has ended"
-        how = "lost another worker" if lost.code == LOST else f"ended with code {lost.code}"
-        how = f"was ended by {signal.Signals(-lost.code).name}" if lost.code < 0 else how
-        loss = f"{lost.name} {how}"
+    def _handle_loss(self, number: int, lost_process: _Process) -> None:
+        assert lost_process.code is not None, "a process that is lost has ended"
+        how = "lost another worker" if lost_process.code == LOST else f"ended with code {lost_process.code}"
+        how = f"was ended by {signal.Signals(-lost_process.code).name}" if lost_process.code < 0 else how
+        loss = f"{lost_process.name} {how}"
         kill_processes(self._processes[number])
         if self._stop_requested.is_set():
             self._ended[number] = TeamEnd(INTERRUPTED, loss)
@@ -237,7 +237,7 @@ class Supervisor:
             self._restarts[number] += 1
             which = f"{self._teams[number].name} again from the last checkpoints"
             self._show_sentence(f"{loss}; starting {which} ({self._restarts[number]} of {RESTARTS}).")
-            self._start(number)
+            self._start_team(number)
 
 
 def start_process(member: ProcessSpec, logs: Path | None, neighbours: int) -> _Process:
@@ -299,13 +299,13 @@ def forward_signals(processes: Callable[[], Iterable[Any]]) -> Iterator[threadin
         yield stop_requested
         return
 
-    def forward(number: int, _: FrameType | None) -> None:
+    def forward_signal(number: int, _: FrameType | None) -> None:
         stop_requested.set()
         for process in processes():
             if process.exitcode is None:
                 os.kill(process.pid, number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop_requested
     finally:

@@ -112,15 +112,18 @@ def launch(
     again with `restart_arguments`. Return the exit code of the first process."""
     run = partial(run_worker, main, (list(first_arguments), list(restart_arguments)))
     names = [f"worker {number}" for number in range(workers)]
-    team = connected_team(run, names, "all workers", first_prints=True)
+    team = connected_team(run, names, "all workers", first_worker_prints=True)
     say = partial(print, "weftune:", file=sys.stderr, flush=True)
     (ended,) = Supervisor([team], output, say, resume=shlex.join(["weftune", *restart_arguments])).run()
     return ended.code
 
 
-def connected_team(main: WorkerMain, names: Sequence[str], name: str, first_prints: bool = False) -> Team:
+def connected_team(
+    main: WorkerMain, names: Sequence[str], name: str, first_worker_prints: bool = False
+) -> Team:
     """Return a team of workers that connect to one another, one for each of `names`. `name` is the name of
-    the team. With `first_prints`, the first worker prints to the launcher's output instead of a log file."""
+    the team. With `first_worker_prints`, the first worker prints to the launcher's output instead of a log
+    file."""
     clock = current_clock()
     command_started = time.time() if clock is None else clock.started
     stores: list[TCPStore] = []
@@ -133,7 +136,9 @@ def connected_team(main: WorkerMain, names: Sequence[str], name: str, first_prin
             for worker in range(len(names))
         ]
         return [
-            ProcessSpec(process, partial(main, attempt, environments[worker]), first_prints and worker == 0)
+            ProcessSpec(
+                process, partial(main, attempt, environments[worker]), first_worker_prints and worker == 0
+            )
             for worker, process in enumerate(names)
         ]
 

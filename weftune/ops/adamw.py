@@ -51,7 +51,7 @@ class AdamState:
         for mine, theirs in zip(self.vectors, other.vectors, strict=True):
             mine.copy_(theirs)
 
-    def within(self, start: int, stop: int) -> AdamState:
+    def slice_state(self, start: int, stop: int) -> AdamState:
         """Return the state of the parameters `start` to `stop`."""
         return AdamState(*(vector[start:stop] for vector in self.vectors))
 
@@ -83,14 +83,14 @@ class Update:
     """Multipliers of the learning rate, in ranges that cover all parameters in order. Empty if all parameters
     have the job's learning rate."""
 
-    def on(self, state: AdamState, start: int) -> Update:
+    def for_state(self, state: AdamState, start: int) -> Update:
         """Return this step for `state`, which holds a slice of the parameters that begins at `start`."""
         stop = start + state.master.numel()
         cut = (RateRun(max(start, run.start), min(stop, run.stop), run.rate) for run in self.rates)
         runs = (RateRun(run.start - start, run.stop - start, run.rate) for run in cut if run.start < run.stop)
         return replace(self, state=state, rates=tuple(runs))
 
-    def runs(self) -> list[Update]:
+    def split_by_rate(self) -> list[Update]:
         """Split the step into one update per range of parameters with the same learning rate."""
         if not self.rates:
             return [self]
@@ -98,7 +98,7 @@ class Update:
         return [
             replace(
                 self,
-                state=self.state.within(run.start, run.stop),
+                state=self.state.slice_state(run.start, run.stop),
                 learning_rate=self.learning_rate * run.rate,
                 rates=(),
             )
@@ -128,7 +128,7 @@ def _launch_squares(vectors: Sequence[Tensor]) -> Tensor:
     squares_JB = torch.zeros(len(vectors), blocks, dtype=torch.float64, device=device)
     with torch.cuda.device_of(squares_JB):
         kernels.adamw.squares[(blocks, len(vectors))](
-            _table([(vector,) for vector in vectors]),
+            _address_table([(vector,) for vector in vectors]),
             squares_JB,
             EVEN=all(vector.numel() % 16 == 0 for vector in vectors),
             BLOCK=BLOCK,
@@ -160,14 +160,14 @@ def _launch_update(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor
     blocks = max(-(-size // BLOCK) for size in sizes)
     finite_JB = torch.ones(len(states), blocks, dtype=torch.bool, device=device)
     numbers_J8 = to_device(
-        torch.tensor([_update_numbers(one) for one in updates], dtype=torch.float32), device
+        torch.tensor([_update_scalars(one) for one in updates], dtype=torch.float32), device
     )
     if factor_J is not None:
         numbers_J8[:, 0] = factor_J
     dtypes = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     with torch.cuda.device_of(finite_JB):
         kernels.adamw.update[(blocks, len(states))](
-            _table([state.vectors for state in states]),
+            _address_table([state.vectors for state in states]),
             numbers_J8,
             finite_JB,
             WEIGHT=dtypes[states[0].weights.dtype],
@@ -181,7 +181,7 @@ def _launch_update(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor
 def _update_runs(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
     """Apply steps of jobs with several learning rates: each range of parameters is updated as if it were a
     job."""
-    runs = [one.runs() for one in updates]
+    runs = [one.split_by_rate() for one in updates]
     counts = torch.tensor([len(each) for each in runs])
     flat = [run for each in runs for run in each]
     if factor_J is not None:
@@ -257,7 +257,7 @@ def _torch_adamw(one: Update, vectors: Sequence[Tensor]) -> None:
     )
 
 
-def _update_numbers(one: Update) -> tuple[float, ...]:
+def _update_scalars(one: Update) -> tuple[float, ...]:
     """Return a job's row of the kernel's table of numbers. 1 − β is computed here in float64, because in
     float32 the result for β = 0.999 would be off by 5e-5."""
     beta1, beta2 = one.betas
@@ -273,7 +273,7 @@ def _update_numbers(one: Update) -> tuple[float, ...]:
     )
 
 
-def _table(vectors: Sequence[Sequence[Tensor]]) -> Tensor:
+def _address_table(vectors: Sequence[Sequence[Tensor]]) -> Tensor:
     """Return the kernels' table: one row per job with the addresses of its flat vectors, and their size."""
     assert all(vector.data_ptr() % 16 == 0 for own in vectors for vector in own), (
         "a flat vector starts a tensor of its own"

@@ -38,7 +38,7 @@ def fill_uniform(
     """
     flat, device = value.view(-1), draw_device or value.device
     assert start + len(flat) < 1 << 31, "a parameter has fewer than 2³¹ elements"
-    chunk = _chunk(device)
+    chunk = _chunk_size(device)
     for low in range(0, len(flat), chunk):
         part = flat[low : low + chunk]
         part.copy_(_draw_block(start + low, len(part), to_signed(key), bound, device))
@@ -50,7 +50,7 @@ def fill_uniform_alike(
     """Apply `fill_uniform` to many tensors of equal size with few launches. An adapter has hundreds of small
     matrices, for which separate launches would take longer than the arithmetic."""
     device, size = draw_device or values[0].device, values[0].numel()
-    many = max(1, _chunk(device) // size)
+    many = max(1, _chunk_size(device) // size)
     if many == 1:
         for value, key in zip(values, keys, strict=True):
             fill_uniform(value, key, bound, draw_device=draw_device)
@@ -73,7 +73,7 @@ def draw_integers(count: int, upper_bound: int, key: int) -> Tensor:
     return torch.randint(upper_bound, (count,), generator=torch.Generator().manual_seed(key))
 
 
-def _chunk(device: torch.device) -> int:
+def _chunk_size(device: torch.device) -> int:
     return CPU_CHUNK if device.type == "cpu" else CHUNK
 
 

@@ -68,27 +68,33 @@ def kept_TK(
     return draw(key_of_site, token_index_T, numbers, threshold(probability))
 
 
-def _keep_mask_by_torch(key_of_site: int, token_index_T: Tensor, numbers: range, least: int) -> Tensor:
+def _keep_mask_by_torch(
+    key_of_site: int, token_index_T: Tensor, feature_indices: range, min_hash: int
+) -> Tensor:
     row_T = to_odd(token_index_T.to(torch.int32) ^ to_signed(key_of_site))
-    count_K = torch.arange(numbers.start, numbers.stop, dtype=torch.int32, device=row_T.device)
+    count_K = torch.arange(
+        feature_indices.start, feature_indices.stop, dtype=torch.int32, device=row_T.device
+    )
     feature_K = to_odd(count_K * to_signed(STRIDE) ^ to_signed(key_of_site))
-    return row_T[:, None] * feature_K >= least
+    return row_T[:, None] * feature_K >= min_hash
 
 
-def _keep_mask_on_cpu(key_of_site: int, token_index_T: Tensor, numbers: range, least: int) -> Tensor:
+def _keep_mask_on_cpu(
+    key_of_site: int, token_index_T: Tensor, feature_indices: range, min_hash: int
+) -> Tensor:
     own = np.uint32(key_of_site)
     row_T = _odd_unsigned(token_index_T.numpy().astype(np.uint32) ^ own)
-    count_K = np.arange(numbers.start, numbers.stop, dtype=np.uint32)
+    count_K = np.arange(feature_indices.start, feature_indices.stop, dtype=np.uint32)
     feature_K = _odd_unsigned(count_K * np.uint32(STRIDE) ^ own)
     if row_T.size * feature_K.size <= FEW:
-        return torch.from_numpy(np.multiply.outer(row_T, feature_K).view(np.int32) >= least)
+        return torch.from_numpy(np.multiply.outer(row_T, feature_K).view(np.int32) >= min_hash)
     row, feature = (torch.from_numpy(one.view(np.int32)) for one in (row_T, feature_K))
     kept, rows = torch.empty(len(row), len(feature), dtype=torch.bool), max(1, CHUNK // len(feature))
     bits_TK = torch.empty(min(rows, len(row)), len(feature), dtype=torch.int32)
     for start in range(0, len(row), rows):
         chunk = row[start : start + rows]
         bits = torch.mul(chunk[:, None], feature, out=bits_TK[: len(chunk)])
-        torch.ge(bits, least, out=kept[start : start + rows])
+        torch.ge(bits, min_hash, out=kept[start : start + rows])
     return kept
 
 
@@ -115,9 +121,9 @@ def mix_bits(value: Tensor) -> Tensor:
     return _fold_bits(value, 16)
 
 
-def _fold_bits(value: Tensor, places: int) -> Tensor:
+def _fold_bits(value: Tensor, bit_count: int) -> Tensor:
     """Return value ^ (value >>> places). torch shifts int32 arithmetically, so sign bits are masked off."""
-    return value ^ ((value >> places) & (1 << 32 - places) - 1)
+    return value ^ ((value >> bit_count) & (1 << 32 - bit_count) - 1)
 
 
 def to_signed(value: int) -> int:

@@ -68,7 +68,7 @@ class Routes:
     order_S: Tensor
     """Maps each position in the sorted order to the index of a choice, which is token · k + the choice's
     number."""
-    places_Tk: Tensor
+    sorted_index_Tk: Tensor
     """Maps each choice to its position in the sorted order."""
 
     @classmethod
@@ -80,19 +80,21 @@ class Routes:
 
     def rows(self, x_TD: Tensor) -> Tensor:
         """Return x of the token of each choice, in the sorted order, [S, D]."""
-        return x_TD[self.order_S // self.places_Tk.shape[1]]
+        return x_TD[self.order_S // self.sorted_index_Tk.shape[1]]
 
-    def own(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def job_choices(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return the sorted positions of a job's choices, and for each expert the index after its last row
         among them."""
         start, stop = tokens
-        places_s = self.places_Tk[start:stop].flatten().sort().values
+        places_s = self.sorted_index_Tk[start:stop].flatten().sort().values
         return places_s, _expert_stops(self.experts_S[places_s], len(self.stops_E))
 
-    def linear(self, x_SK: Tensor, site: ExpertSite, own: Mapping[Tokens, tuple[Tensor, Tensor]]) -> Tensor:
+    def linear(
+        self, x_SK: Tensor, site: ExpertSite, job_choices: Mapping[Tokens, tuple[Tensor, Tensor]]
+    ) -> Tensor:
         y_SN = grouped_product(x_SK, site.weight_ENK.transpose(1, 2), self.stops_E)
         for part in site.parts:
-            places_s, stops_E = own[part.tokens]
+            places_s, stops_E = job_choices[part.tokens]
             s_sr = grouped_product(x_SK[places_s], part.a_ErK.transpose(1, 2), stops_E)
             added_sN = part.scale * grouped_product(s_sr, part.b_ErN, stops_E)
             y_SN = y_SN.index_add(0, places_s, added_sN.to(y_SN.dtype))
@@ -100,7 +102,7 @@ class Routes:
 
     def gather_outputs(self, y_SD: Tensor, weights_Tk: Tensor) -> Tensor:
         """Return for each token the sum of its experts' outputs, multiplied by the router's weights."""
-        return (y_SD[self.places_Tk] * weights_Tk[..., None]).sum(dim=1).to(y_SD.dtype)
+        return (y_SD[self.sorted_index_Tk] * weights_Tk[..., None]).sum(dim=1).to(y_SD.dtype)
 
 
 def _expert_stops(experts_S: Tensor, count: int) -> Tensor:
@@ -119,7 +121,10 @@ def experts_output(
     """Return for each token the sum over its experts of weight · down(activation(gate) ⊙ up), [T, D].
     `chosen_Tk` are the indices of the experts, and `weights_Tk` the router's weights."""
     routes = Routes.from_choices(chosen_Tk, len(down.weight_ENK))
-    own = {tokens: routes.own(tokens) for tokens in {part.tokens for part in (*gate_up.parts, *down.parts)}}
+    own = {
+        tokens: routes.job_choices(tokens)
+        for tokens in {part.tokens for part in (*gate_up.parts, *down.parts)}
+    }
     gate, up = routes.linear(routes.rows(x_TD), gate_up, own).chunk(2, dim=-1)
     return routes.gather_outputs(routes.linear(activation(gate) * up, down, own), weights_Tk)
 
@@ -134,23 +139,23 @@ def experts_output_reference(
 ) -> Tensor:
     """Compute the result of `experts_output` token by token, as a reference for tests."""
 
-    def expert(token: int, number: int) -> Tensor:
-        gate, up = _one_output(x_TD[token], token, number, gate_up).chunk(2)
-        return _one_output(activation(gate) * up, token, number, down)
+    def expert_output(token: int, number: int) -> Tensor:
+        gate, up = _token_output(x_TD[token], token, number, gate_up).chunk(2)
+        return _token_output(activation(gate) * up, token, number, down)
 
-    def mixed(token: int, chosen: list[int]) -> Tensor:
-        outputs_kD = torch.stack([expert(token, number) for number in chosen])
+    def weighted_output(token: int, chosen: list[int]) -> Tensor:
+        outputs_kD = torch.stack([expert_output(token, number) for number in chosen])
         return (outputs_kD * weights_Tk[token, :, None]).sum(dim=0)
 
-    y_TD = torch.stack([mixed(token, chosen) for token, chosen in enumerate(chosen_Tk.tolist())])
+    y_TD = torch.stack([weighted_output(token, chosen) for token, chosen in enumerate(chosen_Tk.tolist())])
     return y_TD.to(x_TD.dtype)
 
 
-def _one_output(x_K: Tensor, token: int, expert: int, site: ExpertSite) -> Tensor:
-    y_N = site.weight_ENK[expert] @ x_K
+def _token_output(x_K: Tensor, token: int, expert_index: int, site: ExpertSite) -> Tensor:
+    y_N = site.weight_ENK[expert_index] @ x_K
     for part in site.parts:
         if part.start <= token < part.stop:
-            y_N = y_N + part.scale * (part.a_ErK[expert] @ x_K) @ part.b_ErN[expert]
+            y_N = y_N + part.scale * (part.a_ErK[expert_index] @ x_K) @ part.b_ErN[expert_index]
     return y_N
 
 

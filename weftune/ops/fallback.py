@@ -78,9 +78,11 @@ def run_with_fallback(
     return torch_function(*arguments)
 
 
-def rehearse(op: str, key: Hashable, device: torch.device, run: Callable[[], object]) -> None:
-    """Call `run`, which launches the kernels of an op without effect, before their first use with the launch
-    parameters in `key`.
+def rehearse_kernels(
+    op: str, key: Hashable, device: torch.device, launch_kernels: Callable[[], object]
+) -> None:
+    """Call `launch_kernels`, which launches the kernels of an op without effect, before their first use with
+    the launch parameters in `key`.
 
     Raises KernelsFailed if one of them fails, and at every later call with this key. During a capture nothing
     is rehearsed: passes are captured only after the same pass has run uncaptured.
@@ -91,7 +93,7 @@ def rehearse(op: str, key: Hashable, device: torch.device, run: Callable[[], obj
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         try:
-            run()
+            launch_kernels()
             _rehearsed[key] = True
         except Exception as error:
             if not is_kernel_failure(error):

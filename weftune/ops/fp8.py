@@ -59,7 +59,7 @@ def multiply(
     left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Implement `core.weights.MultiplyCodes`, the product with an 8-bit weight, on a GPU."""
-    if left_TM.dtype is torch.float64 or not library_product(codes_LM):
+    if left_TM.dtype is torch.float64 or not supports_library_product(codes_LM):
         return multiply_codes(left_TM, codes_LM, scale_M, scale_L, dtype)
     left_TM, scale_T = row_codes(left_TM, scale_M)
     # Linears that share their input are stored in one tensor, of which a slice of columns is not
@@ -76,11 +76,11 @@ def multiply(
 
 def codes_in_float32(left_TM: Tensor, codes_LM: Tensor) -> Tensor:
     """Return left · codesᵀ in float32, before the scales are applied."""
-    if not library_product(codes_LM):
+    if not supports_library_product(codes_LM):
         return left_TM.float() @ codes_LM.float().T
     one = torch.ones((), device=left_TM.device)
     return torch._scaled_mm(left_TM, codes_LM.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
 
 
-def library_product(codes_LM: Tensor) -> bool:
+def supports_library_product(codes_LM: Tensor) -> bool:
     return codes_LM.is_cuda and all(size % MULTIPLE == 0 for size in codes_LM.shape)

@@ -47,11 +47,11 @@ class DrawnGates:
     """Random key of the noise u of the elements' gates."""
     group_key: int
     l0_weight: float
-    bears: Tensor
+    adds_penalty: Tensor
     """Scalar tensor: 1 if the gradient of the penalty is added in this pass, else 0."""
 
 
-def uniform(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
+def uniform_noise(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
     """Return uniform numbers in (0, 1), [rows, columns], in the dtype of `like`. Each is a pure function of
     the key and its position."""
     row, column = (
@@ -62,22 +62,22 @@ def uniform(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
     return (bits.to(like.dtype) + 0.5) / (1 << BITS)
 
 
-def gate(alpha: Tensor, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def gate_with_slope(alpha: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the gate z and its derivative dz/dα. If u is None, return the gate without noise, as in
     evaluation."""
-    s = torch.sigmoid(alpha if u is None else alpha + torch.logit(u))
+    s = torch.sigmoid(alpha if noise is None else alpha + torch.logit(noise))
     stretched = s * (UPPER - LOWER) + LOWER
     inside = (stretched > 0) & (stretched < 1)
     return stretched.clamp(0.0, 1.0), torch.where(inside, (UPPER - LOWER) * s * (1 - s), 0.0)
 
 
-def pruned(values: Gated, kept_count: int) -> Tensor:
+def pruned_values(values: Gated, kept_count: int) -> Tensor:
     """Return the difference w multiplied by its gates without noise, with all but the `kept_count` largest
     elements set to 0."""
     dtype = accumulation_dtype(values.w_NK.dtype)
-    whole = values.w_NK.to(dtype) * gate(values.alpha_NK.to(dtype))[0]
+    whole = values.w_NK.to(dtype) * gate_with_slope(values.alpha_NK.to(dtype))[0]
     if values.group is not None:
-        whole = whole * gate(values.group.to(dtype))[0]
+        whole = whole * gate_with_slope(values.group.to(dtype))[0]
     largest = whole.abs().flatten().topk(min(kept_count, whole.numel())).indices
     found = torch.zeros_like(whole)
     found.view(-1)[largest] = whole.view(-1)[largest]
@@ -85,8 +85,9 @@ def pruned(values: Gated, kept_count: int) -> Tensor:
 
 
 def fix_gates(values: Gated, kept_count: int) -> None:
-    """Set the difference to the result of `pruned`, and fix every gate at 1 (for kept elements) or 0."""
-    whole = pruned(values, kept_count)
+    """Set the difference to the result of `pruned_values`, and fix every gate at 1 (for kept elements) or
+    0."""
+    whole = pruned_values(values, kept_count)
     values.w_NK.copy_(whole)
     values.alpha_NK.copy_(torch.where(whole != 0, OPEN, SHUT))
     if values.group is not None:
@@ -140,13 +141,13 @@ def _gate_values(
     alpha_NK = values.alpha_NK.to(accumulation_dtype(values.alpha_NK.dtype))
     fixed = alpha_NK.new_ones(1), alpha_NK.new_zeros(1)
     if drawn_gates is None:
-        return gate(alpha_NK), fixed
+        return gate_with_slope(alpha_NK), fixed
     rows, columns = alpha_NK.shape
-    element = gate(alpha_NK, uniform(drawn_gates.key, rows, columns, alpha_NK))
+    element = gate_with_slope(alpha_NK, uniform_noise(drawn_gates.key, rows, columns, alpha_NK))
     if values.group is None:
         return element, fixed
     group = values.group.to(alpha_NK.dtype)
-    return element, gate(group, uniform(drawn_gates.group_key, 1, 1, group)[0])
+    return element, gate_with_slope(group, uniform_noise(drawn_gates.group_key, 1, 1, group)[0])
 
 
 def _add_penalty(values: Gated, totals: Gated, drawn_gates: DrawnGates) -> None:
@@ -154,7 +155,7 @@ def _add_penalty(values: Gated, totals: Gated, drawn_gates: DrawnGates) -> None:
     elements whose gates are not 0."""
     # The probability that a gate is not 0 is σ(α), since UPPER = −LOWER.
     p_NK = torch.sigmoid(values.alpha_NK.to(totals.alpha_NK.dtype))
-    cost = drawn_gates.l0_weight * drawn_gates.bears.to(p_NK.dtype)
+    cost = drawn_gates.l0_weight * drawn_gates.adds_penalty.to(p_NK.dtype)
     if values.group is None or totals.group is None:
         totals.alpha_NK.add_(cost * p_NK * (1 - p_NK))
         return

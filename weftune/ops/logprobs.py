@@ -33,19 +33,19 @@ from weftune.ops.triton import kernels_available
 
 
 def target_logprobs(
-    h_SD: Tensor, targets_S: Tensor, head: Head, own: HeadRows | None = None
+    h_SD: Tensor, targets_S: Tensor, head: Head, own_rows: HeadRows | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return each row's log-probability of its target [S], and whether the target is the row's argmax [S].
-    `own` are the rows of the head that the job trains, if there are any.
+    `own_rows` are the rows of the head that the job trains, if there are any.
 
     Among equal logits the argmax is the lowest index, as in `torch.argmax`: a row whose logits are all equal
     predicts token 0.
     """
     if head.shard is not None:
-        rows_nD, ids_n = (None, None) if own is None else (own.rows_nD, own.ids_n)
+        rows_nD, ids_n = (None, None) if own_rows is None else (own_rows.rows_nD, own_rows.ids_n)
         return _ShardedTargetLogprobs.apply(h_SD, rows_nD, ids_n, targets_S, head, head.shard)
-    if own is not None:
-        return _OwnTargetLogprobs.apply(h_SD, own.rows_nD, own.ids_n, targets_S, head)
+    if own_rows is not None:
+        return _OwnTargetLogprobs.apply(h_SD, own_rows.rows_nD, own_rows.ids_n, targets_S, head)
     return _TargetLogprobs.apply(h_SD, targets_S, head)
 
 
@@ -130,7 +130,7 @@ class _ShardedTargetLogprobs(torch.autograd.Function):
         size = logit_rows(h_SD.device.type, shard.max_rows)
         own = None if rows_nD is None or ids_n is None else _OwnRowsOnShard(rows_nD, ids_n, shard)
         found = [
-            _by_shard(h, targets, head, shard, own, ctx.needs_input_grad[0])
+            _shard_logprobs(h, targets, head, shard, own, ctx.needs_input_grad[0])
             for h, targets in zip(h_SD.split(size), targets_S.split(size), strict=True)
         ]
         logprobs_S, correct_S, dh_SD, dlogits_Sn = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -167,18 +167,18 @@ class _OwnRowsOnShard:
         return dlogits_Sn
 
 
-def _by_shard(
+def _shard_logprobs(
     h: Tensor,
     targets_S: Tensor,
     head: Head,
     shard: VocabularyShard,
-    own: _OwnRowsOnShard | None,
+    own_rows: _OwnRowsOnShard | None,
     needs_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (1) the log-probabilities, (2) whether the targets are the argmax, (3) this shard's part of the
     gradient at `h`, and (4) its part of the gradient at the logits of the job's own rows, [S, 0] if there are
     none."""
-    logits_SV = head.logits(h, None if own is None else own.replaced)
+    logits_SV = head.logits(h, None if own_rows is None else own_rows.replaced)
     row_S, is_local_S = shard.local_rows(targets_S)
     target_S = torch.where(is_local_S, logits_SV.gather(1, row_S[:, None])[:, 0], 0.0)
     best_S = logits_SV.argmax(dim=-1)
@@ -200,9 +200,9 @@ def _by_shard(
     counts_S = is_local_S.to(logits_SV.dtype)
     gradient_SV = _product_gradient(normalised_SV, logits_SV, row_S, head, counts_S)
     through_own: Tensor | float = 0.0
-    if own is not None:
-        dlogits_Sn = own.take_gradient(gradient_SV)
-        through_own = dlogits_Sn[:, own.is_local_n].to(h.dtype) @ own.replaced.rows_nD
+    if own_rows is not None:
+        dlogits_Sn = own_rows.take_gradient(gradient_SV)
+        through_own = dlogits_Sn[:, own_rows.is_local_n].to(h.dtype) @ own_rows.replaced.rows_nD
     dh = gradient_SV.to(h.dtype) @ head.weight_VD + through_own
     return logprobs_S, correct_S, dh.to(h.dtype), dlogits_Sn
 

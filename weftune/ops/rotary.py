@@ -158,7 +158,7 @@ def _launch_forward(
     q_THD = torch.empty((rows, heads, width), dtype=qkv_TN.dtype, device=qkv_TN.device)
     k_TGD = torch.empty((rows, groups, width), dtype=qkv_TN.dtype, device=qkv_TN.device)
     v_TGD = torch.empty_like(k_TGD)
-    programs, constants = _launch(heads, groups, width, cos_TE.shape[1] // 2)
+    programs, constants = _launch_constants(heads, groups, width, cos_TE.shape[1] // 2)
     with torch.cuda.device_of(qkv_TN):
         kernels.rotary.rotary_forward[(rows * programs,)](
             qkv_TN,
@@ -191,7 +191,7 @@ def _launch_backward(
     some = next(part for part in parts if part is not None)
     rows, width = some.shape[0], some.shape[2]
     dqkv_TN = torch.empty((rows, (heads + 2 * groups) * width), dtype=some.dtype, device=some.device)
-    programs, constants = _launch(heads, groups, width, cos_TE.shape[1] // 2)
+    programs, constants = _launch_constants(heads, groups, width, cos_TE.shape[1] // 2)
     strides = [stride for part in parts for stride in ((0, 0) if part is None else part.stride()[:2])]
     with torch.cuda.device_of(some):
         kernels.rotary.rotary_backward[(rows * programs,)](
@@ -213,7 +213,7 @@ def _launch_backward(
     return dqkv_TN
 
 
-def _launch(heads: int, groups: int, width: int, half: int) -> tuple[int, dict[str, int]]:
+def _launch_constants(heads: int, groups: int, width: int, half: int) -> tuple[int, dict[str, int]]:
     """Return the number of programs per row, and the constants of both kernels. Block sizes are powers of two
     that cover the heads per program, half of the rotary width, and the columns that are not rotated."""
     all_heads, half_block = heads + 2 * groups, _power_of_two(half)

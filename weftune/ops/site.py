@@ -54,14 +54,14 @@ def scaled_outputs(y_TN: Tensor, bias_N: Tensor | None, scales: Sequence[RowScal
     if bias_N is None:
         return scaled_rows(y_TN, scales)
 
-    def finish(part: Tensor, scale: RowScale | None) -> Tensor:
+    def scale_and_add_bias(part: Tensor, scale: RowScale | None) -> Tensor:
         if scale is None:
             return part + bias_N
         if scale.scales_bias:
             return (part + bias_N) * scale.values_M
         return part * scale.values_M + bias_N
 
-    return _apply_by_rows(y_TN, scales, finish)
+    return _apply_by_rows(y_TN, scales, scale_and_add_bias)
 
 
 def _apply_by_rows(
@@ -94,9 +94,9 @@ class GatheredRows:
     """
 
     index_R: Tensor
-    counts_R1: Tensor
+    is_counted_R1: Tensor
     """Whether each element of `index_R` is a row of the job; False for padding."""
-    first_R: Tensor
+    first_position_R: Tensor
     """Position in `index_R` of the first occurrence of the same row, for each element."""
 
 
@@ -162,17 +162,19 @@ class _Changed(torch.autograd.Function):
             dy_LM = _take_rows(dy_TN[:, columns], rows)
             if isinstance(rows, GatheredRows):
                 # With a gradient of zero, repeated rows add nothing to the gradients of the weights.
-                dy_LM = torch.where(rows.counts_R1, dy_LM, 0.0)
-            back = change.backward if isinstance(change, RowChange) else partial(_through_autograd, change)
+                dy_LM = torch.where(rows.is_counted_R1, dy_LM, 0.0)
+            back = (
+                change.backward if isinstance(change, RowChange) else partial(_gradient_by_autograd, change)
+            )
             before_LM = back(own_LM, dy_LM)
             if isinstance(rows, GatheredRows):
-                before_LM = before_LM.index_select(0, rows.first_R)
+                before_LM = before_LM.index_select(0, rows.first_position_R)
             _put_rows(own_TN[:, columns], rows, before_LM.to(own_TN.dtype))
         of_y, of_residual, *_ = ctx.needs_input_grad
         return own_TN if of_y else None, dy_TN if of_residual else None, None, None
 
 
-def _through_autograd(change: Callable[[Tensor], Tensor], y_LM: Tensor, dy_LM: Tensor) -> Tensor:
+def _gradient_by_autograd(change: Callable[[Tensor], Tensor], y_LM: Tensor, dy_LM: Tensor) -> Tensor:
     with torch.enable_grad():
         before_LM = y_LM.detach().requires_grad_()
         change(before_LM).backward(dy_LM)
@@ -204,7 +206,7 @@ def _zero_rows(x_TM: Tensor, rows: slice | GatheredRows) -> None:
         x_TM.index_fill_(0, rows.index_R, 0.0)
 
 
-def summed_product(x_TK: Tensor, weight: Weight) -> Tensor:
+def unrounded_product(x_TK: Tensor, weight: Weight) -> Tensor:
     """Return xWᵀ before rounding: in float32 for 16-bit operands, so that terms that are added later are not
     lost."""
     if is_coded(weight):

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from weftune.adapters.folder import WEIGHTS, check_adapter_folder
 from weftune.data.tokenise import prompt_tokens
 from weftune.errors import AdapterError, UserError
-from weftune.generate.adapters import attach_folder
+from weftune.generate.adapters import attach_adapter_folder
 from weftune.generate.answers import StreamedAnswer, adapter_tokenizer, stop_ids
 from weftune.generate.decoder import Decoder
 from weftune.generate.sampling import Sampling
@@ -184,7 +184,7 @@ class AnsweringBase:
 
     def turn(self) -> Collection[ChatAnswer]:
         """Run one pass, and return the answers that it continued."""
-        continued = set(self._open_decoder().turn())
+        continued = set(self._open_decoder().run_pass())
         return {answer for answer in self._running if answer.stream.generation in continued}
 
     @property
@@ -201,7 +201,7 @@ class AnsweringBase:
         name = f"chat:{request.job}:{'' if request.step is None else request.step}"
         if name not in self._attached:
             self._free_memory(prompt.adapter_bytes)
-            attach_folder(self._adapted, name, prompt.folder)
+            attach_adapter_folder(self._adapted, name, prompt.folder)
             self._attached[name] = prompt.adapter_bytes
         self._attached.move_to_end(name)
         return name

@@ -206,7 +206,7 @@ class JobAnswers:
                 generated[name] = [self._decoder.submit(tokens, sampling, name) for tokens in prompts.tokens]
         pending = [*base.values(), *(one for own in generated.values() for one in own)]
         while any(one.finish_reason is None for one in pending):
-            self._decoder.turn()
+            self._decoder.run_pass()
         self._base_answers |= {key: self._answer_text(one) for key, one in base.items()}
         found: dict[str, list[str] | str] = {}
         for name in evaluations:

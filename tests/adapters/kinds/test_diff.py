@@ -22,7 +22,7 @@ from weftune.base.shape import model_shape, site_modules
 from weftune.errors import AdapterError
 from weftune.jobs.spec.checks import warnings
 from weftune.ops.dropout import key
-from weftune.ops.hard_concrete import DrawnGates, difference_product, uniform
+from weftune.ops.hard_concrete import DrawnGates, difference_product, uniform_noise
 from weftune.ops.hard_concrete import Gated as Values
 from weftune.trainer.export import read_finished_kind, write_portable
 
@@ -46,7 +46,7 @@ class Gated(nn.Module):
 
     def drawn(self, alpha, name):
         shape = alpha.shape if alpha.ndim == 2 else (1, 1)
-        u = uniform(key(2, self.step, f"{self.site}.{name}"), *shape, alpha).view(alpha.shape)
+        u = uniform_noise(key(2, self.step, f"{self.site}.{name}"), *shape, alpha).view(alpha.shape)
         return torch.sigmoid(torch.log(u) - torch.log(1 - u) + alpha)
 
     def delta(self, draw):
@@ -195,10 +195,10 @@ def correlation(one, other):
 
 def test_the_noise_is_uniform_and_hangs_on_seed_step_site_and_place_only():
     like = torch.zeros(0)
-    drawn = uniform(key(2, 1, "a"), 300, 400, like)
-    assert torch.equal(drawn[:100, :70], uniform(key(2, 1, "a"), 100, 70, like))
+    drawn = uniform_noise(key(2, 1, "a"), 300, 400, like)
+    assert torch.equal(drawn[:100, :70], uniform_noise(key(2, 1, "a"), 100, 70, like))
     for other in (key(3, 1, "a"), key(2, 2, "a"), key(2, 1, "b")):
-        assert abs(correlation(drawn, uniform(other, 300, 400, like))) < 0.02
+        assert abs(correlation(drawn, uniform_noise(other, 300, 400, like))) < 0.02
     assert drawn.min() > 0
     assert drawn.max() < 1
     counts = torch.histc(drawn, 20, 0.0, 1.0) / drawn.numel()

@@ -12,7 +12,7 @@ from weftune.core.weights import CodedMatrix, quantise_rows
 from weftune.ops import dropout
 from weftune.ops.dropout import step_key
 from weftune.ops.lora.products import Right
-from weftune.ops.lora.rows import Rows, Seat
+from weftune.ops.lora.rows import Rows, SlotRows
 from weftune.ops.lora.table import ALIGNMENT, Group, LowRank, SlotTable, bands_for
 from weftune.ops.lora.tiled import backward, forward, lora_linear
 from weftune.ops.lora.tiled_kernels import ds
@@ -64,12 +64,12 @@ class Case:
         return replace(self, mask_reader=True)
 
     @property
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[SlotRows]:
         seats, row = [], 0
         for slot, job in reversed(list(enumerate(self.jobs))):
             if job is not None:
                 row += self.gap
-                seats.append(Seat(row, row + job.length, slot, step_key(100 + slot, STEP)))
+                seats.append(SlotRows(row, row + job.length, slot, step_key(100 + slot, STEP)))
                 row += job.length
         return seats
 
@@ -263,7 +263,7 @@ def run(
                 found["dresidual"] = residual.grad  # type: ignore[assignment]
         else:
             chosen = choose_tiling(rows, group, case.features, case.dtype)
-            chosen = chosen if one_read is None else replace(chosen, one_read=one_read)
+            chosen = chosen if one_read is None else replace(chosen, reads_dy_once=one_read)
             if columns is not None:
                 blocks = product_blocks(columns, case.dtype, chosen.y.programs)
                 chosen = replace(chosen, y=blocks, dx=blocks)

@@ -80,7 +80,7 @@ class Call:
         return choices.plan(self.x, self.weight, self.residual, self.group, self.rows, plans)
 
     def trial(self, plans=BOTH):
-        return PlanTrial.at(
+        return PlanTrial.for_linears(
             plans, self.x.dtype, self.weight, self.residual is not None, self.group, self.rows
         )
 
@@ -542,7 +542,7 @@ class Steps:
 def test_an_order_that_triton_cannot_compile_does_not_run():
     pytest.importorskip("triton")
     site = Steps(fails=(ProductPlan.fused,))
-    assert [choice_trial._runs(site, plan) for plan in (ProductPlan.wide, ProductPlan.fused)] == [
+    assert [choice_trial._can_run_plan(site, plan) for plan in (ProductPlan.wide, ProductPlan.fused)] == [
         True,
         False,
     ]
@@ -574,7 +574,7 @@ def test_a_round_times_every_order_behind_a_head_start_with_a_cold_cache(monkeyp
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("slept"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    assert choice_trial._round(site, BOTH, scratch) == dict.fromkeys(BOTH, 250_000.0)
+    assert choice_trial._time_round(site, BOTH, scratch) == dict.fromkeys(BOTH, 250_000.0)
     assert site.taken == list(BOTH)
     assert log == ["slept", "cold", "warm", "cold", "warm", "waited"]
 
@@ -595,7 +595,7 @@ def rounds_of(first, monkeypatch, fails=()):
         return dict.fromkeys(plans, taken / 2)
 
     monkeypatch.setattr(choice_trial, "synthetic_site", made)
-    monkeypatch.setattr(choice_trial, "_round", one_round)
+    monkeypatch.setattr(choice_trial, "_time_round", one_round)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1000)

@@ -106,8 +106,8 @@ def test_a_program_takes_as_many_bytes_of_codes_at_a_time_and_reads_both_operand
 def test_only_short_sums_are_left_to_the_tensor_core():
     blocks = product_blocks(256, torch.bfloat16, 132)
     short, long = blocks_for_codes(blocks, 28672), blocks_for_codes(blocks, 57344)
-    assert (short.columns, short.inner, short.rough) == (256, 128, None)
-    assert (long.columns, long.inner, long.rough) == (128, 128, 128)
+    assert (short.columns, short.inner, short.products_per_sum) == (256, 128, None)
+    assert (long.columns, long.inner, long.products_per_sum) == (128, 128, 128)
 
 
 def test_a_product_of_our_own_takes_codes_in_whole_16_bytes(monkeypatch):
@@ -124,8 +124,8 @@ def test_a_trial_is_made_of_codes_and_known_as_such():
     _, group, rows = attached(PARTS, made)
     trial = plan_trial(weight, True, group, rows, torch.float32)
     assert trial is not None
-    assert trial == PlanTrial.at(trial.plans, torch.float32, weight.codes(), True, group, rows)
-    assert trial.coded
+    assert trial == PlanTrial.for_linears(trial.plans, torch.float32, weight.codes(), True, group, rows)
+    assert trial.has_codes
     assert trial.key.split(":")[0].endswith("fp8")
     plain = plan_trial(made.weight, True, group, rows, torch.float32)
     assert plain is not None

@@ -76,7 +76,7 @@ def test_choices_are_sorted_by_expert_then_by_job_and_cut_into_tiles_and_blocks(
     chosen_Tk = torch.tensor([[2, 0], [0, 2], [2, 1], [0, 2]], device=device)
     choices = sort_choices(chosen_Tk, owner_T, numbers_J[:3], experts=4, slots=16)
     assert choices.order_S.tolist() == [1, 2, 6, 5, 4, 0, 3, 7]
-    assert choices.places_Tk.flatten()[choices.order_S].tolist() == list(range(8))
+    assert choices.sorted_index_Tk.flatten()[choices.order_S].tolist() == list(range(8))
     assert choices.stops_E.tolist() == [3, 4, 8, 8]
     runs = [run for run in choices.rows.pieces_Q4.tolist() if run[0] < run[1]]
     assert runs == [
@@ -89,7 +89,7 @@ def test_choices_are_sorted_by_expert_then_by_job_and_cut_into_tiles_and_blocks(
     ]
     tiles = [tile for tile in choices.rows.tiles_G3.tolist() if tile[0] < tile[1]]
     assert tiles == [run[:3] for run in runs]
-    assert choices.used_1.tolist() == [3]
+    assert choices.used_blocks_1.tolist() == [3]
     assert choices.blocks_G5[:3].tolist() == [[0, 3, 0, 0, 2], [3, 4, 1, 2, 3], [4, 8, 2, 3, 6]]
 
 
@@ -101,7 +101,7 @@ def test_long_runs_are_cut_into_tiles_and_experts_into_blocks(device):
     choices = sort_choices(chosen_Tk, owner_T, numbers_J, experts=2, slots=2)
     tiles = [tuple(tile) for tile in choices.rows.tiles_G3.tolist() if tile[0] < tile[1]]
     assert tiles == [(0, 64, 0), (64, 128, 0), (128, 150, 0), (150, 214, 1), (214, 278, 1), (278, 300, 1)]
-    blocks = [tuple(block) for block in choices.blocks_G5[: choices.used_1].tolist()]
+    blocks = [tuple(block) for block in choices.blocks_G5[: choices.used_blocks_1].tolist()]
     assert blocks == [(0, 128, 0, 0, 1), (128, 150, 0, 0, 1), (150, 278, 1, 1, 2), (278, 300, 1, 1, 2)]
 
 

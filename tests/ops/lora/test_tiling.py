@@ -95,7 +95,7 @@ def test_the_blocks_in_16_bits_are_those_that_were_measured(name):
     group, wanted = IN_16_BITS[name]
     chosen = tiled(**group)
     assert shown(chosen) == wanted
-    assert chosen.one_read == (group["rank"] <= 64)
+    assert chosen.reads_dy_once == (group["rank"] <= 64)
     assert chosen.down.rows == chosen.da.rows == 64
     few = group["rank"] <= 64
     assert chosen.ds == (replace(chosen.down, together=1) if few else KernelLaunch(64, warps=4, stages=4))
@@ -115,7 +115,7 @@ def test_the_blocks_in_32_bits_are_small_on_every_gpu(shared, rank, rows):
     chosen = tiled(rows=rows, dtype=torch.float32, shared=shared, rank=rank)
     assert shown(chosen) == [(32, 8, 1)] * 5
     assert {one.rows for one in (chosen.down, chosen.up, chosen.ds_db, chosen.db, chosen.da)} == {32}
-    assert chosen.one_read == (rank <= 64)
+    assert chosen.reads_dy_once == (rank <= 64)
 
 
 SHARES = [
@@ -261,13 +261,17 @@ def test_a_rank_above_a_band_is_several_parts_of_a_site(rank, bands, ranks, larg
     use = SiteCall(group, rows, True, choose_tiling(rows, group, 64, HALF))
     assert (use.sites, use.bands, use.parts, use.ranks) == (2, bands, 2 * bands, ranks)
     assert use.has_large == large
-    assert (use.tiling.down.together, use.tiling.da.together, use.tiling.ds.together) == (2, 2, 1)
-    assert use.tiling.one_read == (rank <= 64)
+    assert (
+        use.tiling.down.parts_per_program,
+        use.tiling.da.parts_per_program,
+        use.tiling.ds.parts_per_program,
+    ) == (2, 2, 1)
+    assert use.tiling.reads_dy_once == (rank <= 64)
 
 
 def test_an_order_says_whether_it_fuses_and_what_is_made_beside():
-    assert [plan for plan in ProductPlan if plan.fuses] == [ProductPlan.fused, ProductPlan.fused_beside]
-    assert [plan for plan in ProductPlan if plan.beside] == [
+    assert [plan for plan in ProductPlan if plan.is_fused] == [ProductPlan.fused, ProductPlan.fused_beside]
+    assert [plan for plan in ProductPlan if plan.uses_side_stream] == [
         ProductPlan.wide_beside,
         ProductPlan.fused_beside,
     ]

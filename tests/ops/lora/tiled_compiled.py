@@ -90,7 +90,7 @@ def main(every):
     _, group, rows = attached(case, made)
     chosen = choose_tiling(rows, group, case.features, case.dtype)
     for one_read in (True, False):
-        call = SiteCall(group, rows, True, replace(chosen, one_read=one_read))
+        call = SiteCall(group, rows, True, replace(chosen, reads_dy_once=one_read))
         _, s, _ = forward(made.x, made.weight, None, None, call)
         backward(made.dy, made.x, made.weight, s, call, needs_dx=one_read)
     for rank, drops in ((128, False), (256, True)) if every else ():

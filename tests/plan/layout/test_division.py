@@ -14,7 +14,7 @@ from tests.plan.costs import SHAPE
 from tests.plan.program.test_check import course
 from weftune.cli import early
 from weftune.core.shapes import JobShape
-from weftune.launch.choice import choose_planned
+from weftune.launch.choice import choose_planned_layout
 from weftune.launch.plan_case import read_case
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import data_sheet_speed
@@ -130,17 +130,17 @@ def example(cluster, jobs=8, **flags):
 
 @pytest.mark.slow
 def test_70b_on_eight_gpus_is_above_its_bar_with_no_gpu_idle():
-    best = choose_planned(example("8xH100")).candidates[0]
+    best = choose_planned_layout(example("8xH100")).candidates[0]
     assert best.tokens_per_second > 13_767
     assert best.division.devices == 8
     for flags in ({"pipeline": "8"}, {"shards": "8"}, {"shards": "4", "replicas": 2}, {"pipeline": "4"}):
-        forced = choose_planned(example("8xH100", **flags)).candidates
+        forced = choose_planned_layout(example("8xH100", **flags)).candidates
         assert all(one.tokens_per_second <= best.tokens_per_second for one in forced)
 
 
 @pytest.mark.slow
 def test_one_70b_job_on_eight_gpus_leaves_them_idle_for_less_than_15_percent():
-    best = choose_planned(example("8xH100", jobs=1)).candidates[0]
+    best = choose_planned_layout(example("8xH100", jobs=1)).candidates[0]
     assert best.idle_share < 0.15
     assert best.division.devices == 8
 
@@ -155,7 +155,7 @@ def test_70b_with_64_jobs_on_64_gpus_takes_less_than_ten_seconds():
     ]
     many = replace(case, jobs=[_renamed(one) for one in jobs])
     began = time.process_time()
-    best = choose_planned(many).candidates[0]
+    best = choose_planned_layout(many).candidates[0]
     assert time.process_time() - began < 10
     assert best.division.devices == 64
 

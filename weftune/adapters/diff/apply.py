@@ -27,7 +27,7 @@ from weftune.adapters.plain import PREFIX, JobAt, JobPart, MergeAt, PlainKind
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 from weftune.ops.dropout import key
-from weftune.ops.hard_concrete import DrawnGates, Gated, difference_product, fix_gates, pruned
+from weftune.ops.hard_concrete import DrawnGates, Gated, difference_product, fix_gates, pruned_values
 
 ALPHA_START = 5.0
 """Initial value of alpha, as in the paper. Almost all gates are open at first."""
@@ -42,7 +42,7 @@ class Diff(PlainKind):
         spec: DiffSpec = at.adapter.spec
         values = _gated_difference(at.weights, at.site.name)
         if not at.bound.training:
-            delta_NK = pruned(values, spec.kept_elements(values.w_NK.numel())).to(values.w_NK.dtype)
+            delta_NK = pruned_values(values, spec.kept_elements(values.w_NK.numel())).to(values.w_NK.dtype)
             return JobPart(add=lambda x_LK: x_LK @ delta_NK.T)
         totals = _gated_difference(at.bound.totals[at.adapter.job], at.site.name)
         drawn = self._draw_gates(at) if at.segment.step <= spec.relaxed_steps(at.adapter.steps) else None
@@ -84,7 +84,7 @@ class Diff(PlainKind):
         adapted_sites = list(dict.fromkeys(site for site, _ in parameters))
         for site in adapted_sites:
             values = _gated_difference(parameters, site)
-            flat = pruned(values, spec.kept_elements(values.w_NK.numel())).flatten()
+            flat = pruned_values(values, spec.kept_elements(values.w_NK.numel())).flatten()
             indices = flat.nonzero().flatten()
             tensors[f"{PREFIX}{site}.{INDICES}"], tensors[f"{PREFIX}{site}.{VALUES}"] = indices, flat[indices]
         write_folder(folder, tensors, self.config(spec, adapted_sites, sites, base))

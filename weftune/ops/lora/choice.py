@@ -64,11 +64,11 @@ class PlanTrial:
     transposed: bool
     """Whether the frozen weight is stored as [K, N]."""
     aligned: bool
-    coded: bool = False
+    has_codes: bool = False
     """Whether the frozen weight is stored as 8-bit floats, and multiplied without dequantisation."""
 
     @classmethod
-    def at(
+    def for_linears(
         cls,
         plans: tuple[ProductPlan, ...],
         dtype: torch.dtype,
@@ -92,7 +92,7 @@ class PlanTrial:
             residual=residual,
             transposed=weight_NK.stride(0) < weight_NK.stride(1),
             aligned=group.table.aligned,
-            coded=weight_NK.dtype is CODES,
+            has_codes=weight_NK.dtype is CODES,
         )
 
     @property
@@ -102,7 +102,7 @@ class PlanTrial:
         words += [f"{'+'.join(map(str, self.widths))} outputs", f"rank {self.ranks}", f"{self.slots} slots"]
         words += [f"{self.bands} bands"] if self.bands > 1 else []
         words += [name for name in ("drops", "residual", "transposed", "aligned") if getattr(self, name)]
-        words += ["fp8"] if self.coded else []
+        words += ["fp8"] if self.has_codes else []
         return f"{', '.join(words)}: {' or '.join(self.plans)}"
 
 
@@ -136,7 +136,7 @@ class Choices:
         self._plans: dict[PlanTrial, ProductPlan] = {}
 
     @property
-    def compiles(self) -> bool:
+    def can_compile(self) -> bool:
         """Whether `compile_ahead` has any effect."""
         return self._file is not None and self._compile is not None
 
@@ -159,12 +159,12 @@ class Choices:
         if not pending:
             return
 
-        def compiled(one: tuple[PlanTrial, ProductPlan], compile: Compile = self._compile) -> None:
+        def try_compile(one: tuple[PlanTrial, ProductPlan], compile: Compile = self._compile) -> None:
             with suppress(Exception):
                 compile(*one)
 
         with phase(Phase.COMPILING), ThreadPoolExecutor(min(MAX_THREADS, len(pending))) as threads:
-            list(threads.map(compiled, pending))
+            list(threads.map(try_compile, pending))
         torch.cuda.empty_cache()
 
     def _eligible_plans(self, plans: tuple[ProductPlan, ...]) -> tuple[ProductPlan, ...]:
@@ -186,7 +186,7 @@ class Choices:
             return self.forced
         if self._file is None or self.pinned or len(plans) == 1:
             return plans[0]
-        trial = PlanTrial.at(plans, x_TK.dtype, weight_NK, residual_TN is not None, group, rows)
+        trial = PlanTrial.for_linears(plans, x_TK.dtype, weight_NK, residual_TN is not None, group, rows)
         if trial not in self._plans:
             if self._capturing():
                 # During capture the host must not synchronise with the device. This choice is not stored: a

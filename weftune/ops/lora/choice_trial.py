@@ -23,7 +23,7 @@ from weftune.ops.dropout import step_key
 from weftune.ops.fallback import is_kernel_failure
 from weftune.ops.lora.choice import Choices, PlanTrial, choice_file
 from weftune.ops.lora.products import Right
-from weftune.ops.lora.rows import Rows, Seat
+from weftune.ops.lora.rows import Rows, SlotRows
 from weftune.ops.lora.table import Group, LowRank, SlotTable
 from weftune.ops.lora.tiled import backward, forward
 from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling
@@ -64,13 +64,13 @@ def time_plans(trial: PlanTrial, device: torch.device) -> dict[ProductPlan, floa
         site = synthetic_site(trial, device)
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         scratch = torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
-        runnable = [plan for plan in trial.plans if _runs(site, plan)]
+        runnable = [plan for plan in trial.plans if _can_run_plan(site, plan)]
         if not runnable:
             return {}
         # The first round stabilises clocks and caches, and determines how many rounds fit the budget.
-        first = _round(site, runnable, scratch)
+        first = _time_round(site, runnable, scratch)
         rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(BUDGET / sum(first.values()))))
-        taken = [_round(site, runnable, scratch) for _ in range(rounds)]
+        taken = [_time_round(site, runnable, scratch) for _ in range(rounds)]
     return {plan: statistics.median(times[plan] for times in taken) for plan in runnable}
 
 
@@ -95,7 +95,7 @@ class TrialSite:
         backward(self.dy_TN, self.x_TK, self.weight_NK, s_TPR, call, needs_dx=True)
 
 
-def _runs(site: TrialSite, plan: ProductPlan) -> bool:
+def _can_run_plan(site: TrialSite, plan: ProductPlan) -> bool:
     """Return whether the plan can run, after compiling and running it once. It cannot if its kernels need too
     much shared memory."""
     try:
@@ -107,7 +107,7 @@ def _runs(site: TrialSite, plan: ProductPlan) -> bool:
     return True
 
 
-def _round(site: TrialSite, plans: Sequence[ProductPlan], scratch: Tensor) -> dict[ProductPlan, float]:
+def _time_round(site: TrialSite, plans: Sequence[ProductPlan], scratch: Tensor) -> dict[ProductPlan, float]:
     """Return the microseconds of one forward and backward with each plan.
 
     The L2 cache is overwritten before each run, as the other layers of a model would do.
@@ -128,7 +128,7 @@ def _round(site: TrialSite, plans: Sequence[ProductPlan], scratch: Tensor) -> di
 def synthetic_site(trial: PlanTrial, device: torch.device) -> TrialSite:
     generator = torch.Generator(device).manual_seed(0)
 
-    def normal(high: int, wide: int) -> Tensor:
+    def random_matrix(high: int, wide: int) -> Tensor:
         return torch.randn(high, wide, generator=generator, device=device, dtype=trial.dtype)
 
     outputs, rank = sum(trial.widths), trial.bands * trial.ranks
@@ -138,23 +138,27 @@ def synthetic_site(trial: PlanTrial, device: torch.device) -> TrialSite:
     rows = Rows.empty(trial.rows, trial.slots, device)
     jobs = min(JOBS, trial.slots, trial.rows)
     edges = [job * trial.rows // jobs for job in range(jobs + 1)]
-    seats = [Seat(low, high, slot, step_key(slot, 1)) for slot, (low, high) in enumerate(pairwise(edges))]
+    seats = [SlotRows(low, high, slot, step_key(slot, 1)) for slot, (low, high) in enumerate(pairwise(edges))]
     rows.fill(seats, np.arange(trial.rows, dtype=np.int32))
 
-    def adapter(width: int) -> LowRank:
-        a_RK, b_RN = normal(rank, trial.features), normal(rank, width)
+    def random_adapter(width: int) -> LowRank:
+        a_RK, b_RN = random_matrix(rank, trial.features), random_matrix(rank, width)
         da_RK, db_RN = (torch.zeros_like(weight, dtype=torch.float32) for weight in (a_RK, b_RN))
         return LowRank(a_RK, b_RN, da_RK, db_RN, scale=1.0, dropout=DROPOUT if trial.drops else 0.0)
 
-    adapters = [[adapter(width) for width in trial.widths] for _ in seats]
+    adapters = [[random_adapter(width) for width in trial.widths] for _ in seats]
     for slot, own in enumerate(adapters):
         group.write(slot, own)
-    weight_NK = normal(trial.features, outputs).T if trial.transposed else normal(outputs, trial.features)
+    weight_NK = (
+        random_matrix(trial.features, outputs).T
+        if trial.transposed
+        else random_matrix(outputs, trial.features)
+    )
     return TrialSite(
-        x_TK=normal(trial.rows, trial.features),
-        dy_TN=normal(trial.rows, outputs),
-        weight_NK=CodedMatrix.quantise(weight_NK) if trial.coded else weight_NK,
-        residual_TN=normal(trial.rows, outputs) if trial.residual else None,
+        x_TK=random_matrix(trial.rows, trial.features),
+        dy_TN=random_matrix(trial.rows, outputs),
+        weight_NK=CodedMatrix.quantise(weight_NK) if trial.has_codes else weight_NK,
+        residual_TN=random_matrix(trial.rows, outputs) if trial.residual else None,
         group=group,
         rows=rows,
         adapters=adapters,

@@ -61,15 +61,15 @@ def _table_entry(pair: ComputedPair) -> AddressEntry:
 
 def write_pairs(like_TK: Tensor, table: AddressTable, group: Group) -> None:
     """Write A and B of all VeRA adapters, in the dtype of `like_TK`."""
-    _launch(kernels.computed.write_pairs, like_TK, table, group)
+    _launch_kernel(kernels.computed.write_pairs, like_TK, table, group)
 
 
 def add_pair_gradients(like_TK: Tensor, table: AddressTable, group: Group) -> None:
     """Compute the gradients of d and e from dA and dB, add them to their accumulators, and zero dA and dB."""
-    _launch(kernels.computed.add_pair_gradients, like_TK, table, group, WIDE=RANK_COLUMNS)
+    _launch_kernel(kernels.computed.add_pair_gradients, like_TK, table, group, WIDE=RANK_COLUMNS)
 
 
-def _launch(kernel: Any, like_TK: Tensor, table: AddressTable, group: Group, **constants: int) -> None:
+def _launch_kernel(kernel: Any, like_TK: Tensor, table: AddressTable, group: Group, **constants: int) -> None:
     widths = tuple(high - low for low, high in group.columns)
     features = like_TK.shape[1]
     kernel[(len(widths) * table.slots, -(-max(features, *widths) // COLUMNS))](

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from weftune.ops import triton as kernels
 from weftune.ops.experts import ExpertSite, grouped_product, has_kernel
-from weftune.ops.fallback import rehearse
+from weftune.ops.fallback import rehearse_kernels
 from weftune.ops.lora.rows import BLOCK, Rows
 from weftune.ops.lora.tiled_kernels import ColumnSpan, add_dx, allocate_da, da, down, ds_db, up
 from weftune.ops.lora.tiling import (
@@ -51,20 +51,20 @@ class SortedChoices:
     order_S: Tensor
     """Maps each position in the sorted order to the index of a choice, which is token · k + the choice's
     number."""
-    places_Tk: Tensor
+    sorted_index_Tk: Tensor
     """Maps each choice to its position in the sorted order."""
     stops_E: Tensor
     blocks_G5: Tensor
     """(start, stop, expert, first run, index after the last run) of each block of at most BLOCK rows of one
     expert."""
-    used_1: Tensor
+    used_blocks_1: Tensor
     """Number of blocks in `blocks_G5` that have rows."""
     rows: Rows
     """The runs, split into tiles for the LoRA kernels. Each run is a single piece (`ops.lora.rows`)."""
 
     def sorted_tokens(self, x_TD: Tensor) -> Tensor:
         """Return x of the token of each choice, in the sorted order, [S, D]."""
-        return x_TD.index_select(0, self.order_S // self.places_Tk.shape[1])
+        return x_TD.index_select(0, self.order_S // self.sorted_index_Tk.shape[1])
 
 
 def sort_choices(
@@ -79,15 +79,15 @@ def sort_choices(
     places_S[order_S] = torch.arange(rows, dtype=torch.int32, device=device)
     every = torch.arange(runs + 1, dtype=torch.int32, device=device)
     edges = torch.searchsorted(key_S, every, out_int32=True)
-    used = _expert_run_ends(edges[::count], BLOCK)
+    used = _split_run_ends(edges[::count], BLOCK)
     # These are maximum sizes: unused pieces have slot −1, and unused tiles have no rows.
     pieces_U4 = key_S.new_full((min(rows, runs), 4), -1)
     tiles_G3 = key_S.new_zeros(rows // TILE + len(pieces_U4), 3)
     blocks_G5 = key_S.new_empty(rows // BLOCK + experts, 5)
     kernels.experts.assign_runs[(runs + experts,)](
         edges,
-        _expert_run_ends(edges, rows),
-        _expert_run_ends(edges, TILE),
+        _split_run_ends(edges, rows),
+        _split_run_ends(edges, TILE),
         used,
         numbers_J,
         pieces_U4,
@@ -116,11 +116,11 @@ def sort_choices(
         key_S=key_S.new_empty(slots),
         token_index_T=key_S,
     )
-    places_Tk, stops_E = places_S.view(chosen_Tk.shape), edges[count::count].contiguous()
-    return SortedChoices(order_S, places_Tk, stops_E, blocks_G5, used[-1:], assigned)
+    sorted_index_Tk, stops_E = places_S.view(chosen_Tk.shape), edges[count::count].contiguous()
+    return SortedChoices(order_S, sorted_index_Tk, stops_E, blocks_G5, used[-1:], assigned)
 
 
-def _expert_run_ends(edges: Tensor, max_rows: int) -> Tensor:
+def _split_run_ends(edges: Tensor, max_rows: int) -> Tensor:
     """Return the cumulative number of parts if every run is split into parts of at most `max_rows` rows.
     `edges` are the boundaries of the runs."""
     return ((edges.diff() + (max_rows - 1)) // max_rows).cumsum(dim=0, dtype=torch.int32)
@@ -152,7 +152,7 @@ def lora_experts(
         linears = [ExpertLinears.from_site(site, choices, plan) for site in sites]
         return _Experts.apply(x_TD, weights_Tk, anchor, choices, *linears)
 
-    def rehearsal() -> None:
+    def run_both_passes() -> None:
         """Run forward and backward as if no job had an adapter, to find out whether the kernels run."""
         with torch.enable_grad():
             y_TD = output(x_TD.detach().requires_grad_(), weights_Tk.detach(), torch.full_like(numbers_J, -1))
@@ -163,7 +163,7 @@ def lora_experts(
     tokens, active = chosen_Tk.shape
     rows = tokens.bit_length(), tokens % 16 == 0, active
     key = x_TD.device, x_TD.dtype, rows, len(numbers_J), plan, *shapes
-    rehearse(OP, key, x_TD.device, rehearsal)
+    rehearse_kernels(OP, key, x_TD.device, run_both_passes)
     return output(x_TD, weights_Tk, numbers_J)
 
 
@@ -192,11 +192,11 @@ class ExpertLinears:
     def forward(self, x_SK: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output y, and s = xAᵀ, which the backward needs. s is None if no job has an adapter."""
         s_SR = None if self.call is None else down(x_SK, self.call)
-        if self.plan.fuses:
+        if self.plan.is_fused:
             return self._product(x_SK, s_SR, backward=False), s_SR
         y_SN = grouped_product(x_SK, self.weight_ENK.transpose(1, 2), self.choices.stops_E)
         if self.call is not None and s_SR is not None:
-            up(s_SR, y_SN, _whole(y_SN, self.call), None, None, y_SN, None, self.call)
+            up(s_SR, y_SN, _all_columns(y_SN, self.call), None, None, y_SN, None, self.call)
         return y_SN, s_SR
 
     def ds(self, dy_SN: Tensor, s_SR: Tensor | None) -> Tensor | None:
@@ -208,11 +208,11 @@ class ExpertLinears:
             da(x_SK, ds_SR, allocate_da(x_SK, self.call), self.call)
 
     def dx(self, dy_SN: Tensor, ds_SR: Tensor | None) -> Tensor:
-        if self.plan.fuses:
+        if self.plan.is_fused:
             return self._product(dy_SN, ds_SR, backward=True)
         dx_SK = grouped_product(dy_SN, self.weight_ENK, self.choices.stops_E)
         if self.call is not None and ds_SR is not None:
-            add_dx(ds_SR, dx_SK, _whole(dx_SK, self.call), dx_SK, self.call)
+            add_dx(ds_SR, dx_SK, _all_columns(dx_SK, self.call), dx_SK, self.call)
         return dx_SK
 
     def _product(self, left_SM: Tensor, s_SR: Tensor | None, backward: bool) -> Tensor:
@@ -229,7 +229,7 @@ class ExpertLinears:
             s_SR,
             self.choices.rows.pieces_Q4,
             self.choices.blocks_G5,
-            self.choices.used_1,
+            self.choices.used_blocks_1,
             call and call.group.table.address_PS4,
             call and call.group.table.rank_PS,
             outputs,
@@ -249,7 +249,7 @@ class ExpertLinears:
         return target
 
 
-def _whole(y_SN: Tensor, call: SiteCall) -> ColumnSpan:
+def _all_columns(y_SN: Tensor, call: SiteCall) -> ColumnSpan:
     """Return a span that covers all columns of y, for the LoRA kernels."""
     return ColumnSpan(0, -(-y_SN.shape[1] // call.tiling.up.columns), 0, y_SN.shape[1])
 
@@ -265,7 +265,7 @@ def best_plan(site: ExpertSite) -> ProductPlan:
 
 def multiplies_at_once(site: ExpertSite) -> bool:
     """Return whether a single kernel multiplies by the weights of all experts."""
-    return best_plan(site).fuses or has_kernel(site.weight_ENK)
+    return best_plan(site).is_fused or has_kernel(site.weight_ENK)
 
 
 class _Experts(torch.autograd.Function):
@@ -285,7 +285,7 @@ class _Experts(torch.autograd.Function):
             y_SD, down_s_SR = down.forward(_apply_gate(gate_up_SF, weight_S))
             ctx.choices, ctx.gate_up, ctx.down = choices, gate_up, down
             ctx.save_for_backward(x_TD, weight_S, gate_up_SF, up_s_SR, down_s_SR)
-            return _sum_choices(y_SD, choices.places_Tk)
+            return _sum_choices(y_SD, choices.sorted_index_Tk)
 
     @staticmethod
     @once_differentiable
@@ -306,8 +306,8 @@ class _Experts(torch.autograd.Function):
             if not ctx.needs_input_grad[0]:
                 return (None,) * 6
             dx_SD = gate_up.dx(dgate_up_SF, ds_SR)
-            dx_TD = _sum_choices(dx_SD, choices.places_Tk)
-        return dx_TD, dweight_S[choices.places_Tk], None, None, None, None
+            dx_TD = _sum_choices(dx_SD, choices.sorted_index_Tk)
+        return dx_TD, dweight_S[choices.sorted_index_Tk], None, None, None, None
 
 
 def _apply_gate(gate_up_SF: Tensor, weight_S: Tensor) -> Tensor:
@@ -344,11 +344,11 @@ def _gated_backward(dact_SI: Tensor, gate_up_SF: Tensor, weight_S: Tensor) -> tu
     return act_SI, dgate_up_SF, dweight_S
 
 
-def _sum_choices(y_SD: Tensor, places_Tk: Tensor) -> Tensor:
+def _sum_choices(y_SD: Tensor, sorted_index_Tk: Tensor) -> Tensor:
     """Return for each token the sum of the rows of its choices, [T, D]."""
-    (tokens, active), width = places_Tk.shape, y_SD.shape[1]
+    (tokens, active), width = sorted_index_Tk.shape, y_SD.shape[1]
     total_TD = y_SD.new_empty(tokens, width)
     kernels.experts.summed_choices[(tokens * -(-width // COLUMNS),)](
-        y_SD, places_Tk, total_TD, WIDTH=width, ACTIVE=active, BLOCK=COLUMNS, num_warps=4
+        y_SD, sorted_index_Tk, total_TD, WIDTH=width, ACTIVE=active, BLOCK=COLUMNS, num_warps=4
     )
     return total_TD

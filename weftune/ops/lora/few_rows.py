@@ -40,7 +40,7 @@ PROGRAMS = 512
 """Number of programs that keep a large GPU busy."""
 
 
-def is_plain(group: Group) -> bool:
+def is_unscaled_lora(group: Group) -> bool:
     """Return whether all adapters of a group are LoRA without scales. Only these adapters have kernels for
     few rows."""
     return group.g_out is None and group.g_in is None and group.computed_table is None
@@ -50,7 +50,7 @@ def few_rows_linear(
     x_TK: Tensor, weight: Right, bias_N: Tensor | None, residual_TN: Tensor | None, group: Group, rows: Rows
 ) -> Tensor:
     """Return y = residual + bias + xWᵀ + scale · xAᵀB, where each row has A and B of its job."""
-    assert is_plain(group)
+    assert is_unscaled_lora(group)
     with torch.cuda.device_of(x_TK):
         x_TK = x_TK.contiguous()
         shares = share_count(x_TK.shape[1])
@@ -60,11 +60,11 @@ def few_rows_linear(
         operands = forward_operands(x_TK, weight)
         residual_TN = None if residual_TN is None else residual_TN.contiguous()
         y_TN = x_TK.new_empty(operands.shape)
-        frozen_TN = operands.summed(0, y_TN.shape[1])
+        frozen_TN = operands.unscaled_product(0, y_TN.shape[1])
         with nullcontext() if side_stream is None else side_stream.done():
             _write_shares(x_TK, partial_PCTR, group, rows)
         columns = span_columns(group, len(rows.tiles_G3))
-        kernels.few_rows.up_shares[(_spans(group, columns), len(rows.tiles_G3))](
+        kernels.few_rows.up_shares[(_count_spans(group, columns), len(rows.tiles_G3))](
             partial_PCTR,
             frozen_TN,
             operands.scale_T,
@@ -95,10 +95,10 @@ def share_count(features: int) -> int:
 def span_columns(group: Group, tiles: int) -> int:
     """Return the number of output columns per program. It is small if there are few tiles of rows and few
     columns."""
-    return next((span for span in SPANS if tiles * _spans(group, span) >= PROGRAMS), 256)
+    return next((span for span in SPANS if tiles * _count_spans(group, span) >= PROGRAMS), 256)
 
 
-def _spans(group: Group, columns: int) -> int:
+def _count_spans(group: Group, columns: int) -> int:
     return sum(-(-(high - low) // columns) for low, high in group.columns)
 
 
@@ -129,7 +129,7 @@ def _write_shares(x_TK: Tensor, partial_PCTR: Tensor, group: Group, rows: Rows) 
 
 def _constants(x_TK: Tensor, group: Group, rows: Rows) -> dict[str, object]:
     """Return the compile-time constants that both kernels for few rows need."""
-    launch = launch_for(rank_block(group.rank), x_TK.dtype)
+    launch = choose_launch(rank_block(group.rank), x_TK.dtype)
     return {
         "S": len(rows.key_S),
         "R": rank_block(group.rank),
@@ -142,7 +142,7 @@ def _constants(x_TK: Tensor, group: Group, rows: Rows) -> dict[str, object]:
     }
 
 
-def launch_for(ranks: int, dtype: torch.dtype) -> KernelLaunch:
+def choose_launch(ranks: int, dtype: torch.dtype) -> KernelLaunch:
     """Return the launch parameters for `ranks` ranks. With these, programs fit beside those of the frozen
     product, and on small GPUs."""
     if dtype.itemsize > 2:

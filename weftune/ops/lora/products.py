@@ -54,7 +54,7 @@ class Operands:
         """Shape of the result: rows of the left operand and rows of the right operand."""
         return len(self.left_TM), len(self.right_LM)
 
-    def summed(self, low: int, high: int) -> Tensor:
+    def unscaled_product(self, low: int, high: int) -> Tensor:
         """Return the columns `low` to `high` of left · rightᵀ in float32, before the scales are applied."""
         right_LM = self.right_LM[low:high]
         if self.has_codes:
@@ -111,7 +111,7 @@ def wide_y(
         # The product is not assigned to a variable, which would keep it alive during the next product.
         up(
             s_TPR,
-            operands.summed(span.low, span.high),
+            operands.unscaled_product(span.low, span.high),
             span,
             bias_N,
             residual_TN,
@@ -129,7 +129,7 @@ def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Ten
     operands = backward_operands(dy_TN, weight)
     dx_TK = dy_TN.new_empty(operands.shape)
     for span in spans(((0, dx_TK.shape[1]),), call.tiling.up.columns, len(dx_TK)):
-        add_dx(ds_TPR, operands.summed(span.low, span.high), span, dx_TK, call, operands.scale_T)
+        add_dx(ds_TPR, operands.unscaled_product(span.low, span.high), span, dx_TK, call, operands.scale_T)
     return dx_TK
 
 
@@ -212,7 +212,7 @@ def _fused_product(
         BANDS=call.bands,
         M=BLOCK,
         D=blocks.inner,
-        ROUGH=blocks.rough,
+        ROUGH=blocks.products_per_sum,
         GROUP=blocks.group,
         LARGE=call.has_large,
         DROPS=backward and call.has_dropout,

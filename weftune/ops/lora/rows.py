@@ -29,7 +29,7 @@ BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class SlotRows:
     """The rows `start` to `stop` of a microbatch, which belong to the job in `slot`."""
 
     start: int
@@ -81,27 +81,29 @@ class Rows:
         max_runs = 2 * slots + 1 if max_runs is None else max_runs
         shapes = _row_shapes(rows, slots, tile, piece, max_runs)
         buffer = torch.empty(word_count(shapes), dtype=torch.int32, device=device)
-        record = Rows(tile, piece, max_runs, buffer, *views(buffer, shapes))
+        record = Rows(tile, piece, max_runs, buffer, *split_buffer(buffer, shapes))
         record.fill((), np.zeros(0, dtype=np.int32))
         return record
 
     @property
-    def partials(self) -> int:
+    def max_partial_pieces(self) -> int:
         """Maximum total number of pieces of those slots that have several pieces."""
         return 2 * len(self.sums_M3)
 
-    def fill(self, seats: Sequence[Seat], token_index: np.ndarray) -> None:
+    def fill(self, slot_rows: Sequence[SlotRows], token_index: np.ndarray) -> None:
         """Replace the content by the assignment of another microbatch, which may be smaller, in one
-        asynchronous copy. `seats` are the rows of each slot, and `token_index` the counters of rows for
+        asynchronous copy. `slot_rows` are the rows of each slot, and `token_index` the counters of rows for
         dropout."""
         rows, slots = len(self.token_index_T), len(self.key_S)
-        assert len({seat.slot for seat in seats}) == len(seats), "a slot holds one segment of a microbatch"
+        assert len({seat.slot for seat in slot_rows}) == len(slot_rows), (
+            "a slot holds one segment of a microbatch"
+        )
         shapes = _row_shapes(rows, slots, self.tile, self.piece, self.max_runs)
         host = torch.zeros(len(self.buffer), dtype=torch.int32, pin_memory=self.buffer.is_cuda)
         tiles_G3, pieces_Q4, sums_M3, runs_U3, edges_V, key_S, token_index_T = (
-            view.numpy() for view in views(host, shapes)
+            view.numpy() for view in split_buffer(host, shapes)
         )
-        runs = _seat_runs(seats, rows)
+        runs = _slot_runs(slot_rows, rows)
         assert len(runs) <= self.max_runs, "more runs of rows than there are programs for"
         tiles = [(*part, run.slot) for run in runs for part in _split_run(run, self.tile)]
         pieces, sums = _row_pieces(runs, self.piece)
@@ -111,7 +113,7 @@ class Rows:
         cut = [(*part, run.slot) for run in runs if run.slot >= 0 for part in _cut_run(run)]
         _put_entries(runs_U3, cut, (0, 0, -1))
         edges_V[:] = np.searchsorted([start // BLOCK for start, _, _ in cut], np.arange(len(edges_V)))
-        for seat in seats:
+        for seat in slot_rows:
             key_S[seat.slot] = to_signed(seat.key)
         token_index_T[: len(token_index)] = token_index
         self.buffer.copy_(host, non_blocking=True)
@@ -129,32 +131,34 @@ def _row_shapes(rows: int, slots: int, tile: int, piece: int, max_runs: int) -> 
     ]
 
 
-def _seat_runs(seats: Sequence[Seat], rows: int) -> list[Seat]:
+def _slot_runs(slot_rows: Sequence[SlotRows], rows: int) -> list[SlotRows]:
     """Return runs that cover all rows in order, with slot −1 for rows without a job."""
     runs, row = [], 0
-    for seat in sorted((seat for seat in seats if seat.start < seat.stop), key=lambda seat: seat.start):
+    for seat in sorted((seat for seat in slot_rows if seat.start < seat.stop), key=lambda seat: seat.start):
         assert row <= seat.start, "segments overlap"
         if row < seat.start:
-            runs.append(Seat(row, seat.start, -1, 0))
+            runs.append(SlotRows(row, seat.start, -1, 0))
         runs.append(seat)
         row = seat.stop
     assert row <= rows, "more rows than the capacity"
     if row < rows:
-        runs.append(Seat(row, rows, -1, 0))
+        runs.append(SlotRows(row, rows, -1, 0))
     return runs
 
 
-def _split_run(run: Seat, max_rows: int) -> list[tuple[int, int]]:
+def _split_run(run: SlotRows, max_rows: int) -> list[tuple[int, int]]:
     return [(start, min(start + max_rows, run.stop)) for start in range(run.start, run.stop, max_rows)]
 
 
-def _cut_run(run: Seat) -> list[tuple[int, int]]:
+def _cut_run(run: SlotRows) -> list[tuple[int, int]]:
     """Split the rows of a run at the multiples of BLOCK."""
     edges = [run.start, *range(run.start // BLOCK * BLOCK + BLOCK, run.stop, BLOCK), run.stop]
     return list(pairwise(edges))
 
 
-def _row_pieces(runs: Sequence[Seat], max_rows: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def _row_pieces(
+    runs: Sequence[SlotRows], max_rows: int
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Split the runs into pieces of at most `max_rows` rows. Return the entries of `Rows.pieces_Q4` and of
     `Rows.sums_M3`."""
     several: list[tuple[int, ...]] = []
@@ -183,17 +187,17 @@ def _put_entries(
 
 def word_count(shapes: Sequence[tuple[int, ...]]) -> int:
     """Return the number of 32-bit words of a buffer that holds arrays of the given shapes."""
-    return sum(map(_room, shapes))
+    return sum(map(_padded_word_count, shapes))
 
 
-def views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+def split_buffer(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
     """Return consecutive views with the given shapes into a buffer of 32-bit words, as `word_count` sizes
     it."""
-    parts = buffer.split([_room(shape) for shape in shapes])
+    parts = buffer.split([_padded_word_count(shape) for shape in shapes])
     return tuple(part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
-def _room(shape: tuple[int, ...]) -> int:
+def _padded_word_count(shape: tuple[int, ...]) -> int:
     """Return the number of 32-bit words that a view takes in the buffer, rounded up to 16 bytes. All views
     are then aligned: Triton compiles a separate kernel for every combination of aligned arguments."""
     return -(-math.prod(shape) // 4) * 4

@@ -61,13 +61,13 @@ def _addresses(scale: SiteScale) -> tuple[int, int, int]:
 def scale_rows(x_TM: Tensor, table: AddressTable, columns: Columns, rows: Rows) -> Tensor:
     """Return x ⊙ g, where each row is multiplied by the g of its job. Rows of jobs without g are copied."""
     out_TM = torch.empty_like(x_TM)
-    kernels.scales.scale[(_blocks(columns), len(rows.tiles_G3))](
+    kernels.scales.scale[(_count_blocks(columns), len(rows.tiles_G3))](
         x_TM,
         out_TM,
         rows.tiles_G3,
         table.address_PSA,
         x_TM.shape[1],
-        COLUMNS=edges(columns),
+        COLUMNS=column_edges(columns),
         S=table.slots,
         P=len(columns),
         M=rows.tile,
@@ -89,9 +89,15 @@ def unscale_rows(
     """Compute the backward of g ⊙ u. Return g ⊙ dy, which overwrites dy if `in_place`, and add the sum of
     dy · u over each job's rows to the accumulator of its g."""
     du_TM = dy_TM if in_place else torch.empty_like(dy_TM)
-    partial_QM = dy_TM.new_empty(rows.partials, dy_TM.shape[1], dtype=torch.float32)
-    where = {"COLUMNS": edges(columns), "S": table.slots, "P": len(columns), "C": COLUMNS, "num_warps": 4}
-    kernels.scales.unscale[(_blocks(columns), len(rows.pieces_Q4))](
+    partial_QM = dy_TM.new_empty(rows.max_partial_pieces, dy_TM.shape[1], dtype=torch.float32)
+    where = {
+        "COLUMNS": column_edges(columns),
+        "S": table.slots,
+        "P": len(columns),
+        "C": COLUMNS,
+        "num_warps": 4,
+    }
+    kernels.scales.unscale[(_count_blocks(columns), len(rows.pieces_Q4))](
         dy_TM,
         u_TM,
         bias_M,
@@ -105,15 +111,15 @@ def unscale_rows(
         M=ROWS,
         **where,
     )
-    kernels.scales.add_shares[(_blocks(columns), len(rows.sums_M3))](
+    kernels.scales.add_shares[(_count_blocks(columns), len(rows.sums_M3))](
         partial_QM, rows.sums_M3, table.address_PSA, dy_TM.shape[1], **where
     )
     return du_TM
 
 
-def edges(columns: Columns) -> tuple[int, ...]:
+def column_edges(columns: Columns) -> tuple[int, ...]:
     return tuple(edge for part in columns for edge in part)
 
 
-def _blocks(columns: Columns) -> int:
+def _count_blocks(columns: Columns) -> int:
     return sum(-(-(high - low) // COLUMNS) for low, high in columns)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from weftune.core.batch import copy_to
 from weftune.ops.dropout import threshold, to_signed
-from weftune.ops.lora.rows import views, word_count
+from weftune.ops.lora.rows import split_buffer, word_count
 
 ALIGNMENT = 16
 """Bytes that a kernel loads with one instruction, if all widths are multiples of this number."""
@@ -175,7 +175,7 @@ def bands_for(rank: int) -> int:
 
 
 def _table_views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    address, factor, *others = views(buffer, shapes)
+    address, factor, *others = split_buffer(buffer, shapes)
     return address.view(torch.int64), factor.view(torch.float32), *others
 
 
@@ -202,7 +202,10 @@ class AddressTable:
         shapes = [(sites, slots, 2 * addresses), (sites, slots, numbers)]
         host = torch.zeros(word_count(shapes), dtype=torch.int32)
         buffer = host.to(device, copy=True)
-        (host_address, host_number), (address, number) = views(host, shapes), views(buffer, shapes)
+        (host_address, host_number), (address, number) = (
+            split_buffer(host, shapes),
+            split_buffer(buffer, shapes),
+        )
         host_views = host_address.view(torch.int64).numpy(), host_number.numpy()
         return AddressTable(host, *host_views, buffer, address.view(torch.int64), number)
 
@@ -237,7 +240,7 @@ class Group:
     """Table of the scales of outputs (`ops.lora.scales`). None until a job has such scales."""
     g_in: AddressTable | None = None
     """Table of the scales of inputs. Only a group of a single site can have it."""
-    lengths: bool = False
+    has_row_lengths: bool = False
     """Whether a job may use DoRA, whose output scales include the inverse norms of the rows of W + scale ·
     BA."""
     computed_table: AddressTable | None = None
@@ -250,7 +253,7 @@ class Group:
     @property
     def launches(self) -> tuple[object, ...]:
         """Values on which the compiled kernels depend: groups with equal values use the same kernels."""
-        tables = self.g_out is None, self.g_in is None, self.lengths, self.computed_table is None
+        tables = self.g_out is None, self.g_in is None, self.has_row_lengths, self.computed_table is None
         return self.columns, self.rank, self.has_dropout, self.bands, self.table.aligned, *tables
 
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:

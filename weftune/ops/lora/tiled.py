@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from weftune.core.weights import FrozenWeight, Weight, is_coded, weight_matrix
-from weftune.ops.fallback import rehearse
+from weftune.ops.fallback import rehearse_kernels
 from weftune.ops.lora.choice import Choices, PlanTrial
 from weftune.ops.lora.computed import add_pair_gradients, write_pairs
-from weftune.ops.lora.few_rows import FEW_ROWS, few_rows_linear, is_plain
+from weftune.ops.lora.few_rows import FEW_ROWS, few_rows_linear, is_unscaled_lora
 from weftune.ops.lora.products import Right, fused_dx, fused_y, matrix_like, wide_dx, wide_y
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.scales import scale_rows, unscale_rows
@@ -54,9 +54,9 @@ def plan_trial(
     dequantised at each use."""
     if not isinstance(weight, Tensor) and not is_coded(weight):
         return None
-    weight_NK = _lying(weight)
+    weight_NK = _stored_tensor(weight)
     plans = candidate_plans(weight_NK, group, weight_NK.device)
-    return PlanTrial.at(plans, dtype, weight_NK, residual, group, rows)
+    return PlanTrial.for_linears(plans, dtype, weight_NK, residual, group, rows)
 
 
 def lora_linear(
@@ -80,11 +80,11 @@ def lora_linear(
     Raises KernelsFailed if the kernels do not run on the device.
     """
     assert x_TK.shape[0] == len(rows.token_index_T)
-    right = multiplied(weight)
-    if len(x_TK) <= FEW_ROWS and not torch.is_grad_enabled() and not training and is_plain(group):
+    right = multiplied_form(weight)
+    if len(x_TK) <= FEW_ROWS and not torch.is_grad_enabled() and not training and is_unscaled_lora(group):
         _rehearse_few_rows(x_TK, right, bias_N, residual_TN, group, rows)
         return few_rows_linear(x_TK, right, bias_N, residual_TN, group, rows)
-    weight_NK = _lying(right)
+    weight_NK = _stored_tensor(right)
     plans = candidate_plans(weight_NK, group, x_TK.device)
     if not training and len(x_TK) <= FEW_ROWS:
         # A decode step reads the weight once, and torch divides that among all multiprocessors.
@@ -93,17 +93,17 @@ def lora_linear(
         plan = choices.plan(x_TK, weight_NK, residual_TN, group, rows, plans) if choices else plans[0]
     tiling = choose_tiling(rows, group, x_TK.shape[1], x_TK.dtype)
     call = SiteCall(group, rows, training, tiling, plan, graph_only)
-    _rehearse(x_TK, right, bias_N, residual_TN, call)
+    _rehearse_tiles(x_TK, right, bias_N, residual_TN, call)
     source = None if isinstance(weight, Tensor) else weight
     return _LoraLinear.apply(x_TK, right, bias_N, residual_TN, anchor, call, source)
 
 
 @torch.no_grad()
-def _rehearse(
+def _rehearse_tiles(
     x_TK: Tensor, right: Right, bias_N: Tensor | None, residual_TN: Tensor | None, call: SiteCall
 ) -> None:
     """Run forward and backward once for each set of launch parameters, on rows that belong to no job."""
-    rows, lying = call.rows, _lying(right)
+    rows, lying = call.rows, _stored_tensor(right)
     # What the kernels compute depends on the number of rows by their tiling only, apart from its alignment.
     tiling = replace(
         call.tiling, y=replace(call.tiling.y, programs=0), dx=replace(call.tiling.dx, programs=0)
@@ -121,7 +121,7 @@ def _rehearse(
         ),
     )
 
-    def run() -> None:
+    def launch_kernels() -> None:
         empty = Rows.empty(len(x_TK), call.slots, x_TK.device, rows.tile, rows.piece)
         vacant = replace(call, rows=empty, graph_only=False)
         y_TN, s_TPR, u_TN = forward(x_TK.contiguous(), right, bias_N, residual_TN, vacant)
@@ -129,33 +129,33 @@ def _rehearse(
             dy_TN = torch.zeros_like(y_TN)
             backward(dy_TN, x_TK.contiguous(), right, s_TPR, vacant, True, u_TN, bias_N)
 
-    rehearse(OP, key, x_TK.device, run)
+    rehearse_kernels(OP, key, x_TK.device, launch_kernels)
 
 
 def _rehearse_few_rows(
     x_TK: Tensor, right: Right, bias_N: Tensor | None, residual_TN: Tensor | None, group: Group, rows: Rows
 ) -> None:
     """Run the kernels for few rows once for each set of launch parameters, on rows that belong to no job."""
-    lying, slots = _lying(right), len(rows.key_S)
+    lying, slots = _stored_tensor(right), len(rows.key_S)
     key = (
         *("few rows", x_TK.device, x_TK.dtype, lying.shape, lying.dtype, lying.stride(0) == 1),
         *(bias_N is None, residual_TN is None, group.launches, slots, rows.tile),
     )
 
-    def run() -> None:
+    def launch_kernels() -> None:
         empty = Rows.empty(len(x_TK), slots, x_TK.device, rows.tile, rows.piece)
         few_rows_linear(x_TK, right, bias_N, residual_TN, group, empty)
 
-    rehearse(OP, key, x_TK.device, run)
+    rehearse_kernels(OP, key, x_TK.device, launch_kernels)
 
 
-def multiplied(weight: Weight) -> Right:
+def multiplied_form(weight: Weight) -> Right:
     """Return the form of a weight that products read: the weight itself if it is stored in fp8, else its
     matrix."""
     return weight if is_coded(weight) else weight_matrix(weight)
 
 
-def _lying(right: Right) -> Tensor:
+def _stored_tensor(right: Right) -> Tensor:
     """Return the tensor [N, K] that the product xWᵀ reads from memory: the matrix, or the 8-bit codes."""
     return right if isinstance(right, Tensor) else right.codes()
 
@@ -183,7 +183,7 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         x_TK, weight_NK, s_TPR, u_TN, bias_N = ctx.saved_tensors
-        right = weight_NK if ctx.source is None else multiplied(ctx.source)
+        right = weight_NK if ctx.source is None else multiplied_form(ctx.source)
         wants_dx = ctx.needs_input_grad[0]
         own_TN = dy_TN.contiguous()
         dx_TK = backward(own_TN, x_TK, right, s_TPR, ctx.call, wants_dx, u_TN, bias_N)
@@ -202,14 +202,14 @@ def forward(
         if group.g_in is not None:
             x_TK = scale_rows(x_TK, group.g_in, ((0, x_TK.shape[1]),), call.rows)
         s_TPR = down(x_TK, call)
-        if group.lengths:
+        if group.has_row_lengths:
             row_lengths(matrix_like(x_TK, weight), call)
         residual_TN = None if residual_TN is None else residual_TN.contiguous()
         outputs = len(x_TK), group.columns[-1][1]
         if call.graph_only and group.g_out is None:
             return x_TK.new_empty(outputs), s_TPR, None
         u_TN = None if group.g_out is None else x_TK.new_empty(outputs)
-        product = fused_y if call.plan.fuses else wide_y
+        product = fused_y if call.plan.is_fused else wide_y
         return product(x_TK, weight, bias_N, residual_TN, s_TPR, u_TN, call), s_TPR, u_TN
 
 
@@ -249,9 +249,9 @@ def _low_rank_backward(
     dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, call: SiteCall, needs_dx: bool
 ) -> Tensor | None:
     """Add dA and dB to the jobs' accumulators, and return dx, or None unless `needs_dx`. dx depends only on
-    ds, so dA and dB are computed concurrently with dx if `plan.beside`."""
-    product = fused_dx if call.plan.fuses else wide_dx
-    if not needs_dx or not call.plan.beside:
+    ds, so dA and dB are computed concurrently with dx if `plan.uses_side_stream`."""
+    product = fused_dx if call.plan.is_fused else wide_dx
+    if not needs_dx or not call.plan.uses_side_stream:
         ds_TPR, partial_db_QLN = ds_db(dy_TN, s_TPR, call)
         partial_da_QPRK = allocate_da(x_TK, call)
         da(x_TK, ds_TPR, partial_da_QPRK, call)

@@ -46,7 +46,7 @@ def down(x_TK: Tensor, call: SiteCall) -> Tensor:
     partial = s_TPR
     if tiling.split > 1:
         partial = x_TK.new_empty(call.parts * tiling.split, rows, call.ranks, dtype=torch.float32)
-    kernels.site.down[(len(call.rows.tiles_G3), tiling.split, call.parts // tiling.down.together)](
+    kernels.site.down[(len(call.rows.tiles_G3), tiling.split, call.parts // tiling.down.parts_per_program)](
         x_TK,
         s_TPR,
         partial,
@@ -61,7 +61,7 @@ def down(x_TK: Tensor, call: SiteCall) -> Tensor:
         int(not call.training),
         rows,
         features,
-        TOGETHER=tiling.down.together,
+        TOGETHER=tiling.down.parts_per_program,
         M=call.rows.tile,
         SPLIT=tiling.split > 1,
         DROPS=call.has_dropout,
@@ -136,7 +136,7 @@ def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]
     """Return ds = factor · dyBᵀ and partial sums of dB for slots with several pieces. For slots with a single
     piece, add dB to the accumulator."""
     partial_db_QLN = allocate_db(dy_TN, call)
-    if not call.tiling.one_read:
+    if not call.tiling.reads_dy_once:
         db(dy_TN, s_TPR, partial_db_QLN, call)
         return ds(dy_TN, call), partial_db_QLN
     blocks = call.blocks(call.tiling.ds_db.columns) * call.bands
@@ -149,7 +149,7 @@ def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]
 
 def allocate_db(dy_TN: Tensor, call: SiteCall) -> Tensor:
     """Return uninitialised memory for the partial sums of dB of slots with several pieces."""
-    shape = call.rows.partials, call.bands * call.ranks, dy_TN.shape[1]
+    shape = call.rows.max_partial_pieces, call.bands * call.ranks, dy_TN.shape[1]
     return dy_TN.new_empty(shape, dtype=torch.float32)
 
 
@@ -215,7 +215,7 @@ def ds(dy_TN: Tensor, call: SiteCall) -> Tensor:
 
 def allocate_da(x_TK: Tensor, call: SiteCall) -> Tensor:
     """Return uninitialised memory for the partial sums of dA of slots with several pieces."""
-    shape = call.rows.partials, call.parts, call.ranks, x_TK.shape[1]
+    shape = call.rows.max_partial_pieces, call.parts, call.ranks, x_TK.shape[1]
     return x_TK.new_empty(shape, dtype=torch.float32)
 
 
@@ -223,14 +223,14 @@ def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, call: SiteCall) ->
     """Compute dA. Add it to the accumulators, or write partial sums for slots with several pieces."""
     launch = call.tiling.da
     blocks = -(-x_TK.shape[1] // launch.columns)
-    kernels.site_gradients.da[(blocks, len(call.rows.pieces_Q4), call.parts // launch.together)](
+    kernels.site_gradients.da[(blocks, len(call.rows.pieces_Q4), call.parts // launch.parts_per_program)](
         x_TK,
         ds_TPR,
         partial_da_QPRK,
         call.rows.pieces_Q4,
         *call.adapters,
         x_TK.shape[1],
-        TOGETHER=launch.together,
+        TOGETHER=launch.parts_per_program,
         M=launch.rows,
         DROPS=call.has_dropout,
         **call.constants(x_TK, launch),

@@ -66,11 +66,11 @@ class ProductPlan(StrEnum):
     fused_beside = "fused, beside"
 
     @property
-    def fuses(self) -> bool:
+    def is_fused(self) -> bool:
         return self in (ProductPlan.fused, ProductPlan.fused_beside)
 
     @property
-    def beside(self) -> bool:
+    def uses_side_stream(self) -> bool:
         return self in (ProductPlan.wide_beside, ProductPlan.fused_beside)
 
 
@@ -84,7 +84,7 @@ class KernelLaunch:
     rows: int = 64
     """Rows per iteration in kernels that loop over the rows of a piece. All other kernels process one tile of
     rows per program."""
-    together: int = 1
+    parts_per_program: int = 1
     """Number of parts per program in kernels that read x once for several parts."""
 
 
@@ -99,7 +99,7 @@ class ProductBlocks:
     group: int = 8
     """Number of row blocks processed together, so that they share columns of the weight in the L2 cache."""
     warps: int = 8
-    rough: int | None = None
+    products_per_sum: int | None = None
     """Number of 8-bit products that a tensor core sums by itself, before the result is added in float32. None
     means all products of a sum."""
 
@@ -125,7 +125,7 @@ class Tiling:
     """Number of programs over which the sum over the inputs is split when s is computed."""
     ds_split: int
     """Number of programs over which the sum over the outputs is split when ds is computed without dB."""
-    one_read: bool
+    reads_dy_once: bool
     """Whether one kernel computes ds and dB from a single read of dy."""
 
 
@@ -246,7 +246,7 @@ def choose_tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -
         dx=replace(dx, programs=_programs_for(dx, count, features)),
         split=_split_count(programs // tiles, features, launches["down"]),
         ds_split=_split_count(PROGRAMS // (tiles * len(group.columns)), narrowest, launches["ds"]),
-        one_read=group.rank <= ONE_READ_RANKS,
+        reads_dy_once=group.rank <= ONE_READ_RANKS,
     )
 
 
@@ -334,7 +334,7 @@ def blocks_for_codes(blocks: ProductBlocks, length: int) -> ProductBlocks:
     """Return the parameters for 8-bit operands with an inner dimension of `length`."""
     if length <= ROUGH_SUMS:
         return replace(blocks, inner=CODED_INNER)
-    return replace(blocks, columns=FUSED_COLUMNS, inner=CODED_INNER, stages=4, rough=CODED_INNER)
+    return replace(blocks, columns=FUSED_COLUMNS, inner=CODED_INNER, stages=4, products_per_sum=CODED_INNER)
 
 
 def _launches_for_16_bits(group: Group, device: torch.device) -> dict[str, KernelLaunch]:
@@ -362,12 +362,12 @@ def _launches_for_few_ranks(group: Group) -> dict[str, KernelLaunch]:
     if together < len(group.columns):
         da = KernelLaunch(64, warps=8, stages=1)
     return {
-        "down": replace(down, together=together),
+        "down": replace(down, parts_per_program=together),
         "up": KernelLaunch(128, warps=4, stages=1),
         "ds": down,
         "ds_db": KernelLaunch(256 if rank <= 32 else 128, warps=4, stages=3 if rank == 32 else 4),
         "db": KernelLaunch(128, warps=4, stages=2) if rank <= 32 else KernelLaunch(128, warps=8, stages=3),
-        "da": replace(da, together=together),
+        "da": replace(da, parts_per_program=together),
     }
 
 
@@ -377,7 +377,7 @@ def _launches_for_many_ranks(group: Group) -> dict[str, KernelLaunch]:
     together = parts_per_program(group)
     down, da = KernelLaunch(64, warps=4, stages=4), KernelLaunch(128, warps=8, stages=3)
     if together > 1:
-        down = da = KernelLaunch(64, warps=8, stages=3, together=together)
+        down = da = KernelLaunch(64, warps=8, stages=3, parts_per_program=together)
     return {
         "down": down,
         "up": KernelLaunch(128, warps=8, stages=1),
@@ -392,6 +392,6 @@ def _launches_for_32_bits(group: Group) -> dict[str, KernelLaunch]:
     """Return launch parameters by kernel with small blocks: exact float32 has no tensor cores, so registers
     are scarce."""
     launch = KernelLaunch(32, warps=8, stages=1, rows=32)
-    reader = replace(launch, together=parts_per_program(group))
+    reader = replace(launch, parts_per_program=parts_per_program(group))
     others = dict.fromkeys(("up", "ds", "ds_db", "db", "large_y", "large_dx"), launch)
     return {"down": reader, "da": reader, **others}

@@ -21,7 +21,7 @@ VECTOR, LENGTH = (tl.constexpr(n) for n in range(2))
 
 
 @triton.jit
-def _size(entry, EVEN: tl.constexpr):
+def _vector_size(entry, EVEN: tl.constexpr):
     """Return the number of values of a job's vectors. If EVEN, all sizes are multiples of 16, which lets the
     compiler use wide memory accesses."""
     size = tl.load(entry)
@@ -33,7 +33,7 @@ def squares(table_J2, squares_JB, EVEN: tl.constexpr, BLOCK: tl.constexpr):
     """Write the sum of squares of each block of each vector. The last block may be shorter."""
     job, block = tl.program_id(1), tl.program_id(0)
     table_J2 += job * 2
-    size = _size(table_J2 + LENGTH, EVEN)
+    size = _vector_size(table_J2 + LENGTH, EVEN)
     if block.to(tl.int64) * BLOCK >= size:
         return
     vector = tl.multiple_of(tl.load(table_J2 + VECTOR).to(tl.pointer_type(tl.float32)), 16)
@@ -57,7 +57,7 @@ def update(
     job, block = tl.program_id(1), tl.program_id(0)
     table_J6 += job * 6
     numbers_J8 += job * 8
-    size = _size(table_J6 + SIZE, EVEN)
+    size = _vector_size(table_J6 + SIZE, EVEN)
     # There are as many programs per job as the largest job has blocks, so most programs of a small job end
     # here.
     if block.to(tl.int64) * BLOCK >= size:

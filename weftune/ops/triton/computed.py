@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weftune.ops.triton.slots import matrix
+from weftune.ops.triton.slots import matrix_pointer
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def pair_pointer(pairs, entry, WHICH: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def width_of(site, WIDTHS: tl.constexpr, P: tl.constexpr):
+def site_width(site, WIDTHS: tl.constexpr, P: tl.constexpr):
     """Return the number of outputs (columns of B) of a site."""
     width = WIDTHS[0]
     for p in tl.static_range(1, P):
@@ -40,11 +40,11 @@ def write_pairs(
     ranks = tl.load(strides + entry * 3)
     if ranks == 0:
         return
-    N = width_of(entry // S, WIDTHS, P)
+    N = site_width(entry // S, WIDTHS, P)
     TYPE: tl.constexpr = like.dtype.element_ty
     d, e = pair_pointer(pairs, entry, 0, TYPE), pair_pointer(pairs, entry, 1, TYPE)
     constant_a, constant_b = pair_pointer(pairs, entry, 4, TYPE), pair_pointer(pairs, entry, 5, TYPE)
-    a, b = matrix(matrices, entry, 0, TYPE, 1), matrix(matrices, entry, 1, TYPE, 1)
+    a, b = matrix_pointer(matrices, entry, 0, TYPE, 1), matrix_pointer(matrices, entry, 1, TYPE, 1)
     stride_a = tl.load(strides + entry * 3 + 1).to(tl.int64)
     stride_b = tl.load(strides + entry * 3 + 2).to(tl.int64)
     column_1C = (tl.program_id(1) * C + tl.arange(0, C))[None, :]
@@ -72,9 +72,9 @@ def add_pair_gradients(
     ranks = tl.load(strides + entry * 3)
     if ranks == 0:
         return
-    N = width_of(entry // S, WIDTHS, P)
+    N = site_width(entry // S, WIDTHS, P)
     TYPE: tl.constexpr = like.dtype.element_ty
-    constant_b, db = pair_pointer(pairs, entry, 5, TYPE), matrix(matrices, entry, 3, tl.float32, 1)
+    constant_b, db = pair_pointer(pairs, entry, 5, TYPE), matrix_pointer(matrices, entry, 3, tl.float32, 1)
     stride_b = tl.load(strides + entry * 3 + 2).to(tl.int64)
     column_C = tl.program_id(1) * C + tl.arange(0, C)
     sum_C = tl.full((C,), 0.0, tl.float32)
@@ -88,7 +88,7 @@ def add_pair_gradients(
         tl.store(db + at_RC, tl.full((R, C), 0.0, tl.float32), mask=inside)
     de = pair_pointer(pairs, entry, 3, tl.float32) + column_C
     tl.store(de, tl.load(de, mask=column_C < N, other=0.0) + sum_C, mask=column_C < N)
-    constant_a, da = pair_pointer(pairs, entry, 4, TYPE), matrix(matrices, entry, 2, tl.float32, 1)
+    constant_a, da = pair_pointer(pairs, entry, 4, TYPE), matrix_pointer(matrices, entry, 2, tl.float32, 1)
     dd = pair_pointer(pairs, entry, 2, tl.float32)
     stride_a = tl.load(strides + entry * 3 + 1).to(tl.int64)
     for r in range(tl.program_id(1), ranks, tl.num_programs(1)):

@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weftune.ops.triton.product import added, halves, tile_blocks
-from weftune.ops.triton.swiglu import shares_of
+from weftune.ops.triton.product import low_rank_product, split_halves, tile_blocks
+from weftune.ops.triton.swiglu import sigmoid_pair
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def expert_product(
         stop = tl.load(blocks + row_block * 5 + 1)
         first = tl.load(blocks + row_block * 5 + 3)
         end = tl.load(blocks + row_block * 5 + 4)
-        sums = halves(sum_MC)
+        sums = split_halves(sum_MC)
         # One after the other, so that there are registers for the adapters' products.
         for half in tl.static_range(2):
             n_H = column_block * C + half * H + tl.arange(0, H)
@@ -149,7 +149,7 @@ def expert_product(
                     # If a slot has no ranks, its s has not been written.
                     if ranks > 0:
                         mine_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))
-                        added_MH = added(
+                        added_MH = low_rank_product(
                             s, None, None, address, ranks, None, None, slot, 0, row_M, mine_M, n_H,
                             0, N, stop, 0 if BACKWARD else 1, S, 1, R, False, ALIGNMENT, PRECISION,
                         )  # fmt: skip
@@ -178,7 +178,7 @@ def gated_forward(gate_up, weight, act, WIDTH: tl.constexpr, BLOCK: tl.constexpr
         column_B = low + tl.arange(0, BLOCK)
         inside_B = column_B < WIDTH
         gate_B, up_B = gate_and_up(gate_up, row, column_B, inside_B, WIDTH)
-        passes_B, _ = shares_of(gate_B)
+        passes_B, _ = sigmoid_pair(gate_B)
         act_B = scale * (gate_B * passes_B * up_B)
         tl.store(act + row * WIDTH + column_B, act_B.to(act.dtype.element_ty), mask=inside_B)
 
@@ -195,7 +195,7 @@ def gated_backward(dact, gate_up, weight, act, dgate_up, dweight, WIDTH: tl.cons
         inside_B = column_B < WIDTH
         gate_B, up_B = gate_and_up(gate_up, row, column_B, inside_B, WIDTH)
         dact_B = tl.load(dact + row * WIDTH + column_B, mask=inside_B, other=0.0).to(tl.float32)
-        passes_B, stays_B = shares_of(gate_B)
+        passes_B, stays_B = sigmoid_pair(gate_B)
         act_B = gate_B * passes_B * up_B
         total_B += dact_B * act_B
         dact_B *= scale

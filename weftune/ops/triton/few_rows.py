@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weftune.ops.triton.slots import bands_of, column_block, matrix
+from weftune.ops.triton.slots import band_count, column_block, matrix_pointer
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -53,7 +53,7 @@ def down_share(
     row_M = (start + tl.arange(0, M)).to(tl.int64)
     inside_M1 = (row_M < stop)[:, None]
     owned_R1 = (r_R < ranks)[:, None]
-    a = matrix(address, entry, 0, x.dtype.element_ty, ALIGNMENT)
+    a = matrix_pointer(address, entry, 0, x.dtype.element_ty, ALIGNMENT)
     span = tl.cdiv(K, SPLITS * C) * C
     low = share * span
     s_MR = tl.full((M, R), 0.0, tl.float32)
@@ -110,7 +110,7 @@ def up_shares(
     inside_M1 = (row_M < stop)[:, None]
     bands = 0
     if slot >= 0:
-        bands = bands_of(rank, site, slot, S, P, BANDS)
+        bands = band_count(rank, site, slot, S, P, BANDS)
     # The first band, mostly the only one, is read once for all columns.
     s_MR = tl.full((M, R), 0.0, y.dtype.element_ty)
     ranks = 0
@@ -121,7 +121,7 @@ def up_shares(
         s_MR = sum_shares(partial, factor, entry, site, row_M, inside_M1, ranks, T, R, M, SPLITS).to(
             y.dtype.element_ty
         )
-    b = matrix(address, entry, 1, y.dtype.element_ty, ALIGNMENT)
+    b = matrix_pointer(address, entry, 1, y.dtype.element_ty, ALIGNMENT)
     width = high - origin
     for n in range(low, tl.minimum(low + SPAN, high), C):
         n_C = n + tl.arange(0, C)
@@ -142,7 +142,7 @@ def up_shares(
                 more = part * S + slot
                 own = tl.load(rank + more)
                 more_MR = sum_shares(partial, factor, more, part, row_M, inside_M1, own, T, R, M, SPLITS)
-                more_b = matrix(address, more, 1, y.dtype.element_ty, ALIGNMENT)
+                more_b = matrix_pointer(address, more, 1, y.dtype.element_ty, ALIGNMENT)
                 more_RC = tl.load(more_b + b_at_RC, mask=(r_R < own)[:, None] & inside_1C, other=0.0)
                 y_MC = tl.dot(more_MR.to(y.dtype.element_ty), more_RC, y_MC, input_precision=PRECISION)
         if bias is not None:

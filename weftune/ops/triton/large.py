@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 
 from weftune.ops.triton.slots import (
-    bands_of,
+    band_count,
     column_block,
     column_factor,
     first_input,
     is_large,
-    kept,
-    matrix,
+    keep_mask,
+    matrix_pointer,
     padded_rank_mask,
     row_factor,
     site_key,
@@ -32,7 +32,7 @@ from weftune.ops.triton.slots import (
 
 
 @triton.jit
-def rows_of(s, row_M, stop, part, ranks, P: tl.constexpr, R: tl.constexpr):
+def load_low_rank_rows(s, row_M, stop, part, ranks, P: tl.constexpr, R: tl.constexpr):
     """Load M rows of s = xAᵀ for one part. Columns beyond the part's rank are zero."""
     r_R = tl.arange(0, R)
     at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
@@ -41,7 +41,7 @@ def rows_of(s, row_M, stop, part, ranks, P: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def weights_of(weight, column_C, width, ranks, R: tl.constexpr):
+def load_weight_columns(weight, column_C, width, ranks, R: tl.constexpr):
     """Load C columns of A or B of a part that is `width` columns wide. Ranks beyond the slot's are zero."""
     r_R = tl.arange(0, R)
     owned_RC = (r_R < ranks)[:, None] & (column_C < width)[None, :]
@@ -83,25 +83,25 @@ def large_y(
     end = tl.minimum(low + SPAN, high)
     if BANDS == 1:
         ranks = tl.load(rank + site * S + slot)
-        s_MR = rows_of(s, row_M, stop, site, ranks, P, R)
-        b = matrix(address, site * S + slot, 1, s.dtype.element_ty, ALIGNMENT)
+        s_MR = load_low_rank_rows(s, row_M, stop, site, ranks, P, R)
+        b = matrix_pointer(address, site * S + slot, 1, s.dtype.element_ty, ALIGNMENT)
         for n in range(low, end, C):
             n_C = n + tl.arange(0, C)
-            b_RC = weights_of(b, n_C - origin, high - origin, ranks, R)
+            b_RC = load_weight_columns(b, n_C - origin, high - origin, ranks, R)
             y_MC = tl.dot(s_MR, b_RC, input_precision=PRECISION)
             at_MC = row_M[:, None] * N + n_C[None, :]
             tl.store(y + at_MC, y_MC.to(y.dtype.element_ty), mask=inside_M1 & (n_C < high)[None, :])
     else:
-        bands = bands_of(rank, site, slot, S, P, BANDS)
+        bands = band_count(rank, site, slot, S, P, BANDS)
         for n in range(low, end, C):
             n_C = n + tl.arange(0, C)
             y_MC = tl.full((M, C), 0.0, tl.float32)
             for band in range(bands):
                 part = band * SITES + site
                 ranks = tl.load(rank + part * S + slot)
-                s_MR = rows_of(s, row_M, stop, part, ranks, P, R)
-                b = matrix(address, part * S + slot, 1, s.dtype.element_ty, ALIGNMENT)
-                b_RC = weights_of(b, n_C - origin, high - origin, ranks, R)
+                s_MR = load_low_rank_rows(s, row_M, stop, part, ranks, P, R)
+                b = matrix_pointer(address, part * S + slot, 1, s.dtype.element_ty, ALIGNMENT)
+                b_RC = load_weight_columns(b, n_C - origin, high - origin, ranks, R)
                 y_MC = tl.dot(s_MR, b_RC, y_MC, input_precision=PRECISION)
             at_MC = row_M[:, None] * N + n_C[None, :]
             tl.store(y + at_MC, y_MC.to(y.dtype.element_ty), mask=inside_M1 & (n_C < high)[None, :])
@@ -115,7 +115,7 @@ def large_ranks(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.co
 
 
 @triton.jit
-def survivors(
+def kept_values(
     sum_MC, key, token_index, threshold, crc, slot, site, row_M, stop, k_C, S: tl.constexpr, P: tl.constexpr
 ):
     """Return the values that the site's dropout mask keeps, and zero for the others."""
@@ -123,7 +123,7 @@ def survivors(
     drawn = site_key(key, crc, slot, site)
     feature_C = first_input(crc, P) + k_C
     row_M1, column_1C = row_factor(token_M, drawn)[:, None], column_factor(feature_C, drawn)[None, :]
-    return tl.where(kept(row_M1, column_1C, tl.load(threshold + site * S + slot)), sum_MC, 0.0)
+    return tl.where(keep_mask(row_M1, column_1C, tl.load(threshold + site * S + slot)), sum_MC, 0.0)
 
 
 @triton.jit
@@ -174,17 +174,17 @@ def large_dx(
         ranks = ()
         for i in tl.static_range(SITES):
             ranks = ranks + (large_ranks(rank, i, slot, S, P, BANDS, R),)  # noqa: RUF005
-            factors = factors + (rows_of(ds, row_M, stop, i, ranks[i], P, R),)  # noqa: RUF005
-            a = matrix(address, i * S + slot, 0, ds.dtype.element_ty, ALIGNMENT)
+            factors = factors + (load_low_rank_rows(ds, row_M, stop, i, ranks[i], P, R),)  # noqa: RUF005
+            a = matrix_pointer(address, i * S + slot, 0, ds.dtype.element_ty, ALIGNMENT)
             weights = weights + (a,)  # noqa: RUF005
         for k in range(low, end, C):
             k_C = k + tl.arange(0, C)
             dx_MC = tl.full((M, C), 0.0, tl.float32)
             for i in tl.static_range(SITES):
-                a_RC = weights_of(weights[i], k_C, K, ranks[i], R)
+                a_RC = load_weight_columns(weights[i], k_C, K, ranks[i], R)
                 if DROPS:
                     part_MC = tl.dot(factors[i], a_RC, input_precision=PRECISION)
-                    dx_MC += survivors(
+                    dx_MC += kept_values(
                         part_MC, key, token_index, threshold, crc, slot, i, row_M, stop, k_C, S, P
                     )
                 else:
@@ -197,16 +197,16 @@ def large_dx(
             dx_MC = tl.full((M, C), 0.0, tl.float32)
             for site in range(SITES):
                 part_MC = tl.full((M, C), 0.0, tl.float32)
-                bands = bands_of(rank, site, slot, S, P, BANDS)
+                bands = band_count(rank, site, slot, S, P, BANDS)
                 for band in range(tl.where(is_large(rank, site, slot, S, P, BANDS, R), bands, 0)):
                     part = band * SITES + site
                     here = tl.load(rank + part * S + slot)
-                    ds_MR = rows_of(ds, row_M, stop, part, here, P, R)
-                    a = matrix(address, part * S + slot, 0, ds.dtype.element_ty, ALIGNMENT)
-                    a_RC = weights_of(a, k_C, K, here, R)
+                    ds_MR = load_low_rank_rows(ds, row_M, stop, part, here, P, R)
+                    a = matrix_pointer(address, part * S + slot, 0, ds.dtype.element_ty, ALIGNMENT)
+                    a_RC = load_weight_columns(a, k_C, K, here, R)
                     part_MC = tl.dot(ds_MR, a_RC, part_MC, input_precision=PRECISION)
                 if DROPS:
-                    part_MC = survivors(
+                    part_MC = kept_values(
                         part_MC, key, token_index, threshold, crc, slot, site, row_M, stop, k_C, S, P
                     )
                 dx_MC += part_MC

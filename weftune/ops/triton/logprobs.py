@@ -15,7 +15,7 @@ LEAST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
-def _capped(z_B, multiplier, softcap, CAPS: tl.constexpr):
+def _capped_logits(z_B, multiplier, softcap, CAPS: tl.constexpr):
     value_B = z_B.to(tl.float32) * multiplier
     if CAPS:
         # cap · tanh(v / cap), computed by Triton's exponential.
@@ -48,7 +48,7 @@ def target_logprobs(
     z += row * vocabulary
     gradient += row * vocabulary
     target = tl.load(targets + row)
-    wanted = _capped(tl.load(z + target), multiplier, softcap, CAPS)
+    wanted = _capped_logits(tl.load(z + target), multiplier, softcap, CAPS)
     # Finite, so that a lane without values does not subtract an infinity from itself.
     most_B = tl.full((BLOCK,), LEAST, tl.float32)
     sum_B = tl.zeros((BLOCK,), tl.float32)
@@ -58,7 +58,7 @@ def target_logprobs(
         at_B = start + tl.arange(0, BLOCK)
         inside_B = at_B < vocabulary
         z_B = tl.load(z + at_B, mask=inside_B, other=0.0)
-        value_B = tl.where(inside_B, _capped(z_B, multiplier, softcap, CAPS), float("-inf"))
+        value_B = tl.where(inside_B, _capped_logits(z_B, multiplier, softcap, CAPS), float("-inf"))
         new_B = tl.maximum(most_B, value_B)
         sum_B = sum_B * tl.exp(most_B - new_B) + tl.exp(value_B - new_B)
         most_B = new_B
@@ -78,7 +78,7 @@ def target_logprobs(
             at_B = start + tl.arange(0, BLOCK)
             inside_B = at_B < vocabulary
             z_B = tl.load(z + at_B, mask=inside_B, other=0.0)
-            value_B = _capped(z_B, multiplier, softcap, CAPS)
+            value_B = _capped_logits(z_B, multiplier, softcap, CAPS)
             d_B = tl.where(at_B == target, 1.0, 0.0) - tl.exp(value_B - norm)
             if CAPS:
                 d_B *= 1.0 - (value_B / softcap) * (value_B / softcap)

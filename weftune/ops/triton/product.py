@@ -24,8 +24,8 @@ from weftune.ops.triton.slots import (
     column_factor,
     first_input,
     is_large,
-    kept,
-    matrix,
+    keep_mask,
+    matrix_pointer,
     row_factor,
     site_key,
 )
@@ -42,7 +42,7 @@ def tile_blocks(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
-def part_of(column, N, COLUMNS: tl.constexpr, P: tl.constexpr):
+def part_bounds(column, N, COLUMNS: tl.constexpr, P: tl.constexpr):
     """Return (part, first column of the part, end of the part) for a column. If there is a single part,
     `COLUMNS` is not used."""
     part = 0
@@ -57,7 +57,7 @@ def part_of(column, N, COLUMNS: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def halves(sum_MC):
+def split_halves(sum_MC):
     """Return the left and the right half of the columns. Each thread has some of both, so no data moves
     between threads."""
     M: tl.constexpr = sum_MC.shape[0]
@@ -81,7 +81,7 @@ def product_by_warps(s_MR, weight_RH, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def added_by(
+def own_rank_product(
     s,
     key,
     token_index,
@@ -104,7 +104,7 @@ def added_by(
     DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `added` for a slot that has at most OWN ranks in the part."""
+    """Compute `low_rank_product` for a slot that has at most OWN ranks in the part."""
     r_R = tl.arange(0, OWN)
     weight_RH = tl.load(
         weight + r_R[:, None] * (high - low) + (column_H - low)[None, :],
@@ -121,12 +121,12 @@ def added_by(
             drawn = site_key(key, crc, slot, part)
             feature_H = first_input(crc, P) + column_H
             row_M1, column_1H = row_factor(token_M, drawn)[:, None], column_factor(feature_H, drawn)[None, :]
-            added_MH = tl.where(kept(row_M1, column_1H, drops), added_MH, 0.0)
+            added_MH = tl.where(keep_mask(row_M1, column_1H, drops), added_MH, 0.0)
     return added_MH
 
 
 @triton.jit
-def added(
+def low_rank_product(
     s,
     key,
     token_index,
@@ -155,14 +155,14 @@ def added(
 
     Small ranks have a separate code path if other slots have much larger ones.
     """
-    weight = matrix(address, part * S + slot, WHICH, s.dtype.element_ty, ALIGNMENT)
+    weight = matrix_pointer(address, part * S + slot, WHICH, s.dtype.element_ty, ALIGNMENT)
     if R > 32 and ranks <= 16:
-        added_MH = added_by(
+        added_MH = own_rank_product(
             s, key, token_index, weight, ranks, threshold, crc, slot, part, row_M, mine_M, column_H,
             low, high, T, S, P, 16, R, DROPS, PRECISION,
         )  # fmt: skip
     else:
-        added_MH = added_by(
+        added_MH = own_rank_product(
             s, key, token_index, weight, ranks, threshold, crc, slot, part, row_M, mine_M, column_H,
             low, high, T, S, P, R if R < DIRECT else DIRECT, R, DROPS, PRECISION,
         )  # fmt: skip
@@ -170,7 +170,7 @@ def added(
 
 
 @triton.jit
-def onto(y_MH, residual, bias, n_H, row, column, N):
+def add_residual_and_bias(y_MH, residual, bias, n_H, row, column, N):
     """Return y plus the residual and the bias, if they are given."""
     if residual is not None:
         y_MH += residual.load([row, column]).to(tl.float32)
@@ -180,7 +180,7 @@ def onto(y_MH, residual, bias, n_H, row, column, N):
 
 
 @triton.jit
-def scales_some(runs, first, end, scales, part, S: tl.constexpr):
+def has_scaled_outputs(runs, first, end, scales, part, S: tl.constexpr):
     """Return whether one of the runs belongs to a slot that scales outputs."""
     some = False
     turn = first
@@ -191,7 +191,7 @@ def scales_some(runs, first, end, scales, part, S: tl.constexpr):
 
 
 @triton.jit
-def scaled_by_runs(
+def scale_runs(
     y_MH, runs, first, end, bias, scales, with_bias, part, row_M, n_H, low, high, S: tl.constexpr, s
 ):
     """Return y with the rows of every run scaled by the g of the run's slot. For a slot that also scales the
@@ -282,7 +282,7 @@ def product(
         row_M = row_block * M + tl.arange(0, M)
         first = tl.load(edges + row_block) * PARTS
         end = tl.load(edges + row_block + 1) * PARTS
-        sums = halves(sum_MC)
+        sums = split_halves(sum_MC)
         # One after the other, so that there are registers for the adapters' products.
         for half in tl.static_range(2):
             column = column_block * C + half * H
@@ -293,8 +293,8 @@ def product(
             if column_scale is not None:
                 y_MH *= tl.load(column_scale + n_H, mask=n_H < N, other=0.0)[None, :]
             if unscaled is None:
-                y_MH = onto(y_MH, residual, bias, n_H, row_block * M, column, N)
-            part, low, high = part_of(column, N, COLUMNS, PARTED)
+                y_MH = add_residual_and_bias(y_MH, residual, bias, n_H, row_block * M, column, N)
+            part, low, high = part_bounds(column, N, COLUMNS, PARTED)
             turn = first
             large_M = row_M < 0
             some = False
@@ -313,7 +313,7 @@ def product(
                     large_M = large_M | (mine_M & large)
                     direct = direct & (not large)
                 if direct:
-                    added_MH = added(
+                    added_MH = low_rank_product(
                         s, key, token_index, address, ranks, threshold, crc,
                         slot, part, row_M, mine_M, n_H, low, high, T,
                         0 if BACKWARD else 1, S, P, R, DROPS, ALIGNMENT, PRECISION,
@@ -324,10 +324,10 @@ def product(
                 written_MH = target.load([row_block * M, column]).to(tl.float32)
                 y_MH += tl.where(large_M[:, None], written_MH, 0.0)
             if unscaled is not None:
-                if scales_some(runs, first, end, scales, part, S):
+                if has_scaled_outputs(runs, first, end, scales, part, S):
                     unscaled.store([row_block * M, column], y_MH.to(target.dtype))
-                y_MH = scaled_by_runs(
+                y_MH = scale_runs(
                     y_MH, runs, first, end, bias, scales, with_bias, part, row_M, n_H, low, high, S, s
                 )
-                y_MH = onto(y_MH, residual, bias, n_H, row_block * M, column, N)
+                y_MH = add_residual_and_bias(y_MH, residual, bias, n_H, row_block * M, column, N)
             target.store([row_block * M, column], y_MH.to(target.dtype))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weftune.ops.triton.slots import STRIDE, folded
+from weftune.ops.triton.slots import STRIDE, hash_bits
 
 LOWEST = tl.constexpr(-40.0)
 """Difference from the largest score below which a token's probability is negligible in float32."""
@@ -75,7 +75,7 @@ def sample_row(
         s_C = tl.load(own + first + v_C, mask=inside_C, other=float("-inf")) / divisor
         kept_C = inside_C & (s_C - most > low)
         if is_random:
-            bits_C = folded((first + v_C + 1).to(tl.uint32) * STRIDE ^ key).to(tl.int32, bitcast=True)
+            bits_C = hash_bits((first + v_C + 1).to(tl.uint32) * STRIDE ^ key).to(tl.int32, bitcast=True)
             # As in `generate.sampling`: the top 23 bits, as a number between 0 and 1.
             uniform_C = ((bits_C >> 9).to(tl.float32) + 4194304.5) * 1.1920928955078125e-07
             s_C -= tl.log(-tl.log(uniform_C))
@@ -89,10 +89,10 @@ def sample_row(
 
 
 @triton.jit
-def top_p_threshold(own, divisor, most, wanted, V, C: tl.constexpr):
+def top_p_threshold(score_row, divisor, max_score, target_sum, V, C: tl.constexpr):
     """Return a threshold, as a difference from the largest score. The tokens above it are the smallest set of
-    most probable tokens whose sum of exponentials reaches `wanted`; tokens as probable as the last of them
-    are included."""
+    most probable tokens whose sum of exponentials reaches `target_sum`; tokens as probable as the last of
+    them are included."""
     v_C, h_H = tl.arange(0, C), tl.arange(0, H)
     low, width = LOWEST, -LOWEST
     for _ in range(ROUNDS):
@@ -102,8 +102,8 @@ def top_p_threshold(own, divisor, most, wanted, V, C: tl.constexpr):
         sum_HC = tl.zeros((H, C), tl.float32)
         for first in range(0, V, C):
             inside_C = first + v_C < V
-            s_C = tl.load(own + first + v_C, mask=inside_C, other=float("-inf")) / divisor - most
+            s_C = tl.load(score_row + first + v_C, mask=inside_C, other=float("-inf")) / divisor - max_score
             sum_HC += tl.where(s_C[None, :] > threshold_H[:, None], tl.exp(s_C)[None, :], 0.0)
-        reached_H = (tl.sum(sum_HC, axis=1) >= wanted) & (h_H < H - 1)
+        reached_H = (tl.sum(sum_HC, axis=1) >= target_sum) & (h_H < H - 1)
         low += width * tl.sum(reached_H.to(tl.int32), axis=0)
     return low

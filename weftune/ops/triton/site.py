@@ -16,14 +16,14 @@ import triton.language as tl
 
 from weftune.ops.triton.scales import is_scaled, scale_at
 from weftune.ops.triton.slots import (
-    bands_of,
+    band_count,
     column_block,
     column_factor,
-    drops_in_any,
     first_input,
-    kept,
+    has_dropout_in_any,
+    keep_mask,
     largest_rank,
-    matrix,
+    matrix_pointer,
     padded_rank_mask,
     row_factor,
     site_key,
@@ -76,7 +76,7 @@ def down_of_tile(
         first_feature = first_input(crc, P)
     for i in tl.static_range(TOGETHER):
         entry = (first + i) * S + slot
-        a = matrix(address, entry, 0, x.dtype.element_ty, ALIGNMENT)
+        a = matrix_pointer(address, entry, 0, x.dtype.element_ty, ALIGNMENT)
         weights = weights + (a + r_R[:, None] * K,)  # noqa: RUF005
         owned = owned + (r_R < tl.load(rank + entry),)  # noqa: RUF005
         if DROPS:
@@ -98,7 +98,7 @@ def down_of_tile(
             dropped_MC = x_MC
             if DROPS:
                 column_C = column_factor(first_feature + k_C, keys[i])
-                kept_MC = kept(row_factors[i][:, None], column_C[None, :], thresholds[i])
+                kept_MC = keep_mask(row_factors[i][:, None], column_C[None, :], thresholds[i])
                 dropped_MC = tl.where(kept_MC, x_MC, 0.0)
             sum_MR = tl.dot(dropped_MC, tl.trans(a_RC), sums[i], input_precision=PRECISION)
             longer = longer + (sum_MR,)  # noqa: RUF005
@@ -210,7 +210,7 @@ def down(
     max_ranks = largest_rank(rank, first, slot, S, TOGETHER)
     if max_ranks == 0:
         return
-    dropping = drops_in_any(threshold, first, slot, S, TOGETHER) if DROPS else False
+    dropping = has_dropout_in_any(threshold, first, slot, S, TOGETHER) if DROPS else False
     if DROPS and dropping:
         down_by_ranks(
             x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
@@ -324,14 +324,14 @@ def up(
         y_MC *= tl.load(column_scale + n_C, mask=inside_C, other=0.0)[None, :]
     if slot >= 0:
         r_R = tl.arange(0, R)
-        for band in range(bands_of(rank, site, slot, S, P, BANDS)):
+        for band in range(band_count(rank, site, slot, S, P, BANDS)):
             part = band * SITES + site
             entry = part * S + slot
             ranks = tl.load(rank + entry)
             s_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
             travels_MR = (row_M < stop)[:, None] & padded_rank_mask(r_R, ranks)[None, :]
             s_MR = tl.load(s + s_at_MR, mask=travels_MR, other=0.0)
-            b = matrix(address, entry, 1, s.dtype.element_ty, ALIGNMENT)
+            b = matrix_pointer(address, entry, 1, s.dtype.element_ty, ALIGNMENT)
             b_at_RC = r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
             b_RC = tl.load(b + b_at_RC, mask=(r_R < ranks)[:, None] & inside_C[None, :], other=0.0)
             y_MC = tl.dot(s_MR, b_RC, y_MC, input_precision=PRECISION)

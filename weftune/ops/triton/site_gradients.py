@@ -16,14 +16,14 @@ import triton.language as tl
 
 from weftune.ops.triton.slots import (
     NEVER,
-    bands_of,
+    band_count,
     column_block,
     column_factor,
-    drops_in_any,
     first_input,
-    kept,
+    has_dropout_in_any,
+    keep_mask,
     largest_rank,
-    matrix,
+    matrix_pointer,
     padded_rank_mask,
     row_factor,
     site_key,
@@ -68,7 +68,7 @@ def ds_db_of_piece(
     stored_1R = padded_rank_mask(r_R, ranks)[None, :]
     n_C = low + tl.arange(0, C)
     owned_RC = (r_R < ranks)[:, None] & (n_C < high)[None, :]
-    b = matrix(address, entry, 1, s.dtype.element_ty, ALIGNMENT)
+    b = matrix_pointer(address, entry, 1, s.dtype.element_ty, ALIGNMENT)
     b_at_RC = r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
     if DS:
         b_RC = tl.load(b + b_at_RC, mask=owned_RC, other=0.0)
@@ -91,7 +91,7 @@ def ds_db_of_piece(
             tl.store(partial_ds + ds_at_MR, ds_MR, mask=inside_M[:, None] & stored_1R)
     db_RC = tl.trans(db_CR)
     if alone:
-        db_at = matrix(address, entry, 3, tl.float32, ALIGNMENT) + b_at_RC
+        db_at = matrix_pointer(address, entry, 3, tl.float32, ALIGNMENT) + b_at_RC
         tl.store(db_at, tl.load(db_at, mask=owned_RC, other=0.0) + db_RC, mask=owned_RC)
     else:
         at_RC = ((piece.to(tl.int64) * BANDS + band) * R + r_R)[:, None] * N + n_C[None, :]
@@ -182,7 +182,7 @@ def ds_of_tile(
     owned_R = r_R < ranks
     entry = part * S + slot
     ds_MR = tl.full((M, OWN), 0.0, tl.float32)
-    b_R = matrix(address, entry, 1, dy.dtype.element_ty, ALIGNMENT) + r_R * (high - low)
+    b_R = matrix_pointer(address, entry, 1, dy.dtype.element_ty, ALIGNMENT) + r_R * (high - low)
     share = (high - low + splits * C - 1) // (splits * C) * C
     for n in range(split * share, tl.minimum((split + 1) * share, high - low), C):
         n_C = n + tl.arange(0, C)
@@ -330,7 +330,7 @@ def da_of_piece(
                 drawn_M = row_factor(token_M, keys[i])
                 # Recomputed for every M rows, since registers are scarce.
                 column_C = column_factor(first_feature + k_C, keys[i])
-                kept_CM = kept(drawn_M[None, :], column_C[:, None], thresholds[i])
+                kept_CM = keep_mask(drawn_M[None, :], column_C[:, None], thresholds[i])
                 dropped_CM = tl.where(kept_CM, x_CM, 0.0)
             longer = longer + (tl.dot(dropped_CM, ds_MR, sums[i], input_precision=PRECISION),)  # noqa: RUF005
         sums = longer
@@ -339,7 +339,7 @@ def da_of_piece(
         owned_RC = (r_R < ranks[i])[:, None] & inside_C[None, :]
         sum_RC = tl.trans(sums[i])
         if alone:
-            da_at = matrix(address, entry, 2, tl.float32, ALIGNMENT) + a_at_RC
+            da_at = matrix_pointer(address, entry, 2, tl.float32, ALIGNMENT) + a_at_RC
             tl.store(da_at, tl.load(da_at, mask=owned_RC, other=0.0) + sum_RC, mask=owned_RC)
         else:
             at_RC = ((piece.to(tl.int64) * P + first + i) * R + r_R)[:, None] * K + k_C[None, :]
@@ -420,7 +420,7 @@ def da(
     max_ranks = largest_rank(rank, first, slot, S, TOGETHER)
     if max_ranks == 0:
         return
-    dropping = drops_in_any(threshold, first, slot, S, TOGETHER) if DROPS else False
+    dropping = has_dropout_in_any(threshold, first, slot, S, TOGETHER) if DROPS else False
     if DROPS and dropping:
         da_by_ranks(
             x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, max_ranks, K,
@@ -458,7 +458,7 @@ def dx_of_part(
     ranks = tl.load(rank + entry)
     ds_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
     ds_MR = tl.load(ds + ds_at_MR, mask=inside_M[:, None] & padded_rank_mask(r_R, ranks)[None, :], other=0.0)
-    a = matrix(address, entry, 0, ds.dtype.element_ty, ALIGNMENT)
+    a = matrix_pointer(address, entry, 0, ds.dtype.element_ty, ALIGNMENT)
     owned_RC = (r_R < ranks)[:, None] & inside_C[None, :]
     a_RC = tl.load(a + r_R[:, None] * K + k_C[None, :], mask=owned_RC, other=0.0)
     return tl.dot(ds_MR, a_RC, sum_MC, input_precision=PRECISION)
@@ -515,7 +515,7 @@ def add_dx(
     if slot >= 0:
         # One site after the other: the masks of several do not fit the registers together.
         for site in range(SITES):
-            bands = bands_of(rank, site, slot, S, P, BANDS)
+            bands = band_count(rank, site, slot, S, P, BANDS)
             masked = tl.load(threshold + site * S + slot) > NEVER if DROPS else False
             if DROPS and masked:
                 part_MC = tl.full((M, C), 0.0, tl.float32)
@@ -531,7 +531,7 @@ def add_dx(
                     row_factor(token_M, drawn)[:, None],
                     column_factor(feature_C, drawn)[None, :],
                 )
-                kept_MC = kept(row_M1, column_1C, tl.load(threshold + site * S + slot))
+                kept_MC = keep_mask(row_M1, column_1C, tl.load(threshold + site * S + slot))
                 dx_MC += tl.where(kept_MC, part_MC, 0.0)
             else:
                 for band in range(bands):
@@ -575,7 +575,7 @@ def add_gradients(
         k_C = (block - part * ((K + C - 1) // C)) * C + c_C
         entry = part * S + slot
         owned_RC = (r_R < tl.load(rank + entry))[:, None] & (k_C < K)[None, :]
-        gradient = matrix(address, entry, 2, tl.float32, ALIGNMENT) + r_R[:, None] * K + k_C[None, :]
+        gradient = matrix_pointer(address, entry, 2, tl.float32, ALIGNMENT) + r_R[:, None] * K + k_C[None, :]
         at_RC = (part * R + r_R)[:, None] * K + k_C[None, :]
         share = partial_da + first.to(tl.int64) * (P * R * K)
         total_RC = tl.full((R, C), 0.0, tl.float32)
@@ -589,7 +589,7 @@ def add_gradients(
         n_C = low + c_C
         entry = (band * (P // BANDS) + site) * S + slot
         owned_RC = (r_R < tl.load(rank + entry))[:, None] & (n_C < high)[None, :]
-        gradient = matrix(address, entry, 3, tl.float32, ALIGNMENT)
+        gradient = matrix_pointer(address, entry, 3, tl.float32, ALIGNMENT)
         gradient += r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
         at_RC = (band * R + r_R)[:, None] * N + n_C[None, :]
         share = partial_db + first.to(tl.int64) * (BANDS * R * N)

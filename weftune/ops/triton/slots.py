@@ -23,7 +23,7 @@ the adapter's output."""
 
 
 @triton.jit
-def folded(value):
+def hash_bits(value):
     """Return fmix32, a hash of the bits. `ops.dropout.mix_bits` is the same function in torch."""
     value = value ^ (value >> 16)
     value = value * FIRST
@@ -35,7 +35,7 @@ def folded(value):
 @triton.jit
 def site_key(key, crc, slot, part):
     """Return the dropout key of a slot's seed and step at one site, as `ops.dropout.key` does."""
-    return folded((tl.load(key + slot) ^ tl.load(crc + part)).to(tl.uint32, bitcast=True))
+    return hash_bits((tl.load(key + slot) ^ tl.load(crc + part)).to(tl.uint32, bitcast=True))
 
 
 @triton.jit
@@ -49,25 +49,25 @@ def first_input(crc, P: tl.constexpr):
 def row_factor(token_M, site_key):
     """Return the hash of each row. Random bits of a dropout mask are products of a row's and a column's
     hash."""
-    return folded(token_M.to(tl.uint32, bitcast=True) ^ site_key) | 1
+    return hash_bits(token_M.to(tl.uint32, bitcast=True) ^ site_key) | 1
 
 
 @triton.jit
 def column_factor(column_C, site_key):
     """Return the hash of each column, by which row hashes are multiplied. Columns are counted in the whole
     linear."""
-    return folded((column_C + 1).to(tl.uint32) * STRIDE ^ site_key) | 1
+    return hash_bits((column_C + 1).to(tl.uint32) * STRIDE ^ site_key) | 1
 
 
 @triton.jit
-def kept(row, column, threshold):
+def keep_mask(row, column, threshold):
     """Return the dropout mask of kept values from hashes of rows and columns that broadcast. It equals
     `ops.dropout.kept_TK`."""
     return (row * column).to(tl.int32, bitcast=True) >= threshold
 
 
 @triton.jit
-def matrix(address, entry, WHICH: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
+def matrix_pointer(address, entry, WHICH: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
     """Return the pointer to A (WHICH 0), B (1), dA (2) or dB (3) of a table entry."""
     pointer = tl.load(address + entry * 4 + WHICH).to(tl.pointer_type(TYPE))
     return tl.multiple_of(pointer, ALIGNMENT)
@@ -96,7 +96,7 @@ def largest_rank(rank, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def drops_in_any(threshold, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
+def has_dropout_in_any(threshold, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
     """Return whether a slot uses dropout in any of TOGETHER parts."""
     highest = tl.load(threshold + first * S + slot)
     for i in tl.static_range(1, TOGETHER):
@@ -105,7 +105,7 @@ def drops_in_any(threshold, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr
 
 
 @triton.jit
-def bands_of(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.constexpr):
+def band_count(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.constexpr):
     """Return the number of bands in which a slot has ranks at a site (bands split large ranks)."""
     bands = 0
     for band in tl.static_range(BANDS):

@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def shares_of(gate: tl.tensor) -> tuple:
+def sigmoid_pair(gate: tl.tensor) -> tuple:
     """Return σ(gate) and 1 − σ(gate), both without overflow or cancellation."""
     small = tl.exp(-tl.abs(gate))
     large = 1.0 / (1.0 + small)
@@ -45,9 +45,9 @@ def swiglu_forward(
     up_B = tl.load(gate_at_B + WIDTH, mask=inside_B, other=0.0).to(tl.float32)
     if GELU:
         z_B, _ = gelu_exponent(gate_B)
-        passes_B, _ = shares_of(z_B)
+        passes_B, _ = sigmoid_pair(z_B)
     else:
-        passes_B, _ = shares_of(gate_B)
+        passes_B, _ = sigmoid_pair(gate_B)
     act_B = gate_B * passes_B * up_B
     tl.store(act + row * WIDTH + column_B, act_B.to(act.dtype.element_ty), mask=inside_B)
 
@@ -73,10 +73,10 @@ def swiglu_backward(
     dact_B = tl.load(dact + row * dact_stride + column_B, mask=inside_B, other=0.0).to(tl.float32)
     if GELU:
         z_B, dz_B = gelu_exponent(gate_B)
-        passes_B, stays_B = shares_of(z_B)
+        passes_B, stays_B = sigmoid_pair(z_B)
         dgate_B = dact_B * up_B * passes_B * (1.0 + gate_B * stays_B * dz_B)
     else:
-        passes_B, stays_B = shares_of(gate_B)
+        passes_B, stays_B = sigmoid_pair(gate_B)
         dgate_B = dact_B * up_B * passes_B * (1.0 + gate_B * stays_B)
     dup_B = dact_B * gate_B * passes_B
     dgate_at_B = dgate_up + row * (2 * WIDTH) + column_B

@@ -111,9 +111,9 @@ class Gathering:
         for job, found in self.gathered.items():
             start, count = segments[job].start, segments[job].stop - segments[job].start
             number_R = torch.arange(len(found.index_R))
-            copy_to(found.first_R, number_R % count)
+            copy_to(found.first_position_R, number_R % count)
             copy_to(found.index_R, start + number_R % count)
-            copy_to(found.counts_R1, (number_R < count)[:, None])
+            copy_to(found.is_counted_R1, (number_R < count)[:, None])
         if self.prefixes is not None:
             self._fill_prefixes(self.prefixes, microbatch, segments)
 
@@ -205,7 +205,7 @@ class GraphInputs:
         copy_to(self._boundaries_B, boundaries_B)
         self._tokens_T.copy_(laid.microbatch.tokens_T)
         self._positions_T.copy_(laid.microbatch.positions_T)
-        self.rows.fill(self._banks.seats(laid.microbatch), laid.token_index)
+        self.rows.fill(self._banks.slot_rows(laid.microbatch), laid.token_index)
         self.gathering.fill(laid.microbatch)
 
     def copy(self, laid: LaidMicrobatch, membership: Membership) -> None:

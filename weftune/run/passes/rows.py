@@ -104,7 +104,7 @@ def membership_of(
     rows = None
     if route is Route.tiled and not in_tiles:
         rows = Rows.empty(laid.microbatch.rows, banks.slots, base.device)
-        rows.fill(banks.seats(laid.microbatch), laid.token_index)
+        rows.fill(banks.slot_rows(laid.microbatch), laid.token_index)
     packed = pack(laid.microbatch.sample_lengths, base.device)
     if are_kernels_deterministic():
         packed = as_captured(packed, base.shape.context)

@@ -265,8 +265,8 @@ class HostSteps:
 
     def _apply(self, buffered: Sequence[_BufferedPiece]) -> None:
         buffer = self.ring.next_buffer()
-        on_host = [one.update.state.within(*one.piece.computed_range) for one in buffered]
-        on_device = [buffer.state.within(one.offset, one.stop) for one in buffered]
+        on_host = [one.update.state.slice_state(*one.piece.computed_range) for one in buffered]
+        on_device = [buffer.state.slice_state(one.offset, one.stop) for one in buffered]
         if self._device_weights is None:
             on_device = [
                 replace(state, gradient=kept.gradient, weights=kept.weights)
@@ -280,9 +280,9 @@ class HostSteps:
             self._update(buffer, buffered, on_device)
         with self.ring.copying_out(buffer):
             if self._device_weights is not None:
-                on_host = [one.update.state.within(*one.piece.kept_range) for one in buffered]
+                on_host = [one.update.state.slice_state(*one.piece.kept_range) for one in buffered]
                 on_device = [
-                    state.within(*one.piece.kept_offsets)
+                    state.slice_state(*one.piece.kept_offsets)
                     for one, state in zip(buffered, on_device, strict=True)
                 ]
             _copy_all(self._copied_out(on_host), self._copied_out(on_device))
@@ -303,7 +303,7 @@ class HostSteps:
             # otherwise.
             buffer.state.weights[: buffered[-1].stop].copy_(buffer.state.master[: buffered[-1].stop])
         updates = [
-            one.update.on(state, one.piece.computed_range.start)
+            one.update.for_state(state, one.piece.computed_range.start)
             for one, state in zip(buffered, on_device, strict=True)
         ]
         finite_J = self._apply_updates(updates, factor_J)
