@@ -98,7 +98,9 @@ def test_the_blocks_in_16_bits_are_those_that_were_measured(name):
     assert chosen.reads_dy_once == (group["rank"] <= 64)
     assert chosen.down.rows == chosen.da.rows == 64
     few = group["rank"] <= 64
-    assert chosen.ds == (replace(chosen.down, together=1) if few else KernelLaunch(64, warps=4, stages=4))
+    assert chosen.ds == (
+        replace(chosen.down, parts_per_program=1) if few else KernelLaunch(64, warps=4, stages=4)
+    )
 
 
 @pytest.mark.parametrize("name", IN_16_BITS)
