@@ -10,7 +10,7 @@ from weftune.bench.table import aligned
 
 POINTS = 0.05
 """How far measured bubbles may be from what was foreseen."""
-IDLE = 0.08
+IDLE = 0.06
 """The most bubbles, where there are jobs enough to fill every wait."""
 ENOUGH = 4
 """Jobs."""

@@ -8,8 +8,12 @@ planner how fast the stages are and how much their passes vary; those after it a
 before them, and measured. Beside that stands what would be foreseen if no pass varied. A worker is busy in
 its passes and its Steps only; bubbles are those of the steady part, between filling and draining.
 
+With `--handover`, windows of several jobs hand over as those of `weftune train` do: the pipeline fills in the
+first window and drains in the last one, which are not counted, and bubbles are those of all windows between
+them with the time between two windows.
+
     python -m benchmarks.pipeline_bubbles [--stages N] [--threads N] [--delay SECONDS] [--spare N]
-        [--toy] [--json FILE]
+        [--windows N] [--handover] [--toy] [--json FILE]
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, pstdev
 
@@ -39,6 +43,7 @@ from weftune.core.shapes import LayerRange, ModelShape
 from weftune.launch.workers import worker_environment
 from weftune.plan.cost.time import PassWork
 from weftune.plan.layout.stages import PartCosts, cut_layers, measured_costs
+from weftune.plan.program.handover import FINISHED, unfinished_work
 from weftune.plan.program.layout import pipeline_layout
 from weftune.plan.program.program import (
     Backward,
@@ -92,6 +97,8 @@ class Setting:
     spare: int = 6
     """Microbatches in flight beyond what 1F1B has, in our orders. Where passes vary by a tenth, four stages
     lose five percent of the time with one of them and less than one percent with six, by the simulator."""
+    hands_over: bool = False
+    """Whether windows leave microbatches in flight for the next one."""
 
     @property
     def rows(self) -> int:
@@ -140,14 +147,23 @@ def bubble_arguments() -> argparse.ArgumentParser:
         "--delay", type=float, default=usual.delay, help="seconds that every message takes more"
     )
     parser.add_argument("--spare", type=int, default=usual.spare, help="more in flight than 1F1B has")
+    parser.add_argument("--windows", type=int, default=usual.windows, help="windows that are measured")
+    parser.add_argument("--handover", action="store_true", help="windows do not drain")
     parser.add_argument("--toy", action="store_true", help="tiny, to see that it runs")
     return parser
 
 
 def setting_asked(options: argparse.Namespace) -> Setting:
     if options.toy:
-        return TOY
-    return Setting(stages=options.stages, threads=options.threads, delay=options.delay, spare=options.spare)
+        return replace(TOY, hands_over=options.handover)
+    return Setting(
+        stages=options.stages,
+        threads=options.threads,
+        delay=options.delay,
+        spare=options.spare,
+        windows=options.windows,
+        hands_over=options.handover,
+    )
 
 
 def measure(setting: Setting) -> tuple[Cut, list[Found]]:
@@ -254,20 +270,23 @@ def run_case(pipeline: Driver, setting: Setting, case: Case, cut: Cut) -> Found:
         pipeline.attach(training)
     # A stage whose neighbours wait half of the time is not as fast as one beside busy ones.
     pipeline.paces = Paces([held.stop - held.start for held in cut.held])
-    windows = []
-    for number in range(setting.windows + 1):
+    windows, left = [], FINISHED
+    hands_over = setting.hands_over and case.order is None
+    last = setting.windows + hands_over
+    for number in range(last + 1):
         courses = [course(name, number * case.steps, case, setting) for name in names]
         rules = PipelineRules(
             setting.rows, pipeline.paces.stages(), case.order, spare_microbatches=setting.spare
         )
-        program = plan_pipeline(courses, rules)
+        program = plan_pipeline(courses, rules, left, hands_over and number < last)
+        left = unfinished_work(program)
         even, varied_timelines = (
             pipeline.paces.timeline(program),
             tuple(pipeline.paces.varied_timelines(program)),
         )
         for _ in pipeline.run(program, fetch, lambda: False):
             pass
-        if number > 0:
+        if 0 < number <= setting.windows:
             windows.append(Window(program, tuple(pipeline.reports), even, varied_timelines))
     for name in names:
         pipeline.detach(name)
@@ -275,8 +294,9 @@ def run_case(pipeline: Driver, setting: Setting, case: Case, cut: Cut) -> Found:
 
 
 def found_in(windows: Sequence[Window], case: Case, setting: Setting) -> Found:
-    """The means over all windows."""
-    measured = [timeline_of(one.reports) for one in windows]
+    """The means over all windows. Windows that hand over are one timeline."""
+    parts = [windows] if windows[0].program.hands_over else [[one] for one in windows]
+    measured = [timeline_of(joined_reports([one.reports for one in part])) for part in parts]
     seconds = sum(one.makespan for one in measured)
     tokens = len(windows) * case.steps * case.jobs * setting.microbatches * setting.rows
     return Found(
@@ -284,13 +304,26 @@ def found_in(windows: Sequence[Window], case: Case, setting: Setting) -> Found:
         jobs=case.jobs,
         passes=means([[pass_seconds(report) for report in one.reports] for one in windows]),
         measured=means([steady_bubbles(one) for one in measured]),
-        predicted=means([steady_bubbles(draw) for one in windows for draw in one.varied_timelines]),
-        even=means([steady_bubbles(one.even) for one in windows]),
+        predicted=means([predicted_bubbles(one, draw) for one in windows for draw in one.varied_timelines]),
+        even=means([predicted_bubbles(one, one.even) for one in windows]),
         spread=means([[pass_spread(report) for report in one.reports] for one in windows]),
         tokens_per_second=tokens / seconds,
         predicted_seconds=sum(mean(draw.makespan for draw in one.varied_timelines) for one in windows),
         seconds=seconds,
     )
+
+
+def joined_reports(windows: Sequence[Sequence[WorkerReport]]) -> list[WorkerReport]:
+    """The reports of all workers for consecutive windows, as those of one window."""
+    return [
+        WorkerReport(times=[one for report in reports for one in report.times])
+        for reports in zip(*windows, strict=True)
+    ]
+
+
+def predicted_bubbles(window: Window, timeline: Timeline) -> tuple[float, ...]:
+    """Where a window hands over, it neither fills nor drains."""
+    return timeline.bubbles() if window.program.hands_over else steady_bubbles(timeline)
 
 
 def steady_bubbles(timeline: Timeline) -> tuple[float, ...]:

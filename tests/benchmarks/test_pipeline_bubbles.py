@@ -15,13 +15,16 @@ from weftune.plan.layout.stages import PartCosts, cut_layers
 from weftune.plan.program.program import Backward, Forward, Step
 from weftune.plan.window.pipeline import PipelineOrder
 from weftune.run.workers.agreed import TimedAction, WorkerReport
+from weftune.run.workers.trace import timeline_of
 
 
 @pytest.mark.slow
-def test_the_toy_measures_every_case_on_every_worker(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("options", [[], ["--handover"]])
+def test_the_toy_measures_every_case_on_every_worker(options, monkeypatch, capsys, tmp_path):
     cases = Case(1, 2, PipelineOrder.alternating), Case(2, 2)
     monkeypatch.setattr(pipeline_bubbles, "CASES", cases)
-    monkeypatch.setattr(sys, "argv", ["pipeline_bubbles", "--toy", "--json", str(tmp_path / "found.json")])
+    json_file = str(tmp_path / "found.json")
+    monkeypatch.setattr(sys, "argv", ["pipeline_bubbles", "--toy", *options, "--json", json_file])
     pipeline_bubbles.main()
     told = capsys.readouterr().out
     assert "1 job, 1F1B" in told
@@ -40,6 +43,17 @@ def test_the_toy_measures_every_case_on_every_worker(monkeypatch, capsys, tmp_pa
         assert case["predicted_seconds"] > 0
         assert all(spread > 0 for spread in case["spread"])
     assert [bar["kept"] for bar in found["bars"]] == [line.endswith("; kept.") for line in bar_lines(told)]
+
+
+def test_windows_that_hand_over_are_one_timeline_with_the_time_between_them():
+    """Both compute for 6 of 8 seconds: from 1 s, when both have begun, to 9 s, when one has ended."""
+    first, second = Forward(0, 0), Forward(1, 0)
+    windows = [
+        [WorkerReport(times=[TimedAction(first, 0, 4)]), WorkerReport(times=[TimedAction(first, 1, 5)])],
+        [WorkerReport(times=[TimedAction(second, 6, 9)]), WorkerReport(times=[TimedAction(second, 7, 10)])],
+    ]
+    timeline = timeline_of(pipeline_bubbles.joined_reports(windows))
+    assert pipeline_bubbles.steady_bubbles(timeline) == pytest.approx((2 / 8, 2 / 8))
 
 
 def bar_lines(told):
