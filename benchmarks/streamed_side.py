@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.base.host.streamed import Fill, StreamedBase, streamed_base
+from weftune.base.host.streamed import StreamedBase, streamed_base
 from weftune.base.model import Base
 from weftune.base.quant.linear import QuantLinear, quant_paths, replace_linears
 from weftune.base.quant.read import QuantReader
 from weftune.base.quant.stored import Quantised
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec, Quantize
-from weftune.base.weights import quantised_formats
+from weftune.base.weights import Fill, quantised_formats
 from weftune.bench.baselines import BaselineWork
 from weftune.bench.sizes import Size, build_frozen
 from weftune.bench.timing import Hardware

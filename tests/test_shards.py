@@ -25,8 +25,17 @@ def place(tmp_path_factory, forks):
     return folder
 
 
-def started(place, name, shards, *more):
-    return Launch(place, name, shards, *more, always=("--shards", str(shards)))
+def started(place, name, shards, *more, stages=1, always=()):
+    words = ("--shards", str(shards), *always) + ("--pipeline", str(stages)) * (stages > 1)
+    return Launch(place, name, shards * stages, *more, always=words)
+
+
+SMALL = {(2, 1): "760KiB", (2, 2): "460KiB", (4, 1): "690KiB"}
+"""By the numbers of shards and of stages: the memory of a device that a base is streamed to."""
+
+
+def pretended(shards, stages):
+    return "--device", "cpu", "--gpu-memory", SMALL[shards, stages]
 
 
 def assert_equal(output, undisturbed):
@@ -88,7 +97,10 @@ def test_it_resumes_with_another_number_of_shards_and_with_none(place, forks):
     ("words", "sentence"),
     [
         (("--shards", "3"), "which 3 shards cannot divide evenly; choose another number for --shards"),
-        (("--shards", "2", "--gpu-memory", "1MiB"), "cannot be combined with --gpu-memory yet"),
+        (
+            ("--shards", "auto", "--gpu-memory", "1MiB"),
+            "how many to stream it over, such as --shards 2",
+        ),
     ],
 )
 def test_what_shards_cannot_do_is_a_mistake_with_a_sentence(place, forks, words, sentence):
@@ -103,6 +115,47 @@ def test_a_kind_that_cannot_be_cut_is_refused_before_anything_starts(tmp_path, f
     assert forks.weftune("train", "jobs.yaml", "--shards", "2", cwd=folder) == 2
     assert "--shards 2: a has a bottleneck adapter, which cannot be trained" in (folder / "log").read_text()
     assert not (folder / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "text"), [(1, "2 shards"), (2, "2 workers of 2 shards")])
+def test_shards_that_stream_their_parts_equal_one_process(place, forks, stages, text):
+    output = place / fresh(place, "streamed")
+    words = ("--shards", "2", *pretended(2, stages)) + ("--pipeline", "2") * (stages > 1)
+    assert forks.weftune("train", "jobs.yaml", "--output", "streamed", *words, cwd=place) == 0
+    assert f"model, in {text}" in (place / "log").read_text()
+    notes = " ".join(status(output)["notes"])
+    assert f"The base is streamed over {text} in 4 stages of 1 layer, 0 of them resident" in notes
+    assert f"came from the host to {2 * stages} workers" in notes
+    assert_equal(output, place / "undisturbed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", [0, 1])
+def test_kill_9_of_a_shard_that_streams_ends_in_the_same_adapters(place, worker, capfd):
+    output = place / fresh(place, "killed")
+    run = started(place, "killed", 2, always=pretended(2, 1))
+    run.wait_for_lines(12)
+    run.signal(worker, signal.SIGKILL)
+    assert run.wait() == 0
+    assert "starting all workers again from the last checkpoints (1 of 3)" in capfd.readouterr().err
+    assert_equal(output, place / "undisturbed")
+
+
+@pytest.mark.slow
+def test_a_streamed_run_resumes_with_other_numbers_of_shards_and_with_none(place, forks):
+    output = place / fresh(place, "changing")
+    for shards, stages, more in ((2, 1, ()), (2, 2, ("--resume",)), (4, 1, ("--resume",))):
+        before = len(lines(output)) if more else 0
+        run = started(place, "changing", shards, *more, stages=stages, always=pretended(shards, stages))
+        run.wait_for_lines(before + 6)
+        run.signal(0, signal.SIGINT)
+        assert run.wait() == 130
+    assert "paused" in states(output).values()
+    before = lines(output)
+    assert forks.weftune("train", "jobs.yaml", "--resume", "--output", "changing", cwd=place) == 0
+    assert lines(output)[: len(before)] == before, "no finished step was made again"
+    assert_equal(output, place / "undisturbed")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from tests.base.quant.bases import stored_folder
 from tests.families import config, tiny
 from tests.shards import on_shards
 from weftune.base import weights
+from weftune.base.host.streamed import load_streamed, stream_model
 from weftune.base.load import load_base, load_plain
 from weftune.base.quant.linear import QuantLinear
 from weftune.base.shards import load_shard, refuse_sharding, shard_of
@@ -19,6 +20,7 @@ from weftune.core.shapes import LayerRange, shard_shape
 from weftune.core.shards import ShardTeam, kept_indices
 from weftune.errors import BaseModelError
 from weftune.plan.cost.streamed_memory import token_bytes
+from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.program.program import NOTHING
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3")
@@ -169,6 +171,56 @@ def assert_shards_have_the_weights_of(whole, spec):
             dim = 1 if site.part.cuts_inputs else 0
             assert torch.equal(got, want.index_select(dim, kept_indices(site.part)))
             assert torch.equal(own(site.name), want)
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
+def test_streamed_shards_have_the_parameters_of_resident_ones(quantize, tmp_path):
+    """Read from files, where streamed stages have them on the host."""
+    spec = BaseSpec(
+        model=str(model_folder(tmp_path, "qwen2", torch.float32)), dtype="float32", quantize=quantize
+    )
+    cut, original = Layout((StageLayers(0, 1), StageLayers(1, 2, True)), (1,), shards=2), load_base(spec, CPU)
+    for shard in range(2):
+        team, layers = ShardTeam(shard, 2, lambda tensor: None), LayerRange(0, 2, 2)
+        streamed, resident = load_streamed(spec, CPU, cut, team=team), load_shard(spec, CPU, team, layers)
+        streamed.sources[0].copy_to(streamed.slot(0))
+        base = streamed.whole
+        assert (base.shape, base.slices, base.whole_sites) == (
+            resident.shape,
+            resident.slices,
+            original.shape.sites,
+        )
+        got, expected = dict(base.model.named_parameters()), dict(resident.model.named_parameters())
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in got.items())
+        held = sum(value.nbytes for name, value in expected.items() if ".layers.0." in name)
+        assert held <= streamed.sources[0].size < held + 16 * len(expected)
+        own, whole = base.weight_reader(), original.weight_reader()
+        assert all(torch.equal(own(site.name), whole(site.name)) for site in base.shape.sites)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_of_shards_that_take_turns_give_the_bits_of_resident_shards(family):
+    layers, microbatch = config(family).num_hidden_layers, packed(random_samples())
+    cut_for = cut(family, 2)
+    models = [tiny(family, torch.float32) for _ in range(2)]
+    stages = Layout(tuple(StageLayers(n, n + 1) for n in range(layers)), (1,), shards=2)
+
+    def on_shard(team):
+        streamed = stream_model(models[team.shard], SPEC, CPU, stages, team=team)
+        h_TD = None
+        for number, stage in enumerate(streamed.stages):
+            streamed.sources[number].copy_to(streamed.slot(number))
+            h_TD = stage.hidden(microbatch, given_TD=h_TD)
+        return h_TD, streamed.whole.head().logits(h_TD)
+
+    def resident(team):
+        base = cut_for(team)
+        h_TD = base.hidden(microbatch)
+        return h_TD, base.head().logits(h_TD)
+
+    for got, want in zip(on_shards(2, on_shard), on_shards(2, resident), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
 def test_fp8_is_refused_in_a_sentence(tmp_path):

@@ -449,6 +449,24 @@ def test_several_devices_that_no_stage_fits_stream_the_base_as_a_run_would(folde
     assert numbers["train"].startswith("--pipeline 4 --gpu-memory")
 
 
+def test_shards_stream_half_of_every_layer_each_and_wait_for_their_sums(folder, weftune):
+    file, numbers = jobs_file(folder, short="{rank: 8}"), []
+    for words in (("H200",), ("2xH200:nvlink", "--shards", "2"), ("2xH200:pcie", "--shards", "2")):
+        shown = weftune(file, "--cluster", *words, "--gpu-memory", "6GiB", "--explain", "--json", "out.json")
+        assert shown.code == 0, shown.err
+        numbers.append(json.loads((folder / "out.json").read_text()))
+    _, linked, slow = numbers
+    assert [one["streamed"] for one in numbers] == [True] * 3
+    assert "Every layer is divided among 2 devices." in " ".join(shown.out.split())
+    assert linked["train"] == "--shards 2"
+    assert linked["why"].startswith("streamed over 2 shards in ")
+    assert (len(linked["needs_bytes"]), linked["budget_bytes"]) == (2, [6 << 30] * 2)
+    assert max(linked["needs_bytes"]) <= 6 << 30
+    resident = [sum(one["layers"] for one in plan["stages"] if one["resident"]) for plan in numbers]
+    assert resident[1] > resident[0], "a shard's part of a layer is half as large"
+    assert linked["round_seconds"] < slow["round_seconds"], "sums take longer over PCIe"
+
+
 def test_a_job_without_rows_is_named(folder, weftune):
     (folder / "empty.jsonl").write_text("")
     shown = weftune(jobs_file(folder, empty="{rank: 8}"), "--cluster", "H200")

@@ -1,6 +1,7 @@
 """Every legal combination of an executor's parts trains jobs to the same adapters. Captured passes have the
 others' place on a GPU: tests/test_stream_graphs_gpu.py and tests/test_stage_graphs_gpu.py."""
 
+from functools import cache
 from itertools import product
 
 import pytest
@@ -28,7 +29,7 @@ from weftune.run.stream.travelling_adapters import TravellingAdapters
 from weftune.run.stream.weights import ResidentWeights, StreamedWeights
 from weftune.run.workers.agreed import Agreed
 from weftune.run.workers.transport import Transport
-from weftune.run.workers.worker import worker_executor
+from weftune.run.workers.worker import shard_team, worker_executor
 from weftune.trainer.job import collate_plan
 
 ROWS = 256
@@ -37,9 +38,10 @@ WAYS = list(product((False, True), (False, True)))
 SOME_WAYS = [(False, False), (True, True)]
 
 
-def layout(travels, offloads, slots=(2,)):
+def layout(travels, offloads, slots=(2,), shards=1):
     stages = tuple(StageLayers(n, n + 1, is_resident=n == 1) for n in range(LAYERS))
-    return Layout(stages, slots, adapters_travel=travels, offloaded_rows=ROWS if offloads else 0)
+    rows = ROWS if offloads else 0
+    return Layout(stages, slots, adapters_travel=travels, offloaded_rows=rows, shards=shards)
 
 
 def kinds(executor):
@@ -96,18 +98,18 @@ def test_one_worker_whose_base_stays_and_whose_optimizer_is_offloaded(wanted):
     assert all(torch.equal(masters[name], master) for name, master in wanted[1].items())
 
 
-def as_worker(connections, ways):
+def as_worker(connections, ways, slots=(1, 1)):
     """Of each way: the kinds of parts, what happened, this worker's slices, and what it evaluated."""
-    found = []
+    found, place, team = [], connections.position, shard_team(connections)
     for travels, offloads in ways:
-        cut = layout(travels, offloads, (1, 1))
-        part = cut.for_worker(connections.position.worker)
+        cut = layout(travels, offloads, slots, place.shards)
+        part = cut.for_worker(place.list_index)
         streamed = stream_model(
-            deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, cut, part.worker
+            deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, cut, part.worker, team
         )
         base = streamed.whole
         transport = Transport(connections, base.shape.hidden, base.dtype, base.device)
-        executor, agreed = worker_executor(streamed, part, transport, connections.position.worker)
+        executor, agreed = worker_executor(streamed, part, transport, place.list_index, team)
         jobs = evaluated_jobs(whole_base("llama", torch.float64))
         attach_jobs(executor, jobs)
         by_name = {job.name: job for job in jobs}
@@ -125,20 +127,48 @@ def as_worker(connections, ways):
     return found
 
 
-@pytest.mark.parametrize("ways", slow_but([SOME_WAYS, WAYS], [SOME_WAYS]), ids=["some ways", "every way"])
-def test_workers_whose_stages_take_turns(ways):
+@cache
+def alone_in_float64():
     base = whole_base("llama", torch.float64)
     jobs = evaluated_jobs(base)
     made = executors.executor_with(base, jobs)
     events = list(executors.run_program(made, executors.plan_program(jobs, 6, CAPACITY, begins=True), jobs))
     starts = views({job.name: executors.job_training(base, job) for job in jobs})
+    return losses_of(events), views(made.attached), starts
+
+
+@pytest.mark.parametrize("ways", slow_but([SOME_WAYS, WAYS], [SOME_WAYS]), ids=["some ways", "every way"])
+def test_workers_whose_stages_take_turns(ways):
     first, second = run_workers(2, as_worker, ways, ring=True)
     for (travels, offloads), mine, theirs in zip(ways, first, second, strict=True):
         # The first has stages 0 and 2: the one has no input, that of the other is wanted first.
         assert mine[0] == expected_kinds(travels, False, Agreed)
         assert theirs[0] == expected_kinds(travels, offloads, Agreed)
-        weights = mine[2] | theirs[2]
-        assert_equal(
-            (losses_of(mine[1]), weights), (losses_of(events), views(made.attached), starts), 1e-9, 1e-8
-        )
+        assert_equal((losses_of(mine[1]), mine[2] | theirs[2]), alone_in_float64(), 1e-9, 1e-8)
         assert {(one.job, one.step) for one in mine[3] + theirs[3]} == {("d", 0), ("d", 2), ("d", 4)}
+
+
+@pytest.mark.parametrize(
+    ("slots", "shards"), slow_but([((1,), 2), ((2,), 4), ((1, 1), 2)], [((1,), 2)]), ids=str
+)
+def test_shards_whose_stages_take_turns(slots, shards):
+    """Alone and as teams in the place of workers; every shard streams its part of a stage."""
+    ways, lists = [(False, False), (False, True)], len(slots)
+    found = run_workers(lists * shards, as_worker, ways, slots, ring=lists > 1, shards=shards)
+    for number, (_, offloads) in enumerate(ways):
+        teams = [
+            [one[number] for one in found[first : first + shards]] for first in range(0, len(found), shards)
+        ]
+        for index, team in enumerate(teams):
+            has_offloaded = layout(False, offloads, slots).for_worker(index).offloaded_stages
+            assert {one[0] for one in team} == {expected_kinds(False, bool(has_offloaded), Agreed)}
+            assert all(torch.equal(value, one[2][key]) for one in team for key, value in team[0][2].items())
+        weights = {key: value for team in teams for key, value in team[0][2].items()}
+        assert_equal((losses_of(teams[0][0][1]), weights), alone_in_float64(), 1e-9, 1e-8)
+        evaluated = {(one.job, one.step) for team in teams for one in team[0][3]}
+        assert evaluated == {("d", 0), ("d", 2), ("d", 4)}
+
+
+def test_shards_refuse_adapters_that_travel():
+    with pytest.raises(AssertionError, match="adapters of shards stay on their devices"):
+        layout(True, False, shards=2)

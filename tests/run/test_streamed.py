@@ -57,7 +57,9 @@ def attach_jobs(executor, jobs):
     for job in jobs:
         adapter = executors.JobAdapter(job.name, job.spec.adapter, job.spec.seed)
         home = getattr(executor, "home", base.device)
-        executor.attach(new_training(adapter, job.recipe, base.shape.sites, base.dtype, home))
+        executor.attach(
+            new_training(adapter, job.recipe, base.trained_sites, base.dtype, home, base.whole_sites)
+        )
 
 
 def run(executor, program, jobs):

@@ -14,7 +14,7 @@ Shapes: T rows, D hidden width.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -37,7 +37,14 @@ from weftune.base.quant.linear import QuantLinear, cut_quantised, matrix_dtype, 
 from weftune.base.shape import embedding_module, model_shape, model_sites, values
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import ENDS, Elsewhere, decoder_of, keep_stages, outline_model
-from weftune.base.weights import ParameterSlice, WeightFiles, file_reader, read_weights, stored_names
+from weftune.base.weights import (
+    Fill,
+    ParameterSlice,
+    WeightFiles,
+    file_reader,
+    read_each,
+    stored_names,
+)
 from weftune.core.shapes import EMBED_SCALE, LayerRange, ModelShape, SiteShape, SiteSlice
 from weftune.core.shards import ShardTeam, SumOverShards, VocabularyShard, kept_indices
 
@@ -51,6 +58,31 @@ class _Sizes:
     head_width: int
     inner: int
     """Width of the feed-forward."""
+
+
+ReadWhole = Callable[[str], Tensor | None]
+"""Function that returns the whole weight of a site (an adaptable linear) or of the embedding by its name, for
+kinds of adapters that are initialised from it, or None for any other parameter."""
+
+
+def _read_nothing(_: str) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """The cut of a model to one shard of some of its layers."""
+
+    team: ShardTeam
+    whole: ModelShape
+    """Sizes of the whole base."""
+    slices: Mapping[str, SiteSlice]
+    """Maps each site of the layers to the part that this shard keeps."""
+    read_whole: ReadWhole = _read_nothing
+
+    @property
+    def vocabulary(self) -> VocabularyShard:
+        return VocabularyShard(self.team, self.whole.vocabulary)
 
 
 class StoredWeights:
@@ -72,14 +104,14 @@ class StoredWeights:
         """Return the whole weight of a site or of the embedding, or None for any other parameter."""
         path = name.removesuffix(".weight")
         if path in self._quantised:
-            return self._quantised[path].build_matrix(self.read_quantised(path))
+            return self._quantised[path].build_matrix(self._read_quantised(path))
         if path not in self._shapes:
             return None
         weight_NK = torch.empty(self._shapes[path], dtype=self._dtype, device=self._device)
         self._read(name, weight_NK)
         return weight_NK
 
-    def read_quantised(self, path: str) -> dict[str, Tensor]:
+    def _read_quantised(self, path: str) -> dict[str, Tensor]:
         """Return the tensors of the whole weight of a quantised linear."""
         parts = {
             name: torch.empty_like(part, device=self._device)
@@ -89,10 +121,27 @@ class StoredWeights:
             self._read(f"{path}.{name}", part)
         return parts
 
-    def read_slices(self, model: PreTrainedModel, slices: Mapping[str, ParameterSlice]) -> None:
-        """Read the parameters that `model`, which has been cut to one shard, does not have yet. `slices` maps
-        the names of parameters to the parts that are read."""
-        read_weights(model, self._files, self._device, slices)
+    def part_reader(self, model: PreTrainedModel, shard: ModelShard) -> Fill:
+        """Return a function that writes a parameter of `model`, which has been cut to the shard, by its name
+        into a tensor. The tensors of a quantised weight should be requested in succession."""
+        slices = dict(_parameter_slices(model, shard))
+        read_plain = file_reader(model, self._files, self._device, slices)
+        assert read_plain is not None, "the files hold the parameters of the whole model"
+        last: dict[str, nn.Parameter] = {}
+
+        def read(name: str, out: Tensor) -> None:
+            path, _, part = name.rpartition(".")
+            if path not in self._quantised or part == "bias":
+                read_plain(name, out)
+                return
+            if name not in last:
+                last.clear()
+                whole = self._read_quantised(path)
+                linear = cut_quantised(self._quantised[path], whole, shard.slices[path])
+                last.update({f"{path}.{own}": value for own, value in linear.named_parameters()})
+            out.copy_(last[name])
+
+        return read
 
 
 def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam, layer_range: LayerRange) -> Base:
@@ -105,7 +154,9 @@ def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam, layer_rang
         return shard_of(load_plain(spec, torch.device("cpu")), spec, device, team, layer_range)
     with wrap_load_errors(spec):
         stored = StoredWeights(model, files, device)
-        return shard_of(model, spec, device, team, layer_range, stored.read_whole, stored)
+        shard = cut_model(model, spec, team, [layer_range], stored.read_whole)
+        read_each(model, stored.part_reader(model, shard), device)
+        return shard_base(model, spec, device, shard, layer_range)
 
 
 def refuse_sharding(spec: BaseSpec, shards: int) -> None:
@@ -137,38 +188,59 @@ def shard_of(
     device: torch.device,
     team: ShardTeam,
     layer_range: LayerRange,
-    read_whole: Callable[[str], Tensor | None] = lambda name: None,
-    stored: StoredWeights | None = None,
+    read_whole: ReadWhole = _read_nothing,
 ) -> Base:
     """Cut `model` in place to one shard of the given layers, and return it as a frozen base with Weftune's
-    attention.
+    attention."""
+    shard = cut_model(model, spec, team, [layer_range], read_whole)
+    nn.Module.to(model, device)
+    return shard_base(model, spec, device, shard, layer_range)
 
-    `read_whole` returns the whole weight of a site (an adaptable linear) or of the embedding by its name, for
-    kinds of adapters that are initialised from it, or None for any other parameter. If `stored` is given,
-    `model` has no weights, and its parts are read from `stored`.
-    """
+
+def cut_model(
+    model: PreTrainedModel,
+    spec: BaseSpec,
+    team: ShardTeam,
+    held: Sequence[LayerRange],
+    read_whole: ReadWhole = _read_nothing,
+) -> ModelShard:
+    """Cut `model`, which may be without weights, in place to one shard of the given stages."""
     _refuse_config(model.config, spec.model, team.shards)
     refuse_modules(model, spec.model)
     whole = model_shape(model, matrix_dtype(model))
     model.eval().requires_grad_(False)
     own_config(model)
-    keep_stages(model, layer_range)
+    keep_stages(model, *held)
     isolate_samples(model)
-    slices = dict(_cut_layers(model, team, stored))
-    vocabulary = VocabularyShard(team, whole.vocabulary)
-    _cut_ends(model, vocabulary)
-    if stored is None:
-        nn.Module.to(model, device)
-    else:
-        stored.read_slices(model, dict(_parameter_slices(model, whole, slices, vocabulary)))
-    for layer in _layers(model):
-        _sum_over_shards(layer, DECODERS[model.config.model_type], team.sum_over_shards)
-    _divide_embedding(model, vocabulary)
+    shard = ModelShard(team, whole, dict(_cut_layers(model, team)), read_whole)
+    _cut_ends(model, shard.vocabulary)
+    return shard
+
+
+def shard_base(
+    model: PreTrainedModel, spec: BaseSpec, device: torch.device, shard: ModelShard, held: LayerRange
+) -> Base:
+    """Return a model that has been cut to `shard` as a base whose layers sum over the shards. `held` extends
+    from the first of its layers to the last."""
+    layers = _layers(model)
+    for layer in layers:
+        _sum_over_shards(layer, DECODERS[model.config.model_type], shard.team.sum_over_shards)
+    _divide_embedding(model, shard.vocabulary)
+    whole, slices = shard.whole, shard.slices
     sites = tuple(local_site(site, slices[site.name]) for site in whole.sites if site.name in slices)
-    layers = layer_range.stop - layer_range.start
-    shape = replace(whole, layers=layers, parameters=values(model), sites=sites)
-    dtype = matrix_dtype(model)
-    return Base(model, spec, shape, device, dtype, layer_range, whole.sites, read_whole, slices, vocabulary)
+    shape = replace(whole, layers=len(layers), parameters=values(model), sites=sites)
+    return Base(
+        model,
+        spec,
+        shape,
+        device,
+        matrix_dtype(model),
+        held,
+        whole.sites,
+        shard.read_whole,
+        slices,
+        shard.vocabulary,
+    )
 
 
 def local_site(site: SiteShape, part: SiteSlice) -> SiteShape:
@@ -178,19 +250,18 @@ def local_site(site: SiteShape, part: SiteSlice) -> SiteShape:
     return replace(site, out_features=part.size, part=part)
 
 
-def _parameter_slices(
-    model: PreTrainedModel, whole: ModelShape, slices: Mapping[str, SiteSlice], vocabulary: VocabularyShard
-) -> Iterator[tuple[str, ParameterSlice]]:
+def _parameter_slices(model: PreTrainedModel, shard: ModelShard) -> Iterator[tuple[str, ParameterSlice]]:
     """Yield the name of each parameter of which this shard holds only a part, together with that part."""
-    for site in whole.sites:
-        if (part := slices.get(site.name)) is None:
+    vocabulary = shard.vocabulary
+    for site in shard.whole.sites:
+        if (part := shard.slices.get(site.name)) is None:
             continue
         if part.cuts_inputs:
             yield f"{site.name}.weight", ParameterSlice(1, part.ranges, site.in_features)
         else:
             rows = ParameterSlice(0, part.ranges, site.out_features)
             yield from ((f"{site.name}.{name}", rows) for name in ("weight", "bias"))
-    rows = ParameterSlice(0, ((vocabulary.start, vocabulary.stop),), whole.vocabulary)
+    rows = ParameterSlice(0, ((vocabulary.start, vocabulary.stop),), vocabulary.vocabulary)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     for path, module in model.named_modules():
         if module in ends:
@@ -203,11 +274,9 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     return [layer for layer in layers if not isinstance(layer, Elsewhere)]
 
 
-def _cut_layers(
-    model: PreTrainedModel, team: ShardTeam, stored: StoredWeights | None
-) -> Iterator[tuple[str, SiteSlice]]:
+def _cut_layers(model: PreTrainedModel, team: ShardTeam) -> Iterator[tuple[str, SiteSlice]]:
     """Cut the linears of every layer, and yield the path of each linear together with the part that this
-    shard keeps. The tensors of quantised linears are read from `stored`, if it is given."""
+    shard keeps."""
     facts, sizes = DECODERS[model.config.model_type], _sizes(model.config)
     parts = _slices(facts, sizes, team)
     paths = {id(module): path for path, module in model.named_modules()}
@@ -216,8 +285,7 @@ def _cut_layers(
             linear = cast(nn.Linear, layer.get_submodule(name))
             path, bias = paths[id(linear)], linear.bias
             if isinstance(linear, QuantLinear):
-                tensors = linear.parts if stored is None else stored.read_quantised(path)
-                linear = cut_quantised(linear, tensors, part)
+                linear = cut_quantised(linear, linear.parts, part)
                 layer.set_submodule(name, linear)
             else:
                 _cut_weight(linear, part)

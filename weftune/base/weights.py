@@ -47,6 +47,8 @@ EXTRA_FILES = (
 )
 """Names of files in a wrapper's folder that are not weights, config or tokenizer."""
 
+Fill = Callable[[str, Tensor], None]
+"""Function (name of a parameter, tensor) that writes the values of the parameter into the tensor."""
 StoredNames = Mapping[str, tuple[str, ...]]
 """Maps each parameter of a model to the names of its parts in the files, usually one."""
 
@@ -92,10 +94,14 @@ def weight_files(location: str, revision: str | None) -> WeightFiles | None:
 
 
 def file_reader(
-    model: PreTrainedModel, files: WeightFiles, device: torch.device
-) -> Callable[[str, Tensor], None] | None:
+    model: PreTrainedModel,
+    files: WeightFiles,
+    device: torch.device,
+    slices: Mapping[str, ParameterSlice] | None = None,
+) -> Fill | None:
     """Return a function that writes a parameter of `model`, by its name, into a tensor. None if parameters
-    are missing in the files. Weights are quantised on `device`."""
+    are missing in the files. Weights are quantised on `device`. Of plain parameters in `slices`, by name,
+    only parts are read."""
     known = stored_names(model, files)
     if known is None:
         return None
@@ -106,7 +112,7 @@ def file_reader(
         if reader.has_parameter(name):
             reader(name, out)
         else:
-            _read(files, known, name, out)
+            _read(files, known, name, out, (slices or {}).get(name))
 
     return read
 
@@ -118,7 +124,13 @@ def _open_tensor(files: WeightFiles, name: str) -> Tensor:
         return file.get_tensor(name)
 
 
-def _read(files: WeightFiles, stored_names: StoredNames, name: str, out: Tensor) -> None:
+def _read(
+    files: WeightFiles,
+    stored_names: StoredNames,
+    name: str,
+    out: Tensor,
+    kept: ParameterSlice | None = None,
+) -> None:
     if is_stored_weight(stored_names[name][0], files.files):
         value = stored_matrix(stored_names[name][0], partial(_open_tensor, files), files.files)
         refuse_other_shape(name, value.shape, out.shape)
@@ -130,7 +142,7 @@ def _read(files: WeightFiles, stored_names: StoredNames, name: str, out: Tensor)
     for path, parts in by_file.items():
         with open_safetensors(path) as file:
             for part in parts:
-                target, value = take_part(out, stored_names[name], part), file.get_tensor(part)
+                target, value = take_part(out, stored_names[name], part), _read_slice(file, part, kept)
                 refuse_other_shape(name, value.shape, target.shape)
                 target.copy_(value)
 
@@ -188,22 +200,18 @@ def quantised_formats(
     }
 
 
-def read_weights(
-    model: PreTrainedModel,
-    files: WeightFiles,
-    device: torch.device,
-    slices: Mapping[str, ParameterSlice] | None = None,
-) -> bool:
+def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> bool:
     """Load the parameters of `model`, which is on the meta device, to `device`. Return False without any
-    change if a parameter is missing in the files. If `slices` are given, parameters that are not on the meta
-    device are kept, and of those in `slices`, by name, only parts are read."""
+    change if a parameter is missing in the files."""
     known = stored_names(model, files)
     if known is None:
         return False
-    if slices is None and quant_paths(model):
-        _read_each(model, files, device)
+    if quant_paths(model):
+        read = file_reader(model, files, device)
+        assert read is not None
+        read_each(model, read, device)
         return True
-    shared = {name: names for name, names in shared_names(model).items() if model.get_parameter(name).is_meta}
+    shared = shared_names(model)
     by_file: dict[Path, list[str]] = {}
     for name in shared:
         if len(known[name]) == 1:
@@ -211,8 +219,7 @@ def read_weights(
     for path, names in by_file.items():
         with open_safetensors(path) as file:
             for name in names:
-                value = _read_slice(file, known[name][0], (slices or {}).get(name))
-                _set_parameter(model, shared[name], value, device)
+                _set_parameter(model, shared[name], file.get_tensor(known[name][0]), device)
     for name in (name for name in shared if len(known[name]) > 1):
         value = torch.empty_like(model.get_parameter(name), device=device)
         _read(files, known, name, value)
@@ -232,13 +239,12 @@ def _read_slice(file: Any, name: str, part: ParameterSlice | None) -> Tensor:
     return torch.cat([stored[(*before, slice(start, stop))] for start, stop in part.ranges], part.dim)
 
 
-def _read_each(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> None:
-    """Read the parameters one after another, so that at most one unquantised weight is in memory."""
-    read = file_reader(model, files, device)
-    assert read is not None
+def read_each(model: PreTrainedModel, fill: Fill, device: torch.device) -> None:
+    """Load the parameters of `model` to `device` one after another, so that at most one unquantised weight is
+    in memory. `fill` writes their values."""
     for name, names in shared_names(model).items():
         value = torch.empty_like(model.get_parameter(name), device=device)
-        read(name, value)
+        fill(name, value)
         _set_parameter(model, names, value, device)
     create_buffers(model, device)
 

@@ -86,12 +86,12 @@ def _resident_numbers(prediction: Prediction) -> dict[str, Any]:
 
 def _streamed_numbers(outlook: StreamOutlook, plan: Plan) -> dict[str, Any]:
     choice, layout, budget = outlook.choice, outlook.choice.layout, outlook.case.device.budget_bytes
-    several = outlook.workers > 1
+    devices = outlook.forecast.devices
     return {
         "streamed": True,
         "stages": [
             {"layers": stage.layer_count, "resident": stage.is_resident}
-            | ({"device": home} if several else {})
+            | ({"device": home * layout.shards} if devices > 1 else {})
             for stage, home in zip(layout.stages, layout.stage_workers, strict=True)
         ],
         "slots": max(layout.slot_counts),
@@ -100,8 +100,8 @@ def _streamed_numbers(outlook: StreamOutlook, plan: Plan) -> dict[str, Any]:
         "weights_in_files": choice.reads_weight_files,
         "aboard": list(plan.window.shapes),
         "device_bytes": choice.peak_device_bytes,
-        "needs_bytes": (choice.peak_device_bytes,) * outlook.workers,
-        "budget_bytes": [budget] * outlook.workers if several else budget,
+        "needs_bytes": (choice.peak_device_bytes,) * devices,
+        "budget_bytes": [budget] * devices if devices > 1 else budget,
         "host_bytes": choice.host_bytes,
         "round_seconds": choice.round_seconds,
         "unhidden_seconds": choice.waiting_share * outlook.forecast.seconds,

@@ -188,16 +188,16 @@ def _show_streamed(console: Console, plan: Plan, outlook: StreamOutlook) -> None
         console.print("How fast the files are is not known here; they are assumed to be as fast as the link.")
     _show_sampling_note(console, plan.case)
     table = Table("device", "stages", "resident", "slots", "needs", "may take", "host needs", title="Memory")
-    for worker in range(outlook.workers):
-        own = choice.layout.for_worker(worker)
+    for number in range(outlook.forecast.devices):
+        own = choice.layout.for_worker(number // choice.layout.shards)
         table.add_row(
-            _device_text(plan.case, worker),
+            _device_text(plan.case, number),
             str(len(own.own_stages)),
             str(len(own.own_stages) - len(own.streamed_stages)),
             str(own.slot_count),
             format_bytes(choice.peak_device_bytes),
             format_bytes(outlook.case.device.budget_bytes),
-            format_bytes(choice.host_bytes) if worker == 0 else "",
+            format_bytes(choice.host_bytes) if number == 0 else "",
         )
     console.print(table)
     title = "Predicted for such a round, each way with the same token capacity"

@@ -219,8 +219,8 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
         raise UserError(
             f"--shards auto: torchrun has started {worker.workers} workers; write how many shards there are"
         )
-    ring = options.gpu_memory is not None and worker.workers > 1
-    worker = replace(with_replicas(worker, options.replicas, options.shards), ring=ring)
+    worker = with_replicas(worker, options.replicas, options.shards)
+    worker = replace(worker, ring=options.gpu_memory is not None and worker.stages > 1)
     if options.pipeline and options.pipeline != worker.stages:
         raise UserError(
             f"--pipeline {options.pipeline}: torchrun has started {worker.workers} workers; leave it out"

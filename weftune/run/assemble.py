@@ -77,20 +77,23 @@ def streamed_executor(
     agrees: Agrees | None = None,
     make: Make = update,
     pool: Pool | None = None,
+    team: ShardTeam | None = None,
 ) -> Executor:
     """Return an executor for a streamed base, whose stages take turns on one device. `make` is the function
     that updates adapters in host memory. If `graphs`, passes are captured as CUDA graphs where possible, in
-    the memory of `pool` if it is given."""
+    the memory of `pool` if it is given. `team` is given for a shard."""
     base, part = streamed.whole, streamed.part
-    adapted = AdaptedBase(base, route)
+    shards = None if team is None else Shards(base, team)
+    adapted = AdaptedBase(base, route, team=team)
     streamed.refuse_copies()
     # Loading and adapting leave fragmented memory; long-lived tensors must not be placed in the gaps.
     release(base.device)
     stages = {stage: stage_view(base, part.stage_range(stage)) for stage in part.own_stages}
     weights, timer = StreamedWeights(streamed), ActionTimer(base.device)
     travels = part.layout.adapters_travel
-    adapters = TravellingAdapters(adapted, weights, make) if travels else ResidentAdapters(adapted)
-    if pool is None and graphs and adapted.capturable:
+    adapters = TravellingAdapters(adapted, weights, make) if travels else ResidentAdapters(adapted, shards)
+    # Whether a pass is captured depends on memory and time, but all shards must run the same passes.
+    if pool is None and graphs and adapted.capturable and team is None:
         pool = GraphPool(base.device)
     offloads = bool(part.offloaded_stages)
     return Executor(
@@ -102,7 +105,7 @@ def streamed_executor(
         else KeptActivations(part.own_stages),
         passes=CapturedVisits(adapted, stages, pool) if pool else PlainPasses(adapted, stages),
         adapters=adapters,
-        agreement=(agrees or _alone)(adapters, timer, None),
+        agreement=(agrees or _alone)(adapters, timer, shards),
         timer=timer,
         worker=worker,
     )

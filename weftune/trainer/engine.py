@@ -182,10 +182,10 @@ def stream_notes(executor: Executor | Driver, choice: LayoutChoice, seconds: flo
     """Return sentences about a streamed base for the end of a run whose windows took `seconds`."""
     notes = []
     if isinstance(executor, Driver):
-        reports = executor.reports
-        copied_bytes = sum(report.copied_bytes for report in reports)
+        reports, shards = executor.reports, executor.shards
+        copied_bytes = shards * sum(report.copied_bytes for report in reports)
         waited = max((report.waited for report in reports), default=0.0)
-        source = f"host to {len(reports)} workers; the one that waited longest for it did so"
+        source = f"host to {shards * len(reports)} workers; the one that waited longest for it did so"
         seconds = seconds if reports else 0.0
     else:
         weights = executor.weights.waited

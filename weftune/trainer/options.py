@@ -72,22 +72,17 @@ class Options:
     def __post_init__(self) -> None:
         """Refuse options that exclude each other."""
         number = "all" if self.gpus == ALL else self.gpus
-        if self.shards != 1 and self.gpu_memory is not None:
-            number_of_shards = "auto" if self.shards == AUTO else self.shards
-            raise UserError(
-                f"--shards {number_of_shards} divides every layer among several devices, which cannot be "
-                "combined with --gpu-memory yet; leave one of them out"
-            )
         if self.gpu_memory is not None and (self.gpus is not None or self.replicas > 1):
             raise UserError(
                 "--gpu-memory streams a base that is larger than the GPU; --gpus and --replicas need all of "
                 "it on each: leave it out, or stream over several GPUs with --pipeline"
             )
-        if self.gpu_memory is not None and self.pipeline == AUTO:
-            raise UserError(
-                "--gpu-memory: --pipeline auto counts the GPUs that hold the base without streaming; write "
-                "how many to stream it over, such as --pipeline 2"
-            )
+        for flag, count in (("--pipeline", self.pipeline), ("--shards", self.shards)):
+            if self.gpu_memory is not None and count == AUTO:
+                raise UserError(
+                    f"--gpu-memory: {flag} auto counts the GPUs that hold the base without streaming; write "
+                    f"how many to stream it over, such as {flag} 2"
+                )
         if self.gpus is not None and self.pipeline == AUTO:
             raise UserError(f"--pipeline auto inspects every GPU by itself; omit it or --gpus {number}")
 
@@ -125,8 +120,9 @@ class Options:
         whole = (self.gpu_memory if on_gpu else None) or self.memory or device_bytes
         # One GPU streams whenever the base does not fit, a CPU only if it simulates a small GPU, and several
         # workers only if that was requested, since they must be connected for it from the start.
-        stream_bytes = whole if on_gpu and workers <= 1 else self.gpu_memory
-        if on_gpu and workers > 1 and stream_bytes is not None:
+        is_alone = max(workers, self.shards) <= 1
+        stream_bytes = whole if on_gpu and is_alone else self.gpu_memory
+        if on_gpu and not is_alone and stream_bytes is not None:
             stream_bytes //= workers_per_device
         return Machine(
             on_gpu=on_gpu,

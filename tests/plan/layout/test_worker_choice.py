@@ -1,5 +1,6 @@
 """How several workers stream a base: what is promised fits, is legal, and no cut that fits is much faster."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -9,12 +10,14 @@ from hypothesis import strategies as st
 
 from tests.plan.cost.test_streamed_memory import CAPACITIES, JOB_SETS
 from tests.plan.program.test_check import course
-from tests.plan.stream_cases import ENDS, JOBS, LAYER, NEVER, TOKENS, base, gpu, job
+from tests.plan.stream_cases import ENDS, HIDDEN, JOBS, LAYER, NEVER, TOKENS, base, gpu, job
 from tests.plan.window.test_streamed_workers import cuts
+from weftune.core.shapes import shard_shape
 from weftune.errors import HostTooSmall, PlanError
 from weftune.plan.cost.memory import MemoryModel, max_sample_tokens
 from weftune.plan.layout.need import LayoutDraft, StreamCase, draft_from_layout
 from weftune.plan.layout.stream_choice import capacities, choose_for_workers
+from weftune.plan.program.prices import Link
 from weftune.plan.window.window import plan_window
 
 LAYERS = 6
@@ -137,6 +140,42 @@ def test_who_comes_later_fits_the_same_cut_alone(jobs, later, workers, room):
         fixed_slack_bytes=device.slack_bytes,
     )
     assert all(memory.misfit_reason([one]) is None for one in large)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_shards_stream_their_parts_of_layers_and_the_host_holds_all_parts(workers):
+    whole, part, device = base(LAYERS), shard_shape(base(LAYERS), 2), gpu(NEVER, uses_fused_ops=False)
+    draft = single_layers(LAYERS, workers)
+
+    def judged(shape):
+        return StreamCase(shape, (job(),), device, 100, 40, adapters_travel=False, workers=workers)
+
+    # Every shard keeps the state of whole adapters, and a copy and a gradient of its part.
+    copied = judged(part).memory.state_bytes - judged(whole).memory.state_bytes
+    assert copied == 5000 * math.ceil((2 + 4) * part.values_per_token / whole.values_per_token)
+    assert judged(part).memory.layer_bytes == LAYER // 2
+    tight = replace(device, budget_bytes=judged(part).device_bytes(draft))
+    assert judged(whole).device_bytes(draft) > tight.budget_bytes
+    found = choose_for_workers(part, [replace(job(), batch_tokens=100)], [], tight, workers, 64, PARTED)
+    assert (found.layout.workers, found.layout.shards) == (workers, 2)
+    assert found.reason.startswith(f"streamed over {'2 workers of ' * (workers > 1)}2 shards in 6 stages")
+    assert found.host_bytes == sum(not stage.is_resident for stage in found.layout.stages) * LAYER
+    memory = MemoryModel(part, tight.budget_bytes, layout=found.layout, fixed_slack_bytes=tight.slack_bytes)
+    assert memory.peak_bytes(found.attached_jobs, found.capacity) == found.device_bytes <= tight.budget_bytes
+
+
+def test_sums_over_shards_take_time_in_every_forward_and_backward():
+    """Two per layer: in the forward, in the backward, and where the forward is recomputed before it."""
+    part, draft = shard_shape(base(LAYERS), 2), single_layers(LAYERS, 1)
+    unlinked = gpu(NEVER, bandwidth=1e15)
+    linked = replace(unlinked, worker_link=Link(1e6, latency=1e-3))
+    seconds = [
+        StreamCase(part, (job(),), device, 100, 50, adapters_travel=False).round_seconds(draft)
+        for device in (unlinked, linked)
+    ]
+    size = (100 + 100 // 16) * HIDDEN * 2 / 2
+    once = 2 * 2 * (2 * (1e-3 + size / 2 / 1e6))
+    assert seconds[1] - seconds[0] == pytest.approx((3 * LAYERS - 1) * once)
 
 
 def test_each_end_of_the_base_is_counted_on_its_rank():

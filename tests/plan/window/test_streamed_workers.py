@@ -53,6 +53,10 @@ def passes(program: Program, kind: type, stage: int) -> list[int]:
     return [one.microbatch for one in here if isinstance(one, kind) and one.stage == stage]
 
 
+SHARDS = st.integers(2, 4).map(lambda shards: replace(cut(1, 2, 1, workers=1, resident={1}), shards=shards))
+"""Teams that run one list of actions: only the first shard knows the result of an evaluation."""
+
+
 @settings(max_examples=120, deadline=None)
 @given(job_sets(), cuts())
 def test_every_stage_sees_the_microbatches_of_one_device_in_its_order(courses, chosen):
@@ -95,7 +99,7 @@ def test_the_simulator_runs_every_window_to_its_end_and_holds_no_more_than_the_s
 
 
 @settings(max_examples=100, deadline=None)
-@given(job_sets(), cuts())
+@given(job_sets(), cuts() | SHARDS)
 def test_a_window_ends_with_the_first_round_in_which_somebody_evaluates(courses, chosen):
     program = plan_window(courses, chosen, 60)
     for actions in program.devices:

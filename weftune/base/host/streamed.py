@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
@@ -34,7 +34,14 @@ from weftune.base.load import load_plain, wrap_load_errors
 from weftune.base.model import Base, isolate_samples, own_config
 from weftune.base.quant.linear import matrix_dtype
 from weftune.base.quant.read import weights_by_part
-from weftune.base.shape import model_shape
+from weftune.base.shape import model_shape, site_modules, values
+from weftune.base.shards import (
+    ModelShard,
+    StoredWeights,
+    cut_model,
+    refuse_sharding,
+    shard_base,
+)
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import (
     ENDS,
@@ -44,8 +51,9 @@ from weftune.base.stages import (
     outline_model,
     refuse_unknown_family,
 )
-from weftune.base.weights import create_buffers, file_reader
+from weftune.base.weights import Fill, create_buffers, file_reader, stored_names
 from weftune.core.shapes import LayerRange, ModelShape
+from weftune.core.shards import ShardTeam
 from weftune.plan.program.layout import Layout, WorkerLayout
 
 ALIGNMENT = 16
@@ -54,8 +62,6 @@ contiguous."""
 
 MappedWeights = Mapping[str, tuple[MappedTensor, ...]]
 """Maps each parameter of a model to the tensors in files that it consists of."""
-Fill = Callable[[str, Tensor], None]
-"""Function (name of a parameter, tensor) that writes the values of the parameter into the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +110,32 @@ class StreamedBase:
 
 
 def load_streamed(
-    spec: BaseSpec, device: torch.device, layout: Layout, keeps_files_mapped: bool = False, worker: int = 0
+    spec: BaseSpec,
+    device: torch.device,
+    layout: Layout,
+    keeps_files_mapped: bool = False,
+    worker: int = 0,
+    team: ShardTeam | None = None,
 ) -> StreamedBase:
-    """Load a worker's stages from the base's files. Each tensor is read directly to its final location: the
-    device, or host memory if streamed. With `keeps_files_mapped`, streamed tensors stay in the files."""
+    """Load a worker's stages from the base's files, or its shard of them if `team` is given. Each tensor is
+    read directly to its final location: the device, or host memory if streamed. With `keeps_files_mapped`,
+    streamed tensors stay in the files."""
+    if team is not None:
+        refuse_sharding(spec, team.shards)
     model, files = outline_model(spec, device)
     with wrap_load_errors(spec):
+        if team is not None and files is not None and stored_names(model, files) is not None:
+            assert not keeps_files_mapped, "the parts of a shard are not contiguous in files"
+            stored, part = StoredWeights(model, files, device), layout.for_worker(worker)
+            shard = cut_model(model, spec, team, _held_layers(part), stored.read_whole)
+            read = stored.part_reader(model, shard)
+            return streamed_base(model, shard.whole, spec, device, part, read, shard=shard)
         whole = _drop_other_stages(model, layout.for_worker(worker))
         weights = map_weights(model, files, spec.model) if keeps_files_mapped else None
         fill = None if files is None else file_reader(model, files, device)
         if fill is None:
             # The names in the files differ from the model's; transformers can map them.
-            return stream_model(load_plain(spec, torch.device("cpu")), spec, device, layout, worker)
+            return stream_model(load_plain(spec, torch.device("cpu")), spec, device, layout, worker, team)
         return streamed_base(model, whole, spec, device, layout.for_worker(worker), fill, weights)
 
 
@@ -132,23 +152,36 @@ def weights_in_files(spec: BaseSpec, device: torch.device) -> dict[MappedFile, s
 
 
 def stream_model(
-    model: PreTrainedModel, spec: BaseSpec, device: torch.device, layout: Layout, worker: int = 0
+    model: PreTrainedModel,
+    spec: BaseSpec,
+    device: torch.device,
+    layout: Layout,
+    worker: int = 0,
+    team: ShardTeam | None = None,
 ) -> StreamedBase:
-    """Build a streamed base from a worker's stages of a model in memory, which is consumed."""
+    """Build a streamed base from a worker's stages of a model in memory, which is consumed, or from its shard
+    of them if `team` is given."""
     refuse_unknown_family(model.config, spec.model)
-    whole = _drop_other_stages(model, layout.for_worker(worker))
-    values = dict(model.named_parameters())
+    part = layout.for_worker(worker)
+    shard = None if team is None else cut_model(model, spec, team, _held_layers(part))
+    whole = _drop_other_stages(model, part) if shard is None else shard.whole
+    held = dict(model.named_parameters())
 
     def fill(name: str, out: Tensor) -> None:
-        out.copy_(values.pop(name))
+        out.copy_(held.pop(name))
 
-    return streamed_base(model, whole, spec, device, layout.for_worker(worker), fill)
+    return streamed_base(model, whole, spec, device, part, fill, shard=shard)
+
+
+def _held_layers(part: WorkerLayout) -> list[LayerRange]:
+    """Return the layers of each stage of a worker."""
+    return [part.stage_range(stage) for stage in part.own_stages]
 
 
 def _drop_other_stages(model: PreTrainedModel, part: WorkerLayout) -> ModelShape:
     """Remove the stages of other workers from a model, and return the shape of the whole model."""
     whole = model_shape(model, matrix_dtype(model))
-    keep_stages(model, *(part.stage_range(stage) for stage in part.own_stages))
+    keep_stages(model, *_held_layers(part))
     return whole
 
 
@@ -160,13 +193,15 @@ def streamed_base(
     part: WorkerLayout,
     fill: Fill,
     mapped: MappedWeights | None = None,
+    shard: ModelShard | None = None,
 ) -> StreamedBase:
     """Build a streamed base. `model` has the names and shapes of the worker's parameters, `whole` the shape
-    of the whole base, and `fill` writes the values. Streamed weights in `mapped` stay in their files."""
+    of the whole base, and `fill` writes the values. Streamed weights in `mapped` stay in their files. `shard`
+    is given if `model` has been cut to one."""
     layers = part.layout.layers
     assert whole.layers == layers, f"the base has {whole.layers} layers, not {layers}"
     refuse_modules(model, spec.model)
-    own = [part.stage_range(stage) for stage in part.own_stages]
+    own = _held_layers(part)
     shape = local_shape(model, whole, sum(one.stop - one.start for one in own))
     held = LayerRange(own[0].start, own[-1].stop, layers)
     _use_expandable_segments(device)
@@ -183,6 +218,8 @@ def streamed_base(
         else _stages_in_files(pieces, device, mapped)
     )
     _load_resident(model, device, {piece.name for found in pieces.values() for piece in found}, fill)
+    if shard is not None:
+        return StreamedBase(shard_base(model, spec, device, shard, held), part, sources, arena)
     model.eval().requires_grad_(False)
     own_config(model)
     isolate_samples(model)
@@ -302,8 +339,11 @@ def stage_view(base: Base, layer_range: LayerRange) -> Base:
         setattr(parent, name, child)
         parent = child
     keep_stages(model, layer_range)
-    shape = local_shape(model, base.shape, layer_range.stop - layer_range.start)
-    return Base(model, base.spec, shape, base.device, base.dtype, layer_range, base.shape.sites, base.stored)
+    own = site_modules(model)
+    sites = tuple(site for site in base.shape.sites if site.name in own)
+    layers = layer_range.stop - layer_range.start
+    shape = replace(base.shape, layers=layers, parameters=values(model), sites=sites)
+    return replace(base, model=model, shape=shape, held=layer_range, all_sites=base.whole_sites)
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:

@@ -31,6 +31,7 @@ from weftune.plan.cost.streamed_memory import (
     matrix_bytes,
     offloaded_token_bytes,
     rest_bytes,
+    shard_copy_bytes,
     state_bytes,
     tile_bytes,
     token_bytes,
@@ -342,11 +343,7 @@ class MemoryModel:
     def bytes_per_parameter(self) -> int:
         """Bytes per adapter parameter: compute copy, fp32 master weight, gradient and two moments. With
         shards, each one also has a compute copy and a gradient of its part of the parameters."""
-        whole = self.shape.bytes_per_value + 4 * self.master_bytes
-        if self.layout.shards == 1:
-            return whole
-        part = self.shape.values_per_token / self.shape.whole_values_per_token
-        return whole + math.ceil(part * (self.shape.bytes_per_value + self.master_bytes))
+        return self.shape.bytes_per_value + 4 * self.master_bytes + shard_copy_bytes(self.shape)
 
     @property
     def master_bytes(self) -> int:

@@ -140,6 +140,15 @@ def state_bytes(jobs: Iterable[JobShape], bytes_per_value: int) -> int:
     return sum(job.trainable_parameters * (bytes_per_value + (4 + job.mean_vectors) * master) for job in jobs)
 
 
+def shard_copy_bytes(shape: ModelShape) -> int:
+    """Return the bytes per adapter parameter of the compute copy and the gradient that a shard has of its
+    part of the parameters, beside the state of whole adapters. 0 if layers are not divided."""
+    if shape.shards == 1:
+        return 0
+    part = shape.values_per_token / shape.whole_values_per_token
+    return math.ceil(part * (shape.bytes_per_value + max(4, shape.bytes_per_value)))
+
+
 def matrix_bytes(shape: ModelShape, fused: bool) -> int:
     """Return the bytes of the largest dequantised weight matrix, of which only one exists at a time. Fused
     layers join the matrices of two linears that share their input."""
@@ -148,7 +157,8 @@ def matrix_bytes(shape: ModelShape, fused: bool) -> int:
 
 @dataclass(frozen=True)
 class StreamedMemory:
-    """Memory of a base that is streamed from host memory, on one device or over several workers.
+    """Memory of a base that is streamed from host memory, on one device or over several workers. If `shape`
+    is that of a shard, device bytes are those of one shard, and host bytes those of all shards.
 
     On one device, adapters may be streamed together with their stage (`adapters_travel`), and the inputs of
     stages may be offloaded to host memory until their backward (`offloads_inputs`).
@@ -198,7 +208,8 @@ class StreamedMemory:
     @cached_property
     def state_bytes(self) -> int:
         """Bytes of all adapter state, in device and host memory together."""
-        return state_bytes(self.jobs, self.shape.bytes_per_value)
+        copied = shard_copy_bytes(self.shape) * sum(job.trainable_parameters for job in self.jobs)
+        return state_bytes(self.jobs, self.shape.bytes_per_value) + copied
 
     @cached_property
     def round_rows(self) -> int:
@@ -288,4 +299,5 @@ class StreamedMemory:
         None."""
         layers = streamed_layers * self.layer_bytes if staging is None else staging
         inputs = offloaded_inputs(stages) * self.input_bytes if self.offloads_inputs else 0
-        return layers + (self.state_bytes if self.adapters_travel else 0) + inputs
+        shard = layers + (self.state_bytes if self.adapters_travel else 0) + inputs
+        return self.shape.shards * shard

@@ -523,7 +523,7 @@ def _streamed_choice(
         beside = machine.process_bytes + choice.host_bytes
         beside += 0 if fit is UNFITTED else int(fit.slack * SLACK_BYTES)
     memory = MemoryModel(
-        shape,
+        _local_shape(shape, machine),
         device.budget_bytes + beside,
         beside,
         machine.on_gpu,
@@ -594,10 +594,15 @@ def _cut(shape: ModelShape, machine: Machine) -> Sequence[LayerRange]:
     return cut_layers(shape, machine.workers, part_costs(shape, machine))
 
 
+def _local_shape(shape: ModelShape, machine: Machine) -> ModelShape:
+    """Return the sizes of the base or, if layers are divided, of one shard of it."""
+    return shard_shape(shape, machine.shards) if machine.shards > 1 else shape
+
+
 def _pipeline_memory(shape: ModelShape, machine: Machine, stages: Sequence[LayerRange]) -> MemoryModel:
     """Return the memory model of workers that each hold a stage, or a shard of one."""
     return MemoryModel(
-        shard_shape(shape, machine.shards) if machine.shards > 1 else shape,
+        _local_shape(shape, machine),
         machine.budget_bytes,
         machine.process_bytes,
         machine.on_gpu,
@@ -618,19 +623,22 @@ def _choose_streamed_by_workers(
     shape: ModelShape, jobs: Sequence[JobShape], machine: Machine
 ) -> LayoutChoice | None:
     """Return the choice of streaming the base to several workers together. Return None if streaming is
-    disabled, or if every job fits alone on workers that each hold one stage."""
+    disabled, or if every job fits alone on workers that each hold one stage, or a shard of one."""
     budget = machine.stream_budget_bytes
-    if budget is None or machine.workers == 1:
+    if budget is None or machine.workers * machine.shards == 1:
         return None
+    stages = cut_layers(shape, machine.workers) if machine.workers > 1 else _cut(shape, machine)
+    local = _local_shape(shape, machine)
     # An emulated device holds nothing besides the worker's part of the base.
-    slack, layout = None if machine.on_gpu else 0, pipeline_layout(cut_layers(shape, machine.workers))
+    slack, layout = None if machine.on_gpu else 0, pipeline_layout(stages, shards=machine.shards)
     resident = MemoryModel(
-        shape, budget, uses_fused_ops=machine.on_gpu, layout=layout, fixed_slack_bytes=slack
+        local, budget, uses_fused_ops=machine.on_gpu, layout=layout, fixed_slack_bytes=slack
     )
     need = max(resident.least_bytes([job]) for job in jobs)
     if need <= budget:
         return None
-    device, ordered = machine.stream_device(budget), in_order(jobs)
+    device = replace(machine.stream_device(budget), worker_link=machine.link)
+    ordered = in_order(jobs)
     found: dict[int, StreamChoice] = {}
     errors: list[PlanError] = []
 
@@ -638,7 +646,7 @@ def _choose_streamed_by_workers(
         together, later = ordered[:count], ordered[count:]
         try:
             found[count] = choose_for_workers(
-                shape, together, later, device, machine.workers, machine.max_tokens, need
+                local, together, later, device, machine.workers, machine.max_tokens, need
             )
         except PlanError as error:
             errors.append(error)
@@ -647,7 +655,7 @@ def _choose_streamed_by_workers(
     count = most_that_fit(fits, len(jobs))
     if not count:
         raise errors[-1]
-    layer = layer_bytes(shape)
+    layer = layer_bytes(local)
     return replace(
         _streamed_choice(shape, machine, device, found[count]),
         stage_times=_stage_times(shape, machine),

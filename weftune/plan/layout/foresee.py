@@ -23,14 +23,11 @@ from weftune.plan.cost.time import (
     work_of,
 )
 from weftune.plan.program.layout import Layout
-from weftune.plan.program.prices import Link, PassPrice, Prices
+from weftune.plan.program.prices import SUMS_PER_LAYER, Link, PassPrice, Prices
 from weftune.plan.program.program import NOTHING, ForwardOnly, Program, Recompute
 from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pace import LoadPace, simulate_timeline
 
-SUMS_PER_LAYER = 2
-"""Number of sums over shards (all-reduces) in a layer's forward and likewise in its backward: one for
-attention and one for the feed-forward."""
 REPEATED_SUMS = 0.5
 """Fraction of the sums over shards of a layer's forward that its recomputation repeats. The second sum is the
 output of the layer, which no gradient needs unless a norm follows."""

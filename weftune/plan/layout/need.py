@@ -17,6 +17,7 @@ from weftune.plan.cost.ring import TRAVEL_ROUNDS, back_bytes, step_bytes
 from weftune.plan.cost.streamed_memory import StreamedMemory
 from weftune.plan.layout.recurrence import StageRound, compute_seconds, round_seconds, slotted_seconds
 from weftune.plan.program.layout import Layout, StageLayers
+from weftune.plan.program.prices import SUMS_PER_LAYER, Link
 from weftune.plan.program.program import Recompute
 
 STREAM_SLACK_BYTES = 2 << 30
@@ -66,6 +67,9 @@ class StreamDevice:
     """Fixed seconds of one pass over one layer, in addition to the time of its rows."""
     host_launch_seconds: float = 0.0
     """Seconds that the host takes to launch one pass over one layer. The pass cannot take less time."""
+    worker_link: Link | None = None
+    """Link between two workers that hold shards of the same layers. None means that sums over shards take no
+    time."""
 
 
 def gpu_device(
@@ -125,13 +129,14 @@ class LayoutDraft:
             size for size, stays in zip(self.layer_counts, self.resident_stages, strict=True) if not stays
         )
 
-    def make_layout(self, adapters_travel: bool, offloaded_rows: int = 0) -> Layout:
+    def make_layout(self, adapters_travel: bool, offloaded_rows: int = 0, shards: int = 1) -> Layout:
         ends = pairwise(accumulate(self.layer_counts, initial=0))
         bounds = zip(ends, self.resident_stages, strict=True)
         stages = tuple(StageLayers(start, stop, stays) for (start, stop), stays in bounds)
         workers = len(self.slot_counts)
         moving = (self.resident_stages[worker::workers].count(False) for worker in range(workers))
-        return Layout(stages, tuple(map(min, self.slot_counts, moving)), adapters_travel, offloaded_rows)
+        slots = tuple(map(min, self.slot_counts, moving))
+        return Layout(stages, slots, adapters_travel, offloaded_rows, shards=shards)
 
 
 def draft_from_layout(layout: Layout) -> LayoutDraft:
@@ -151,6 +156,7 @@ class StreamCase:
     """
 
     shape: ModelShape
+    """Sizes of the base, or of one shard of it."""
     jobs: tuple[JobShape, ...]
     device: StreamDevice
     round_tokens: int
@@ -228,6 +234,16 @@ class StreamCase:
             self.device.device_launch_seconds + dequantised_bytes(self.shape) / self.device.memory_bandwidth
         )
         return max(arithmetic + self._pass_count * each, self._pass_count * self.device.host_launch_seconds)
+
+    @cached_property
+    def sum_seconds(self) -> float:
+        """Seconds of the sums over shards (all-reduces) in the forward of all tokens of a round through one
+        layer, and likewise in its backward."""
+        if self.device.worker_link is None:
+            return 0.0
+        size = self.memory.input_bytes / self._pass_count
+        each = self.device.worker_link.all_reduce_seconds(size, self.shape.shards)
+        return SUMS_PER_LAYER * self._pass_count * each
 
     @cached_property
     def head_seconds(self) -> float:
@@ -310,10 +326,11 @@ class StreamCase:
     @cached_property
     def _first_stage_rounds(self) -> list[StageRound]:
         """Times and bytes of the first stage in a round, for every number of layers that it may have."""
-        once = self.layer_seconds
-        again = 1.0 + self.device.backward_ratio
+        once, sums = self.layer_seconds, self.sum_seconds
+        again = (1.0 + self.device.backward_ratio) * once + 2 * sums
         return [
-            self._stage_round(size, size * once, again * size * once) for size in range(self.shape.layers + 1)
+            self._stage_round(size, size * (once + sums), size * again)
+            for size in range(self.shape.layers + 1)
         ]
 
     @cached_property
@@ -323,9 +340,12 @@ class StreamCase:
 
     @cached_property
     def _last_stage_rounds(self) -> list[StageRound]:
-        times = [size * self.layer_seconds for size in range(self.shape.layers + 1)]
+        once, sums = self.layer_seconds, self.sum_seconds
         head, back = self.head_seconds, self.device.backward_ratio
-        return [self._stage_round(size, once + head, back * once + head) for size, once in enumerate(times)]
+        return [
+            self._stage_round(size, size * (once + sums) + head, size * (back * once + sums) + head)
+            for size in range(self.shape.layers + 1)
+        ]
 
     def _stage_round(self, layer_count: int, forward: float, backward: float) -> StageRound:
         loaded = StageRound(forward, backward, load_bytes=layer_count * self.memory.layer_bytes)

@@ -162,7 +162,9 @@ def _choose_on_one_device(
 def _make_choice(evaluated: EvaluatedDraft, why: str) -> StreamChoice:
     case, draft = evaluated.case, evaluated.draft
     return StreamChoice(
-        layout=draft.make_layout(case.adapters_travel, case.memory.round_rows if case.offloads_inputs else 0),
+        layout=draft.make_layout(
+            case.adapters_travel, case.memory.round_rows if case.offloads_inputs else 0, case.shape.shards
+        ),
         capacity=case.capacity,
         attached_jobs=case.jobs,
         device_bytes=case.device_bytes(draft),
@@ -286,7 +288,8 @@ def choose_for_workers(
     unstreamed_bytes: int,
 ) -> StreamChoice:
     """Return the fastest way found to stream the base to several workers for these jobs together. Each of the
-    `later` jobs fits alone with the same stages.
+    `later` jobs fits alone with the same stages. If `shape` is that of a shard, a team of shards takes the
+    place of each worker.
 
     `device` describes the device of every worker and the host memory that all workers share. Microbatches
     have at most `max_tokens` tokens. `unstreamed_bytes` is the number of bytes that each device would need if
@@ -311,6 +314,12 @@ def choose_for_workers(
     return _make_choice(found, _workers_reason(found, unstreamed_bytes))
 
 
+def _workers_text(case: StreamCase) -> str:
+    """Return text such as `2 workers`, `2 shards` or `2 workers of 2 shards`."""
+    counts = ((case.workers, "workers"), (case.shape.shards, "shards"))
+    return " of ".join(f"{count} {noun}" for count, noun in counts if count > 1)
+
+
 def _workers_reason(evaluated: EvaluatedDraft, unstreamed_bytes: int) -> str:
     case, cut = evaluated.case, evaluated.draft.make_layout(adapters_travel=False)
     sizes, stay = evaluated.draft.layer_counts, sum(evaluated.draft.resident_stages)
@@ -319,7 +328,7 @@ def _workers_reason(evaluated: EvaluatedDraft, unstreamed_bytes: int) -> str:
         slots = _range_text([count for count in cut.slot_counts if count], "slot")
         held = f"{stay} of them resident, the others in {slots} of their worker"
     return (
-        f"streamed over {case.workers} workers in {len(sizes)} stages of {_range_text(sizes, 'layer')}, "
+        f"streamed over {_workers_text(case)} in {len(sizes)} stages of {_range_text(sizes, 'layer')}, "
         f"{held}, since a worker's part of the base, an adapter and the passes of a pipeline would need "
         f"{format_bytes(unstreamed_bytes)} of a device that has {format_bytes(case.device.budget_bytes)} "
         "for a run; adapters and "
@@ -392,7 +401,7 @@ def _workers_misfit_error(case: StreamCase) -> PlanError:
         others = len(case.jobs) - 1
         beside = f"with {others} other job{'s' if others > 1 else ''} running, " if others else ""
         return PlanError(
-            f"job {case.jobs[-1].name} does not fit: {beside}streamed over {case.workers} workers with "
+            f"job {case.jobs[-1].name} does not fit: {beside}streamed over {_workers_text(case)} with "
             f"{case.capacity} tokens in a microbatch, a worker needs {format_bytes(need)} of its device "
             "at the least, "
             f"where adapters and inputs of stages stay, but {format_bytes(device.budget_bytes)} are "
@@ -402,8 +411,8 @@ def _workers_misfit_error(case: StreamCase) -> PlanError:
     host = _least_host_bytes(case)
     assert host is not None, "a cut fits the devices"
     return HostTooSmall(
-        f"the host needs {format_bytes(host)} for the layers that find no room on the {case.workers} "
-        "devices, but "
+        f"the host needs {format_bytes(host)} for the layers that find no room on the "
+        f"{case.workers * case.shape.shards} devices, but "
         f"{format_bytes(device.host_budget_bytes)} of its memory are available, and weights that stay in "
         "their files are "
         "streamed to one device only; use a host with more memory, larger GPUs or a smaller base"

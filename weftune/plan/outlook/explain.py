@@ -69,7 +69,10 @@ def explain_streams(outlook: StreamOutlook, source: str) -> list[str]:
         "live in host memory and travel with their stage" if layout.adapters_travel else "stay on the device"
     )
     inputs = "wait in host memory for the way back" if layout.offloads_inputs else "stay there"
-    mapping = f" Stage j is on device j mod {outlook.workers}." if outlook.workers > 1 else ""
+    place = "device" if layout.shards == 1 else f"the {layout.shards} devices of worker"
+    mapping = f" Stage j is on {place} j mod {outlook.workers}." if outlook.workers > 1 else ""
+    if layout.shards > 1:
+        mapping += f" Every layer is divided among {layout.shards} devices."
     return [
         f"Times are {source}.",
         "Streamed, since the base does not fit with a job. `weftune train` finds the same cut for the "

@@ -43,7 +43,7 @@ class StreamOutlook:
             sizes = [layout.stages[stage].layer_count for stage in own.streamed_stages]
             still_there = sum(sizes[: own.slot_count]) + sum(sizes[len(sizes) - own.slot_count :])
             layers += 2 * sum(sizes) - still_there
-        return layers * self.case.memory.layer_bytes
+        return layers * self.case.memory.layer_bytes * layout.shards
 
 
 def stream_outlook(choice: LayoutChoice) -> StreamOutlook:
@@ -75,15 +75,16 @@ def _round(case: StreamCase, layout: Layout) -> Forecast:
     """Return the forecast of a round with this layout, by the formula that the search for the layout uses."""
     draft = draft_from_layout(layout)
     seconds, unhidden, need = case.round_seconds(draft), case.waiting_share(draft), case.device_bytes(draft)
+    devices = layout.workers * layout.shards
     return Forecast(
         name="weftune",
         seconds=seconds,
         steps=1,
         tokens=case.round_tokens,
         microbatches=math.ceil(case.round_tokens / case.capacity),
-        busy_seconds=seconds * (1.0 - unhidden) * layout.workers,
-        devices=layout.workers,
-        peaks=(need - case.device.slack_bytes,) * layout.workers,
+        busy_seconds=seconds * (1.0 - unhidden) * devices,
+        devices=devices,
+        peaks=(need - case.device.slack_bytes,) * devices,
         fits=need <= case.device.budget_bytes,
         capacity=case.capacity,
     )
@@ -97,7 +98,7 @@ def _mobius_layouts(case: StreamCase, layout: Layout) -> Iterator[tuple[str, Lay
         fitting = [draft for draft in drafts(case) if case.fits(draft)]
         if fitting:
             best = min(fitting, key=case.round_seconds)
-            yield name, best.make_layout(layout.adapters_travel, layout.offloaded_rows)
+            yield name, best.make_layout(layout.adapters_travel, layout.offloaded_rows, layout.shards)
 
 
 def ablate_streams(outlook: StreamOutlook) -> tuple[Ablation, ...]:

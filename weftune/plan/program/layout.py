@@ -82,7 +82,8 @@ class Layout:
         assert not self.offloads_optimizer or (
             len(self.stages) * self.replicas == 1 and self.stages[0].is_resident and not self.adapters_travel
         ), "only beside a base that stays on one device"
-        assert self.shards == 1 or self.is_pipeline, "shards hold stages that stay on their devices"
+        assert self.shards == 1 or not self.adapters_travel, "adapters of shards stay on their devices"
+        assert self.replicas == 1 or self.is_pipeline, "replicas hold stages that stay on their devices"
         for worker, count in enumerate(self.slot_counts):
             assert count >= 1 or not self.for_worker(worker).streamed_stages, (
                 "a streamed stage needs a place to come to"

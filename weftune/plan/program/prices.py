@@ -6,6 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+SUMS_PER_LAYER = 2
+"""Number of sums over shards (all-reduces) in a layer's forward and likewise in its backward: one for
+attention and one for the feed-forward."""
+
 
 @dataclass(frozen=True, slots=True)
 class PassPrice:

@@ -194,12 +194,12 @@ def plan_rounds(
     of a round before the next stage begins, so that a streamed stage is loaded only once for all of them.
 
     Microbatches and their order on each stage are the same in every layout, so losses are bitwise equal. With
-    several workers, a window ends with the round in which a job evaluates, since later steps depend on the
-    result, which only the first worker knows. At the start and the end of a window, each worker's slots
-    contain the stages that the worker needs first.
+    several workers or shards, a window ends with the round in which a job evaluates, since later steps depend
+    on the result, which only the first worker knows. At the start and the end of a window, each worker's
+    slots contain the stages that the worker needs first.
     """
     done = {window.job: window.step for window in windows}
-    windows = _cut_after_evaluation(windows) if layout.workers > 1 else windows
+    windows = _cut_after_evaluation(windows) if layout.workers * layout.shards > 1 else windows
     laid = _LaidRounds(windows, capacity, ladder, layout.job_group_count)
     room = _evaluation_rows(laid, layout, capacity)
     runs = [_forward_runs(one, laid, room) for one in laid.rounds]

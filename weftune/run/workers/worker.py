@@ -67,13 +67,13 @@ def shard_team(connections: WorkerConnections) -> ShardTeam | None:
 def load_part(
     spec: BaseSpec, device: torch.device, part: WorkerLayout, team: ShardTeam | None = None
 ) -> Base | StreamedBase:
-    """Load a worker's part of the base: in a pipeline one resident stage or a shard of it, otherwise streamed
-    stages that take turns on the device."""
+    """Load a worker's part of the base: in a pipeline one resident stage, otherwise streamed stages that take
+    turns on the device, or a shard of either."""
+    if not part.layout.is_pipeline:
+        return load_streamed(spec, device, part.layout, worker=part.worker, team=team)
     if team is not None:
         return load_shard(spec, device, team, part.stage_range(part.worker))
-    if part.layout.is_pipeline:
-        return load_stage(spec, device, part.stage_range(part.worker))
-    return load_streamed(spec, device, part.layout, worker=part.worker)
+    return load_stage(spec, device, part.stage_range(part.worker))
 
 
 def loaded_base(loaded: Base | StreamedBase) -> Base:
@@ -95,7 +95,7 @@ def worker_executor(
         return Agreed(adapters, timer, transport, worker, shards)
 
     if isinstance(loaded, StreamedBase):
-        executor = streamed_executor(loaded, worker=worker, agrees=agrees)
+        executor = streamed_executor(loaded, worker=worker, agrees=agrees, team=team)
     else:
         executor = resident_executor(
             loaded, part=part, worker=worker, agrees=agrees, at_once=False, team=team
