@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from random import Random
 from statistics import mean, pstdev
 
+from benchmarks.studies.scheme import SEARCHED
 from weftune.plan.cost.estimate import LayerCost
 from weftune.plan.layout.stages import StageLimit, balance
 from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group_jobs, merge
 from weftune.plan.program.prices import PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program, SegmentPlan
 from weftune.plan.program.simulate import simulate
-from weftune.plan.studies.scheme import SEARCHED
 from weftune.plan.window.orders import Work, multi_job, one_forward_one_backward
 
 LIKE = ((470, 0.60), (850, 0.45), (1600, 0.55))

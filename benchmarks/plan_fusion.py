@@ -23,10 +23,7 @@ from statistics import fmean
 from typing import Any
 
 import weftune
-from weftune.bench.result import arguments, finish
-from weftune.plan.cost.time import Line
-from weftune.plan.pack.instance import pack
-from weftune.plan.studies.fusion import (
+from benchmarks.studies.fusion import (
     Fusion,
     GroupLoad,
     PipelineCost,
@@ -40,7 +37,10 @@ from weftune.plan.studies.fusion import (
     one_adapter,
     predict_seconds,
 )
-from weftune.plan.studies.shards import Graph, Operator, OperatorKind, overlap
+from benchmarks.studies.shards import Graph, Operator, OperatorKind, overlap
+from weftune.bench.result import arguments, finish
+from weftune.plan.cost.time import Line
+from weftune.plan.pack.instance import pack
 
 LENGTHS = Path(weftune.__file__).parent / "bench" / "lengths.json"
 PARAMETERS, LAYERS, HIDDEN = 8e9, 32, 4096

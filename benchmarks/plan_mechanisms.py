@@ -18,15 +18,15 @@ from random import Random
 from statistics import median
 from typing import Any
 
+from benchmarks.studies.ablate import ablate
+from benchmarks.studies.placement import cluster_case
+from benchmarks.studies.search import outlook
 from weftune.base.architecture import model_shape
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.studies.ablate import ablate
-from weftune.plan.studies.placement import cluster_case
-from weftune.plan.studies.search import outlook
 
 CONFIG = {
     "model_type": "llama",

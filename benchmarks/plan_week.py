@@ -25,6 +25,8 @@ from typing import Any
 
 import weftune
 from benchmarks.rivals import at_its_best, greedily_packed, one_piped_after_another
+from benchmarks.studies.placement import ClusterCase, cluster_case, placements
+from benchmarks.studies.search import outlook
 from benchmarks.trace import WEEK, Kind, Pace, Served, Service, trace
 from weftune.base.architecture import model_shape
 from weftune.bench.result import arguments, finish
@@ -32,8 +34,6 @@ from weftune.bench.table import aligned
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.cluster import GIB, Device, make_cluster
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.studies.placement import ClusterCase, cluster_case, placements
-from weftune.plan.studies.search import outlook
 
 LENGTHS = json.loads((Path(weftune.__file__).parent / "bench" / "lengths.json").read_text())
 GPUS, WIDTHS, MOST = 128, (1, 2, 4), 32

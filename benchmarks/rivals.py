@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.studies.placement import Placement, best_placement
+from benchmarks.studies.scheme import GREEDY, Scheme, separate_groups
+from benchmarks.studies.search import Proposal, Search
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.outlook.forecast import Forecast, sum_forecasts
-from weftune.plan.studies.placement import Placement, best_placement
-from weftune.plan.studies.scheme import GREEDY, Scheme, separate_groups
-from weftune.plan.studies.search import Proposal, Search
 
 
 def one_piped_after_another(jobs: Sequence[JobOutline]) -> list[Scheme]:

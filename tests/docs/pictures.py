@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from PIL import Image
 from rich.console import Console
 
+from benchmarks.studies.search import outlook
 from tests.docs.pages import ROOT
 from tests.outputs import jobs_folder
 from tests.plan.outlooks import ground, outlines
@@ -24,7 +25,6 @@ from tests.report.test_browser import BROWSER, load, with_script, without_policy
 from weftune import train
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.sweeps.record import SweepRecord
-from weftune.plan.studies.search import outlook
 from weftune.report.ending import final_table
 from weftune.report.gantt import gantt_page
 from weftune.report.read import JobRecord

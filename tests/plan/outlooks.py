@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
+from benchmarks.studies.placement import ClusterCase, cluster_case
 from weftune.base.architecture import model_shape
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.studies.placement import ClusterCase, cluster_case
 
 CONFIG = {
     "model_type": "llama",

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
+from benchmarks.studies.fusion import GroupLoad, PipelineCost, Stage, StagePass, one_adapter
 from weftune.plan.cost.time import Line
-from weftune.plan.studies.fusion import GroupLoad, PipelineCost, Stage, StagePass, one_adapter
 
 GIB = 1 << 30
 

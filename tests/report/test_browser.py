@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.studies.search import outlook
 from tests.plan.outlooks import ground, outlines
 from tests.report.example import SWEEP, write_example
 from tests.report.hostile import hostile_run
 from tests.report.sweep_example import write_sweep
-from weftune.plan.studies.search import outlook
 from weftune.report.gantt import gantt_page
 from weftune.report.page import write_report
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.studies.search import outlook
 from tests.plan.outlooks import ground, outlines
 from tests.report.example import write_example
 from weftune.plan.program.simulate import Lane
-from weftune.plan.studies.search import outlook
 from weftune.report import gantt as module
 from weftune.report.gantt import (
     KINDS,

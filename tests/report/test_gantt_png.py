@@ -6,8 +6,8 @@ import io
 
 import pytest
 
+from benchmarks.studies.search import outlook
 from tests.plan.outlooks import ground, outlines
-from weftune.plan.studies.search import outlook
 from weftune.report.gantt import COLOURS, job_colours, lane_names
 from weftune.report.gantt_png import (
     FOOT,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.studies.search import outlook
 from tests import bench
 from tests.plan.outlooks import ground, outlines
 from tests.plan.program.test_check import course
 from weftune.errors import PlanError
 from weftune.plan.program.layout import Layout, StageLayers
-from weftune.plan.studies.search import outlook
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 

@@ -1,5 +1,6 @@
 """`weftune plan` where the base fits each device: jobs divided by what runs take, each share foreseen."""
 
+from benchmarks.studies.scheme import make_batch
 from tests.plan.outlooks import SHAPE, outline
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import data_sheet_speed
@@ -8,7 +9,6 @@ from weftune.plan.cost.time import Rate
 from weftune.plan.layout.choose import Machine, choose_layout, fitting_jobs
 from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.outlook.forecast import predict_window, share_outlook
-from weftune.plan.studies.scheme import make_batch
 from weftune.plan.window.rounds import JobWindow
 
 SPEED = data_sheet_speed(parse_cluster("A100-80G").devices[0])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.studies.scheme import make_batch
 from tests.plan.outlooks import SHAPE, outline
 from weftune.plan.layout.choose import Machine, choose_layout
 from weftune.plan.layout.need import StreamDevice, draft_from_layout, gpu_device
@@ -19,7 +20,6 @@ from weftune.plan.outlook.streamed import (
 )
 from weftune.plan.program.check import check
 from weftune.plan.program.program import Load
-from weftune.plan.studies.scheme import make_batch
 from weftune.plan.window.rounds import JobWindow
 
 GIB = 1 << 30

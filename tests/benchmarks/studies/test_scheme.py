@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.studies.scheme import least_seconds
 from tests.plan.works import work
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices
 from weftune.plan.program.simulate import simulate
-from weftune.plan.studies.scheme import least_seconds
 from weftune.plan.window.orders import alternating_passes, assemble, gpipe_passes, multi_job_passes
 
 TIMES = st.floats(0.1, 5.0)

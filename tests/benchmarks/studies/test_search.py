@@ -7,14 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.rivals import at_its_best, greedily_packed, one_piped_after_another
-from tests.plan.outlooks import PARAMETERS, SHAPE, ground, outline, outlines
-from weftune.errors import PlanError
-from weftune.plan.cost.cluster import parse_cluster
-from weftune.plan.cost.estimate import data_sheet_speed
-from weftune.plan.program.check import check
-from weftune.plan.program.program import NOTHING
-from weftune.plan.studies.ablate import ablate
-from weftune.plan.studies.placement import (
+from benchmarks.studies.ablate import ablate
+from benchmarks.studies.placement import (
     SAME_TIME_SHARE,
     cluster_case,
     cut_stages,
@@ -23,8 +17,14 @@ from weftune.plan.studies.placement import (
     placements,
     recompute_cases,
 )
-from weftune.plan.studies.scheme import SchemeOrder, run_scheme
-from weftune.plan.studies.search import PIPELINE_ORDERS, candidates, outlook
+from benchmarks.studies.scheme import SchemeOrder, run_scheme
+from benchmarks.studies.search import PIPELINE_ORDERS, candidates, outlook
+from tests.plan.outlooks import PARAMETERS, SHAPE, ground, outline, outlines
+from weftune.errors import PlanError
+from weftune.plan.cost.cluster import parse_cluster
+from weftune.plan.cost.estimate import data_sheet_speed
+from weftune.plan.program.check import check
+from weftune.plan.program.program import NOTHING
 
 FOUR = "4xA100-80G:pcie"
 RIVALS = (one_piped_after_another, greedily_packed)

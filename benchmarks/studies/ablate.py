@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weftune.errors import PlanError
-from weftune.plan.outlook.forecast import Ablation, Forecast
-from weftune.plan.studies.fusion import fused_groups
-from weftune.plan.studies.placement import Placement, cut_stages
-from weftune.plan.studies.scheme import (
+from benchmarks.studies.fusion import fused_groups
+from benchmarks.studies.placement import Placement, cut_stages
+from benchmarks.studies.scheme import (
     GREEDY,
     Scheme,
     SchemeOrder,
@@ -18,8 +16,10 @@ from weftune.plan.studies.scheme import (
     separate_groups,
     simulate_program,
 )
-from weftune.plan.studies.search import PIPELINE_ORDERS, Outlook, Search, candidates
-from weftune.plan.studies.shards import sharded_forecast, sharded_placement
+from benchmarks.studies.search import PIPELINE_ORDERS, Outlook, Search, candidates
+from benchmarks.studies.shards import sharded_forecast, sharded_placement
+from weftune.errors import PlanError
+from weftune.plan.outlook.forecast import Ablation, Forecast
 from weftune.plan.window.orders import chunked_multi_job
 
 CHUNKS = (64, 128, 256, 512, 1024)

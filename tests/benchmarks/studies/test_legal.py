@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.studies.ablate import ablate
+from benchmarks.studies.placement import cut_stages, recompute_cases
+from benchmarks.studies.scheme import GREEDY, SEARCHED, Scheme, SchemeOrder, run_scheme, separate_groups
+from benchmarks.studies.search import outlook
 from tests.plan.outlooks import ground, outline
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.program.check import check
 from weftune.plan.program.program import Forward, Program, Step
-from weftune.plan.studies.ablate import ablate
-from weftune.plan.studies.placement import cut_stages, recompute_cases
-from weftune.plan.studies.scheme import GREEDY, SEARCHED, Scheme, SchemeOrder, run_scheme, separate_groups
-from weftune.plan.studies.search import outlook
 
 LENGTHS = st.lists(
     st.lists(st.lists(st.integers(2, 900), min_size=1, max_size=5), min_size=1, max_size=3),

@@ -21,6 +21,9 @@ from functools import reduce
 from itertools import accumulate, pairwise, takewhile
 from operator import add
 
+from benchmarks.studies.placement import Placement
+from benchmarks.studies.scheme import Groups, recomputed_share
+from benchmarks.studies.search import mean_length, round_tokens
 from weftune.errors import Mistake, PlanError
 from weftune.plan.cost.estimate import (
     ADAPTER_BACKWARD,
@@ -33,9 +36,6 @@ from weftune.plan.cost.estimate import (
 from weftune.plan.cost.memory import format_bytes
 from weftune.plan.cost.time import Line
 from weftune.plan.layout.balanced import balance
-from weftune.plan.studies.placement import Placement
-from weftune.plan.studies.scheme import Groups, recomputed_share
-from weftune.plan.studies.search import mean_length, round_tokens
 
 NO_TIME = Line(0.0, 0.0)
 ADAPTER_SHARE = 0.5

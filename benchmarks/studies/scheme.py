@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from benchmarks.studies.placement import ClusterCase, Placement
 from weftune.plan.cost.estimate import (
     ADAPTER_BACKWARD,
     ATTENTION_BACKWARD,
@@ -33,7 +34,6 @@ from weftune.plan.program.program import (
     SegmentPlan,
 )
 from weftune.plan.program.simulate import Timeline, simulate
-from weftune.plan.studies.placement import ClusterCase, Placement
 from weftune.plan.window.orders import (
     Passes,
     Work,

@@ -6,12 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weftune.errors import Mistake, PlanError
-from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.cost.memory import format_bytes
-from weftune.plan.outlook.forecast import Forecast
-from weftune.plan.pack.merge import JobLengths, group_jobs
-from weftune.plan.studies.placement import (
+from benchmarks.studies.placement import (
     SAME_TIME_SHARE,
     ClusterCase,
     Placement,
@@ -19,7 +14,7 @@ from weftune.plan.studies.placement import (
     misfit_reason,
     placements,
 )
-from weftune.plan.studies.scheme import (
+from benchmarks.studies.scheme import (
     GREEDY,
     SEARCHED,
     ForecastRun,
@@ -34,6 +29,11 @@ from weftune.plan.studies.scheme import (
     separate_groups,
     slowest_first,
 )
+from weftune.errors import Mistake, PlanError
+from weftune.plan.cost.estimate import JobOutline
+from weftune.plan.cost.memory import format_bytes
+from weftune.plan.outlook.forecast import Forecast
+from weftune.plan.pack.merge import JobLengths, group_jobs
 from weftune.plan.window.orders import Passes
 
 PIPELINE_ORDERS = (SchemeOrder.alternating, SchemeOrder.multi_job, SchemeOrder.template)

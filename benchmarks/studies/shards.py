@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from benchmarks.studies.placement import ClusterCase, Placement, cluster_case, cut_stages
+from benchmarks.studies.scheme import PricedWork, Scheme, order_passes, pack_scheme, run_passes
 from weftune.plan.cost.cluster import Cluster
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.outlook.forecast import Forecast
 from weftune.plan.program.prices import PassPrice
-from weftune.plan.studies.placement import ClusterCase, Placement, cluster_case, cut_stages
-from weftune.plan.studies.scheme import PricedWork, Scheme, order_passes, pack_scheme, run_passes
 
 COLLECTIVES = 2
 """Collectives per layer and pass: after attention and after the feed-forward part."""

@@ -11,12 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.plan.outlooks import SHAPE, outlines
-from weftune.plan.cost.cluster import parse_cluster
-from weftune.plan.program.prices import Link
-from weftune.plan.studies.placement import ClusterCase, cluster_case
-from weftune.plan.studies.scheme import Scheme
-from weftune.plan.studies.shards import (
+from benchmarks.studies.placement import ClusterCase, cluster_case
+from benchmarks.studies.scheme import Scheme
+from benchmarks.studies.shards import (
     Operator,
     OperatorKind,
     overlap,
@@ -24,6 +21,9 @@ from weftune.plan.studies.shards import (
     sharded_placement,
     subgraphs,
 )
+from tests.plan.outlooks import SHAPE, outlines
+from weftune.plan.cost.cluster import parse_cluster
+from weftune.plan.program.prices import Link
 
 COMPUTE, COMMUNICATION, ADAPTER = OperatorKind.compute, OperatorKind.communication, OperatorKind.adapter
 

@@ -11,10 +11,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from tests.plan.pipelines import GIB, load, loads, pipelines, stage
-from weftune.errors import PlanError
-from weftune.plan.cost.time import Line
-from weftune.plan.studies.fusion import (
+from benchmarks.studies.fusion import (
     GroupLoad,
     PipelineCost,
     StagePass,
@@ -27,6 +24,9 @@ from weftune.plan.studies.fusion import (
     one_adapter,
     predict_seconds,
 )
+from tests.plan.pipelines import GIB, load, loads, pipelines, stage
+from weftune.errors import PlanError
+from weftune.plan.cost.time import Line
 
 
 def test_a_pass_is_the_line_over_summed_tokens_plus_attentions_squares_over_the_shards():
