@@ -8,6 +8,7 @@ from torch import nn
 from tests.base.folders import model_folder, wrapper_folder
 from tests.base.packs import CPU, base_of, packed, random_samples
 from tests.base.quant.bases import stored_folder
+from tests.base.quant.test_loaded import same_bytes
 from tests.families import config, tiny
 from tests.shards import on_shards
 from weftune.base import weights
@@ -141,7 +142,7 @@ def test_a_file_with_another_vocabulary_than_the_config_is_refused(tmp_path):
         load(BaseSpec(model=str(folder)), 0, 2, LayerRange(0, 2, 2))
 
 
-@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+@pytest.mark.parametrize("quantize", ["nf4", "int8", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_shards_of_a_quantised_base_have_its_weights(quantize, family, tmp_path):
     """Plain files are quantised while they are read, whole matrices as without shards."""
@@ -173,7 +174,7 @@ def assert_shards_have_the_weights_of(whole, spec):
             assert torch.equal(own(site.name), want)
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
+@pytest.mark.parametrize("quantize", [None, "nf4", "int8", "fp8"])
 def test_streamed_shards_have_the_parameters_of_resident_ones(quantize, tmp_path):
     """Read from files, where streamed stages have them on the host."""
     spec = BaseSpec(
@@ -192,7 +193,7 @@ def test_streamed_shards_have_the_parameters_of_resident_ones(quantize, tmp_path
         )
         got, expected = dict(base.model.named_parameters()), dict(resident.model.named_parameters())
         assert got.keys() == expected.keys()
-        assert all(torch.equal(value, expected[name]) for name, value in got.items())
+        assert all(same_bytes(value, expected[name]) for name, value in got.items())
         held = sum(value.nbytes for name, value in expected.items() if ".layers.0." in name)
         assert held <= streamed.sources[0].size < held + 16 * len(expected)
         own, whole = base.weight_reader(), original.weight_reader()
@@ -223,7 +224,8 @@ def test_stages_of_shards_that_take_turns_give_the_bits_of_resident_shards(famil
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
-def test_fp8_is_refused_in_a_sentence(tmp_path):
+def test_fp8_is_refused_where_shards_repeat_key_value_heads(tmp_path):
     spec = BaseSpec(model=str(model_folder(tmp_path)), quantize="fp8")
-    with pytest.raises(BaseModelError, match="in fp8 cannot be divided into shards: activations are rounded"):
-        refuse_sharding(spec, 2)
+    refuse_sharding(spec, 2)
+    with pytest.raises(BaseModelError, match="2 key/value heads, and 4 shards would round parts of their"):
+        refuse_sharding(spec, 4)

@@ -47,14 +47,16 @@ def test_a_base_that_shards_cannot_divide_gets_a_sentence(config, shards, words)
         refuse_shards(SPEC, config, shards)
 
 
-@pytest.mark.parametrize("quantize", ["nf4", "int8"])
-def test_formats_with_plain_products_are_accepted(quantize):
+@pytest.mark.parametrize("quantize", ["nf4", "int8", "fp8"])
+def test_quantised_bases_are_accepted(quantize):
     refuse_shards(replace(SPEC, quantize=quantize), LLAMA, 2)
 
 
-def test_fp8_gets_a_sentence():
-    with pytest.raises(BaseModelError, match="base in fp8 cannot be divided into shards: activations are"):
-        refuse_shards(replace(SPEC, quantize="fp8"), LLAMA, 2)
+@pytest.mark.parametrize("shards", [4, 8])
+def test_fp8_with_repeated_heads_gets_a_sentence(shards):
+    refuse_shards(replace(SPEC, quantize="int8"), LLAMA, shards)
+    with pytest.raises(BaseModelError, match=f"2 key/value heads, and {shards} shards would round parts of"):
+        refuse_shards(replace(SPEC, quantize="fp8"), LLAMA, shards)
 
 
 def test_train_starts_what_plan_answers(tmp_path, monkeypatch):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.shards import on_shards
 from weftune.core.weights import CODES, LARGEST, adjacent_view, join_tensors, multiply_codes, quantise_rows
+from weftune.ops.fp8 import row_codes
 
 GRID = torch.arange(256, dtype=torch.uint8).view(CODES).float()
 GRID = GRID[GRID.isfinite()].unique()
@@ -50,6 +52,24 @@ def test_a_product_is_that_of_the_rounded_operands_with_both_scales():
     exact_TL = ((left_TM * scale_M) @ (codes_LM.float() * scale_L[:, None]).T).double()
     off = (got_TL - exact_TL).square().mean().sqrt() / exact_TL.square().mean().sqrt()
     assert 0.005 < off < 0.05, "the left operand has three digits after the first"
+
+
+@pytest.mark.parametrize("quantise", [quantise_rows, row_codes])
+def test_parts_of_rows_on_shards_have_the_codes_of_whole_rows(quantise):
+    x_TM, scale_M = drawn(7, 32), drawn(32, seed=1).abs()
+    x_TM[1], x_TM[2, 20], x_TM[3, :16] = 0.0, torch.nan, 0.0
+    codes_TM, scale_T = quantise_rows(x_TM, scale_M)
+
+    def on_shard(team):
+        own = slice(16 * team.shard, 16 * team.shard + 16)
+        return quantise(x_TM[:, own], scale_M[own], team.max_over_shards)
+
+    parts, scales = zip(*on_shards(2, on_shard), strict=True)
+    whole = torch.cat([part.view(torch.uint8) for part in parts], dim=1)
+    # The scale of a row with a NaN is NaN on both shards, so that its codes do not matter.
+    kept = torch.arange(7) != 2
+    assert torch.equal(whole[kept], codes_TM.view(torch.uint8)[kept])
+    assert all(torch.equal(one[kept], scale_T[kept]) and one[2].isnan() for one in scales)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

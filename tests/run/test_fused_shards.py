@@ -1,11 +1,13 @@
 """Fused layers on shards, as threads of one process, train every job as the whole base does."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from tests import bench
+from tests.base.quant.bases import quantised_base, quantised_model
 from tests.cases import slow_but
 from tests.interpreter import interpret
 from tests.run import executors
@@ -23,9 +25,11 @@ from weftune.run.assemble import resident_executor
 IN_TILES = Recompute(True, 2, tile_rows=16, keeps_attention=True)
 
 
-def train_on_shards(family, shards, dtype, jobs, program, one_at_a_time=False, **options):
+def train_on_shards(
+    family, shards, dtype, jobs, program, one_at_a_time=False, change=lambda model: model, **options
+):
     """What every shard found, and how many sums over shards each of them took part in."""
-    models = [deep(family, dtype) for _ in range(shards)]
+    models = [change(deep(family, dtype)) for _ in range(shards)]
     counts = [0] * shards
 
     def on_shard(team):
@@ -65,6 +69,21 @@ def test_losses_and_adapters_equal_those_of_the_whole_base(family, shards, recom
     want = trained(resident_executor(whole), whole, jobs, program)
     program = replace(program, recompute=recompute)
     found, _ = train_on_shards(family, shards, torch.float64, jobs, program, fuses=True)
+    for one in found:
+        assert_equal(one, want, 1e-9, 1e-8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [NOTHING, Recompute(True, 3), IN_TILES], ids=["", "layers", "tiles"])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_fused_layers_of_a_base_in_fp8_equal_those_of_the_whole_base(family, recompute):
+    """Gradients of linears that share their input are rounded together, over all shards."""
+    whole = quantised_base(deep(family, torch.float64), "fp8")
+    jobs = make_jobs(whole)
+    program = executors.plan_program(jobs, 5, CAPACITY)
+    want = trained(resident_executor(whole, fuses=True), whole, jobs, program)
+    program, change = replace(program, recompute=recompute), partial(quantised_model, quantize="fp8")
+    found, _ = train_on_shards(family, 2, torch.float64, jobs, program, change=change, fuses=True)
     for one in found:
         assert_equal(one, want, 1e-9, 1e-8)
 

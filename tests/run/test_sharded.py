@@ -67,8 +67,11 @@ def assert_shards_equal(family, shards, quantize, jobs_of):
 @pytest.mark.parametrize(
     ("quantize", "family", "shards"),
     slow_but(
-        [("nf4", "llama", 2), ("nf4", "phi3", 2), ("nf4", "qwen2", 4), ("int8", "phi3", 2)],
-        [("nf4", "llama", 2), ("int8", "phi3", 2)],
+        [
+            *(("nf4", "llama", 2), ("nf4", "phi3", 2), ("nf4", "qwen2", 4), ("int8", "phi3", 2)),
+            *(("fp8", family, 2) for family in ("llama", "phi3", "gemma3", "qwen2", "qwen3", "mistral")),
+        ],
+        [("nf4", "llama", 2), ("int8", "phi3", 2), ("fp8", "phi3", 2)],
     ),
 )
 def test_losses_and_adapters_equal_those_of_the_whole_quantised_base(quantize, family, shards):
@@ -78,8 +81,9 @@ def test_losses_and_adapters_equal_those_of_the_whole_quantised_base(quantize, f
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dora", "pissa", "ia3"])
-def test_kinds_on_shards_of_a_quantised_base(kind):
-    assert_shards_equal("llama", 2, "nf4", partial(kind_jobs, kind=kind))
+@pytest.mark.parametrize("quantize", ["nf4", "fp8"])
+def test_kinds_on_shards_of_a_quantised_base(kind, quantize):
+    assert_shards_equal("llama", 2, quantize, partial(kind_jobs, kind=kind))
 
 
 @pytest.mark.slow

@@ -126,7 +126,6 @@ def refuse_shards(spec: BaseSpec, config: Config, shards: int) -> None:
     shards."""
     if shards == 1:
         return
-    refuse_format_on_shards(quantised(config, spec), spec.model)
     text = text_values(config) if config.get("model_type") in WRAPPERS else config
     family = str(text.get("model_type"))
     refuse_family_on_shards(family, spec.model)
@@ -134,16 +133,18 @@ def refuse_shards(spec: BaseSpec, config: Config, shards: int) -> None:
     heads = int(whole["num_attention_heads"])
     keys = int(whole.get("num_key_value_heads") or heads)
     refuse_uneven_shards(heads, keys, int(whole["intermediate_size"]), spec.model, shards)
+    refuse_repeated_heads(quantised(config, spec), keys, spec.model, shards)
 
 
-def refuse_format_on_shards(quantised: Quantised | None, name: str) -> None:
-    """Raise BaseModelError if products with weights of this quantisation format are not supported on
-    shards."""
-    if quantised is not None and quantised.quantize in MULTIPLIED_AS_STORED:
+def refuse_repeated_heads(quantised: Quantised | None, key_heads: int, name: str, shards: int) -> None:
+    """Raise BaseModelError if several shards would have the same key/value heads of a base whose format
+    rounds gradients. Each of them has a part of a head's gradient, and rounded parts differ from the rounded
+    sum."""
+    if quantised is not None and quantised.quantize in MULTIPLIED_AS_STORED and key_heads % shards:
         raise BaseModelError(
-            f"{name} in {quantised.quantize} cannot be divided into shards: activations are rounded by the "
-            "largest value of a whole row, of which a shard has a part; write quantize: nf4 or int8, or "
-            "leave --shards out"
+            f"{name} in {quantised.quantize} has {key_heads} key/value heads, and {shards} shards would "
+            f"round parts of their gradients; choose a divisor of {key_heads} for --shards, or write "
+            "quantize: nf4 or int8"
         )
 
 

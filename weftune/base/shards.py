@@ -26,7 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from weftune.base.architecture import (
     refuse_family_on_shards,
-    refuse_format_on_shards,
+    refuse_repeated_heads,
     refuse_uneven_shards,
 )
 from weftune.base.check import refuse_modules
@@ -162,8 +162,8 @@ def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam, layer_rang
 def refuse_sharding(spec: BaseSpec, shards: int) -> None:
     """Raise BaseModelError if the layers of a base cannot be divided into this many shards."""
     config = load_config(spec, model_source(spec))
-    refuse_format_on_shards(config.quantised, spec.model)
     _refuse_config(config.text, spec.model, shards)
+    refuse_repeated_heads(config.quantised, _sizes(config.text).key_heads, spec.model, shards)
 
 
 def _refuse_config(config: PretrainedConfig, name: str, shards: int) -> None:
@@ -287,6 +287,9 @@ def _cut_layers(model: PreTrainedModel, team: ShardTeam) -> Iterator[tuple[str, 
             if isinstance(linear, QuantLinear):
                 linear = cut_quantised(linear, linear.parts, part)
                 layer.set_submodule(name, linear)
+                if isinstance(linear, QuantLinear):
+                    linear.input_maxima = team.max_over_shards if part.cuts_inputs else None
+                    linear.output_maxima = None if part.cuts_inputs else team.max_over_shards
             else:
                 _cut_weight(linear, part)
             keeps_bias = not part.cuts_inputs or team.shard == 0

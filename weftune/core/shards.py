@@ -44,6 +44,10 @@ class ShardTeam:
         self.sum_over_shards(gathered)
         return gathered
 
+    def max_over_shards(self, values: Tensor) -> Tensor:
+        """Return the largest of the values of all shards, element by element. NaN is larger than all."""
+        return self.gather(values).amax(dim=0)
+
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:

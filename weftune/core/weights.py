@@ -32,9 +32,14 @@ LEAST_SCALE = torch.finfo(torch.float32).tiny
 CODED_PARAMETERS = {"weight": 0, "scale": 0, "turned": 1}
 """Maps each parameter of a linear with a coded weight to its output dimension."""
 
-MultiplyCodes = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, torch.dtype], Tensor]
+WholeMaxima = Callable[[Tensor], Tensor]
+"""Maps the largest values of the local parts of rows to those of whole rows, which shards divide."""
+MultiplyCodes = Callable[
+    [Tensor, Tensor, Tensor | None, Tensor | None, torch.dtype, WholeMaxima | None], Tensor
+]
 """Computes ((left_TM ⊙ scale_M) · codes_LMᵀ) ⊙ scale_L, where the left operand is rounded to codes, the sum
-is at least float32, and the result is rounded once to the dtype."""
+is at least float32, and the result is rounded once to the dtype. The last argument is given if the left
+operand has only a part of each row."""
 
 
 @runtime_checkable
@@ -57,6 +62,14 @@ class CodedWeight(Protocol):
     @property
     def multiply(self) -> MultiplyCodes: ...
 
+    @property
+    def input_maxima(self) -> WholeMaxima | None:
+        """Function for the rows of x. None if this weight has all inputs."""
+
+    @property
+    def output_maxima(self) -> WholeMaxima | None:
+        """Function for the rows of dy. None if this weight has all outputs."""
+
 
 @dataclass(frozen=True, slots=True)
 class CodedMatrix:
@@ -65,6 +78,8 @@ class CodedMatrix:
     codes_NK: Tensor
     turned_KN: Tensor
     scale_N: Tensor
+    input_maxima: WholeMaxima | None = None
+    output_maxima: WholeMaxima | None = None
 
     @classmethod
     def quantise(cls, weight_NK: Tensor) -> CodedMatrix:
@@ -94,23 +109,31 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def quantise_rows(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantise_rows(
+    x_TM: Tensor, scale_M: Tensor | None = None, whole_maxima: WholeMaxima | None = None
+) -> tuple[Tensor, Tensor]:
     """Return (codes_TM, scale_T) such that x ⊙ scale_M ≈ codes · scale. The largest code of each row is
-    LARGEST."""
+    LARGEST. `whole_maxima` is given if x has only a part of each row."""
     x_TM = x_TM.to(accumulation_dtype(x_TM.dtype))
     if scale_M is not None:
         x_TM = x_TM * scale_M
     # Not a division, which torch replaces by a product on a GPU: this way all devices give the same bits.
-    scale_T = x_TM.abs().amax(dim=1) * (1.0 / LARGEST)
+    max_T = x_TM.abs().amax(dim=1)
+    scale_T = (max_T if whole_maxima is None else whole_maxima(max_T)) * (1.0 / LARGEST)
     inverse_T = torch.where(scale_T < LEAST_SCALE, 0.0, 1.0 / scale_T)
     return (x_TM * inverse_T[:, None]).clamp_(-LARGEST, LARGEST).to(CODES), scale_T
 
 
 def multiply_codes(
-    left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
+    left_TM: Tensor,
+    codes_LM: Tensor,
+    scale_M: Tensor | None,
+    scale_L: Tensor | None,
+    dtype: torch.dtype,
+    whole_maxima: WholeMaxima | None = None,
 ) -> Tensor:
     """Implement `MultiplyCodes` on any device, with exactly the products of fp8 tensor cores."""
-    left_TM, scale_T = quantise_rows(left_TM, scale_M)
+    left_TM, scale_T = quantise_rows(left_TM, scale_M, whole_maxima)
     sum_TL = left_TM.to(scale_T.dtype) @ codes_LM.to(scale_T.dtype).T
     sum_TL *= scale_T[:, None]
     if scale_L is not None:
@@ -119,7 +142,12 @@ def multiply_codes(
 
 
 def multiply_unrounded(
-    left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
+    left_TM: Tensor,
+    codes_LM: Tensor,
+    scale_M: Tensor | None,
+    scale_L: Tensor | None,
+    dtype: torch.dtype,
+    whole_maxima: WholeMaxima | None = None,
 ) -> Tensor:
     """Implement `MultiplyCodes` without rounding the left operand. Rounding would magnify tiny differences,
     which hinders comparing two computations of the same result."""
@@ -245,6 +273,14 @@ class CodedStack(StackedWeight):
     def multiply(self) -> MultiplyCodes:
         return self.coded_parts[0].multiply
 
+    @property
+    def input_maxima(self) -> WholeMaxima | None:
+        return self.coded_parts[0].input_maxima
+
+    @property
+    def output_maxima(self) -> WholeMaxima | None:
+        return self.coded_parts[0].output_maxima
+
 
 def stack_weights(weights: Sequence[Weight], outputs: Sequence[int]) -> StackedWeight:
     return (CodedStack if all(map(is_coded, weights)) else StackedWeight).stack(weights, outputs)
@@ -276,12 +312,13 @@ class _CodedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight: CodedWeight, dtype: torch.dtype) -> Tensor:
         ctx.weight, ctx.dtype = weight, x_TK.dtype
-        return weight.multiply(x_TK, weight.codes(), None, weight.scale(), dtype)
+        return weight.multiply(x_TK, weight.codes(), None, weight.scale(), dtype, weight.input_maxima)
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, None, None]:
         weight: CodedWeight = ctx.weight
-        return weight.multiply(dy_TN, weight.turned(), weight.scale(), None, ctx.dtype), None, None
+        maxima = weight.output_maxima
+        return weight.multiply(dy_TN, weight.turned(), weight.scale(), None, ctx.dtype, maxima), None, None
 
 
 def frozen_product_by(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weftune.core import weights
-from weftune.core.weights import CODES, multiply_codes
+from weftune.core.weights import CODES, WholeMaxima, multiply_codes
 from weftune.ops import triton as kernels
 from weftune.ops.fallback import run_with_fallback
 from weftune.ops.triton import kernels_available
@@ -24,9 +24,13 @@ MULTIPLE = 16
 """`torch._scaled_mm` requires both dimensions of the weight to be a multiple of this."""
 
 
-def row_codes(x_TM: Tensor, scale_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def row_codes(
+    x_TM: Tensor, scale_M: Tensor | None = None, whole_maxima: WholeMaxima | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantise the rows of x ⊙ scale to 8-bit floats with a scale per row, as `core.weights.quantise_rows`
-    does, with one Triton kernel where Triton is available."""
+    does, with one Triton kernel where Triton is available and x has whole rows."""
+    if whole_maxima is not None:
+        return weights.quantise_rows(x_TM.contiguous(), scale_M, whole_maxima)
     if x_TM.is_cuda and kernels_available(x_TM):
         by_torch = weights.quantise_rows
         return run_with_fallback("rounding to fp8", x_TM.device, launch_row_codes, by_torch, x_TM, scale_M)
@@ -56,12 +60,17 @@ def launch_row_codes(x_TM: Tensor, scale_M: Tensor | None) -> tuple[Tensor, Tens
 
 
 def multiply(
-    left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
+    left_TM: Tensor,
+    codes_LM: Tensor,
+    scale_M: Tensor | None,
+    scale_L: Tensor | None,
+    dtype: torch.dtype,
+    whole_maxima: WholeMaxima | None = None,
 ) -> Tensor:
     """Implement `core.weights.MultiplyCodes`, the product with an 8-bit weight, on a GPU."""
     if left_TM.dtype is torch.float64 or not supports_library_product(codes_LM):
-        return multiply_codes(left_TM, codes_LM, scale_M, scale_L, dtype)
-    left_TM, scale_T = row_codes(left_TM, scale_M)
+        return multiply_codes(left_TM, codes_LM, scale_M, scale_L, dtype, whole_maxima)
+    left_TM, scale_T = row_codes(left_TM, scale_M, whole_maxima)
     # Linears that share their input are stored in one tensor, of which a slice of columns is not
     # contiguous.
     codes_LM = codes_LM.contiguous()

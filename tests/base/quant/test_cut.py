@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from weftune.base.quant.formats import Int8, Nf4
+from weftune.base.quant.formats import Fp8, Int8, Nf4
 from weftune.base.quant.linear import QuantLinear, cut_quantised
 from weftune.core.shapes import SiteSlice
 from weftune.core.shards import kept_indices
 
-FORMS = [Int8(), Nf4(), Nf4(nested=False)]
+FORMS = [Int8(), Fp8(), Nf4(), Nf4(nested=False)]
 
 
 def quantised(form, outputs, inputs):
@@ -25,6 +25,9 @@ def cut_of(linear, part):
     want = whole_NK.index_select(1 if part.cuts_inputs else 0, kept_indices(part))
     got = made.frozen_weight().matrix() if isinstance(made, QuantLinear) else made.weight
     assert torch.equal(got, want)
+    if isinstance(linear.form, Fp8):
+        assert torch.equal(made.turned.view(torch.uint8), made.weight.view(torch.uint8).T)
+        assert made.turned.is_contiguous()
     assert (made.out_features, made.in_features) == want.shape
     return made
 

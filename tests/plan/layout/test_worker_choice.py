@@ -176,6 +176,9 @@ def test_sums_over_shards_take_time_in_every_forward_and_backward():
     size = (100 + 100 // 16) * HIDDEN * 2 / 2
     once = 2 * 2 * (2 * (1e-3 + size / 2 / 1e6))
     assert seconds[1] - seconds[0] == pytest.approx((3 * LAYERS - 1) * once)
+    coded = replace(part, multiplies_stored_format=True)
+    case = StreamCase(coded, (job(),), linked, 100, 50, adapters_travel=False)
+    assert case.sum_seconds - once == pytest.approx(2 * 2 * (2 * (1e-3 + 4 * 53 / 1e6)))
 
 
 def test_each_end_of_the_base_is_counted_on_its_rank():

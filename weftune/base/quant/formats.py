@@ -88,13 +88,14 @@ class Int8:
 
     def cut_part(
         self, parts: Mapping[str, Tensor], shape: tuple[int, int], part: SiteSlice
-    ) -> tuple[WeightFormat, dict[str, Tensor]] | None:
+    ) -> tuple[WeightFormat, dict[str, Tensor]]:
         """Return the format and the tensors of a part of the matrix of this shape, which dequantise to the
-        same values. None if the part is not made of whole blocks."""
+        same values."""
         kept = kept_indices(part, parts["weight"].device)
-        codes_NK = parts["weight"].index_select(1 if part.cuts_inputs else 0, kept)
+        # Torch does not select 8-bit floats on every device, but it does select their bytes.
+        codes_NK = parts["weight"].view(torch.uint8).index_select(1 if part.cuts_inputs else 0, kept)
         scale_N = parts["scale"] if part.cuts_inputs else parts["scale"].index_select(0, kept)
-        return self, {"weight": codes_NK, "scale": scale_N}
+        return self, {"weight": codes_NK.view(self.codes), "scale": scale_N}
 
     def write(self, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
         """Dequantise `parts` into `out_NK`, which is contiguous, in its dtype."""
@@ -117,6 +118,12 @@ class Fp8(Int8):
 
     def _row_codes(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
         return quantise_rows(weight_NK)
+
+    def cut_part(
+        self, parts: Mapping[str, Tensor], shape: tuple[int, int], part: SiteSlice
+    ) -> tuple[WeightFormat, dict[str, Tensor]]:
+        form, local = super().cut_part(parts, shape, part)
+        return form, {**local, "turned": local["weight"].T.contiguous()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from weftune.core.shards import kept_indices
 from weftune.core.weights import (
     FrozenWeight,
     MultiplyCodes,
+    WholeMaxima,
     frozen_product,
     multiply_codes,
     multiply_unrounded,
@@ -59,6 +60,9 @@ class QuantLinear(nn.Linear):
         self.multiply: MultiplyCodes = multiply_codes
         """Function that multiplies by codes. `set_weight_functions` replaces this function and `dequantise`
         by kernels."""
+        self.input_maxima: WholeMaxima | None = None
+        self.output_maxima: WholeMaxima | None = None
+        """Functions for the rows of inputs and of outputs, if shards divide them."""
         stored = weight_format.parts(*shape)
         self._parts = tuple(stored)
         for name, part in stored.items():
@@ -141,6 +145,14 @@ class Fp8Weight(QuantWeight):
     @property
     def multiply(self) -> MultiplyCodes:
         return self.module.multiply
+
+    @property
+    def input_maxima(self) -> WholeMaxima | None:
+        return self.module.input_maxima
+
+    @property
+    def output_maxima(self) -> WholeMaxima | None:
+        return self.module.output_maxima
 
 
 def replace_linears(model: PreTrainedModel, formats: Mapping[str, WeightFormat]) -> None:

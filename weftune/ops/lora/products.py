@@ -66,7 +66,7 @@ def forward_operands(x_TK: Tensor, weight: Right) -> Operands:
     """Return the operands of xWᵀ."""
     if isinstance(weight, Tensor):
         return Operands(x_TK, weight)
-    codes_TK, scale_T = row_codes(x_TK)
+    codes_TK, scale_T = row_codes(x_TK, None, weight.input_maxima)
     return Operands(codes_TK, weight.codes(), scale_T, weight.scale())
 
 
@@ -74,7 +74,7 @@ def backward_operands(dy_TN: Tensor, weight: Right) -> Operands:
     """Return the operands of dyW."""
     if isinstance(weight, Tensor):
         return Operands(dy_TN, weight.T)
-    codes_TN, scale_T = row_codes(dy_TN, weight.scale())
+    codes_TN, scale_T = row_codes(dy_TN, weight.scale(), weight.output_maxima)
     return Operands(codes_TN, weight.turned(), scale_T)
 
 

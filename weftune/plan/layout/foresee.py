@@ -23,7 +23,7 @@ from weftune.plan.cost.time import (
     work_of,
 )
 from weftune.plan.program.layout import Layout
-from weftune.plan.program.prices import SUMS_PER_LAYER, Link, PassPrice, Prices
+from weftune.plan.program.prices import Link, PassPrice, Prices
 from weftune.plan.program.program import NOTHING, ForwardOnly, Program, Recompute
 from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pace import LoadPace, simulate_timeline
@@ -63,6 +63,8 @@ class StageTimes:
     """Number of workers that hold each layer together. `terms` are the terms of one of these workers."""
     divides_vocabulary: bool = False
     """Whether shards also divide the embedding and the head, which adds a sum over shards at both."""
+    exchanges_maxima: bool = False
+    """Whether shards exchange the largest values of rows that they round to 8-bit floats together."""
 
     def for_shards(self, shape: ModelShape, shards: int) -> StageTimes:
         """Return the predictor for a base each of whose layers is divided among `shards` workers. The fixed
@@ -82,7 +84,13 @@ class StageTimes:
             )
 
         terms = DirectionTerms(*map(divide, (self.terms.forward, self.terms.backward, self.terms.evaluation)))
-        return replace(self, terms=terms, shards=shards, divides_vocabulary=head < 1)
+        return replace(
+            self,
+            terms=terms,
+            shards=shards,
+            divides_vocabulary=head < 1,
+            exchanges_maxima=shape.multiplies_stored_format,
+        )
 
     def timeline(
         self, program: Program, layout: Layout, shapes: JobShapes, loads: LoadPace | None = None
@@ -161,8 +169,9 @@ class StageTimes:
         """Return the seconds of all sums over shards in a forward through the layers of a stage."""
         if self.shards == 1 or self.link is None:
             return 0.0
-        count = SUMS_PER_LAYER * (layer_range.stop - layer_range.start)
-        return count * self.link.all_reduce_seconds(self.output_bytes * work.tokens, self.shards)
+        return (layer_range.stop - layer_range.start) * self.link.layer_sum_seconds(
+            self.output_bytes, work.tokens, self.shards, self.exchanges_maxima
+        )
 
     def _end_sum_seconds(self, ends: int, work: PassWork) -> float:
         """Return the seconds of the sums over shards at the embedding and at the head, of which a stage has

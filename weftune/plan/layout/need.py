@@ -17,7 +17,7 @@ from weftune.plan.cost.ring import TRAVEL_ROUNDS, back_bytes, step_bytes
 from weftune.plan.cost.streamed_memory import StreamedMemory
 from weftune.plan.layout.recurrence import StageRound, compute_seconds, round_seconds, slotted_seconds
 from weftune.plan.program.layout import Layout, StageLayers
-from weftune.plan.program.prices import SUMS_PER_LAYER, Link
+from weftune.plan.program.prices import Link
 from weftune.plan.program.program import Recompute
 
 STREAM_SLACK_BYTES = 2 << 30
@@ -241,9 +241,11 @@ class StreamCase:
         layer, and likewise in its backward."""
         if self.device.worker_link is None:
             return 0.0
-        size = self.memory.input_bytes / self._pass_count
-        each = self.device.worker_link.all_reduce_seconds(size, self.shape.shards)
-        return SUMS_PER_LAYER * self._pass_count * each
+        shape, rows = self.shape, self.memory.round_rows / self._pass_count
+        row_bytes = shape.hidden * shape.bytes_per_value
+        return self._pass_count * self.device.worker_link.layer_sum_seconds(
+            row_bytes, rows, shape.shards, shape.multiplies_stored_format
+        )
 
     @cached_property
     def head_seconds(self) -> float:

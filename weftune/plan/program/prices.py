@@ -65,6 +65,17 @@ class Link:
         """Return the seconds of a ring all-reduce of `size` bytes over `members` devices."""
         return 2 * (members - 1) * self.seconds(size / members)
 
+    def layer_sum_seconds(
+        self, output_bytes: int, tokens: float, shards: int, exchanges_maxima: bool = False
+    ) -> float:
+        """Return the seconds of a layer's sums over shards in a forward, and likewise in a backward. A layer
+        outputs `output_bytes` bytes per token. If shards exchange maxima of rows, as fp8 needs, each sum has
+        a smaller one before it, to which every shard adds a float32 per token."""
+        seconds = self.all_reduce_seconds(output_bytes * tokens, shards)
+        if exchanges_maxima:
+            seconds += self.all_reduce_seconds(4 * shards * tokens, shards)
+        return SUMS_PER_LAYER * seconds
+
 
 @dataclass(frozen=True, slots=True)
 class PricedCluster:
