@@ -159,7 +159,7 @@ def stream_device(hardware: Hardware, cap: int | None, link: HostLink) -> Stream
     if hardware.device.type != "cuda":
         return emulated_device(cap or 1 << 30, host)
     budget = cap or budget_bytes(hardware.device)
-    return gpu_device(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
+    return gpu_device(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.duplex_bandwidth)
 
 
 def resident_choice(

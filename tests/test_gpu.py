@@ -97,10 +97,18 @@ def ready(base, name, index, **changes):
 
 
 def trained(
-    base, jobs, rounds=6, capacity=512, recompute=NOTHING, route=None, graphs=True, spoilt=(), at_once=True
+    base,
+    jobs,
+    rounds=6,
+    capacity=512,
+    recompute=NOTHING,
+    route=None,
+    graphs=True,
+    spoilt=(),
+    captures_early=True,
 ):
     """How far each job moved in so many rounds, windows of two; the spoilt turn NaN after the first."""
-    executor = resident_executor(base, route, graphs, at_once=at_once)
+    executor = resident_executor(base, route, graphs, captures_early=captures_early)
     for one in jobs:
         executor.attach(executors.job_training(base, one))
     starts = {name: training.master.clone() for name, training in executor.attached.items()}
@@ -149,7 +157,7 @@ def test_passes_are_captured_although_jobs_change_outputs_or_put_keys_before_sam
 def test_captured_where_that_pays_passes_give_the_very_bits_of_plain_ones(base):
     jobs = [ready(base, f"job{i}", i, steps=20) for i in range(3)]
     plain, _, _ = trained(base, jobs, graphs=False, rounds=20)
-    thrifty, _, captures = trained(base, jobs, rounds=20, at_once=False)
+    thrifty, _, captures = trained(base, jobs, rounds=20, captures_early=False)
     assert captures > 0
     assert all(torch.equal(thrifty[name], plain[name]) for name in plain)
 

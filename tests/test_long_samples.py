@@ -36,7 +36,7 @@ FUSED = [family for family in EVERY if family not in ("opt", "gpt2")]
 
 
 def fused(base, route, *_):
-    return adapted.AdaptedBase(base, route, fuses=True)
+    return adapted.AdaptedBase(base, route, fuses_layers=True)
 
 
 def train(output, recompute, base, jobs):

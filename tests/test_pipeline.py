@@ -21,7 +21,7 @@ from weftune.base.spec import BaseSpec
 from weftune.jobs.store.status import lock_folder
 from weftune.plan.cost.profile import profile_folder, profile_path, write_profile
 from weftune.report.gantt import read_timelines
-from weftune.run.profile import key_here
+from weftune.run.profile import device_profile_key
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_profiled_since_it_goes_on_with_other_stages_to_the_same_curve(place):
     assert run.wait() == 130
     assert not any("stages" in note for note in status(output)["notes"])
     cpu = torch.device("cpu")
-    key = key_here(inspect(BaseSpec(model=str(place / "model"), dtype="float64"), cpu), cpu)
+    key = device_profile_key(inspect(BaseSpec(model=str(place / "model"), dtype="float64"), cpu), cpu)
     file = profile_path(profile_folder(), key)
     write_profile(file, replace(profile(), key=key))
     try:

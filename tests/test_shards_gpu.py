@@ -17,8 +17,8 @@ from weftune.base.spec import BaseSpec
 from weftune.core.shards import ShardTeam
 from weftune.plan.program.layout import pipeline_layout
 from weftune.run.assemble import resident_executor
-from weftune.run.parts import delivered
-from weftune.run.passes.graphs import captured
+from weftune.run.parts import fetch_from
+from weftune.run.passes.graphs import capture_graph
 from weftune.run.workers.transport import Transport
 from weftune.run.workers.worker import shard_team, worker_executor
 from weftune.trainer.job import collate_plan
@@ -78,7 +78,7 @@ def as_shard(connections):
     microbatches = {
         number: collate_plan(plan, kinds[number], by_name) for number, plan in enumerate(program.microbatches)
     }
-    events = list(executor.run(program, delivered(program, microbatches)))
+    events = list(executor.run(program, fetch_from(program, microbatches)))
     transport.flush()
     weights = {key: value.cpu() for key, value in views(executor.attached).items()}
     return losses_of(events), weights, executor.captures
@@ -114,7 +114,7 @@ def test_nccl_inside_a_captured_graph_with_a_communicator_of_one_member(sum_of_o
     values = torch.arange(8.0, device=device)
     with torch.cuda.stream(stream):
         stream.wait_stream(torch.cuda.default_stream(device))
-        with captured(graph, torch.cuda.graph_pool_handle(), stream):
+        with capture_graph(graph, torch.cuda.graph_pool_handle(), stream):
             doubled = values * 2
             sum_of_one(doubled)
             result = doubled + 1
@@ -136,7 +136,7 @@ def test_captured_passes_of_a_shard_contain_its_sums(sum_of_one):
         team = ShardTeam(0, 1, count_sum, is_capturable=True)
         spec = BaseSpec(model="tiny/llama")
         base = shard_of(deep("llama", torch.bfloat16), spec, device, team, WHOLE)
-        executor = resident_executor(base, graphs=graphs, agrees=AloneOnShard, team=team)
+        executor = resident_executor(base, graphs=graphs, make_agreement=AloneOnShard, team=team)
         jobs = make_jobs(base)
         run = trained(executor, base, jobs, executors.plan_program(jobs, ROUNDS, CAPACITY))
         found.append(on_host(run))

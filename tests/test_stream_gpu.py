@@ -24,7 +24,7 @@ from weftune.plan.cost.ring import PIECE
 from weftune.plan.program.layout import Layout, StageLayers, one_device_layout
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor, streamed_executor
-from weftune.run.executor import rows_at_once
+from weftune.run.executor import max_rows_in_flight
 from weftune.run.measure.timers import Waited
 from weftune.run.passes.rows import StageVisit
 from weftune.run.stream import adapter_steps
@@ -129,7 +129,7 @@ def test_inputs_that_wait_in_host_memory_come_back_with_the_very_bits(resident, 
     def plan(courses):
         nonlocal longest
         program = plan_window(courses, cut, CAPACITY)
-        longest = max(longest, rows_at_once(program))
+        longest = max(longest, max_rows_in_flight(program))
         return program
 
     moved = trained(executor, streamed.whole, plan)
@@ -168,13 +168,13 @@ def go_round(inputs, streamed, microbatches, rows):
 
     for stage in range(last):
         for number in range(microbatches):
-            inputs.give(StageVisit(number, stage + 1), made(number, stage + 1))
+            inputs.store_input(StageVisit(number, stage + 1), made(number, stage + 1))
             if stage:
-                inputs.passed(StageVisit(number, stage))
+                inputs.end_forward(StageVisit(number, stage))
     for stage in range(last, 0, -1):
         for number in range(microbatches):
             if stage > 1:
-                inputs.bring(StageVisit(number, stage - 1))
+                inputs.prefetch_input(StageVisit(number, stage - 1))
             values.append((16.0 * stage + number, inputs.read(StageVisit(number, stage))[::512, 0].clone()))
             inputs.drop(StageVisit(number, stage))
     return values
@@ -239,7 +239,7 @@ def test_a_file_that_fails_under_way_is_told_by_the_main_thread(stored, tmp_path
         os.truncate(path, 1000)
     streamer.begin_window()
     with pytest.raises(BaseModelError, match="has changed while weights are read from it"):
-        streamer.use(0)
+        streamer.make_readable(0)
 
 
 def lingering(updates, factor_J=None):

@@ -50,7 +50,7 @@ def test_captured_passes_over_stages_give_the_very_bits_of_plain_ones(name, kind
         jobs = [kind(streamed.whole, f"job{i}", i) for i in range(4)]
         found.append(trained(executor, streamed.whole, level(cut), jobs))
         captures.append(executor.captures)
-        assert executor.passes.refused == 0
+        assert executor.passes.failed_captures == 0
     plain, captured = found
     assert captures[0] is None
     assert captures[1] >= 2 * len(cut.stages) - 1
@@ -115,7 +115,7 @@ def test_a_capture_that_finds_no_memory_leaves_passes_plain_and_losses_as_they_w
             found.append(trained(executor, streamed.whole, level(cut), jobs))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert len(executor.passes.graphs.refused) == 1
+    assert len(executor.passes.graphs.failed_captures) == 1
     assert executor.captures == 2
     for name, want in found[0].items():
         assert torch.equal(found[1][name], want), name

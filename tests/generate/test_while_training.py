@@ -91,7 +91,7 @@ def test_weights_of_a_mean_are_another_version():
     jobs.run(jobs.plan(2, 64))
     attached = jobs.executor.banks.attached["lora"]
     assert attached.version == 2
-    jobs.executor.show_mean("lora")
+    jobs.executor.use_mean_weights("lora")
     assert attached.version != 2
-    jobs.executor.show_master("lora")
+    jobs.executor.use_latest_weights("lora")
     assert attached.version == 2

@@ -41,7 +41,7 @@ def score_mismatched(aboard, samples, kl_of, step):
         part = laid(samples.mismatched, chosen)
         segments = [replace(one, kl_of=kl_of, step=step) for one in part.microbatch.segments]
         part = replace(part, microbatch=replace(part.microbatch, segments=tuple(segments)))
-        aboard.scorer.note_mismatched(aboard.scorer.sample_logprobs(aboard.hidden(part), part), part)
+        aboard.scorer.record_mismatched_scores(aboard.scorer.sample_logprobs(aboard.hidden(part), part), part)
 
 
 def own_numbers(spec):

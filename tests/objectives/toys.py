@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 from tests.base.packs import CPU
 from weftune.core.batch import IGNORED, OWN_ADAPTER, Microbatch, Segment
 from weftune.objectives.objective import BatchFacts, HeldOutSums, Needs, SampleScores
-from weftune.run.passes.rows import LaidMicrobatch, lay
+from weftune.run.passes.rows import DeviceMicrobatch, pad_to_device
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def microbatch(
     parts: Sequence[tuple[str, Sequence[Sample]]],
     adapter: str | None = OWN_ADAPTER,
     references_S: Tensor | None = None,
-) -> LaidMicrobatch:
+) -> DeviceMicrobatch:
     """(job, samples) in one microbatch, all of step 1, through the adapter of their own jobs or another."""
     segments, lengths, row = [], [], 0
     for job, samples in parts:
@@ -62,7 +62,7 @@ def microbatch(
         segments=tuple(segments),
         references_S=references_S,
     )
-    return lay(made, made.rows, CPU)
+    return pad_to_device(made, made.rows, CPU)
 
 
 class Preference:

@@ -18,7 +18,7 @@ from weftune.run.assemble import resident_executor
 from weftune.run.events import Event
 from weftune.run.executor import Executor
 from weftune.run.parts import Activations
-from weftune.run.passes.rows import InFlight, LaidMicrobatch, TimedPass
+from weftune.run.passes.rows import DeviceMicrobatch, InFlight, TimedPass
 from weftune.run.training.state import Training, new_training
 from weftune.trainer.job import PreparedJob, collate_plan, prepare_job
 
@@ -52,7 +52,7 @@ def run_program(executor: Executor, planned: Program, jobs: Sequence[PreparedJob
     return executor.run(planned, lambda plan, kind: collate_plan(plan, kind, by_name), lambda: False)
 
 
-def in_flight(laid: LaidMicrobatch) -> InFlight:
+def in_flight(laid: DeviceMicrobatch) -> InFlight:
     """A microbatch at the first of its visits."""
     return InFlight(laid, TimedPass(MicrobatchPlan(()), training=True))
 
@@ -60,7 +60,7 @@ def in_flight(laid: LaidMicrobatch) -> InFlight:
 def rows_on_device(activations: Activations) -> int:
     """Return the number of rows on the device, over all stages."""
     kept = getattr(activations, "_kept", activations)
-    return sum(len(given_TD) for given_TD in kept._here.values())
+    return sum(len(input_TD) for input_TD in kept._here.values())
 
 
 def is_empty(activations: Activations) -> bool:

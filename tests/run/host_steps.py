@@ -74,7 +74,7 @@ def hand_in(steps, training, gradient, loss=1.5):
         if not stays:
             transfers.load_weights(stage, steps.is_unfinished)
         traveller.gradient[stage].copy_(gradient[part.start : part.stop])
-        transfers.note_backward(stage, [training.job])
+        transfers.record_backward(stage, [training.job])
         if not stays:
             transfers.sum_squares(stage)
             transfers.evict(stage)

@@ -63,7 +63,7 @@ def test_a_checkpoint_that_says_the_same_is_left_as_it_is(tmp_path, fresh):
     assert checkpoint.has_progress(tmp_path, training.progress)
     assert checkpoint.save(tmp_path, training) == folder
     assert os.stat(folder / "state.json").st_ino == before
-    training.note_evaluation(1.0, keep_best=False, min_delta=0.0)
+    training.record_evaluation(1.0, keep_best=False, min_delta=0.0)
     assert not checkpoint.has_progress(tmp_path, training.progress)
     checkpoint.save(tmp_path, training)
     assert os.stat(folder / "state.json").st_ino != before

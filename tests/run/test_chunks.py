@@ -40,7 +40,7 @@ from weftune.plan.program.program import (
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.run.assemble import resident_executor
 from weftune.run.events import OutOfMemory
-from weftune.run.parts import delivered
+from weftune.run.parts import fetch_from
 from weftune.run.training.state import new_training
 from weftune.trainer.job import collate_plan, prepare_job
 
@@ -67,7 +67,9 @@ def in_chunks(program, rows=ROWS):
 
 def train(base, jobs, cut, recompute, fuses):
     """Return losses and weights, and the weights at the start."""
-    made = resident_executor(base, None if base.device.type == "cuda" else Route.segmented, fuses=fuses)
+    made = resident_executor(
+        base, None if base.device.type == "cuda" else Route.segmented, fuses_layers=fuses
+    )
     for one in jobs:
         made.attach(new_state(base, one))
     program = replace(executors.plan_program(jobs, ROUNDS, 64), recompute=recompute)
@@ -162,7 +164,7 @@ def as_worker(connections, family, cuts):
         for number, plan in enumerate(program.microbatches)
         if plan.segments
     }
-    events = list(executor.run(program, delivered(program, laid)))
+    events = list(executor.run(program, fetch_from(program, laid)))
     transport.flush()
     assert not executor._sample_keys
     return events, views(executor.attached)

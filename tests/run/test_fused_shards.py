@@ -39,7 +39,7 @@ def train_on_shards(
 
         counting = replace(team, sum_over_shards=count_sum)
         base = shard_of(models[team.shard], BaseSpec(model=f"tiny/{family}"), bench.CPU, counting, WHOLE)
-        executor = resident_executor(base, agrees=AloneOnShard, team=counting, **options)
+        executor = resident_executor(base, make_agreement=AloneOnShard, team=counting, **options)
         assert executor.fused
         return trained(executor, base, jobs, program)[:2]
 
@@ -68,7 +68,7 @@ def test_losses_and_adapters_equal_those_of_the_whole_base(family, shards, recom
     program = executors.plan_program(jobs, 5, CAPACITY)
     want = trained(resident_executor(whole), whole, jobs, program)
     program = replace(program, recompute=recompute)
-    found, _ = train_on_shards(family, shards, torch.float64, jobs, program, fuses=True)
+    found, _ = train_on_shards(family, shards, torch.float64, jobs, program, fuses_layers=True)
     for one in found:
         assert_equal(one, want, 1e-9, 1e-8)
 
@@ -81,9 +81,9 @@ def test_fused_layers_of_a_base_in_fp8_equal_those_of_the_whole_base(family, rec
     whole = quantised_base(deep(family, torch.float64), "fp8")
     jobs = make_jobs(whole)
     program = executors.plan_program(jobs, 5, CAPACITY)
-    want = trained(resident_executor(whole, fuses=True), whole, jobs, program)
+    want = trained(resident_executor(whole, fuses_layers=True), whole, jobs, program)
     program, change = replace(program, recompute=recompute), partial(quantised_model, quantize="fp8")
-    found, _ = train_on_shards(family, 2, torch.float64, jobs, program, change=change, fuses=True)
+    found, _ = train_on_shards(family, 2, torch.float64, jobs, program, change=change, fuses_layers=True)
     for one in found:
         assert_equal(one, want, 1e-9, 1e-8)
 
@@ -94,7 +94,9 @@ def test_a_recomputed_layer_repeats_one_of_its_two_sums():
     program = executors.plan_program(jobs, 1, 1000)
     assert len(program.microbatches) == 1
     counts = [
-        train_on_shards("llama", 2, torch.float64, jobs, replace(program, recompute=recompute), fuses=True)[1]
+        train_on_shards(
+            "llama", 2, torch.float64, jobs, replace(program, recompute=recompute), fuses_layers=True
+        )[1]
         for recompute in (NOTHING, Recompute(True, 3))
     ]
     assert counts[1] - counts[0] == 3

@@ -36,7 +36,7 @@ from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipe
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Evaluated, Stepped
-from weftune.run.parts import delivered
+from weftune.run.parts import fetch_from
 from weftune.run.training import checkpoint
 from weftune.run.training.state import new_training
 from weftune.run.workers.driver import open_pipeline
@@ -103,7 +103,9 @@ def test_the_mean_is_that_of_the_masters_of_its_steps_and_is_dropped_behind_the_
     (job,) = jobs
     train(executor, jobs, 1, masters)
     assert executor.attached[job.name].progress.averaged == 0
-    assert torch.equal(executor.attached[job.name].judged, masters[job.name, 1]), "there is nothing else yet"
+    assert torch.equal(executor.attached[job.name].evaluated_weights, masters[job.name, 1]), (
+        "there is nothing else yet"
+    )
     train(executor, jobs, 2, masters)
     assert_means(executor, jobs, masters, 2, 3, dtype)
     assert not torch.equal(executor.attached[job.name].mean, executor.attached[job.name].master)
@@ -135,10 +137,10 @@ def test_a_mean_that_is_shown_is_evaluated_as_its_own_adapter_and_training_goes_
         run(one, plan(one, jobs, 3), jobs)
     addresses = executor.attached[looking.name].state.weights.data_ptr()
     mean = executor.attached[looking.name].mean.clone()
-    executor.show_mean(looking.name)
+    executor.use_mean_weights(looking.name)
     held = [replace(job, limit=3) if job is looking else job for job in jobs]
     events = told(run(executor, plan(executor, held, 1, begins=[looking.name]), held))
-    executor.show_master(looking.name)
+    executor.use_latest_weights(looking.name)
     (judged,) = [event for event in events if isinstance(event, Evaluated)]
     assert executor.attached[looking.name].state.weights.data_ptr() == addresses
     assert (judged.job, judged.step) == (looking.name, 3)
@@ -212,7 +214,7 @@ def as_worker(connections, cuts):
         return outcome
 
     executor.adapters.make = made
-    list(executor.run(program, delivered(program, microbatches)))
+    list(executor.run(program, fetch_from(program, microbatches)))
     transport.flush()
     return {
         name: (training.mean, plain_mean(masters, name, 2, 3), training.progress.averaged)

@@ -166,19 +166,19 @@ def test_a_pass_waits_for_the_steps_of_its_own_jobs_and_starts_those_of_others(m
     passes = []
     forward = executor.passes.forward
 
-    def noted(visit, rows, given_TD, keep):
+    def noted(visit, rows, input_TD, keep):
         passes.append((program.microbatches[visit.microbatch].jobs, make.made))
-        return forward(visit, rows, given_TD, keep)
+        return forward(visit, rows, input_TD, keep)
 
     monkeypatch.setattr(executor.passes, "forward", noted)
-    ahead = executor.adapters.ask_ahead
+    ahead = executor.adapters.prepare_next_passes
     behind = []
 
     def asked(stage, jobs):
         ahead(stage, jobs)
         behind.append(make.made)
 
-    monkeypatch.setattr(executor.adapters, "ask_ahead", asked)
+    monkeypatch.setattr(executor.adapters, "prepare_next_passes", asked)
     assert len(told(run(executor, program, jobs))) == 2
     steps_before = [sum(kind is Step for kind in kinds[:at]) for at, kind in enumerate(kinds)]
     asked_for = [steps_before[at] for at, kind in enumerate(kinds) if kind.__name__ == "Forward"]
@@ -197,19 +197,19 @@ def test_by_its_own_plan_steps_of_a_group_are_asked_for_while_the_other_passes(m
     program = plan_window(courses, OFFLOADED, CAPACITY)
     forward = executor.passes.forward
 
-    def noted(visit, rows, given_TD, keep):
+    def noted(visit, rows, input_TD, keep):
         passes.append(
             (
                 program.microbatches[visit.microbatch].jobs,
                 {job for job, _ in executor.adapters.steps.all_pending_pairs()},
             )
         )
-        return forward(visit, rows, given_TD, keep)
+        return forward(visit, rows, input_TD, keep)
 
-    def first(visit, rows, given_TD, keep):
+    def first(visit, rows, input_TD, keep):
         if executor.adapters._underway is None:
-            return forward(visit, rows, given_TD, keep)
-        return noted(visit, rows, given_TD, keep)
+            return forward(visit, rows, input_TD, keep)
+        return noted(visit, rows, input_TD, keep)
 
     monkeypatch.setattr(executor.passes, "forward", first)
     assert len(told(run(executor, program, jobs))) == 3 * len(jobs)
@@ -272,18 +272,18 @@ def test_on_a_gpu_a_pass_waits_for_steps_of_its_own_jobs_once_and_what_comes_wai
         training.open = open_batch()
     underway = adapters.step([StepRequest(executor.attached[name], 6) for name in "ab"])
     assert making.waited == ["passes"], "updates follow the passes that made the gradients"
-    assert not adapters.use(0, [], returning=False)
-    assert adapters.use(0, ["a"], returning=False)
+    assert not adapters.make_readable(0, [], before_backward=False)
+    assert adapters.make_readable(0, ["a"], before_backward=False)
     first = making.made
     assert first == -(-executor.attached["a"].layout.size // 512) > PIECES
     assert passes.waited == [NotedEvent("make", first)]
-    adapters.ask_ahead(0, ["a"])
+    adapters.prepare_next_passes(0, ["a"])
     assert making.made > first
     assert passes.waited == [NotedEvent("make", first)], "nobody waits for what was asked for behind the pass"
-    assert not adapters.use(0, ["a"], returning=True)
-    assert adapters.use(0, ["b"], returning=False)
+    assert not adapters.make_readable(0, ["a"], before_backward=True)
+    assert adapters.make_readable(0, ["b"], before_backward=False)
     assert passes.waited == [NotedEvent("make", first), NotedEvent("make", making.made)]
-    assert not adapters.use(0, ["a", "b"], returning=True)
+    assert not adapters.make_readable(0, ["a", "b"], before_backward=True)
     # From the fourth piece on a buffer is filled when what was in it is back on the host.
     assert {event.stream for event in up.waited} == {"down"}
     assert len(up.waited) == down.waited.count("make") - PIECES

@@ -20,7 +20,7 @@ from weftune.plan.program.layout import Layout, StageLayers, one_device_layout
 from weftune.plan.window.window import plan_window
 from weftune.run.alone import Alone
 from weftune.run.assemble import resident_executor, streamed_executor
-from weftune.run.parts import delivered
+from weftune.run.parts import fetch_from
 from weftune.run.passes.plain import PlainPasses
 from weftune.run.resident_adapters import ResidentAdapters
 from weftune.run.stream.activations import KeptActivations, OffloadedActivations
@@ -119,7 +119,7 @@ def as_worker(connections, ways, slots=(1, 1)):
             program, begins = plan_window(courses, cut, CAPACITY), False
             passes = program.pass_kinds()
             laid = {n: collate_plan(plan, passes[n], by_name) for n, plan in enumerate(program.microbatches)}
-            events += executor.run(program, delivered(program, laid))
+            events += executor.run(program, fetch_from(program, laid))
             evaluations += agreed.report.evaluations
             transport.flush()
             assert executors.is_empty(executor.activations)

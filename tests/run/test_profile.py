@@ -11,7 +11,7 @@ from tests.families import tiny
 from weftune.base.shape import model_shape
 from weftune.plan.cost.profile import cpu_threads
 from weftune.plan.cost.profile_cost import cost_of
-from weftune.run.profile import BESIDE, CASES, DEPTHS, _Bench, _Peaks, _shallow, measure_profile
+from weftune.run.profile import BESIDE, CASES, DEPTHS, _Bench, _Peaks, _shallow_base, measure_profile
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +62,11 @@ def test_peaks_are_new_highs_beyond_what_base_and_adapters_take(found) -> None:
 def test_a_peak_is_counted_where_it_is_higher_than_all_before_it() -> None:
     peaks = _Peaks(CPU)
     first = torch.ones(64 << 20, dtype=torch.uint8)
-    high = peaks.beyond(0)
+    high = peaks.excess_bytes(0)
     assert high >= first.nbytes - (1 << 20), "all but what the process had freed before"
-    assert peaks.beyond(0) < 1 << 20, "nothing was taken since"
+    assert peaks.excess_bytes(0) < 1 << 20, "nothing was taken since"
     second = torch.ones(64 << 20, dtype=torch.uint8)
-    assert peaks.beyond(second.nbytes) >= high - (1 << 20)
+    assert peaks.excess_bytes(second.nbytes) >= high - (1 << 20)
 
 
 @pytest.mark.timed
@@ -76,9 +76,9 @@ def test_what_a_process_does_beside_its_first_passes_delays_them(found) -> None:
         while time.monotonic() < until:
             pass
 
-    with _Bench(_shallow(found.config, 1, torch.float32, CPU), _Peaks(CPU)) as bench:
-        assert bench.delay(BESIDE, lambda: None) < 0.1
-        assert 0.0 < bench.delay(BESIDE, busy) < 0.6
+    with _Bench(_shallow_base(found.config, 1, torch.float32, CPU), _Peaks(CPU)) as bench:
+        assert bench.measure_delay(BESIDE, lambda: None) < 0.1
+        assert 0.0 < bench.measure_delay(BESIDE, busy) < 0.6
 
 
 def test_the_config_that_was_given_is_left_as_it_was(found) -> None:

@@ -23,7 +23,7 @@ from tests.run.workers.test_agreed import (
 )
 from weftune.plan.program.program import Forward
 from weftune.run.events import Failed, Stepped
-from weftune.run.parts import delivered
+from weftune.run.parts import fetch_from
 from weftune.trainer.job import collate_plan
 
 CUT = {1: [0, 4], 2: CUTS[2]}
@@ -117,7 +117,7 @@ def prompted_worker(connections):
     program = pipeline_program([job], connections.position, None)
     own = dict(program.replica_passes(connections.position.replica))
     laid = {action.microbatch: collate_plan(plan, Forward, {"p": job}) for action, plan in own.items()}
-    list(executor.run(program, delivered(program, laid)))
+    list(executor.run(program, fetch_from(program, laid)))
     transport.flush()
     return executor.attached["p"].progress.trained_tokens
 
@@ -163,7 +163,7 @@ def timed_window(connections, delay):
     pauses = {number: PER_ROW * one.rows for number, one in laid.items()}
     order = iter(one for one in program.devices[connections.position.worker] if isinstance(one, Forward))
     base.model.base_model.register_forward_pre_hook(lambda *_: time.sleep(pauses[next(order).microbatch]))
-    list(executor.run(program, delivered(program, laid)))
+    list(executor.run(program, fetch_from(program, laid)))
     transport.flush()
     times = agreed.report.times
     return times[-1].stop - times[0].start, sum(pauses.values())

@@ -19,7 +19,7 @@ from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Failed, Passed, Scored, Stepped
-from weftune.run.parts import delivered
+from weftune.run.parts import fetch_from
 from weftune.run.training.state import new_training
 from weftune.trainer.job import PreparedJob, collate_plan
 
@@ -89,7 +89,7 @@ def as_worker(connections, cuts):
         action.microbatch: collate_plan(plan, type(action), by_name)
         for action, plan in program.replica_passes(position.replica)
     }
-    stepped = [one for one in executor.run(program, delivered(program, laid)) if isinstance(one, Stepped)]
+    stepped = [one for one in executor.run(program, fetch_from(program, laid)) if isinstance(one, Stepped)]
     assert len(stepped) == (2 if position.worker == 0 else 0)
     transport.flush()
     return agreed.report.scores

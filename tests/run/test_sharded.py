@@ -25,7 +25,7 @@ class AloneOnShard(Alone):
     """Steps of a shard whose team runs the same Program at the same time, so that it needs no messages."""
 
     def __init__(self, adapters, timer, shards):
-        super().__init__(adapters, timer.runs_behind)
+        super().__init__(adapters, timer.is_asynchronous)
         self._shards = shards
 
     def step(self, steps):
@@ -57,7 +57,7 @@ def assert_shards_equal(family, shards, quantize, jobs_of):
 
     def on_shard(team):
         base = shard_of(models[team.shard], whole.spec, bench.CPU, team, WHOLE, read_whole)
-        executor = resident_executor(base, agrees=AloneOnShard, team=team)
+        executor = resident_executor(base, make_agreement=AloneOnShard, team=team)
         return trained(executor, base, jobs, program)[:2]
 
     for found in on_shards(shards, on_shard):

@@ -133,7 +133,7 @@ def test_a_stage_that_has_left_cannot_be_used():
     executor.weights.evict(0)
     assert bool(layer.isnan().all())
     with pytest.raises(AssertionError, match="was not brought"):
-        executor.weights.use(0)
+        executor.weights.make_readable(0)
 
 
 def test_stages_that_stay_have_no_copy_in_host_memory():

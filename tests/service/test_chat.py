@@ -227,7 +227,7 @@ def test_a_job_that_trains_answers_with_its_weights_of_that_moment(jobs_folder):
     said = set()
     with closing(server_of(jobs.executor.adapted, jobs_folder)) as server:
         for _ in range(2):
-            jobs.executor.show_master("running-0")
+            jobs.executor.use_latest_weights("running-0")
             jobs.run(jobs.plan(2, 64))
             pieces, _ = while_served(server, heard(jobs_folder, request("running-0")))
             decoder = Decoder(jobs.executor.adapted, MIB)

@@ -12,7 +12,7 @@ from weftune.base.spec import BaseSpec
 from weftune.plan.cost.profile import profile_folder, profile_path, write_profile
 from weftune.plan.layout.choose import MAX_TOKENS, PROCESS_BYTES, part_costs
 from weftune.plan.layout.stages import measured_costs, typical_work
-from weftune.run.profile import key_here
+from weftune.run.profile import device_profile_key
 from weftune.trainer.machine import data_sheet_gpu, describe_machine
 
 DEMO = BaseSpec(model="demo")
@@ -25,7 +25,7 @@ def test_stages_are_cut_by_the_profile_in_the_cache_if_it_is_of_this_device_and_
         return part_costs(shape, describe_machine(Options(), DEMO, CPU, shape))
 
     assert costs_here(SHAPE) is None
-    mine = replace(profile(), key=key_here(SHAPE, CPU))
+    mine = replace(profile(), key=device_profile_key(SHAPE, CPU))
     write_profile(profile_path(profile_folder(), mine.key), mine)
     assert costs_here(SHAPE) == measured_costs(mine, SHAPE, typical_work(SHAPE, MAX_TOKENS[False]))
     assert costs_here(replace(SHAPE, vocabulary=100)) is None

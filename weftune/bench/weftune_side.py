@@ -96,7 +96,7 @@ class AttachedJobs:
             base.shape.sites,
             base.dtype,
             home,
-            drawn_on=base.device,
+            draw_device=base.device,
             frozen=base.weight_reader(),
         )
         self.executor.attach(training)

@@ -33,7 +33,7 @@ def make_profile(base: str, device_name: str | None, output: Path | None) -> Non
 
     from weftune.base.load import inspect, select_device
     from weftune.run.measure.memory import bytes_before_base
-    from weftune.run.profile import key_here
+    from weftune.run.profile import device_profile_key
 
     spec, device, console = BaseSpec(model=base), select_device(device_name), Console()
     shape = inspect(spec, device)
@@ -41,7 +41,7 @@ def make_profile(base: str, device_name: str | None, output: Path | None) -> Non
     import_module("weftune.trainer.trainer")
     tokenizer = _tokenizer(spec)
     process_bytes = bytes_before_base(device)
-    file = output or profile_path(profile_folder(), key_here(shape, device))
+    file = output or profile_path(profile_folder(), device_profile_key(shape, device))
     try:
         # Checked before measuring, so that no measurement is lost.
         check_writable(file)

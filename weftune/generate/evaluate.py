@@ -47,7 +47,7 @@ from weftune.objectives.objective import SampleScores, mean_metrics
 from weftune.objectives.reward import Reward
 from weftune.objectives.spec import DpoSpec, RewardSpec
 from weftune.run.passes.plain import Plain
-from weftune.run.passes.rows import LaidMicrobatch, lay, membership_of
+from weftune.run.passes.rows import DeviceMicrobatch, membership_of, pad_to_device
 from weftune.run.passes.scorer import Scorer
 from weftune.run.training.state import EvaluationSums
 
@@ -297,7 +297,7 @@ def sum_losses(
 
 def run_passes(
     answers: Answers, encoded: Mapping[str, EncodedRows], show_progress: ShowProgress
-) -> Iterator[tuple[Tensor, LaidMicrobatch]]:
+) -> Iterator[tuple[Tensor, DeviceMicrobatch]]:
     """Yield each packed pass over the samples of all adapters: its last hidden states [T, D] and its
     microbatch. Passes run on the CUDA stream of the base."""
     adapted = answers.adapted
@@ -306,7 +306,7 @@ def run_passes(
     done = 0
     for microbatch in microbatches(encoded):
         with adapted.on_stream():
-            laid = lay(microbatch, microbatch.rows, base.device)
+            laid = pad_to_device(microbatch, microbatch.rows, base.device)
             membership = membership_of(base, banks, laid, adapted.route)
             yield Plain(base, banks, laid, adapted.route, membership).forward(training=False), laid
         done += len(microbatch.sample_lengths)
@@ -351,7 +351,7 @@ def score_rewards(
     for side in sides:
         for h_TD, laid in run_passes(answers, side, show_progress):
             for segment, own_B in zip(
-                laid.microbatch.segments, scorer.sample_values(h_TD, laid), strict=True
+                laid.microbatch.segments, scorer.scalar_values(h_TD, laid), strict=True
             ):
                 rewards[segment.job].append(own_B.double())
     for name, one in encoded.items():

@@ -23,7 +23,7 @@ from weftune.generate.cache import CachedSequence, DecodedRows, PagedCache
 from weftune.ops.lora.few_rows import TILE_ROWS
 from weftune.ops.lora.rows import Rows, SlotRows
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.graphs import captured
+from weftune.run.passes.graphs import capture_graph
 from weftune.run.passes.rows import bucket
 
 MAX_SEQUENCES = 256
@@ -94,7 +94,7 @@ class DecodeGraph:
             return self._compute_logits()[: len(sequences)]
         if self._graph is None:
             graph = torch.cuda.CUDAGraph()
-            with captured(graph, pool, torch.cuda.current_stream(self._adapted.base.device)):
+            with capture_graph(graph, pool, torch.cuda.current_stream(self._adapted.base.device)):
                 self._logits_BV = self._compute_logits()
             self._graph = graph
         self._graph.replay()

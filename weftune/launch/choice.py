@@ -299,7 +299,9 @@ def _stream_gpu(case: PlanCase, budget: int, host: int, workers: int) -> StreamD
     measurement, GPUs under one PCIe root complex divide the bandwidth of the data sheet."""
     link = _measured_link(case.base) if case.on_this_machine else None
     if link is not None:
-        return gpu_device(budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways)
+        return gpu_device(
+            budget, host, link.bandwidth, link.flops, link.memory_bandwidth, link.duplex_bandwidth
+        )
     crowd = max(case.cluster.root_sizes) if workers > 1 else 1
     sheet = case.speeds[0]
     return gpu_device(budget, host, case.cluster.host_link.bandwidth / crowd, sheet.flops, sheet.bandwidth)

@@ -40,9 +40,9 @@ from weftune.run.training.steps import StepRequest, StepsUnderway
 
 
 class Alone:
-    def __init__(self, adapters: AdapterState, runs_behind: bool) -> None:
-        """`runs_behind` is True if the device works asynchronously, so that durations are read later."""
-        self._adapters, self._roster, self._runs_behind = adapters, adapters.roster, runs_behind
+    def __init__(self, adapters: AdapterState, is_asynchronous: bool) -> None:
+        """`is_asynchronous` is True if the device works asynchronously, so that durations are read later."""
+        self._adapters, self._roster, self._runs_behind = adapters, adapters.roster, is_asynchronous
         self._program = NOTHING_TO_DO
         self._pending_evaluations: Counter[tuple[str, int]] = Counter()
         """Maps each evaluation (job, step) to the number of its microbatches that have not run yet."""
@@ -77,7 +77,7 @@ class Alone:
     def end_window(self, waited: Waited) -> None:
         pass
 
-    def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
+    def without_failed_jobs(self, plan: MicrobatchPlan) -> MicrobatchPlan:
         """Return the microbatch without the rows of jobs that have failed. No other worker depends on these
         rows."""
         return plan.without(self._roster.dead)
@@ -99,17 +99,19 @@ class Alone:
 
     # -- passes ------------------------------------------------------------------------------------------
 
-    def ran(self, action: Action, span: DeviceSpan, passed: TimedPass | None) -> Iterator[Event]:
-        if passed is None:
+    def report_action(
+        self, action: Action, span: DeviceSpan, timed_pass: TimedPass | None
+    ) -> Iterator[Event]:
+        if timed_pass is None:
             return
-        passed.settled &= self._again("evaluation" if isinstance(action, ForwardOnly) else "pass")
-        self._timed.append(passed)
+        timed_pass.settled &= self._is_repeated("evaluation" if isinstance(action, ForwardOnly) else "pass")
+        self._timed.append(timed_pass)
         # A pass without a backward has waited for the device.
         if not self._runs_behind or isinstance(action, ForwardOnly):
             yield from self._report_passes(self._timed)
             self._timed = []
 
-    def _again(self, kind: str) -> bool:
+    def _is_repeated(self, kind: str) -> bool:
         """Return whether work of this kind has run before, and remember that it has."""
         before = kind in self._seen
         self._seen.add(kind)
@@ -130,11 +132,11 @@ class Alone:
 
     # -- evaluation and scores ---------------------------------------------------------------------------
 
-    def arrive(self, stage: int) -> Iterator[Event]:
+    def handle_arrival(self, stage: int) -> Iterator[Event]:
         if self._adapters.needs_outcome_before(stage):
             yield from self.finish_steps()
 
-    def evaluated(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
+    def report_evaluations(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
         for more in sums:
             if more.job in self._roster.dead:
                 continue
@@ -148,7 +150,7 @@ class Alone:
                 continue
             yield evaluation_event(total, self._roster.trainings[more.job].recipe.objective)
 
-    def scored(self, scores: Sequence[Scored]) -> Iterator[Event]:
+    def report_scores(self, scores: Sequence[Scored]) -> Iterator[Event]:
         for one in scores:
             if one.job in self._roster.dead:
                 continue
@@ -173,7 +175,7 @@ class Alone:
             return
         underway = self._adapters.step(requests)
         if self._underway is None:
-            self._underway, self._steps_settled = underway, self._again("step")
+            self._underway, self._steps_settled = underway, self._is_repeated("step")
         self._timed_before += self._timed
         self._timed = []
         if underway.is_done:
@@ -205,12 +207,12 @@ class Alone:
             else:
                 yield Stepped(job, request.training.progress.step, outcome)
 
-    def ends_early(self) -> bool:
+    def end_early(self) -> bool:
         """Drop unfinished global batches, and return True, since no other worker waits for this one."""
         self._timed = []
         self._adapters.abandon()
         return True
 
-    def fall_short(self, why: str) -> None:
-        self.ends_early()
+    def report_shortage(self, why: str) -> None:
+        self.end_early()
         raise OutOfMemory(why)

@@ -37,20 +37,20 @@ def resident_executor(
     graphs: bool = True,
     part: WorkerLayout | None = None,
     worker: int = 0,
-    agrees: Agrees | None = None,
-    at_once: bool = True,
+    make_agreement: Agrees | None = None,
+    captures_early: bool = True,
     make: Make = update,
     team: ShardTeam | None = None,
-    fuses: bool | None = None,
+    fuses_layers: bool | None = None,
 ) -> Executor:
     """Return an executor for a base that stays on its device, or for this worker's one stage or shard of the
     base. `team` is given for a shard. If `graphs`, passes are captured as CUDA graphs where possible, at once
-    if `at_once`, and otherwise only where that saves time. `make` is the function that updates adapters whose
-    master weights and moments are in host memory. `fuses` says whether layers run as fused ops; None fuses
-    them where kernels make that faster."""
+    if `captures_early`, and otherwise only where that saves time. `make` is the function that updates
+    adapters whose master weights and moments are in host memory. `fuses_layers` says whether layers run as
+    fused ops; None fuses them where kernels make that faster."""
     part = part or one_device_layout(base.shape.layers).for_worker(0)
     shards = None if team is None else Shards(base, team)
-    adapted = AdaptedBase(base, route, fuses, team)
+    adapted = AdaptedBase(base, route, fuses_layers, team)
     stages = {part.own_stages[0]: base}
     captures = graphs and adapted.capturable
     timer = ActionTimer(base.device)
@@ -61,9 +61,9 @@ def resident_executor(
         part,
         weights=ResidentWeights(),
         activations=KeptActivations(part.own_stages),
-        passes=CapturedPasses(adapted, stages, at_once) if captures else PlainPasses(adapted, stages),
+        passes=CapturedPasses(adapted, stages, captures_early) if captures else PlainPasses(adapted, stages),
         adapters=adapters,
-        agreement=(agrees or _alone)(adapters, timer, shards),
+        agreement=(make_agreement or _make_alone)(adapters, timer, shards),
         timer=timer,
         worker=worker,
     )
@@ -74,7 +74,7 @@ def streamed_executor(
     route: Route | None = None,
     graphs: bool = True,
     worker: int = 0,
-    agrees: Agrees | None = None,
+    make_agreement: Agrees | None = None,
     make: Make = update,
     pool: Pool | None = None,
     team: ShardTeam | None = None,
@@ -105,12 +105,12 @@ def streamed_executor(
         else KeptActivations(part.own_stages),
         passes=CapturedVisits(adapted, stages, pool) if pool else PlainPasses(adapted, stages),
         adapters=adapters,
-        agreement=(agrees or _alone)(adapters, timer, shards),
+        agreement=(make_agreement or _make_alone)(adapters, timer, shards),
         timer=timer,
         worker=worker,
     )
 
 
-def _alone(adapters: AdapterState, timer: ActionTimer, shards: Shards | None) -> Agreement:
+def _make_alone(adapters: AdapterState, timer: ActionTimer, shards: Shards | None) -> Agreement:
     assert shards is None, "shards agree with one another"
-    return Alone(adapters, timer.runs_behind)
+    return Alone(adapters, timer.is_asynchronous)

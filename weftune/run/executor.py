@@ -54,10 +54,10 @@ from weftune.run.parts import (
     Fetch,
     Passes,
     Weights,
-    delivered,
+    fetch_from,
 )
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.rows import InFlight, LaidMicrobatch, StageVisit, TimedPass, lay
+from weftune.run.passes.rows import DeviceMicrobatch, InFlight, StageVisit, TimedPass, pad_to_device
 from weftune.run.passes.scorer import Scorer
 from weftune.run.training.snapshot import Snapshot
 from weftune.run.training.state import Training
@@ -95,7 +95,7 @@ class Executor:
         self._last_stage = len(part.stages) - 1
         """Index of the model's last stage, which another worker may hold."""
         self._program = NOTHING_TO_DO
-        self._fetch: Fetch = delivered(NOTHING_TO_DO, {})
+        self._fetch: Fetch = fetch_from(NOTHING_TO_DO, {})
         self._trained: frozenset[int] = frozenset()
         """Indices of the microbatches whose backward this worker runs in the current window."""
         self._in_flight: dict[int, InFlight] = {}
@@ -105,7 +105,7 @@ class Executor:
         self.unfinished = FINISHED
         """Global batches that the last window left unfinished. Their microbatches are in flight on this
         worker."""
-        self._next: tuple[MicrobatchPlan, LaidMicrobatch] | None = None
+        self._next: tuple[MicrobatchPlan, DeviceMicrobatch] | None = None
         """Plan and tensors of the next microbatch, if they have been prepared in advance."""
         self.offer_turn: Callable[[], object] | None = None
         """Function that is called after every pass of a window, when no microbatch is bound to the base. A
@@ -122,7 +122,7 @@ class Executor:
 
     def attach(self, training: Training) -> None:
         self.adapters.attach(training)
-        self._note_version(training.job, training.progress.step)
+        self._set_version(training.job, training.progress.step)
         if training.recipe.objective != SFT_SPEC:
             self.scorer.objectives[training.job] = make_objective(training.recipe.objective)
         self.scorer.attach_head(self.banks, training.job)
@@ -136,7 +136,7 @@ class Executor:
         """Mark a job as failed: its rows and actions are skipped from now on. Other jobs are not affected."""
         self.adapters.kill(job)
 
-    def note_evaluation(
+    def record_evaluation(
         self,
         job: str,
         loss: float,
@@ -145,21 +145,21 @@ class Executor:
         counts: bool = True,
         score: float | None = None,
     ) -> None:
-        self.attached[job].note_evaluation(loss, keep_best, min_delta, counts, score)
+        self.attached[job].record_evaluation(loss, keep_best, min_delta, counts, score)
 
-    def show_mean(self, job: str) -> None:
+    def use_mean_weights(self, job: str) -> None:
         """Make passes read the mean of the job's last weights, which a sweep evaluates. Called between
-        windows; the job makes no optimizer step until `show_master`."""
-        self.adapters.show(job, self.attached[job].judged)
+        windows; the job makes no optimizer step until `use_latest_weights`."""
+        self.adapters.use_weights(job, self.attached[job].evaluated_weights)
         # The mean is no version that any step computed.
-        self._note_version(job, -1 - self.attached[job].progress.step)
+        self._set_version(job, -1 - self.attached[job].progress.step)
 
-    def show_master(self, job: str) -> None:
+    def use_latest_weights(self, job: str) -> None:
         """Make passes read the job's latest weights again. Called between windows."""
-        self.adapters.show(job, self.attached[job].master)
-        self._note_version(job, self.attached[job].progress.step)
+        self.adapters.use_weights(job, self.attached[job].master)
+        self._set_version(job, self.attached[job].progress.step)
 
-    def _note_version(self, job: str, version: int) -> None:
+    def _set_version(self, job: str, version: int) -> None:
         """Record the version number of the weights of a job that the next pass reads."""
         if (attached := self.banks.attached.get(job)) is not None:
             attached.version = version
@@ -204,20 +204,20 @@ class Executor:
         kept for the next window. Once `stop` returns True, the run ends as soon as no global batch is
         unfinished. If that takes too long, or if `overdue` returns True, nothing more is computed and
         unfinished global batches are dropped."""
-        self._refuse(program)
+        self._check_program(program)
         with self.adapted.on_stream():
             self._inherit(program)
             self._timer.begin_window()
             self.weights.begin_window()
-            self.activations.reserve(rows_at_once(program, self.worker))
+            self.activations.reserve(max_rows_in_flight(program, self.worker))
             self.passes.begin_window(program)
             self.scorer.begin_window()
             self.agreement.begin_window(program)
             self._program, self._fetch = program, fetch
             actions = program.devices[self.worker]
             self._trained = frozenset(one.microbatch for one in actions if isinstance(one, Forward))
-            yield from self._act(actions, StopRequest(stop), overdue)
-            yield from self._guarded(self.agreement.finish_steps())
+            yield from self._run_actions(actions, StopRequest(stop), overdue)
+            yield from self._guard_memory(self.agreement.finish_steps())
             self.agreement.end_window(self.weights.waited)
             if not self.agreement.shortage:
                 self.unfinished = unfinished_work(program)
@@ -237,15 +237,15 @@ class Executor:
             self.adapters.abandon()
         self.unfinished = FINISHED
 
-    def _act(
+    def _run_actions(
         self, actions: Sequence[Action], request: StopRequest, overdue: Callable[[], bool]
     ) -> Iterator[Event]:
         for together, run in groupby(actions, lambda action: isinstance(action, Step)):
             if together:
                 steps = [action for action in run if isinstance(action, Step)]
-                yield from self._guarded(self.agreement.step(steps))
+                yield from self._guard_memory(self.agreement.step(steps))
                 for step in steps:
-                    self._note_version(step.job, step.step)
+                    self._set_version(step.job, step.step)
                 continue
             for action in run:
                 # Only at the end of a round are the stages where the next plan expects them.
@@ -253,18 +253,18 @@ class Executor:
                     return
                 late = request.is_overdue() or overdue()
                 if late and isinstance(action, Compute) and not self.agreement.shortage:
-                    yield from self._drop()
-                    if self.agreement.ends_early():
+                    yield from self._drop_unfinished()
+                    if self.agreement.end_early():
                         return
                 self._timer.start()
-                yield from self._guarded(self._do(action))
-                yield from self._end(action)
+                yield from self._guard_memory(self._run_action(action))
+                yield from self._finish_action(action)
                 if self.offer_turn is not None and isinstance(action, Compute):
                     # Otherwise the host is many passes ahead, and a new prompt would wait for all of them.
                     self._timer.await_start()
                     self.offer_turn()
 
-    def _guarded(self, events: Iterator[Event]) -> Iterator[Event]:
+    def _guard_memory(self, events: Iterator[Event]) -> Iterator[Event]:
         """Yield the events of an action. If the action runs out of memory, drop all unfinished work."""
         shortage = ""
         try:
@@ -275,25 +275,25 @@ class Executor:
             shortage = str(error) or "out of memory"
         if shortage:
             # Outside the handler, where no traceback holds the tensors of the failed pass any longer.
-            yield from self._drop()
-            self.agreement.fall_short(shortage)
+            yield from self._drop_unfinished()
+            self.agreement.report_shortage(shortage)
 
     def _is_busy(self) -> bool:
-        return bool(self._in_flight) or self._roster.inside_a_step()
+        return bool(self._in_flight) or self._roster.has_open_batch()
 
-    def _end(self, action: Action) -> Iterator[Event]:
+    def _finish_action(self, action: Action) -> Iterator[Event]:
         """Report that an action has run. After the last action of a microbatch on this worker, release the
         microbatch."""
         span, passed = self._timer.stop(), None
         if isinstance(action, Compute) and (flight := self._in_flight.get(action.microbatch)) is not None:
-            timed, number, own = flight.timed, action.microbatch, self.part.own_stages
+            timed, number, own = flight.pass_times, action.microbatch, self.part.own_stages
             (timed.backward if isinstance(action, Backward) else timed.forward).append(span)
             if action in (Backward(number, own[0]), Evaluate(number, own[-1]), Score(number, own[-1])):
-                passed = self._in_flight.pop(number).timed
-                self._release_keys(passed.plan)
-        yield from self.agreement.ran(action, span, passed)
+                passed = self._in_flight.pop(number).pass_times
+                self._release_sample_keys(passed.plan)
+        yield from self.agreement.report_action(action, span, passed)
 
-    def _drop(self) -> Iterator[Event]:
+    def _drop_unfinished(self) -> Iterator[Event]:
         """Drop all unfinished passes. Optimizer steps that were already requested are finished first."""
         yield from self.agreement.finish_steps()
         self._in_flight.clear()
@@ -302,7 +302,7 @@ class Executor:
         self.activations.forget()
         self.passes.abandon()
 
-    def _do(self, action: Action) -> Iterator[Event]:
+    def _run_action(self, action: Action) -> Iterator[Event]:
         if self.agreement.shortage and isinstance(action, Compute | Streaming):
             return
         match action:
@@ -311,13 +311,15 @@ class Executor:
             case Load(stage):
                 self.weights.load(stage)
             case Evict(stage):
-                self.adapters.leave(stage)
+                self.adapters.prepare_eviction(stage)
                 self.weights.evict(stage)
             case Recv(number, stage, "gradient"):
-                self.activations.give_gradient(StageVisit(number, stage), self.agreement.receive(action))
+                self.activations.store_gradient(StageVisit(number, stage), self.agreement.receive(action))
             case Recv(number, stage):
-                given_TD = self.agreement.receive(action)
-                self.activations.give(StageVisit(number, stage), given_TD, returns=number in self._trained)
+                input_TD = self.agreement.receive(action)
+                self.activations.store_input(
+                    StageVisit(number, stage), input_TD, has_backward=number in self._trained
+                )
             case Send(number, stage, what):
                 self.agreement.send(action, self.activations.take_outgoing(StageVisit(number, stage), what))
             case Forward(number, stage):
@@ -325,7 +327,7 @@ class Executor:
             case Backward(number, stage):
                 self._backward(StageVisit(number, stage))
             case Evaluate() | Score():
-                yield from self.agreement.arrive(action.stage)
+                yield from self.agreement.handle_arrival(action.stage)
                 yield from self._pass_only_forward(action)
             case Reduce(job, step, "scores"):
                 self.agreement.send_scores(job, step, self.scorer.kl_sums(job, step))
@@ -340,70 +342,72 @@ class Executor:
 
     def _forward(self, visit: StageVisit) -> None:
         plan = self._program.microbatches[visit.microbatch]
-        flight = self._flight(visit, Forward)
+        flight = self._find_in_flight(visit, Forward)
         # Not earlier: the microbatch is laid out while the data of the first Steps is still being copied.
-        self._use(visit.stage, plan, returning=False)
+        self._prepare_stage(visit.stage, plan, before_backward=False)
         if flight is not None:
             self._pass_forward(flight, visit)
         # After the pass, so that the device has work while the host launches these requests.
-        self.adapters.ask_ahead(visit.stage, plan.jobs)
+        self.adapters.prepare_next_passes(visit.stage, plan.jobs)
 
     def _pass_forward(self, flight: InFlight, visit: StageVisit) -> None:
         last = visit.stage == self._last_stage
-        h_TD = self.passes.forward(visit, flight, self._given(visit), last or self.part.layout.is_pipeline)
+        h_TD = self.passes.forward(visit, flight, self._input(visit), last or self.part.layout.is_pipeline)
         if last:
             leaf_TD, program = h_TD.detach().requires_grad_(), self._program
             flight.scores = self.scorer.score(leaf_TD, flight.laid, program.supervised, program.sample_counts)
             return
-        self.activations.give(StageVisit(visit.microbatch, visit.stage + 1), h_TD)
+        self.activations.store_input(StageVisit(visit.microbatch, visit.stage + 1), h_TD)
         if visit.stage > 0:
-            self.activations.passed(visit)
+            self.activations.end_forward(visit)
 
     def _backward(self, visit: StageVisit) -> None:
         number, stage, own = visit.microbatch, visit.stage, self.part.own_stages
-        self._use(stage, self._program.microbatches[number], returning=True)
+        self._prepare_stage(stage, self._program.microbatches[number], before_backward=True)
         if (flight := self._in_flight.get(number)) is None:
             return
         at = own.index(stage)
         if at and own[at - 1] > 0:
-            self.activations.bring(StageVisit(number, own[at - 1]))
+            self.activations.prefetch_input(StageVisit(number, own[at - 1]))
         scores = flight.scores if stage == self._last_stage else None
         dh_TD = scores.gradient_TD(self.dead) if scores else self.activations.take_gradient(visit)
-        dgiven_TD = self.passes.backward(visit, flight, self._given(visit), dh_TD)
-        self.adapters.note_backward(stage, flight.timed.plan.jobs)
-        if dgiven_TD is not None:
+        dinput_TD = self.passes.backward(visit, flight, self._input(visit), dh_TD)
+        self.adapters.record_backward(stage, flight.pass_times.plan.jobs)
+        if dinput_TD is not None:
             self.activations.drop(visit)
-            self.activations.give_gradient(StageVisit(number, stage - 1), dgiven_TD)
+            self.activations.store_gradient(StageVisit(number, stage - 1), dinput_TD)
         if stage == own[-1]:
-            self._collect(flight)
+            self._collect_losses(flight)
         if stage == own[0]:
-            self._lay_ahead(number)
+            self._prepare_next(number)
 
     def _pass_only_forward(self, action: ForwardOnly) -> Iterator[Event]:
         """Run an evaluation or scoring pass of a microbatch over a stage."""
         visit = StageVisit(action.microbatch, action.stage)
         plan = self._program.microbatches[visit.microbatch]
-        flight = self._flight(visit, type(action))
-        self._use(visit.stage, plan, returning=False)
+        flight = self._find_in_flight(visit, type(action))
+        self._prepare_stage(visit.stage, plan, before_backward=False)
         if flight is not None:
-            given_TD = self._given(visit)
-            h_TD = self.passes.evaluate(visit, flight, given_TD)
-            if given_TD is not None:
+            input_TD = self._input(visit)
+            h_TD = self.passes.evaluate(visit, flight, input_TD)
+            if input_TD is not None:
                 self.activations.drop(visit)
             if visit.stage < self._last_stage:
-                self.activations.give(StageVisit(visit.microbatch, visit.stage + 1), h_TD, returns=False)
+                self.activations.store_input(
+                    StageVisit(visit.microbatch, visit.stage + 1), h_TD, has_backward=False
+                )
             elif isinstance(action, Evaluate):
-                yield from self.agreement.evaluated(self.scorer.evaluate(h_TD, flight.laid))
+                yield from self.agreement.report_evaluations(self.scorer.evaluate(h_TD, flight.laid))
             else:
-                yield from self.agreement.scored(self._scores(h_TD, flight))
-        self.adapters.ask_ahead(visit.stage, plan.jobs)
+                yield from self.agreement.report_scores(self._sample_scores(h_TD, flight))
+        self.adapters.prepare_next_passes(visit.stage, plan.jobs)
 
-    def _scores(self, h_TD: Tensor, flight: InFlight) -> list[Scored]:
+    def _sample_scores(self, h_TD: Tensor, flight: InFlight) -> list[Scored]:
         """Return the scores of samples under the reference policy. The scores of mismatched samples (prompts
         with the completion of another sample, for the KL term of KTO) are stored for the losses that
         follow."""
-        segments, sums = flight.timed.plan.segments, self.scorer.sample_logprobs(h_TD, flight.laid)
-        self.scorer.note_mismatched(sums, flight.laid)
+        segments, sums = flight.pass_times.plan.segments, self.scorer.sample_logprobs(h_TD, flight.laid)
+        self.scorer.record_mismatched_scores(sums, flight.laid)
         return [
             Scored(one.job, one.step, tuple(placed.sample for placed in one.samples), logprobs)
             for one, laid, logprobs in zip(segments, flight.laid.microbatch.segments, sums, strict=True)
@@ -414,23 +418,23 @@ class Executor:
         """Replace this replica's sums over mismatched samples by the sums over all replicas."""
         sums = self.agreement.add_scores(job, step)
         if sums is not None:
-            self.scorer.note_kl_sums(job, step, sums)
+            self.scorer.set_kl_sums(job, step, sums)
         elif not self.agreement.shortage:
             # The loss of this replica's samples is not known either, and no Step may be made with another.
-            yield from self._drop()
-            self.agreement.fall_short(f"another replica could not score the samples of {job}")
+            yield from self._drop_unfinished()
+            self.agreement.report_shortage(f"another replica could not score the samples of {job}")
 
-    def _use(self, stage: int, plan: MicrobatchPlan, returning: bool) -> None:
+    def _prepare_stage(self, stage: int, plan: MicrobatchPlan, before_backward: bool) -> None:
         """Make the weights of a stage, and the adapters of the microbatch's jobs, readable by the device.
-        `returning` is True before a backward."""
-        waited = self.adapters.use(stage, plan.jobs, returning)
-        if self.weights.use(stage) or waited:
+        `before_backward` is True before a backward."""
+        waited = self.adapters.make_readable(stage, plan.jobs, before_backward)
+        if self.weights.make_readable(stage) or waited:
             self._timer.start()
 
-    def _given(self, visit: StageVisit) -> Tensor | None:
+    def _input(self, visit: StageVisit) -> Tensor | None:
         return self.activations.read(visit) if visit.stage else None
 
-    def _collect(self, flight: InFlight) -> None:
+    def _collect_losses(self, flight: InFlight) -> None:
         """Add a microbatch's losses and correct predictions to its jobs' open global batches, after the
         backward of this worker's last stage. Workers without the last stage of the model add zeros."""
         segments, scores = flight.laid.microbatch.segments, flight.scores
@@ -443,11 +447,11 @@ class Executor:
 
     # -- rows --------------------------------------------------------------------------------------------
 
-    def _flight(self, visit: StageVisit, kind: type[ForwardPass]) -> InFlight | None:
+    def _find_in_flight(self, visit: StageVisit, kind: type[ForwardPass]) -> InFlight | None:
         """Return the state of a microbatch in flight, whose tensors are copied to the device at its first
         stage. None if all its jobs have failed."""
         if visit.stage == self.part.own_stages[0]:
-            plan = self.agreement.alive(self._program.microbatches[visit.microbatch])
+            plan = self.agreement.without_failed_jobs(self._program.microbatches[visit.microbatch])
             if plan.segments:
                 training = kind is Forward
                 if training and not self._in_flight:
@@ -455,12 +459,12 @@ class Executor:
                 if training and self._next is not None and self._next[0] == plan:
                     laid = self._next[1]
                 else:
-                    laid = self._lay(plan, kind)
+                    laid = self._pad_to_device(plan, kind)
                 timed = TimedPass(plan, training)
-                self._in_flight[visit.microbatch] = InFlight(laid, timed, self._keys_of(plan))
+                self._in_flight[visit.microbatch] = InFlight(laid, timed, self._find_sample_keys(plan))
         return self._in_flight.get(visit.microbatch)
 
-    def _keys_of(self, plan: MicrobatchPlan) -> SampleKeys | None:
+    def _find_sample_keys(self, plan: MicrobatchPlan) -> SampleKeys | None:
         """Return the keys and values of the long sample of which the microbatch is a chunk. None if it is not
         a chunk."""
         if (sample := self._program.sample_of(plan)) is None:
@@ -469,18 +473,18 @@ class Executor:
         key = segment.job, segment.step, sample.offset
         return self._sample_keys.setdefault(key, SampleKeys(sample.length))
 
-    def _release_keys(self, plan: MicrobatchPlan) -> None:
+    def _release_sample_keys(self, plan: MicrobatchPlan) -> None:
         """Release the keys and values of a long sample after the backward of its first chunk, which is the
         last to run."""
         if (chunk := plan.chunk) is not None and chunk.chunk_start == 0:
             segment = plan.segments[0]
             del self._sample_keys[segment.job, segment.step, chunk.sample_offset]
 
-    def _lay(self, plan: MicrobatchPlan, kind: type[ForwardPass]) -> LaidMicrobatch:
+    def _pad_to_device(self, plan: MicrobatchPlan, kind: type[ForwardPass]) -> DeviceMicrobatch:
         base = self.base
-        return lay(self._fetch(plan, kind), plan.rows, base.device, base.shape.context)
+        return pad_to_device(self._fetch(plan, kind), plan.rows, base.device, base.shape.context)
 
-    def _lay_ahead(self, number: int) -> None:
+    def _prepare_next(self, number: int) -> None:
         """Prepare the next microbatch while the GPU computes. Later, an optimizer step would make the host
         wait."""
         self._next = None
@@ -489,11 +493,11 @@ class Executor:
             and number + 1 in self._trained
             and number + 1 not in self._in_flight
         ):
-            plan = self.agreement.alive(self._program.microbatches[number + 1])
+            plan = self.agreement.without_failed_jobs(self._program.microbatches[number + 1])
             if plan.segments:
-                self._next = plan, self._lay(plan, Forward)
+                self._next = plan, self._pad_to_device(plan, Forward)
 
-    def _refuse(self, program: Program) -> None:
+    def _check_program(self, program: Program) -> None:
         """Raise PlanError if this executor's layout cannot run the Program."""
         layout = self.part.layout
         if len(program.devices) != layout.workers * layout.replicas:
@@ -520,7 +524,7 @@ class Executor:
             )
 
 
-def rows_at_once(program: Program, worker: int = 0) -> int:
+def max_rows_in_flight(program: Program, worker: int = 0) -> int:
     """Return the maximum number of rows in flight on a worker at a time: those of microbatches between their
     first forward and their last backward."""
     actions = program.devices[worker]

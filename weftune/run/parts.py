@@ -62,7 +62,7 @@ class Agreement(Protocol):
     def end_window(self, waited: Waited) -> None:
         """End a window. `waited` is the time that the device has waited for weights since the run began."""
 
-    def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
+    def without_failed_jobs(self, plan: MicrobatchPlan) -> MicrobatchPlan:
         """Return the part of a planned microbatch that this worker computes: without the rows of failed jobs,
         if no other worker depends on them."""
 
@@ -80,17 +80,19 @@ class Agreement(Protocol):
     def add_scores(self, job: str, step: int) -> Sequence[float] | None:
         """Return the sums over all replicas, or None if one of the replicas could not score its samples."""
 
-    def ran(self, action: Action, span: DeviceSpan, passed: TimedPass | None) -> Iterator[Event]:
-        """Report that an action ran. `passed` is the pass of a microbatch that the action completed on this
-        worker, or None."""
+    def report_action(
+        self, action: Action, span: DeviceSpan, timed_pass: TimedPass | None
+    ) -> Iterator[Event]:
+        """Report that an action ran. `timed_pass` is the pass of a microbatch that the action completed on
+        this worker, or None."""
 
-    def arrive(self, stage: int) -> Iterator[Event]:
+    def handle_arrival(self, stage: int) -> Iterator[Event]:
         """Handle the arrival of a microbatch without a backward (for evaluation or scoring) at a stage."""
 
-    def evaluated(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
+    def report_evaluations(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
         """Handle the evaluation sums of a microbatch of held-out samples that has passed the last stage."""
 
-    def scored(self, scores: Sequence[Scored]) -> Iterator[Event]:
+    def report_scores(self, scores: Sequence[Scored]) -> Iterator[Event]:
         """Handle the scores of a microbatch that has passed the last stage."""
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]: ...
@@ -100,16 +102,16 @@ class Agreement(Protocol):
 
     def save(self, job: str, step: int) -> Iterator[Event]: ...
 
-    def fall_short(self, why: str) -> None:
+    def report_shortage(self, why: str) -> None:
         """Handle a pass that ran out of memory, after this worker has dropped its unfinished work. `why` is
         the error's message."""
 
-    def ends_early(self) -> bool:
+    def end_early(self) -> bool:
         """Stop computing before the window's end, because a stop was requested. Return True if the window
         ends now, and False if other workers still wait for tensors from this worker."""
 
 
-def delivered(program: Program, microbatches: Mapping[int, Microbatch]) -> Fetch:
+def fetch_from(program: Program, microbatches: Mapping[int, Microbatch]) -> Fetch:
     """Return a `Fetch` that looks up microbatches received from the first worker. `microbatches` is keyed by
     their index in the Program."""
     kinds = program.pass_kinds()

@@ -103,10 +103,10 @@ def measure_profile(
     model: str,
     device: torch.device,
     watch: Watch,
-    beside: Callable[[], object] | None = None,
+    concurrent_work: Callable[[], object] | None = None,
 ) -> Profile:
     """Return the measured profile of a device. `shape` is the shape of the whole base, which is not loaded.
-    `beside` is work that a training process does in another thread during its first passes."""
+    `concurrent_work` is work that a training process does in another thread during its first passes."""
     began = time.monotonic()
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.bytes_per_value]
     scale = 1 if device.type == "cpu" else GPU_SCALE
@@ -117,18 +117,18 @@ def measure_profile(
     delay = 0.0
     peaks = _Peaks(device)
     for number, depth in enumerate(DEPTHS):
-        with _Bench(_shallow(config, depth, dtype, device), peaks) as bench:
+        with _Bench(_shallow_base(config, depth, dtype, device), peaks) as bench:
             for done, case in enumerate(cases):
                 watch(number * len(cases) + done, len(DEPTHS) * len(cases))
                 bench.measure(case)
-            if beside is not None and depth == DEPTHS[-1] and BESIDE in cases:
-                delay = bench.delay(BESIDE, beside)
+            if concurrent_work is not None and depth == DEPTHS[-1] and BESIDE in cases:
+                delay = bench.measure_delay(BESIDE, concurrent_work)
         passes += [LayeredPass(depth, *one) for one in bench.passes]
         steps += bench.steps
         firsts += bench.first_seconds
     watch(len(DEPTHS) * len(cases), len(DEPTHS) * len(cases))
     return Profile(
-        key=key_here(shape, device),
+        key=device_profile_key(shape, device),
         model=model,
         passes=tuple(passes),
         steps=tuple(steps),
@@ -137,13 +137,13 @@ def measure_profile(
     )
 
 
-def key_here(shape: ModelShape, device: torch.device) -> ProfileKey:
+def device_profile_key(shape: ModelShape, device: torch.device) -> ProfileKey:
     if device.type == "cuda":
         return profile_key(shape, torch.cuda.get_device_name(device), 0)
     return profile_key(shape, "cpu", cpu_threads())
 
 
-def _shallow(config: PretrainedConfig, depth: int, dtype: torch.dtype, device: torch.device) -> Base:
+def _shallow_base(config: PretrainedConfig, depth: int, dtype: torch.dtype, device: torch.device) -> Base:
     """Return a base with random weights that has the widths of `config` and `depth` layers."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = depth
@@ -168,11 +168,12 @@ class _Peaks:
         self._before = resident_bytes(device)
         self._highest = 0
 
-    def beyond(self, known: int) -> int:
-        """Return by how many bytes a new peak exceeds `known` bytes, or 0 if there has been no new peak."""
+    def excess_bytes(self, known_bytes: int) -> int:
+        """Return by how many bytes a new peak exceeds `known_bytes` bytes, or 0 if there has been no new
+        peak."""
         highest = peak_bytes(self._device) - self._before if self._counts else 0
         risen, self._highest = highest > self._highest, max(highest, self._highest)
-        return max(0, highest - known) if risen else 0
+        return max(0, highest - known_bytes) if risen else 0
 
 
 class _Bench:
@@ -198,8 +199,8 @@ class _Bench:
 
     def measure(self, case: ProfileCase) -> None:
         """Run a case and record the median time of its passes, unless it does not fit into memory."""
-        with self._attached(case) as names, suppress(OutOfMemory):
-            times, steps = self._times(case, names, self._warmup + self._repeats)
+        with self._attach_jobs(case) as names, suppress(OutOfMemory):
+            times, steps = self._measure_times(case, names, self._warmup + self._repeats)
             memory = MemoryModel(self._base.shape, budget_bytes=0)
             parameters = sum(self._executor.attached[name].layout.size for name in names)
             known = self._base.shape.base_bytes + parameters * memory.bytes_per_parameter
@@ -210,26 +211,26 @@ class _Bench:
                 backward=median(one.backward for one in settled),
                 settled=True,
             )
-            self.passes.append((middle, self._peaks.beyond(known)))
+            self.passes.append((middle, self._peaks.excess_bytes(known)))
             self.steps += steps[self._warmup :]
             self.first_seconds.append(max(0.0, times[0].seconds - middle.seconds))
 
-    def delay(self, case: ProfileCase, work: Callable[[], object]) -> float:
+    def measure_delay(self, case: ProfileCase, work: Callable[[], object]) -> float:
         """Return the extra seconds that passes take while `work` runs in another thread."""
-        with self._attached(case) as names:
+        with self._attach_jobs(case) as names:
             rounds = self._warmup + self._repeats
-            times, _ = self._times(case, names, rounds)
+            times, _ = self._measure_times(case, names, rounds)
             usual = median(one.seconds for one in times[self._warmup :])
             thread, longer = Thread(target=work), 0.0
             thread.start()
             while thread.is_alive():
-                (one,), _ = self._times(case, names, 1, rounds)
+                (one,), _ = self._measure_times(case, names, 1, rounds)
                 longer, rounds = longer + max(0.0, one.seconds - usual), rounds + 1
             thread.join()
         return longer
 
     @contextmanager
-    def _attached(self, case: ProfileCase) -> Iterator[list[str]]:
+    def _attach_jobs(self, case: ProfileCase) -> Iterator[list[str]]:
         """Attach the jobs of a case inside the context, and yield their names."""
         names = [f"job{number}" for number in range(case.jobs)]
         base, spec = self._base, LoraSpec(rank=case.rank, alpha=float(case.rank))
@@ -242,7 +243,7 @@ class _Bench:
             for name in names:
                 self._executor.detach(name)
 
-    def _times(
+    def _measure_times(
         self, case: ProfileCase, names: Sequence[str], rounds: int, before: int = 0
     ) -> tuple[list[PassTime], list[StateTime]]:
         """Run `rounds` passes with optimizer steps and return the times of both. `before` is the number of

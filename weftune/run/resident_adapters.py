@@ -63,7 +63,7 @@ class ResidentAdapters:
             for job in self.roster.trainings:
                 self._shards.drop_gradient(job)
 
-    def show(self, job: str, weights: Tensor) -> None:
+    def use_weights(self, job: str, weights: Tensor) -> None:
         """Make passes read these weights of the job until the next call. Called between windows."""
         with self._adapted.on_stream():
             if self._shards is not None:
@@ -73,18 +73,18 @@ class ResidentAdapters:
 
     # -- passes ------------------------------------------------------------------------------------------
 
-    def use(self, stage: int, jobs: Collection[str], returning: bool) -> bool:
+    def make_readable(self, stage: int, jobs: Collection[str], before_backward: bool) -> bool:
         """Make these jobs' weights of a stage readable by the device. Return whether the device may have to
-        wait for them. `returning` is True before a backward."""
+        wait for them. `before_backward` is True before a backward."""
         return False
 
-    def ask_ahead(self, stage: int, jobs: Collection[str]) -> None:
+    def prepare_next_passes(self, stage: int, jobs: Collection[str]) -> None:
         """Start to prepare the next passes, while the device runs a pass of these jobs over the stage."""
 
-    def note_backward(self, stage: int, jobs: Collection[str]) -> None:
+    def record_backward(self, stage: int, jobs: Collection[str]) -> None:
         """Record that a backward over the stage has added to the gradients of these jobs."""
 
-    def leave(self, stage: int) -> None:
+    def prepare_eviction(self, stage: int) -> None:
         """Prepare for the eviction of a stage from the device."""
 
     # -- Steps -------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class Shards:
         part.gradient.zero_()
         self._team.sum_over_shards(training.gradient)
 
-    def true_on_any(self, flags: Sequence[bool]) -> list[bool]:
+    def any_over_shards(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag whether it is True on any shard."""
         counts = torch.tensor(flags, dtype=torch.float32, device=self._base.device)
         self._team.sum_over_shards(counts)

@@ -116,7 +116,7 @@ def open_engine(
         executor = streamed_executor(load_streamed(base, device, choice.layout, choice.reads_weight_files))
     else:
         loaded = base if isinstance(base, Base) else load_base(base, device)
-        executor = resident_executor(loaded, part=choice.layout.for_worker(0), at_once=False)
+        executor = resident_executor(loaded, part=choice.layout.for_worker(0), captures_early=False)
     known = choice.cost_model or arithmetic(executor.base.shape)
     return _with_notes(Engine(executor, choice, known, deterministic=options.deterministic))
 
@@ -193,9 +193,9 @@ def stream_notes(executor: Executor | Driver, choice: LayoutChoice, seconds: flo
         source = (
             f"{'files of the base' if choice.reads_weight_files else 'host'}; training waited for the host"
         )
-        if refused := executor.passes.refused:
+        if failed := executor.passes.failed_captures:
             notes.append(
-                f"Passes in {refused} sizes were launched kernel by kernel, since the memory did not suffice "
+                f"Passes in {failed} sizes were launched kernel by kernel, since the memory did not suffice "
                 "to capture them."
             )
     if seconds:

@@ -382,7 +382,7 @@ class Loop:
             self.base.dtype,
             self.executor.home,
             self.base.whole_sites,
-            drawn_on=self.base.device,
+            draw_device=self.base.device,
             frozen=self.base.weight_reader(),
             is_restored=is_restored,
         )
@@ -396,7 +396,7 @@ class Loop:
         try:
             self._run(stop, callback)
         except KeyboardInterrupt:
-            self.writer.close(at_once=True)
+            self.writer.close(cancels_waiting=True)
             raise
         finally:
             self.windows.close()
@@ -522,12 +522,12 @@ class Loop:
     def _use_mean_weights(self) -> Iterator[None]:
         """Use the mean weights of the trials that are being evaluated in the passes of a window."""
         for name in self._judged:
-            self.executor.show_mean(name)
+            self.executor.use_mean_weights(name)
         yield
         for name in self._judged:
             # An ended trial keeps reading zeros; a detached one has its own weights when attached again.
             if name in self.executor.attached and name not in self._endings:
-                self.executor.show_master(name)
+                self.executor.use_latest_weights(name)
         self._judged = frozenset()
 
     def _recently_saved(self) -> frozenset[str]:
@@ -678,7 +678,7 @@ class Loop:
         counts = self.jobs[event.job].is_requested_evaluation(event.step)
         metric = self.jobs[event.job].metric_name
         score = None if metric is None else event.metrics[metric]
-        self.executor.note_evaluation(event.job, event.loss, spec.keep == "best", min_delta, counts, score)
+        self.executor.record_evaluation(event.job, event.loss, spec.keep == "best", min_delta, counts, score)
         progress = training.progress
         self.journal.record_evaluation(event, self.jobs[event.job], progress)
         self.sweeps.record_evaluation(event)

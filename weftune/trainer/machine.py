@@ -21,7 +21,7 @@ from weftune.plan.layout.need import StreamDevice, file_device, gpu_device
 from weftune.plan.window.pace import data_sheet_device_speed, data_sheet_link
 from weftune.run.measure.link import measure_file_bandwidth, measure_link
 from weftune.run.measure.memory import GPU_SHARE, budget_bytes, bytes_before_base, fixed_budget_bytes
-from weftune.run.profile import key_here
+from weftune.run.profile import device_profile_key
 from weftune.run.workers.groups import WorkerPosition, has_separate_gpus
 from weftune.trainer.options import Options, host_budget
 
@@ -41,7 +41,7 @@ def describe_machine(
     if is_loaded and options.gpu_memory is not None:
         raise UserError("gpu_memory: this base is on its device already; give its name and Weftune loads it")
     workers, on_gpu = _worker_position(options), device.type == "cuda"
-    spec, key = base.spec if isinstance(base, Base) else base, key_here(shape, device)
+    spec, key = base.spec if isinstance(base, Base) else base, device_profile_key(shape, device)
     profile = find_profile(key) if options.profile is None else read_profile(options.profile, key)
     if profile is None and options.profile is not None:
         raise UserError(
@@ -93,7 +93,7 @@ def launcher_machine(
         host_bytes=0,
         devices=max(1, len(gpus)),
         workers_per_device=1 if on_gpu else processes,
-        profile=find_profile(key_here(shape, device)),
+        profile=find_profile(device_profile_key(shape, device)),
         gpu=data_sheet_gpu,
     )
 
@@ -140,7 +140,7 @@ def measure_gpu(
     """Return the GPU with the speeds of its host link and matrix products, measured now."""
     link = measure_link(device, base_dtype(spec, device))
     return gpu_device(
-        budget_bytes, host_bytes, link.bandwidth, link.flops, link.memory_bandwidth, link.both_ways
+        budget_bytes, host_bytes, link.bandwidth, link.flops, link.memory_bandwidth, link.duplex_bandwidth
     )
 
 
@@ -159,7 +159,7 @@ def file_stream_device(
     if device.type != "cuda":
         return file_device(stream)
     bandwidth = measure_file_bandwidth(files) if measure_speed else FILE_BANDWIDTH
-    both_ways = None if stream.duplex_bandwidth is None else min(stream.duplex_bandwidth, bandwidth)
+    duplex_bandwidth = None if stream.duplex_bandwidth is None else min(stream.duplex_bandwidth, bandwidth)
     return replace(
-        file_device(stream), bandwidth=min(stream.bandwidth, bandwidth), duplex_bandwidth=both_ways
+        file_device(stream), bandwidth=min(stream.bandwidth, bandwidth), duplex_bandwidth=duplex_bandwidth
     )

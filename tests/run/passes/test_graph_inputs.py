@@ -28,8 +28,8 @@ from weftune.core.batch import Microbatch
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import NOTHING
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, key_of
-from weftune.run.passes.rows import lay, membership_of
+from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, graph_key_of
+from weftune.run.passes.rows import membership_of, pad_to_device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here")
 SPECS: dict[str, AdapterSpec] = {
@@ -76,21 +76,21 @@ class ScoredJobs:
         self.adapted.banks.attach(JobAdapter(job, spec, 0), layout, weights, self.gradients[job])
 
     def plain(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        laid = lay(microbatch, microbatch.rows, bench.CPU)
+        laid = pad_to_device(microbatch, microbatch.rows, bench.CPU)
         found = membership_of(self.adapted.base, self.adapted.banks, laid, self.adapted.route)
         with self.adapted.banks.bound(laid.microbatch, self.adapted.route, True, found.rows):
             return self._passed(self.base.hidden(laid.microbatch, found.pack), microbatch)
 
     def key(self, microbatch: Microbatch) -> GraphKey:
-        laid = lay(microbatch, microbatch.rows, bench.CPU)
-        return key_of(laid, self.adapted.banks, NOTHING, self.base.shape.context)
+        laid = pad_to_device(microbatch, microbatch.rows, bench.CPU)
+        return graph_key_of(laid, self.adapted.banks, NOTHING, self.base.shape.context)
 
     def inputs(self, microbatch: Microbatch) -> GraphInputs:
         return GraphInputs(self.adapted.banks, self.key(microbatch), bench.CPU)
 
     def gathered(self, feed: GraphInputs, microbatch: Microbatch) -> dict[str, Tensor]:
         """What a captured pass with these inputs would compute."""
-        feed.fill(lay(microbatch, microbatch.rows, bench.CPU))
+        feed.fill(pad_to_device(microbatch, microbatch.rows, bench.CPU))
         with self.adapted.banks.bound(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
             return self._passed(self.base.hidden(feed.microbatch, with_lengths(feed, microbatch)), microbatch)
 
@@ -125,7 +125,7 @@ def test_a_pass_that_gathers_computes_what_one_that_knows_the_rows_does() -> Non
     jobs, other = ScoredJobs(one_layer("llama"), SPECS), microbatch_of(OTHER)
     feed = jobs.inputs(microbatch_of(FIRST))
     assert jobs.key(microbatch_of(FIRST)) == jobs.key(other)
-    feed.fill(lay(microbatch_of(FIRST), other.rows, bench.CPU))
+    feed.fill(pad_to_device(microbatch_of(FIRST), other.rows, bench.CPU))
     found, wanted = jobs.gathered(feed, other), jobs.plain(other)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():

@@ -12,8 +12,8 @@ from weftune.core.deterministic import deterministic_kernels
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import NOTHING
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.graph_inputs import GraphInputs, key_of
-from weftune.run.passes.rows import as_captured, lay, membership_of, padded
+from weftune.run.passes.graph_inputs import GraphInputs, graph_key_of
+from weftune.run.passes.rows import bucket_pack, membership_of, pad_to_device, padded
 
 
 @pytest.mark.parametrize("lengths", [(5, 6, 7), (5, 6, 7, 8, 9), (6, 6, 6), (5,)])
@@ -23,15 +23,17 @@ def test_a_deterministic_pass_has_the_samples_of_a_captured_one(lengths):
     adapted = AdaptedBase(base, Route.tiled)
     attach(adapted.banks, base, "a", spec, drawn(base, spec, 0))
     microbatch = together(["a"] * len(lengths), random_samples(lengths))
-    laid = lay(microbatch, microbatch.rows, bench.CPU)
-    captured = GraphInputs(adapted.banks, key_of(laid, adapted.banks, NOTHING, base.shape.context), bench.CPU)
+    laid = pad_to_device(microbatch, microbatch.rows, bench.CPU)
+    capture_graph = GraphInputs(
+        adapted.banks, graph_key_of(laid, adapted.banks, NOTHING, base.shape.context), bench.CPU
+    )
     usual = membership_of(base, adapted.banks, laid, adapted.route)
-    captured.copy(laid, usual)
+    capture_graph.copy(laid, usual)
     assert usual.pack.boundaries.tolist() == pack(lengths, bench.CPU).boundaries.tolist()
     with deterministic_kernels():
         strict = membership_of(base, adapted.banks, laid, adapted.route).pack
-    assert strict.boundaries.tolist() == captured.pack.boundaries.tolist()
-    assert (strict.longest, strict.even) == (captured.pack.longest, captured.pack.even)
+    assert strict.boundaries.tolist() == capture_graph.pack.boundaries.tolist()
+    assert (strict.longest, strict.even) == (capture_graph.pack.longest, capture_graph.pack.even)
     assert strict.lengths == lengths
 
 
@@ -39,10 +41,10 @@ def test_no_bucket_is_longer_than_the_context():
     """A context that is no power of two, such as Qwen3's 40960."""
     base = bench.base("gpt2")
     microbatch = together(["a", "a"], random_samples((90, 50)))
-    laid = lay(microbatch, microbatch.rows, bench.CPU)
-    assert key_of(laid, AdaptedBase(base, Route.tiled).banks, NOTHING, context=100).longest == 100
-    assert as_captured(pack((90, 50), bench.CPU), context=100).longest == 100
-    assert as_captured(pack((90, 50), bench.CPU), context=2048).longest == 128
+    laid = pad_to_device(microbatch, microbatch.rows, bench.CPU)
+    assert graph_key_of(laid, AdaptedBase(base, Route.tiled).banks, NOTHING, context=100).longest == 100
+    assert bucket_pack(pack((90, 50), bench.CPU), context=100).longest == 100
+    assert bucket_pack(pack((90, 50), bench.CPU), context=2048).longest == 128
 
 
 def test_the_only_sample_of_a_microbatch_is_padded_itself_up_to_the_context():

@@ -7,7 +7,7 @@ import torch
 from tests import bench
 from tests.run import executors
 from weftune.plan.program.program import Forward
-from weftune.run.passes.rows import lay
+from weftune.run.passes.rows import pad_to_device
 from weftune.run.passes.scorer import Scorer, Scores
 from weftune.trainer.job import collate_plan
 
@@ -17,7 +17,7 @@ def test_losses_of_all_jobs_together_are_those_of_each_alone_and_so_is_the_gradi
     jobs = {f"job{n}": executors.prepare(base, f"job{n}", seed=n, batch_size=2) for n in range(5)}
     program = executors.plan_program(list(jobs.values()), rounds=1, capacity=256)
     (plan,) = program.microbatches
-    laid = lay(collate_plan(plan, Forward, jobs), plan.rows + 7, base.device)
+    laid = pad_to_device(collate_plan(plan, Forward, jobs), plan.rows + 7, base.device)
     h_TD = torch.randn(plan.rows + 7, base.shape.hidden, dtype=base.dtype)
     scorer = Scorer(base.head())
 
@@ -27,7 +27,7 @@ def test_losses_of_all_jobs_together_are_those_of_each_alone_and_so_is_the_gradi
             scores = scorer.score_together(leaf_TD, laid, program.supervised)
         else:
             scores = scorer.score(leaf_TD, laid, program.supervised, program.sample_counts)
-        return scores, scores.gradient_TD(dead={"job3"})
+        return scores, scores.gradient_TD(failed_jobs={"job3"})
 
     (together, gradient_TD), (alone, wanted_TD) = made(True), made(False)
     torch.testing.assert_close(torch.stack(together.losses), torch.stack(alone.losses), rtol=1e-12, atol=0)

@@ -22,7 +22,7 @@ from weftune.plan.program.program import Forward
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import streamed_executor
 from weftune.run.events import Stepped
-from weftune.run.passes.rows import lay
+from weftune.run.passes.rows import pad_to_device
 from weftune.run.passes.stage_graphs import MOST_KEYS, StageGraphs, VisitKind
 from weftune.run.training.state import new_training
 from weftune.trainer.job import collate_plan
@@ -42,13 +42,13 @@ class Repeating:
     """Does work again where a graph would be replayed."""
 
     def __init__(self, short_at=()):
-        self.captured, self.done, self.cleared = 0, 0, 0
+        self.capture_graph, self.done, self.cleared = 0, 0, 0
         self.room = True
         self._short_at = short_at
 
     def capture(self, work):
-        self.captured += 1
-        if self.captured in self._short_at:
+        self.capture_graph += 1
+        if self.capture_graph in self._short_at:
             raise torch.OutOfMemoryError("no more")
 
         def again():
@@ -103,27 +103,27 @@ class StagedJobs:
     def laid(self, length=LENGTH, name="a"):
         job = ready(self.base.whole, name, length, batch_size=1)
         [plan] = executors.plan_program([job], 1, length).microbatches
-        return lay(collate_plan(plan, Forward, {name: job}), plan.rows, bench.CPU)
+        return pad_to_device(collate_plan(plan, Forward, {name: job}), plan.rows, bench.CPU)
 
     def round(self, *microbatches):
         """Whether each visit is made by a graph."""
         self.graphs.begin_round()
-        return [self.serve(visit, laid)[0] is not None for visit in ROUND for laid in microbatches]
+        return [self.find_or_capture(visit, laid)[0] is not None for visit in ROUND for laid in microbatches]
 
-    def serve(self, visit, laid):
+    def find_or_capture(self, visit, laid):
         """The graph, and whether nothing was set up."""
         flight = executors.in_flight(laid)
-        return self.graphs.serve(*visit, flight), flight.timed.settled
+        return self.graphs.find_or_capture(*visit, flight), flight.pass_times.settled
 
 
 def test_a_visit_is_captured_in_the_second_round_that_has_it_and_never_again():
     pool = Repeating()
     jobs, laid = StagedJobs(pool), [StagedJobs(Repeating()).laid() for _ in range(2)]
     assert jobs.round(*laid) == [False] * 2 * len(ROUND)
-    assert pool.captured == jobs.graphs.captures == 0
+    assert pool.capture_graph == jobs.graphs.captures == 0
     assert jobs.round(*laid) == [True] * 2 * len(ROUND)
     # The last stage's forward and backward are captured apart: the head comes between them.
-    assert (pool.captured, jobs.graphs.captures) == (len(ROUND) + 1, len(ROUND))
+    assert (pool.capture_graph, jobs.graphs.captures) == (len(ROUND) + 1, len(ROUND))
     for _ in range(3):
         assert all(jobs.round(*laid))
     assert jobs.graphs.captures == len(ROUND)
@@ -133,7 +133,7 @@ def test_only_visits_for_which_nothing_is_set_up_are_settled():
     jobs, settled = StagedJobs(Repeating()), []
     for _ in range(3):
         jobs.graphs.begin_round()
-        settled.append([jobs.serve(visit, jobs.laid())[1] for visit in ROUND])
+        settled.append([jobs.find_or_capture(visit, jobs.laid())[1] for visit in ROUND])
     assert settled == [[False] * len(ROUND), [False] * len(ROUND), [True] * len(ROUND)]
 
 
@@ -166,7 +166,7 @@ def test_a_kind_without_kernels_is_passed_plainly_and_others_are_served_by_what_
         mixed = jobs.round(jobs.laid(), jobs.laid(name="gate"))
         assert mixed == [True, False] * len(ROUND)
     assert jobs.graphs.captures == captures
-    assert jobs.serve(ROUND[0], jobs.laid(name="gate"))[1]
+    assert jobs.find_or_capture(ROUND[0], jobs.laid(name="gate"))[1]
 
 
 def test_all_graphs_share_two_buffers_of_a_microbatch():
@@ -175,7 +175,7 @@ def test_all_graphs_share_two_buffers_of_a_microbatch():
     for length in (LENGTH, 2 * LENGTH):
         for _ in range(2):
             jobs.graphs.begin_round()
-            graphs += [jobs.serve(visit, jobs.laid(length))[0] for visit in ROUND]
+            graphs += [jobs.find_or_capture(visit, jobs.laid(length))[0] for visit in ROUND]
     buffers = [graph for graph in graphs if graph is not None]
     assert len(buffers) == 2 * len(ROUND)
     assert {len(one._h_TD) for one in buffers} == {LENGTH, 2 * LENGTH}
@@ -213,7 +213,7 @@ def test_where_plain_passes_find_no_room_beside_them_graphs_are_given_up_until_t
     assert all(jobs.round(known, new))
     assert jobs.graphs.captures == captures + 2 * len(ROUND)
     # An evaluation is such a pass, too.
-    jobs.graphs.make_room()
+    jobs.graphs.free_memory()
     assert pool.cleared == cleared + 2
     assert all(jobs.round(known))
 
@@ -228,8 +228,8 @@ def test_for_want_of_memory_a_key_stays_plain_and_others_do_not():
     jobs.round(short, other)
     for _ in range(2):
         assert jobs.round(short, other) == [False, True] * len(ROUND)
-    assert len(jobs.graphs.refused) == 1
-    assert jobs.serve(ROUND[0], short)[1]
+    assert len(jobs.graphs.failed_captures) == 1
+    assert jobs.find_or_capture(ROUND[0], short)[1]
 
 
 def test_another_error_in_a_capture_is_told():

@@ -32,7 +32,7 @@ from weftune.plan.program.layout import one_device_layout
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 from weftune.run.events import OutOfMemory
-from weftune.run.executor import rows_at_once
+from weftune.run.executor import max_rows_in_flight
 from weftune.run.measure.timers import Waited
 from weftune.run.passes.rows import StageVisit
 from weftune.run.stream.activations import KeptActivations, OffloadedActivations
@@ -93,7 +93,7 @@ def test_only_a_round_and_a_microbatch_of_inputs_are_on_the_device_at_once(cut):
         run(executor, program, jobs)
         seen[chosen.offloads_inputs] = max(rows)
         assert rows_on_device(executor.activations) == 0
-    whole = rows_at_once(program)
+    whole = max_rows_in_flight(program)
     largest = max(one.rows for one in program.microbatches)
     assert len(program.microbatches) >= 4
     assert seen[True] <= whole + largest < seen[False] <= len(cut.stages) * whole
@@ -175,8 +175,8 @@ def test_room_on_the_host_is_the_plans_and_grows_only_for_a_larger_round():
         program = plan_window([job.job_window(0, 2, False) for job in jobs], cut, CAPACITY)
         assert executor.activations.reserved_rows == cut.offloaded_rows
         run(executor, program, jobs)
-        assert 1 < rows_at_once(program) < ROUND
-        assert executor.activations.reserved_rows == (rows_at_once(program) if grows else ROUND)
+        assert 1 < max_rows_in_flight(program) < ROUND
+        assert executor.activations.reserved_rows == (max_rows_in_flight(program) if grows else ROUND)
 
 
 def test_what_comes_back_is_told_among_what_came_from_the_host():
@@ -203,17 +203,17 @@ def keeper(stages, rows):
 
 def test_an_input_is_off_the_device_between_its_forward_and_the_stage_behinds_backward():
     inputs = keeper(4, rows=8)
-    given_TD = torch.randn(8, inputs.width)
-    values, gone = given_TD.clone(), weakref.ref(given_TD)
+    input_TD = torch.randn(8, inputs.width)
+    values, gone = input_TD.clone(), weakref.ref(input_TD)
     at = StageVisit(0, 1)
-    inputs.give(at, given_TD)
-    del given_TD
+    inputs.store_input(at, input_TD)
+    del input_TD
     assert torch.equal(inputs.read(at), values)
     assert gone() is not None
-    inputs.passed(at)
+    inputs.end_forward(at)
     assert gone() is None
     assert rows_on_device(inputs) == 0
-    inputs.bring(at)
+    inputs.prefetch_input(at)
     assert torch.equal(inputs.read(at), values)
     inputs.drop(at)
     assert rows_on_device(inputs) == 0
@@ -221,9 +221,9 @@ def test_an_input_is_off_the_device_between_its_forward_and_the_stage_behinds_ba
 
 def test_a_round_larger_than_what_was_reserved_is_a_bug():
     inputs = keeper(3, rows=8)
-    inputs.give(StageVisit(0, 1), torch.zeros(5, inputs.width))
+    inputs.store_input(StageVisit(0, 1), torch.zeros(5, inputs.width))
     with pytest.raises(AssertionError, match="more rows than were reserved"):
-        inputs.give(StageVisit(1, 1), torch.zeros(4, inputs.width))
+        inputs.store_input(StageVisit(1, 1), torch.zeros(4, inputs.width))
 
 
 def there_and_back(inputs, given, last):
@@ -233,13 +233,13 @@ def there_and_back(inputs, given, last):
         for number in numbers:
             if stage:
                 yield inputs.read(StageVisit(number, stage)).clone()
-            inputs.give(StageVisit(number, stage + 1), given[stage + 1][number].clone())
+            inputs.store_input(StageVisit(number, stage + 1), given[stage + 1][number].clone())
             if stage:
-                inputs.passed(StageVisit(number, stage))
+                inputs.end_forward(StageVisit(number, stage))
     for stage in range(last, 0, -1):
         for number in numbers:
             if stage > 1:
-                inputs.bring(StageVisit(number, stage - 1))
+                inputs.prefetch_input(StageVisit(number, stage - 1))
             yield inputs.read(StageVisit(number, stage)).clone()
             inputs.drop(StageVisit(number, stage))
 

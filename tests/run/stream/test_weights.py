@@ -111,12 +111,12 @@ def test_a_load_returns_at_once_and_a_use_waits_for_all_of_the_stage(queue):
     assert (copied, beside) == ([], [0, 1])
     release = threading.Timer(0.1, weights.base.sources[0].go.set)
     release.start()
-    weights.use(0)
+    weights.make_readable(0)
     assert copied == [0]
     weight = weights.base.whole.model.base_model.layers[0].self_attn.q_proj.weight
     assert bool(weight.any())
     weights.base.sources[1].go.set()
-    weights.use(1)
+    weights.make_readable(1)
     assert copied == [0, 1]
 
 
@@ -127,7 +127,7 @@ def test_stages_come_in_the_order_of_their_loads(queue):
     weights.base.sources[1].go.set()
     assert copied == []
     weights.base.sources[0].go.set()
-    weights.use(1)
+    weights.make_readable(1)
     assert copied == [0, 1]
 
 
@@ -138,12 +138,12 @@ def test_a_stage_is_copied_when_its_slot_is_free_and_used_when_it_has_come(queue
         source.go.set()
     weights.load(0)
     weights.load(1)
-    weights.use(0)
-    weights.use(1)
+    weights.make_readable(0)
+    weights.make_readable(1)
     weights.evict(0)
     left = weights._queue._evict_stream.asked[-1]
     weights.load(2)
-    weights.use(2)
+    weights.make_readable(2)
     assert left[0] == "record"
     asked = pages.asked[-3:]
     assert asked[:2] == [("wait", left[1]), ("copy", 2)]
@@ -162,5 +162,5 @@ def test_a_file_that_fails_is_told_where_the_stage_is_used(queue, tmp_path):
     weights.load(0)
     weights.base.sources[0].go.set()
     with pytest.raises(BaseModelError, match=r"model\.safetensors has changed"):
-        weights.use(0)
+        weights.make_readable(0)
     assert copied == []

@@ -52,7 +52,7 @@ def same(first, second):
 def test_what_was_saved_comes_back_to_the_bit_and_goes_on_alike(tmp_path, fresh):
     saved = fresh()
     advance(saved, 3)
-    saved.note_evaluation(2.0, keep_best=True, min_delta=0.0)
+    saved.record_evaluation(2.0, keep_best=True, min_delta=0.0)
     advance(saved, 1)
     checkpoint.save(tmp_path, saved)
     restored = fresh()
@@ -155,7 +155,7 @@ def test_an_evaluation_after_the_save_of_a_step_is_saved_in_its_place(tmp_path, 
     training, restored = fresh(), fresh()
     advance(training, 2)
     checkpoint.save(tmp_path, training)
-    training.note_evaluation(1.0, keep_best=True, min_delta=0.0)
+    training.record_evaluation(1.0, keep_best=True, min_delta=0.0)
     checkpoint.save(tmp_path, training)
     assert checkpoint.restore(tmp_path, restored)
     assert same(restored, training)
@@ -199,7 +199,7 @@ def test_where_the_checkpoint_has_no_mean_it_begins_with_the_next_step(tmp_path,
     checkpoint.save(tmp_path, saved)
     restored = averaging(base, ((3, 4),))()
     assert checkpoint.restore(tmp_path, restored)
-    assert torch.equal(restored.judged, restored.master)
+    assert torch.equal(restored.evaluated_weights, restored.master)
     advance(restored)
     assert restored.progress.averaged == 1
-    assert torch.equal(restored.judged, restored.master)
+    assert torch.equal(restored.evaluated_weights, restored.master)

@@ -122,7 +122,7 @@ def test_patience_counts_looks_that_are_not_better_by_min_delta_and_the_best_is_
     for step, loss in enumerate([3.0, 2.95, 2.5, 2.6, 2.5, 2.0]):
         training.progress.step = step
         training.master.fill_(step)
-        training.note_evaluation(loss, keep_best=True, min_delta=0.1)
+        training.record_evaluation(loss, keep_best=True, min_delta=0.1)
         stale.append(training.progress.stale)
         if step == 1:
             assert (training.progress.best_step, training.progress.best_loss) == (1, 2.95)
@@ -138,7 +138,7 @@ def test_of_equal_evaluations_the_earlier_one_is_the_best_and_the_later_one_coun
     for step, loss in enumerate([3.0, 2.5, 2.5, 2.5]):
         training.progress.step = step
         training.master.fill_(step)
-        best.append(training.note_evaluation(loss, keep_best=True, min_delta=0.0))
+        best.append(training.record_evaluation(loss, keep_best=True, min_delta=0.0))
     assert best == [True, True, False, False]
     assert (training.progress.best_step, training.progress.best_loss) == (1, 2.5)
     assert (training.best == 1).all()
@@ -147,8 +147,8 @@ def test_of_equal_evaluations_the_earlier_one_is_the_best_and_the_later_one_coun
 
 def test_an_evaluation_better_by_exactly_min_delta_counts_against_patience_and_is_the_best_nevertheless(base):
     training = executors.job_training(base, executors.prepare(base, "a"))
-    training.note_evaluation(3.0, keep_best=False, min_delta=0.5)
+    training.record_evaluation(3.0, keep_best=False, min_delta=0.5)
     training.progress.step = 1
-    assert training.note_evaluation(2.5, keep_best=False, min_delta=0.5)
+    assert training.record_evaluation(2.5, keep_best=False, min_delta=0.5)
     assert (training.progress.stale, training.progress.best_step) == (1, 1)
     assert training.best is None

@@ -43,12 +43,12 @@ def test_a_checkpoint_holds_the_state_of_its_snapshot_whatever_is_trained_meanwh
     training, want, restored = fresh(), fresh(), fresh()
     for one in (training, want):
         advance(one, 2)
-        one.note_evaluation(2.0, keep_best=True, min_delta=0.0)
+        one.record_evaluation(2.0, keep_best=True, min_delta=0.0)
     goes_on = threading.Event()
     writer.run("a", lambda: goes_on.wait(SOON))
     save(writer, tmp_path, training)
     advance(training, 3)
-    training.note_evaluation(1.0, keep_best=True, min_delta=0.0)
+    training.record_evaluation(1.0, keep_best=True, min_delta=0.0)
     assert checkpoint.newest_progress(tmp_path) is None
     goes_on.set()
     writer.wait("a")
@@ -193,7 +193,7 @@ def test_locked_memory_is_used_again_by_whom_it_fits_and_what_fits_nobody_goes_f
     assert len(first.memory) == size + 256
     second = snapshots.take(training)
     assert locked == [size // 2, size + 256, size]
-    assert snapshots._held_bytes <= snapshots.max_bytes
+    assert snapshots._allocated_bytes <= snapshots.max_bytes
     for one in (first, second):
         snapshots.release(one)
     again = [snapshots.take(training) for _ in range(2)]

@@ -23,7 +23,7 @@ from weftune.plan.program.program import Forward
 from weftune.plan.window.pace import StagePace
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 from weftune.run.events import Failed, Stepped
-from weftune.run.parts import delivered
+from weftune.run.parts import fetch_from
 from weftune.run.workers.transport import Transport
 from weftune.run.workers.worker import worker_executor
 from weftune.trainer.job import collate_plan
@@ -106,7 +106,7 @@ def as_worker(connections, family, dtype, cuts, order, poison, cancelled=None):
         if plan.segments
     }
     events = []
-    for event in executor.run(program, delivered(program, microbatches)):
+    for event in executor.run(program, fetch_from(program, microbatches)):
         events.append(event)
         if isinstance(event, Stepped) and event.job == cancelled:
             executor.kill(cancelled)

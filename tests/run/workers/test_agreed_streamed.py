@@ -31,7 +31,7 @@ from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import streamed_executor
 from weftune.run.events import Evaluated, Failed, SaveDue, Stepped
-from weftune.run.parts import delivered
+from weftune.run.parts import fetch_from
 from weftune.run.workers.transport import Transport
 from weftune.run.workers.worker import worker_executor
 from weftune.trainer.job import collate_plan
@@ -99,7 +99,7 @@ def as_worker(connections, family, dtype, cut, make, poison=None, cancelled=None
         microbatches = {
             n: collate_plan(plan, kinds[n], by_name) for n, plan in enumerate(program.microbatches)
         }
-        for event in executor.run(program, delivered(program, microbatches)):
+        for event in executor.run(program, fetch_from(program, microbatches)):
             events.append(event)
             if isinstance(event, Stepped) and event.job == cancelled:
                 executor.kill(cancelled)
@@ -234,4 +234,4 @@ def test_a_stage_that_has_left_its_worker_cannot_be_used():
     executor.weights.evict(1)
     assert bool(weight.isnan().all())
     with pytest.raises(AssertionError, match="stage 1 is used but was not brought"):
-        executor.weights.use(1)
+        executor.weights.make_readable(1)

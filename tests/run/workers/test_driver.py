@@ -120,7 +120,7 @@ class Pipeline:
             if isinstance(event, SaveDue):
                 self.driver.save(event.job, self.folder / event.job)
             elif isinstance(event, Evaluated):
-                self.driver.note_evaluation(event.job, event.loss, event.job == "a", 0.0)
+                self.driver.record_evaluation(event.job, event.loss, event.job == "a", 0.0)
             elif isinstance(event, Stepped):
                 made.append(event.step)
         return made
@@ -280,7 +280,7 @@ def test_its_threads_end_with_it(life):
     assert before > after == 0
 
 
-def refused(connections, folder):
+def failed_captures(connections, folder):
     """The second worker finds no model where it looks."""
     signal.alarm(STUCK)
     if connections.position.worker > 0:
@@ -301,5 +301,5 @@ def no_model(*_: Any) -> None:
 
 def test_a_mistake_that_only_another_worker_sees_is_told_by_the_first(tmp_path: Path) -> None:
     deep("llama", torch.float64).save_pretrained(tmp_path / "model")
-    told, _ = run_workers(2, refused, tmp_path)
+    told, _ = run_workers(2, failed_captures, tmp_path)
     assert told == "worker 1: there is no model here"

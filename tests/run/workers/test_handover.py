@@ -24,7 +24,7 @@ from weftune.plan.program.handover import FINISHED, unfinished_work
 from weftune.plan.program.layout import pipeline_layout
 from weftune.plan.program.program import Forward
 from weftune.plan.window.window import Pacing, plan_window
-from weftune.run.parts import delivered
+from weftune.run.parts import fetch_from
 from weftune.trainer.job import collate_plan
 
 MAX_WINDOWS = 12
@@ -57,7 +57,7 @@ def as_worker(connections, cuts, dropped=(), cancelled=None):
             number: collate_plan(program.microbatches[number], Forward, by_name)
             for number in program.pass_kinds()
         }
-        events += executor.run(program, delivered(program, laid))
+        events += executor.run(program, fetch_from(program, laid))
         transport.flush()
         assert executor.unfinished == unfinished_work(program)
         assert executor.unfinished.batches or executors.is_empty(executor.activations)

@@ -55,7 +55,7 @@ def test_a_worker_is_through_with_a_window_only_when_what_it_sent_has_settled():
 
 
 def test_a_window_whose_last_message_never_arrived_ends_instead_of_waiting_for_who_is_gone():
-    def lost():
+    def as_peer_lost():
         raise PeerLost("worker 1 is gone")
 
     def wait(_):
@@ -67,7 +67,7 @@ def test_a_window_whose_last_message_never_arrived_ends_instead_of_waiting_for_w
         control=SimpleNamespace(workers=[1], command=lambda *_: None, next_answer=wait),
         _window_reports={},
         _own=SimpleNamespace(run=lambda *_, **__: iter(())),
-        _transport=SimpleNamespace(flush=lost),
+        _transport=SimpleNamespace(flush=as_peer_lost),
     )
     with pytest.raises(PeerLost, match="worker 1 is gone"):
         list(Driver.run(pipeline, NOTHING, lambda *_: None, lambda: False))

@@ -10,7 +10,7 @@ from tests.run import executors
 from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import CUTS, cut, make_jobs, on_worker, pipeline_program, whole_base
 from weftune.plan.program.program import Forward
-from weftune.run.parts import delivered
+from weftune.run.parts import fetch_from
 from weftune.run.workers import groups, ordered
 from weftune.run.workers.groups import HOST_PURPOSES, NO_TIMEOUT
 from weftune.run.workers.ordered import OrderError
@@ -188,7 +188,7 @@ def train_while_passes_synchronise(connections, announces):
     filled = [(number, plan) for number, plan in enumerate(program.microbatches) if plan.segments]
     laid = {number: collate_plan(plan, Forward, by_name) for number, plan in filled}
     try:
-        list(executor.run(program, delivered(program, laid)))
+        list(executor.run(program, fetch_from(program, laid)))
     except OrderError as error:
         return str(error)
     transport.flush()

@@ -42,7 +42,7 @@ def test_guesses_stay_when_every_stage_has_been_measured():
         [TimedAction(Forward(0, stage), 0.0, 1.0), TimedAction(Backward(0, stage), 0.0, 2.0)]
         for stage in (0, 1)
     ]
-    paces.learn(program, [WorkerReport(times=one) for one in times])
+    paces.add_measurements(program, [WorkerReport(times=one) for one in times])
     assert paces.measured
     assert paces.guessed_stages() == before != paces.stages()
 
@@ -60,7 +60,7 @@ def test_a_windows_times_predict_the_next_like_it():
         for stage in range(2)
     ]
     paces = Paces([1, 1])
-    paces.learn(program, reports)
+    paces.add_measurements(program, reports)
     assert paces.predicted_seconds(program) == pytest.approx(1 + 1 + 2 + 2 + 0.25)
 
 
@@ -76,7 +76,7 @@ def test_workers_of_one_stage_in_different_replicas_teach_the_same_pace():
         for worker in range(4)
     ]
     paces = Paces([1, 1])
-    paces.learn(program, reports)
+    paces.add_measurements(program, reports)
     assert [pace.forward.per_token for pace in paces.stages()] == pytest.approx([(1 + 3) / 2, (2 + 4) / 2])
 
 
@@ -89,7 +89,7 @@ def test_passes_are_remembered_as_multiples_of_their_line_in_the_order_in_which_
         TimedAction(Backward(1, 0), 5.0, 8.0),
     ]
     paces = Paces([1])
-    paces.learn(program, [WorkerReport(times=passes)])
+    paces.add_measurements(program, [WorkerReport(times=passes)])
     assert paces.stages()[0].spread == pytest.approx([0.5, 0.5, 1.5, 1.5])
 
 
@@ -107,7 +107,7 @@ def test_what_is_promised_counts_that_workers_wait_for_one_anothers_slow_passes(
         )
         for worker in range(2)
     ]
-    paces.learn(program, reports)
+    paces.add_measurements(program, reports)
     assert paces.predicted_seconds(program) > 1.05 * paces.timeline(program).makespan
 
 
@@ -117,11 +117,11 @@ def test_many_passes_of_chunks_do_not_displace_those_of_whole_samples():
     plans = tuple(MicrobatchPlan((SegmentPlan("a", 1, (one,)),)) for one in (whole, *half))
     program, paces = Program(100, plans, (), ((),)), Paces([1])
 
-    def learn(number, seconds, times):
+    def add_measurements(number, seconds, times):
         both = [TimedAction(kind(number), 0.0, seconds) for kind in (Forward, Backward)]
-        paces.learn(program, [WorkerReport(times=both * times)])
+        paces.add_measurements(program, [WorkerReport(times=both * times)])
 
-    learn(0, 1.5, 2)
-    learn(1, 1.0, 3 * MAX_MEASUREMENTS)
+    add_measurements(0, 1.5, 2)
+    add_measurements(1, 1.0, 3 * MAX_MEASUREMENTS)
     (pace,) = paces.stages()
     assert (pace.forward.fixed, pace.forward.per_token) == pytest.approx((0.5, 0.01))

@@ -37,7 +37,7 @@ from weftune.errors import BaseModelError
 from weftune.plan.program.layout import pipeline_layout
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Failed, Stepped
-from weftune.run.parts import delivered
+from weftune.run.parts import fetch_from
 from weftune.run.training.state import new_training
 from weftune.run.workers.transport import Transport
 from weftune.run.workers.worker import shard_team, worker_executor
@@ -120,7 +120,7 @@ def as_shard(connections, family, dtype, jobs_of, cuts, poison, cancelled):
         if plan.segments
     }
     events = []
-    for event in executor.run(program, delivered(program, microbatches)):
+    for event in executor.run(program, fetch_from(program, microbatches)):
         events.append(event)
         if isinstance(event, Stepped) and event.job == cancelled and position.worker == 0:
             executor.kill(cancelled)

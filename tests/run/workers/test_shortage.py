@@ -32,7 +32,7 @@ from weftune.base.spec import BaseSpec
 from weftune.plan.program.layout import Layout, StageLayers, one_device_layout, pipeline_layout
 from weftune.plan.program.program import Forward
 from weftune.plan.window.window import Pacing, plan_window
-from weftune.run.parts import delivered
+from weftune.run.parts import fetch_from
 from weftune.run.workers.transport import Transport
 from weftune.run.workers.worker import worker_executor
 from weftune.trainer.job import collate_plan
@@ -80,7 +80,7 @@ def as_worker(connections, layout, short, at):
             action.microbatch: collate_plan(plan, Forward, by_name)
             for action, plan in program.replica_passes(connections.position.replica)
         }
-        events += executor.run(program, delivered(program, laid))
+        events += executor.run(program, fetch_from(program, laid))
         transport.flush()
         shortages.append(agreed.report.shortage)
         steps.append({name: one.progress.step for name, one in executor.attached.items()})
@@ -141,7 +141,7 @@ def run_windows(executor, job, layout, replica, windows):
             action.microbatch: collate_plan(plan, kinds[action.microbatch], {"kto": job})
             for action, plan in program.replica_passes(replica)
         }
-        yield list(executor.run(program, delivered(program, laid)))
+        yield list(executor.run(program, fetch_from(program, laid)))
 
 
 def as_replica(connections, short):

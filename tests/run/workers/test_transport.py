@@ -12,7 +12,7 @@ from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import CAPACITY, CUTS, PACE, cut, make_jobs, on_worker, whole_base
 from weftune.plan.program.program import Forward, Send
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
-from weftune.run.parts import delivered
+from weftune.run.parts import fetch_from
 from weftune.run.workers.groups import create_groups
 from weftune.run.workers.mailbox import inbox_for
 from weftune.run.workers.transport import Transport
@@ -36,7 +36,7 @@ def timed_window(connections, delay):
     by_name = {job.name: job for job in jobs}
     filled = [(number, plan) for number, plan in enumerate(program.microbatches) if plan.segments]
     laid = {number: collate_plan(plan, Forward, by_name) for number, plan in filled}
-    list(executor.run(program, delivered(program, laid)))
+    list(executor.run(program, fetch_from(program, laid)))
     transport.flush()
     times = agreed.report.times
     passes = sum(isinstance(one.action, Forward) for one in times)

@@ -27,7 +27,7 @@ LAYER_EFFICIENCY = 0.85
 class HostLink:
     bandwidth: float
     """Bytes per second from host to device."""
-    both_ways: float
+    duplex_bandwidth: float
     """Bytes per second from host to device while as many bytes are copied back."""
     flops: float
     """Floating-point operations per second of forward passes."""
@@ -116,5 +116,5 @@ def _fastest_seconds(device: torch.device, function: Callable[[], object], repea
         watch = Stopwatch(device)
         function()
         watch.mark()
-        found += watch.lap_seconds()
+        found += watch.seconds_between_marks()
     return min(found)

@@ -67,7 +67,7 @@ class ActionTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.runs_behind = device.type == "cuda"
+        self.is_asynchronous = device.type == "cuda"
         """Whether the device works asynchronously, so that durations are known only later."""
         self._clock = DeviceClock(device)
         self._began = self._clock.mark()
@@ -111,7 +111,7 @@ class Stopwatch:
         else:
             self._times.append(time.perf_counter())
 
-    def lap_seconds(self) -> list[float]:
+    def seconds_between_marks(self) -> list[float]:
         """Return the seconds from each mark to the next. Waits until the device has passed the last mark."""
         if self._on_gpu:
             self._events[-1].synchronize()
@@ -135,7 +135,7 @@ class Waited:
         """Note a wait that may not have happened yet. Earlier waits that are over are added to `seconds`, so
         that a long run does not accumulate marks."""
         while self.marks and all(mark.query() for mark in self.marks[0]):
-            self._count(*self.marks.pop(0))
+            self._add_wait(*self.marks.pop(0))
         self.marks.append((ready, arrived))
 
     def total(self) -> float:
@@ -143,9 +143,9 @@ class Waited:
         for ready, arrived in self.marks:
             arrived.synchronize()
             ready.synchronize()
-            self._count(ready, arrived)
+            self._add_wait(ready, arrived)
         self.marks.clear()
         return self.seconds
 
-    def _count(self, ready: torch.cuda.Event, arrived: torch.cuda.Event) -> None:
+    def _add_wait(self, ready: torch.cuda.Event, arrived: torch.cuda.Event) -> None:
         self.seconds += max(0.0, ready.elapsed_time(arrived) / 1000)

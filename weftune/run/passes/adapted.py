@@ -28,20 +28,20 @@ class AdaptedBase:
         self,
         base: Base,
         route: Route | None = None,
-        fuses: bool | None = None,
+        fuses_layers: bool | None = None,
         team: ShardTeam | None = None,
     ) -> None:
-        """`fuses` says whether the layers of known model families run as fused ops. None fuses them on the
-        tiled route, where kernels make that faster. `team` is given if layers are divided into shards."""
+        """`fuses_layers` says whether the layers of known model families run as fused ops. None fuses them on
+        the tiled route, where kernels make that faster. `team` is given if layers are divided into shards."""
         self.base, self.team = base, team
         self.route = route or best_route(base.device, base.dtype)
         self.stream = torch.cuda.Stream(base.device) if base.device.type == "cuda" else None
         if self.route is Route.tiled:
             count_compilation()
-            set_weight_functions(base.model, _by_kernel, multiply)
+            set_weight_functions(base.model, _write_by_kernel, multiply)
         with self.on_stream():
-            fuses = self.route is Route.tiled if fuses is None else fuses
-            self.layers = Layers(base, team) if fuses else None
+            fuses_layers = self.route is Route.tiled if fuses_layers is None else fuses_layers
+            self.layers = Layers(base, team) if fuses_layers else None
             like = torch.empty(0, dtype=base.dtype, device=base.device)
             groups = self.layers.groups if self.layers else ()
             embedding = base.model.get_input_embeddings()
@@ -92,12 +92,14 @@ class AdaptedBase:
             before.wait_stream(self.stream)
 
 
-def _by_kernel(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
-    write = KERNELS.get(form.name)
+def _write_by_kernel(weight_format: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
+    write = KERNELS.get(weight_format.name)
     if write is None or not kernels_available(out_NK):
-        form.write(parts, out_NK)
+        weight_format.write(parts, out_NK)
     else:
-        run_with_fallback(f"a base in {form.name}", out_NK.device, write, form.write, parts, out_NK)
+        run_with_fallback(
+            f"a base in {weight_format.name}", out_NK.device, write, weight_format.write, parts, out_NK
+        )
 
 
 def best_route(device: torch.device, dtype: torch.dtype) -> Route:

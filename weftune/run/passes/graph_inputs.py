@@ -24,7 +24,7 @@ from weftune.core.batch import IGNORED, Microbatch, Segment, copy_to
 from weftune.ops.lora.rows import Rows
 from weftune.ops.site import GatheredRows
 from weftune.plan.program.program import Recompute
-from weftune.run.passes.rows import LEAST, LaidMicrobatch, Membership, bucket, longest_bucket
+from weftune.run.passes.rows import LEAST, DeviceMicrobatch, Membership, bucket, longest_bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class GatheredJob:
     """Number of reserved samples, if there are prefix keys."""
 
     @property
-    def laid_rows(self) -> int:
+    def rows_with_prefixes(self) -> int:
         """Number of reserved rows, with the prefix keys counted as rows."""
         return self.rows + self.keys * self.samples
 
@@ -52,12 +52,12 @@ def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ..
     found = []
     for segment, attached in banks.gather_rows(microbatch):
         rows = bucket(segment.stop - segment.start, LEAST)
-        samples = bucket(len(_samples(microbatch, segment)), 1) if attached.keys else 0
+        samples = bucket(len(_sample_lengths(microbatch, segment)), 1) if attached.keys else 0
         found.append(GatheredJob(segment.job, attached.serial, rows, attached.keys, samples))
     return tuple(sorted(found, key=lambda one: one.serial))
 
 
-def _samples(microbatch: Microbatch, segment: Segment) -> Sequence[int]:
+def _sample_lengths(microbatch: Microbatch, segment: Segment) -> Sequence[int]:
     """Return the lengths of a segment's samples in tokens."""
     begins = [0, *accumulate(microbatch.sample_lengths)]
     return microbatch.sample_lengths[bisect_left(begins, segment.start) : bisect_left(begins, segment.stop)]
@@ -85,9 +85,9 @@ class Gathering:
         self.prefixes = self._empty_prefixes(banks, device) if self._prefixed else None
 
     def _empty_prefixes(self, banks: Banks, device: torch.device) -> GatheredPrefixes:
-        laid = sum(one.laid_rows for one in self._prefixed)
+        laid = sum(one.rows_with_prefixes for one in self._prefixed)
         behind = sum(one.rows for one in self._prefixed)
-        boundaries_B = torch.zeros(1 + sum(map(self._most_samples, self._prefixed)), dtype=torch.int32)
+        boundaries_B = torch.zeros(1 + sum(map(self._max_samples, self._prefixed)), dtype=torch.int32)
         return GatheredPrefixes(
             read=banks.read_keys,
             pack=Pack((laid,), boundaries_B.to(device), self._longest),
@@ -101,9 +101,9 @@ class Gathering:
             place_R=torch.zeros(behind, dtype=torch.int64, device=device),
         )
 
-    def _most_samples(self, job: GatheredJob) -> int:
+    def _max_samples(self, job: GatheredJob) -> int:
         """Return the maximum number of a job's samples, including dummy samples in unused rows."""
-        return job.samples + -(-job.laid_rows // self._longest)
+        return job.samples + -(-job.rows_with_prefixes // self._longest)
 
     def fill(self, microbatch: Microbatch) -> None:
         """Write the row positions of this microbatch into the index tensors."""
@@ -124,11 +124,11 @@ class Gathering:
         is_row_Z = torch.zeros(len(source_Z), dtype=torch.bool)
         behind, places, boundaries, begin = list[Tensor](), list[Tensor](), [0], 0
         for job, keys_at in zip(self._prefixed, prefixes.keys_at, strict=True):
-            end, row = begin + job.laid_rows, segments[job.job].start
+            end, row = begin + job.rows_with_prefixes, segments[job.job].start
             count = segments[job.job].stop - row
-            source_Z[begin:end] = row + torch.arange(job.laid_rows) % count
+            source_Z[begin:end] = row + torch.arange(job.rows_with_prefixes) % count
             keys, at, first = list[int](), begin, len(boundaries)
-            for length in _samples(microbatch, segments[job.job]):
+            for length in _sample_lengths(microbatch, segments[job.job]):
                 keys += range(at, at + job.keys)
                 rows = slice(at + job.keys, at + job.keys + length)
                 source_Z[rows], is_row_Z[rows] = torch.arange(row, row + length), True
@@ -140,7 +140,7 @@ class Gathering:
             # Keys of absent samples, in the rest of the job's room; no row attends to them.
             keys += range(at, at + len(keys_at) - len(keys))
             boundaries += [*range(at + self._longest, end, self._longest), end]
-            boundaries += [end] * (first + self._most_samples(job) - len(boundaries))
+            boundaries += [end] * (first + self._max_samples(job) - len(boundaries))
             copy_to(keys_at, torch.tensor(keys))
             begin = end
         copy_to(prefixes.source_Z, source_Z)
@@ -161,7 +161,7 @@ class GraphKey:
     gathered: tuple[GatheredJob, ...] = ()
 
 
-def key_of(laid: LaidMicrobatch, banks: Banks, recompute: Recompute, context: int) -> GraphKey:
+def graph_key_of(laid: DeviceMicrobatch, banks: Banks, recompute: Recompute, context: int) -> GraphKey:
     lengths = laid.microbatch.sample_lengths
     even = len(set(lengths)) == 1
     return GraphKey(
@@ -183,7 +183,7 @@ class GraphInputs:
         self._boundaries_B = torch.full((key.samples + 1,), key.rows, dtype=torch.int32, device=device)
         self._tokens_T = torch.zeros(key.rows, dtype=torch.int64, device=device)
         self._positions_T = torch.zeros_like(self._tokens_T)
-        self._held: LaidMicrobatch | None = None
+        self._held: DeviceMicrobatch | None = None
         self.rows = Rows.empty(key.rows, banks.slots, device)
         self.gathering = Gathering(key.gathered, key.longest, banks, device)
         self.microbatch = Microbatch(
@@ -197,7 +197,7 @@ class GraphInputs:
         prefixes = self.gathering.prefixes
         self.pack = Pack((key.rows,), self._boundaries_B, key.longest, key.even, prefixes=prefixes)
 
-    def fill(self, laid: LaidMicrobatch) -> None:
+    def fill(self, laid: DeviceMicrobatch) -> None:
         """Copy a microbatch into the tensors, and compute the job of each row."""
         lengths = torch.tensor((0, *laid.microbatch.sample_lengths), dtype=torch.int32).cumsum(0)
         boundaries_B = torch.full((len(self._boundaries_B),), len(self._tokens_T), dtype=torch.int32)
@@ -208,7 +208,7 @@ class GraphInputs:
         self.rows.fill(self._banks.slot_rows(laid.microbatch), laid.token_index)
         self.gathering.fill(laid.microbatch)
 
-    def copy(self, laid: LaidMicrobatch, membership: Membership) -> None:
+    def copy(self, laid: DeviceMicrobatch, membership: Membership) -> None:
         """Copy a microbatch that is already on the device into the tensors, unless they still hold it from
         the previous stage."""
         if self._held is laid:

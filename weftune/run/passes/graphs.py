@@ -31,10 +31,10 @@ from weftune.plan.program.program import NOTHING, Program
 from weftune.run.measure.memory import release
 from weftune.run.measure.timers import DeviceClock, DeviceSpan, Moment
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, key_of
+from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, graph_key_of
 from weftune.run.passes.payback import Payback, WatchedPass
 from weftune.run.passes.plain import PlainPasses
-from weftune.run.passes.rows import InFlight, LaidMicrobatch, StageVisit, renumbered
+from weftune.run.passes.rows import DeviceMicrobatch, InFlight, StageVisit, renumber_visits
 
 MOST_GRAPHS = 128
 """Maximum number of graphs. Beyond it, the least recently used graph is dropped."""
@@ -48,12 +48,12 @@ class CapturedPasses:
     """Passes whose forward is kept, captured as CUDA graphs where that saves time. The first pass with a key
     runs uncaptured, so that its kernels are compiled."""
 
-    def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base], at_once: bool = True) -> None:
-        """If `at_once`, a pass is captured the second time that its key occurs, even if that may not save
-        time."""
+    def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base], captures_early: bool = True) -> None:
+        """If `captures_early`, a pass is captured the second time that its key occurs, even if that may not
+        save time."""
         self.adapted, self.stages = adapted, stages
         self._plain = PlainPasses(adapted, stages)
-        self._payback = Payback(at_once)
+        self._payback = Payback(captures_early)
         self._clock = DeviceClock(adapted.base.device)
         self._timed: dict[StageVisit, WatchedPass] = {}
         self._banks = adapted.banks
@@ -71,7 +71,7 @@ class CapturedPasses:
         return self._captures
 
     @property
-    def refused(self) -> int:
+    def failed_captures(self) -> int:
         return 0
 
     def begin_window(self, program: Program) -> None:
@@ -81,58 +81,58 @@ class CapturedPasses:
     def begin_round(self) -> None:
         pass
 
-    def forward(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, keep: bool) -> Tensor:
+    def forward(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, keep: bool) -> Tensor:
         assert keep, "a forward that is recomputed is captured otherwise"
         # Gathered rows may be summed in another order, and whether a pass is captured depends on timing.
         # Their capture begins with a pass that runs, whose sums over shards no other shard would expect.
         gathers = not are_kernels_deterministic() and self.adapted.team is None
         capturable = flight.sample_keys is None and self._banks.is_capturable(flight.laid.microbatch, gathers)
         if self._recompute.tile_rows or not capturable:
-            return self._plain.forward(visit, flight, given_TD, keep)
+            return self._plain.forward(visit, flight, input_TD, keep)
         context = self.adapted.base.shape.context
-        key = key_of(flight.laid, self._banks, self._recompute, context)
+        key = graph_key_of(flight.laid, self._banks, self._recompute, context)
         is_new = (key, visit.stage) not in self._seen
         self._seen.add((key, visit.stage))
         before = self._captures
-        place = None if is_new else self._captured(visit.stage, key, flight.laid)
+        place = None if is_new else self._find_or_capture(visit.stage, key, flight.laid)
         began = self._clock.mark()
         if place is None:
-            h_TD = self._plain.forward(visit, flight, given_TD, keep)
+            h_TD = self._plain.forward(visit, flight, input_TD, keep)
         else:
             self._replayed[visit] = place
-            h_TD = self._graphs[place].forward(flight.laid, given_TD)
+            h_TD = self._graphs[place].forward(flight.laid, input_TD)
         if not is_new:
             self._timed[visit] = WatchedPass((key, visit.stage), key.rows, replayed=place is not None)
-            self._stop(visit, began)
-        flight.timed.settled &= not is_new and self._captures == before
+            self._record_span(visit, began)
+        flight.pass_times.settled &= not is_new and self._captures == before
         return h_TD
 
     def backward(
-        self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, dh_TD: Tensor
+        self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
     ) -> Tensor | None:
         place = self._replayed.pop(visit, None)
         began = self._clock.mark()
         if place is None:
-            dgiven_TD = self._plain.backward(visit, flight, given_TD, dh_TD)
+            dinput_TD = self._plain.backward(visit, flight, input_TD, dh_TD)
         else:
-            dgiven_TD = self._graphs[place].backward(dh_TD)
+            dinput_TD = self._graphs[place].backward(dh_TD)
         if visit in self._timed:
-            self._stop(visit, began)
+            self._record_span(visit, began)
             self._payback.watch(self._timed.pop(visit))
-        return dgiven_TD
+        return dinput_TD
 
-    def _stop(self, visit: StageVisit, began: Moment) -> None:
+    def _record_span(self, visit: StageVisit, began: Moment) -> None:
         self._timed[visit].spans.append(DeviceSpan(began, self._clock.mark()))
 
-    def evaluate(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None) -> Tensor:
-        return self._plain.evaluate(visit, flight, given_TD)
+    def evaluate(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None) -> Tensor:
+        return self._plain.evaluate(visit, flight, input_TD)
 
     def inherit(self, numbers: Mapping[int, int]) -> None:
         """Give the microbatches in flight new indices; `numbers` maps each old index to the new one. Each
         microbatch keeps its graph and its instance."""
         self._plain.inherit(numbers)
-        self._replayed = renumbered(self._replayed, numbers)
-        self._timed = renumbered(self._timed, numbers)
+        self._replayed = renumber_visits(self._replayed, numbers)
+        self._timed = renumber_visits(self._timed, numbers)
 
     def abandon(self) -> None:
         self._plain.abandon()
@@ -141,7 +141,7 @@ class CapturedPasses:
         self._graphs.clear()
         self._pools.clear()
 
-    def _captured(self, stage: int, key: GraphKey, laid: LaidMicrobatch) -> GraphPlace | None:
+    def _find_or_capture(self, stage: int, key: GraphKey, laid: DeviceMicrobatch) -> GraphPlace | None:
         """Return the key, stage and instance of a free graph, which is captured if necessary. None if a
         capture does not pay off."""
         busy = set(self._replayed.values())
@@ -151,7 +151,7 @@ class CapturedPasses:
         if place in self._graphs:
             self._graphs[place] = self._graphs.pop(place)
             return place
-        if not self._payback.pays((key, stage)):
+        if not self._payback.should_capture((key, stage)):
             return None
         if len(self._graphs) >= MOST_GRAPHS:
             del self._graphs[next(oldest for oldest in self._graphs if oldest not in busy)]
@@ -160,7 +160,7 @@ class CapturedPasses:
         began = time.perf_counter()
         graph = Graph(self.stages[stage], self._banks, key, self._pools[instance], laid)
         self._graphs[place] = graph
-        self._payback.note_capture(time.perf_counter() - began)
+        self._payback.record_capture(time.perf_counter() - began)
         self._captures += 1
         return place
 
@@ -169,48 +169,48 @@ class Graph:
     """One captured pass of a microbatch over a stage. Inputs are copied in, then forward and backward are
     replayed."""
 
-    def __init__(self, base: Base, banks: Banks, key: GraphKey, pool: Any, laid: LaidMicrobatch) -> None:
+    def __init__(self, base: Base, banks: Banks, key: GraphKey, pool: Any, laid: DeviceMicrobatch) -> None:
         """Capture the pass. `laid` is any microbatch that has this key."""
         self._inputs = feed = GraphInputs(banks, key, base.device)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         shape = (0 if base.first else key.rows, base.shape.hidden)
-        self._given_TD = torch.zeros(shape, dtype=base.dtype, device=base.device)
+        self._input_TD = torch.zeros(shape, dtype=base.dtype, device=base.device)
         self._hands_on, self._takes = not base.last, not base.first
         """Whether a later stage reads the output, and whether an earlier stage computes the input."""
         stream = torch.cuda.current_stream(base.device)
         with banks.bound(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
             if key.gathered:
-                self._rehearse(base, laid)
-            with captured(self._forward, pool, stream):
-                given_TD = self._given_TD.detach().requires_grad_() if self._takes else None
-                h_TD = base.hidden(feed.microbatch, feed.pack, given_TD)
+                self._run_uncaptured(base, laid)
+            with capture_graph(self._forward, pool, stream):
+                input_TD = self._input_TD.detach().requires_grad_() if self._takes else None
+                h_TD = base.hidden(feed.microbatch, feed.pack, input_TD)
             self._returns = h_TD.requires_grad
             """Whether there is a backward. There is none at a first stage on which no job has an adapter."""
             self._dh_TD = torch.empty_like(h_TD)
             if self._returns:
-                with captured(self._backward, pool, stream):
+                with capture_graph(self._backward, pool, stream):
                     h_TD.backward(self._dh_TD)
-                    if given_TD is not None:
-                        assert given_TD.grad is not None
-                        self._given_TD.copy_(given_TD.grad)
+                    if input_TD is not None:
+                        assert input_TD.grad is not None
+                        self._input_TD.copy_(input_TD.grad)
         self._h_TD = h_TD.detach()
 
-    def _rehearse(self, base: Base, laid: LaidMicrobatch) -> None:
+    def _run_uncaptured(self, base: Base, laid: DeviceMicrobatch) -> None:
         """Run the pass once uncaptured, so that kernels which gather rows are loaded before the capture. The
         gradient is zero, so no job's gradient changes."""
         self._inputs.fill(laid)
-        given_TD = self._given_TD.detach().requires_grad_() if self._takes else None
-        h_TD = base.hidden(self._inputs.microbatch, self._inputs.pack, given_TD)
+        input_TD = self._input_TD.detach().requires_grad_() if self._takes else None
+        h_TD = base.hidden(self._inputs.microbatch, self._inputs.pack, input_TD)
         if h_TD.requires_grad:
             h_TD.backward(torch.zeros_like(h_TD))
 
-    def forward(self, laid: LaidMicrobatch, given_TD: Tensor | None) -> Tensor:
+    def forward(self, laid: DeviceMicrobatch, input_TD: Tensor | None) -> Tensor:
         """Replay the forward and return the hidden states. At the last stage they stay valid until
         `backward`. At other stages they are a copy, which may be sent while the graph is replayed for another
         microbatch."""
         self._inputs.fill(laid)
-        if given_TD is not None:
-            self._given_TD.copy_(given_TD)
+        if input_TD is not None:
+            self._input_TD.copy_(input_TD)
         self._forward.replay()
         return self._h_TD.clone() if self._hands_on else self._h_TD
 
@@ -219,7 +219,7 @@ class Graph:
         self._dh_TD.copy_(dh_TD)
         if self._returns:
             self._backward.replay()
-        return self._given_TD.clone() if self._takes else None
+        return self._input_TD.clone() if self._takes else None
 
 
 # -- the memory pool of captured work ---------------------------------------------------------------------
@@ -242,7 +242,7 @@ class Pool(Protocol):
 
 
 @contextmanager
-def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+def capture_graph(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
     """Capture the kernels launched inside the context into `graph`. Other threads may use their own streams
     meanwhile, for example to read stages from files.
 
@@ -277,7 +277,7 @@ class GraphPool:
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self._device)
-        with captured(graph, self._handle, stream):
+        with capture_graph(graph, self._handle, stream):
             work()
         self.held_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return graph.replay

@@ -35,28 +35,28 @@ class HostCopies:
         self._gone: dict[Hashable, torch.cuda.Event] = {}
         self._there: dict[Hashable, torch.cuda.Event] = {}
 
-    def leave(self, key: Hashable, given_TD: Tensor, host_TD: Tensor) -> None:
+    def copy_out(self, key: Hashable, input_TD: Tensor, host_TD: Tensor) -> None:
         if not self._on_gpu:
-            self._copy_now(host_TD, given_TD)
+            self._copy_and_time(host_TD, input_TD)
             return
         self._out.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._out):
             # In chunks, so that copies of Steps to the host can run in between.
-            rows = max(1, CHUNK_BYTES // given_TD[:1].nbytes)
-            for given, host in zip(given_TD.split(rows), host_TD.split(rows), strict=True):
+            rows = max(1, CHUNK_BYTES // input_TD[:1].nbytes)
+            for given, host in zip(input_TD.split(rows), host_TD.split(rows), strict=True):
                 host.copy_(given, non_blocking=True)
             self._gone[key] = recorded_event()
 
-    def await_gone(self, key: Hashable) -> None:
+    def await_copy_out(self, key: Hashable) -> None:
         """Make the compute stream wait until the tensor has been copied to the host, so that it may be
         freed."""
-        self._await(self._gone.pop(key, None))
+        self._wait_for_copy(self._gone.pop(key, None))
 
-    def come(self, key: Hashable, host_TD: Tensor) -> Tensor:
+    def copy_in(self, key: Hashable, host_TD: Tensor) -> Tensor:
         here_TD = torch.empty_like(host_TD, device=self._device)
         self._waited.copied_bytes += host_TD.nbytes
         if not self._on_gpu:
-            self._copy_now(here_TD, host_TD)
+            self._copy_and_time(here_TD, host_TD)
             return here_TD
         # Its memory may have belonged to another tensor that compute has yet to read.
         self._in.wait_stream(torch.cuda.current_stream())
@@ -65,9 +65,9 @@ class HostCopies:
             self._there[key] = recorded_event()
         return here_TD
 
-    def await_coming(self, key: Hashable) -> None:
+    def await_copy_in(self, key: Hashable) -> None:
         """Make the compute stream wait until the copy from the host may be read."""
-        self._await(self._there.pop(key, None))
+        self._wait_for_copy(self._there.pop(key, None))
 
     def finish(self) -> None:
         """Wait until all copies are complete."""
@@ -76,12 +76,12 @@ class HostCopies:
         self._gone.clear()
         self._there.clear()
 
-    def _copy_now(self, target_TD: Tensor, source_TD: Tensor) -> None:
+    def _copy_and_time(self, target_TD: Tensor, source_TD: Tensor) -> None:
         began = time.perf_counter()
         target_TD.copy_(source_TD)
         self._waited.seconds += time.perf_counter() - began
 
-    def _await(self, copied: torch.cuda.Event | None) -> None:
+    def _wait_for_copy(self, copied: torch.cuda.Event | None) -> None:
         if copied is not None:
             ready = recorded_event()
             torch.cuda.current_stream().wait_event(copied)
@@ -106,21 +106,21 @@ class HostStore:
         self._coming: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to vectors on the device that are being copied from the host."""
 
-    def put(self, layer: int, flat: Tensor) -> Callable[[], Tensor]:
+    def put(self, layer: int, vector: Tensor) -> Callable[[], Tensor]:
         """Start to copy a vector to the host. Return a function that copies it back and returns it on the
         device; it may be called once. The next `free_copied` releases the vector's memory on the device;
         until then the vector must not be changed."""
         key = layer, sum(1 for owner, _ in self._waiting if owner == layer)
-        if key not in self._rooms or self._rooms[key].nbytes < flat.nbytes:
+        if key not in self._rooms or self._rooms[key].nbytes < vector.nbytes:
             self._rooms.pop(key, None)
-            [self._rooms[key]] = host_vectors([(flat.nbytes, torch.uint8)], self._device)
-        self._waiting[key] = self._rooms[key][: flat.nbytes].view(flat.dtype)
-        self._copies.leave(key, flat, self._waiting[key])
-        self._leaving[key] = flat
+            [self._rooms[key]] = host_vectors([(vector.nbytes, torch.uint8)], self._device)
+        self._waiting[key] = self._rooms[key][: vector.nbytes].view(vector.dtype)
+        self._copies.copy_out(key, vector, self._waiting[key])
+        self._leaving[key] = vector
 
         def fetch() -> Tensor:
             self.request(layer)
-            self._copies.await_coming(key)
+            self._copies.await_copy_in(key)
             return self._coming.pop(key)
 
         return fetch
@@ -129,7 +129,7 @@ class HostStore:
         """Release the device memory of all stored vectors. Later work of the device waits until they have
         been copied to the host."""
         for key in self._leaving:
-            self._copies.await_gone(key)
+            self._copies.await_copy_out(key)
         self._leaving.clear()
 
     def request(self, layer: int, count: int | None = None) -> None:
@@ -137,7 +137,7 @@ class HostStore:
         them."""
         for key in [key for key in self._waiting if key[0] == layer][:count]:
             self.free_copied()
-            self._coming[key] = self._copies.come(key, self._waiting.pop(key))
+            self._coming[key] = self._copies.copy_in(key, self._waiting.pop(key))
 
     def release(self) -> None:
         """Free the host memory, which no microbatch needs any longer."""

@@ -54,7 +54,7 @@ class Layers:
         self._decoder = cast(Any, decoder_of(base.model))
         self._config: Any = base.model.config
         self._device = base.device
-        self._facts = facts_of(self._config)
+        self._facts = find_decoder_facts(self._config)
         # On a worker with a stage, the layers of other stages are elsewhere, with several stages also those
         # between.
         layers = enumerate(self._decoder.layers if self._facts is not None else ())
@@ -86,13 +86,13 @@ class Layers:
             self.modules[index].forward = FusedLayer(self, index, banks, self._config, self._facts)
         if self.modules and self._norms:
             norm = self._decoder.norm
-            norm.forward = partial(self._last_norm, FusedNorm(norm, self._facts))
+            norm.forward = partial(self._final_norm, FusedNorm(norm, self._facts))
         rotary = self._decoder.rotary_emb
         if rotary.rope_type in ("dynamic", "longrope"):
             # Transformers would read the longest sample's length from the device in every pass.
             rotary.forward = Angles(rotary, self._device)
 
-    def _last_norm(self, norm: FusedNorm, h_1TD: Tensor) -> Tensor:
+    def _final_norm(self, norm: FusedNorm, h_1TD: Tensor) -> Tensor:
         """Compute the final norm, after the last layer. It replaces the norm's own forward."""
         h_TD, tile_rows = h_1TD[0], self.recompute.tile_rows
         parts = h_TD.split(tile_rows) if 0 < tile_rows < len(h_TD) else (h_TD,)
@@ -168,86 +168,94 @@ class FusedLayer:
         return self._index < self._layers.recompute.recomputed_layers
 
     @property
-    def _spares(self) -> bool:
+    def _recomputes_outputs(self) -> bool:
         """Whether the backward recomputes the outputs of norms and activation functions. This excludes layers
         that are recomputed as a whole: the functions that recompute the outputs would keep the layer's inputs
         alive."""
         return self._layers.recompute.recomputes_outputs and not self._is_recomputed
 
     def _run(self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, pack: Pack) -> Tensor:
-        h_TD, qkv = self.front(h_TD, cos_TE, sin_TE, self._spares)
-        return self.rest(h_TD, attend_with_prefixes(*qkv, pack, self._rule, self._layer), self._spares)
+        h_TD, qkv = self.project_qkv(h_TD, cos_TE, sin_TE, self._recomputes_outputs)
+        return self.finish_layer(
+            h_TD, attend_with_prefixes(*qkv, pack, self._rule, self._layer), self._recomputes_outputs
+        )
 
     def _run_in_tiles(self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, pack: Pack) -> Tensor:
         layers, recompute = self._layers, self._layers.recompute
         keep = Keep(
             self._index,
-            everything=not self._is_recomputed,
+            keeps_all=not self._is_recomputed,
             attention=recompute.keeps_attention,
             host=layers.host if self._index < recompute.offloaded_layers else None,
         )
         parts = TiledParts(
-            front=lambda h, rows: self.front(h, cos_TE[rows], sin_TE[rows], spares=True),
+            project_qkv=lambda h, rows: self.project_qkv(h, cos_TE[rows], sin_TE[rows], recomputes=True),
             attend=lambda qkv: attend_with_prefixes(*qkv, pack, self._rule, self._layer),
-            rest=lambda h, seen, graph_only: self.rest(h, seen, keep.everything, graph_only),
+            finish_layer=lambda h, seen, graph_only: self.finish_layer(h, seen, keep.keeps_all, graph_only),
             adapters_of=self._banks.bind_tile,
         )
         tiles = row_tiles(len(h_TD), recompute.tile_rows)
         return tiled_layer(h_TD, self._banks.anchor, parts, tiles, keep)
 
-    def front(
-        self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, spares: bool
+    def project_qkv(
+        self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, recomputes: bool
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Compute the front of the layer: the norm, q, k, v and their rotation. Return the residual, which is
-        h itself, and queries, keys and values. `spares` says whether the norm's output is recomputed."""
-        h_TD, qkv_TN = self._normed(h_TD, self._before_attention, self._qkv, spares)
+        h itself, and queries, keys and values. `recomputes` says whether the norm's output is
+        recomputed."""
+        h_TD, qkv_TN = self._norm_and_project(h_TD, self._before_attention, self._qkv, recomputes)
         norms = head_norms(*self._head_norms) if self._head_norms else None
         return h_TD, rotary_split(qkv_TN, cos_TE, sin_TE, self._heads, self._groups, norms)
 
-    def rest(self, h_TD: Tensor, seen_THD: Tensor, spares: bool, graph_only: bool = False) -> Tensor:
+    def finish_layer(
+        self, h_TD: Tensor, attention_THD: Tensor, recomputes: bool, graph_only: bool = False
+    ) -> Tensor:
         """Compute the rest of the layer after attention. Return its output, given the residual and the output
         of attention. If `graph_only`, only the autograd graph is needed, and the values may be arbitrary."""
-        h_TD = self._onto(h_TD, self._o, seen_THD.flatten(1), self._after_attention)
+        h_TD = self._add_branch(h_TD, self._o, attention_THD.flatten(1), self._after_attention)
         if self._experts is not None:
-            h_TD, n_TD = self._before_mlp.beside(h_TD)
+            h_TD, n_TD = self._before_mlp.norm_with_residual(h_TD)
             return h_TD + self._experts(n_TD[None])[0]
-        h_TD, gate_up_TN = self._normed(h_TD, self._before_mlp, self._gate_up, spares)
+        h_TD, gate_up_TN = self._norm_and_project(h_TD, self._before_mlp, self._gate_up, recomputes)
         act_TI = self._activation(gate_up_TN)
         # A norm after the last linear saves the linear's output for its backward.
         discards = graph_only and self._after_mlp is None
         with (
-            recomputed(act_TI, partial(self._activation, gate_up_TN.detach()), spares),
+            recompute_saved(act_TI, partial(self._activation, gate_up_TN.detach()), recomputes),
             self._banks.graph_only() if discards else nullcontext(),
         ):
-            return self._onto(h_TD, self._down, act_TI, self._after_mlp, discards)
+            return self._add_branch(h_TD, self._down, act_TI, self._after_mlp, discards)
 
-    def _onto(
+    def _add_branch(
         self, h_TD: Tensor, linear: Linear, x: Tensor, norm: FusedNorm | None, discards: bool = False
     ) -> Tensor:
         """Return the residual plus the output of a branch's last linear and, if there is one, the norm after
-        it. If layers are divided into shards, the linear's output is summed over them, unless `discards` says
-        that its values may be arbitrary."""
+        it. If layers are divided into shards, the linear's output is summed over them, unless
+        `discards` says that its values may be arbitrary."""
         if self._sum_over_shards is None:
-            return linear(x, h_TD) if norm is None else norm.onto(h_TD, linear(x, None))
+            return linear(x, h_TD) if norm is None else norm.add_norm(h_TD, linear(x, None))
         y_TD = linear(x, None)
         if not discards:
             y_TD = sum_output(y_TD, self._sum_over_shards)
-        return h_TD + y_TD if norm is None else norm.onto(h_TD, y_TD)
+        return h_TD + y_TD if norm is None else norm.add_norm(h_TD, y_TD)
 
-    def _normed(self, h_TD: Tensor, norm: FusedNorm, linear: Linear, spares: bool) -> tuple[Tensor, Tensor]:
+    def _norm_and_project(
+        self, h_TD: Tensor, norm: FusedNorm, linear: Linear, recomputes: bool
+    ) -> tuple[Tensor, Tensor]:
         """Compute the norm and the linears at the start of a branch. Return the residual around the branch,
         and the output of the linears."""
-        h_TD, n_TD = norm.beside(h_TD)
-        with recomputed(n_TD, partial(norm, h_TD.detach()), spares):
+        h_TD, n_TD = norm.norm_with_residual(h_TD)
+        with recompute_saved(n_TD, partial(norm, h_TD.detach()), recomputes):
             if self._sum_over_shards is not None:
                 n_TD = share_input(n_TD, self._sum_over_shards)
             return h_TD, linear(n_TD, None)
 
 
 @contextmanager
-def recomputed(output: Tensor, make: Callable[[], Tensor], spares: bool) -> Iterator[None]:
-    """If `spares`, make autograd save a function that recomputes `output` instead of the tensor."""
-    if not spares:
+def recompute_saved(output: Tensor, make: Callable[[], Tensor], recomputes: bool) -> Iterator[None]:
+    """If `recomputes`, make autograd save a function that recomputes `output` instead of the
+    tensor."""
+    if not recomputes:
         yield
         return
 
@@ -280,11 +288,11 @@ class FusedNorm:
     def __call__(self, x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD, self.weight_D, self.eps, self.offset)
 
-    def beside(self, h_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_with_residual(self, h_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return h unchanged, for the residual, and the normalised h."""
         return skip_rms_norm(h_TD, self.weight_D, self.eps, self.offset)
 
-    def onto(self, h_TD: Tensor, x_TD: Tensor) -> Tensor:
+    def add_norm(self, h_TD: Tensor, x_TD: Tensor) -> Tensor:
         """Return h plus the normalised x."""
         return rms_norm_onto(h_TD, x_TD, self.weight_D, self.eps, self.offset)
 
@@ -308,7 +316,7 @@ class Angles:
         return (angle_1TE.cos() * self._scaling).to(x.dtype), (angle_1TE.sin() * self._scaling).to(x.dtype)
 
 
-def facts_of(config: Any) -> DecoderFacts | None:
+def find_decoder_facts(config: Any) -> DecoderFacts | None:
     """Return the description of a model's family, or None if its layers or its activation function are not
     supported."""
     mixture = MIXTURES.get(config.model_type)

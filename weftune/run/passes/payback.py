@@ -29,9 +29,9 @@ class WatchedPass:
 
 
 class Payback:
-    def __init__(self, at_once: bool) -> None:
-        """If `at_once`, always capture, as in measurements and tests."""
-        self._at_once = at_once
+    def __init__(self, always_captures: bool) -> None:
+        """If `always_captures`, always capture, as in measurements and tests."""
+        self._at_once = always_captures
         self._captures = 0
         self._capture_seconds = 0.0
         self._row_seconds = float("inf")
@@ -39,33 +39,33 @@ class Payback:
         self._lost: dict[Hashable, float] = defaultdict(float)
         self._under_way: list[WatchedPass] = []
 
-    def pays(self, key: Hashable) -> bool:
+    def should_capture(self, key: Hashable) -> bool:
         """Return whether to capture passes of this key now. The first pass is always captured, to measure the
         time of a capture."""
         if self._at_once or not self._captures:
             return True
-        self._hear()
+        self._record_finished()
         return self._lost[key] >= self._capture_seconds / self._captures
 
-    def note_capture(self, seconds: float) -> None:
+    def record_capture(self, seconds: float) -> None:
         self._captures += 1
         self._capture_seconds += seconds
 
-    def watch(self, timed: WatchedPass) -> None:
+    def watch(self, watched_pass: WatchedPass) -> None:
         """Count the time of this pass later, once the device has finished it."""
         if not self._at_once:
-            self._under_way.append(timed)
+            self._under_way.append(watched_pass)
 
-    def _hear(self) -> None:
+    def _record_finished(self) -> None:
         still = []
         for one in self._under_way:
             if one.is_over():
-                self.note_pass(one.key, one.rows, sum(span.seconds() for span in one.spans), one.replayed)
+                self.record_pass(one.key, one.rows, sum(span.seconds() for span in one.spans), one.replayed)
             else:
                 still.append(one)
         self._under_way = still
 
-    def note_pass(self, key: Hashable, rows: int, seconds: float, replayed: bool) -> None:
+    def record_pass(self, key: Hashable, rows: int, seconds: float, replayed: bool) -> None:
         if replayed:
             self._row_seconds = min(self._row_seconds, seconds / rows)
         elif self._row_seconds < float("inf"):

@@ -21,7 +21,7 @@ from weftune.base.model import Base
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import Program
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.rows import InFlight, LaidMicrobatch, Membership, StageVisit, renumbered
+from weftune.run.passes.rows import DeviceMicrobatch, InFlight, Membership, StageVisit, renumber_visits
 
 
 class PlainPasses:
@@ -38,7 +38,7 @@ class PlainPasses:
         return None
 
     @property
-    def refused(self) -> int:
+    def failed_captures(self) -> int:
         """Number of microbatch sizes whose passes did not fit into memory when they were captured."""
         return 0
 
@@ -51,36 +51,36 @@ class PlainPasses:
     def begin_round(self) -> None:
         """Prepare for a round of microbatches. No microbatch may be in flight."""
 
-    def forward(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, keep: bool) -> Tensor:
+    def forward(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, keep: bool) -> Tensor:
         """Return the output of a stage's forward, given the previous stage's output. If `keep`, its
         activations are kept until `backward`."""
         assert visit not in self.open, "a pass is still open"
-        passed = self._pass(visit, flight, given_TD)
+        passed = self._pass(visit, flight, input_TD)
         if not keep:
             return passed.forward_only()
         self.open[visit] = passed
         return passed.forward()
 
     def backward(
-        self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, dh_TD: Tensor
+        self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
     ) -> Tensor | None:
         """Add to the gradients of all jobs in the microbatch, and return the gradient of the stage's input.
         `dh_TD` is the gradient of the stage's output. A forward that was not kept is recomputed first."""
         passed = self.open.pop(visit, None)
         if passed is None:
-            passed = self._pass(visit, flight, given_TD)
+            passed = self._pass(visit, flight, input_TD)
             passed.forward()
         passed.backward(dh_TD)
-        return None if given_TD is None else passed.dgiven_TD
+        return None if input_TD is None else passed.dinput_TD
 
     @torch.no_grad()
-    def evaluate(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None) -> Tensor:
+    def evaluate(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None) -> Tensor:
         """Return the stage's output, computed without dropout and without gradients."""
-        return self._pass(visit, flight, given_TD).forward(training=False)
+        return self._pass(visit, flight, input_TD).forward(training=False)
 
     def inherit(self, numbers: Mapping[int, int]) -> None:
         """Give the microbatches in flight new indices; `numbers` maps each old index to the new one."""
-        self.open = renumbered(self.open, numbers)
+        self.open = renumber_visits(self.open, numbers)
 
     def abandon(self) -> None:
         """Drop passes that wait for their backward, and free optional memory such as captured graphs."""
@@ -88,8 +88,8 @@ class PlainPasses:
         if self.adapted.layers is not None:
             self.adapted.layers.host.forget()
 
-    def _pass(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None) -> Plain:
-        given = None if given_TD is None else given_TD.detach()
+    def _pass(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None) -> Plain:
+        given = None if input_TD is None else input_TD.detach()
         adapted = self.adapted
         base = self.stages[visit.stage]
         tiled = adapted.layers is not None and adapted.layers.recompute.tile_rows > 0
@@ -99,31 +99,31 @@ class PlainPasses:
 
 
 class Plain:
-    """The pass of one microbatch through a base or a stage. `given_TD` is the output of the previous
+    """The pass of one microbatch through a base or a stage. `input_TD` is the output of the previous
     stage."""
 
     def __init__(
         self,
         base: Base,
         banks: Banks,
-        laid: LaidMicrobatch,
+        laid: DeviceMicrobatch,
         route: Route,
         membership: Membership,
-        given_TD: Tensor | None = None,
+        input_TD: Tensor | None = None,
         in_tiles: bool = False,
     ) -> None:
         """If `in_tiles`, the linears of the layers process one tile of rows at a time."""
         self._base, self._banks, self._laid, self._route = base, banks, laid, route
-        self._membership, self._given_TD, self._in_tiles = membership, given_TD, in_tiles
+        self._membership, self._input_TD, self._in_tiles = membership, input_TD, in_tiles
         self._end: GradientEdge | None = None
         """The node at which the backward starts, the end of the autograd graph of the forward. None if no job
         has an adapter in this stage or an earlier one."""
 
     def forward(self, training: bool = True) -> Tensor:
-        if training and self._given_TD is not None:
-            self._given_TD.requires_grad_()
+        if training and self._input_TD is not None:
+            self._input_TD.requires_grad_()
         with self._bound(training):
-            h_TD = self._base.hidden(self._laid.microbatch, self._membership.pack, self._given_TD)
+            h_TD = self._base.hidden(self._laid.microbatch, self._membership.pack, self._input_TD)
         self._end = get_gradient_edge(h_TD) if h_TD.requires_grad else None
         return h_TD
 
@@ -144,8 +144,8 @@ class Plain:
         return self._banks.bound(microbatch, self._route, training, rows, in_tiles=self._in_tiles)
 
     @property
-    def dgiven_TD(self) -> Tensor:
+    def dinput_TD(self) -> Tensor:
         """Gradient of the stage's input, available after `backward`."""
-        assert self._given_TD is not None
-        assert self._given_TD.grad is not None
-        return self._given_TD.grad
+        assert self._input_TD is not None
+        assert self._input_TD.grad is not None
+        return self._input_TD.grad

@@ -37,12 +37,12 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 class TiledParts:
     """The functions that compute the parts of a decoder layer for one microbatch."""
 
-    front: Callable[[Tensor, slice], tuple[Tensor, Qkv]]
+    project_qkv: Callable[[Tensor, slice], tuple[Tensor, Qkv]]
     """Function of the hidden states h of a tile and the range of the tile's rows. It returns the residual,
     which is h itself, and queries, keys and values."""
     attend: Callable[[Qkv], Tensor]
     """Function that returns the attention [T, H, E] of all rows of the microbatch."""
-    rest: Callable[[Tensor, Tensor, bool], Tensor]
+    finish_layer: Callable[[Tensor, Tensor, bool], Tensor]
     """Function of a tile's residual and output of attention, which returns the output of the layer. If the
     flag is set, only the autograd graph of the output is needed, and its values may be arbitrary."""
     adapters_of: Callable[[slice], AbstractContextManager[None]]
@@ -54,7 +54,7 @@ class Keep:
     """The choice of which tensors a layer keeps from its forward to its backward."""
 
     layer: int
-    everything: bool = False
+    keeps_all: bool = False
     """Whether all activations are kept, so that nothing is recomputed."""
     attention: bool = False
     """Whether the output of attention is kept, so that attention is not recomputed."""
@@ -119,7 +119,7 @@ class _RestGraph:
 
     rows: slice
     h_TD: Tensor
-    seen_THE: Tensor
+    attention_THE: Tensor
     """Output of attention for the rows of the tile. This tensor and `h_TD` are leaf tensors of autograd."""
     output_TD: Tensor
 
@@ -136,8 +136,8 @@ class _LayerPass:
 
     def output(self, h_TD: Tensor) -> Tensor:
         """Return the output of the layer without keeping anything."""
-        seen_THE = self._parts.attend(self._front(h_TD))
-        return self._collected(h_TD, self._rest_graphs(h_TD, seen_THE))
+        attention_THE = self._parts.attend(self._run_fronts(h_TD))
+        return self._collect_outputs(h_TD, self._rest_graphs(h_TD, attention_THE))
 
     def forward(self, h_TD: Tensor) -> Tensor:
         """Return the output of the layer, and keep what the backward needs. Autograd is disabled."""
@@ -145,19 +145,19 @@ class _LayerPass:
         if keep.host is not None:
             keep.host.free_copied()
         self._input = keep.stored(h_TD)
-        if keep.everything:
+        if keep.keeps_all:
             with torch.enable_grad():
-                qkv = self._front(h_TD, self._fronts)
-                self._attention, seen_THE = _KeptAttention.of(self._parts.attend, qkv, keep)
+                qkv = self._run_fronts(h_TD, self._fronts)
+                self._attention, attention_THE = _KeptAttention.of(self._parts.attend, qkv, keep)
                 self._attention.saved.qkv = qkv
-                self._rests = list(self._rest_graphs(h_TD, seen_THE))
-            return self._collected(h_TD, self._rests)
+                self._rests = list(self._rest_graphs(h_TD, attention_THE))
+            return self._collect_outputs(h_TD, self._rests)
         if not keep.attention:
             return self.output(h_TD)
-        qkv = self._front(h_TD)
-        self._attention, seen_THE = _KeptAttention.of(self._parts.attend, qkv, keep)
+        qkv = self._run_fronts(h_TD)
+        self._attention, attention_THE = _KeptAttention.of(self._parts.attend, qkv, keep)
         del qkv
-        return self._collected(h_TD, self._rest_graphs(h_TD, seen_THE))
+        return self._collect_outputs(h_TD, self._rest_graphs(h_TD, attention_THE))
 
     def backward(self, dout_TD: Tensor) -> Tensor:
         """Return the gradient of the layer's input, and add to the gradients of the adapters."""
@@ -169,23 +169,23 @@ class _LayerPass:
         dh_TD = dout_TD if dout_TD.is_contiguous() else dout_TD.contiguous()
         with torch.enable_grad():
             fronts, attention = self._fronts, self._attention
-            qkv = None if keep.everything else self._front(h_TD, fronts)
+            qkv = None if keep.keeps_all else self._run_fronts(h_TD, fronts)
             if attention is None:
                 assert qkv is not None
-                attention, seen_THE = _KeptAttention.of(self._parts.attend, qkv, Keep(keep.layer))
+                attention, attention_THE = _KeptAttention.of(self._parts.attend, qkv, Keep(keep.layer))
             else:
-                seen_THE = attention.output()
+                attention_THE = attention.output()
             attention.saved.qkv, qkv = qkv or attention.saved.qkv, None
-            dseen_THE = torch.empty_like(seen_THE)
-            for rest in self._rests or self._rest_graphs(h_TD, seen_THE, graph_only=True):
+            dattention_THE = torch.empty_like(attention_THE)
+            for rest in self._rests or self._rest_graphs(h_TD, attention_THE, graph_only=True):
                 torch.autograd.backward(rest.output_TD, dh_TD[rest.rows])
-                dh_TD[rest.rows].copy_(_gradient(rest.h_TD))
-                dseen_THE[rest.rows].copy_(_gradient(rest.seen_THE))
+                dh_TD[rest.rows].copy_(_leaf_gradient(rest.h_TD))
+                dattention_THE[rest.rows].copy_(_leaf_gradient(rest.attention_THE))
         # Autograd keeps this object until the backward of the whole pass has ended.
         self._input, self._attention, self._fronts, self._rests = None, None, [], []
-        del seen_THE, h_TD, rest
-        gradients = attention.backward(dseen_THE)
-        del attention, dseen_THE
+        del attention_THE, h_TD, rest
+        gradients = attention.backward(dattention_THE)
+        del attention, dattention_THE
         if keep.host is not None:
             # Not earlier: the backward of attention needs the most memory.
             keep.host.request(keep.layer - 1)
@@ -193,17 +193,17 @@ class _LayerPass:
             front = fronts.pop()
             given = (dh_TD[front.rows], *(gradient[front.rows] for gradient in gradients))
             torch.autograd.backward(front.outputs, given)
-            dh_TD[front.rows].copy_(_gradient(front.h_TD))
+            dh_TD[front.rows].copy_(_leaf_gradient(front.h_TD))
         return dh_TD
 
-    def _front(self, h_TD: Tensor, graphs: list[_FrontGraph] | None = None) -> Qkv:
+    def _run_fronts(self, h_TD: Tensor, graphs: list[_FrontGraph] | None = None) -> Qkv:
         """Run the front of all tiles. Return queries, keys and values of all rows, and append the autograd
         graph of every tile to `graphs` if given."""
         whole: list[Tensor] = []
         for rows in self._tiles:
-            leaf_TD = _leaf(h_TD[rows])
+            leaf_TD = _detach_leaf(h_TD[rows])
             with self._parts.adapters_of(rows):
-                residual_TD, parts = self._parts.front(leaf_TD, rows)
+                residual_TD, parts = self._parts.project_qkv(leaf_TD, rows)
             whole = whole or [part.new_empty(len(h_TD), *part.shape[1:]) for part in parts]
             for into, part in zip(whole, parts, strict=True):
                 into[rows] = part.detach()
@@ -213,25 +213,27 @@ class _LayerPass:
         q_THE, k_TGE, v_TGE = whole
         return q_THE, k_TGE, v_TGE
 
-    def _rest_graphs(self, h_TD: Tensor, seen_THE: Tensor, graph_only: bool = False) -> Iterator[_RestGraph]:
+    def _rest_graphs(
+        self, h_TD: Tensor, attention_THE: Tensor, graph_only: bool = False
+    ) -> Iterator[_RestGraph]:
         for rows in self._tiles:
-            leaf_TD, seen = _leaf(h_TD[rows]), _leaf(seen_THE[rows])
+            leaf_TD, seen = _detach_leaf(h_TD[rows]), _detach_leaf(attention_THE[rows])
             with self._parts.adapters_of(rows):
-                output_TD = self._parts.rest(leaf_TD, seen, graph_only)
+                output_TD = self._parts.finish_layer(leaf_TD, seen, graph_only)
             yield _RestGraph(rows, leaf_TD, seen, output_TD)
 
-    def _collected(self, h_TD: Tensor, rests: Iterator[_RestGraph] | list[_RestGraph]) -> Tensor:
+    def _collect_outputs(self, h_TD: Tensor, rest_graphs: Iterator[_RestGraph] | list[_RestGraph]) -> Tensor:
         output_TD = torch.empty_like(h_TD)
-        for rest in rests:
+        for rest in rest_graphs:
             output_TD[rest.rows] = rest.output_TD.detach()
         return output_TD
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def _detach_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(torch.is_grad_enabled())
 
 
-def _gradient(leaf: Tensor) -> Tensor:
+def _leaf_gradient(leaf: Tensor) -> Tensor:
     assert leaf.grad is not None
     return leaf.grad
 
@@ -250,17 +252,17 @@ class _KeptAttention:
         saved, gradients = _SavedTensors(qkv, keep), list[Tensor]()
         with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
             anchor = torch.zeros((), requires_grad=True)
-            seen_THE = attend(_Given.apply(anchor, gradients, *qkv))
-        edge, seen_THE = get_gradient_edge(seen_THE), seen_THE.detach()
-        return cls(edge, saved.pack(seen_THE), saved, gradients), seen_THE
+            attention_THE = attend(_Given.apply(anchor, gradients, *qkv))
+        edge, attention_THE = get_gradient_edge(attention_THE), attention_THE.detach()
+        return cls(edge, saved.pack(attention_THE), saved, gradients), attention_THE
 
     def output(self) -> Tensor:
         """Return the output of attention, which has been kept on the device or the host since the forward."""
         return self.saved.unpack(self._output)
 
-    def backward(self, dseen_THE: Tensor) -> list[Tensor]:
+    def backward(self, dattention_THE: Tensor) -> list[Tensor]:
         """Return the gradients of queries, keys and values."""
-        torch.autograd.backward((self._edge,), (dseen_THE,))
+        torch.autograd.backward((self._edge,), (dattention_THE,))
         return self._gradients
 
 

@@ -37,7 +37,7 @@ LEAST = 64
 
 
 @dataclass(frozen=True, slots=True)
-class LaidMicrobatch:
+class DeviceMicrobatch:
     """A microbatch on the device, padded, with the indices of its supervised rows."""
 
     microbatch: Microbatch
@@ -48,20 +48,22 @@ class LaidMicrobatch:
     supervised: NDArray[np.int64]
     """Indices of the supervised rows, on the host."""
 
-    def supervised_in(self, start: int, stop: int) -> int:
+    def count_supervised(self, start: int, stop: int) -> int:
         """Return the number of supervised rows among the rows from `start` to `stop`."""
         first, end = np.searchsorted(self.supervised, (start, stop))
         return int(end - first)
 
 
-def lay(microbatch: Microbatch, rows: int, device: torch.device, context: int = 0) -> LaidMicrobatch:
+def pad_to_device(
+    microbatch: Microbatch, rows: int, device: torch.device, context: int = 0
+) -> DeviceMicrobatch:
     """Pad a microbatch to `rows` rows and copy it to the device, without waiting for the device. The only
     sample of a microbatch may be padded to at most `context` rows (see `padded`)."""
     rows_S = (microbatch.targets_T != IGNORED).nonzero().squeeze(1)
     begins = torch.tensor([segment.start for segment in microbatch.segments[1:]], dtype=rows_S.dtype)
     sections = torch.searchsorted(rows_S, begins).tolist()
     full = padded(microbatch, rows, context)
-    return LaidMicrobatch(
+    return DeviceMicrobatch(
         full.to(device), full.token_index_T.numpy(), to_device(rows_S, device), sections, rows_S.numpy()
     )
 
@@ -97,7 +99,7 @@ class Membership:
 
 
 def membership_of(
-    base: Base, banks: Banks, laid: LaidMicrobatch, route: Route, in_tiles: bool = False
+    base: Base, banks: Banks, laid: DeviceMicrobatch, route: Route, in_tiles: bool = False
 ) -> Membership:
     """Return the assignment of rows to jobs and the sample boundaries, which are the same for every stage. If
     `in_tiles`, rows are assigned to jobs later, tile by tile."""
@@ -107,13 +109,15 @@ def membership_of(
         rows.fill(banks.slot_rows(laid.microbatch), laid.token_index)
     packed = pack(laid.microbatch.sample_lengths, base.device)
     if are_kernels_deterministic():
-        packed = as_captured(packed, base.shape.context)
+        packed = bucket_pack(packed, base.shape.context)
     if jobs := banks.keys_before(laid.microbatch):
-        packed = with_prefixes(packed, *_prefixed(laid.microbatch, jobs), banks.read_keys)
+        packed = with_prefixes(packed, *_prefix_ranges(laid.microbatch, jobs), banks.read_keys)
     return Membership(rows, packed)
 
 
-def _prefixed(microbatch: Microbatch, jobs: Sequence[tuple[Segment, int]]) -> tuple[list[int], list[slice]]:
+def _prefix_ranges(
+    microbatch: Microbatch, jobs: Sequence[tuple[Segment, int]]
+) -> tuple[list[int], list[slice]]:
     """Return the number of prefix keys of each sample, and for each job the range of its samples."""
     begins = [0, *accumulate(microbatch.sample_lengths)][:-1]
     counts, samples = [0] * len(begins), []
@@ -124,7 +128,7 @@ def _prefixed(microbatch: Microbatch, jobs: Sequence[tuple[Segment, int]]) -> tu
     return counts, samples
 
 
-def as_captured(packed: Pack, context: int) -> Pack:
+def bucket_pack(packed: Pack, context: int) -> Pack:
     """Return the pack (the boundaries of samples) as a captured pass has it: the number of samples is rounded
     up to its bucket with empty samples, and so is the longest length, unless all samples are equally long.
 
@@ -139,9 +143,9 @@ def as_captured(packed: Pack, context: int) -> Pack:
     return replace(packed, boundaries=boundaries_B, longest=longest, apart=False)
 
 
-def bucket(value: int, least: int) -> int:
-    """Return `value` rounded up to a power of two, but at least `least`."""
-    return max(least, 1 << (value - 1).bit_length())
+def bucket(value: int, min_value: int) -> int:
+    """Return `value` rounded up to a power of two, but at least `min_value`."""
+    return max(min_value, 1 << (value - 1).bit_length())
 
 
 def longest_bucket(longest: int, context: int) -> int:
@@ -160,10 +164,10 @@ class StageVisit:
 Held = TypeVar("Held")
 
 
-def renumbered(held: Mapping[StageVisit, Held], numbers: Mapping[int, int]) -> dict[StageVisit, Held]:
+def renumber_visits(visits: Mapping[StageVisit, Held], numbers: Mapping[int, int]) -> dict[StageVisit, Held]:
     """Return the map with the new indices of microbatches as keys; `numbers` maps each old index to the new
     one."""
-    return {StageVisit(numbers[at.microbatch], at.stage): one for at, one in held.items()}
+    return {StageVisit(numbers[at.microbatch], at.stage): one for at, one in visits.items()}
 
 
 @dataclass(slots=True)
@@ -184,8 +188,8 @@ class TimedPass:
 class InFlight:
     """A microbatch that has entered the stages of this worker and not yet left the last of them."""
 
-    laid: LaidMicrobatch
-    timed: TimedPass
+    laid: DeviceMicrobatch
+    pass_times: TimedPass
     sample_keys: SampleKeys | None = None
     """Keys and values of a long sample, if the microbatch is a chunk of it."""
     scores: Scores | None = None
@@ -196,13 +200,15 @@ class InFlight:
         """Return the assignment of rows to jobs and the sample boundaries, computed at first use."""
         if self._membership is None:
             found = membership_of(adapted.base, adapted.banks, self.laid, adapted.route, in_tiles)
-            self._membership = found if self.sample_keys is None else self._with_keys(found, adapted.banks)
+            self._membership = (
+                found if self.sample_keys is None else self._add_earlier_keys(found, adapted.banks)
+            )
         return self._membership
 
-    def _with_keys(self, membership: Membership, banks: Banks) -> Membership:
+    def _add_earlier_keys(self, membership: Membership, banks: Banks) -> Membership:
         """Return the membership of a chunk, in which rows also attend to the keys of the sample's earlier
         chunks."""
-        chunk = self.timed.plan.chunk
+        chunk = self.pass_times.plan.chunk
         assert chunk is not None
         assert chunk.chunk_start is not None
         assert self.sample_keys is not None

@@ -24,7 +24,7 @@ from weftune.core.weights import Head, HeadRows
 from weftune.objectives.objective import BatchFacts, Objective, SampleScores, ScalarHead, mean_metrics
 from weftune.objectives.sft import SFT
 from weftune.ops.logprobs import run_counts, run_sums, target_logprobs
-from weftune.run.passes.rows import LaidMicrobatch
+from weftune.run.passes.rows import DeviceMicrobatch
 from weftune.run.training.state import EvaluationSums
 
 PURPOSES = "batch", "held_out"
@@ -46,13 +46,15 @@ class Scores:
     """Metrics of each segment's objective, [M], as contributions to the means over the global batch. None for
     supervised fine-tuning."""
 
-    def gradient_TD(self, dead: Collection[str] = ()) -> Tensor:
+    def gradient_TD(self, failed_jobs: Collection[str] = ()) -> Tensor:
         """Return the gradient of all losses at the last hidden states, and drop the hidden states; call this
-        once. The gradient is 0 in rows of the jobs in `dead`, which have failed."""
+        once. The gradient is 0 in rows of the jobs in `failed_jobs`, which have failed."""
         leaf_TD, self.leaf_TD = self.leaf_TD, None
         assert leaf_TD is not None
         alive = [
-            loss for segment, loss in zip(self.segments, self.losses, strict=True) if segment.job not in dead
+            loss
+            for segment, loss in zip(self.segments, self.losses, strict=True)
+            if segment.job not in failed_jobs
         ]
         if not alive:
             return torch.zeros_like(leaf_TD)
@@ -79,11 +81,13 @@ class Scorer:
     """Computes losses on the worker that holds the last stage. Other workers have no head."""
 
     def __init__(
-        self, head: Head | None, own_rows: Callable[[Segment], HeadRows | None] = lambda segment: None
+        self,
+        head: Head | None,
+        trained_head_rows: Callable[[Segment], HeadRows | None] = lambda segment: None,
     ) -> None:
-        """`own_rows` returns the rows of the head that a segment's adapter replaces by trained ones, or
-        None."""
-        self._head, self._own_rows = head, own_rows
+        """`trained_head_rows` returns the rows of the head that a segment's adapter replaces by trained ones,
+        or None."""
+        self._head, self._own_rows = head, trained_head_rows
         self.objectives: dict[str, Objective] = {}
         """Maps each job to its objective. Jobs with supervised fine-tuning are left out."""
         self.scalar_heads: dict[str, ScalarHead] = {}
@@ -102,11 +106,11 @@ class Scorer:
         computed."""
         self._log_ratios.clear()
 
-    def note_mismatched(self, scored: Sequence[Sequence[float]], laid: LaidMicrobatch) -> None:
+    def record_mismatched_scores(self, sums: Sequence[Sequence[float]], laid: DeviceMicrobatch) -> None:
         """Store the scores of mismatched samples, given by segment, for the losses that follow."""
         references_S = laid.microbatch.references_S
         known = iter([] if references_S is None else references_S.tolist())
-        for segment, logprobs in zip(laid.microbatch.segments, scored, strict=True):
+        for segment, logprobs in zip(laid.microbatch.segments, sums, strict=True):
             ratios = [logprob - next(known, math.nan) for logprob in logprobs]
             if segment.kl_of:
                 key = segment.job, segment.kl_of, segment.step
@@ -118,14 +122,14 @@ class Scorer:
         noted = [self._log_ratios.get((job, purpose, step), []) for purpose in PURPOSES]
         return [value for ratios in noted for value in (math.fsum(ratios), float(len(ratios)))]
 
-    def note_kl_sums(self, job: str, step: int, sums: Sequence[float]) -> None:
+    def set_kl_sums(self, job: str, step: int, sums: Sequence[float]) -> None:
         """Replace the values stored for the mismatched samples of a job after a step by their mean over all
         replicas. `sums` are the sums over all replicas, ordered as in `kl_sums`."""
         for purpose, total, count in zip(PURPOSES, sums[::2], sums[1::2], strict=True):
             if count:
                 self._log_ratios[job, purpose, step] = [total / count]
 
-    def _kl(self, job: str, purpose: str, step: int) -> float:
+    def _kl_term(self, job: str, purpose: str, step: int) -> float:
         """Return the KL term of a job's loss. Its value does not depend on how samples were packed."""
         ratios = self._log_ratios.get((job, purpose, step), [math.nan])
         mean = math.fsum(ratios) / len(ratios)
@@ -134,7 +138,7 @@ class Scorer:
     def score(
         self,
         leaf_TD: Tensor,
-        laid: LaidMicrobatch,
+        laid: DeviceMicrobatch,
         supervised: Callable[[Segment], int],
         counts: Callable[[Segment], tuple[int, ...]] = lambda segment: (),
     ) -> Scores:
@@ -143,11 +147,14 @@ class Scorer:
         segments = laid.microbatch.segments
         if leaf_TD.is_cuda and not any(segment.job in self.objectives for segment in segments):
             return self.score_together(leaf_TD, laid, supervised)
-        found = list(self._scored(leaf_TD, laid))
+        found = list(self._score_segments(leaf_TD, laid))
         losses: list[Tensor] = []
         metrics: list[Tensor | None] = []
         for one in found:
-            objective, scores = self.objectives.get(one.segment.job), self._samples(one, leaf_TD, "batch")
+            objective, scores = (
+                self.objectives.get(one.segment.job),
+                self._complete_scores(one, leaf_TD, "batch"),
+            )
             if objective is None:
                 losses.append(SFT.loss(scores, BatchFacts(supervised(one.segment))))
                 metrics.append(None)
@@ -161,7 +168,7 @@ class Scorer:
         return Scores(segments, leaf_TD, losses, [one.correct_S.sum() for one in found], metrics)
 
     def score_together(
-        self, leaf_TD: Tensor, laid: LaidMicrobatch, supervised: Callable[[Segment], int]
+        self, leaf_TD: Tensor, laid: DeviceMicrobatch, supervised: Callable[[Segment], int]
     ) -> Scores:
         """Return the losses of jobs that all use supervised fine-tuning, with a few kernel launches in total.
         With a thousand jobs in a microbatch, separate launches would take longer than the head itself."""
@@ -176,10 +183,10 @@ class Scorer:
         return Scores(segments, leaf_TD, list(losses_J.unbind()), list(correct_J.unbind()), none)
 
     @torch.no_grad()
-    def evaluate(self, h_TD: Tensor, laid: LaidMicrobatch) -> list[EvaluationSums]:
+    def evaluate(self, h_TD: Tensor, laid: DeviceMicrobatch) -> list[EvaluationSums]:
         """Return loss and accuracy sums over the held-out rows of each segment."""
-        found = list(self._scored(h_TD, laid))
-        scores = [self._samples(one, h_TD, "held_out") for one in found]
+        found = list(self._score_segments(h_TD, laid))
+        scores = [self._complete_scores(one, h_TD, "held_out") for one in found]
         objectives = [self.objectives.get(one.segment.job, SFT) for one in found]
         sums = [objective.evaluation_sums(own) for objective, own in zip(objectives, scores, strict=True)]
         losses = torch.stack([own.loss for own in sums]).tolist()
@@ -200,11 +207,11 @@ class Scorer:
         ]
 
     @torch.no_grad()
-    def sample_logprobs(self, h_TD: Tensor, laid: LaidMicrobatch) -> list[tuple[float, ...]]:
+    def sample_logprobs(self, h_TD: Tensor, laid: DeviceMicrobatch) -> list[tuple[float, ...]]:
         """Return, for each segment, the sum of the log-probabilities of each sample's supervised tokens."""
         logprobs_S, _ = self._logprobs(h_TD, laid)
         spans = list(pairwise([0, *accumulate(laid.microbatch.sample_lengths)]))
-        sums = run_sums(logprobs_S.double(), [laid.supervised_in(*span) for span in spans]).tolist()
+        sums = run_sums(logprobs_S.double(), [laid.count_supervised(*span) for span in spans]).tolist()
         return [
             tuple(
                 total
@@ -215,14 +222,16 @@ class Scorer:
         ]
 
     @torch.no_grad()
-    def sample_values(self, h_TD: Tensor, laid: LaidMicrobatch) -> list[Tensor]:
+    def scalar_values(self, h_TD: Tensor, laid: DeviceMicrobatch) -> list[Tensor]:
         """Return, for each segment, the output of its job's scalar head for each sample, [B]."""
         return [
             self.scalar_heads[segment.job].values(h_TD[_last_rows(segment, laid)])
             for segment in laid.microbatch.segments
         ]
 
-    def _samples(self, one: _Scored, h_TD: Tensor, purpose: Literal["batch", "held_out"]) -> SampleScores:
+    def _complete_scores(
+        self, one: _Scored, h_TD: Tensor, purpose: Literal["batch", "held_out"]
+    ) -> SampleScores:
         """Return a segment's log-probabilities together with the KL term and the outputs of the scalar head,
         if its objective needs these. `purpose` says whether the samples are for training or evaluation."""
         job = one.segment.job
@@ -235,21 +244,21 @@ class Scorer:
         if needs.mismatched:
             # Those of a batch were scored after the step before it.
             step = one.segment.step - (purpose == "batch")
-            scores = replace(scores, kl=self._kl(job, purpose, step))
+            scores = replace(scores, kl=self._kl_term(job, purpose, step))
         return scores if head is None else replace(scores, values_B=head.values(h_TD[one.last_rows]))
 
-    def _scored(self, h_TD: Tensor, laid: LaidMicrobatch) -> Iterator[_Scored]:
+    def _score_segments(self, h_TD: Tensor, laid: DeviceMicrobatch) -> Iterator[_Scored]:
         """Yield each segment with the log-probability of each target, and whether the target was the
         likeliest token."""
         logprobs_S, correct_S = self._logprobs(h_TD, laid)
         parts = logprobs_S.tensor_split(laid.sections), correct_S.tensor_split(laid.sections)
         for segment, own_S, own_correct_S in zip(laid.microbatch.segments, *parts, strict=True):
             if segment.job in self.objectives:
-                yield self._with_samples(segment, laid, own_S, own_correct_S)
+                yield self._split_samples(segment, laid, own_S, own_correct_S)
             else:
                 yield _Scored(segment, SampleScores(own_S, ()), own_correct_S, [])
 
-    def _logprobs(self, h_TD: Tensor, laid: LaidMicrobatch) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, h_TD: Tensor, laid: DeviceMicrobatch) -> tuple[Tensor, Tensor]:
         assert self._head is not None, "only the last stage has a head"
         h_SD = h_TD.index_select(0, laid.rows_S)
         targets_S = laid.microbatch.targets_T.index_select(0, laid.rows_S)
@@ -264,8 +273,8 @@ class Scorer:
         logprobs, correct = zip(*found, strict=True)
         return torch.cat(logprobs), torch.cat(correct)
 
-    def _with_samples(
-        self, segment: Segment, laid: LaidMicrobatch, logprobs_S: Tensor, correct_S: Tensor
+    def _split_samples(
+        self, segment: Segment, laid: DeviceMicrobatch, logprobs_S: Tensor, correct_S: Tensor
     ) -> _Scored:
         """Return a segment with its log-probabilities, the boundaries of its samples, and their reference
         scores."""
@@ -275,7 +284,7 @@ class Scorer:
             for index, (start, stop) in enumerate(pairwise([0, *stops]))
             if segment.start <= start < segment.stop
         }
-        counts = tuple(laid.supervised_in(start, stop) for start, stop in spans.values())
+        counts = tuple(laid.count_supervised(start, stop) for start, stop in spans.values())
         own, references_S = slice(min(spans), max(spans) + 1), laid.microbatch.references_S
         references_B = None if references_S is None else references_S[own].to(logprobs_S.dtype)
         answers, desirable = laid.microbatch.answer_tokens[own], laid.microbatch.desirable[own]
@@ -283,7 +292,7 @@ class Scorer:
         return _Scored(segment, scores, correct_S, _last_rows(segment, laid))
 
 
-def _last_rows(segment: Segment, laid: LaidMicrobatch) -> list[int]:
+def _last_rows(segment: Segment, laid: DeviceMicrobatch) -> list[int]:
     """Return the last row of each sample of a segment, which may be followed by rows of padding."""
     spans = pairwise([0, *accumulate(laid.microbatch.sample_lengths)])
     return [min(stop, segment.stop) - 1 for start, stop in spans if segment.start <= start < segment.stop]

@@ -26,10 +26,10 @@ from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import NOTHING, Forward, Program
 from weftune.run.measure.memory import is_out_of_memory
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, key_of
+from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, graph_key_of
 from weftune.run.passes.graphs import Pool
 from weftune.run.passes.plain import PlainPasses
-from weftune.run.passes.rows import InFlight, LaidMicrobatch, Membership, StageVisit
+from weftune.run.passes.rows import DeviceMicrobatch, InFlight, Membership, StageVisit
 
 MOST_KEYS = 8
 """Maximum number of keys. Beyond it, the least recently used key is dropped, with its graphs of all
@@ -55,18 +55,18 @@ class _Known:
     """The state of one key: its input tensors, the round in which each visit first occurred, and the captured
     graphs."""
 
-    feed: GraphInputs
-    met: dict[GraphVisit, int] = field(default_factory=dict)
+    inputs: GraphInputs
+    first_rounds: dict[GraphVisit, int] = field(default_factory=dict)
     graphs: dict[GraphVisit, StageGraph] = field(default_factory=dict)
 
 
 class StageGraphs:
     def __init__(self, whole: Base, stages: Mapping[int, Base], banks: Banks, pool: Pool) -> None:
         self.captures = 0
-        self.refused: set[GraphKey] = set()
+        self.failed_captures: set[GraphKey] = set()
         """Keys of graphs that did not fit into memory when they were captured."""
         self._whole, self._stages, self._banks, self._pool = whole, stages, banks, pool
-        self._h_TD, self._dh_TD = self._empty(0), self._empty(0)
+        self._h_TD, self._dh_TD = self._zero_buffer(0), self._zero_buffer(0)
         """Buffers through which graphs receive and return hidden states and gradients (see `StageGraph`)."""
         self._known: dict[GraphKey, _Known] = {}
         self._round = 0
@@ -77,37 +77,40 @@ class StageGraphs:
         """Allocate buffers for microbatches of up to this many rows."""
         if rows > len(self._h_TD):
             self.clear()
-            self._h_TD, self._dh_TD = self._empty(0), self._empty(0)
-            self._h_TD, self._dh_TD = self._empty(rows), self._empty(rows)
+            self._h_TD, self._dh_TD = self._zero_buffer(0), self._zero_buffer(0)
+            self._h_TD, self._dh_TD = self._zero_buffer(rows), self._zero_buffer(rows)
 
-    def _empty(self, rows: int) -> Tensor:
+    def _zero_buffer(self, rows: int) -> Tensor:
         whole = self._whole
         return torch.zeros((rows, whole.shape.hidden), dtype=whole.dtype, device=whole.device)
 
     def begin_round(self) -> None:
         self._round += 1
 
-    def serve(self, kind: VisitKind, stage: int, flight: InFlight) -> StageGraph | None:
+    def find_or_capture(self, kind: VisitKind, stage: int, flight: InFlight) -> StageGraph | None:
         """Return the graph for a microbatch's visit to a stage, or None if the visit runs uncaptured. The
         time of a visit that compiles or captures is marked as not typical (`TimedPass.settled`)."""
         laid, visit = flight.laid, (kind, stage)
-        key = key_of(laid, self._banks, NOTHING, self._whole.shape.context)
+        key = graph_key_of(laid, self._banks, NOTHING, self._whole.shape.context)
         if not self._banks.is_capturable(laid.microbatch):
-            self.make_room()
+            self.free_memory()
             return None
-        if key in self.refused:
+        if key in self.failed_captures:
             return None
-        known = self._met(key)
-        if known.met.setdefault(visit, self._round) == self._round or self._plain_round == self._round:
-            flight.timed.settled = False
-            self.make_room()
+        known = self._state_of(key)
+        if (
+            known.first_rounds.setdefault(visit, self._round) == self._round
+            or self._plain_round == self._round
+        ):
+            flight.pass_times.settled = False
+            self.free_memory()
             return None
         if (graph := known.graphs.get(visit)) is not None:
             return graph
-        flight.timed.settled = False
+        flight.pass_times.settled = False
         return self._capture(key, known, visit)
 
-    def make_room(self) -> None:
+    def free_memory(self) -> None:
         """Free memory for an uncaptured pass, by dropping all graphs if necessary."""
         if any(known.graphs for known in self._known.values()) and not self._pool.has_room():
             self.clear()
@@ -119,7 +122,7 @@ class StageGraphs:
         self._pool.clear()
         self._plain_round = self._round
 
-    def _met(self, key: GraphKey) -> _Known:
+    def _state_of(self, key: GraphKey) -> _Known:
         if key not in self._known:
             if len(self._known) >= MOST_KEYS:
                 del self._known[next(iter(self._known))]
@@ -132,14 +135,14 @@ class StageGraphs:
         kind, stage = visit
         base, buffers = self._stages[stage], (self._h_TD[: key.rows], self._dh_TD[: key.rows])
         try:
-            graph = StageGraph(kind, base, self._banks, known.feed, *buffers, self._pool)
+            graph = StageGraph(kind, base, self._banks, known.inputs, *buffers, self._pool)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             graph = None
         if graph is None:
             # Outside the handler, where no traceback holds the captured tensors any longer.
-            self.refused.add(key)
+            self.failed_captures.add(key)
             self.clear()
             return None
         known.graphs[visit] = graph
@@ -155,7 +158,7 @@ class StageGraph:
         kind: VisitKind,
         base: Base,
         banks: Banks,
-        feed: GraphInputs,
+        inputs: GraphInputs,
         h_TD: Tensor,
         dh_TD: Tensor,
         pool: Pool,
@@ -163,22 +166,25 @@ class StageGraph:
         """`h_TD` holds the input of the stage and, after a forward, its output. `dh_TD` holds the gradient of
         the output and, after a backward, that of the input. The last stage's output is kept in `dh_TD` until
         its gradient is known."""
-        self._base, self._banks, self._inputs = base, banks, feed
+        self._base, self._banks, self._inputs = base, banks, inputs
         self._h_TD, self._dh_TD = h_TD, dh_TD
-        self._given_TD: Tensor | None = None
+        self._input_TD: Tensor | None = None
         self._made_TD: Tensor | None = None
         """Output of the forward while forward and backward are captured. None during replays."""
         if kind is VisitKind.turn:
-            self._forward, self._backward = pool.capture(self._turn), pool.capture(self._return)
+            self._forward, self._backward = (
+                pool.capture(self._forward_turn),
+                pool.capture(self._backward_turn),
+            )
         else:
             self._forward = self._backward = pool.capture(
                 self._forward_only if kind is VisitKind.forward else self._recompute_backward
             )
 
-    def open(self, laid: LaidMicrobatch, membership: Membership, given_TD: Tensor | None) -> None:
+    def set_inputs(self, laid: DeviceMicrobatch, membership: Membership, input_TD: Tensor | None) -> None:
         self._inputs.copy(laid, membership)
-        if given_TD is not None:
-            self._h_TD.copy_(given_TD)
+        if input_TD is not None:
+            self._h_TD.copy_(input_TD)
 
     # -- what is replayed --------------------------------------------------------------------------------
 
@@ -197,43 +203,43 @@ class StageGraph:
         self._backward()
 
     @property
-    def dgiven_TD(self) -> Tensor:
+    def dinput_TD(self) -> Tensor:
         return self._dh_TD.clone()
 
     # -- what is captured --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _forward_only(self) -> None:
-        self._h_TD.copy_(self._hidden(self._h_TD))
+        self._h_TD.copy_(self._hidden_states(self._h_TD))
 
     def _recompute_backward(self) -> None:
-        self._keep()
-        self._return()
+        self._keep_forward()
+        self._backward_turn()
 
-    def _turn(self) -> None:
-        self._dh_TD.copy_(self._keep().detach())
+    def _forward_turn(self) -> None:
+        self._dh_TD.copy_(self._keep_forward().detach())
 
-    def _keep(self) -> Tensor:
-        self._given_TD = self._h_TD.detach().requires_grad_()
-        self._made_TD = self._hidden(self._given_TD)
+    def _keep_forward(self) -> Tensor:
+        self._input_TD = self._h_TD.detach().requires_grad_()
+        self._made_TD = self._hidden_states(self._input_TD)
         return self._made_TD
 
-    def _return(self) -> None:
-        made_TD, given_TD = self._made_TD, self._given_TD
-        self._made_TD = self._given_TD = None
+    def _backward_turn(self) -> None:
+        made_TD, input_TD = self._made_TD, self._input_TD
+        self._made_TD = self._input_TD = None
         assert made_TD is not None
-        assert given_TD is not None
+        assert input_TD is not None
         if made_TD.requires_grad:
             with self._banks.bound(self._inputs.microbatch, Route.tiled, True, self._inputs.rows):
                 made_TD.backward(self._dh_TD)
         if not self._base.first:
-            assert given_TD.grad is not None
-            self._dh_TD.copy_(given_TD.grad)
+            assert input_TD.grad is not None
+            self._dh_TD.copy_(input_TD.grad)
 
-    def _hidden(self, given_TD: Tensor) -> Tensor:
+    def _hidden_states(self, input_TD: Tensor) -> Tensor:
         feed = self._inputs
         with self._banks.bound(feed.microbatch, Route.tiled, True, feed.rows):
-            return self._base.hidden(feed.microbatch, feed.pack, None if self._base.first else given_TD)
+            return self._base.hidden(feed.microbatch, feed.pack, None if self._base.first else input_TD)
 
 
 class CapturedVisits:
@@ -250,8 +256,8 @@ class CapturedVisits:
         return self.graphs.captures
 
     @property
-    def refused(self) -> int:
-        return len(self.graphs.refused)
+    def failed_captures(self) -> int:
+        return len(self.graphs.failed_captures)
 
     def begin_window(self, program: Program) -> None:
         self._plain.begin_window(program)
@@ -261,29 +267,31 @@ class CapturedVisits:
     def begin_round(self) -> None:
         self.graphs.begin_round()
 
-    def forward(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, keep: bool) -> Tensor:
-        graph = self.graphs.serve(VisitKind.turn if keep else VisitKind.forward, visit.stage, flight)
+    def forward(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, keep: bool) -> Tensor:
+        graph = self.graphs.find_or_capture(
+            VisitKind.turn if keep else VisitKind.forward, visit.stage, flight
+        )
         if graph is None:
-            return self._plain.forward(visit, flight, given_TD, keep)
-        graph.open(flight.laid, flight.membership(self.adapted), given_TD)
+            return self._plain.forward(visit, flight, input_TD, keep)
+        graph.set_inputs(flight.laid, flight.membership(self.adapted), input_TD)
         if not keep:
             return graph.forward_only()
         self._plain.open[visit] = graph
         return graph.forward()
 
     def backward(
-        self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None, dh_TD: Tensor
+        self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
     ) -> Tensor | None:
         if visit not in self._plain.open:
-            graph = self.graphs.serve(VisitKind.backward, visit.stage, flight)
+            graph = self.graphs.find_or_capture(VisitKind.backward, visit.stage, flight)
             if graph is not None:
-                graph.open(flight.laid, flight.membership(self.adapted), given_TD)
+                graph.set_inputs(flight.laid, flight.membership(self.adapted), input_TD)
                 self._plain.open[visit] = graph
-        return self._plain.backward(visit, flight, given_TD, dh_TD)
+        return self._plain.backward(visit, flight, input_TD, dh_TD)
 
-    def evaluate(self, visit: StageVisit, flight: InFlight, given_TD: Tensor | None) -> Tensor:
-        self.graphs.make_room()
-        return self._plain.evaluate(visit, flight, given_TD)
+    def evaluate(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None) -> Tensor:
+        self.graphs.free_memory()
+        return self._plain.evaluate(visit, flight, input_TD)
 
     def inherit(self, numbers: Mapping[int, int]) -> None:
         assert not numbers, "a streamed base has no microbatch in flight between two windows"

@@ -17,16 +17,16 @@ from weftune.base.host.streamed import StreamedBase
 from weftune.plan.program.program import Payload
 from weftune.run.measure.timers import Waited
 from weftune.run.passes.host_copies import HostCopies
-from weftune.run.passes.rows import StageVisit, renumbered
+from weftune.run.passes.rows import StageVisit, renumber_visits
 
 
 class KeptActivations:
     """Keeps the inputs of this worker's stages on the device from forward to backward. Outputs for another
     worker's stage are kept until they are sent."""
 
-    def __init__(self, own: Collection[int]) -> None:
-        """`own` are the indices of this worker's stages."""
-        self._own = frozenset(own)
+    def __init__(self, own_stages: Collection[int]) -> None:
+        """`own_stages` are the indices of this worker's stages."""
+        self._own = frozenset(own_stages)
         self._here: dict[StageVisit, Tensor] = {}
         self._gradients: dict[StageVisit, Tensor] = {}
         self._outgoing: dict[tuple[StageVisit, Payload], Tensor] = {}
@@ -34,47 +34,47 @@ class KeptActivations:
     def reserve(self, rows: int) -> None:
         """Allocate memory for rounds of up to `rows` rows. No microbatch may be in flight."""
 
-    def give(self, to: StageVisit, given_TD: Tensor, returns: bool = True) -> None:
-        """Store the output of the previous stage, which is the input of the visit `to`. `returns` says
-        whether the microbatch has a backward."""
-        if to.stage in self._own:
-            self._here[to] = given_TD
+    def store_input(self, visit: StageVisit, input_TD: Tensor, has_backward: bool = True) -> None:
+        """Store the output of the previous stage, which is the input of the visit `visit`. `has_backward`
+        says whether the microbatch has a backward."""
+        if visit.stage in self._own:
+            self._here[visit] = input_TD
         else:
-            self._outgoing[to, "activation"] = given_TD
+            self._outgoing[visit, "activation"] = input_TD
 
-    def read(self, by: StageVisit) -> Tensor:
+    def read(self, visit: StageVisit) -> Tensor:
         """Return the input of a visit. The compute stream waits until it can be read."""
-        return self._here[by]
+        return self._here[visit]
 
-    def passed(self, by: StageVisit) -> None:
+    def end_forward(self, visit: StageVisit) -> None:
         """Record that a stage has finished its forward of a microbatch, whose backward is still to come."""
 
-    def bring(self, to: StageVisit) -> None:
+    def prefetch_input(self, visit: StageVisit) -> None:
         """Announce that the next backward on this worker is that of this visit, so that its input is fetched
         in time."""
 
-    def drop(self, by: StageVisit) -> None:
+    def drop(self, visit: StageVisit) -> None:
         """Drop the input of a visit: the stage has finished its backward, or the microbatch has none."""
-        del self._here[by]
+        del self._here[visit]
 
-    def give_gradient(self, to: StageVisit, dh_TD: Tensor) -> None:
-        """Store the gradient from the following stage, which starts the backward of the visit `to`."""
-        if to.stage in self._own:
-            self._gradients[to] = dh_TD
+    def store_gradient(self, visit: StageVisit, dh_TD: Tensor) -> None:
+        """Store the gradient from the following stage, which starts the backward of the visit `visit`."""
+        if visit.stage in self._own:
+            self._gradients[visit] = dh_TD
         else:
-            self._outgoing[to, "gradient"] = dh_TD
+            self._outgoing[visit, "gradient"] = dh_TD
 
-    def take_gradient(self, by: StageVisit) -> Tensor:
-        return self._gradients.pop(by)
+    def take_gradient(self, visit: StageVisit) -> Tensor:
+        return self._gradients.pop(visit)
 
-    def take_outgoing(self, to: StageVisit, what: Payload) -> Tensor | None:
+    def take_outgoing(self, visit: StageVisit, payload: Payload) -> Tensor | None:
         """Return the tensor to send, or None if it was never computed."""
-        return self._outgoing.pop((to, what), None)
+        return self._outgoing.pop((visit, payload), None)
 
     def inherit(self, numbers: Mapping[int, int]) -> None:
         """Give the microbatches in flight new indices; `numbers` maps each old index to the new one."""
-        self._here = renumbered(self._here, numbers)
-        self._gradients = renumbered(self._gradients, numbers)
+        self._here = renumber_visits(self._here, numbers)
+        self._gradients = renumber_visits(self._gradients, numbers)
 
     def forget(self) -> None:
         """Drop everything that belongs to an unfinished round, except tensors computed for other workers,
@@ -125,47 +125,47 @@ class OffloadedActivations:
         [room] = host_vectors([(math.prod(shape), self._dtype)], self._device)
         self._host_GRD = room.view(shape)
 
-    def give(self, to: StageVisit, given_TD: Tensor, returns: bool = True) -> None:
-        self._kept.give(to, given_TD)
-        if returns and to.stage in self._offloaded:
-            self._away.add(to)
-            if to.microbatch not in self._rows:
-                start, count = max((taken.stop for taken in self._rows.values()), default=0), len(given_TD)
+    def store_input(self, visit: StageVisit, input_TD: Tensor, has_backward: bool = True) -> None:
+        self._kept.store_input(visit, input_TD)
+        if has_backward and visit.stage in self._offloaded:
+            self._away.add(visit)
+            if visit.microbatch not in self._rows:
+                start, count = max((taken.stop for taken in self._rows.values()), default=0), len(input_TD)
                 assert start + count <= self.reserved_rows, "the round has more rows than were reserved"
-                self._rows[to.microbatch] = slice(start, start + count)
-            self._copies.leave(to, given_TD, self._host_TD(to))
+                self._rows[visit.microbatch] = slice(start, start + count)
+            self._copies.copy_out(visit, input_TD, self._host_TD(visit))
 
-    def _host_TD(self, of: StageVisit) -> Tensor:
+    def _host_TD(self, visit: StageVisit) -> Tensor:
         """Return the rows in host memory of the input of a visit."""
-        return self._host_GRD[self._offloaded.index(of.stage), self._rows[of.microbatch]]
+        return self._host_GRD[self._offloaded.index(visit.stage), self._rows[visit.microbatch]]
 
-    def read(self, by: StageVisit) -> Tensor:
-        self._copies.await_coming(by)
-        return self._kept.read(by)
+    def read(self, visit: StageVisit) -> Tensor:
+        self._copies.await_copy_in(visit)
+        return self._kept.read(visit)
 
-    def passed(self, by: StageVisit) -> None:
-        if by in self._away:
-            self._copies.await_gone(by)
-            self._kept.drop(by)
+    def end_forward(self, visit: StageVisit) -> None:
+        if visit in self._away:
+            self._copies.await_copy_out(visit)
+            self._kept.drop(visit)
 
-    def bring(self, to: StageVisit) -> None:
-        if to in self._away:
-            self._away.remove(to)
-            self._kept.give(to, self._copies.come(to, self._host_TD(to)))
+    def prefetch_input(self, visit: StageVisit) -> None:
+        if visit in self._away:
+            self._away.remove(visit)
+            self._kept.store_input(visit, self._copies.copy_in(visit, self._host_TD(visit)))
 
-    def drop(self, by: StageVisit) -> None:
-        self._kept.drop(by)
-        if self._offloaded and by.stage == self._offloaded[0]:
-            self._rows.pop(by.microbatch, None)
+    def drop(self, visit: StageVisit) -> None:
+        self._kept.drop(visit)
+        if self._offloaded and visit.stage == self._offloaded[0]:
+            self._rows.pop(visit.microbatch, None)
 
-    def give_gradient(self, to: StageVisit, dh_TD: Tensor) -> None:
-        self._kept.give_gradient(to, dh_TD)
+    def store_gradient(self, visit: StageVisit, dh_TD: Tensor) -> None:
+        self._kept.store_gradient(visit, dh_TD)
 
-    def take_gradient(self, by: StageVisit) -> Tensor:
-        return self._kept.take_gradient(by)
+    def take_gradient(self, visit: StageVisit) -> Tensor:
+        return self._kept.take_gradient(visit)
 
-    def take_outgoing(self, to: StageVisit, what: Payload) -> Tensor | None:
-        return self._kept.take_outgoing(to, what)
+    def take_outgoing(self, visit: StageVisit, payload: Payload) -> Tensor | None:
+        return self._kept.take_outgoing(visit, payload)
 
     def inherit(self, numbers: Mapping[int, int]) -> None:
         assert not numbers, "a streamed base has no microbatch in flight between two windows"

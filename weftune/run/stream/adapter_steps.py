@@ -172,15 +172,15 @@ class HostSteps:
         self,
         requests: Sequence[StepRequest],
         norm_J: Tensor,
-        arrived: Callable[[], Events] | None = None,
+        find_arrivals: Callable[[], Events] | None = None,
     ) -> StepRun:
         """Close the open batches and register their Steps. `norm_J` are the norms of their gradients.
-        `arrived` returns events after which the gradients, and everything else launched until the call, are
-        on the host. If it is None, gradients stay on the device, and updates wait for the passes that
+        `find_arrivals` returns events after which the gradients, and everything else launched until the call,
+        are on the host. If it is None, gradients stay on the device, and updates wait for the passes that
         computed them."""
         run = close_batches(requests, norm_J, self._device)
-        if arrived is not None:
-            run.arrived = arrived()
+        if find_arrivals is not None:
+            run.arrived = find_arrivals()
         elif self.ring.lanes is not None:
             self.ring.lanes.update.wait_stream(torch.cuda.current_stream())
         for job_index, request in enumerate(requests):
@@ -213,10 +213,12 @@ class HostSteps:
         if writable:
             with self.ring.updating():
                 _wait_for_events(writable)
-        for buffered in self._assign_buffers(pairs):
-            if accepted := [one for one in buffered if not one.part.run.is_refused(one.part.job_index)]:
+        for buffered_pieces in self._assign_buffers(pairs):
+            if accepted := [
+                one for one in buffered_pieces if not one.part.run.is_refused(one.part.job_index)
+            ]:
                 self._apply(accepted)
-            for one in buffered:
+            for one in buffered_pieces:
                 one.part.pieces.pop(0)
                 if not one.part.pieces:
                     del self._pending[one.pair]
@@ -250,65 +252,69 @@ class HostSteps:
 
     def _assign_buffers(self, pairs: Iterable[JobStage]) -> Iterator[list[_BufferedPiece]]:
         """Yield lists of pieces of these pairs. The pieces of a list fit into one buffer."""
-        buffered: list[_BufferedPiece] = []
+        buffered_pieces: list[_BufferedPiece] = []
         for pair in pairs:
             part = self._pending[pair]
             # Not the list itself: a piece is removed from it when it is updated.
             for piece in tuple(part.pieces):
-                offset = round_up(buffered[-1].stop) if buffered else 0
+                offset = round_up(buffered_pieces[-1].stop) if buffered_pieces else 0
                 if offset + piece.computed_range.size > self.ring.capacity:
-                    yield buffered
-                    buffered, offset = [], 0
-                buffered.append(_BufferedPiece(pair, part, piece, offset))
-        if buffered:
-            yield buffered
+                    yield buffered_pieces
+                    buffered_pieces, offset = [], 0
+                buffered_pieces.append(_BufferedPiece(pair, part, piece, offset))
+        if buffered_pieces:
+            yield buffered_pieces
 
-    def _apply(self, buffered: Sequence[_BufferedPiece]) -> None:
+    def _apply(self, buffered_pieces: Sequence[_BufferedPiece]) -> None:
         buffer = self.ring.next_buffer()
-        on_host = [one.update.state.slice_state(*one.piece.computed_range) for one in buffered]
-        on_device = [buffer.state.slice_state(one.offset, one.stop) for one in buffered]
+        on_host = [one.update.state.slice_state(*one.piece.computed_range) for one in buffered_pieces]
+        on_device = [buffer.state.slice_state(one.offset, one.stop) for one in buffered_pieces]
         if self._device_weights is None:
             on_device = [
                 replace(state, gradient=kept.gradient, weights=kept.weights)
                 for state, kept in zip(on_device, on_host, strict=True)
             ]
         with self.ring.copying_in(buffer):
-            for run in dict.fromkeys(one.part.run for one in buffered):
+            for run in dict.fromkeys(one.part.run for one in buffered_pieces):
                 _wait_for_events(run.arrived)
-            _copy_all(self._copied_in(on_device), self._copied_in(on_host))
+            _copy_all(self._vectors_to_device(on_device), self._vectors_to_device(on_host))
         with self.ring.updating():
-            self._update(buffer, buffered, on_device)
+            self._update(buffer, buffered_pieces, on_device)
         with self.ring.copying_out(buffer):
             if self._device_weights is not None:
-                on_host = [one.update.state.slice_state(*one.piece.kept_range) for one in buffered]
+                on_host = [one.update.state.slice_state(*one.piece.kept_range) for one in buffered_pieces]
                 on_device = [
                     state.slice_state(*one.piece.kept_offsets)
-                    for one, state in zip(buffered, on_device, strict=True)
+                    for one, state in zip(buffered_pieces, on_device, strict=True)
                 ]
-            _copy_all(self._copied_out(on_host), self._copied_out(on_device))
+            _copy_all(self._vectors_to_host(on_host), self._vectors_to_host(on_device))
         if buffer.free is not None:
-            self._returned |= dict.fromkeys((one.pair[1] for one in buffered), buffer.free)
+            self._returned |= dict.fromkeys((one.pair[1] for one in buffered_pieces), buffer.free)
 
     def _update(
-        self, buffer: Buffer, buffered: Sequence[_BufferedPiece], on_device: Sequence[AdamState]
+        self, buffer: Buffer, buffered_pieces: Sequence[_BufferedPiece], device_states: Sequence[AdamState]
     ) -> None:
-        """Update the pieces in the buffer, and the weights that passes read. `on_device` is the state of each
-        piece in the buffer."""
+        """Update the pieces in the buffer, and the weights that passes read. `device_states` is the state of
+        each piece in the buffer."""
         factors = [
-            one.part.run.factor_J[one.part.job_index] for one in buffered if one.part.run.factor_J is not None
+            one.part.run.factor_J[one.part.job_index]
+            for one in buffered_pieces
+            if one.part.run.factor_J is not None
         ]
         factor_J = torch.stack(factors) if factors else None
         if factor_J is not None and self._device_weights is not None:
             # If the device refuses a step, the weights of the buffer's previous jobs would be copied back
             # otherwise.
-            buffer.state.weights[: buffered[-1].stop].copy_(buffer.state.master[: buffered[-1].stop])
+            buffer.state.weights[: buffered_pieces[-1].stop].copy_(
+                buffer.state.master[: buffered_pieces[-1].stop]
+            )
         updates = [
             one.update.for_state(state, one.piece.computed_range.start)
-            for one, state in zip(buffered, on_device, strict=True)
+            for one, state in zip(buffered_pieces, device_states, strict=True)
         ]
         finite_J = self._apply_updates(updates, factor_J)
         targets, weights = [], []
-        for one, state, finite in zip(buffered, on_device, finite_J.split(1), strict=True):
+        for one, state, finite in zip(buffered_pieces, device_states, finite_J.split(1), strict=True):
             one.part.run.finite[one.part.job_index].append(finite)
             if self._device_weights is not None and (target := self._device_weights(*one.pair)) is not None:
                 first = one.piece.kept_range.start - one.part.start
@@ -318,16 +324,16 @@ class HostSteps:
             _copy_all(targets, weights)
         if self.ring.lanes is not None:
             self._started |= dict.fromkeys(
-                (one.pair for one in buffered), self.ring.lanes.update.record_event()
+                (one.pair for one in buffered_pieces), self.ring.lanes.update.record_event()
             )
 
-    def _copied_in(self, states: Sequence[AdamState]) -> list[Tensor]:
+    def _vectors_to_device(self, states: Sequence[AdamState]) -> list[Tensor]:
         """Return the vectors of each state that are copied to the device. New weights are not among them,
         since they are computed there."""
         count = 3 if self._device_weights is None else 4
         return [vector for state in states for vector in state.vectors[:count]]
 
-    def _copied_out(self, states: Sequence[AdamState]) -> list[Tensor]:
+    def _vectors_to_host(self, states: Sequence[AdamState]) -> list[Tensor]:
         """Return the vectors of each state that are copied back to the host. Gradients are not among them,
         since they are no longer needed."""
         moved = [vector for state in states for vector in state.vectors[:3]]
@@ -397,10 +403,10 @@ class PieceRing:
         """Number of parameters that a buffer holds."""
         return len(self.buffers[0].state.master) if self.buffers else 0
 
-    def replace_buffers(self, new: Callable[[], AdamState]) -> None:
-        """Replace the buffers by new ones, which `new` allocates. The old ones must not be in use."""
+    def replace_buffers(self, allocate: Callable[[], AdamState]) -> None:
+        """Replace the buffers by new ones, which `allocate` allocates. The old ones must not be in use."""
         self.buffers = []
-        self.buffers = [Buffer(new()) for _ in range(PIECES)]
+        self.buffers = [Buffer(allocate()) for _ in range(PIECES)]
 
     def next_buffer(self) -> Buffer:
         buffer = self.buffers[self._turn]

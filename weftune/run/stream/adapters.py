@@ -137,7 +137,7 @@ class AdapterTransfers:
         assert self.is_loaded(stage), f"stage {stage} is not in its place"
         self._copy_gradients_out((job, stage) for job in self.adapters)
 
-    def note_backward(self, stage: int, jobs: Iterable[str]) -> None:
+    def record_backward(self, stage: int, jobs: Iterable[str]) -> None:
         """Record that a backward has added to the gradients of these jobs in that stage."""
         self._device_gradients.update(self.pairs(stage, jobs))
 
@@ -200,7 +200,7 @@ class AdapterTransfers:
                 (other, stage) for other, stage in self._device_gradients if other != job
             }
 
-    def _with_gradient(self, pairs: Iterable[JobStage]) -> list[JobStage]:
+    def _find_gradients(self, pairs: Iterable[JobStage]) -> list[JobStage]:
         """Return those of the pairs that have a gradient on the device."""
         return [
             pair
@@ -209,7 +209,7 @@ class AdapterTransfers:
         ]
 
     def _sum_squares(self, pairs: Iterable[JobStage]) -> None:
-        pairs_with_gradient = self._with_gradient(pairs)
+        pairs_with_gradient = self._find_gradients(pairs)
         gradients = [self.adapters[job].gradient[stage] for job, stage in pairs_with_gradient]
         if gradients and kernels_available(gradients[0]):
             for (job, _), squares in zip(pairs_with_gradient, square_sums(gradients), strict=True):
@@ -219,7 +219,7 @@ class AdapterTransfers:
         """Copy the gradients of the pairs (job, stage) to the host. A stage has one backward per round, so a
         copied gradient is the whole one of the round."""
         pairs = list(pairs)
-        for job, stage in self._with_gradient(pairs):
+        for job, stage in self._find_gradients(pairs):
             adapter = self.adapters[job]
             part, gradient = adapter.parts[stage], adapter.gradient[stage]
             adapter.training.gradient[part.start : part.stop].copy_(gradient, non_blocking=True)

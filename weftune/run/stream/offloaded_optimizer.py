@@ -45,26 +45,26 @@ class OffloadedOptimizer:
         self._resident.attach(training)
 
     def detach(self, job: str) -> Training:
-        self._make_all()
+        self._finish_all_steps()
         training = self._resident.detach(job)
         self.steps.detach(training)
         return training
 
     def kill(self, job: str) -> None:
-        self._make_all()
+        self._finish_all_steps()
         self._resident.kill(job)
 
     def abandon(self) -> None:
-        self._make_all()
+        self._finish_all_steps()
         self._resident.abandon()
 
-    def show(self, job: str, weights: Tensor) -> None:
-        self._make_all()
-        self._resident.show(job, weights)
+    def use_weights(self, job: str, weights: Tensor) -> None:
+        self._finish_all_steps()
+        self._resident.use_weights(job, weights)
 
     # -- passes ------------------------------------------------------------------------------------------
 
-    def use(self, stage: int, jobs: Collection[str], returning: bool) -> bool:
+    def make_readable(self, stage: int, jobs: Collection[str], before_backward: bool) -> bool:
         """Finish the Steps of these jobs before their pass. Return whether the device may have to wait for
         that."""
         if self._underway is None:
@@ -78,16 +78,16 @@ class OffloadedOptimizer:
             self.steps.wait_for_updates(self.steps.started_pairs(pairs))
         return True
 
-    def ask_ahead(self, stage: int, jobs: Collection[str]) -> None:
+    def prepare_next_passes(self, stage: int, jobs: Collection[str]) -> None:
         """Start all Steps that have not been started yet, concurrently with the pass that was just
         launched."""
         if self._underway is not None:
             self.steps.start(self.steps.all_pending_pairs())
 
-    def note_backward(self, stage: int, jobs: Collection[str]) -> None:
+    def record_backward(self, stage: int, jobs: Collection[str]) -> None:
         """Do nothing, because gradients stay on the device."""
 
-    def leave(self, stage: int) -> None:
+    def prepare_eviction(self, stage: int) -> None:
         raise AssertionError(f"stage {stage} stays")
 
     # -- Steps -------------------------------------------------------------------------------------------
@@ -105,27 +105,27 @@ class OffloadedOptimizer:
     def step(self, requests: Sequence[StepRequest]) -> StepsUnderway:
         """Register optimizer steps. Those of jobs in the next pass are made just before that pass, all others
         during it."""
-        return self._begin(requests, gradient_norms([request.training.state for request in requests]))
+        return self._begin_steps(requests, gradient_norms([request.training.state for request in requests]))
 
     def make(self, request: StepRequest, sums: BatchSums) -> Outcome:
-        underway = self._begin([request], torch.tensor([sums.norm], dtype=torch.float64))
+        underway = self._begin_steps([request], torch.tensor([sums.norm], dtype=torch.float64))
         return outcome_over_workers(underway.outcomes()[0], request, sums)
 
-    def _begin(self, requests: Sequence[StepRequest], norm_J: Tensor) -> StepsUnderway:
+    def _begin_steps(self, requests: Sequence[StepRequest], norm_J: Tensor) -> StepsUnderway:
         assert self._underway is None, "the outcomes of earlier Steps are not known"
-        self._underway = StepsUnderway(self.device, self._finish)
+        self._underway = StepsUnderway(self.device, self._finish_steps)
         self._underway.runs.append(self.steps.begin(requests, norm_J))
         return self._underway
 
-    def _finish(self) -> None:
+    def _finish_steps(self) -> None:
         """Finish the requested Steps, and start to copy their outcomes to the host."""
         if (underway := self._underway) is not None:
             with underway.count_time():
-                self._make_all()
+                self._finish_all_steps()
             self.steps.read_outcomes(underway.runs[0])
             self._underway = None
 
-    def _make_all(self) -> None:
+    def _finish_all_steps(self) -> None:
         """Make all registered optimizer steps, after which all optimizer state is on the host."""
         with self._adapted.on_stream():
             self.steps.start(self.steps.all_pending_pairs())

@@ -63,14 +63,14 @@ class TravellingAdapters:
         self.roster.trainings[training.job] = training
 
     def detach(self, job: str) -> Training:
-        self._make_all()
+        self._finish_all_steps()
         training = self._resident.detach(job)
         self.transfers.detach(job)
         self.steps.detach(training)
         return training
 
     def kill(self, job: str) -> None:
-        self._make_all()
+        self._finish_all_steps()
         self._resident.kill(job)
         with self._adapted.on_stream():
             self.transfers.drop_gradients([job])
@@ -82,8 +82,8 @@ class TravellingAdapters:
         self._wait_for_gradients()
         self.transfers.drop_gradients(self.roster.trainings)
 
-    def show(self, job: str, weights: Tensor) -> None:
-        self._make_all()
+    def use_weights(self, job: str, weights: Tensor) -> None:
+        self._finish_all_steps()
         # Stages may still be loading, with the old weights.
         self.transfers.wait()
         self.roster.trainings[job].state.weights.copy_(weights)
@@ -92,9 +92,9 @@ class TravellingAdapters:
 
     # -- passes ------------------------------------------------------------------------------------------
 
-    def use(self, stage: int, jobs: Collection[str], returning: bool) -> bool:
+    def make_readable(self, stage: int, jobs: Collection[str], before_backward: bool) -> bool:
         """Finish the Steps of these jobs in the stage before their pass. Return whether the device may have
-        to wait for that. `returning` is True before a backward."""
+        to wait for that. `before_backward` is True before a backward."""
         if self._underway is not None and not self._underway.is_used:
             stepping = {request.training.job for request in self._underway.requests}
             self._underway.is_used = not stepping.isdisjoint(jobs)
@@ -104,9 +104,9 @@ class TravellingAdapters:
             with self._count_waiting():
                 self.steps.start(pending, self._weights.writable(stage))
                 self.steps.wait_for_updates(self.steps.started_pairs(pairs))
-        if returning and self._returning is not None and self._returning != stage:
+        if before_backward and self._returning is not None and self._returning != stage:
             self._send_gradients(self._returning)
-        self._returning = stage if returning else None
+        self._returning = stage if before_backward else None
         return waits
 
     def _send_gradients(self, stage: int) -> None:
@@ -129,7 +129,7 @@ class TravellingAdapters:
             torch.cuda.current_stream().wait_event(self._sent)
             self._sent = None
 
-    def ask_ahead(self, stage: int, jobs: Collection[str]) -> None:
+    def prepare_next_passes(self, stage: int, jobs: Collection[str]) -> None:
         """Start unfinished Steps of a stage and of this worker's next stage while the device runs a pass over
         the stage. The Steps of all jobs are started, those of `jobs` first. The next stage is skipped if it
         is not on the device yet."""
@@ -142,10 +142,10 @@ class TravellingAdapters:
                 with self._count_waiting():
                     self.steps.start(pending, self._weights.writable(one))
 
-    def note_backward(self, stage: int, jobs: Collection[str]) -> None:
-        self.transfers.note_backward(stage, jobs)
+    def record_backward(self, stage: int, jobs: Collection[str]) -> None:
+        self.transfers.record_backward(stage, jobs)
 
-    def leave(self, stage: int) -> None:
+    def prepare_eviction(self, stage: int) -> None:
         self.transfers.sum_squares(stage)
         self._returning = None
 
@@ -171,7 +171,7 @@ class TravellingAdapters:
         """Register Steps. Each is made just before the pass of the next round that needs it, concurrently
         with the previous stage. Outcomes that have not been read yet are read together."""
         if self._underway is None:
-            self._underway = StepsUnderway(self._adapted.base.device, self._finish)
+            self._underway = StepsUnderway(self._adapted.base.device, self._finish_steps)
         jobs = [request.training.job for request in requests]
         with self._count_waiting():
             self._copy_gradients_out(jobs)
@@ -188,7 +188,7 @@ class TravellingAdapters:
     def make(self, request: StepRequest, sums: BatchSums) -> Outcome:
         norm_J = torch.tensor([sums.norm], dtype=torch.float64)
         run = self.steps.begin([request], norm_J, self._weights.mark_step)
-        self._make_all()
+        self._finish_all_steps()
         self.steps.read_outcomes(run)
         return outcome_over_workers(run.outcomes()[0], request, sums)
 
@@ -196,11 +196,11 @@ class TravellingAdapters:
         self._wait_for_gradients()
         self.transfers.copy_all_gradients_out(jobs)
 
-    def _finish(self) -> None:
+    def _finish_steps(self) -> None:
         """Finish the requested Steps, and start to copy their outcomes to the host."""
         if self.steps.all_pending_pairs():
             with self._count_waiting():
-                self._make_all()
+                self._finish_all_steps()
         else:
             # Made during the round's forward: the host reads the outcomes while the device runs the backward,
             # and is a backward ahead of it when the next round begins.
@@ -210,7 +210,7 @@ class TravellingAdapters:
                 self.steps.read_outcomes(run)
         self._underway = None
 
-    def _make_all(self) -> None:
+    def _finish_all_steps(self) -> None:
         """Finish all Steps, and wait until their state is on the host."""
         with self._adapted.on_stream():
             for stage, pairs in groupby(self.steps.all_pending_pairs(), key=itemgetter(1)):

@@ -42,7 +42,7 @@ class ResidentWeights:
     def evict(self, stage: int) -> None:
         raise AssertionError(f"stage {stage} stays, and does not go")
 
-    def use(self, stage: int) -> bool:
+    def make_readable(self, stage: int) -> bool:
         """Make the stage readable by the device, and return whether the device may have to wait for it."""
         return False
 
@@ -90,12 +90,12 @@ class StreamedWeights:
         self.on_evict(stage)
         self.base.slot(stage).fill_(EVICTED_BYTE)
 
-    def use(self, stage: int) -> bool:
+    def make_readable(self, stage: int) -> bool:
         """Make the stage readable by the device, and return whether the device may have to wait for it."""
         if not self.base.part.stages[stage].is_resident:
             assert stage in self.loaded_stages, f"stage {stage} is used but was not brought"
             if self._queue is not None:
-                self._queue.use(stage)
+                self._queue.make_readable(stage)
         return True
 
     def mark_step(self) -> Events:
@@ -179,12 +179,12 @@ class _GpuQueue:
             self._free_slots[slot] = torch.cuda.Event()
             self._free_slots[slot].record()
 
-    def use(self, stage: int) -> None:
+    def make_readable(self, stage: int) -> None:
         beside = self._adapter_arrivals.pop(stage, None)
         if beside is None:
             return
         ready = recorded_event()
-        there = beside if self._reader is None else self._reader.arrival(stage)
+        there = beside if self._reader is None else self._reader.arrival_event(stage)
         for came in dict.fromkeys((there, beside)):
             torch.cuda.current_stream().wait_event(came)
         self._weights.waited.note(ready, there)
@@ -223,7 +223,7 @@ class _StageReader:
     def start(self, stage: int, free: torch.cuda.Event) -> None:
         self._reads[stage] = self._thread.submit(self._read, stage, free)
 
-    def arrival(self, stage: int) -> torch.cuda.Event:
+    def arrival_event(self, stage: int) -> torch.cuda.Event:
         """Return the event after which the stage has arrived. Blocks until all of its copies have been
         started."""
         return self._reads.pop(stage).result()

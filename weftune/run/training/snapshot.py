@@ -91,11 +91,11 @@ class Snapshots:
     def take(self, training: Training) -> Snapshot:
         """Return a snapshot of the job's state after all work launched on the device so far."""
         vectors = checkpoint_vectors(training)
-        memory = self._take_memory(sum(map(_aligned, vectors.values())))
+        memory = self._take_memory(sum(map(_aligned_bytes, vectors.values())))
         copies, start = {}, 0
         for name, vector in vectors.items():
             copies[name] = memory[start : start + vector.nbytes].view(vector.dtype)
-            start += _aligned(vector)
+            start += _aligned_bytes(vector)
         copied = self._copy(vectors, copies)
         if training.master.is_cuda:
             training.copied = copied
@@ -107,18 +107,18 @@ class Snapshots:
         with self._changed:
             self._used_bytes -= len(snapshot.memory)
             if self._stream is not None:
-                self._put_free(snapshot.memory)
+                self._add_free(snapshot.memory)
             self._changed.notify_all()
 
     def reserve(self, size: int) -> None:
         """Allocate page-locked memory of this many bytes in advance, if `max_bytes` allows it."""
         with self._changed:
-            if self._stream is None or self._held_bytes + size > self.max_bytes:
+            if self._stream is None or self._allocated_bytes + size > self.max_bytes:
                 return
         memory = _host_memory(size, self._device)
         with self._changed:
-            if self._held_bytes + size <= self.max_bytes:
-                self._put_free(memory)
+            if self._allocated_bytes + size <= self.max_bytes:
+                self._add_free(memory)
 
     def _copy(self, vectors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> torch.cuda.Event | None:
         if self._stream is None:
@@ -138,10 +138,10 @@ class Snapshots:
         return copied
 
     @property
-    def _held_bytes(self) -> int:
+    def _allocated_bytes(self) -> int:
         return self._used_bytes + self._free_bytes
 
-    def _put_free(self, memory: Tensor) -> None:
+    def _add_free(self, memory: Tensor) -> None:
         self._free.setdefault(len(memory), []).append(memory)
         self._free_bytes += len(memory)
 
@@ -157,7 +157,7 @@ class Snapshots:
             self._changed.wait_for(lambda: not self._used_bytes or self._used_bytes + size <= self.max_bytes)
             fitting = min((one for one in self._free if size <= one <= 2 * size), default=None)
             memory = None if fitting is None else self._pop_free(fitting)
-            while memory is None and self._free and self._held_bytes + size > self.max_bytes:
+            while memory is None and self._free and self._allocated_bytes + size > self.max_bytes:
                 self._pop_free(next(iter(self._free)))
             self._used_bytes += size if memory is None else len(memory)
         return _host_memory(size, self._device) if memory is None else memory
@@ -169,10 +169,10 @@ def snapshot_bytes(training: Training, keeps_best: bool = False) -> int:
     found = checkpoint_vectors(training)
     later = {"best": keeps_best, "mean": training.mean is not None}
     more = sum(1 for name, comes in later.items() if comes and name not in found)
-    return sum(map(_aligned, found.values())) + more * _aligned(training.master)
+    return sum(map(_aligned_bytes, found.values())) + more * _aligned_bytes(training.master)
 
 
-def _aligned(vector: Tensor) -> int:
+def _aligned_bytes(vector: Tensor) -> int:
     return -(-vector.nbytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -197,7 +197,7 @@ class Training:
             self.mean.lerp_(self.master, 1 / progress.averaged)
 
     @property
-    def judged(self) -> Tensor:
+    def evaluated_weights(self) -> Tensor:
         """Weights that a sweep evaluates at a rung: the mean, or the master weights if there is no mean."""
         return self.mean if self.mean is not None and self.progress.averaged else self.master
 
@@ -207,7 +207,7 @@ class Training:
         self.gradient.zero_()
         self.open = None
 
-    def note_evaluation(
+    def record_evaluation(
         self,
         loss: float,
         keep_best: bool,
@@ -224,8 +224,10 @@ class Training:
         if not counts:
             return False
         progress.evaluated_loss, progress.evaluated_score = loss, score
-        best = None if progress.best_loss is None else _badness(progress.best_loss, progress.best_score)
-        own = _badness(loss, score)
+        best = (
+            None if progress.best_loss is None else _evaluation_order(progress.best_loss, progress.best_score)
+        )
+        own = _evaluation_order(loss, score)
         progress.stale = 0 if best is None or own[0] < best[0] - min_delta else progress.stale + 1
         if best is not None and own >= best:
             return False
@@ -235,7 +237,7 @@ class Training:
         return True
 
 
-def _badness(loss: float, score: float | None) -> tuple[float, float]:
+def _evaluation_order(loss: float, score: float | None) -> tuple[float, float]:
     """Return numbers by which evaluations are compared: lower is better, and the first number counts more."""
     return (loss, loss) if score is None else (-score, loss)
 
@@ -248,7 +250,7 @@ class Roster:
         self.dead: set[str] = set()
         """Failed jobs, whose rows and actions in the Program are skipped."""
 
-    def inside_a_step(self) -> bool:
+    def has_open_batch(self) -> bool:
         """Return whether a global batch is open."""
         return any(training.open is not None for training in self.trainings.values())
 
@@ -278,7 +280,7 @@ def new_training(
     dtype: torch.dtype,
     device: torch.device,
     whole_sites: tuple[SiteShape, ...] | None = None,
-    drawn_on: torch.device | None = None,
+    draw_device: torch.device | None = None,
     frozen: WeightOf | None = None,
     is_restored: bool = False,
 ) -> Training:
@@ -286,7 +288,7 @@ def new_training(
     `init_from`.
 
     `sites` are the adapted linears. If they are those of one stage, `whole_sites` are those of the whole
-    base, which `init_from` must match. Weights are drawn on `drawn_on`, by default `device`: a GPU is much
+    base, which `init_from` must match. Weights are drawn on `draw_device`, by default `device`: a GPU is much
     faster than the host. `frozen` returns the base's weights, from which some adapter kinds are initialised.
     If `is_restored`, nothing is drawn.
     """
@@ -295,7 +297,7 @@ def new_training(
     master = torch.zeros(layout.size, dtype=master_dtype(dtype), device=device)
     if not is_restored:
         kind.initialise(
-            NewAdapter(adapter, layout.parameter_views(master), drawn_on, frozen), whole_sites or sites
+            NewAdapter(adapter, layout.parameter_views(master), draw_device, frozen), whole_sites or sites
         )
     state = AdamState(
         master=master,

@@ -150,7 +150,7 @@ class StepsUnderway:
 
     def seconds(self) -> float:
         """Return the device time of the steps in seconds; call this after `outcomes`."""
-        return sum(lap for watch in self._watches for lap in watch.lap_seconds())
+        return sum(lap for watch in self._watches for lap in watch.seconds_between_marks())
 
 
 def close_batches(requests: Sequence[StepRequest], norm_J: Tensor, device: torch.device) -> StepRun:

@@ -57,13 +57,13 @@ class Writer:
         of its result."""
         before = self._last.get(job)
 
-        def in_turn() -> T:
+        def run_in_turn() -> T:
             if before is not None:
                 # It has begun: threads take requests in order.
                 wait([before])
             return function()
 
-        future = self._threads.submit(in_turn)
+        future = self._threads.submit(run_in_turn)
         with self._lock:
             self._last[job] = future
         future.add_done_callback(partial(self._forget_done, job))
@@ -110,10 +110,10 @@ class Writer:
         if (last := self._last.get(job)) is not None:
             last.cancel()
 
-    def close(self, at_once: bool = False) -> None:
-        """Wait until everything is written. If `at_once`, wait only for writes that have begun, and cancel
-        the others."""
-        self._threads.shutdown(wait=True, cancel_futures=at_once)
+    def close(self, cancels_waiting: bool = False) -> None:
+        """Wait until everything is written. If `cancels_waiting`, wait only for writes that have begun, and
+        cancel the others."""
+        self._threads.shutdown(wait=True, cancel_futures=cancels_waiting)
 
 
 def find_disk_error(future: Future[Any]) -> str | None:

@@ -119,12 +119,12 @@ class Agreed:
         self.report.copied_bytes, self.report.waited = waited.copied_bytes, waited.total()
         machine_times = [(action, *self._timer.machine_times(span)) for action, span in self._ran]
         self.report.times = [TimedAction(*one) for one in machine_times]
-        if self.shortage or (self._roster.inside_a_step() and not self._program.hands_over):
+        if self.shortage or (self._roster.has_open_batch() and not self._program.hands_over):
             self._adapters.abandon()
         assert not self._later_sums, "sums came for which there is no Reduce"
         assert not self._decisions, "a decision was announced that no Step took"
 
-    def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
+    def without_failed_jobs(self, plan: MicrobatchPlan) -> MicrobatchPlan:
         """Return the whole microbatch, since other workers depend on all of its rows. The rows of failed jobs
         have no gradient."""
         return plan
@@ -138,19 +138,21 @@ class Agreed:
             tensor_TD = self._transport.zeros(self._program.microbatches[action.microbatch].rows)
         self._transport.send(action, tensor_TD)
 
-    def ran(self, action: Action, span: DeviceSpan, passed: TimedPass | None) -> Iterator[Event]:
+    def report_action(
+        self, action: Action, span: DeviceSpan, timed_pass: TimedPass | None
+    ) -> Iterator[Event]:
         self._ran.append((action, span))
         return iter(())
 
-    def arrive(self, stage: int) -> Iterator[Event]:
+    def handle_arrival(self, stage: int) -> Iterator[Event]:
         return iter(())
 
-    def evaluated(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
+    def report_evaluations(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
         """Record the evaluation sums. The first worker adds up those of all workers at the window's end."""
         self.report.evaluations += sums
         return iter(())
 
-    def scored(self, scores: Sequence[Scored]) -> Iterator[Event]:
+    def report_scores(self, scores: Sequence[Scored]) -> Iterator[Event]:
         """Record the scores; the first worker reports them at the window's end."""
         self.report.scores += scores
         return iter(())
@@ -158,12 +160,12 @@ class Agreed:
     def finish_steps(self) -> Iterator[Event]:
         return iter(())
 
-    def fall_short(self, why: str) -> None:
+    def report_shortage(self, why: str) -> None:
         if self._shards is not None:
             raise ShardShortage(why)
         self.report.shortage = f"worker {self._worker}: {why}"
 
-    def ends_early(self) -> bool:
+    def end_early(self) -> bool:
         self.report.shortage = self.report.shortage or f"worker {self._worker}: the run is to end"
         return False
 
@@ -263,7 +265,7 @@ class Agreed:
         for action in steps:
             self._timer.start()
             if self._worker == 0:
-                yield from self._decide(action.job, action.step)
+                yield from self._decide_step(action.job, action.step)
             else:
                 self._follow_decision(action.job, action.step)
             self._ran.append((action, self._timer.stop()))
@@ -271,27 +273,27 @@ class Agreed:
     def _agree_on_dead_jobs(self, steps: Sequence[Step], shards: Shards) -> None:
         """Mark the jobs as failed that have failed on any shard. Only one of the shards has a caller that may
         end jobs."""
-        dead = shards.true_on_any([step.job in self._roster.dead for step in steps])
+        dead = shards.any_over_shards([step.job in self._roster.dead for step in steps])
         for step, is_dead in zip(steps, dead, strict=True):
             if is_dead and step.job not in self._roster.dead:
                 self._adapters.kill(step.job)
 
-    def _decide(self, job: str, step: int) -> Iterator[Event]:
+    def _decide_step(self, job: str, step: int) -> Iterator[Event]:
         """Announce the decision on a Step, then make the Step or mark the job as failed. Called on workers
         with the first list of actions."""
         batch_index, batch = self._batches[job, step]
         squares, loss, correct, *metrics = self._sums.pop(batch_index).tolist()
         if job in self._roster.dead:
-            self._announce(batch_index, DEAD)
+            self._announce_decision(batch_index, DEAD)
             return
         if loss == ABANDONED:
-            self._announce(batch_index, ABANDONED)
+            self._announce_decision(batch_index, ABANDONED)
             return
         training = self._roster.trainings[job]
         norm = math.sqrt(squares) if squares >= 0 else squares
         sums = BatchSums(loss=loss, norm=norm, correct=correct, metrics=metrics)
         reason = find_step_problem(training, sums)
-        self._announce(batch_index, DEAD if reason else sums.norm)
+        self._announce_decision(batch_index, DEAD if reason else sums.norm)
         outcome = reason or self._adapters.make(StepRequest(training, batch.supervised_tokens), sums)
         if isinstance(outcome, str):
             self._adapters.kill(job)
@@ -318,5 +320,5 @@ class Agreed:
             self.report.failures[job] = outcome
             self._adapters.kill(job)
 
-    def _announce(self, batch_index: int, norm: float) -> None:
+    def _announce_decision(self, batch_index: int, norm: float) -> None:
         self._transport.send_decision(torch.tensor([batch_index, norm], dtype=torch.float64))

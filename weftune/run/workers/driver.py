@@ -32,7 +32,7 @@ from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Backward, Compute, Evaluate, Forward, ForwardPass, Program
 from weftune.run.events import Event, Failed, OutOfMemory, Passed, evaluation_event, score_event
 from weftune.run.measure.memory import set_memory_limit
-from weftune.run.parts import Fetch, delivered
+from weftune.run.parts import Fetch, fetch_from
 from weftune.run.training import checkpoint
 from weftune.run.training.checkpoint import Slice, drop_partial, finish, write_slice
 from weftune.run.training.snapshot import Snapshot, weights_snapshot
@@ -173,7 +173,7 @@ class Driver:
         """Mark the job as failed. The other workers are notified with the next decision."""
         self._own.kill(job)
 
-    def note_evaluation(
+    def record_evaluation(
         self,
         job: str,
         loss: float,
@@ -183,18 +183,18 @@ class Driver:
         score: float | None = None,
     ) -> None:
         training = self.attached[job]
-        best = training.note_evaluation(loss, keep_best, min_delta, counts, score)
+        best = training.record_evaluation(loss, keep_best, min_delta, counts, score)
         if best and keep_best:
             self.control.broadcast(JobCommand("keep best", job))
         if (pending := self._pending.get((job, training.progress.step))) is not None:
             pending.progress, pending.keeps_best = copy.copy(training.progress), training.best is not None
 
-    def show_mean(self, job: str) -> None:
-        self._own.show_mean(job)
+    def use_mean_weights(self, job: str) -> None:
+        self._own.use_mean_weights(job)
         self.control.broadcast(JobCommand("show mean", job))
 
-    def show_master(self, job: str) -> None:
-        self._own.show_master(job)
+    def use_latest_weights(self, job: str) -> None:
+        self._own.use_latest_weights(job)
         self.control.broadcast(JobCommand("show master", job))
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
@@ -230,7 +230,7 @@ class Driver:
         for worker in self.control.workers:
             replica = program.replica(worker // self.shards)
             self.control.command(worker, RunProgram(program, shares[replica]))
-        fetch = delivered(program, shares[0])
+        fetch = fetch_from(program, shares[0])
         yield from self._own.run(program, fetch, overdue=lambda: self._ends_window_early(request))
         self._transport.flush()
         while len(self._window_reports) < len(self.control.workers):
@@ -245,7 +245,7 @@ class Driver:
         # Shards of the same layers would stop at different actions, and wait for one another.
         if request.is_overdue() and not self._ends_early and self.shards == 1:
             self._ends_early = True
-            self.control.broadcast(End(window_only=True))
+            self.control.broadcast(End(ends_window_only=True))
         return self._ends_early
 
     def _handle_answer(self, worker: int, answer: Answer) -> None:
@@ -264,7 +264,7 @@ class Driver:
         yield from self._late_failure_events()
         if not short:
             self.unfinished = unfinished_work(program)
-            self.paces.learn(program, self.reports)
+            self.paces.add_measurements(program, self.reports)
             yield from self._pass_events(program)
             yield from self._evaluation_events()
             yield from self._score_events()

@@ -69,7 +69,7 @@ class WorkerPosition:
         return self.worker // self.shards
 
     @property
-    def writes(self) -> bool:
+    def writes_checkpoints(self) -> bool:
         """Whether the worker writes checkpoints. Other replicas and shards hold the same weights, so only one
         writes them."""
         return self.replica == 0 and self.shard == 0
@@ -292,14 +292,14 @@ def create_groups(position: WorkerPosition, device: torch.device) -> WorkerConne
     }
     # NCCL connects two workers at their first message, and the first of them waits for the other. With
     # receives posted ahead, neighbours would wait for each other forever.
-    greeting = torch.zeros(1, device=device if library == "nccl" else "cpu")
+    first_tensor = torch.zeros(1, device=device if library == "nccl" else "cpu")
     for link, group in groups.items():
         if link.purpose not in HOST_PURPOSES and position.worker == link.sender:
-            dist.send(greeting, link.receiver, group=group)
+            dist.send(first_tensor, link.receiver, group=group)
         if link.purpose not in HOST_PURPOSES and position.worker == link.receiver:
-            dist.recv(greeting, link.sender, group=group)
+            dist.recv(first_tensor, link.sender, group=group)
     watch = ordered.make_watch(position.worker) if library == "ordered" else None
-    shard_group = _shard_group(position, library, greeting)
+    shard_group = _shard_group(position, library, first_tensor)
     return WorkerConnections(position, groups, shard_group, announcement_groups, watch)
 
 
@@ -307,7 +307,7 @@ def _pair_group(link: WorkerLink, library: Library) -> Any:
     return dist.new_group(sorted((link.sender, link.receiver)), backend=library, timeout=NO_TIMEOUT)
 
 
-def _shard_group(position: WorkerPosition, library: Library, greeting: torch.Tensor) -> Any:
+def _shard_group(position: WorkerPosition, library: Library, first_tensor: torch.Tensor) -> Any:
     """Create a process group for the shards of each stage. Return the group of this worker, or None if there
     are no shards."""
     if position.shards == 1:
@@ -318,7 +318,7 @@ def _shard_group(position: WorkerPosition, library: Library, greeting: torch.Ten
         group = dist.new_group(members, backend=library, timeout=NO_TIMEOUT)
         if position.worker in members:
             found = group
-            dist.all_reduce(greeting, group=group)
+            dist.all_reduce(first_tensor, group=group)
     return found
 
 

@@ -41,7 +41,7 @@ class Heartbeat:
         self._stop = threading.Event()
         self._answered = time.monotonic()
         """Time at which the store last answered."""
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._write_marks, name="heartbeat", daemon=True)
         self._watch = threading.Thread(target=self._watch_store, name="store watch", daemon=True)
 
     def start(self) -> None:
@@ -63,7 +63,7 @@ class Heartbeat:
     def _key(self, worker: int) -> str:
         return f"weftune/beat/{self._restart_count}/{worker}"
 
-    def _beat(self) -> None:
+    def _write_marks(self) -> None:
         others = [worker for worker in range(self._position.workers) if worker != self._position.worker]
         marks: dict[int, bytes] = {}
         seen: dict[int, float] = {}

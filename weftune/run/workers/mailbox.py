@@ -45,18 +45,18 @@ class PeerLane:
     """In tests, the object that detects workers that wait for one another. None otherwise."""
 
     @contextmanager
-    def waiting(self, awaited: object) -> Iterator[None]:
+    def waiting(self, description: object) -> Iterator[None]:
         """Run a wait for the peer inside the context. Raise PeerLost if the peer is gone."""
-        recorded = nullcontext() if self.watch is None else self.watch.waiting([self.peer], str(awaited))
+        recorded = nullcontext() if self.watch is None else self.watch.waiting([self.peer], str(description))
         try:
             with recorded:
                 yield
         except PeerLost:
             raise
         except RuntimeError as error:
-            raise self.lost(error) from error
+            raise self.as_peer_lost(error) from error
 
-    def lost(self, error: BaseException) -> PeerLost:
+    def as_peer_lost(self, error: BaseException) -> PeerLost:
         return PeerLost(f"worker {self.peer} is gone: {error}")
 
 
@@ -74,22 +74,22 @@ class Inbox:
 
     def expect(self, shapes: Iterable[tuple[int, ...]]) -> None:
         self._shapes.extend(shapes)
-        self._post()
+        self._post_receive()
 
-    def receive(self, awaited: object = "a tensor") -> Tensor:
-        """Return the next tensor, on this worker's device. `awaited` describes the tensor in messages about
-        workers that wait for one another in a circle."""
-        self._post()
+    def receive(self, description: object = "a tensor") -> Tensor:
+        """Return the next tensor, on this worker's device. `description` describes the tensor in messages
+        about workers that wait for one another in a circle."""
+        self._post_receive()
         buffer, work = self._posted.popleft()
-        with self._lane.waiting(awaited):
+        with self._lane.waiting(description):
             work.wait()
-        self._post()
+        self._post_receive()
         return buffer.to(self._device, non_blocking=True) if self._staged else buffer
 
     def close(self) -> None:
         pass
 
-    def _post(self) -> None:
+    def _post_receive(self) -> None:
         while self._shapes and len(self._posted) <= POSTED_AHEAD:
             buffer = torch.empty(self._shapes[0], dtype=self._dtype, pin_memory=self._staged)
             self._shapes.popleft()
@@ -115,26 +115,26 @@ class DirectInbox:
 
     def expect(self, shapes: Iterable[tuple[int, ...]]) -> None:
         self._shapes.extend(shapes)
-        self._post()
+        self._post_receive()
 
-    def receive(self, awaited: object = "a tensor") -> Tensor:
-        """Return the next tensor, on this worker's device. `awaited` describes the tensor in messages about
-        workers that wait for one another in a circle."""
-        self._post()
-        with self._lane.waiting(awaited):
-            work = self._next_started()
+    def receive(self, description: object = "a tensor") -> Tensor:
+        """Return the next tensor, on this worker's device. `description` describes the tensor in messages
+        about workers that wait for one another in a circle."""
+        self._post_receive()
+        with self._lane.waiting(description):
+            work = self._take_started()
             if isinstance(work, PeerLost):
                 self._started.put(work)
                 raise work
             work.wait()
         buffer = self._posted.popleft()
-        self._post()
+        self._post_receive()
         return buffer
 
     def close(self) -> None:
         self._queue.put(None)
 
-    def _post(self) -> None:
+    def _post_receive(self) -> None:
         while self._shapes and len(self._posted) <= POSTED_AHEAD:
             # Not in the thread: a lack of memory is to be found where it can be handled.
             buffer = torch.empty(self._shapes[0], dtype=self._dtype, device=self._device)
@@ -142,14 +142,14 @@ class DirectInbox:
             self._posted.append(buffer)
             self._queue.put((buffer, _record_event(buffer)))
 
-    def _next_started(self) -> Any:
+    def _take_started(self) -> Any:
         if self._lane.watch is None:
             return self._started.get()
         while True:
             try:
                 return self._started.get(timeout=POLL_SECONDS)
             except queue.Empty:
-                self._lane.watch.look()
+                self._lane.watch.check_for_circle()
 
     def _serve(self) -> None:
         with _separate_stream(self._device):
@@ -157,7 +157,7 @@ class DirectInbox:
                 while (posted := self._queue.get()) is not None:
                     self._started.put(self._start(*posted))
             except Exception as error:
-                self._started.put(self._lane.lost(error))
+                self._started.put(self._lane.as_peer_lost(error))
 
     def _start(self, buffer: Tensor, free: torch.cuda.Event | None) -> Any:
         """Wait for the announcement of a tensor, and start to receive it in `buffer` once the event `free` is
@@ -186,7 +186,7 @@ class Outbox:
         self._thread.start()
 
     def send(self, tensor: Tensor) -> None:
-        self._raise()
+        self._raise_failure()
         given = kept = tensor.detach().contiguous()
         if given.is_cuda and self._lane.announcement_group is None:
             kept = torch.empty(given.shape, dtype=given.dtype, pin_memory=True)
@@ -199,15 +199,15 @@ class Outbox:
             self._queue.join()
             while self._started and self._error is None:
                 self._started.popleft()[1].wait()
-        self._raise()
+        self._raise_failure()
 
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()
 
-    def _raise(self) -> None:
+    def _raise_failure(self) -> None:
         if self._error is not None:
-            raise self._lane.lost(self._error) from self._error
+            raise self._lane.as_peer_lost(self._error) from self._error
 
     def _serve(self) -> None:
         is_direct, number = self._lane.announcement_group is not None, 0

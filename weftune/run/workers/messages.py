@@ -80,7 +80,7 @@ class JobCommand:
 class End:
     """The command to end, either the worker or only its running Program."""
 
-    window_only: bool = False
+    ends_window_only: bool = False
     """Whether only the running Program ends, of which nothing more is computed. Such a command is read at
     once, even while another command runs."""
 
@@ -135,7 +135,7 @@ class CommandReceiver:
     def _receive_all(self) -> None:
         while True:
             command: Command | MessageError = _receive_message(self._commands)
-            if isinstance(command, End) and command.window_only:
+            if isinstance(command, End) and command.ends_window_only:
                 self.stop_requested.set()
                 continue
             if isinstance(command, RunProgram):
@@ -159,7 +159,7 @@ class WorkerControl:
         self._commands = {lane.peer: lane for lane in connections.outgoing("command")}
         self.workers = tuple(self._commands)
         position = connections.position
-        self.writers = tuple(one for one in self.workers if replace(position, worker=one).writes)
+        self.writers = tuple(one for one in self.workers if replace(position, worker=one).writes_checkpoints)
         """Workers other than the first that write checkpoints and return adapters."""
         self._queue: queue.Queue[tuple[int, Answer | MessageError]] = queue.Queue()
         self._threads = [

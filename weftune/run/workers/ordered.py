@@ -81,7 +81,7 @@ class WaitWatch:
             raise
         self._store.set(_key(self._worker), "")
 
-    def look(self) -> None:
+    def check_for_circle(self) -> None:
         """Raise OrderError if the same circle with this worker has been found several times in a row. Called
         repeatedly while the worker waits."""
         circle = self._find_circle()
@@ -185,7 +185,7 @@ class OrderedWork:
             others = " and ".join(map(str, self.peers))
             with self.watch.waiting(self.peers, f"{self.operation} with worker {others}", self.operation_key):
                 while not self.done.wait(POLL_SECONDS):
-                    self.watch.look()
+                    self.watch.check_for_circle()
         if self.error is not None:
             raise self.error
         return True
@@ -243,14 +243,14 @@ class OrderedGroup(dist.ProcessGroup):
             work = self._queue.get()
             try:
                 if failed is None:
-                    self._meet(work.operation)
+                    self._await_match(work.operation)
                     work.run().wait()
             except Exception as error:
                 failed = error
             work.error = failed
             work.done.set()
 
-    def _meet(self, operation: Operation) -> None:
+    def _await_match(self, operation: Operation) -> None:
         """Wait until every member has reached its operation; raise OrderError unless all match."""
         header = operation.header()
         headers = [torch.zeros_like(header) for _ in self._members]

@@ -90,16 +90,18 @@ class Paces:
     def measured(self) -> bool:
         return all(stage.forwards.all() and stage.backwards.all() for stage in self._stages)
 
-    def learn(self, program: Program, reports: Sequence[WorkerReport]) -> None:
+    def add_measurements(self, program: Program, reports: Sequence[WorkerReport]) -> None:
         """Add the measurements in the reports of all workers. The time of an optimizer step counts for all
         stages of its worker."""
         for worker, report in enumerate(reports):
             homes = program.stage_devices(program.replica(worker))
             here = [stage for stage, home in zip(self._stages, homes, strict=True) if home == worker]
             for one in report.times:
-                self._learn(one, program, here)
+                self._add_measurement(one, program, here)
 
-    def _learn(self, timed_action: TimedAction, program: Program, worker_stages: Sequence[_Stage]) -> None:
+    def _add_measurement(
+        self, timed_action: TimedAction, program: Program, worker_stages: Sequence[_Stage]
+    ) -> None:
         seconds = timed_action.stop - timed_action.start
         match timed_action.action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):

@@ -24,7 +24,7 @@ from weftune.run.events import SaveDue
 from weftune.run.executor import Executor
 from weftune.run.measure.memory import peak_bytes, reset_peak, set_memory_limit
 from weftune.run.measure.timers import ActionTimer
-from weftune.run.parts import AdapterState, delivered
+from weftune.run.parts import AdapterState, fetch_from
 from weftune.run.shards import Shards
 from weftune.run.training import checkpoint
 from weftune.run.training.checkpoint import write_slice
@@ -91,14 +91,14 @@ def worker_executor(
     """Return the executor that runs the list of actions with the index `worker`, and its agreement with the
     other workers."""
 
-    def agrees(adapters: AdapterState, timer: ActionTimer, shards: Shards | None) -> Agreed:
+    def make_agreement(adapters: AdapterState, timer: ActionTimer, shards: Shards | None) -> Agreed:
         return Agreed(adapters, timer, transport, worker, shards)
 
     if isinstance(loaded, StreamedBase):
-        executor = streamed_executor(loaded, worker=worker, agrees=agrees, team=team)
+        executor = streamed_executor(loaded, worker=worker, make_agreement=make_agreement, team=team)
     else:
         executor = resident_executor(
-            loaded, part=part, worker=worker, agrees=agrees, at_once=False, team=team
+            loaded, part=part, worker=worker, make_agreement=make_agreement, captures_early=False, team=team
         )
     assert isinstance(executor.agreement, Agreed)
     return executor, executor.agreement
@@ -153,9 +153,9 @@ class Worker:
                     training = self.executor.attached[job]
                     training.best = training.master.clone()
                 case JobCommand("show mean", job):
-                    self.executor.show_mean(job)
+                    self.executor.use_mean_weights(job)
                 case JobCommand("show master", job):
-                    self.executor.show_master(job)
+                    self.executor.use_latest_weights(job)
                 case JobCommand("save slice", job):
                     self._save(job)
                 case JobCommand("detach", job):
@@ -179,7 +179,7 @@ class Worker:
             base.dtype,
             home,
             base.whole_sites,
-            drawn_on=base.device,
+            draw_device=base.device,
             frozen=base.weight_reader(),
             is_restored=attach.resumes,
         )
@@ -192,10 +192,10 @@ class Worker:
     def _run(self, run: RunProgram) -> None:
         # The peak of this window, as the first worker reports its own; not that of loading.
         reset_peak(self.base.device)
-        fetch = delivered(run.program, run.microbatches)
+        fetch = fetch_from(run.program, run.microbatches)
         for event in self.executor.run(run.program, fetch, overdue=self.receiver.stop_requested.is_set):
             # A shard of the first stage decides like the first worker, which reports the Steps of both.
-            if isinstance(event, SaveDue) and self.position.writes:
+            if isinstance(event, SaveDue) and self.position.writes_checkpoints:
                 self._save(event.job)
             assert isinstance(event, SaveDue) or self.position.list_index == 0, f"{event} is not for a worker"
         self.transport.flush()
@@ -224,5 +224,5 @@ class Worker:
         training = self.executor.detach(job)
         self.executor.writer.wait(job)
         del self._checkpoints[job]
-        if self.position.writes:
+        if self.position.writes_checkpoints:
             self.receiver.answer(weights_snapshot(training))
