@@ -50,6 +50,8 @@ class Pause:
 
     id: str
     job: str
+    with_sweep: bool = False
+    """Whether all trials of the job's sweep are paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def _apply_request(loop: Loop, request: Request) -> str:
             loop.cancel(name)
             return f"{name} is cancelled at step {step}"
         case Pause():
-            loop.pause(name)
+            loop.pause(name, request.with_sweep)
             status = loop.store.job(name)
             return f"{name} is paused at step {status.step}"
         case Resume():

@@ -137,7 +137,7 @@ class Loop:
         self.sweeps = Sweeps()
         """The sweeps whose trials are jobs of this run."""
         self.add: Callable[[JobSpec], Any] | None = None
-        """Function that adds a job proposed by a sweep during the run."""
+        """Function that adds a job proposed by a sweep during the run. None if all trials are known."""
         self.inbox: JobInbox | None = None
         """Source of requests, which are read at window boundaries."""
         self.rank: Rank = lambda waiting, attached: Ranking(tuple(waiting), tuple(attached))
@@ -196,13 +196,14 @@ class Loop:
         if name in self.executor.attached and name not in self._endings:
             self._set_ending(name, Ending(State.FAILED, reason))
 
-    def pause(self, name: str) -> None:
-        """Save and detach a job, which takes no part in the run until `resume`. Called between windows."""
-        if self.sweeps.is_trial(name):
+    def pause(self, name: str, with_sweep: bool = False) -> None:
+        """Save and detach a job, which takes no part in the run until `resume`. Called between windows. A
+        trial is paused only together with its whole sweep."""
+        if self.sweeps.is_trial(name) and not with_sweep:
             raise SpecError(f"{name} is a trial of a sweep, which decides when its trials train")
         if self.store.job(name).state is State.PAUSED:
             raise SpecError(f"{name} is paused already: {self.store.job(name).reason}")
-        if name in self.waiting:
+        if name in self.waiting or self.sweeps.is_resting(name):
             self._leave_queue(name, State.PAUSED, self._pause_reason(name))
         else:
             self._save_and_detach([name])
@@ -825,8 +826,8 @@ class Loop:
             self._leave_sweep(name, reason)
         self._requeue_jobs(orders.rest_reasons, are_resting_trials=True)
         self._detach_ended()
-        assert self.add is not None, "a run with sweeps can add jobs"
-        self.sweeps.propose_trials(self.add, self.journal.note)
+        if self.add is not None:
+            self.sweeps.propose_trials(self.add, self.journal.note)
         self._handle_writes()
         return not before.issuperset(self.waiting)
 

@@ -24,10 +24,21 @@ class Sweeps:
     """All sweeps of a run. A run may have no sweeps."""
 
     def __init__(self, sweeps: Iterable[RunningSweep] = ()) -> None:
-        self.sweeps = tuple(sweeps)
+        self.sweeps: tuple[RunningSweep, ...] = ()
         self._sweep_of_trial: dict[str, RunningSweep] = {}
-        for sweep in self.sweeps:
-            self._sweep_of_trial |= dict.fromkeys(sweep.trials, sweep)
+        for sweep in sweeps:
+            self.add_sweep(sweep)
+
+    def add_sweep(self, sweep: RunningSweep) -> None:
+        """Add a sweep, whose trials may enter the loop afterwards."""
+        self.sweeps = (*self.sweeps, sweep)
+        self._sweep_of_trial |= dict.fromkeys(sweep.trials, sweep)
+
+    def remove_sweep(self, sweep: RunningSweep) -> None:
+        """Remove a sweep whose trials have all ended."""
+        self.sweeps = tuple(one for one in self.sweeps if one is not sweep)
+        for name in sweep.trials:
+            self._sweep_of_trial.pop(name, None)
 
     def add_trial(self, job: PreparedJob) -> PreparedJob:
         """Return a job with the limits that its sweep sets: a trial trains only up to its next rung, and is
@@ -43,9 +54,9 @@ class Sweeps:
             found = checkpoint.newest_progress(sweep.store.output / job.name / CHECKPOINTS)
             if found is not None and found.step >= limit:
                 sweep.resting.add(job.name)
-        return replace(
-            job, evaluate_at=job.evaluate_at | rungs, requested_evaluations=job.evaluate_at, limit=limit
-        )
+        # A trial that was paused has the rungs among its evaluations already.
+        requested = job.evaluate_at if job.requested_evaluations is None else job.requested_evaluations
+        return replace(job, evaluate_at=job.evaluate_at | rungs, requested_evaluations=requested, limit=limit)
 
     def with_weight_means(self, job: PreparedJob) -> PreparedJob:
         """Return the job with the weight means that its sweep's rungs evaluate, if any."""

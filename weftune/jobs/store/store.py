@@ -3,15 +3,16 @@ jobs."""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from weftune.core.files import LineFile, temporary_path
+from weftune.core.files import LineFile, filtered_lines, temporary_path
 from weftune.errors import OutputError
 from weftune.jobs.store.job_file import JOB_FILE, rebuild_status, status_from_folder
 from weftune.jobs.store.shares import SHARES, delete_shares, merge_shares, share_folder
@@ -48,6 +49,11 @@ class JobStore(Protocol):
 
     @property
     def records(self) -> Path: ...
+
+    @property
+    def rebuilt(self) -> str:
+        """Sentence about the damage of a status that had to be rebuilt; empty otherwise."""
+        ...
 
     @property
     def status(self) -> RunStatus: ...
@@ -90,6 +96,10 @@ class JobStore(Protocol):
     def append_metrics(self, line: Mapping[str, Any]) -> None: ...
 
     def append_window(self, line: Mapping[str, Any]) -> None: ...
+
+    def metric_lines(self, jobs: Collection[str]) -> Iterable[Mapping[str, Any]]:
+        """Return the recorded lines of metrics of these jobs; those of one job in the order of its steps."""
+        ...
 
     def write_status(self) -> None: ...
 
@@ -355,6 +365,10 @@ class Store:
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         with self._one_writer:
             self._metrics.append(line)
+
+    def metric_lines(self, jobs: Collection[str]) -> Iterator[Mapping[str, Any]]:
+        lines = filtered_lines(self.records / METRICS, lambda line: line.get("job") in jobs)
+        yield from map(json.loads, lines.splitlines())
 
     def append_window(self, line: Mapping[str, Any]) -> None:
         with self._one_writer:

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from weftune.adapters.folder import CONFIG
-from weftune.core.files import filtered_lines, json_text, sync_folder
+from weftune.core.files import json_text, sync_folder
 from weftune.errors import OutputError, SpecError
 from weftune.jobs.spec.spec import JobSpec
 from weftune.jobs.store.job_file import CHECKPOINTS
-from weftune.jobs.store.status import METRICS, RUNG_LOSS, State
-from weftune.jobs.store.store import Store
+from weftune.jobs.store.status import RUNG_LOSS, State
+from weftune.jobs.store.store import JobStore
 from weftune.jobs.sweeps.halving import LEFT, LossTrend, Rungs, TrialEnd, trial_count
 from weftune.jobs.sweeps.record import (
     BEST,
@@ -106,7 +106,7 @@ class RunningSweep:
     def __init__(
         self,
         sweep: Sweep,
-        store: Store,
+        store: JobStore,
         jobs: Mapping[str, JobSpec],
         show_note: ShowNote,
         search: TrialSearch | None = None,
@@ -278,8 +278,7 @@ class RunningSweep:
         for name in self.trials:
             if name in self.store and self.store.job(name).steps:
                 self.rungs.add_trial(name, self.store.job(name).steps)
-        lines = filtered_lines(self.store.records / METRICS, lambda line: line.get("job") in self.trials)
-        for line in map(json.loads, lines.splitlines()):
+        for line in self.store.metric_lines(self.trials):
             job, step = line["job"], line["step"]
             if RUNG_LOSS in line:
                 found = line[RUNG_LOSS], line.get("rung_token_accuracy"), _metrics_in(line, "rung_")
@@ -437,13 +436,17 @@ class RunningSweep:
         if self._written is not None and replace(self._written, samples=record.samples) == record:
             return True
         try:
-            write_record(self.folder, record)
+            self._store_record(record)
         except OutputError as error:
             self._show_note(f"warning: {error}; training continues, and it is tried again.")
             return False
         self._written = record
         self.show(record)
         return True
+
+    def _store_record(self, record: SweepRecord) -> None:
+        """Write the record to disk. Raises OutputError if it cannot be written."""
+        write_record(self.folder, record)
 
     def _sweep_record(self, rungs: Rungs, attached: Mapping[str, int] | None = None) -> SweepRecord:
         spec, halving = self.sweep.spec, self.sweep.spec.halving
@@ -573,15 +576,19 @@ class RunningSweep:
                 "lowest validation loss."
             )
         try:
-            if not self._has_winners(winners):
-                paths = [self.store.output / name for name in winners]
-                link_winners(self.folder, paths, has_one_winner=self.sweep.spec.keep == 1)
+            self._keep_winners(winners)
             self.best, self._finished = winners, True
         except OSError as error:
             self._show_note(
                 f"warning: cannot write {self.folder / BEST}: {error.strerror}; try it again with "
                 f"{self.store.resume_line()}"
             )
+
+    def _keep_winners(self, winners: tuple[str, ...]) -> None:
+        """Put the winners' adapters into `best`. Raises OSError if they cannot be written."""
+        if not self._has_winners(winners):
+            paths = [self.store.output / name for name in winners]
+            link_winners(self.folder, paths, has_one_winner=self.sweep.spec.keep == 1)
 
     def _has_winners(self, winners: tuple[str, ...]) -> bool:
         """Whether the folder `best` and the record's field `best` both contain the given winners."""
