@@ -17,7 +17,10 @@ from weftune.data.formats import rename_columns
 from weftune.data.spec import DataSpec
 from weftune.data.tables import open_path
 from weftune.errors import DataError, Mistake, SpecError, UserError
+from weftune.jobs.spec.layer import plain_values
 from weftune.jobs.spec.spec import JobSpec, RunSpec, resolve_job
+from weftune.jobs.sweeps.read import trial_job
+from weftune.jobs.sweeps.spec import Sweep, Trial
 from weftune.service.settings import public_name
 
 TIMEOUT_SECONDS = 120.0
@@ -102,19 +105,21 @@ class ServiceClient:
     # -- jobs --------------------------------------------------------------------------------------------
 
     def submit(self, run: RunSpec) -> Iterator[dict[str, Any]]:
-        """Submit all jobs of a jobs file, and yield them as the service answers. Rows that several jobs share
-        are uploaded once."""
+        """Submit all jobs and sweeps of a jobs file, and yield them as the service answers. Rows that several
+        jobs share are uploaded once."""
         refuse_unsubmittable(run)
         if (base := self._read_base()) != public_name(run.base):
             raise SpecError(
                 Mistake("base", f"is {public_name(run.base)}, and the service trains on {base}; write that")
             )
         uploaded: dict[Any, str] = {}
-        for job in run.jobs:
+        for job, sweep in submitted_jobs(run):
             files = {"training_file": job.data.sources[0].path}
             if job.eval is not None and job.eval.path is not None:
                 files["validation_file"] = job.eval.path
             body = job_request(job)
+            if sweep is not None:
+                body["weftune"]["sweep"] = plain_values(sweep.keys.values["sweep"])
             for name, path in files.items():
                 key = (path, job.data.limit, tuple(sorted(job.data.columns.items())))
                 if key not in uploaded:
@@ -150,6 +155,17 @@ class ServiceClient:
         return list(self.list(f"/v1/fine_tuning/jobs/{urllib.parse.quote(id, safe='')}/events"))[::-1]
 
 
+def submitted_jobs(run: RunSpec) -> Iterator[tuple[JobSpec, Sweep | None]]:
+    """Yield the jobs to submit, each with its sweep if it has one. A sweep is submitted as one job, whose
+    trials the service makes."""
+    sweeps = {trial.name: sweep for sweep in run.sweeps for trial in sweep.trials}
+    for job in run.jobs:
+        if (sweep := sweeps.get(job.name)) is None:
+            yield job, None
+        elif job.name == sweep.trials[0].name:
+            yield trial_job(sweep, Trial(sweep.name, {})), sweep
+
+
 def job_request(job: JobSpec) -> dict[str, Any]:
     """Return the request that describes a job, without its files and its base."""
     values = resolve_job(job)
@@ -179,8 +195,9 @@ def refuse_unsubmittable(run: RunSpec) -> None:
     start from other jobs."""
     mistakes: list[Mistake] = []
     for sweep in run.sweeps:
-        if sweep.spec.search != "grid" or sweep.spec.halving is not None:
-            mistakes.append(Mistake(sweep.name, "a service takes the trials of a grid; write search: grid"))
+        if sweep.spec.search == "tpe":
+            sentence = "a service takes a grid or random draws; write search: random"
+            mistakes.append(Mistake(f"{sweep.name} sweep.search", sentence))
     defaults = {item.name: getattr(DataSpec(), item.name) for item in fields(DataSpec)}
     for job in run.jobs:
         data, place = job.data, run.locate

@@ -11,6 +11,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,16 @@ class ServiceInbox:
             return []
         return self._enter_job(submission)
 
-    def _run_command(self, command: Command) -> list[Request]:
+    def _run_command(self, command: Command, is_of_sweep: bool = False) -> list[Request]:
+        """Return the requests by which the loop follows a command, and apply what is not the loop's. A
+        command for a sweep is one for each of its trials."""
         name, id = command.job, str(command.number)
         row = self._store.row(name)
         if row is None:
             submission = self._requests.submission(None, name)
+            if submission is not None and submission.is_sweep:
+                commands = [replace(command, job=one) for one in self._requests.trial_ids([name])[name]]
+                return [request for one in commands for request in self._run_command(one, is_of_sweep=True)]
             if submission is None or command.verb not in ("cancel", "pause"):
                 return []
             self._store.admit_submission(submission)
@@ -149,7 +155,7 @@ class ServiceInbox:
                 case "cancel":
                     return [Cancel(id, name)]
                 case "pause":
-                    return [Pause(id, name)]
+                    return [Pause(id, name, with_sweep=is_of_sweep)]
                 case "resume":
                     return [Resume(id, name)]
                 case "priority":

@@ -10,7 +10,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from weftune.service.store.records import (
     EventRow,
     JobRow,
     LeaseLost,
+    Measured,
     Receipt,
     TrainingStore,
     Transition,
@@ -58,7 +59,8 @@ METRIC_NAMES = {
 MEASURED = {
     "train": ("training", "train_loss"),
     "eval": ("validation", "valid_loss"),
-    "base": ("base validation", "base_valid_loss"),
+    "base": ("validation of the base,", "base_valid_loss"),
+    "rung": ("evaluation at a rung,", RUNG_LOSS),
 }
 """Maps each kind of measured loss to its name in messages and its key in metrics."""
 
@@ -96,11 +98,18 @@ class ServiceJobStore:
         self.settings, self._training, self._end_process = settings, training, end_process
         self.output = settings.jobs.absolute()
         self.records = settings.store.absolute()
+        self.rebuilt = ""
         self.is_stopping: Callable[[], bool] = lambda: False
         """Function that returns whether the service is being stopped: jobs are then queued, not paused."""
         self.notes: dict[str, JobNotes] = {}
         """Maps each job that has not ended to its notes."""
         self._jobs: dict[str, JobRow] = {}
+        self._ended: dict[str, JobRow] = {}
+        """Ended trials of sweeps that have not ended, which read them in every window."""
+        self._kept: set[str] = set()
+        """Trials that are kept in `_ended` when they end."""
+        self._unrecorded: set[str] = set()
+        """Trials in `_kept` without a row, for which the database need not be asked."""
         self._changed: dict[str, JobRow] = {}
         self._transitions: list[Transition] = []
         self._events: list[EventRow] = []
@@ -128,6 +137,7 @@ class ServiceJobStore:
     def admit_submission(self, submission: Submission, row: JobRow | None = None) -> None:
         """Begin to record a job, which is new or, if `row` is given, unfinished from an earlier process."""
         self.notes[submission.id] = JobNotes(submission, time.time())
+        self._unrecorded.discard(submission.id)
         if row is not None:
             self._jobs[submission.id] = row
             if (receipt := self._training.receipt(submission.id)) is not None:
@@ -141,7 +151,23 @@ class ServiceJobStore:
 
     def row(self, name: str) -> JobRow | None:
         """Return a job that the training process has recorded, even if it has ended."""
-        return self._jobs.get(name) or self._training.job(name)
+        if name in self._unrecorded:
+            return None
+        return self._jobs.get(name) or self._ended.get(name) or self._training.job(name)
+
+    def keep_ended(self, trials: Collection[str]) -> None:
+        """Keep these jobs in memory after they have ended, until `forget_ended` is called."""
+        others = {name for name in trials if name not in self._jobs}
+        rows = self._training.jobs_by_id(others)
+        self._kept |= set(trials)
+        self._ended |= {name: row for name, row in rows.items() if row.state.ended}
+        self._unrecorded |= others - rows.keys()
+
+    def forget_ended(self, trials: Collection[str]) -> None:
+        self._kept -= set(trials)
+        self._unrecorded -= set(trials)
+        for name in trials:
+            self._ended.pop(name, None)
 
     def __contains__(self, name: str) -> bool:
         return self.row(name) is not None
@@ -196,6 +222,8 @@ class ServiceJobStore:
         if (row := self.row(name)) is not None and row.model is not None:
             with self._lock:
                 self._changed[name] = replace(row, model=None)
+                if name in self._ended:
+                    self._ended[name] = self._changed[name]
             self.withdraw(name, row.model)
 
     def explain_job(self, name: str, reason: str) -> None:
@@ -264,21 +292,19 @@ class ServiceJobStore:
             self._windows.append(WindowRow(at=time.time(), values=values))
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
+        measured: Measured = "train"
         if RUNG_LOSS in line:
-            return
-        measured: Literal["train", "eval", "base"] = "train"
-        if "eval_loss" in line or BASE_LOSS in line:
+            measured = "rung"
+        elif "eval_loss" in line or BASE_LOSS in line:
             measured = "eval" if "eval_loss" in line else "base"
         name, step = str(line["job"]), int(line["step"])
         data = {
             METRIC_NAMES.get(key, key): value for key, value in line.items() if key not in ("job", "time")
         }
-        self.notes[name].metrics |= data
-        loss = loss_text(
-            data[{"train": "train_loss", "eval": "valid_loss", "base": "base_valid_loss"}[measured]]
-        )
-        what = {"train": "training", "eval": "validation", "base": "validation of the base,"}[measured]
-        message = f"Step {step}/{self.job(name).steps}: {what} loss={loss}"
+        if measured != "rung":
+            self.notes[name].metrics |= data
+        what, key = MEASURED[measured]
+        message = f"Step {step}/{self.job(name).steps}: {what} loss={loss_text(data[key])}"
         event = EventRow(
             id=new_id("ftevent"),
             job=name,
@@ -288,6 +314,31 @@ class ServiceJobStore:
             data=data,
             measured=measured,
             step=step,
+        )
+        with self._lock:
+            self._events.append(event)
+
+    def metric_lines(self, jobs: Collection[str]) -> Iterator[Mapping[str, Any]]:
+        """Yield the lines that are in the database, without those of steps that a job makes again."""
+        names = {ours: name for name, ours in METRIC_NAMES.items()}
+        for job in jobs:
+            row = self.row(job)
+            for event in () if row is None else self._training.metrics(job):
+                if event.step is not None and event.step <= row.status.step:  # type: ignore[union-attr]
+                    line = {names.get(key, key): value for key, value in event.data.items()}
+                    yield {**line, "job": job, "step": event.step}
+
+    def add_sweep_event(self, sweep: str, message: str, decision: int | None = None) -> None:
+        """Record an event of a sweep's job. An event with the number of a decision is stored only once."""
+        log.info("%s: %s", sweep, message)
+        event = EventRow(
+            id=new_id("ftevent"),
+            job=sweep,
+            at=time.time(),
+            level="warn" if message.startswith("warning") else "info",
+            message=message,
+            measured=None if decision is None else "rung",
+            step=decision,
         )
         with self._lock:
             self._events.append(event)
@@ -393,8 +444,11 @@ class ServiceJobStore:
                 pending.clear()
             for rows in (self._transitions, self._events, self._checkpoints, self._windows):
                 rows.clear()
-            for name in [name for name, row in self._jobs.items() if row.state.ended]:
-                del self._jobs[name], self.notes[name]
+            for name in [name for name, one in self._jobs.items() if one.state.ended]:
+                row = self._jobs.pop(name)
+                del self.notes[name]
+                if name in self._kept:
+                    self._ended[name] = row
 
     def flush(self, seconds: float = 0.0) -> None:
         """Write all changes. If the database cannot be used, try again for the given seconds; afterwards the
@@ -470,7 +524,8 @@ class ServiceJobStore:
                 self._add_event(name, f"New fine-tuned model created: {self._model_name(name)}")
                 self._add_event(name, "The job has successfully completed")
             case State.CANCELLED:
-                self._add_event(name, f"Fine-tuning job cancelled at step {step}")
+                why = f": {reason}" if reason else ""
+                self._add_event(name, f"Fine-tuning job cancelled at step {step}{why}")
             case State.FAILED:
                 self._add_event(name, f"Fine-tuning job failed: {reason}", "error")
 

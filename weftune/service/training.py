@@ -43,6 +43,7 @@ from weftune.service.settings import EPOCHS, Envelope, ServiceSettings
 from weftune.service.store.database import StoreUnavailable, open_requests, open_training
 from weftune.service.store.records import JobRow, LeaseLost, TrainingStore, process_name
 from weftune.service.store.requests import RequestStore, Submission
+from weftune.service.sweeps import ServiceSweep, unfinished_sweeps
 from weftune.trainer.engine import open_engine
 from weftune.trainer.job import PreparedJob, prepare_job
 from weftune.trainer.journal import Journal
@@ -217,6 +218,7 @@ class TrainingService:
         self.inbox.cursors |= self.training.cursors()
         for window in self.training.last_windows(1):
             self.store.restore_recent_tokens(window)
+        unfinished = []
         for row in self.training.unfinished_jobs():
             submission = self.requests.submission(None, row.id)
             assert submission is not None, f"{row.id} was submitted"
@@ -225,13 +227,34 @@ class TrainingService:
                 continue
             if row.state is State.RUNNING:
                 self.store.move_job(row.id, State.QUEUED, f"{CRASHED} at step {row.status.step}")
-            if self._has_crashed_too_often(row):
+            self._rewind_job(row)
+            unfinished.append((row, submission))
+        for sweep in unfinished_sweeps(self.store):
+            self._begin_sweep(sweep)
+        for row, submission in unfinished:
+            # A sweep may have dropped a trial just before the last process died.
+            if self.store.job(row.id).state.ended or self._has_crashed_too_often(row):
                 continue
             self._recover_epochs(row.id)
             if (job := self.inbox.prepare(submission)) is not None:
-                self._rewind_job(row)
                 self.loop.add_job(job)
         self.store.flush(FINAL_SECONDS)
+
+    def _begin_sweep(self, name: str) -> None:
+        """Add a sweep to the loop, with the decisions of earlier processes. Sweeps that have ended since are
+        removed."""
+        assert self.loop is not None
+        sweeps = self.loop.sweeps
+        for ended in [one for one in sweeps.sweeps if isinstance(one, ServiceSweep) and one.has_ended]:
+            sweeps.remove_sweep(ended)
+            self.store.forget_ended(ended.trials)
+        if any(one.sweep.name == name for one in sweeps.sweeps):
+            return
+        submission = self.requests.submission(None, name)
+        assert submission is not None, f"{name} was submitted"
+        sweep = ServiceSweep(submission, self.requests.trials(name), self.store)
+        sweep.restore()
+        sweeps.add_sweep(sweep)
 
     def _announce_adapters(self, stack: ExitStack) -> None:
         """Announce adapters that finish from now on, and adapters of earlier processes whose announcement has
@@ -311,6 +334,8 @@ class TrainingService:
         job = prepare_job(spec, submission.number, self.tokenizer, self.shape, cache, None, shared)
         assert self.loop is not None
         self.loop.answers.check(job)
+        if submission.sweep is not None:
+            self._begin_sweep(submission.sweep)
         priority = spec.priority if row is None else row.priority
         return replace(job, shape=replace(job.shape, priority=priority))
 

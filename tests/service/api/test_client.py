@@ -84,8 +84,8 @@ def test_every_key_that_the_client_sends_is_one_that_the_service_has():
         ("data: rows.jsonl\n    sweep: {over: {seed: [1, 2]}}", "seed"),
         (
             "data: rows.jsonl\n    eval: {fraction: 0.5}\n"
-            "    sweep: {search: random, trials: 2, over: {learning_rate: [1e-4, 1e-3]}}",
-            "search: grid",
+            "    sweep: {search: tpe, trials: 2, over: {learning_rate: [1e-4, 1e-3]}}",
+            "search: random",
         ),
     ],
 )
@@ -101,13 +101,46 @@ def test_a_file_for_another_base_is_refused(own, jobs, tmp_path):
         list(own.submit(read_run(jobs)))
 
 
-def test_trials_of_a_grid_are_submitted_as_jobs(own, jobs):
-    jobs.write_text(
-        "base: demo\njobs:\n  - name: a\n    data: rows.jsonl\n    eval: {fraction: 0.5}\n"
-        "    sweep: {over: {learning_rate: [1e-4, 1e-3]}}\n"
-    )
-    made = list(own.submit(read_run(jobs)))
-    assert [job["weftune"]["job"]["learning_rate"] for job in made] == [1e-4, 1e-3]
+SWEEPS = """
+base: demo
+jobs:
+  - name: grid
+    data: rows.jsonl
+    eval: {fraction: 0.5}
+    sweep: {over: {learning_rate: [1e-4, 1e-3], adapter: [{rank: 4}, {rank: 8, alpha: 8}]}}
+  - {name: plain, data: rows.jsonl}
+  - name: random
+    data: rows.jsonl
+    eval: {fraction: 0.5}
+    steps: 40
+    seed: 5
+    sweep:
+      search: random
+      trials: 6
+      over: {learning_rate: {min: 1e-5, max: 1e-3, log: true}, warmup: [0.0, 0.1]}
+      halving: {at: [0.25], keep: 0.5}
+      keep: 2
+"""
+
+
+def test_a_sweep_arrives_as_one_job_with_the_trials_that_the_file_describes(own, jobs, training):
+    jobs.write_text(SWEEPS)
+    run = read_run(jobs)
+    made = list(own.submit(run))
+    assert [job["weftune"]["suffix"] for job in made] == ["grid", "plain", "random"]
+    specs = {job.name: job for job in run.jobs}
+    for sweep, job in zip(run.sweeps, (made[0], made[2]), strict=True):
+        assert job["weftune"]["sweep"] == job["id"]
+        trials = training.requests.trials(job["id"])
+        assert [(one.suffix, one.trial) for one in trials] == [(one.name, one.values) for one in sweep.trials]
+        for one in trials:
+            stored, wanted = resolve_job(JobSpec(**one.job)), resolve_job(specs[one.suffix])
+            for values in (stored, wanted):
+                for key in ("name", "data", "save_every"):
+                    values.pop(key)
+            assert stored == wanted
+    # The rows, which all of them share, are uploaded once.
+    assert len({job["training_file"] for job in made}) == 1
 
 
 def test_a_bad_row_is_named_before_anything_is_submitted(own, jobs):

@@ -43,8 +43,8 @@ def upgrade() -> None:
 def later_migrations(folder: Path) -> Path:
     """The migrations of a later version: two more revisions of each set of tables."""
     shutil.copytree(MIGRATIONS, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for tables_, table in (("requests", "submissions"), ("training", "jobs")):
-        for before, revision in (("0001", "0002"), ("0002", "0003")):
+    for tables_, table, head in (("requests", "submissions", "0002"), ("training", "jobs", "0001")):
+        for before, revision in ((head, "1001"), ("1001", "1002")):
             text = NEXT.format(before=before, revision=revision, table=table)
             (folder / tables_ / f"later{revision}.py").write_text(text)
     return folder
@@ -92,7 +92,7 @@ def test_fault_26_an_upgrade_killed_at_any_statement_loses_no_job_and_continues(
         killed += 1
     assert killed >= 3
     upgrade_store(settings, folder)
-    for revision in ("0002", "0003"):
+    for revision in ("1001", "1002"):
         assert f"colour{revision}" in columns(settings, "submissions")
         assert f"colour{revision}" in columns(settings, "jobs")
 

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 
 import weftune
 from weftune.service.api import chat as chats
-from weftune.service.api import errors, files, jobs, models, native, page
+from weftune.service.api import errors, files, jobs, models, native, page, sweeps
 from weftune.service.api.context import Service, service_of
 from weftune.service.api.guard import Guard, Keys, RequestLimits, unauthorized
 from weftune.service.api.telemetry import Telemetry
@@ -23,7 +23,7 @@ from weftune.service.store.database import StoreUnavailable
 from weftune.service.store.records import TrainingStore
 from weftune.service.store.requests import RequestStore
 
-ROUTERS = (files.router, jobs.router, models.router, chats.router, native.router, page.router)
+ROUTERS = (files.router, jobs.router, models.router, chats.router, native.router, sweeps.router, page.router)
 LOOPBACK = ("127.0.0.1", "::1")
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 """Headers that a proxy adds to requests from other machines."""

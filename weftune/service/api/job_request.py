@@ -8,16 +8,23 @@ import json
 import math
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from weftune.core.bounds import format_value
 from weftune.data.spec import EXACT_MATCH
 from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.keys import SECTIONS, nearest_word
+from weftune.jobs.spec.layer import layer_from_keywords
 from weftune.jobs.spec.spec import JobSpec
+from weftune.jobs.sweeps.read import expand_sweep, trial_layer
+from weftune.jobs.sweeps.spec import MAX_TRIALS, leaf_values, location_of
 from weftune.objectives.spec import OBJECTIVES
 from weftune.service.api.errors import ApiError, invalid_request
 from weftune.service.api.schemas import DpoHyperparameters, Extension, Hyperparameters, JobRequest
+from weftune.service.ids import new_id
+from weftune.service.store.requests import Submission
 
 AUTO_EPOCHS = 3
 AUTO_BATCH = 16
@@ -30,6 +37,9 @@ REFUSED_KEYS: Mapping[str, frozenset[str]] = {
 """Maps each section of `weftune` to keys of jobs.yaml that name files or modules of the server."""
 METHODS = {"supervised": "sft", "dpo": "dpo"}
 """Maps OpenAI's methods to objectives."""
+SWEEP_NAME = "sweep"
+"""Name of a sweep without a suffix, with which the names of its trials begin."""
+SEARCHES = ("grid", "random")
 DATA_KEYS = ("max_length", "train_on")
 JOB_KEYS = (
     "priority", "steps", "schedule", "warmup", "weight_decay", "betas", "eps", "clip", "early_stop", "keep",
@@ -107,7 +117,90 @@ def job_keys(
     if epochs > 1 and extension.steps is None:
         keys["save_every"] = _epoch_share(epochs)
     validate(keys, body)
+    if extension.sweep is not None:
+        _refuse_server_keys(extension.sweep)
+        keys["sweep"] = dict(extension.sweep)
     return keys
+
+
+def trials_of(submission: Submission, body: JobRequest) -> list[Submission]:
+    """Return the jobs of a sweep's trials, or raise the error of the first mistake in the sweep. The result
+    is empty for a job that is no sweep."""
+    if body.weftune is None or body.weftune.sweep is None:
+        return []
+    if "eval" not in submission.job:
+        raise invalid_request(
+            "weftune.sweep: needs a validation_file, or weftune.eval such as {fraction: 0.1}, to know which "
+            "trial is best",
+            param="weftune.sweep",
+            code="invalid_value",
+        )
+    keys = layer_from_keywords({**submission.job, "name": submission.suffix or SWEEP_NAME})
+    sweep, _, mistakes = expand_sweep(keys, Path())
+    if sweep is None:
+        raise _translate_mistake(mistakes[0], body)
+    if sweep.spec.search not in SEARCHES:
+        raise invalid_request(
+            f"weftune.sweep.search: must be {' or '.join(SEARCHES)} over HTTP, got {sweep.spec.search}",
+            param="weftune.sweep.search",
+            code="invalid_value",
+        )
+    trials = []
+    for trial in sweep.trials:
+        id = new_id("ftjob")
+        job = {**trial_layer(sweep, trial).values, "name": id}
+        trials.append(
+            replace(
+                submission,
+                id=id,
+                request=_trial_request(submission.request, job, trial.values),
+                job=job,
+                suffix=trial.name,
+                idempotency_key=None,
+                body_hash="",
+                sweep=submission.id,
+                trial=dict(trial.values),
+            )
+        )
+    return trials
+
+
+def _trial_request(
+    request: Mapping[str, Any], job: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the request by which a trial could have been submitted alone: without the sweep, and with the
+    trial's learning rate."""
+    extension = {key: value for key, value in request["weftune"].items() if key != "sweep"}
+    if "learning_rate" in values:
+        extension["learning_rate"] = job["learning_rate"]
+    return {**request, "weftune": extension}
+
+
+def _refuse_server_keys(sweep: Mapping[str, Any]) -> None:
+    """Refuse values of a sweep that name files or modules of the server, and more values than a sweep has
+    trials. The sweep's other mistakes are found when it is read."""
+    over = sweep.get("over")
+    if not isinstance(over, Mapping):
+        return
+    count = sum(len(choices) if isinstance(choices, list) else 1 for choices in over.values())
+    if count > MAX_TRIALS:
+        param = "weftune.sweep.over"
+        raise invalid_request(
+            f"{param}: must hold at most {MAX_TRIALS:,} values, got {count:,}",
+            param=param,
+            code="invalid_value",
+        )
+    for key, choices in over.items():
+        param = f"weftune.sweep.over.{key}"[:200]
+        for choice in choices if isinstance(choices, list) else [choices]:
+            for location, _ in leaf_values(location_of(str(key)), choice):
+                section, name = (*map(str, location), "")[:2]
+                if name in REFUSED_KEYS.get(section, ()):
+                    raise invalid_request(
+                        f"{param}: {section}.{name} is not taken over HTTP",
+                        param=param,
+                        code="unknown_parameter",
+                    )
 
 
 def hyperparameters_of(body: JobRequest) -> Hyperparameters:
@@ -225,6 +318,7 @@ def _translate_mistake(mistake: Mistake, body: JobRequest) -> ApiError:
         "epochs": f"{hyperparameters}.n_epochs",
         "batch_size": f"{hyperparameters}.batch_size",
         "seed": "seed",
+        "name": "suffix",
     }
     if mistake.location == "data.path" or mistake.location == "eval.path":
         # The sentence would name the path of a file that has been deleted meanwhile.
@@ -236,5 +330,8 @@ def _translate_mistake(mistake: Mistake, body: JobRequest) -> ApiError:
         names["objective"], rest = f"{hyperparameters}.beta", ""
     if section == "data":
         section, rest = rest, ""
+    if not section:
+        # Values of a trial that are each valid and contradict each other.
+        section = "sweep"
     param = names.get(section, f"weftune.{section}") + (f".{rest}" if rest else "")
     return invalid_request(f"{param[:200]}: {mistake.sentence}", param=param[:200], code="invalid_value")

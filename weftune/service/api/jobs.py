@@ -15,7 +15,7 @@ from weftune.jobs.store.status import JobStatus, State
 from weftune.service.api.context import BEARER, ERRORS, Service, ServiceHere, StrictRoute, Tenant
 from weftune.service.api.errors import ApiError, invalid_request, not_found, quota_error
 from weftune.service.api.files import RESULTS, open_jobs, page_ends
-from weftune.service.api.job_request import body_hash, hyperparameters_of, job_keys
+from weftune.service.api.job_request import body_hash, hyperparameters_of, job_keys, trials_of
 from weftune.service.api.models import adapter_keys, find_adapter, is_base
 from weftune.service.api.schemas import (
     MAX_METADATA_VALUE,
@@ -32,7 +32,8 @@ from weftune.service.api.schemas import (
     UsedHyperparameters,
     UsedMethod,
 )
-from weftune.service.ids import new_id
+from weftune.service.api.sweeps import job_row, job_rows
+from weftune.service.ids import new_id, parse_adapter_name
 from weftune.service.store.records import CheckpointRow, EventRow, JobRow
 from weftune.service.store.requests import IdempotencyConflict, Submission, Verb
 
@@ -68,7 +69,8 @@ def create(
     x_stainless_retry_count: Annotated[str, Header(max_length=16)] = "0",
 ) -> Job:
     """Submit a job. The same request with the same Idempotency-Key, or repeated by OpenAI's client after a
-    failure, returns the first job."""
+    failure, returns the first job. With `weftune.sweep`, the job is a sweep: its trials are jobs, and its
+    fine-tuned model is that of the best trial."""
     is_repeated = x_stainless_retry_count.isdecimal() and int(x_stainless_retry_count) > 0
     since = time.time() - REPEAT_SECONDS if is_repeated else None
     if since is not None:
@@ -76,15 +78,17 @@ def create(
         if earlier is not None:
             return view(service, earlier)
     submission = new_submission(service, tenant, body, idempotency_key)
-    _refuse_full_queue(service, tenant, idempotency_key)
+    trials = trials_of(submission, body)
+    _refuse_full_queue(service, tenant, idempotency_key, max(1, len(trials)))
     try:
-        stored = service.requests.submit(submission, since)
+        stored = service.requests.submit(submission, since, trials)
     except IdempotencyConflict as conflict:
         raise ApiError(
             409, str(conflict), code="idempotency_conflict", headers={"x-should-retry": "false"}
         ) from None
     if stored.id == submission.id:
-        service.preparer.prepare(stored)
+        for one in trials or [stored]:
+            service.preparer.prepare(one)
     return view(service, stored)
 
 
@@ -99,7 +103,7 @@ def list_jobs(
         if METADATA.fullmatch(key)
     }
     found = service.requests.submissions(tenant, after=after, limit=limit + 1, metadata=metadata)
-    rows = service.training.jobs_by_id(one.id for one in found[:limit])
+    rows = job_rows(service, found[:limit])
     data = [job_view(service.settings.base_name, one, rows.get(one.id)) for one in found[:limit]]
     return JobPage(data=data, **page_ends(found, limit))
 
@@ -111,13 +115,14 @@ def get_job(job_id: str, tenant: Tenant, service: ServiceHere) -> Job:
 
 @router.post("/{job_id}/cancel", response_model=Job, summary="Cancel a job")
 def cancel(job_id: str, tenant: Tenant, service: ServiceHere) -> Job:
-    """Cancel a job. It ends at its next window; its checkpoints stay."""
+    """Cancel a job, or all trials of a sweep. It ends at its next window; its checkpoints stay."""
     return _request_change(service, tenant, job_id, "cancel")
 
 
 @router.post("/{job_id}/pause", response_model=Job, summary="Pause a job")
 def pause(job_id: str, tenant: Tenant, service: ServiceHere) -> Job:
-    """Pause a job at its next window. It keeps its steps; its status is queued, with an event."""
+    """Pause a job, or all trials of a sweep, at the next window. It keeps its steps; its status is queued,
+    with an event."""
     return _request_change(service, tenant, job_id, "pause")
 
 
@@ -201,6 +206,7 @@ def new_submission(
         body_hash=body_hash(body),
         token_budget=None if extension is None else extension.token_budget,
         deadline=deadline,
+        sweep=id if extension is not None and extension.sweep is not None else None,
     )
 
 
@@ -224,20 +230,28 @@ def _no_file(param: str, id: str) -> ApiError:
     return invalid_request(f"{param}: there is no file {id[:64]}", param=param, code="file_not_found")
 
 
-def _refuse_full_queue(service: Service, tenant: str, key: str | None) -> None:
-    """Raise the error of a tenant that has too many jobs, unless the request repeats an earlier one."""
+def _refuse_full_queue(service: Service, tenant: str, key: str | None, count: int) -> None:
+    """Raise the error of a tenant that would have too many jobs with `count` more, unless the request repeats
+    an earlier one."""
     most = service.settings.quotas.queued_jobs
     if most is None:
         return
     waiting = open_jobs(service, tenant)
-    if len(waiting) < most:
+    if len(waiting) + count <= most:
         return
     if key is not None and any(
         one.idempotency_key == key for one in service.requests.submissions(tenant, limit=most)
     ):
         return
+    if count > most:
+        raise invalid_request(
+            f"weftune.sweep: has {count:,} trials, and you may have {most:,} jobs; search fewer combinations",
+            param="weftune.sweep",
+            code="queued_jobs_quota_exceeded",
+        )
+    more = "" if count == 1 else f", with {count} trials more"
     raise quota_error(
-        f"{len(waiting)} of your jobs have not ended, and you may have {most}; wait or cancel some.",
+        f"{len(waiting)} of your jobs have not ended, and you may have {most}{more}; wait or cancel some.",
         "queued_jobs_quota_exceeded",
         QUEUE_SECONDS,
     )
@@ -245,7 +259,13 @@ def _refuse_full_queue(service: Service, tenant: str, key: str | None) -> None:
 
 def _request_change(service: Service, tenant: str, id: str, verb: Verb) -> Job:
     submission = find_job(service, tenant, id)
-    row = service.training.job(id)
+    if verb in ("pause", "resume") and submission.sweep is not None and not submission.is_sweep:
+        raise invalid_request(
+            f"{id} is a trial of the sweep {submission.sweep}, which decides when its trials train; "
+            f"{verb} the sweep",
+            code="invalid_state",
+        )
+    row = job_row(service, submission)
     if row is None or not row.state.ended:
         service.requests.add_command(tenant, id, verb)
         log.info("%s: %s is requested", id, verb)
@@ -258,7 +278,7 @@ def _request_change(service: Service, tenant: str, id: str, verb: Verb) -> Job:
 
 
 def view(service: Service, submission: Submission) -> Job:
-    return job_view(service.settings.base_name, submission, service.training.job(submission.id))
+    return job_view(service.settings.base_name, submission, job_row(service, submission))
 
 
 def job_view(base: str, submission: Submission, row: JobRow | None) -> Job:
@@ -268,6 +288,10 @@ def job_view(base: str, submission: Submission, row: JobRow | None) -> Job:
     body = JobRequest.model_validate(submission.request)
     used = used_hyperparameters(body, submission.job)
     has_ended = row is not None and row.state.ended
+    measured = submission.id
+    if submission.is_sweep:
+        best = None if row is None or row.model is None else parse_adapter_name(row.model)
+        measured = "" if best is None else best.job
     return Job(
         id=submission.id,
         created_at=int(submission.created_at),
@@ -284,7 +308,7 @@ def job_view(base: str, submission: Submission, row: JobRow | None) -> Job:
         finished_at=_whole_seconds(row.finished_at) if row is not None and has_ended else None,
         estimated_finish=_whole_seconds(row.estimated_finish) if row is not None and not has_ended else None,
         trained_tokens=status.trained_tokens if has_ended else None,
-        result_files=[RESULTS + submission.id] if has_ended and status.step else [],
+        result_files=[RESULTS + measured] if has_ended and status.step and measured else [],
         error=None if row is None or row.error is None else JobError(**row.error),
         weftune=JobDetails(
             suffix=submission.suffix,
@@ -295,6 +319,8 @@ def job_view(base: str, submission: Submission, row: JobRow | None) -> Job:
             priority=submission.job.get("priority", 0) if row is None else row.priority,
             eval_loss=status.eval_loss,
             warning=status.warning,
+            sweep=submission.sweep,
+            trial=None if submission.trial is None else dict(submission.trial),
             job=without_paths(submission.job),
         ),
     )

@@ -30,8 +30,9 @@ from weftune.service.api.errors import ApiError, invalid_request, not_found, quo
 from weftune.service.api.files import page_ends
 from weftune.service.api.guard import Keys
 from weftune.service.api.jobs import After, find_job, new_submission, without_paths
-from weftune.service.api.schemas import Body, Count, JobError, JobRequest, Page
-from weftune.service.ids import AdapterName
+from weftune.service.api.schemas import Body, Count, JobError, JobRequest, JobState, Page
+from weftune.service.api.sweeps import job_row, job_rows, sweep_record
+from weftune.service.ids import AdapterName, parse_adapter_name
 from weftune.service.plan_preview import NEW, OtherJob, PlanFailed, preview
 from weftune.service.queue_order import new_job, ordered_names, rank_queue
 from weftune.service.store.database import StoreUnavailable
@@ -64,10 +65,15 @@ router = APIRouter(
     prefix="/api", tags=["Weftune"], route_class=StrictRoute, dependencies=[BEARER], responses=ERRORS
 )
 
-JobState = Literal["validating", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
 Action = Literal["pause", "resume", "cancel", "priority", "download"]
 Step = Annotated[int, Field(ge=0)]
 Losses = list[tuple[Step, float]]
+
+
+class SweepLink(BaseModel):
+    id: str = Field(description="The sweep's job, which is the job itself if it is a sweep.")
+    name: str
+    best: bool = Field(description="Whether the sweep has ended and keeps this trial as one of the best.")
 
 
 class JobSummary(BaseModel):
@@ -95,6 +101,7 @@ class JobSummary(BaseModel):
     )
     error: JobError | None
     actions: list[Action] = Field(description="What can be requested for the job in its state.")
+    sweep: SweepLink | None = Field(description="The sweep that the job is, or whose trial it is.")
 
 
 class JobChanges(BaseModel):
@@ -281,7 +288,7 @@ def show_job(job_id: str, tenant: Tenant, service: ServiceHere) -> JobDetail:
             for one in reversed(events)
         ],
         checkpoints=[_checkpoint(one) for one in service.training.checkpoints(job_id)],
-        receipt=_read_receipt(service, job_id),
+        receipt=_read_receipt(service, submission),
     )
 
 
@@ -296,10 +303,10 @@ def curve(job_id: str, tenant: Tenant, service: ServiceHere) -> Curve:
 
 @router.post("/jobs/{job_id}/priority", response_model=JobSummary, summary="Change a job's priority")
 def set_priority(job_id: str, body: PriorityRequest, tenant: Tenant, service: ServiceHere) -> JobSummary:
-    """Change the priority with which a job is admitted, from the next window on. The response shows the job
-    before the change."""
+    """Change the priority with which a job, or every trial of a sweep, is admitted, from the next window on.
+    The response shows the job before the change."""
     submission = find_job(service, tenant, job_id)
-    row = service.training.job(job_id)
+    row = job_row(service, submission)
     if row is not None and row.state.ended:
         raise invalid_request(
             f"{job_id} is {row.state}, so it cannot be changed any more.", code="invalid_state"
@@ -344,13 +351,14 @@ def _job_changes(service: Service, submissions: Sequence[Submission], names: Nam
         held = [row.id for row in unfinished if row.state is State.QUEUED and row.id in ranking.hold_reasons]
         queue = [*ordered_names(ranking.waiting_jobs), *held]
     places = {id: place for place, id in enumerate(queue)}
-    rows = service.training.jobs_by_id(one.id for one in submissions)
+    rows = job_rows(service, submissions)
     jobs = []
     for one in submissions:
         place = places.get(one.id)
         before = [names.visible_name(id) or ANOTHER for id in queue[:3]] if place else []
         row, base = rows.get(one.id), service.settings.base_name
-        jobs.append(_job_summary(one, row, place, before[:place], names, base))
+        link = _sweep_link(service, one, names)
+        jobs.append(_job_summary(one, row, place, before[:place], names, base, link))
     lease = service.training.lease()
     now = time.time()
     return JobChanges(
@@ -369,6 +377,7 @@ def _job_summary(
     ahead_names: list[str],
     names: Names,
     base: str,
+    sweep: SweepLink | None,
 ) -> JobSummary:
     status = JobStatus() if row is None else row.status
     return JobSummary(
@@ -393,23 +402,33 @@ def _job_summary(
         model=None if row is None else row.model,
         answers_as=_chat_name(submission, row, base),
         error=None if row is None or row.error is None else JobError(**row.error),
-        actions=_allowed_actions(row),
+        actions=_allowed_actions(submission, row),
+        sweep=sweep,
     )
 
 
+def _sweep_link(service: Service, submission: Submission, names: Names) -> SweepLink | None:
+    if (sweep := submission.sweep) is None:
+        return None
+    record = None if submission.is_sweep else sweep_record(service.settings, sweep)
+    is_best = record is not None and submission.id in record.best
+    return SweepLink(id=sweep, name=names.visible_name(sweep) or sweep, best=is_best)
+
+
 def _chat_name(submission: Submission, row: JobRow | None, base: str) -> str | None:
-    if row is None or row.state is not State.RUNNING:
+    if row is None or row.state is not State.RUNNING or submission.is_sweep:
         return None if row is None else row.model
     return str(AdapterName(base, submission.tenant, submission.suffix or "", submission.id))
 
 
-def _allowed_actions(row: JobRow | None) -> list[Action]:
-    """Return what can be requested in a job's state, by the table of legal transitions."""
+def _allowed_actions(submission: Submission, row: JobRow | None) -> list[Action]:
+    """Return what can be requested in a job's state, by the table of legal transitions. Trials are paused and
+    resumed by their sweep."""
     if row is None:
         return ["cancel", "priority"]
-    legal = MOVES[row.state]
-    found: list[Action] = ["pause"] if State.PAUSED in legal else []
-    found += ["resume"] if row.state is State.PAUSED else []
+    legal, is_trial = MOVES[row.state], submission.sweep is not None and not submission.is_sweep
+    found: list[Action] = ["pause"] if State.PAUSED in legal and not is_trial else []
+    found += ["resume"] if row.state is State.PAUSED and not is_trial else []
     found += ["cancel"] if State.CANCELLED in legal else []
     found += [] if row.state.ended else ["priority"]
     return [*found, "download"] if row.state is State.SUCCEEDED and row.model is not None else found
@@ -512,25 +531,31 @@ def receipts(
     limit: Annotated[int, Query(ge=1, le=SHOWN_JOBS)] = 50,
 ) -> ReceiptPage:
     """List receipts of jobs, the newest job first. The receipt of a job that has not trained yet contains
-    zeros."""
+    zeros, and so does that of a sweep, whose trials have their own."""
     found = service.requests.submissions(tenant, after=after, limit=limit + 1)
-    data = [_read_receipt(service, one.id) or _unused_receipt(one.id) for one in found[:limit]]
+    data = [
+        _unused_receipt(one.id) if one.is_sweep else _read_receipt(service, one) or _unused_receipt(one.id)
+        for one in found[:limit]
+    ]
     return ReceiptPage(data=data, **page_ends(found, limit))
 
 
 @router.get("/jobs/{job_id}/receipt", response_model=ReceiptView, summary="Get what a job has used")
 def receipt(job_id: str, tenant: Tenant, service: ServiceHere) -> ReceiptView:
-    find_job(service, tenant, job_id)
-    return _read_receipt(service, job_id) or _unused_receipt(job_id)
+    """Get what a job has used, or all trials of a sweep."""
+    submission = find_job(service, tenant, job_id)
+    return _read_receipt(service, submission) or _unused_receipt(job_id)
 
 
-def _read_receipt(service: Service, job: str) -> ReceiptView | None:
-    found = service.training.receipt(job)
-    if found is None:
+def _read_receipt(service: Service, submission: Submission) -> ReceiptView | None:
+    """Return the receipt of a job, or the sum of those of a sweep's trials. None if nothing was used."""
+    ids = service.requests.trial_ids([submission.id])[submission.id] if submission.is_sweep else []
+    found = [service.training.receipt(id) for id in ids or [submission.id]]
+    values = [asdict(one) for one in found if one is not None]
+    if not values:
         return None
-    values = asdict(found)
-    del values["tenant"]
-    return ReceiptView(**values)
+    numbers = [key for key in values[0] if key not in ("job", "tenant")]
+    return ReceiptView(job=submission.id, **{key: sum(one[key] for one in values) for key in numbers})
 
 
 def _unused_receipt(job: str) -> ReceiptView:
@@ -658,6 +683,12 @@ async def plan(request: Request, body: JobRequest, tenant: Tenant, service: Serv
     """Predict, as `weftune plan` does, when a job would end beside the jobs that train and wait now, the
     memory that they take together, and whether it would have to wait. The body is that of a new job; nothing
     is submitted."""
+    if body.weftune is not None and body.weftune.sweep is not None:
+        raise invalid_request(
+            "weftune.sweep: a plan is made for one job; leave it out, or use weftune plan",
+            param="weftune.sweep",
+            code="invalid_value",
+        )
     submission = await asyncio.to_thread(new_submission, service, tenant, body)
     streams: Streams = request.app.state.streams
     if streams.plans >= MAX_PLANS:
@@ -757,9 +788,10 @@ def download(
     step: Annotated[int | None, Query(ge=0, description="Step of a checkpoint.")] = None,
     format: Literal["tar", "zip"] = "tar",
 ) -> StreamingResponse:
-    """Download the finished adapter, or a checkpoint, as an archive of its PEFT folder."""
+    """Download the finished adapter, or a checkpoint, as an archive of its PEFT folder. Of a sweep, this is
+    the adapter of its best trial."""
     submission = find_job(service, tenant, job_id)
-    folder = _adapter_folder(service, tenant, job_id, step)
+    folder = _adapter_folder(service, submission, step)
     root = submission.id if step is None else f"{submission.id}-step-{step}"
     pieces = _tar_chunks(folder, root) if format == "tar" else _zip_chunks(folder, root)
     kind = "application/x-tar" if format == "tar" else "application/zip"
@@ -767,8 +799,12 @@ def download(
     return StreamingResponse(pieces, media_type=kind, headers=headers)
 
 
-def _adapter_folder(service: Service, tenant: str, job: str, step: int | None) -> Path:
-    row, folder = service.training.job(job, tenant), service.settings.jobs / job
+def _adapter_folder(service: Service, submission: Submission, step: int | None) -> Path:
+    job, row = submission.id, job_row(service, submission)
+    best = None
+    if submission.is_sweep and row is not None and row.model is not None:
+        best = parse_adapter_name(row.model)
+    folder = service.settings.jobs / (job if best is None else best.job)
     if step is not None:
         found = [one for one in service.training.checkpoints(job) if one.step == step]
         if not found:

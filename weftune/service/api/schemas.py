@@ -23,6 +23,8 @@ Auto = Literal["auto"]
 Id = Annotated[str, Field(min_length=1, max_length=64)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[int, Field(ge=0, description="Seconds since 1970.")]
+JobState = Literal["validating", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
+"""State of a job in Weftune's own API."""
 State = Literal["validating_files", "queued", "running", "succeeded", "failed", "cancelled"]
 Purpose = Literal["fine-tune", "fine-tune-results"]
 
@@ -139,10 +141,27 @@ class Extension(Body):
     )
     early_stop: int | dict[str, Any] | None = None
     keep: Literal["best", "last"] | None = None
+    sweep: dict[str, Any] | None = Field(
+        default=None,
+        description="Keys of `sweep` in jobs.yaml; `search` is grid or random. The job becomes a sweep, and "
+        "its trials are jobs.",
+        examples=[
+            {"over": {"learning_rate": [1e-4, 1e-3], "adapter.rank": [8, 64]}},
+            {
+                "search": "random",
+                "trials": 24,
+                "over": {"learning_rate": {"min": 1e-5, "max": 1e-3, "log": True}},
+                "halving": {"at": [0.1, 0.3], "keep": 0.33},
+            },
+        ],
+    )
     max_length: int | None = Field(default=None, ge=2, description="Maximum tokens of a sample.")
     train_on: Literal["assistant", "all", "completion"] | None = None
     token_budget: int | None = Field(
-        default=None, ge=1, le=10**15, description="Maximum number of tokens that the job trains on."
+        default=None,
+        ge=1,
+        le=10**15,
+        description="Maximum number of tokens that the job trains on; of a sweep, each trial.",
     )
     deadline: float | None = Field(
         default=None,
@@ -226,6 +245,12 @@ class JobDetails(BaseModel):
     priority: int = 0
     eval_loss: float | None = None
     warning: str = ""
+    sweep: str | None = Field(
+        default=None, description="Of a trial: the job of its sweep. Of the job of a sweep: its own id."
+    )
+    trial: dict[str, Any] | None = Field(
+        default=None, description="Of a trial: the values in which it differs from other trials."
+    )
     job: dict[str, Any] = Field(description="The job with the keys of jobs.yaml, without paths.")
 
 

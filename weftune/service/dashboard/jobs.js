@@ -10,6 +10,16 @@ export const tile = (label, value, detail) => h("div", { class: "tile" },
   h("p", { class: "label" }, label), h("p", { class: "value" }, value), detail && h("p", { class: "detail" }, detail));
 
 export const isLive = (job) => ["validating", "queued", "running", "paused"].includes(job.state);
+/** Whether a job is a sweep, which is not trained itself. */
+const isSweep = (job) => job.sweep?.id === job.id;
+/** The trials of a sweep that the overview has: the best first, then those that came furthest. */
+const trialsOf = (state, job) => (isSweep(job) ? state.overview.jobs.filter((one) => one.sweep?.id === job.id && one !== job) : [])
+  .sort((a, b) => b.sweep.best - a.sweep.best || b.step - a.step || (a.eval_loss ?? Infinity) - (b.eval_loss ?? Infinity));
+const sweepWords = (job) => {
+  if (!job.sweep) return null;
+  if (isSweep(job)) return "sweep";
+  return h("a", { href: `#/jobs/${job.sweep.id}` }, `${job.sweep.best ? "best" : "trial"} of sweep ${job.sweep.name}`);
+};
 const stateWord = (job) => (job.state === "validating" ? "checking rows" : job.state);
 
 /** Whether a job's curves are drawn in the list: the reader's choice, else the newest jobs that have any. */
@@ -65,6 +75,7 @@ const row = (state, job) => {
   const why = whyWords(job);
   return h("tr", { "data-key": job.id },
     h("th", { scope: "row" }, pen(state.penOf(job.id)), h("a", { href: `#/jobs/${job.id}` }, job.name),
+      job.sweep && h("small", { class: "under" }, sweepWords(job)),
       h("small", { class: "under" }, `${moment(job.created_at)}${job.priority ? ` · priority ${job.priority}` : ""}`)),
     h("td", { "data-label": "state", class: "why" }, h("span", { class: `state ${job.state}` }, stateWord(job)), why && h("small", { class: "under" }, sentence(why))),
     h("td", { "data-label": "progress" }, progress(job)),
@@ -101,7 +112,7 @@ const lossCharts = (state, jobs, levels = []) => {
 
 const tiles = (state) => {
   const { overview, window } = state;
-  const own = overview.jobs.filter((job) => job.state === "running").length;
+  const own = overview.jobs.filter((job) => job.state === "running" && !isSweep(job)).length;
   const memory = window?.memory;
   return h("section", { class: "tiles", "aria-label": "Headline numbers" },
     tile("jobs running", `${overview.running}`, overview.running === own ? "all of them yours" : `${own} of them yours`),
@@ -136,7 +147,10 @@ export const jobsPage = (state) => {
 
 /** Return the jobs whose curves are on the page, so that the page's owner fetches them. */
 export const wantedCurves = (state) => {
-  if (state.route[0] === "jobs" && state.route[1]) return [state.route[1]];
+  if (state.route[0] === "jobs" && state.route[1]) {
+    const job = state.overview?.jobs.find((one) => one.id === state.route[1]);
+    return [state.route[1], ...(job ? trialsOf(state, job) : []).filter((one) => one.step > 0).map((one) => one.id)];
+  }
   if (state.route[0] !== "jobs" || !state.overview) return [];
   return state.overview.jobs.filter((job) => job.step > 0).slice(0, 4 * CURVES_AT_FIRST).map((job) => job.id);
 };
@@ -175,10 +189,12 @@ export const jobPage = (state) => {
   if (!job) return [h("p", { class: "words" }, "Loading…")];
   const [end, endDetail] = endWords(job, state.overview.now);
   const why = whyWords(job);
+  const trials = trialsOf(state, job);
   return [
     h("p", { class: "crumb" }, h("a", { href: "#/jobs" }, "← All jobs")),
     h("section", { class: "verdict job-head", "data-state": job.state },
       h("div", {}, h("p", { class: "lead" }, pen(state.penOf(job.id)), job.name, " ", h("span", { class: `state ${job.state}` }, stateWord(job))),
+        job.sweep && !isSweep(job) && h("p", { class: "why" }, sweepWords(job)),
         why && h("p", { class: "why" }, sentence(why)), job.warning && h("p", { class: "caution" }, job.warning),
         progress(job)),
       actions(state, job)),
@@ -188,7 +204,8 @@ export const jobPage = (state) => {
       tile("tokens trained", count(job.trained_tokens), detail ? detail.training_file : ""),
       tile(job.finished_at ? "ended" : "ends", end || "–", endDetail)),
     job.notes.map((note) => h("p", { class: "note" }, note)),
-    h("section", { id: "curves" }, h("h2", {}, "Curves"), lossCharts(state, [job], job.base_loss ? [{ value: job.base_loss, name: `base ${loss(job.base_loss)}` }] : [])),
+    trials.length > 0 && h("section", {}, h("h2", {}, "Trials"), table(state, trials)),
+    h("section", { id: "curves" }, h("h2", {}, "Curves"), lossCharts(state, trials.length ? trials : [job], job.base_loss ? [{ value: job.base_loss, name: `base ${loss(job.base_loss)}` }] : [])),
     detail?.receipt && receipt(detail.receipt),
     detail?.checkpoints.length > 0 && checkpoints(job, detail.checkpoints),
     detail?.events.length > 0 && log(detail.events),

@@ -35,6 +35,9 @@ PATIENCE = 1.25
 POLL_SECONDS = 0.1
 
 
+Measured = Literal["train", "eval", "base", "rung"]
+
+
 class LeaseHeld(WeftuneError):
     """An error raised if another process holds the lease, or may still hold it."""
 
@@ -98,9 +101,11 @@ class EventRow:
     type: Literal["message", "metrics"] = "message"
     message: str
     data: Mapping[str, Any] = field(default_factory=dict)
-    measured: Literal["train", "eval", "base"] | None = None
-    """Samples on which the metrics of the event were measured; only for events with metrics."""
+    measured: Measured | None = None
+    """Samples on which the metrics of the event were measured, or `rung` for an evaluation at a rung and for
+    a decision of a sweep; None for all other events."""
     step: int | None = None
+    """Step of the metrics, or the number of the decision."""
     number: int = 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,7 +46,10 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A job as it was submitted. Its state is a row of the training process."""
+    """A job as it was submitted. Its state is a row of the training process.
+
+    A sweep is submitted as one job that is not trained itself, followed by a job for each of its trials.
+    """
 
     id: str
     tenant: str
@@ -64,7 +67,15 @@ class Submission:
     body_hash: str
     token_budget: int | None = None
     deadline: float | None = None
+    sweep: str | None = None
+    """Id of the job of the sweep: the trial's sweep, or the job itself. None for jobs without a sweep."""
+    trial: Mapping[str, Any] | None = None
+    """Values in which a trial differs from the sweep's other trials, by dotted key."""
     number: int = 0
+
+    @property
+    def is_sweep(self) -> bool:
+        return self.sweep == self.id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +166,14 @@ class RequestStore:
 
     # -- jobs --------------------------------------------------------------------------------------------
 
-    def submit(self, submission: Submission, repeat_since: float | None = None) -> Submission:
-        """Store a job and return it, or return the earlier job that the same request has created.
+    def submit(
+        self,
+        submission: Submission,
+        repeat_since: float | None = None,
+        trials: Sequence[Submission] = (),
+    ) -> Submission:
+        """Store a job and return it, or return the earlier job that the same request has created. The trials
+        of a sweep are stored with it.
 
         A request is the same if it has the tenant, idempotency key and body hash of an earlier one. Raise
         IdempotencyConflict if it has the key but another body. A request that is known to be a repetition,
@@ -167,7 +184,8 @@ class RequestStore:
             with self._database.write() as connection:
                 earlier = self._earlier_submission(connection, submission, repeat_since)
                 if earlier is None:
-                    connection.execute(insert(submissions).values(to_values(submission)))
+                    for one in (submission, *trials):
+                        connection.execute(insert(submissions).values(to_values(one)))
                     query = select(submissions).where(submissions.c.id == submission.id)
                     return to_record(Submission, connection.execute(query).one())
                 return earlier
@@ -219,6 +237,7 @@ class RequestStore:
         after: str | None = None,
         limit: int = 20,
         metadata: Mapping[str, str] | None = None,
+        only_sweeps: bool = False,
     ) -> list[Submission]:
         """Return the tenant's jobs, the newest first, beginning after the job `after`. A tenant of None means
         all tenants.
@@ -226,6 +245,8 @@ class RequestStore:
         With `metadata`, only jobs that have all of its keys with these values are returned.
         """
         query = select(submissions)
+        if only_sweeps:
+            query = query.where(submissions.c.sweep == submissions.c.id)
         if tenant is not None:
             query = query.where(submissions.c.tenant == tenant)
         query = start_after_row(query, submissions, after, "desc", tenant)
@@ -242,10 +263,27 @@ class RequestStore:
                     found.append(to_record(Submission, row))
         return found
 
+    def trials(self, sweep: str) -> list[Submission]:
+        """Return the trials of a sweep, in their order."""
+        with self._database.read() as connection:
+            rows = connection.execute(_trials_query(select(submissions), [sweep]))
+            return [to_record(Submission, row) for row in rows]
+
+    def trial_ids(self, sweeps: Iterable[str]) -> dict[str, list[str]]:
+        """Return a mapping from each of these sweeps to the ids of its trials, in their order."""
+        found: dict[str, list[str]] = {sweep: [] for sweep in sweeps}
+        query = _trials_query(select(submissions.c.id, submissions.c.sweep), found)
+        with self._database.read() as connection:
+            for row in connection.execute(query) if found else ():
+                found[row.sweep].append(row.id)
+        return found
+
     def unprepared_submissions(self) -> list[Submission]:
-        """Return the jobs that have been neither prepared nor refused, the oldest first."""
+        """Return the jobs that have been neither prepared nor refused, the oldest first. Of a sweep, its
+        trials are prepared."""
         known = select(prepared.c.job).where(prepared.c.job == submissions.c.id)
-        query = select(submissions).where(~known.exists()).order_by(submissions.c.number)
+        is_sweep = submissions.c.sweep.is_not_distinct_from(submissions.c.id)
+        query = select(submissions).where(~known.exists(), ~is_sweep).order_by(submissions.c.number)
         with self._database.read() as connection:
             return [to_record(Submission, row) for row in connection.execute(query)]
 
@@ -309,6 +347,11 @@ def _recent_query(tenant: str, body_hash: str, earliest_time: float) -> Select[A
         .order_by(submissions.c.number.desc())
         .limit(1)
     )
+
+
+def _trials_query(query: Select[Any], sweeps: Iterable[str]) -> Select[Any]:
+    is_trial = submissions.c.sweep.in_(list(sweeps)) & (submissions.c.sweep != submissions.c.id)
+    return query.where(is_trial).order_by(submissions.c.number)
 
 
 def start_after_row(

@@ -68,8 +68,13 @@ submissions = Table(
     # The service's own limits of a job: total tokens, and a time by which it should have ended.
     Column("token_budget", BigInteger),
     Column("deadline", Float),
+    # Of a trial: the job of its sweep. Of the job of a sweep: its own id.
+    Column("sweep", String(64)),
+    # Of a trial: the values in which it differs from the sweep's other trials, by dotted key.
+    Column("trial", JSON(none_as_null=True)),
     UniqueConstraint("tenant", "idempotency_key", name="one_job_per_key"),
     Index("submissions_of_tenant", "tenant", "number"),
+    Index("submissions_of_sweep", "sweep"),
 )
 
 # Submissions whose rows have been checked and tokenised, or refused. Training takes them by number.
@@ -144,7 +149,8 @@ events = Table(
     Column("type", String(8), nullable=False),
     Column("message", Text, nullable=False),
     Column("data", JSON, nullable=False),
-    # Metrics only: train, eval or base, and the step. A resumed job repeats steps that are rows already.
+    # Metrics: train, eval, base or rung, and the step. A resumed job repeats steps that are rows already.
+    # Decisions of a sweep: rung, and the number of the decision.
     Column("measured", String(8)),
     Column("step", Integer),
     UniqueConstraint("job", "measured", "step", name="one_row_per_step"),
