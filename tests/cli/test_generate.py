@@ -162,7 +162,7 @@ def test_an_answer_that_was_stopped_stays_in_the_chat_as_far_as_it_was_shown(
 
         return ask(prompts, sampling, stop, press, stop_requested)
 
-    monkeypatch.setattr(answers, "ask", stopped)
+    monkeypatch.setattr(answers, "complete_prompts", stopped)
     monkeypatch.setattr("sys.stdin", StringIO("w10 w20\nw11\n"))
     console, before = Console(width=80), signal.getsignal(signal.SIGINT)
     with console.capture() as capture:

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import yaml
 
+from tests.cases import slow_but
 from tests.launches import Launch, Shares, copied, dealt, deep_folder, fresh
 from tests.outputs import assert_same_job, assert_whole, jobs_folder, lines, states, status
 from weftune.cli import jobs
@@ -248,7 +249,7 @@ def four_trained(tmp_path_factory, forks):
     return folder
 
 
-@pytest.mark.parametrize("mode", ["a pipeline", "shares"])
+@pytest.mark.parametrize("mode", slow_but(["a pipeline", "shares"], ["shares"]))
 def test_a_job_that_was_paused_stays_paused_when_a_lost_process_is_restarted(
     mode, four_trained, tmp_path, capsys
 ):

@@ -385,7 +385,7 @@ def test_a_pass_that_fails_ends_its_answers_with_a_sentence_and_the_next_is_answ
     def fail() -> None:
         raise RuntimeError("out of memory")
 
-    server._base._decoder.turn = fail
+    server._base._decoder.run_pass = fail
     error = while_served(server, refused(jobs_folder, request("ftjob-1")))
     assert error.code == "unavailable"
     assert "memory" not in str(error)

@@ -32,7 +32,7 @@ from weftune.service.store.records import (
     Transition,
     process_name,
 )
-from weftune.service.store.requests import RequestStore, Submission
+from weftune.service.store.requests import PreparedSubmission, RequestStore, Submission
 
 ANSWER = '{"role": "assistant", "content": "It is %d."}'
 QUESTION = '{"role": "user", "content": "Say %d."}'
@@ -176,6 +176,16 @@ class Training:
         found = self.requests.submission(None, id)
         assert found is not None
         return found
+
+    def wait_until_prepared(self, id: str, seconds: float = 240.0) -> PreparedSubmission:
+        """The record of a prepared job. The process that prepares it has a low priority and long imports."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for one in self.requests.prepared_after(0):
+                if one.submission.id == id:
+                    return one
+            time.sleep(0.05)
+        raise AssertionError(f"{id} was not prepared in {seconds} s")
 
     def enter(self, id: str, *states: State, **status: Any) -> JobRow:
         """Record a job in the last of the states, having moved through all of them."""

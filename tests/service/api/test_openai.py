@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import time
 
 import openai
 import pytest
@@ -202,24 +201,12 @@ def test_a_job_may_start_from_a_finished_model(client, service, file, training, 
 
 
 def test_a_job_is_prepared_and_its_tokens_are_cached(client, job, training):
-    found = prepared(training, job.id)
+    found = training.wait_until_prepared(job.id)
     assert found.refusal is None
 
 
 def test_a_job_whose_rows_do_not_fit_its_method_is_refused_with_the_reason(client, file, training):
     job = client.fine_tuning.jobs.create(model="demo", training_file=file.id, method={"type": "dpo"})
-    found = prepared(training, job.id)
+    found = training.wait_until_prepared(job.id)
     assert found.refusal["code"] == "invalid_training_file"
     assert "needs preference pairs" in found.refusal["message"]
-
-
-def prepared(training, id):
-    """The record of a prepared job. The process that prepares it has a low priority and long imports."""
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
-        found = [one for one in training.requests.prepared_after(0) if one.submission.id == id]
-        if found:
-            (one,) = found
-            return one
-        time.sleep(0.1)
-    raise AssertionError("not prepared in 240 s")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import openai
 import pytest
@@ -208,10 +207,7 @@ def test_a_file_that_a_job_needs_is_not_deleted(client, file, job, training):
         assert error.value.code == "file_in_use"
 
     assert_in_use()
-    deadline = time.monotonic() + 60
-    while job.id not in [one.submission.id for one in training.requests.prepared_after(0)]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    training.wait_until_prepared(job.id)
     # Training has not read yet that it is prepared.
     assert_in_use()
     training.enter(job.id, State.CANCELLED)

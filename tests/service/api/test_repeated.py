@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
+import psutil
 import pytest
 
 from tests.service.api.running import Training, rows, start_service
@@ -82,41 +80,28 @@ def test_fault_4_every_acknowledged_job_is_there_once_after_kills(tmp_path):
         service.stop()
 
 
-def preparing_processes(service) -> list[int]:
+def preparing_processes(service) -> list[psutil.Process]:
     """Return the processes beside the HTTP process that tokenise."""
-    listed = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(service.process.pid)], capture_output=True, text=True, check=False
-    )
-    return [int(one) for one in listed.stdout.split()]
-
-
-def wait_until_prepared(training: Training, id: str, seconds: float = 240.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found = [one for one in training.requests.prepared_after(0) if one.submission.id == id]
-        if found:
-            return found[0]
-        time.sleep(0.05)
-    raise AssertionError(f"{id} was not prepared in {seconds} s")
+    return psutil.Process(service.process.pid).children()
 
 
 def test_a_preparing_process_that_is_killed_three_times_refuses_the_job(tmp_path):
     service = start_service(tmp_path)
     training = Training.open(service.settings)
     try:
+        while not (loading := preparing_processes(service)):
+            time.sleep(0.02)
         client = service.client()
         file = client.files.create(file=("a.jsonl", rows(2)), purpose="fine-tune")
-        checking = preparing_processes(service)
+        checking = set(preparing_processes(service)) - set(loading)
         job = client.fine_tuning.jobs.create(model="demo", training_file=file.id)
-        while set(preparing_processes(service)) == set(checking):
-            time.sleep(0.01)
-        killed: set[int] = set(checking)
-        while len(killed) - len(checking) < 3:
-            for process in set(preparing_processes(service)) - killed:
-                os.kill(process, signal.SIGKILL)
-                killed.add(process)
+        deadline = time.monotonic() + 120
+        while job.id not in [one.submission.id for one in training.requests.prepared_after(0)]:
+            assert time.monotonic() < deadline
+            for process in set(preparing_processes(service)) - checking:
+                process.kill()
             time.sleep(0.02)
-        refusal = wait_until_prepared(training, job.id).refusal
+        refusal = training.wait_until_prepared(job.id).refusal
         assert refusal["code"] == "preparation_failed"
         assert "died 3 times" in refusal["message"]
     finally:
@@ -137,8 +122,8 @@ def test_jobs_that_were_not_prepared_are_prepared_after_a_restart_though_a_proce
         while not preparing_processes(service):
             time.sleep(0.01)
         for process in preparing_processes(service):
-            os.kill(process, signal.SIGKILL)
-        assert wait_until_prepared(training, job.id).refusal is None
+            process.kill()
+        assert training.wait_until_prepared(job.id).refusal is None
     finally:
         training.close()
         service.stop()
