@@ -11,7 +11,9 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, suppress
@@ -29,6 +31,9 @@ TIMED_PROCESSES = 2
 """Processes for tests that look at a clock: most of what they do is to wait."""
 # Forks cannot use CUDA where the process that they come from has asked its driver for devices.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+MEMORY_FOLDER = "/dev/shm"
+FILES_BYTES = 4 << 30
+"""Free bytes of the folder in memory from which on tests write there."""
 Files = Sequence[Sequence[pytest.Item]]
 
 
@@ -37,6 +42,20 @@ def pytest_addoption(parser):
     parser.addoption(
         "--costs", type=int, default=0, help="with --processes: print what the costliest files and tests took"
     )
+
+
+def pytest_configure(config):
+    if config.option.processes:
+        write_files_to_memory()
+
+
+def write_files_to_memory() -> None:
+    """Let tests write to memory: they save thousands of small files, and would wait for the disk."""
+    if "TMPDIR" in os.environ or not os.access(MEMORY_FOLDER, os.W_OK):
+        return
+    if shutil.disk_usage(MEMORY_FOLDER).free >= FILES_BYTES:
+        os.environ["TMPDIR"] = MEMORY_FOLDER
+        tempfile.tempdir = None
 
 
 COSTS = pytest.StashKey[dict[str, tuple[float, float]]]()
