@@ -21,6 +21,8 @@ from weftune.service.store.requests import Submission
 
 RATES = [3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4]
 STEPS = 24
+MADE_STEPS = 6 * 6 + 3 * 6 + 2 * 12
+"""Steps of all trials together: 3 of 6 continue at step 6, and 2 of them at step 12."""
 
 
 class Sweeping(Serving):
@@ -131,7 +133,7 @@ def test_a_sweep_killed_again_and_again_decides_as_alone(serving, kills, judge):
     serving.start()
     sweep, trials = serving.sweep(halving={"at": [0.25, 0.5], "keep": 0.5, "judge": judge})
     for kill in range(1, kills + 1):
-        trained = 96 * kill // (kills + 1)
+        trained = MADE_STEPS * kill // (kills + 1)
         serving.until(lambda least=trained: sum(map(serving.step, trials)) >= least)
         serving.end()
         serving.start()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from contextlib import suppress
 
 import openai
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from tests.service.whole import Whole, rows
 from weftune.cli import service_jobs
 from weftune.service.client import ServiceClient
+from weftune.service.processes import PIDS
 
 ENDED = ("succeeded", "failed", "cancelled")
 
@@ -155,6 +159,64 @@ def test_the_command_line_submits_follows_and_downloads(whole, tmp_path, capsys)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["r"] == 2
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size > 1000
+
+
+SWEEP = """
+base: BASE
+jobs:
+  - name: tuned
+    data: rows.jsonl
+    eval: {fraction: 0.25}
+    steps: 24
+    batch_size: 2
+    sweep:
+      over: {learning_rate: [1e-4, 1e-3, 1e-2], adapter: [{rank: 2}, {rank: 4}]}
+      halving: {at: [0.25, 0.5], keep: 0.5}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victims", [("http",), ("training", "http")])
+def test_a_sweep_of_a_jobs_file_ends_although_processes_are_killed_and_its_best_trial_answers(
+    whole, tmp_path, capsys, victims
+):
+    (tmp_path / "rows.jsonl").write_bytes(rows())
+    (tmp_path / "jobs.yaml").write_text(SWEEP.replace("BASE", str(whole.folder / "model")))
+    own, client = ServiceClient(whole.url, whole.key), whole.client()
+    service_jobs.submit_jobs(own, tmp_path / "jobs.yaml")
+    sweep = capsys.readouterr().out.split()[0]
+    if "training" in victims:
+        whole.until(lambda: client.fine_tuning.jobs.retrieve(sweep).weftune["step"] > 12)
+    # Else its trials are still being prepared.
+    pids = json.loads((whole.folder / "store" / PIDS).read_text())
+    for name in victims:
+        os.kill(pids[name], signal.SIGKILL)
+
+    def has_ended():
+        with suppress(openai.APIConnectionError, openai.InternalServerError):
+            return client.fine_tuning.jobs.retrieve(sweep).status in ENDED
+        return False
+
+    whole.until(has_ended)
+    found = client.fine_tuning.jobs.retrieve(sweep)
+    assert found.status == "succeeded", found.error
+    ranking = own.request("GET", f"/api/sweeps/{sweep}")
+    states = [one["state"] for one in ranking["trials"]]
+    assert sorted(states) == ["finished"] * 2 + ["left"] * 4
+    assert [one["kept"] for one in ranking["rungs"]] == [3, 2, None]
+    best, *others = ranking["trials"]
+    assert best["best"]
+    assert not any(one["best"] for one in others)
+    assert best["score"] == min(one["score"] for one in ranking["trials"] if one["state"] == "finished")
+    assert best["name"].startswith("tuned-lr")
+    assert found.fine_tuned_model == best["model"]
+    answer = client.chat.completions.create(
+        model=found.fine_tuned_model, messages=[{"role": "user", "content": "w10 w50"}], max_tokens=4
+    )
+    assert answer.model == best["model"]
+    service_jobs.download_adapter(own, sweep, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["r"] == best["values"]["adapter"]["rank"]
 
 
 @pytest.mark.slow

@@ -275,12 +275,17 @@ def test_fault_9_a_foreign_tenant_sees_the_answer_of_an_unknown_id_everywhere(se
     job = client.fine_tuning.jobs.create(model="demo", training_file=file.id, suffix="secret")
     training.enter(job.id, State.RUNNING, State.SUCCEEDED, step=1)
     checkpoint = training.add_checkpoint(job.id, 1)
+    extension = {"eval": {"fraction": 0.5}, "sweep": {"over": {"warmup": [0, 1]}}}
+    sweep = client.fine_tuning.jobs.create(
+        model="demo", training_file=file.id, extra_body={"weftune": extension}
+    )
     result = f"file-results-{job.id}"
     model = str(training.model(training.submission(job.id)))
     document = json.loads(service.call("GET", "/openapi.json", tenant=None)[2])
     ids = {
         "{file_id}": (file.id, result),
-        "{job_id}": (job.id,),
+        "{job_id}": (job.id, sweep.id),
+        "{sweep_id}": (sweep.id,),
         "{model}": (model, checkpoint.model),
         "{checkpoint_id}": (checkpoint.id,),
         "{step}": ("1",),
