@@ -19,9 +19,12 @@ from typing import Any
 from weftune.plan.program.program import (
     Action,
     Backward,
+    BackwardHalf,
     Compute,
     Evaluate,
     Forward,
+    ForwardHalf,
+    HalfPass,
     Load,
     Program,
     Recv,
@@ -54,7 +57,9 @@ COLOURS = {
 KINDS = tuple(COLOURS)
 _KIND_NAMES: Mapping[type, str] = {
     Forward: "forward",
+    ForwardHalf: "forward",
     Backward: "backward",
+    BackwardHalf: "backward",
     Evaluate: "evaluate",
     Score: "score",
     Send: "send",
@@ -197,7 +202,7 @@ def _timeline_bars(timeline: Timeline, program: Program) -> list[Bar]:
             one.stop,
             # Without the segments, which the script adds from the microbatch.
             f"microbatch {one.action.microbatch}, stage {one.action.stage}"
-            if isinstance(one.action, Compute | Transport)
+            if isinstance(one.action, Compute | HalfPass | Transport)
             else str(one.action),
             getattr(one.action, "microbatch", -1),
         )
@@ -250,7 +255,7 @@ def action_kind(action: Action) -> str:
 
 def action_text(action: Action, program: Program) -> str:
     """Return the text shown when the pointer is on an action; names of jobs in it are user input."""
-    if not isinstance(action, Compute | Transport):
+    if not isinstance(action, Compute | HalfPass | Transport):
         return str(action)
     microbatch = program.microbatches[action.microbatch]
     held = ", ".join(f"{one.job} step {one.step}: {one.tokens}" for one in microbatch.segments)

@@ -13,9 +13,11 @@ from weftune.plan.program.check import check
 from weftune.plan.program.layout import one_device_layout, pipeline_layout
 from weftune.plan.program.program import (
     Backward,
+    BackwardHalf,
     Evaluate,
     Evict,
     Forward,
+    ForwardHalf,
     GlobalBatch,
     IllegalProgram,
     Load,
@@ -31,6 +33,7 @@ from weftune.plan.program.program import (
     cut_sample,
 )
 from weftune.plan.window.orders import one_forward_one_backward
+from weftune.plan.window.overlap import overlap_microbatches
 from weftune.plan.window.pace import StagePace
 from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import JobWindow
@@ -577,3 +580,72 @@ def test_the_checker_refuses_messages_that_go_astray(break_it, sentence):
     check(program)
     with pytest.raises(IllegalProgram, match=sentence):
         check(break_it(program))
+
+
+def overlapping(jobs=2, steps=1):
+    """Microbatches 0 and 1 are of job0 and take turns at half layers, and so do 2 and 3."""
+    return overlap_microbatches(one_forward_one_backward(work(jobs, steps, microbatches=2), 1), layers=1)
+
+
+def as_chunk(program, number):
+    microbatch = program.microbatches[number]
+    (segment,) = microbatch.segments
+    whole = cut_sample(segment.samples[0], 1)
+    return with_microbatch(program, number, replace(microbatch, segments=(replace(segment, samples=whole),)))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "sentence"),
+    [
+        (lambda p: left_out(p, 0, ForwardHalf(0, 0, 1)), r"^Forward\(.*comes after 1 of 2 half layers"),
+        (lambda p: swapped(p, 0, ForwardHalf(0, 0, 0), ForwardHalf(0, 0, 1)), "is out of order: 0 half"),
+        (lambda p: with_list(p, 0, (p.actions[0], *p.actions)), "is out of order: 1 half layers have run"),
+        (lambda p: moved_before(p, 0, Forward(0), ForwardHalf(0, 0, 1)), "comes after 1 of 2 half layers"),
+        (lambda p: with_list(p, 0, (*p.actions, ForwardHalf(0, 0, 1))), "comes after its Forward"),
+        (lambda p: swapped(p, 0, BackwardHalf(0, 0, 0), BackwardHalf(0, 0, 1)), "is out of order: 0 half"),
+        (lambda p: moved_before(p, 0, BackwardHalf(0, 0, 1), Forward(0)), "has no Forward before it"),
+        (lambda p: left_out(p, 0, BackwardHalf(0, 0, 0)), r"^Backward\(.*comes after 1 of 2 half layers"),
+        (
+            lambda p: left_out(p, 0, BackwardHalf(0, 0, 0), BackwardHalf(0, 0, 1)),
+            "comes after 0 of 2 half layers",
+        ),
+        (
+            lambda p: left_out(p, 0, ForwardHalf(0, 0, 0), ForwardHalf(0, 0, 1)),
+            "has no half layers before it",
+        ),
+        (lambda p: replace(p, half_layers=4), "comes after 2 of 4 half layers"),
+        (lambda p: replace(p, half_layers=0), "is out of order"),
+        (
+            lambda p: moved_before(p, 0, ForwardHalf(2, 0, 0), Backward(0)),
+            "makes three overlapping microbatches in flight",
+        ),
+        (lambda p: as_chunk(p, 0), "runs a part of a chunk"),
+        (lambda p: with_list(p, 0, (Evict(0), *p.actions)), "uses a stage that is not loaded"),
+    ],
+)
+def test_the_checker_refuses_half_layers(break_it, sentence):
+    program = overlapping()
+    check(program)
+    with pytest.raises(IllegalProgram, match=sentence):
+        check(break_it(program))
+
+
+def test_a_half_layer_may_not_come_before_the_step_of_the_batch_before():
+    program = overlapping(jobs=1, steps=2)
+    check(program)
+    early = moved_before(program, 0, ForwardHalf(2, 0, 0), Step("job0", 1))
+    with pytest.raises(IllegalProgram, match=r"ForwardHalf\(.*: job0 is only at step 0"):
+        check(early)
+
+
+def test_half_layers_are_not_left_to_the_next_window():
+    program = overlapping()
+    rest = (Forward(3), BackwardHalf(3, 0, 1), BackwardHalf(3, 0, 0), Backward(3), Step("job1", 1))
+    with pytest.raises(IllegalProgram, match="half layers are left over"):
+        check(replace(left_out(program, 0, *rest), hands_over=True))
+
+
+def test_a_stage_that_sends_its_output_has_no_half_layers():
+    program = with_list(pipeline(), 0, (ForwardHalf(0, 0, 0), *pipeline().devices[0]))
+    with pytest.raises(IllegalProgram, match="needs all layers in one stage of one replica"):
+        check(program)

@@ -7,14 +7,28 @@ import pytest
 
 from tests.plan.works import even_prices, work
 from weftune.plan.program.prices import (
+    HalfPrice,
     Link,
     PassPrice,
     PricedCluster,
     Prices,
 )
-from weftune.plan.program.program import Backward, Evict, Forward, Load, Program, Recv, Reduce, Send, Step
+from weftune.plan.program.program import (
+    Backward,
+    BackwardHalf,
+    Evict,
+    Forward,
+    ForwardHalf,
+    Load,
+    Program,
+    Recv,
+    Reduce,
+    Send,
+    Step,
+)
 from weftune.plan.program.simulate import Lane, Level, Span, simulate
 from weftune.plan.window.orders import multi_job, one_forward_one_backward
+from weftune.plan.window.overlap import overlap_microbatches
 
 
 def start_and_stop(timeline, action):
@@ -177,3 +191,77 @@ def test_a_step_waits_for_the_word_of_every_device_and_a_word_takes_the_links_la
     assert at[1, Reduce] == at[1, Backward] == 3.25
     assert at[0, Reduce] == at[0, Step] == at[0, Backward] == 4.5
     assert at[1, Step] == 4.75
+
+
+def overlapping(sum_seconds, layers=1):
+    """Two microbatches of two jobs, and the prices of their passes: in a forward, an attention takes 1
+    second, a feed-forward 3 and the rest 0.5; in a backward, 2, 6 and 0."""
+    program = one_forward_one_backward(work(jobs=2, steps=1, microbatches=1), 1)
+    forward, backward = HalfPrice(1.0, 3.0, sum_seconds), HalfPrice(2.0, 6.0, sum_seconds)
+    sums = 2 * layers * sum_seconds
+    price = PassPrice(
+        4.0 * layers + sums + 0.5,
+        8.0 * layers + sums,
+        kept_bytes=7,
+        forward_sums=sums,
+        backward_sums=sums,
+        forward_half=forward,
+        backward_half=backward,
+    )
+    return overlap_microbatches(program, layers), program, Prices(((price,),) * 2)
+
+
+def test_the_sum_of_one_microbatch_overlaps_with_the_half_layer_of_the_other():
+    program, plain, prices = overlapping(1.0)
+    timeline = simulate(program, prices, PricedCluster(1))
+    spans = {(one.lane, one.action): (one.start, one.stop) for one in timeline.events}
+    compute, link = Lane.compute, Lane.sum
+    assert spans[compute, ForwardHalf(1, 0, 0)] == spans[link, ForwardHalf(0, 0, 0)] == (1.0, 2.0)
+    assert spans[compute, ForwardHalf(0, 0, 1)] == (2.0, 5.0)
+    assert spans[link, ForwardHalf(1, 0, 0)] == (2.0, 3.0)
+    assert spans[compute, ForwardHalf(1, 0, 1)] == (5.0, 8.0)
+    # The second loss waits for the last sum, while the first one is computed.
+    assert spans[compute, Forward(0)] == (8.0, 8.5)
+    assert spans[compute, Forward(1)] == (9.0, 9.5)
+    assert spans[compute, BackwardHalf(0, 0, 1)] == (9.5, 15.5)
+    assert spans[compute, BackwardHalf(1, 0, 0)] == (23.5, 25.5)
+    assert timeline.makespan == 26.5
+    assert timeline.busy() == (25.0 / 26.5,)
+    assert simulate(plain, prices, PricedCluster(1)).makespan == 2 * (6.5 + 10.0)
+
+
+def test_sums_that_take_longer_than_half_layers_follow_one_another():
+    program, _, prices = overlapping(4.0)
+    timeline = simulate(program, prices, PricedCluster(1))
+    sums = sorted((one.start, one.stop) for one in timeline.events_of(0, Lane.sum))
+    assert sums[:4] == [(1.0, 5.0), (5.0, 9.0), (9.0, 13.0), (13.0, 17.0)]
+    assert start_and_stop(timeline, Forward(1)) == [(17.0, 17.5)]
+
+
+def test_two_microbatches_that_overlap_keep_their_activations_at_the_same_time():
+    program, plain, prices = overlapping(1.0)
+    assert simulate(program, prices, PricedCluster(1)).peaks == (14,)
+    assert simulate(plain, prices, PricedCluster(1)).peaks == (7,)
+
+
+@pytest.mark.parametrize(("share", "bound"), [(0.3, 1.08), (0.6, 1.2), (1.0, 1.4)])
+def test_with_the_proportions_of_llama_3_a_round_is_little_longer_than_compute(share, bound):
+    """An attention has about a quarter of the computation of its feed-forward."""
+    program, plain, _ = overlapping(0.0, layers=16)
+    forward = HalfPrice(0.2, 0.8, share / 2)
+    sums = 32 * share / 2
+    price = PassPrice(
+        16.0 + sums, 16.0 + sums, forward_sums=sums, backward_sums=sums,
+        forward_half=forward, backward_half=forward,
+    )  # fmt: skip
+    prices = Prices(((price,),) * 2)
+    seconds, alone = (simulate(one, prices, PricedCluster(1)).makespan for one in (program, plain))
+    assert seconds / 64 <= bound
+    assert alone / 64 == pytest.approx(1.0 + share)
+
+
+def test_half_layers_without_prices_are_counted_with_their_passes():
+    program, plain, _ = overlapping(1.0)
+    prices = even_prices(2, 1, 2.0, 3.0)
+    assert simulate(program, prices, PricedCluster(1)).makespan == 10.0
+    assert simulate(plain, prices, PricedCluster(1)).makespan == 10.0

@@ -13,12 +13,15 @@ from weftune.plan.program.program import (
     SCORE_PAYLOADS,
     Action,
     Backward,
+    BackwardHalf,
     Compute,
     Evaluate,
     Evict,
     Forward,
+    ForwardHalf,
     ForwardOnly,
     ForwardPass,
+    HalfPass,
     IllegalProgram,
     Inherited,
     Load,
@@ -52,6 +55,10 @@ def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
     and, in a pipeline, its Reduce. The batches of a job run in order, each Forward after the previous Step.
     Evaluate, Score and Save follow the step that they name. A streamed stage is used between its Load and its
     Evict. The chunks of a sample run forward in order and backward in reverse.
+
+    Overlap: all half layers of a microbatch run before its Forward, in order, and again before its Backward,
+    in reverse. At most two microbatches that overlap are in flight. The layers are in one stage and one
+    replica.
 
     Several devices: every Send has its Recv, in the same order on both devices. A Reduce waits for the Reduce
     of the next device, and a Step for the Step of the previous one. At the end of the window, nothing is
@@ -190,6 +197,8 @@ class _DeviceCheck:
         self.handed_out: set[tuple[str, int]] = set()
         self.reduced: set[tuple[str, int]] = set()
         self.made: set[tuple[str, int]] = set()
+        self.half_counts: Counter[tuple[type[HalfPass], int]] = Counter()
+        """Number of half layers that each microbatch has run in each direction."""
         self.in_flight: set[tuple[int, int]] = set()
         self.passed: set[tuple[int, int]] = set()
         self.returned: set[tuple[int, int]] = set()
@@ -252,10 +261,14 @@ class _DeviceCheck:
                     self._check_send(action)
                 case Recv():
                     self._check_receive(action)
+                case ForwardHalf() | BackwardHalf():
+                    self._check_half(action)
                 case Forward() | Evaluate() | Score():
                     self._check_forward(action)
                 case Backward():
                     self._check_backward(action)
+        drained = all((number, 0) in self.returned for _, number in self.half_counts)
+        _require(drained, "half layers are left over at the end of the window")
         if self.program.hands_over:
             self._check_handover()
         else:
@@ -267,9 +280,47 @@ class _DeviceCheck:
             self.loaded == self.found, "device {} ends with other stages than it began with", self.device
         )
 
+    def _check_half(self, action: HalfPass) -> None:
+        number, stage = self._require_loaded(action)
+        program, count = self.program, self.half_counts[type(action), number]
+        single = len(self.homes) == program.replicas == 1
+        _require(single, "{} needs all layers in one stage of one replica", action)
+        _require(program.microbatches[number].chunk is None, "{} runs a part of a chunk", action)
+        if isinstance(action, ForwardHalf):
+            _require((number, stage) not in self.passed, "{} comes after its Forward", action)
+            expected = count
+        else:
+            _require((number, stage) in self.in_flight, "{} has no Forward before it", action)
+            _require(self._has_halves(ForwardHalf, number), "{} has no half layers before it", action)
+            expected = program.half_layers - 1 - count
+        is_next = action.index == expected and count < program.half_layers
+        _require(is_next, "{} is out of order: {} half layers have run", action, count)
+        if isinstance(action, ForwardHalf) and count == 0:
+            for segment in program.microbatches[number].segments:
+                self._check_step_before(action, segment)
+        self.half_counts[type(action), number] += 1
+        open_halves = {one for kind, one in self.half_counts if (one, stage) not in self.returned}
+        _require(len(open_halves) <= 2, "{} makes three overlapping microbatches in flight", action)
+
+    def _has_halves(self, kind: type[HalfPass], number: int) -> bool:
+        return self.half_counts[kind, number] > 0
+
+    def _check_all_halves(self, action: Compute, kind: type[HalfPass], is_overlapped: bool) -> None:
+        """Check that a pass comes after all of its half layers or, if it does not overlap, has none."""
+        count = self.half_counts[kind, action.microbatch]
+        needed = self.program.half_layers if is_overlapped else 0
+        _require(count == needed, "{} comes after {} of {} half layers", action, count, needed)
+
+    def _check_step_before(self, action: Forward | ForwardHalf, segment: SegmentPlan) -> None:
+        """Check that the Step before a segment's batch is the last one that its job has executed."""
+        before = self.stepped.setdefault(segment.job, segment.step - 1)
+        _require(segment.step == before + 1, "{}: {} is only at step {}", action, segment.job, before)
+
     def _check_forward(self, action: ForwardPass) -> None:
         number, stage = self._require_loaded(action)
         _require((number, stage) not in self.passed, "{} runs a microbatch a second time", action)
+        is_overlapped = isinstance(action, Forward) and self._has_halves(ForwardHalf, number)
+        self._check_all_halves(action, ForwardHalf, is_overlapped)
         if stage > 0:
             came = (number, stage - 1) in self.passed or self._take_message(
                 number, stage, "activation", stage - 1
@@ -283,8 +334,7 @@ class _DeviceCheck:
                 now = self.stepped.setdefault(segment.job, segment.step)
                 _require(segment.step == now, "{}: {} is at step {}", action, segment.job, now)
                 continue
-            before = self.stepped.setdefault(segment.job, segment.step - 1)
-            _require(segment.step == before + 1, "{}: {} is only at step {}", action, segment.job, before)
+            self._check_step_before(action, segment)
             self.open_rows.setdefault((segment.job, segment.step), 0)
         if isinstance(action, Forward):
             self.in_flight.add((number, stage))
@@ -306,6 +356,7 @@ class _DeviceCheck:
                 number, stage, "gradient", stage + 1
             )
             _require(came, "{} comes before its gradient", action)
+        self._check_all_halves(action, BackwardHalf, self._has_halves(ForwardHalf, number))
         self.in_flight.remove((number, stage))
         self.returned.add((number, stage))
         for segment in self.program.microbatches[number].segments:
@@ -393,7 +444,7 @@ class _DeviceCheck:
         self.arrived.discard(wanted)
         return here
 
-    def _require_loaded(self, action: Compute) -> tuple[int, int]:
+    def _require_loaded(self, action: Compute | HalfPass) -> tuple[int, int]:
         self._require_own_stage(action, action.stage)
         _require(action.stage in self.loaded, "{} uses a stage that is not loaded", action)
         return action.microbatch, action.stage
@@ -481,7 +532,9 @@ class _TransportCheck:
     The rules are those of the transport (`run/workers/mailbox.py`), with gloo as with NCCL: messages from one
     device to another arrive in the order in which they were sent, a Send lets its device continue, and a Recv
     waits until its Send has been reached. So a Program hangs if and only if devices wait for one another
-    here. All shards of a device run the same list, so their sums are in the same order by construction.
+    here. All shards of a device run the same list. Every action starts its sums over shards in a fixed order,
+    and waits at most for sums that it or an earlier action of the list has started. So all shards start the
+    same sums in the same order, also where half layers leave a sum of each of two microbatches under way.
     """
 
     def __init__(self, program: Program) -> None:

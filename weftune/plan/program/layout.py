@@ -73,6 +73,9 @@ class Layout:
     """Whether every worker has one resident stage, which keeps the activations of a forward for its backward.
     Otherwise stages run one after another, and forwards are recomputed from their inputs, even if the stages
     are resident."""
+    overlaps: bool = False
+    """Whether two microbatches take turns at half layers, so that the sums over shards of one overlap with
+    the computation of the other."""
 
     def __post_init__(self) -> None:
         assert self.workers <= len(self.stages), "every worker has a stage"
@@ -83,6 +86,7 @@ class Layout:
             len(self.stages) * self.replicas == 1 and self.stages[0].is_resident and not self.adapters_travel
         ), "only beside a base that stays on one device"
         assert self.shards == 1 or not self.adapters_travel, "adapters of shards stay on their devices"
+        assert not self.overlaps or self.may_overlap, "only shards of one resident stage can overlap"
         assert self.replicas == 1 or self.is_pipeline, "replicas hold stages that stay on their devices"
         for worker, count in enumerate(self.slot_counts):
             assert count >= 1 or not self.for_worker(worker).streamed_stages, (
@@ -98,6 +102,11 @@ class Layout:
     def stage_workers(self) -> tuple[int, ...]:
         """Worker of each stage, in the first replica."""
         return tuple(stage % self.workers for stage in range(len(self.stages)))
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether microbatches can overlap in this layout."""
+        return self.is_pipeline and self.shards > 1 and len(self.stages) == self.replicas == 1
 
     @property
     def layers(self) -> int:
@@ -123,10 +132,13 @@ def one_device_layout(layers: int = 1, optimizer_offloaded: bool = False) -> Lay
     return Layout((StageLayers(0, layers, is_resident=True),), offloads_optimizer=optimizer_offloaded)
 
 
-def pipeline_layout(layers: Sequence[LayerRange], replicas: int = 1, shards: int = 1) -> Layout:
+def pipeline_layout(
+    layers: Sequence[LayerRange], replicas: int = 1, shards: int = 1, overlaps: bool = False
+) -> Layout:
     """Return a pipeline with one resident stage on each worker, or on each team of `shards` workers."""
     stages = tuple(StageLayers(one.start, one.stop, is_resident=True) for one in layers)
-    return Layout(stages, (0,) * len(stages), replicas=replicas, shards=shards, is_pipeline=True)
+    slots = (0,) * len(stages)
+    return Layout(stages, slots, replicas=replicas, shards=shards, is_pipeline=True, overlaps=overlaps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,28 @@ attention and one for the feed-forward."""
 
 
 @dataclass(frozen=True, slots=True)
+class HalfPrice:
+    """Cost of the halves of a layer in a forward or in a backward, for passes that overlap."""
+
+    attention: float
+    """Seconds in which a device computes the attention of one layer."""
+    feed_forward: float
+    """Seconds in which a device computes the feed-forward of one layer."""
+    sum: float
+    """Seconds of the sum over shards that follows each half."""
+    launch: float = 0.0
+    """Seconds in which the host launches the kernels of a half, which is the minimum of its time."""
+
+    def seconds(self, index: int) -> float:
+        """Return the seconds of the half layer with this index, without its sum."""
+        return max(self.launch, self.feed_forward if index % 2 else self.attention)
+
+    def computed_seconds(self, half_layers: int) -> float:
+        """Return the seconds in which a device computes this number of half layers."""
+        return half_layers / 2 * (self.attention + self.feed_forward)
+
+
+@dataclass(frozen=True, slots=True)
 class PassPrice:
     """Cost of the forward and the backward of one microbatch on one stage."""
 
@@ -31,6 +53,10 @@ class PassPrice:
     """Seconds of `forward` in which the device waits for sums over shards (all-reduces)."""
     backward_sums: float = 0.0
     """Seconds of `backward` in which the device waits for sums over shards (all-reduces)."""
+    forward_half: HalfPrice | None = None
+    """Cost of the half layers of `forward`, if the pass overlaps. None counts them with the Forward."""
+    backward_half: HalfPrice | None = None
+    """Cost of the half layers of `backward`, if the pass overlaps. None counts them with the Backward."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,6 +243,36 @@ class Score:
     stage: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardHalf:
+    """The forward of half a layer, which is its attention or its feed-forward, on shards of the layer.
+
+    The output is summed over the shards while the device continues with the next action. The first half of a
+    microbatch also computes the embeddings. The Forward that follows the last half computes the rest of the
+    pass.
+    """
+
+    microbatch: int
+    stage: int
+    index: int
+    """Index of the half layer in the stage. The attention of a layer has an even index and its feed-forward
+    the next odd one."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardHalf:
+    """The backward of half a layer, which is its attention or its feed-forward, on shards of the layer.
+
+    The gradient of its input is summed over the shards while the device continues with the next action. Half
+    layers run in reverse order. The Backward that follows the last one computes the rest of the pass.
+    """
+
+    microbatch: int
+    stage: int
+    index: int
+    """Index of the half layer in the stage, as in `ForwardHalf`."""
+
+
 Reduced = Literal["norm", "gradient", "scores", "kl"]
 SCORE_PAYLOADS: tuple[Reduced, ...] = ("scores", "kl")
 """Payloads of the Reduce actions that belong to the KL term of a loss."""
@@ -361,10 +391,13 @@ ForwardOnly = Evaluate | Score
 """A forward pass that keeps nothing for a backward."""
 ForwardPass = Forward | ForwardOnly
 Compute = ForwardPass | Backward
+HalfPass = ForwardHalf | BackwardHalf
+"""A part of a pass in which two microbatches take turns, so that the sums over shards of one overlap with the
+computation of the other."""
 Transport = Send | Recv
 Streaming = Load | Evict
 OfJob = Reduce | Step | Save
-Action = Compute | Transport | Streaming | OfJob
+Action = Compute | HalfPass | Transport | Streaming | OfJob
 
 
 @dataclass(frozen=True)
@@ -385,6 +418,9 @@ class Program:
     """Progress of the first microbatches, which belong to batches that the window before left unfinished."""
     hands_over: bool = False
     """Whether the window may leave batches unfinished, for the next window. Otherwise it ends drained."""
+    half_layers: int = 0
+    """Number of half layers of each pass that overlaps with the pass of another microbatch. 0 if no pass
+    does."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -453,6 +489,12 @@ class Program:
         return tuple(placed.supervised_tokens for placed in self.batch(segment.job, segment.step).samples)
 
     @cached_property
+    def overlapped(self) -> frozenset[int]:
+        """Indices of the microbatches whose passes overlap with those of another microbatch."""
+        actions = (action for actions in self.devices for action in actions)
+        return frozenset(action.microbatch for action in actions if isinstance(action, HalfPass))
+
+    @cached_property
     def has_chunks(self) -> bool:
         """Whether some sample runs in chunks."""
         return any(microbatch.chunk is not None for microbatch in self.microbatches)
@@ -513,7 +555,7 @@ class Program:
         kept, first = len(later.inherited), len(self.microbatches) - len(later.inherited)
 
         def moved(action: Action) -> Action:
-            if isinstance(action, Compute | Transport):
+            if isinstance(action, Compute | HalfPass | Transport):
                 number = action.microbatch
                 own = first + number if number >= kept else later.inherited[number].number
                 return replace(action, microbatch=own)
@@ -529,6 +571,7 @@ class Program:
                 for own, following in zip(self.devices, later.devices, strict=True)
             ),
             hands_over=later.hands_over,
+            half_layers=max(self.half_layers, later.half_layers),
         )
 
     def without_saves(self, jobs: frozenset[str]) -> Program:

@@ -1,14 +1,15 @@
 """An event simulator for Programs: when each action begins and ends, and how much memory is in use.
 
-Each device has four lanes that overlap: compute, send, receive and load. Actions of the compute, send and
-load lanes keep their order in the device's list. A pass waits for its Recv and for the Load of its stage. A
-Send waits for its pass and for the lanes of both devices. Received data stays in memory until it is used. A
+Each device has five lanes that overlap: compute, send, receive, load and sum. Actions of the compute, send
+and load lanes keep their order in the device's list. A pass waits for its Recv and for the Load of its stage.
+A Send waits for its pass and for the lanes of both devices. Received data stays in memory until it is used. A
 Load begins once the preceding compute action in the list has begun. A Reduce waits for the Reduce of the next
 device, and a Step for the Step of the previous one. Their messages are small, so they take only the latency
 of the link and occupy no lane. Gradients that replicas exchange take the time of their size, and occupy no
 lane either. Sums over shards (all-reduces) occupy the compute lane: each list of actions stands for all
 shards of its layers, which wait for every sum together. A gradient is summed over shards at its first Reduce,
-or at its Step if there is none.
+or at its Step if there is none. Only the sum that follows a half layer (see `ForwardHalf`) occupies the sum
+lane instead, and the next action of the same microbatch waits for it.
 """
 
 from __future__ import annotations
@@ -24,16 +25,19 @@ from itertools import count
 import numpy as np
 
 from weftune.plan.program.check import StepMessage, StepMessages
-from weftune.plan.program.prices import PricedCluster, Prices
+from weftune.plan.program.prices import HalfPrice, PricedCluster, Prices
 from weftune.plan.program.program import (
     Action,
     Backward,
+    BackwardHalf,
     Compute,
     Evaluate,
     Evict,
     Forward,
+    ForwardHalf,
     ForwardOnly,
     ForwardPass,
+    HalfPass,
     Load,
     Program,
     Recv,
@@ -53,6 +57,7 @@ class Lane(StrEnum):
     send = "send"
     receive = "receive"
     load = "load"
+    sum = "sum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +209,10 @@ class _Lanes:
     """Results computed on this device that have not been sent yet."""
     decisions: set[StepMessage] = field(default_factory=set)
     """Messages about Reduces and Steps that this device has received from other devices."""
+    summed_microbatches: set[int] = field(default_factory=set)
+    """Microbatches with a sum in the sum lane, or waiting for it."""
+    sums_end: float = 0.0
+    """Time at which the sum lane is free."""
     waiting_senders: deque[int] = field(default_factory=deque)
     """Devices whose send lane waits for this device's receive lane."""
     memory_changes: list[Level] = field(default_factory=list)
@@ -300,6 +309,8 @@ class _Simulation:
             return False
         if isinstance(action, Reduce | Step):
             return lanes.decisions.issuperset(self.messages.needed_by(action, device))
+        if isinstance(action, Compute | HalfPass) and action.microbatch in lanes.summed_microbatches:
+            return False
         if not isinstance(action, Compute):
             return True
         arrival = self._arrival(action, device)
@@ -328,10 +339,13 @@ class _Simulation:
 
     def _seconds(self, action: Action, device: int) -> float:
         match action:
+            case ForwardHalf() | BackwardHalf():
+                half = self._half_price(action)
+                return half.seconds(action.index) if half else 0.0
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
-                return self.prices.passes[number][stage].forward
+                return max(0.0, self.prices.passes[number][stage].forward - self._seconds_of_halves(action))
             case Backward(number, stage):
-                return self.prices.passes[number][stage].backward
+                return max(0.0, self.prices.passes[number][stage].backward - self._seconds_of_halves(action))
             case Reduce():
                 return self._sum_seconds(action, device)
             case Step():
@@ -342,15 +356,33 @@ class _Simulation:
         """Return the seconds of an action in which its device waits for sums over shards."""
         match action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
-                return self.prices.passes[number][stage].forward_sums
+                return self.prices.passes[number][stage].forward_sums - self._sums_of_halves(action)
             case Backward(number, stage):
-                return self.prices.passes[number][stage].backward_sums
+                return self.prices.passes[number][stage].backward_sums - self._sums_of_halves(action)
             case Reduce(job):
                 is_first = action.payload == "gradient" or self.program.replicas == 1
                 return self._gradient_seconds(job, device) if is_first else 0.0
             case Step(job) if len(self.program.devices) == 1:
                 return self._gradient_seconds(job, device)
         return 0.0
+
+    def _half_price(self, action: Compute | HalfPass) -> HalfPrice | None:
+        """Return the cost of the half layers of the same pass. None if they have no cost of their own."""
+        if action.microbatch not in self.program.overlapped:
+            return None
+        price = self.prices.passes[action.microbatch][action.stage]
+        return price.backward_half if isinstance(action, Backward | BackwardHalf) else price.forward_half
+
+    def _sums_of_halves(self, action: Compute) -> float:
+        """Return the seconds of the sums over shards that follow the half layers of a pass."""
+        half = self._half_price(action)
+        return half.sum * self.program.half_layers if half else 0.0
+
+    def _seconds_of_halves(self, action: Compute) -> float:
+        """Return the seconds of the half layers and of their sums that the price of a pass includes. They are
+        over before the action itself begins."""
+        half, count = self._half_price(action), self.program.half_layers
+        return half.computed_seconds(count) + self._sums_of_halves(action) if half else 0.0
 
     def _gradient_seconds(self, job: str, device: int) -> float:
         """Return the seconds in which shards sum a job's gradient on the stage of a device."""
@@ -361,6 +393,10 @@ class _Simulation:
         if isinstance(action, Compute) and (result := self._result_of(action, device)):
             self._change_memory(device, self._message_bytes(result))
         match action:
+            case ForwardHalf(number, stage, 0):
+                self._change_memory(device, self.prices.passes[number][stage].kept_bytes)
+            case Forward(number) if number in self.program.overlapped:
+                pass  # counted at the first half layer
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
                 self._change_memory(device, self.prices.passes[number][stage].kept_bytes)
                 if (wanted := self._arrival(action, device)) is not None:
@@ -377,6 +413,8 @@ class _Simulation:
     def _end_compute(self, device: int, action: Action, start: float) -> None:
         self.lanes[device].computing = False
         self._record_event(device, Lane.compute, action, start)
+        if isinstance(action, HalfPass):
+            self._begin_sum(device, action)
         if isinstance(action, Reduce):
             self._send_messages(action, device)
         if isinstance(action, Backward | ForwardOnly):
@@ -387,6 +425,21 @@ class _Simulation:
             self._change_memory(device, -self._message_bytes(wanted))
         if isinstance(action, Compute) and (result := self._result_of(action, device)):
             self.lanes[device].results.add(result)
+        self._wake(device)
+
+    def _begin_sum(self, device: int, action: HalfPass) -> None:
+        """Begin the sum over shards that follows a half layer, once the sum lane is free."""
+        lanes, half = self.lanes[device], self._half_price(action)
+        if half is None:
+            return
+        start = max(self.now, lanes.sums_end)
+        lanes.sums_end = start + half.sum
+        lanes.summed_microbatches.add(action.microbatch)
+        self._schedule(lanes.sums_end, lambda: self._end_sum(device, action, start))
+
+    def _end_sum(self, device: int, action: HalfPass, start: float) -> None:
+        self.lanes[device].summed_microbatches.remove(action.microbatch)
+        self._record_event(device, Lane.sum, action, start)
         self._wake(device)
 
     def _result_of(self, action: Compute, device: int) -> Arrival | None:
@@ -505,7 +558,7 @@ def _lanes(actions: tuple[Action, ...]) -> _Lanes:
             case Load(stage):
                 lanes.loads.append((action, len(lanes.compute)))
                 brought[stage] = len(lanes.loads)
-            case Forward() | Backward() | Evaluate() | Score() | Evict():
+            case Forward() | Backward() | Evaluate() | Score() | ForwardHalf() | BackwardHalf() | Evict():
                 lanes.compute.append((action, brought.get(action.stage, 0)))
             case Reduce() | Step() | Save():
                 lanes.compute.append((action, 0))

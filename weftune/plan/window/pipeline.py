@@ -49,6 +49,7 @@ from weftune.plan.window.orders import (
     one_forward_one_backward,
     template_order,
 )
+from weftune.plan.window.overlap import overlap_microbatches
 from weftune.plan.window.pace import StagePace, pace_prices
 from weftune.plan.window.replicas import Rounds, deal_evaluation, deal_samples, order_replicas
 from weftune.plan.window.rounds import JobWindow, mismatched_segments
@@ -92,6 +93,8 @@ class PipelineRules:
     order, since only that order is predicted for all replicas together."""
     min_chunk_rows: int = 0
     """Fewest rows of the chunks into which long samples may be cut. 0 means that samples stay whole."""
+    overlapped_layers: int = 0
+    """Number of layers of the only stage if microbatches overlap there, on shards. 0 if they do not."""
 
     @property
     def stages(self) -> int:
@@ -154,6 +157,8 @@ def plan_pipeline(
     # A job that waits meanwhile begins in the next window, and must not save at the same step in both.
     program = _with_saves(program, windows, evaluating or beginners)
     program = replace(program, recompute=rules.recompute)
+    if rules.overlapped_layers:
+        program = overlap_microbatches(program, rules.overlapped_layers)
     check(program, step | {batch.job: batch.step - 1 for batch in inherited.batches})
     return program
 

@@ -59,6 +59,8 @@ def plan_window(
         spare_microbatches=pacing.spare_microbatches,
         replicas=layout.replicas,
         min_chunk_rows=pacing.min_chunk_rows,
+        # Layers that are recomputed or run in tiles do not overlap.
+        overlapped_layers=layout.layers if layout.overlaps and recompute == NOTHING else 0,
     )
     program = plan_pipeline(windows, rules, inherited, pacing.hands_over)
     return _pad_to_ladder(program, capacity) if ladder else program

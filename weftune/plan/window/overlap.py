@@ -1,0 +1,86 @@
+"""Microbatches that overlap inside a stage of shards, as in Algorithm 1 of MuxTune.
+
+Shards sum the output of every half layer, which is an attention or a feed-forward. Two neighbouring
+microbatches take turns at half layers, so that the sum of one is under way while the other is computed. Each
+microbatch still consists of its own jobs, whose adapters run together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from weftune.plan.program.program import (
+    Action,
+    Backward,
+    BackwardHalf,
+    Forward,
+    ForwardHalf,
+    OfJob,
+    Program,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two neighbouring microbatches in a list of actions."""
+
+    first: int
+    second: int
+    between: tuple[Action, ...]
+    """Actions between the passes of the two, which can also follow both."""
+    stop: int
+    """Index of the first action after the passes of both."""
+
+
+def overlap_microbatches(program: Program, layers: int) -> Program:
+    """Return the program of a single stage of `layers` layers with pairs of neighbouring microbatches that
+    overlap. A microbatch remains as it is if its neighbour needs its optimizer steps, or if one of the two is
+    a chunk of a sample."""
+    half_layers = 2 * layers
+    actions, overlapped, index = program.actions, [], 0
+    while index < len(actions):
+        pair = _find_pair(program, actions, index)
+        if pair is None:
+            overlapped.append(actions[index])
+            index += 1
+        else:
+            overlapped += [*_take_turns(pair, half_layers), *pair.between]
+            index = pair.stop
+    found = replace(program, devices=(tuple(overlapped),), half_layers=half_layers)
+    return found if found.overlapped else program
+
+
+def _find_pair(program: Program, actions: Sequence[Action], index: int) -> _Pair | None:
+    """Return the pair whose first Forward has this index among the actions, or None if there is none."""
+    if (first := _whole_pass(program, actions, index)) is None:
+        return None
+    between: list[OfJob] = []
+    for action in actions[index + 2 :]:
+        if not isinstance(action, OfJob):
+            break
+        between.append(action)
+    at = index + 2 + len(between)
+    second = _whole_pass(program, actions, at)
+    if second is None or {one.job for one in between} & set(program.microbatches[second].jobs):
+        return None
+    return _Pair(first, second, tuple(between), at + 2)
+
+
+def _whole_pass(program: Program, actions: Sequence[Action], index: int) -> int | None:
+    """Return the microbatch whose Forward has this index, if its Backward follows at once and it is no
+    chunk."""
+    match actions[index : index + 2]:
+        case (Forward(number), Backward(back)) if number == back and not program.microbatches[number].chunk:
+            return number
+    return None
+
+
+def _take_turns(pair: _Pair, half_layers: int) -> list[Action]:
+    both, order = (pair.first, pair.second), range(half_layers)
+    return [
+        *(ForwardHalf(number, 0, half) for half in order for number in both),
+        *(Forward(number) for number in both),
+        *(BackwardHalf(number, 0, half) for half in reversed(order) for number in both),
+        *(Backward(number) for number in both),
+    ]
