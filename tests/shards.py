@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from weftune.core.shards import ShardTeam
+from weftune.core.shards import ShardTeam, WaitForSum
 
 Result = TypeVar("Result")
 
@@ -50,9 +51,20 @@ def on_shards(
                 barrier.wait()
             tensor.copy_(total)
 
+        def start_sum(tensor: Tensor) -> WaitForSum:
+            own = tensor.clone()
+            # Whoever reads the tensor too early, finds no numbers.
+            tensor.fill_(math.nan)
+
+            def wait() -> None:
+                sum_over_shards(own)
+                tensor.copy_(own)
+
+            return wait
+
         try:
             with turn:
-                return function(ShardTeam(shard, shards, sum_over_shards))
+                return function(ShardTeam(shard, shards, sum_over_shards, start_sum=start_sum))
         except BaseException:
             barrier.abort()
             raise

@@ -13,6 +13,11 @@ from weftune.core.shapes import SiteSlice
 
 SumOverShards = Callable[[Tensor], None]
 """Function that replaces a tensor by its sum over all shards, on every shard."""
+WaitForSum = Callable[[], None]
+"""Function that returns when a sum over shards that was started before may be read."""
+StartSum = Callable[[Tensor], WaitForSum]
+"""Function that starts to replace a tensor by its sum over all shards, and returns a function that waits for
+the sum. The tensor must not be used in the meantime."""
 
 
 def kept_indices(part: SiteSlice, device: torch.device | None = None) -> Tensor:
@@ -30,6 +35,9 @@ class ShardTeam:
     sum_over_shards: SumOverShards
     is_capturable: bool = False
     """Whether a CUDA graph can contain sums over shards, as it can where NCCL computes them."""
+    start_sum: StartSum | None = None
+    """Function that starts a sum over all shards while the device computes. None if microbatches do not
+    overlap on this team."""
 
     def part(self, size: int) -> tuple[int, int]:
         """Return this shard's part of `size` consecutive numbers, as (start, stop). The sizes of two parts

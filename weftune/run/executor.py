@@ -26,12 +26,15 @@ from weftune.plan.program.layout import WorkerLayout
 from weftune.plan.program.program import (
     Action,
     Backward,
+    BackwardHalf,
     Compute,
     Evaluate,
     Evict,
     Forward,
+    ForwardHalf,
     ForwardOnly,
     ForwardPass,
+    HalfPass,
     Load,
     MicrobatchPlan,
     Program,
@@ -57,6 +60,7 @@ from weftune.run.parts import (
     fetch_from,
 )
 from weftune.run.passes.adapted import AdaptedBase
+from weftune.run.passes.overlapped import OverlappedPasses
 from weftune.run.passes.rows import DeviceMicrobatch, InFlight, StageVisit, TimedPass, pad_to_device
 from weftune.run.passes.scorer import Scorer
 from weftune.run.training.snapshot import Snapshot
@@ -85,6 +89,7 @@ class Executor:
         self.part, self.worker = part, worker
         self.weights, self.activations, self.passes = weights, activations, passes
         self.adapters, self.agreement = adapters, agreement
+        self.overlapped = OverlappedPasses(adapted)
         self.scorer = Scorer(self.base.head() if self.base.last else None, self.banks.rows_in_head)
         self._roster, self._timer = adapters.roster, timer
         self.attached, self.dead = self._roster.trainings, self._roster.dead
@@ -234,6 +239,7 @@ class Executor:
             self._in_flight.clear()
             self.activations.forget()
             self.passes.abandon()
+            self.overlapped.forget()
             self.adapters.abandon()
         self.unfinished = FINISHED
 
@@ -249,10 +255,11 @@ class Executor:
                 continue
             for action in run:
                 # Only at the end of a round are the stages where the next plan expects them.
-                if isinstance(action, ForwardPass) and request.is_pending() and not self._is_busy():
+                begins = isinstance(action, ForwardPass | ForwardHalf)
+                if begins and request.is_pending() and not self._is_busy():
                     return
                 late = request.is_overdue() or overdue()
-                if late and isinstance(action, Compute) and not self.agreement.shortage:
+                if late and isinstance(action, Compute | HalfPass) and not self.agreement.shortage:
                     yield from self._drop_unfinished()
                     if self.agreement.end_early():
                         return
@@ -285,9 +292,13 @@ class Executor:
         """Report that an action has run. After the last action of a microbatch on this worker, release the
         microbatch."""
         span, passed = self._timer.stop(), None
-        if isinstance(action, Compute) and (flight := self._in_flight.get(action.microbatch)) is not None:
+        if (
+            isinstance(action, Compute | HalfPass)
+            and (flight := self._in_flight.get(action.microbatch)) is not None
+        ):
             timed, number, own = flight.pass_times, action.microbatch, self.part.own_stages
-            (timed.backward if isinstance(action, Backward) else timed.forward).append(span)
+            is_backward = isinstance(action, Backward | BackwardHalf)
+            (timed.backward if is_backward else timed.forward).append(span)
             if action in (Backward(number, own[0]), Evaluate(number, own[-1]), Score(number, own[-1])):
                 passed = self._in_flight.pop(number).pass_times
                 self._release_sample_keys(passed.plan)
@@ -301,9 +312,10 @@ class Executor:
         self._next = None
         self.activations.forget()
         self.passes.abandon()
+        self.overlapped.forget()
 
     def _run_action(self, action: Action) -> Iterator[Event]:
-        if self.agreement.shortage and isinstance(action, Compute | Streaming):
+        if self.agreement.shortage and isinstance(action, Compute | HalfPass | Streaming):
             return
         match action:
             case Recv() if self.agreement.shortage:
@@ -322,6 +334,10 @@ class Executor:
                 )
             case Send(number, stage, what):
                 self.agreement.send(action, self.activations.take_outgoing(StageVisit(number, stage), what))
+            case ForwardHalf(number, stage, index):
+                self._forward_half(StageVisit(number, stage), index)
+            case BackwardHalf(number, stage, index):
+                self._backward_half(StageVisit(number, stage), index)
             case Forward(number, stage):
                 self._forward(StageVisit(number, stage))
             case Backward(number, stage):
@@ -340,9 +356,30 @@ class Executor:
 
     # -- passes ------------------------------------------------------------------------------------------
 
+    def _forward_half(self, visit: StageVisit, index: int) -> None:
+        flight = self._find_in_flight(visit, Forward) if index == 0 else self._in_flight.get(visit.microbatch)
+        if index == 0:
+            self._prepare_stage(
+                visit.stage, self._program.microbatches[visit.microbatch], before_backward=False
+            )
+        if flight is not None:
+            self.overlapped.forward_half(visit, flight, index)
+
+    def _backward_half(self, visit: StageVisit, index: int) -> None:
+        if (flight := self._in_flight.get(visit.microbatch)) is None:
+            return
+        if index + 1 == self._program.half_layers:
+            assert flight.scores is not None, "losses come before the gradients of the last half layer"
+            self._prepare_stage(
+                visit.stage, self._program.microbatches[visit.microbatch], before_backward=True
+            )
+            self.overlapped.begin_backward(visit, flight.scores.gradient_TD(self.dead))
+        self.overlapped.backward_half(visit, index)
+
     def _forward(self, visit: StageVisit) -> None:
         plan = self._program.microbatches[visit.microbatch]
-        flight = self._find_in_flight(visit, Forward)
+        is_overlapped = self.overlapped.is_open(visit)
+        flight = self._in_flight[visit.microbatch] if is_overlapped else self._find_in_flight(visit, Forward)
         # Not earlier: the microbatch is laid out while the data of the first Steps is still being copied.
         self._prepare_stage(visit.stage, plan, before_backward=False)
         if flight is not None:
@@ -352,7 +389,11 @@ class Executor:
 
     def _pass_forward(self, flight: InFlight, visit: StageVisit) -> None:
         last = visit.stage == self._last_stage
-        h_TD = self.passes.forward(visit, flight, self._input(visit), last or self.part.layout.is_pipeline)
+        if self.overlapped.is_open(visit):
+            h_TD = self.overlapped.end_forward(visit)
+        else:
+            keep = last or self.part.layout.is_pipeline
+            h_TD = self.passes.forward(visit, flight, self._input(visit), keep)
         if last:
             leaf_TD, program = h_TD.detach().requires_grad_(), self._program
             flight.scores = self.scorer.score(leaf_TD, flight.laid, program.supervised, program.sample_counts)
@@ -369,9 +410,13 @@ class Executor:
         at = own.index(stage)
         if at and own[at - 1] > 0:
             self.activations.prefetch_input(StageVisit(number, own[at - 1]))
-        scores = flight.scores if stage == self._last_stage else None
-        dh_TD = scores.gradient_TD(self.dead) if scores else self.activations.take_gradient(visit)
-        dinput_TD = self.passes.backward(visit, flight, self._input(visit), dh_TD)
+        if self.overlapped.is_open(visit):
+            self.overlapped.end_backward(visit)
+            dinput_TD = None
+        else:
+            scores = flight.scores if stage == self._last_stage else None
+            dh_TD = scores.gradient_TD(self.dead) if scores else self.activations.take_gradient(visit)
+            dinput_TD = self.passes.backward(visit, flight, self._input(visit), dh_TD)
         self.adapters.record_backward(stage, flight.pass_times.plan.jobs)
         if dinput_TD is not None:
             self.activations.drop(visit)
@@ -510,6 +555,8 @@ class Executor:
             raise PlanError(
                 "this plan cuts samples into chunks, and here stages of the base take turns on a device"
             )
+        if program.overlapped and not self.overlapped.is_possible:
+            raise PlanError("this plan overlaps microbatches, and here layers are no fused shards")
         actions = program.devices[self.worker]
         moved = {type(action).__name__ for action in actions if isinstance(action, Streaming)}
         if moved and not self.part.streamed_stages:

@@ -6,7 +6,9 @@ from tests.plan.works import work
 from weftune.plan.cost.time import Line
 from weftune.plan.program.program import (
     Backward,
+    BackwardHalf,
     Forward,
+    ForwardHalf,
     MicrobatchPlan,
     PlacedSample,
     Program,
@@ -15,7 +17,9 @@ from weftune.plan.program.program import (
     cut_sample,
 )
 from weftune.plan.window.orders import one_forward_one_backward
+from weftune.plan.window.overlap import overlap_microbatches
 from weftune.run.workers.agreed import TimedAction, WorkerReport
+from weftune.run.workers.driver import microbatch_seconds
 from weftune.run.workers.paces import BACKWARD_GUESS, MAX_MEASUREMENTS, MeasuredPass, Paces, fit_line
 
 
@@ -45,6 +49,22 @@ def test_guesses_stay_when_every_stage_has_been_measured():
     paces.add_measurements(program, [WorkerReport(times=one) for one in times])
     assert paces.measured
     assert paces.guessed_stages() == before != paces.stages()
+
+
+def test_half_layers_count_with_their_pass():
+    program = overlap_microbatches(one_forward_one_backward(work(2, 1, 1), 1), layers=1)
+    paces, times, now = Paces([1]), [], 0.0
+    for action in program.actions:
+        seconds = {ForwardHalf: 1.0, BackwardHalf: 2.0, Forward: 0.5, Backward: 0.0}.get(type(action))
+        if seconds is not None:
+            times.append(TimedAction(action, now, now + seconds))
+            now += seconds
+    paces.add_measurements(program, [WorkerReport(times=times)])
+    (pace,) = paces.stages()
+    assert (pace.forward(1), pace.backward(1)) == (2.5, 4.0)
+    assert paces.predicted_seconds(program) == pytest.approx(now)
+    seconds = microbatch_seconds([WorkerReport(times=times)], Forward | ForwardHalf)
+    assert seconds == {0: 2.5, 1: 2.5}
 
 
 def test_a_windows_times_predict_the_next_like_it():

@@ -35,6 +35,7 @@ from weftune.core.shapes import LayerRange
 from weftune.core.shards import ShardTeam
 from weftune.errors import BaseModelError
 from weftune.plan.program.layout import pipeline_layout
+from weftune.plan.window.overlap import overlap_microbatches
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Failed, Stepped
 from weftune.run.parts import fetch_from
@@ -96,7 +97,7 @@ def training_of(base, job):
     return new_training(adapter, job.recipe, sites, base.dtype, base.device, base.whole_sites, frozen=frozen)
 
 
-def as_shard(connections, family, dtype, jobs_of, cuts, poison, cancelled):
+def as_shard(connections, family, dtype, jobs_of, cuts, poison, cancelled, overlaps):
     """Train the jobs on this worker; what happened here, and its adapters, which are whole in each layer."""
     position = connections.position
     whole = whole_base(family, dtype)
@@ -105,7 +106,7 @@ def as_shard(connections, family, dtype, jobs_of, cuts, poison, cancelled):
     read_whole = whole_reader(deep(family, dtype))
     base = shard_of(deep(family, dtype), spec, bench.CPU, team, held[position.stage], read_whole)
     transport = Transport(connections, base.shape.hidden, base.dtype, base.device)
-    layout = pipeline_layout(held, position.replicas, position.shards)
+    layout = pipeline_layout(held, position.replicas, position.shards, overlaps)
     part = layout.for_worker(position.stage)
     executor, _ = worker_executor(base, part, transport, position.list_index, team)
     for job in jobs:
@@ -113,6 +114,9 @@ def as_shard(connections, family, dtype, jobs_of, cuts, poison, cancelled):
     if poison is not None and position.worker == 0:
         executor.banks.attached[poison].weights.fill_(math.nan)
     program = pipeline_program(jobs, position, None)
+    if overlaps:
+        program = overlap_microbatches(program, layout.layers)
+        assert program.overlapped
     by_name, kinds = {job.name: job for job in jobs}, program.pass_kinds()
     microbatches = {
         n: collate_plan(plan, kinds[n], by_name)
@@ -138,10 +142,11 @@ def train(
     replicas=1,
     poison=None,
     cancelled=None,
+    overlaps=False,
 ):
     workers, arguments = (
         shards * (len(cuts) - 1) * replicas,
-        (family, dtype, jobs_of, cuts, poison, cancelled),
+        (family, dtype, jobs_of, cuts, poison, cancelled, overlaps),
     )
     return run_workers(workers, as_shard, *arguments, replicas=replicas, shards=shards)
 
@@ -188,7 +193,7 @@ def test_more_shards_than_key_value_heads_repeat_these_heads(family):
     assert_same_bits(answers, shards=4)
 
 
-def assert_equal_to_one_process(family, shards, jobs_of, replicas=1):
+def assert_equal_to_one_process(family, shards, jobs_of, replicas=1, overlaps=False):
     base = whole_base(family, torch.float64)
     jobs = jobs_of(base)
     made = resident_executor(base)
@@ -196,7 +201,7 @@ def assert_equal_to_one_process(family, shards, jobs_of, replicas=1):
         made.attach(training_of(base, job))
     starts = views(made.attached)
     events = list(executors.run_program(made, executors.plan_program(jobs, 5, CAPACITY), jobs))
-    answers = train(family, shards, jobs_of=jobs_of, replicas=replicas)
+    answers = train(family, shards, jobs_of=jobs_of, replicas=replicas, overlaps=overlaps)
     want = losses_of(events), views(made.attached), starts
     assert_equal((losses_of(answers[0][0]), answers[0][1]), want, 1e-9, 1e-8)
     assert_same_bits(answers, shards=shards)

@@ -26,6 +26,7 @@ from weftune.base.decoders import DECODERS, MIXTURES, DecoderFacts
 from weftune.base.model import Base
 from weftune.base.shards import share_input, sum_output
 from weftune.base.stages import Elsewhere, decoder_of
+from weftune.core.batch import Microbatch
 from weftune.core.shards import ShardTeam
 from weftune.ops.norm import rms_norm, rms_norm_onto, skip_rms_norm
 from weftune.ops.rotary import HeadNorms, rotary_split
@@ -37,6 +38,8 @@ from weftune.run.passes.row_tiles import Keep, TiledParts, row_tiles, tiled_laye
 Linear = Callable[[Tensor, Tensor | None], Tensor]
 """A function that takes an input x and a residual (or None), and returns the outputs of a group of linears
 plus the residual."""
+Angle = tuple[Tensor, Tensor]
+"""Cosines and sines of a rotary embedding, [T, E] each."""
 ACTIVATIONS = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
 
 
@@ -51,6 +54,7 @@ class Layers:
         self.host = HostStore(base.device)
         """Store in host memory for the tensors that offloaded layers keep from their forward to their
         backward."""
+        self._base = base
         self._decoder = cast(Any, decoder_of(base.model))
         self._config: Any = base.model.config
         self._device = base.device
@@ -64,6 +68,11 @@ class Layers:
         self.paths = [f"{path}.layers.{at}" for at in here]
         self._norms = base.last
         """Whether this worker also holds the final norm of the model."""
+        self.fused: list[FusedLayer] = []
+        self.final_norm: FusedNorm | None = None
+        self._angles: list[Angle] | None = None
+        """List to which the layers add the angles of their rotary embedding instead of computing anything.
+        None except within `compute_inputs`."""
         heads = [module.self_attn.head_dim for module in self.modules]
         self.mixes = self._config.model_type in MIXTURES
         """Whether the layers have experts (MoE) instead of an MLP."""
@@ -82,11 +91,13 @@ class Layers:
     def fuse(self, banks: Banks) -> None:
         if self._facts is None:
             return
-        for index in range(len(self.modules)):
-            self.modules[index].forward = FusedLayer(self, index, banks, self._config, self._facts)
+        for index, module in enumerate(self.modules):
+            module.forward = FusedLayer(self, index, banks, self._config, self._facts)
+            self.fused.append(module.forward)
         if self.modules and self._norms:
             norm = self._decoder.norm
-            norm.forward = partial(self._final_norm, FusedNorm(norm, self._facts))
+            self.final_norm = FusedNorm(norm, self._facts)
+            norm.forward = partial(self._final_norm, self.final_norm)
         rotary = self._decoder.rotary_emb
         if rotary.rope_type in ("dynamic", "longrope"):
             # Transformers would read the longest sample's length from the device in every pass.
@@ -94,12 +105,32 @@ class Layers:
 
     def _final_norm(self, norm: FusedNorm, h_1TD: Tensor) -> Tensor:
         """Compute the final norm, after the last layer. It replaces the norm's own forward."""
+        if self._angles is not None:
+            return h_1TD
         h_TD, tile_rows = h_1TD[0], self.recompute.tile_rows
         parts = h_TD.split(tile_rows) if 0 < tile_rows < len(h_TD) else (h_TD,)
         return torch.cat([norm(part) for part in parts])[None] if len(parts) > 1 else norm(h_TD)[None]
 
+    def compute_inputs(self, microbatch: Microbatch, pack: Pack) -> tuple[Tensor, list[Angle]]:
+        """Return the input of the first layer, and for each layer the cosines and sines of its rotary
+        embedding, as the model's own forward computes them before its layers."""
+        angles: list[Angle] = []
+        self._angles = angles
+        try:
+            return self._base.hidden(microbatch, pack), angles
+        finally:
+            self._angles = None
+
+    def skips_layer(self, angle: Angle) -> bool:
+        """Return whether a layer is to return its input, since only the inputs of layers are computed. If so,
+        record the angles of its rotary embedding."""
+        if self._angles is not None:
+            self._angles.append(angle)
+        return self._angles is not None
+
     def unfuse(self) -> None:
         """Restore the original forward of every layer, of the final norm and of the rotary embedding."""
+        self.fused = []
         for module in self.modules:
             module.__dict__.pop("forward", None)
         if self.modules and self._norms:
@@ -151,6 +182,8 @@ class FusedLayer:
         assert position_embeddings is not None
         assert weftune_pack is not None
         cos_TE, sin_TE = (x[0] for x in position_embeddings)
+        if self._layers.skips_layer((cos_TE, sin_TE)):
+            return hidden_states
         arguments = hidden_states[0], cos_TE, sin_TE, weftune_pack
         # A chunk of a sample is as short as a tile.
         is_chunk = weftune_pack.cache is not None and torch.is_grad_enabled()
@@ -225,6 +258,27 @@ class FusedLayer:
             self._banks.graph_only() if discards else nullcontext(),
         ):
             return self._add_branch(h_TD, self._down, act_TI, self._after_mlp, discards)
+
+    # -- half layers --------------------------------------------------------------------------------------
+
+    def normalise_half(self, is_feed_forward: bool, h_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual around the attention or the feed-forward, and the normalised input."""
+        norm = self._before_mlp if is_feed_forward else self._before_attention
+        return norm.norm_with_residual(h_TD)
+
+    def run_half(self, is_feed_forward: bool, n_TD: Tensor, angle: Angle, pack: Pack) -> Tensor:
+        """Compute the attention or the feed-forward, given its normalised input. Return this shard's part of
+        the output, which is to be summed over the shards."""
+        if is_feed_forward:
+            return self._down(self._activation(self._gate_up(n_TD, None)), None)
+        norms = head_norms(*self._head_norms) if self._head_norms else None
+        qkv = rotary_split(self._qkv(n_TD, None), *angle, self._heads, self._groups, norms)
+        return self._o(attend_with_prefixes(*qkv, pack, self._rule, self._layer).flatten(1), None)
+
+    def add_half(self, is_feed_forward: bool, h_TD: Tensor, y_TD: Tensor) -> Tensor:
+        """Return the residual plus the summed output of the attention or the feed-forward."""
+        norm = self._after_mlp if is_feed_forward else self._after_attention
+        return h_TD + y_TD if norm is None else norm.add_norm(h_TD, y_TD)
 
     def _add_branch(
         self, h_TD: Tensor, linear: Linear, x: Tensor, norm: FusedNorm | None, discards: bool = False

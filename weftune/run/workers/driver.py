@@ -29,7 +29,17 @@ from weftune.ops.adamw import AdamState
 from weftune.plan.cost.time import PassTime, work_of
 from weftune.plan.program.handover import FINISHED, unfinished_work
 from weftune.plan.program.layout import Layout
-from weftune.plan.program.program import Backward, Compute, Evaluate, Forward, ForwardPass, Program
+from weftune.plan.program.program import (
+    Backward,
+    BackwardHalf,
+    Compute,
+    Evaluate,
+    Forward,
+    ForwardHalf,
+    ForwardPass,
+    HalfPass,
+    Program,
+)
 from weftune.run.events import Event, Failed, OutOfMemory, Passed, evaluation_event, score_event
 from weftune.run.measure.memory import set_memory_limit
 from weftune.run.parts import Fetch, fetch_from
@@ -277,7 +287,8 @@ class Driver:
     def _pass_events(self, program: Program) -> Iterator[Passed]:
         """Yield an event for every microbatch that has ended in this window, with the time of its pass over
         the base. Its time is a mean over workers."""
-        forward, backward = (microbatch_seconds(self.reports, kinds) for kinds in (ForwardPass, Backward))
+        directions = (ForwardPass | ForwardHalf, Backward | BackwardHalf)
+        forward, backward = (microbatch_seconds(self.reports, kinds) for kinds in directions)
         for number, one in enumerate(program.inherited):
             before_forward, before_backward = self._seconds_before.get(one.number, (0.0, 0.0))
             forward[number] = forward.get(number, 0.0) + before_forward
@@ -441,7 +452,7 @@ def microbatch_seconds(reports: Sequence[WorkerReport], kinds: type | UnionType)
     seconds: dict[int, float] = {}
     for report in reports:
         for one in report.times:
-            if isinstance(one.action, kinds) and isinstance(one.action, Compute):
+            if isinstance(one.action, kinds) and isinstance(one.action, Compute | HalfPass):
                 number = one.action.microbatch
                 seconds[number] = seconds.get(number, 0.0) + (one.stop - one.start) / len(reports)
     return seconds

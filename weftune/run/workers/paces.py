@@ -3,7 +3,7 @@ function of its number of rows."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import mean
@@ -13,8 +13,11 @@ import numpy as np
 from weftune.plan.cost.time import Line
 from weftune.plan.program.program import (
     Backward,
+    BackwardHalf,
     Evaluate,
     Forward,
+    ForwardHalf,
+    HalfPass,
     MicrobatchPlan,
     Program,
     Score,
@@ -96,13 +99,24 @@ class Paces:
         for worker, report in enumerate(reports):
             homes = program.stage_devices(program.replica(worker))
             here = [stage for stage, home in zip(self._stages, homes, strict=True) if home == worker]
+            halves: defaultdict[tuple[type[HalfPass], int], float] = defaultdict(float)
             for one in report.times:
-                self._add_measurement(one, program, here)
+                seconds = one.stop - one.start
+                match one.action:
+                    case ForwardHalf(number) | BackwardHalf(number) as half:
+                        halves[type(half), number] += seconds
+                        continue
+                    case Forward(number):
+                        seconds += halves[ForwardHalf, number]
+                    case Backward(number):
+                        seconds += halves[BackwardHalf, number]
+                self._add_measurement(one, seconds, program, here)
 
     def _add_measurement(
-        self, timed_action: TimedAction, program: Program, worker_stages: Sequence[_Stage]
+        self, timed_action: TimedAction, seconds: float, program: Program, worker_stages: Sequence[_Stage]
     ) -> None:
-        seconds = timed_action.stop - timed_action.start
+        """Add the measurement of an action. `seconds` includes the half layers of a pass that overlaps, with
+        their waits, so that it is the time that the pass adds to the window."""
         match timed_action.action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
                 plan = program.microbatches[number]

@@ -12,9 +12,12 @@ from typing import Any
 from weftune.plan.program.program import (
     Action,
     Backward,
+    BackwardHalf,
     Compute,
     Evaluate,
     Forward,
+    ForwardHalf,
+    HalfPass,
     OfJob,
     Program,
     Recv,
@@ -70,7 +73,7 @@ def timeline_of(reports: Sequence[WorkerReport]) -> Timeline:
         Event(worker, Lane.compute, one.action, one.start, one.stop)
         for worker, report in enumerate(reports)
         for one in report.times
-        if isinstance(one.action, Compute | Step)
+        if isinstance(one.action, Compute | HalfPass | Step)
     ]
     begin = min((one.start for one in passes), default=0.0)
     moved = (replace(one, start=one.start - begin, stop=one.stop - begin) for one in passes)
@@ -81,6 +84,8 @@ def _event_name(action: Action) -> str:
     match action:
         case Forward(number) | Backward(number) | Evaluate(number) | Score(number):
             return f"{type(action).__name__} {number}"
+        case ForwardHalf(number, _, index) | BackwardHalf(number, _, index):
+            return f"{type(action).__name__} {index} of {number}"
         case Send(number, _, what) | Recv(number, _, what):
             return f"{type(action).__name__} {what} {number}"
         case Reduce(job, step, "gradient" | "scores" | "kl" as what):
@@ -91,7 +96,7 @@ def _event_name(action: Action) -> str:
 
 
 def _event_arguments(action: Action, program: Program) -> dict[str, Any]:
-    if isinstance(action, Compute | Transport):
+    if isinstance(action, Compute | HalfPass | Transport):
         plan = program.microbatches[action.microbatch]
         return {"rows": plan.rows, "jobs": {one.job: one.tokens for one in plan.segments}}
     if isinstance(action, OfJob):

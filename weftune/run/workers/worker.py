@@ -3,6 +3,8 @@ pipeline except the first, which executes commands one by one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from weftune.base.shards import load_shard
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import load_stage
 from weftune.core.deterministic import deterministic_kernels
-from weftune.core.shards import ShardTeam
+from weftune.core.shards import ShardTeam, WaitForSum
 from weftune.errors import UserError
 from weftune.plan.program.layout import WorkerLayout
 from weftune.run.assemble import resident_executor, streamed_executor
@@ -54,14 +56,29 @@ def shard_team(connections: WorkerConnections) -> ShardTeam | None:
     if group is None:
         return None
 
-    def sum_over_shards(tensor: Tensor) -> None:
+    @contextmanager
+    def reports_lost_shard() -> Iterator[None]:
         try:
-            dist.all_reduce(tensor, group=group)
+            yield
         except RuntimeError as error:
             raise PeerLost(f"a shard beside worker {position.worker} is gone: {error}") from error
 
+    def sum_over_shards(tensor: Tensor) -> None:
+        with reports_lost_shard():
+            dist.all_reduce(tensor, group=group)
+
+    def start_sum(tensor: Tensor) -> WaitForSum:
+        with reports_lost_shard():
+            under_way = dist.all_reduce(tensor, group=group, async_op=True)
+
+        def wait() -> None:
+            with reports_lost_shard():
+                under_way.wait()
+
+        return wait
+
     is_capturable = dist.get_backend(group) == "nccl"
-    return ShardTeam(position.shard, position.shards, sum_over_shards, is_capturable)
+    return ShardTeam(position.shard, position.shards, sum_over_shards, is_capturable, start_sum)
 
 
 def load_part(
@@ -98,7 +115,14 @@ def worker_executor(
         executor = streamed_executor(loaded, worker=worker, make_agreement=make_agreement, team=team)
     else:
         executor = resident_executor(
-            loaded, part=part, worker=worker, make_agreement=make_agreement, captures_early=False, team=team
+            loaded,
+            part=part,
+            worker=worker,
+            make_agreement=make_agreement,
+            captures_early=False,
+            team=team,
+            # Only fused layers can run one half at a time.
+            fuses_layers=part.layout.overlaps or None,
         )
     assert isinstance(executor.agreement, Agreed)
     return executor, executor.agreement

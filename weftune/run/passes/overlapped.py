@@ -1,0 +1,196 @@
+"""Passes of microbatches over shards of a base, half a layer at a time, so that the sums over shards of one
+microbatch overlap with the computation of another.
+
+A half layer is an attention or a feed-forward with its linears and their adapters. It has two autograd
+graphs, since the sums over shards are not part of any graph. The first one is the same on every shard: it
+adds the summed output of the half before to the residual, and normalises the result. The second one computes
+the half layer from that on the weights of this shard. In the forward, its output is summed over the shards,
+and in the backward the gradient of its input. Each sum is started at once, and the next action of the
+microbatch waits for it.
+
+Shapes: T rows, D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from weftune.core.shards import StartSum, WaitForSum
+from weftune.run.passes.adapted import AdaptedBase
+from weftune.run.passes.layers import Angle, Layers
+from weftune.run.passes.rows import InFlight, Membership, StageVisit
+
+
+@dataclass(slots=True)
+class _StartedSum:
+    """A tensor that is being summed over the shards."""
+
+    values_TD: Tensor
+    wait: WaitForSum
+
+    def result(self) -> Tensor:
+        self.wait()
+        return self.values_TD
+
+
+@dataclass(slots=True)
+class _Graph:
+    """An autograd graph between leaf tensors and the ends at which its backward begins."""
+
+    leaves: tuple[Tensor, ...]
+    ends: tuple[GradientEdge, ...]
+
+    def backward(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the gradients of the leaves, given those of the ends. The graph is released."""
+        torch.autograd.backward(self.ends, gradients)
+        found = []
+        for leaf in self.leaves:
+            assert leaf.grad is not None, "every leaf is used by the graph"
+            found.append(leaf.grad)
+        self.leaves = self.ends = ()
+        return tuple(found)
+
+
+@dataclass(slots=True)
+class _OpenPass:
+    """A pass between its first half layer and its end."""
+
+    flight: InFlight
+    membership: Membership
+    embedded: GradientEdge | None
+    """End of the graph that computes the embeddings. None if no job trains any of them."""
+    angles: Sequence[Angle]
+    residual_TD: Tensor
+    """Residual of the forward, to which the sum under way is to be added, or its gradient."""
+    sum: _StartedSum | None = None
+    """Sum of the last half layer that has run. None before the first one."""
+    joints: list[_Graph] = field(default_factory=list)
+    """For each half layer, the graph of its residual and its norm. The last element is the final norm."""
+    halves: list[_Graph] = field(default_factory=list)
+    """For each half layer, the graph of its linears, from the normalised input to the output."""
+
+    def finished_sum(self) -> Tensor:
+        assert self.sum is not None, "a sum is under way after every half layer"
+        return self.sum.result()
+
+
+class OverlappedPasses:
+    """Passes that are open and run half a layer at a time. Nothing is captured or recomputed."""
+
+    def __init__(self, adapted: AdaptedBase) -> None:
+        self._adapted = adapted
+        self._open: dict[StageVisit, _OpenPass] = {}
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the layers of the base are fused and divided into shards that can start sums."""
+        team = self._adapted.team
+        return self._adapted.fused and team is not None and team.start_sum is not None
+
+    def is_open(self, visit: StageVisit) -> bool:
+        """Return whether this visit has begun with a half layer and has not ended."""
+        return visit in self._open
+
+    def forget(self) -> None:
+        """Drop all open passes."""
+        self._open.clear()
+
+    def forward_half(self, visit: StageVisit, flight: InFlight, index: int) -> None:
+        """Compute half a layer and start the sum of its output. The first half also computes the
+        embeddings."""
+        if index == 0:
+            self._open[visit] = self._begin(flight)
+        one, layer, is_feed_forward = self._open[visit], self._layers.fused[index // 2], index % 2 == 1
+        h_TD, leaves = self._join(one, index)
+        skip_TD, n_TD = layer.normalise_half(is_feed_forward, h_TD)
+        one.joints.append(_Graph(leaves, (get_gradient_edge(skip_TD), get_gradient_edge(n_TD))))
+        given_TD = n_TD.detach().requires_grad_()
+        with self._bound(one):
+            y_TD = layer.run_half(is_feed_forward, given_TD, one.angles[index // 2], one.membership.pack)
+        one.halves.append(_Graph((given_TD,), (get_gradient_edge(y_TD),)))
+        one.residual_TD = skip_TD.detach()
+        one.sum = self._start(y_TD.detach().clone(memory_format=torch.contiguous_format))
+
+    def end_forward(self, visit: StageVisit) -> Tensor:
+        """Return the last hidden states, after the final norm."""
+        one, norm = self._open[visit], self._layers.final_norm
+        assert norm is not None, "the only stage has the final norm"
+        h_TD, leaves = self._join(one, len(one.halves))
+        n_TD = norm(h_TD)
+        one.joints.append(_Graph(leaves, (get_gradient_edge(n_TD),)))
+        one.sum = None
+        return n_TD
+
+    def begin_backward(self, visit: StageVisit, dn_TD: Tensor) -> None:
+        """Begin the backward with the gradient of the last hidden states."""
+        self._open[visit].sum = _StartedSum(dn_TD, lambda: None)
+
+    def backward_half(self, visit: StageVisit, index: int) -> None:
+        """Add the gradients of the adapters in half a layer to those of their jobs, and start the sum of the
+        gradient of its input."""
+        one = self._open[visit]
+        one.residual_TD, dy_TD = self._join_backward(one)
+        with self._bound(one):
+            (dgiven_TD,) = one.halves.pop().backward((dy_TD,))
+        assert len(one.halves) == index, "half layers run backwards in the reverse order"
+        one.sum = self._start(dgiven_TD.contiguous())
+
+    def end_backward(self, visit: StageVisit) -> None:
+        """End the backward at the embeddings."""
+        one = self._open.pop(visit)
+        (dh_TD,) = self._join_backward(one)
+        if one.embedded is not None:
+            with self._bound(one):
+                torch.autograd.backward((one.embedded,), (dh_TD,))
+
+    def _begin(self, flight: InFlight) -> _OpenPass:
+        membership = flight.membership(self._adapted)
+        banks, microbatch = self._adapted.banks, flight.laid.microbatch
+        with banks.bound(microbatch, self._adapted.route, True, membership.rows):
+            h_TD, angles = self._layers.compute_inputs(microbatch, membership.pack)
+        embedded = get_gradient_edge(h_TD) if h_TD.requires_grad else None
+        return _OpenPass(flight, membership, embedded, angles, h_TD.detach())
+
+    def _join(self, one: _OpenPass, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the input of a half layer before its norm, which is the residual plus the summed output of
+        the half before, and the leaves of the graph that computes it."""
+        residual_TD = one.residual_TD.detach().requires_grad_()
+        if index == 0:
+            return residual_TD, (residual_TD,)
+        y_TD = one.finished_sum().requires_grad_()
+        before = index - 1
+        h_TD = self._layers.fused[before // 2].add_half(before % 2 == 1, residual_TD, y_TD)
+        return h_TD, (residual_TD, y_TD)
+
+    def _join_backward(self, one: _OpenPass) -> tuple[Tensor, ...]:
+        """Return the gradients of the residual and of the summed output that the last graph of `joints`
+        adds."""
+        joint, dn_TD = one.joints.pop(), one.finished_sum()
+        ends_with_norm = len(joint.ends) == 1
+        return joint.backward((dn_TD,) if ends_with_norm else (one.residual_TD, dn_TD))
+
+    def _start(self, values_TD: Tensor) -> _StartedSum:
+        return _StartedSum(values_TD, self._start_sum(values_TD))
+
+    @property
+    def _start_sum(self) -> StartSum:
+        team = self._adapted.team
+        assert team is not None
+        assert team.start_sum is not None, "a team that overlaps can start sums"
+        return team.start_sum
+
+    @property
+    def _layers(self) -> Layers:
+        assert self._adapted.layers is not None
+        return self._adapted.layers
+
+    def _bound(self, one: _OpenPass) -> AbstractContextManager[None]:
+        """Apply the adapters of the jobs in this microbatch within the context."""
+        adapted = self._adapted
+        return adapted.banks.bound(one.flight.laid.microbatch, adapted.route, True, one.membership.rows)
