@@ -5,9 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM, Phi3Config, Qwen3MoeConfig
 
 from tests.families import COMMON, EVERY, GROUPED, config
-from weftune.base.architecture import model_shape
+from weftune.base.architecture import has_half_layers, model_shape
+from weftune.base.decoders import DECODERS
 from weftune.base.shape import model_shape as real_shape
 from weftune.errors import BaseModelError
+from weftune.run.passes.layers import find_decoder_facts
 
 
 def made(model_config):
@@ -29,6 +31,19 @@ def test_what_a_config_leaves_out_is_as_the_family_has_it(family):
     asked = type(config(family))(**{layers: 1})
     given = {"model_type": asked.model_type, layers: 1}
     assert model_shape(given, "short", 2) == made(asked)
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_half_layers_are_known_where_layers_are_fused(family):
+    asked = config(family)
+    fused = asked.model_type in DECODERS and find_decoder_facts(asked) is not None
+    assert has_half_layers(asked.to_diff_dict()) == fused
+
+
+def test_half_layers_need_an_activation_that_fused_layers_support():
+    assert has_half_layers({"model_type": "llama"})
+    assert not has_half_layers({"model_type": "llama", "hidden_act": "relu"})
+    assert has_half_layers({"model_type": "gemma3", "text_config": {"hidden_activation": None}})
 
 
 def test_biases_and_an_untied_head_are_counted():

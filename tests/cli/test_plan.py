@@ -151,7 +151,7 @@ def test_the_fastest_ways_to_divide_several_devices_are_told_with_what_limits_th
     candidates = json.loads((folder / "out.json").read_text())["candidates"]
     assert set(candidates[0]) == {
         "shares", "replicas", "stages", "shards", "capacity", "tokens_per_second", "needs_bytes",
-        "idle_share", "limited_by",
+        "idle_share", "limited_by", "overlaps",
     }  # fmt: skip
     assert len(candidates) == 3
     best = candidates[0]["tokens_per_second"]

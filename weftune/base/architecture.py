@@ -157,6 +157,14 @@ def can_be_sharded(spec: BaseSpec, config: Config, shards: int) -> bool:
     return True
 
 
+def has_half_layers(config: Config) -> bool:
+    """Return whether the layers of a base with this config.json can run one half at a time, so that the sums
+    over shards of a microbatch overlap with the computation of another. Fused layers can."""
+    text = text_values(config) if config.get("model_type") in WRAPPERS else config
+    facts = DECODERS.get(str(text.get("model_type")))
+    return facts is not None and text.get(facts.activation_key, facts.activations[0]) in facts.activations
+
+
 def refuse_family_on_shards(family: str, name: str) -> None:
     if family not in DECODERS:
         raise BaseModelError(

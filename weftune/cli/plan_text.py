@@ -160,7 +160,7 @@ def _show_candidates(console: Console, plan: Plan) -> None:
     table = Table(*columns, title="Fastest ways to divide the devices, predicted for the first window")
     for one in plan.choice.candidates[:SHOWN]:
         table.add_row(
-            one.division.flags,
+            one.division.flags + (" (microbatches overlap)" if one.division.overlaps else ""),
             f"{one.tokens_per_second:,.0f}",
             format_bytes(one.needs_bytes),
             f"{one.idle_share:.1%}",

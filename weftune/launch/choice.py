@@ -71,6 +71,8 @@ def _workload(case: PlanCase, machine: Machine) -> Workload:
         # Plans do not know the rounds in which shares train trials.
         max_shares=1 if case.sweeps else None,
         shard_counts=case.shard_counts,
+        # On a CPU, the cores that compute the layers compute the sums, too.
+        may_overlap=case.may_overlap and machine.on_gpu,
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weftune.base.architecture import can_be_sharded, refuse_shards, spec_shape
+from weftune.base.architecture import can_be_sharded, has_half_layers, refuse_shards, spec_shape
 from weftune.base.config import bytes_per_value, read_config, read_tokenizer
 from weftune.base.spec import BaseSpec
 from weftune.core.files import cache_folder
@@ -93,6 +93,8 @@ class PlanCase:
     shard_counts: Sequence[int] = (1,)
     """Possible numbers of shards (slices of every layer for tensor parallelism) for this base and these
     adapters."""
+    may_overlap: bool = False
+    """Whether microbatches can overlap on shards of this base."""
 
     @property
     def has_several_devices(self) -> bool:
@@ -141,6 +143,7 @@ def read_case(
         jobs,
         sweeps,
         shard_counts=_shard_counts(run, config, len(cluster.devices)),
+        may_overlap=has_half_layers(config),
     )
 
 

@@ -24,6 +24,8 @@ from weftune.plan.layout.choose import Machine, choose_layout
 from weftune.plan.layout.division import AUTO, Division, Workload
 from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.outlook.forecast import price_window
+from weftune.plan.program.prices import Link
+from weftune.plan.program.program import Recompute
 
 CLUSTER = parse_cluster("4xA100-80G")
 FLOPS = data_sheet_speed(CLUSTER.devices[0]).flops
@@ -50,18 +52,18 @@ def machine(gib=72.0, devices=4, **numbers):
     )
 
 
-def workload(names="abcd", **changes):
+def workload(names="abcd", times=TIMES, **changes):
     def job_window(name, rounds, begins):
         return replace(WINDOWS[name], batches=WINDOWS[name].batches[:rounds], evaluation=())
 
     def price(choice):
-        return price_window(choice, job_window, TIMES.for_shards(SHAPE, choice.machine.shards))
+        return price_window(choice, job_window, times.for_shards(SHAPE, choice.machine.shards))
 
     return Workload(
         windows={name: job_window(name, 2, False) for name in names},
         seconds={name: float(WINDOWS[name].batches[0].tokens) for name in names},
         shape=SHAPE,
-        times=TIMES,
+        times=times,
         price=price,
         shard_counts=(1, 2, 4),
         **changes,
@@ -91,6 +93,57 @@ def test_where_the_base_fits_one_device_shares_are_the_fastest_and_the_simplest(
     assert found.machine.division.workers_per_share == 1
     assert found.machine.shares == 2
     assert found.candidates[0].division == replace(found.machine.division, capacity=1024)
+
+
+def with_overlap(link, slower=1000.0, may_overlap=True, **fields):
+    """The choice for two shards of devices that are slower than an A100."""
+    terms = counted_terms(SHAPE).times(slower / FLOPS)
+    times = StageTimes(SHAPE.layers, terms, NO_TIME, link, 2 * SHAPE.hidden)
+    two = machine(**{"workers": 1, "replicas": 1, "shards": 2, "shares": 1, **fields})
+    return chosen(two, workload(times=times, may_overlap=may_overlap))
+
+
+SLOW_LINK = Link(bandwidth=1e8)
+
+
+def test_microbatches_overlap_where_the_sums_of_shards_take_time():
+    found, plain = with_overlap(SLOW_LINK), with_overlap(SLOW_LINK, may_overlap=False)
+    assert found.layout.overlaps
+    assert not plain.layout.overlaps
+    assert "whose sums overlap with the computation of another microbatch" in found.reason
+    best, second = found.candidates
+    assert best.division.text == "2 shards whose microbatches overlap"
+    assert second.division == plain.candidates[0].division
+    assert (
+        best.tokens_per_second > 1.1 * second.tokens_per_second == 1.1 * plain.candidates[0].tokens_per_second
+    )
+    assert best.needs_bytes > second.needs_bytes
+    assert best.idle_share < second.idle_share
+
+
+def test_microbatches_overlap_on_devices_that_are_divided_freely():
+    found = with_overlap(SLOW_LINK, workers=AUTO, replicas=AUTO, shards=AUTO, shares=AUTO)
+    assert found.candidates[0].tokens_per_second >= with_overlap(SLOW_LINK).candidates[0].tokens_per_second
+    assert found.layout.overlaps == found.candidates[0].division.overlaps
+
+
+@pytest.mark.parametrize(
+    ("link", "slower"),
+    [(Link(), 1000.0), (CLUSTER.link, 1.0)],
+    ids=["sums take no time", "the host cannot launch half layers fast enough"],
+)
+def test_microbatches_do_not_overlap_where_that_gains_nothing(link, slower):
+    found = with_overlap(link, slower)
+    assert not found.layout.overlaps
+    assert [one.division.overlaps for one in found.candidates] == [False, True]
+
+
+def test_two_microbatches_that_overlap_have_room_in_memory_unless_layers_are_recomputed():
+    memory = with_overlap(SLOW_LINK).memory
+    plain = replace(memory, layout=replace(memory.layout, overlaps=False))
+    again = Recompute(recomputed_layers=3)
+    assert memory.bytes_per_token(jobs=JOBS) == 2 * plain.bytes_per_token(jobs=JOBS)
+    assert memory.bytes_per_token(again, JOBS) == plain.bytes_per_token(again, JOBS)
 
 
 def test_jobs_that_stay_together_are_not_divided_into_shares():

@@ -332,9 +332,12 @@ class MemoryModel:
 
     def _kept_bytes(self, part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
         """Return the activation bytes of all microbatches in flight per token of one microbatch. In a
-        pipeline, one microbatch per stage is in flight, plus `spare_microbatches`."""
+        pipeline, one microbatch per stage is in flight, plus `spare_microbatches`. Of microbatches that
+        overlap, two are in flight; they do not overlap if anything is recomputed."""
         workers = self.layout.workers
         each = token_bytes(part, self.shape.layers, self.uses_fused_ops, recompute, jobs)
+        if self.layout.overlaps and recompute == NOTHING:
+            return 2 * each
         return each * (workers + self.spare_microbatches if workers > 1 else 1)
 
     # -- adapters ----------------------------------------------------------------------------------------

@@ -97,6 +97,8 @@ class Machine:
     shares: int = 1
     """Number of parts into which the jobs are divided, each trained by its own workers, or `AUTO`, which lets
     `choose_layout` decide."""
+    overlaps: bool = False
+    """Whether microbatches overlap on the shards, as `choose_layout` has decided."""
     link: Link | None = None
     """Link between two workers. None means that sending takes no time."""
     device_flops: float | None = None
@@ -140,6 +142,7 @@ class Machine:
             stages=self.workers,
             shards=self.shards,
             capacity=self.capacity,
+            overlaps=self.overlaps,
         )
 
     def divided(self, division: Division) -> Machine:
@@ -150,6 +153,7 @@ class Machine:
             replicas=division.replicas,
             workers=division.stages,
             shards=division.shards,
+            overlaps=division.overlaps,
             capacity=division.capacity,
             host_budget_bytes=self.host_budget_bytes // division.shares,
         )
@@ -278,7 +282,8 @@ def choose_layout(
         assert workload is not None, "a choice needs prices"
         machine = _choose_division(machine, candidates)
     else:
-        machine = machine.divided(machine.division)
+        best = candidates[0].division if candidates else machine.division
+        machine = machine.divided(best if best.overlaps else machine.division)
     return replace(_choose_on_divided(shape, jobs, machine), candidates=candidates)
 
 
@@ -607,13 +612,15 @@ def _pipeline_memory(shape: ModelShape, machine: Machine, stages: Sequence[Layer
         machine.process_bytes,
         machine.on_gpu,
         _memory_fit(shape, machine),
-        pipeline_layout(stages, machine.replicas, machine.shards),
+        pipeline_layout(stages, machine.replicas, machine.shards, machine.overlaps),
         first_only_bytes=machine.first_only_bytes,
     )
 
 
 def _pipeline_reason(machine: Machine, layer_counts: str) -> str:
     divided = f"with every layer divided among {machine.shards} workers" if machine.shards > 1 else ""
+    if machine.overlaps:
+        divided += ", whose sums overlap with the computation of another microbatch"
     if machine.workers > 1:
         return f"cut into {machine.workers} stages of {layer_counts} layers{', ' if divided else ''}{divided}"
     return f"whole on each replica{', ' if divided else ''}{divided}" if machine.replicas > 1 else divided

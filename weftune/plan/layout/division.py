@@ -53,6 +53,14 @@ class Division:
     shards: int = 1
     capacity: int | None = None
     """Maximum tokens per microbatch. None means the default of the device."""
+    overlaps: bool = False
+    """Whether two microbatches take turns at half layers, so that the sums over shards of one overlap with
+    the computation of the other."""
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether microbatches could overlap: each share is one stage of shards."""
+        return self.shards > 1 and self.stages == self.replicas == 1
 
     @property
     def workers_per_share(self) -> int:
@@ -63,10 +71,10 @@ class Division:
         return self.shares * self.workers_per_share
 
     @property
-    def complexity(self) -> tuple[int, int, int, int]:
+    def complexity(self) -> tuple[int, int, int, int, bool]:
         """Sort key for divisions of the same speed, of which the smallest is chosen. It prefers shares to
-        replicas, replicas to stages, and stages to shards."""
-        return self.workers_per_share, self.shards, self.stages, self.replicas
+        replicas, replicas to stages, stages to shards, and shards without overlap to those with overlap."""
+        return self.workers_per_share, self.shards, self.stages, self.replicas, self.overlaps
 
     @property
     def text(self) -> str:
@@ -77,7 +85,8 @@ class Division:
             (self.stages, "stages"),
             (self.shards, "shards"),
         )
-        return " of ".join(f"{number} {name}" for number, name in counts if number > 1) or "one device"
+        text = " of ".join(f"{number} {name}" for number, name in counts if number > 1) or "one device"
+        return f"{text} whose microbatches overlap" if self.overlaps else text
 
     @property
     def flags(self) -> str:
@@ -141,6 +150,8 @@ class DivisionSpace:
     shards: Sequence[int]
     capacity: int | None
     """Maximum tokens per microbatch that the user has requested. None lets the search choose it."""
+    may_overlap: bool = False
+    """Whether microbatches may overlap on shards."""
 
     @property
     def chooses_capacity(self) -> bool:
@@ -153,13 +164,16 @@ class DivisionSpace:
             left = devices // (shares * replicas)
             for stages, shards in pairs:
                 if stages * shards <= left:
-                    yield Division(
+                    division = Division(
                         shares=shares,
                         replicas=replicas,
                         stages=stages,
                         shards=shards,
                         capacity=self.capacity,
                     )
+                    yield division
+                    if self.may_overlap and division.may_overlap:
+                        yield replace(division, overlaps=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +195,9 @@ class Workload:
     """Maximum number of shares of the jobs. None means the number of jobs."""
     shard_counts: Sequence[int] = (1,)
     """Numbers of shards that the base and the adapters allow."""
+    may_overlap: bool = False
+    """Whether the layers of the base can run one half at a time, so that microbatches can overlap on
+    shards."""
 
     def limits(self, fixed: Division, devices: int) -> DivisionSpace:
         """Return the space of the search. It contains all possible values for each number that is `AUTO` in
@@ -195,6 +212,7 @@ class Workload:
             stages=up_to(fixed.stages, min(devices, self.shape.layers)),
             shards=self.shard_counts if fixed.shards == AUTO else (fixed.shards,),
             capacity=fixed.capacity,
+            may_overlap=self.may_overlap,
         )
 
 
@@ -240,20 +258,23 @@ class _Microbatches:
     recompute: Recompute
     capacity: int
     least_capacity: int
+    overlaps: bool = False
 
     @property
     def smaller_capacity(self) -> int:
         """Token capacity of about half that should be tried too, since layers are recomputed to make room for
-        the full capacity. 0 if no layers are recomputed, or if the longest sample needs the full capacity."""
+        the full capacity, or since a round may have only one microbatch, which cannot overlap. 0 if there is
+        no such reason, or if the longest sample needs the full capacity."""
         smaller = max(self.capacity // 2 // ROUND_TOKENS * ROUND_TOKENS, self.least_capacity)
-        return smaller if self.recompute.recomputed_layers and smaller < self.capacity else 0
+        gains = self.recompute.recomputed_layers > 0 or self.overlaps
+        return smaller if gains and smaller < self.capacity else 0
 
 
 def _microbatches(choice: LayoutChoice) -> _Microbatches:
     jobs, memory = choice.attached_jobs, choice.memory
     recompute = memory.choose_recompute(jobs, choice.capacity)
     capacity = memory.choose_capacity(jobs, choice.capacity, recompute)
-    return _Microbatches(recompute, capacity, max_sample_tokens(jobs))
+    return _Microbatches(recompute, capacity, max_sample_tokens(jobs), choice.layout.overlaps)
 
 
 def _least_speed(found: Sequence[Candidate]) -> float:
@@ -332,8 +353,8 @@ class _Bounds:
         self._active_parameters = active_parameters_by_job({job.name: job for job in jobs})
         self._times: dict[int, StageTimes] = {}
         self._shares: dict[int, _HeaviestShare] = {}
-        self._speeds: dict[tuple[int, int, int], float] = {}
-        """Maps (shares, stages, shards) to the bound on the tokens per second with one replica."""
+        self._speeds: dict[tuple[int, int, int, bool], float] = {}
+        """Maps (shares, stages, shards, overlaps) to the bound on the tokens per second with one replica."""
 
     def heaviest_share(self, shares: int) -> _HeaviestShare:
         """Return the share with the most work if the jobs are divided into this number of shares."""
@@ -347,15 +368,18 @@ class _Bounds:
     def before_layout(self, division: Division) -> float:
         """Return an upper bound on the tokens per second of all jobs, computed before the layout is known.
         The stages are assumed to take equally long."""
-        key = division.shares, division.stages, division.shards
+        key = division.shares, division.stages, division.shards, division.overlaps
         if key not in self._speeds:
             share, times = self.heaviest_share(division.shares), self._sharded_times(division.shards)
             work = self._work([self._workload.windows[name] for name in share.jobs])
             layers = times.layers
-            whole = times.least_seconds(LayerRange(0, layers, layers), work, 0)
+            whole = times.least_seconds(LayerRange(0, layers, layers), work, 0, overlaps=division.overlaps)
             # A stage with the mean number of layers or more, without embedding and head.
             largest = LayerRange(1, 1 - (-layers // division.stages), layers + 2)
-            seconds = max(whole / division.stages, times.least_seconds(largest, work, 0))
+            seconds = max(
+                whole / division.stages,
+                times.least_seconds(largest, work, 0, overlaps=division.overlaps),
+            )
             self._speeds[key] = work.tokens / seconds / share.part
         return self._speeds[key] * division.replicas
 
@@ -367,7 +391,9 @@ class _Bounds:
         work = self._work(windows)
         ranges = [LayerRange(one.start, one.stop, times.layers) for one in choice.layout.stages]
         count = -(-work.tokens // passes.capacity)
-        stages = [times.least_seconds(one, work, count, passes.recompute) for one in ranges]
+        stages = [
+            times.least_seconds(one, work, count, passes.recompute, division.overlaps) for one in ranges
+        ]
         shortest = min(placed.length for one in windows for batch in one.batches for placed in batch.samples)
         # The other stages wait until the first sample has arrived, and until the last one has returned.
         filling = (sum(stages) - max(stages)) * shortest / work.tokens

@@ -2,7 +2,8 @@
 
 The times of one worker's passes are summed; several workers are simulated. If shards divide the layers
 (tensor parallelism), each attention and each feed-forward has one all-reduce over the shards in its forward
-and one in its backward, of as many values as the hidden states have. Nothing is computed meanwhile.
+and one in its backward, of as many values as the hidden states have. Nothing is computed meanwhile, unless
+microbatches overlap.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from weftune.core.shapes import JobShape, LayerRange, ModelShape, shard_shape
+from weftune.core.shapes import JobShape, LayerRange, ModelShape, layer_of, shard_shape
 from weftune.plan.cost.prior import DirectionTerms, KindTerms
 from weftune.plan.cost.time import (
     CostModel,
@@ -23,7 +24,7 @@ from weftune.plan.cost.time import (
     work_of,
 )
 from weftune.plan.program.layout import Layout
-from weftune.plan.program.prices import Link, PassPrice, Prices
+from weftune.plan.program.prices import SUMS_PER_LAYER, HalfPrice, Link, PassPrice, Prices
 from weftune.plan.program.program import NOTHING, ForwardOnly, Program, Recompute
 from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pace import LoadPace, simulate_timeline
@@ -31,6 +32,11 @@ from weftune.plan.window.pace import LoadPace, simulate_timeline
 REPEATED_SUMS = 0.5
 """Fraction of the sums over shards of a layer's forward that its recomputation repeats. The second sum is the
 output of the layer, which no gradient needs unless a norm follows."""
+ATTENTION = "self_attn"
+"""Part of the names of linears that belong to attention, in all families whose microbatches can overlap."""
+LAUNCH_SECONDS = 5e-4
+"""Assumed seconds in which the host launches the kernels of half a layer. Passes that overlap are not
+captured as CUDA graphs, so no half layer takes less time."""
 GRADIENT_BYTES = 4
 """Bytes per adapter parameter of the gradients that shards and replicas sum."""
 
@@ -65,6 +71,8 @@ class StageTimes:
     """Whether shards also divide the embedding and the head, which adds a sum over shards at both."""
     exchanges_maxima: bool = False
     """Whether shards exchange the largest values of rows that they round to 8-bit floats together."""
+    attention_share: float = 0.0
+    """Share of attention in those parts of a layer's time that grow with its weights. Set for shards only."""
 
     def for_shards(self, shape: ModelShape, shards: int) -> StageTimes:
         """Return the predictor for a base each of whose layers is divided among `shards` workers. The fixed
@@ -90,6 +98,7 @@ class StageTimes:
             shards=shards,
             divides_vocabulary=head < 1,
             exchanges_maxima=shape.multiplies_stored_format,
+            attention_share=_attention_share(shape),
         )
 
     def timeline(
@@ -99,10 +108,15 @@ class StageTimes:
         return simulate_timeline(program, self._prices(program, layout, shapes), loads, self.link)
 
     def least_seconds(
-        self, layer_range: LayerRange, work: PassWork, passes: int, recompute: Recompute = NOTHING
+        self,
+        layer_range: LayerRange,
+        work: PassWork,
+        passes: int,
+        recompute: Recompute = NOTHING,
+        overlaps: bool = False,
     ) -> float:
         """Return a lower bound on the seconds that a stage takes to train `work`, which is divided into at
-        least `passes` microbatches."""
+        least `passes` microbatches. `overlaps` says whether microbatches overlap."""
         layers = layer_range.stop - layer_range.start
         share = min(recompute.recomputed_layers, layers) / layers
         each = ((self.terms.forward, 1.0 + share), (self.terms.backward, 1.0))
@@ -111,7 +125,9 @@ class StageTimes:
         fixed = sum(factor * self._part_seconds(terms, layer_range, nothing) for terms, factor in each)
         sums, latency = (self._sum_seconds(layer_range, one) for one in (work, nothing))
         repeated = 2.0 + REPEATED_SUMS * share
-        return seconds + (passes - 1) * fixed + repeated * (sums + (passes - 1) * latency)
+        computed = seconds + (passes - 1) * fixed
+        summed = repeated * (sums + (passes - 1) * latency)
+        return max(computed, summed) if overlaps else computed + summed
 
     def _prices(self, program: Program, layout: Layout, shapes: JobShapes) -> Prices:
         held = [LayerRange(stage.start, stage.stop, self.layers) for stage in layout.stages]
@@ -157,6 +173,22 @@ class StageTimes:
             handed,
             forward_sums=sums + ends,
             backward_sums=backward_sums,
+            forward_half=self._half_price(self.terms.forward, layer_range, work),
+            backward_half=self._half_price(self.terms.backward, layer_range, work),
+        )
+
+    def _half_price(self, terms: KindTerms, layer_range: LayerRange, work: PassWork) -> HalfPrice | None:
+        """Return the cost of the halves of a layer, on shards."""
+        if self.shards == 1:
+            return None
+        squares = terms.layer.square * work.squares
+        rest = terms.layer(work) - squares + terms.adapter(work) / self.layers
+        layers = layer_range.stop - layer_range.start
+        return HalfPrice(
+            attention=squares + self.attention_share * rest,
+            feed_forward=(1.0 - self.attention_share) * rest,
+            sum=self._sum_seconds(layer_range, work) / (SUMS_PER_LAYER * layers),
+            launch=LAUNCH_SECONDS,
         )
 
     def _recomputed_share(self, layer_range: LayerRange, layout: Layout, recompute: Recompute) -> float:
@@ -200,6 +232,13 @@ class StageTimes:
         # The fixed cost of a pass is counted with the embedding.
         begins = terms.embedding(work) if layer_range.is_first else terms.embedding.fixed
         return begins + layers + (terms.head(work) if layer_range.is_last else 0.0)
+
+
+def _attention_share(shape: ModelShape) -> float:
+    """Return the share of attention in the weights of a layer."""
+    weights = {site.name: site.active_weights for site in shape.sites if layer_of(site.name) is not None}
+    attention = sum(count for name, count in weights.items() if ATTENTION in name)
+    return attention / max(1, sum(weights.values()))
 
 
 def _scale_rows(terms: Terms, factor: float) -> Terms:
