@@ -13,8 +13,16 @@ from weftune.plan.program.check import check
 from weftune.plan.program.prices import PricedCluster
 from weftune.plan.program.program import Evaluate, Forward, Save, Step
 from weftune.plan.program.simulate import simulate
-from weftune.plan.window.pace import StagePace
-from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
+from weftune.plan.window.pace import StagePace, pace_prices
+from weftune.plan.window.pipeline import (
+    PipelineOrder,
+    PipelineRules,
+    deal_microbatches,
+    mix_groups,
+    order_passes,
+    plan_pipeline,
+    window_seconds,
+)
 
 PACE = StagePace(Line(0.0, 1.0), Line(0.0, 2.0))
 
@@ -112,3 +120,42 @@ def test_jobs_that_end_inside_the_window_leave_the_others_to_go_on(order):
     program = plan_pipeline(courses, rules(2, 20, order))
     assert [a for a in of(program, 1, Step) if a.job == "short"] == [Step("short", 8)]
     assert [a.step for a in of(program, 1, Step) if a.job == "long"] == [1, 2, 3, 4]
+
+
+def test_two_jobs_of_few_tokens_fill_a_pipeline_with_smaller_microbatches_in_groups():
+    courses = [course(job, [[30, 20, 10, 20]] * 4, 0) for job in "ab"]
+    coarse = rules(4, 320)
+    fine = replace(coarse, min_rows=20)
+    plans = [plan_pipeline(courses, one) for one in (coarse, fine)]
+    at_once, in_parts = (window_seconds(one, pace_prices(one.microbatches, coarse.paces)) for one in plans)
+    assert in_parts < 0.9 * at_once
+
+
+def test_passes_that_cost_mostly_fixed_time_are_not_made_smaller():
+    courses = [course(job, [[30, 20, 10, 20]] * 4, 0) for job in "ab"]
+    slow = StagePace(Line(1000.0, 1.0), Line(2000.0, 2.0))
+    fine = replace(rules(4, 320, pace=slow), min_rows=20)
+    assert max(one.rows for one in plan_pipeline(courses, fine).microbatches) == 80
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_groups_whose_microbatches_alternate_keep_batches_and_their_order(count):
+    courses = [course(job, [[5, 9, 7, 3]] * 3, 0) for job in "abc"]
+    batches = [one.batches[turn] for turn in range(3) for one in courses]
+    groups = (("a",), ("b", "c")) if count == 2 else (("a",), ("b",), ("c",))
+    apart = deal_microbatches(batches, groups, 12, rules(), moves_samples=False)
+    mixed = mix_groups(apart, groups)
+    assert sorted(map(str, mixed.microbatches)) == sorted(
+        str(one) for one in apart.microbatches if one.segments
+    )
+    assert mixed.microbatches != apart.microbatches
+    for members in groups:
+        own = [one for one in mixed.microbatches if one.jobs[0] in members]
+        assert own == [one for one in apart.microbatches if one.segments and one.jobs[0] in members]
+    first_jobs = [one.jobs[0] for one in mixed.microbatches[: 2 * count]]
+    assert set(first_jobs) == {members[0] for members in groups}
+    check(
+        order_passes(
+            PipelineOrder.multi_job, mixed, pace_prices(mixed.microbatches, (PACE,) * 3), groups, rules()
+        )
+    )

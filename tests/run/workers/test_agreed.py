@@ -20,8 +20,15 @@ from weftune.core.shapes import LayerRange
 from weftune.plan.cost.time import Line
 from weftune.plan.program.layout import pipeline_layout
 from weftune.plan.program.program import Forward
-from weftune.plan.window.pace import StagePace
-from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
+from weftune.plan.window.pace import StagePace, pace_prices
+from weftune.plan.window.pipeline import (
+    PipelineOrder,
+    PipelineRules,
+    deal_microbatches,
+    mix_groups,
+    order_passes,
+    plan_pipeline,
+)
 from weftune.run.events import Failed, Stepped
 from weftune.run.parts import fetch_from
 from weftune.run.workers.transport import Transport
@@ -82,8 +89,21 @@ def on_worker(base, connections, cuts, delay=0.0):
 
 
 def pipeline_program(jobs, place, order, rounds=5):
+    """In an order, or in groups of jobs whose microbatches alternate."""
+    windows = [job.job_window(0, rounds, False) for job in jobs]
+    if isinstance(order, tuple):
+        return mixed_program(windows, order, PipelineRules(CAPACITY, (PACE,) * place.stages))
     rules = PipelineRules(CAPACITY, (PACE,) * place.stages, order, replicas=place.replicas)
-    return plan_pipeline([job.job_window(0, rounds, False) for job in jobs], rules)
+    return plan_pipeline(windows, rules)
+
+
+def mixed_program(windows, groups, rules):
+    batches = [one.batches[turn] for turn in range(5) for one in windows if turn < len(one.batches)]
+    apart = deal_microbatches(batches, groups, CAPACITY, rules, moves_samples=False)
+    work = mix_groups(apart, groups)
+    assert work.microbatches != apart.microbatches
+    prices = pace_prices(work.microbatches, rules.paces)
+    return order_passes(PipelineOrder.multi_job, work, prices, groups, rules)
 
 
 def as_worker(connections, family, dtype, cuts, order, poison, cancelled=None):
@@ -174,6 +194,16 @@ def test_losses_and_adapters_equal_one_process_in_float64(order, workers):
     assert_equal((losses_of(answers[0][0]), weights), alone("llama", torch.float64), 1e-9, 1e-8)
     assert all(steps == STEPS for _, _, steps in answers)
     assert not any(isinstance(event, Stepped) for events, _, _ in answers[1:] for event in events)
+
+
+@pytest.mark.parametrize(
+    "groups", [(("a", "c"), ("b",)), pytest.param((("a",), ("b",), ("c",)), marks=pytest.mark.slow)]
+)
+def test_groups_whose_microbatches_alternate_train_what_one_process_trains(groups):
+    answers = run_workers(2, as_worker, "llama", torch.float64, CUTS[2], groups, None)
+    weights = {key: value for _, slices, _ in answers for key, value in slices.items()}
+    assert_equal((losses_of(answers[0][0]), weights), alone("llama", torch.float64), 1e-9, 1e-8)
+    assert all(steps == STEPS for _, _, steps in answers)
 
 
 def test_workers_that_exchange_tensors_as_runs_on_a_cpu_do_train_the_same():

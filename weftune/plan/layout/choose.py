@@ -56,6 +56,9 @@ PROCESS_BYTES = 512 << 20
 """Bytes that a training process on a CPU is assumed to hold before anything is loaded, unless measured."""
 CPU_CHUNK_ROWS = 128
 """Minimum rows of the chunks into which long samples may be cut on a CPU. Few rows keep a CPU busy."""
+MIN_ROWS = {False: 128, True: 1024}
+"""Minimum rows to which microbatches of a pipeline may be limited, on a GPU (key True) and on a CPU (key
+False)."""
 MAX_TOKENS = {False: 1024, True: 8192}
 """Default maximum of tokens per microbatch, on a GPU (key True) and on a CPU (key False)."""
 
@@ -238,12 +241,19 @@ class LayoutChoice:
         the layout is no pipeline.
 
         `order` replaces the schedule that the planner would select, for comparison only. Samples are cut into
-        chunks only if the paces are measured, since guessed paces contain no fixed time per pass.
+        chunks, and microbatches made much smaller than the capacity, only if the paces are measured, since
+        guessed paces contain no fixed time per pass.
         """
         if not self.layout.is_pipeline:
             return None
-        chunk_rows = self.min_chunk_rows if are_measured else 0
-        return Pacing(tuple(paces), order, SPARE, chunk_rows, hands_over)
+        return Pacing(
+            tuple(paces),
+            order,
+            SPARE,
+            min_chunk_rows=self.min_chunk_rows if are_measured else 0,
+            min_rows=MIN_ROWS[self.memory.uses_fused_ops] if are_measured else 0,
+            hands_over=hands_over,
+        )
 
     @property
     def first_pace(self) -> WindowPace:

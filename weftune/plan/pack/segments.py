@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from weftune.plan.pack.best import Limits, Packing, pack_best
+from weftune.plan.pack.best import Limits, pack_best
 from weftune.plan.program.program import MicrobatchPlan, PlacedSample, SegmentPlan, sample_groups
 
 QUICK_LIMITS = Limits(max_repackings=50, solver_cells=0, room_cells=0)
@@ -20,25 +20,26 @@ def ladder_size(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def smallest_ladder_size(lengths: Sequence[int], capacity: int) -> int:
+def smallest_ladder_size(lengths: Sequence[int], capacity: int, limits: Limits = QUICK_LIMITS) -> int:
     """Return the smallest allowed size of microbatches (see `ladder_size`) with which the samples need no
     more microbatches than with `capacity` rows."""
     if not lengths:
         return capacity
-    fewest = _pack(lengths, capacity).count
+    fewest = pack_best(lengths, capacity, limits=limits).count
     size = ladder_size(max(-(-sum(lengths) // fewest), *lengths))
-    while size < capacity and _pack(lengths, size).count > fewest:
+    while size < capacity and pack_best(lengths, size, limits=limits).count > fewest:
         size = ladder_size(size + 1)
     return min(size, capacity)
 
 
 def pack_segments(
-    segments: Iterable[SegmentPlan], capacity: int, ladder: bool = False
+    segments: Iterable[SegmentPlan], capacity: int, ladder: bool = False, limits: Limits = QUICK_LIMITS
 ) -> list[MicrobatchPlan]:
     """Return microbatches with the samples of all `segments`. Within a microbatch, the samples of a job are
     contiguous. Samples with the same group number, such as a preference pair, are in one microbatch.
 
-    With `ladder`, microbatches are padded to the allowed sizes of `ladder_size`.
+    With `ladder`, microbatches are padded to the allowed sizes of `ladder_size`. `limits` bound the effort of
+    packing.
     """
     segments = list(segments)
     pieces = [
@@ -47,7 +48,8 @@ def pack_segments(
         for together in sample_groups(segment.samples)
     ]
     lengths = [sum(placed.length for placed in together) for _, together in pieces]
-    bins = _pack(lengths, smallest_ladder_size(lengths, capacity) if ladder else capacity).bins
+    size = smallest_ladder_size(lengths, capacity, limits) if ladder else capacity
+    bins = pack_best(lengths, size, limits=limits).bins
     made = [_microbatch(segments, [pieces[index] for index in chosen]) for chosen in bins]
     return (
         [replace(one, padded_rows=min(ladder_size(one.tokens), capacity)) for one in made] if ladder else made
@@ -66,7 +68,3 @@ def _microbatch(
             for number, samples in held.items()
         )
     )
-
-
-def _pack(lengths: Sequence[int], capacity: int) -> Packing:
-    return pack_best(lengths, capacity, limits=QUICK_LIMITS)

@@ -8,14 +8,14 @@ later steps depend on the result.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
 
-from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group_jobs, merge
+from weftune.plan.pack.best import Limits
+from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group_jobs, head_tail_groups, merge
 from weftune.plan.pack.segments import QUICK_LIMITS, pack_segments
 from weftune.plan.program.check import check
 from weftune.plan.program.handover import FINISHED, Unfinished, pass_counts
@@ -55,8 +55,16 @@ from weftune.plan.window.replicas import Rounds, deal_evaluation, deal_samples, 
 from weftune.plan.window.rounds import JobWindow, mismatched_segments
 
 Groups = tuple[tuple[str, ...], ...]
-MAX_SPLITS = 4
-"""Maximum factor by which microbatches are made smaller than the capacity, to fill the pipeline better."""
+SPLITS, FINER_SPLITS = (1, 2, 3, 4), (6, 8, 12, 16)
+"""Factors by which microbatches are tried smaller than the capacity, to fill the pipeline better. Finer ones
+are tried only once passes have been measured."""
+PATIENT_SPLITS = 2
+"""Number of consecutive sizes without improvement after which no smaller microbatches are tried."""
+GROUP_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Numbers of groups of jobs that are tried."""
+MAX_SEARCH_MICROBATCHES = 2000
+"""Maximum number of microbatches, summed over all programs, up to which divisions into groups are tried. The
+search is limited by a count, not by a clock, so that plans can be repeated."""
 CUT_GAIN = 1.02
 """Factor by which a window must be predicted to be faster before samples are cut, or cut more finely."""
 PATIENCE = 1.02
@@ -95,6 +103,9 @@ class PipelineRules:
     """Fewest rows of the chunks into which long samples may be cut. 0 means that samples stay whole."""
     overlapped_layers: int = 0
     """Number of layers of the only stage if microbatches overlap there, on shards. 0 if they do not."""
+    min_rows: int = 0
+    """Minimum rows to which microbatches may be limited. 0 means a quarter of the capacity, which is also the
+    minimum if it is smaller."""
 
     @property
     def stages(self) -> int:
@@ -210,7 +221,7 @@ def _plan_training(
     if inherited.batches:
         # Chunks begin with an empty pipeline, and leave none in flight.
         program = _plan_whole((), windows, rules, inherited).program.followed_by(cut.program)
-        cut = Timed(program, _seconds(program, pace_prices(program.microbatches, rules.paces)))
+        cut = Timed(program, window_seconds(program, pace_prices(program.microbatches, rules.paces)))
     # What a window leaves in flight is charged as if no device waited in it, so that only windows that drain
     # can be compared.
     is_faster = whole.program.hands_over or CUT_GAIN * cut.seconds <= whole.seconds
@@ -224,34 +235,122 @@ def _plan_whole(
     inherited: Unfinished = FINISHED,
     hands_over: bool = False,
 ) -> Timed:
-    """Return the program without chunks that is fastest in the simulator, among several sizes of microbatches
-    and several orders of passes. Inherited microbatches do not change."""
-    runs = (samples for batch in batches for samples in sample_groups(batch.samples))
-    longest = max(map(_tokens, runs), default=0)
-    best: Program | None = None
-    best_seconds = math.inf
-    for splits in range(1, MAX_SPLITS + 1):
-        room = max(longest, -(-rules.capacity // splits))
-        groups = _groups(batches, [window.job for window in windows], room, rules) if batches else ()
-        found: list[Timed] = []
-        for turns in _turns(groups, batches, inherited):
-            work = _deal_microbatches(batches, turns, room, rules, inherited)
-            prices = pace_prices(work.microbatches, rules.paces)
-            for program in _orders(work, prices, turns, rules):
-                ordered = cut_passes(program, work, prices) if hands_over else program
-                found.append(Timed(ordered, _seconds(ordered, prices)))
-        fastest = min(found, key=lambda one: one.seconds)
-        # With replicas, the patient order comes first: it hides links that the prices omit, unless waiting
-        # itself costs time.
-        if rules.replicas > 1 and found[0].seconds <= PATIENCE * found[1].seconds:
-            fastest = found[0]
-        if fastest.seconds >= best_seconds:
-            break
-        best, best_seconds = fastest.program, fastest.seconds
-        if room == longest or not batches:
-            break
-    assert best is not None
-    return Timed(best, best_seconds)
+    """Return the program without chunks that is fastest in the simulator, among several sizes of
+    microbatches, divisions of the jobs into groups, and orders of passes. Inherited microbatches do not
+    change."""
+    search = _WindowSearch(batches, [window.job for window in windows], rules, inherited, hands_over)
+    size = search.choose_size()
+    if rules.stages > 1 and rules.replicas == 1 and rules.order is None and batches:
+        search.choose_groups(size)
+    return search.best
+
+
+class _WindowSearch:
+    """A search for the fastest program of a window. Programs are compared by simulated seconds."""
+
+    def __init__(
+        self,
+        batches: Sequence[GlobalBatch],
+        jobs: Sequence[str],
+        rules: PipelineRules,
+        inherited: Unfinished,
+        hands_over: bool,
+    ) -> None:
+        self.batches, self.rules, self.inherited = batches, rules, inherited
+        self.hands_over = hands_over
+        self.lengths = _job_lengths(batches, jobs, rules)
+        self._best: Timed | None = None
+        self.microbatches = 0
+        """Number of microbatches of all programs that were simulated."""
+
+    @property
+    def best(self) -> Timed:
+        assert self._best is not None
+        return self._best
+
+    def choose_size(self) -> int:
+        """Find the best size of microbatches for groups that are chosen by a formula, and return it."""
+        best_size, unimproved = self.rules.capacity, 0
+        for size in self._sizes():
+            groups = group_jobs(self.lengths, size, self.rules.batch_distance).groups if self.batches else ()
+            if self._keep(self._fastest(groups, size)):
+                best_size, unimproved = size, 0
+            else:
+                unimproved += 1
+            if unimproved == PATIENT_SPLITS or not self.batches:
+                break
+        return best_size
+
+    def choose_groups(self, size: int) -> None:
+        """Try other numbers of groups, whose rounds or whose microbatches alternate."""
+        for count in GROUP_COUNTS:
+            if count > len(self.lengths) or self.microbatches > MAX_SEARCH_MICROBATCHES:
+                break
+            groups = tuple(
+                tuple(job.job for job in members) for members in head_tail_groups(self.lengths, count)
+            )
+            for turns in order_turns(groups, self.batches, self.inherited):
+                self._keep(self._run(turns, size, PipelineOrder.multi_job))
+            if count > 1:
+                self._keep(self._run_mixed(groups, size))
+
+    def _sizes(self) -> Iterator[int]:
+        """Yield the sizes of microbatches that are tried, the largest first."""
+        longest = max((_tokens(run) for one in self.batches for run in sample_groups(one.samples)), default=0)
+        tried = [-(-self.rules.capacity // factor) for factor in SPLITS]
+        if self.rules.min_rows:
+            finer = (-(-self.rules.capacity // factor) for factor in FINER_SPLITS)
+            tried += [rows for rows in finer if rows >= self.rules.min_rows]
+        yield from dict.fromkeys(max(longest, rows) for rows in tried)
+
+    def _fastest(self, groups: Groups, size: int) -> Timed:
+        """Return the fastest program for these groups, in any order of groups and of passes."""
+        orders = CUT_ORDERS if self.rules.order is None else [self.rules.order]
+        all_turns = order_turns(groups, self.batches, self.inherited)
+        if self.rules.replicas > 1:
+            return self._run_replicas(all_turns[0], size)
+        return min(
+            (self._run(turns, size, order) for turns in all_turns for order in orders),
+            key=lambda one: one.seconds,
+        )
+
+    def _run(self, groups: Groups, size: int, order: PipelineOrder) -> Timed:
+        work = deal_microbatches(self.batches, groups, size, self.rules, self.inherited)
+        return self._time(work, groups, order)
+
+    def _run_mixed(self, groups: Groups, size: int) -> Timed:
+        (turns, *_) = order_turns(groups, self.batches, self.inherited)
+        work = deal_microbatches(self.batches, turns, size, self.rules, self.inherited, moves_samples=False)
+        return self._time(mix_groups(work, turns), turns, PipelineOrder.multi_job)
+
+    def _time(self, work: Work, groups: Groups, order: PipelineOrder) -> Timed:
+        self.microbatches += len(work.microbatches)
+        prices = pace_prices(work.microbatches, self.rules.paces)
+        program = order_passes(order, work, prices, groups, self.rules)
+        if self.hands_over:
+            program = cut_passes(program, work, prices)
+        return Timed(program, window_seconds(program, prices))
+
+    def _run_replicas(self, groups: Groups, size: int) -> Timed:
+        rules = self.rules
+        work = deal_microbatches(self.batches, groups, size, rules, self.inherited)
+        prices = pace_prices(work.microbatches, rules.paces)
+        patient, eager = (
+            Timed(program, window_seconds(program, prices))
+            for program in (
+                order_replicas(work, rules.stages, prices, rules.spare_microbatches, is_patient)
+                for is_patient in (True, False)
+            )
+        )
+        # The patient order hides links that the prices omit, unless waiting itself costs time.
+        return patient if patient.seconds <= PATIENCE * eager.seconds else eager
+
+    def _keep(self, found: Timed) -> bool:
+        """Keep a program if it is faster than the best one so far, and return whether it is."""
+        is_faster = self._best is None or found.seconds < self._best.seconds
+        if is_faster:
+            self._best = found
+        return is_faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,14 +400,14 @@ def _plan_cut(
 ) -> Timed:
     """Return the program in which longer samples are cut into chunks of at most `rows` rows."""
     longest = max(_tokens(together) for batch in batches for together in sample_groups(batch.samples))
-    groups = _groups(batches, [window.job for window in windows], rows, rules)
-    work = cut_long_samples(_deal_microbatches(batches, groups, rows, rules), rows)
+    groups = choose_groups(batches, [window.job for window in windows], rows, rules)
+    work = cut_long_samples(deal_microbatches(batches, groups, rows, rules), rows)
     prices = pace_prices(work.microbatches, rules.paces)
     program = chunked_multi_job(work, rules.stages, prices, max(longest, rows))
-    return Timed(program, _seconds(program, prices))
+    return Timed(program, window_seconds(program, prices))
 
 
-def _seconds(program: Program, prices: Prices) -> float:
+def window_seconds(program: Program, prices: Prices) -> float:
     """Return the simulated seconds of a window. If the window hands over, the passes that it leaves to the
     next window are included, as if no device waited during them."""
     timeline = simulate(program, prices, PricedCluster(len(program.devices)))
@@ -323,25 +422,51 @@ def _seconds(program: Program, prices: Prices) -> float:
     return seconds / len(devices)
 
 
-def _groups(
+def choose_groups(
     batches: Sequence[GlobalBatch], jobs: Sequence[str], capacity: int, rules: PipelineRules
 ) -> Groups:
-    """Return the groups of jobs whose rounds alternate. They depend on each job's first batch, of which a
-    replica has a part."""
+    """Return the groups of jobs whose rounds alternate, as the formula of `group_jobs` divides them."""
+    return group_jobs(_job_lengths(batches, jobs, rules), capacity, rules.batch_distance).groups
+
+
+def _job_lengths(
+    batches: Sequence[GlobalBatch], jobs: Sequence[str], rules: PipelineRules
+) -> list[JobLengths]:
+    """Return the lengths by which jobs are divided into groups. They are those of each job's first batch, of
+    which a replica has a part."""
     firsts: dict[str, GlobalBatch] = {}
     for batch in batches:
         firsts.setdefault(batch.job, batch)
-    lengths = [
+    return [
         JobLengths(
             job, firsts[job].tokens / len(firsts[job].samples), -(-firsts[job].tokens // rules.replicas)
         )
         for job in jobs
         if job in firsts
     ]
-    return group_jobs(lengths, capacity, rules.batch_distance).groups
 
 
-def _turns(groups: Groups, batches: Sequence[GlobalBatch], inherited: Unfinished) -> list[Groups]:
+def mix_groups(work: Work, groups: Groups) -> Work:
+    """Return the work with the microbatches of all groups mixed evenly, instead of whole rounds that
+    alternate. No microbatch may have samples of two groups."""
+    home = {job: number for number, members in enumerate(groups) for job in members}
+    begun = len(work.inherited)
+    lists: list[list[int]] = [[] for _ in groups]
+    for number in work.filled_microbatches:
+        if number >= begun:
+            lists[home[work.microbatches[number].jobs[0]]].append(number)
+    # Groups begin at different times, so that their rounds do not end together.
+    places = {
+        number: ((at + (group + 1) / (len(lists) + 1)) / len(own), group)
+        for group, own in enumerate(lists)
+        for at, number in enumerate(own)
+    }
+    order = sorted(places, key=places.__getitem__)
+    microbatches = (*work.microbatches[:begun], *(work.microbatches[number] for number in order))
+    return Work(work.capacity, microbatches, work.batches, inherited=work.inherited)
+
+
+def order_turns(groups: Groups, batches: Sequence[GlobalBatch], inherited: Unfinished) -> list[Groups]:
     """Return one or two ways to order the groups of jobs for the next rounds.
 
     In the first, groups with unfinished batches come last, in the order of their last microbatches. If
@@ -363,30 +488,23 @@ def _turns(groups: Groups, batches: Sequence[GlobalBatch], inherited: Unfinished
     return found
 
 
-def _orders(work: Work, prices: Prices, groups: Groups, rules: PipelineRules) -> list[Program]:
-    """Return the programs from which the fastest is chosen."""
-    if rules.replicas > 1:
-        spare = rules.spare_microbatches
-        return [order_replicas(work, rules.stages, prices, spare, patient) for patient in (True, False)]
-    # Among equals the first is chosen: with spare microbatches it waits less for links and slow passes.
-    orders = CUT_ORDERS if rules.order is None else [rules.order]
-    return [_order_passes(order, work, prices, groups, rules) for order in orders]
-
-
-def _deal_microbatches(
+def deal_microbatches(
     batches: Sequence[GlobalBatch],
     groups: Groups,
     max_tokens: int,
     rules: PipelineRules,
     inherited: Unfinished = FINISHED,
+    limits: Limits = QUICK_LIMITS,
+    moves_samples: bool = True,
 ) -> Work:
     """Return the batches divided into microbatches of at most `max_tokens` tokens, which the jobs of a group
     share. A longer sample has its own microbatch. The microbatches of each replica are ordered so that the
-    batches of a job are far enough apart."""
+    batches of a job are far enough apart. `limits` bound the effort of packing. With `moves_samples`,
+    samples may move into the last microbatch of another group's round."""
     # A bucket of the template runs in one piece, so no sample may go into another group's round. With
     # replicas, two microbatches could each hold a sample that waits for the other's round.
-    shift = rules.order is not PipelineOrder.template and rules.replicas == 1
-    merging = MergeRules(max_tokens, rules.batch_distance, limits=QUICK_LIMITS)
+    shift = moves_samples and rules.order is not PipelineOrder.template and rules.replicas == 1
+    merging = MergeRules(max_tokens, rules.batch_distance, limits=limits)
     previous = [
         tuple(BatchSample(one.job, one.step, 0, one.tokens) for one in plan.segments)
         for plan in inherited.microbatches
@@ -453,7 +571,7 @@ def _microbatches(
     return tuple(microbatches)
 
 
-def _order_passes(
+def order_passes(
     order: PipelineOrder, work: Work, prices: Prices, groups: Groups, rules: PipelineRules
 ) -> Program:
     stages = rules.stages

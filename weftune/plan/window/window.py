@@ -26,6 +26,9 @@ class Pacing:
     """Number of microbatches in flight in addition to those of 1F1B, on all stages but the last."""
     min_chunk_rows: int = 0
     """Minimum rows of the chunks into which long samples may be cut. 0 means that samples stay whole."""
+    min_rows: int = 0
+    """Minimum rows to which microbatches may be limited, so that they fill the pipeline better. 0 means a
+    quarter of the capacity."""
     hands_over: bool = False
     """Whether a window may leave batches unfinished, so that the pipeline does not drain before the next."""
 
@@ -61,6 +64,7 @@ def plan_window(
         min_chunk_rows=pacing.min_chunk_rows,
         # Layers that are recomputed or run in tiles do not overlap.
         overlapped_layers=layout.layers if layout.overlaps and recompute == NOTHING else 0,
+        min_rows=pacing.min_rows,
     )
     program = plan_pipeline(windows, rules, inherited, pacing.hands_over)
     return _pad_to_ladder(program, capacity) if ladder else program
