@@ -99,8 +99,11 @@ def with_overlap(link, slower=1000.0, may_overlap=True, **fields):
     """The choice for two shards of devices that are slower than an A100."""
     terms = counted_terms(SHAPE).times(slower / FLOPS)
     times = StageTimes(SHAPE.layers, terms, NO_TIME, link, 2 * SHAPE.hidden)
+    capacity = fields.pop("capacity", 1024)
     two = machine(**{"workers": 1, "replicas": 1, "shards": 2, "shares": 1, **fields})
-    return chosen(two, workload(times=times, may_overlap=may_overlap))
+    jobs = [replace(job, batch_tokens=WINDOWS[job.name].batches[0].tokens) for job in JOBS]
+    known = workload(times=times, may_overlap=may_overlap)
+    return choose_layout(SHAPE, jobs, replace(two, capacity=capacity), known)
 
 
 SLOW_LINK = Link(bandwidth=1e8)
@@ -125,6 +128,15 @@ def test_microbatches_overlap_on_devices_that_are_divided_freely():
     found = with_overlap(SLOW_LINK, workers=AUTO, replicas=AUTO, shards=AUTO, shares=AUTO)
     assert found.candidates[0].tokens_per_second >= with_overlap(SLOW_LINK).candidates[0].tokens_per_second
     assert found.layout.overlaps == found.candidates[0].division.overlaps
+
+
+def test_a_round_of_one_microbatch_is_divided_so_that_it_can_overlap():
+    """The round of all jobs has 4,800 tokens."""
+    found = with_overlap(SLOW_LINK, capacity=None)
+    best = found.candidates[0]
+    assert best.division.overlaps
+    assert best.capacity == found.capacity == 2432
+    assert with_overlap(SLOW_LINK, capacity=1024).candidates[0].capacity == 1024
 
 
 @pytest.mark.parametrize(

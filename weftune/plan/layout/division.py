@@ -258,23 +258,32 @@ class _Microbatches:
     recompute: Recompute
     capacity: int
     least_capacity: int
-    overlaps: bool = False
+    single_tokens: int
+    """Tokens of the only microbatch of a round, if microbatches should overlap. 0 if they need not, or if a
+    round has several."""
 
     @property
     def smaller_capacity(self) -> int:
         """Token capacity of about half that should be tried too, since layers are recomputed to make room for
-        the full capacity, or since a round may have only one microbatch, which cannot overlap. 0 if there is
-        no such reason, or if the longest sample needs the full capacity."""
-        smaller = max(self.capacity // 2 // ROUND_TOKENS * ROUND_TOKENS, self.least_capacity)
-        gains = self.recompute.recomputed_layers > 0 or self.overlaps
-        return smaller if gains and smaller < self.capacity else 0
+        the full capacity, or since a round has only one microbatch, which cannot overlap. 0 if there is no
+        such reason, or if the longest sample needs the full capacity."""
+        if self.single_tokens:
+            half = -(-self.single_tokens // (2 * ROUND_TOKENS)) * ROUND_TOKENS
+        elif self.recompute.recomputed_layers:
+            half = self.capacity // 2 // ROUND_TOKENS * ROUND_TOKENS
+        else:
+            return 0
+        smaller = max(half, self.least_capacity)
+        return smaller if smaller < self.capacity else 0
 
 
 def _microbatches(choice: LayoutChoice) -> _Microbatches:
     jobs, memory = choice.attached_jobs, choice.memory
     recompute = memory.choose_recompute(jobs, choice.capacity)
     capacity = memory.choose_capacity(jobs, choice.capacity, recompute)
-    return _Microbatches(recompute, capacity, max_sample_tokens(jobs), choice.layout.overlaps)
+    round_tokens = sum(job.batch_tokens for job in jobs)
+    single_tokens = round_tokens if choice.layout.overlaps and round_tokens <= capacity else 0
+    return _Microbatches(recompute, capacity, max_sample_tokens(jobs), single_tokens)
 
 
 def _least_speed(found: Sequence[Candidate]) -> float:
