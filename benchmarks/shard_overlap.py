@@ -1,16 +1,18 @@
 """How much of the sums over shards overlaps with computation, on CPU processes with a delayed link.
 
-A random model with Llama 3's proportions of attention and feed-forward is divided between two processes.
-Every sum of hidden states over the shards is computed by gloo, and in addition completes no earlier than on a
-link with a fixed number of bytes per second, on which one sum follows another. The link is chosen so that the
-sums take a given share of the time of all computation. While a process waits for the link, it uses no core.
+A random model with Llama 3's proportions of attention and feed-forward is divided into two shards. Every sum
+of hidden states completes no earlier than on a link with a fixed number of bytes per second, on which one sum
+follows another. The link is chosen so that the sums take a given share of the time of all computation. While
+a process waits for the link, it uses no core. With `--processes 2`, each shard has a process, and gloo
+computes the sums. With `--processes 1`, there is only the process of the first shard, and its sums only take
+time: on a machine with few free cores, two processes wait for each other whenever one of them has no core.
 
 A round is one global batch of a job, without the optimizer step that follows. It is measured without overlap,
 and with pairs of microbatches that overlap. Each time is divided by the busier of
 computation (the same round with sums that do nothing) and link. The third row is what the simulator predicts
 from the measured times of half layers. Rounds take turns, and the fastest of each kind counts.
 
-    python -m benchmarks.shard_overlap [--repeats N] [--layers N] [--toy] [--json FILE]
+    python -m benchmarks.shard_overlap [--processes N] [--repeats N] [--layers N] [--toy] [--json FILE]
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ from weftune.run.executor import Executor
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
 from weftune.run.workers.agreed import Agreed, TimedAction
-from weftune.run.workers.groups import connect, read_position
+from weftune.run.workers.groups import WorkerConnections, WorkerPosition, connect, read_position
 from weftune.run.workers.transport import Transport
 from weftune.run.workers.worker import shard_team, worker_executor
 
@@ -75,6 +77,7 @@ Order = Literal["plain", "overlapped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
+    processes: int = SHARDS
     layers: int = 8
     hidden: int = 384
     """Width of the hidden states. The feed-forward is 3.5 times as wide, and there are four query heads for
@@ -152,7 +155,8 @@ class ShareResult:
 
 def main() -> None:
     options = overlap_arguments().parse_args()
-    setting = TOY if options.toy else Setting(layers=options.layers, repeats=options.repeats)
+    usual = Setting(layers=options.layers, repeats=options.repeats)
+    setting = replace(TOY if options.toy else usual, processes=options.processes)
     found = measure(setting)
     print(table(found))
     finish({"setting": asdict(setting), "shares": [asdict(one) for one in found]}, options.json)
@@ -160,6 +164,7 @@ def main() -> None:
 
 def overlap_arguments() -> argparse.ArgumentParser:
     parser, usual = arguments("Overlap of sums over shards with computation, on CPU processes."), Setting()
+    parser.add_argument("--processes", type=int, choices=(1, SHARDS), default=usual.processes)
     parser.add_argument("--layers", type=int, default=usual.layers)
     parser.add_argument("--repeats", type=int, default=usual.repeats, help="rounds of each kind")
     parser.add_argument("--toy", action="store_true", help="tiny, to see that it runs")
@@ -190,7 +195,8 @@ def measure(setting: Setting) -> list[ShareResult]:
         processes = [
             context.Process(target=be_shard, args=(environment, spec, setting, sender), daemon=True)
             for environment in (
-                worker_environment(worker, SHARDS, store.port, time.time()) for worker in range(SHARDS)
+                worker_environment(worker, setting.processes, store.port, time.time())
+                for worker in range(setting.processes)
             )
         ]
         for process in processes:
@@ -223,11 +229,8 @@ def write_model(folder: Path, setting: Setting) -> BaseSpec:
 def be_shard(variables: dict[str, str], spec: BaseSpec, setting: Setting, sender: Connection) -> None:
     os.environ.update(variables)
     torch.set_num_threads(1)
-    position = read_position()
-    assert position is not None
-    connections = connect(replace(position, shards=SHARDS), CPU)
-    team, link = shard_team(connections), DelayedLink()
-    assert team is not None
+    connections, team = join_team()
+    link = DelayedLink()
     delayed, whole = link.delay(team), LayerRange(0, setting.layers, setting.layers)
     base = load_shard(spec, CPU, delayed, whole)
     transport = Transport(connections, base.shape.hidden, base.dtype, CPU)
@@ -236,10 +239,23 @@ def be_shard(variables: dict[str, str], spec: BaseSpec, setting: Setting, sender
     adapter, recipe = JobAdapter(JOB, LoraSpec(rank=8), 0), Recipe(steps=10**6)
     executor.attach(new_training(adapter, recipe, base.trained_sites, base.dtype, CPU, base.whole_sites))
     found = Rounds(executor, agreed, link, setting).measure_shares()
-    if position.worker == 0:
+    if team.shard == 0:
         sender.send(found)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def join_team() -> tuple[WorkerConnections, ShardTeam]:
+    """Return the connections of this process and its team, which is a pretence if there is only one
+    process."""
+    if (position := read_position()) is None:
+        alone = WorkerConnections(WorkerPosition(0, 1), {})
+        return alone, ShardTeam(0, SHARDS, lambda tensor: None, start_sum=lambda tensor: lambda: None)
+    connections = connect(replace(position, shards=SHARDS), CPU)
+    team = shard_team(connections)
+    assert team is not None
+    return connections, team
 
 
 # -- rounds ----------------------------------------------------------------------------------------------
@@ -286,7 +302,8 @@ class Rounds:
         rounds = [self._run("plain", None) for _ in range(max(2, self._setting.repeats // 2))]
         fastest = min(rounds, key=lambda one: one.seconds)
         rate = torch.tensor([share * fastest.seconds / fastest.summed_bytes], dtype=torch.float64)
-        torch.distributed.broadcast(rate, 0)
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast(rate, 0)
         return rate.item()
 
     def _run(self, order: Order, rate: float | None) -> RoundTime:
@@ -294,7 +311,8 @@ class Rounds:
         link, self._step = self._link, self._step + 1
         program = self._plan(order)
         torch.manual_seed(self._step)
-        torch.distributed.barrier()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
         link.is_used, link.seconds_per_byte = rate is not None, rate or 0.0
         link.busy_seconds, link.summed_bytes = 0.0, 0
         for _ in self._executor.run(program, fetch):
