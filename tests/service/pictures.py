@@ -11,13 +11,23 @@ from PIL import Image
 from tests.service.browser import Browser, browser
 from tests.service.site import Site, rows, serving
 from weftune.jobs.store.status import State
+from weftune.jobs.sweeps.halving import LEFT
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
-SHOWN = (("jobs", 1280), ("jobs", 400), ("job", 1280), ("device", 1280), ("device", 400), ("new", 1280))
+SHOWN = (
+    ("jobs", 1280),
+    ("jobs", 400),
+    ("job", 1280),
+    ("sweep", 1280),
+    ("sweep", 400),
+    ("device", 1280),
+    ("device", 400),
+    ("new", 1280),
+)
 
 
-def fill(site: Site) -> str:
-    """Fill the store, and return the job that has a picture of its own."""
+def fill(site: Site) -> tuple[str, str]:
+    """Fill the store, and return the job and the sweep that have pictures of their own."""
     done, failed = site.add("support-en", steps=60), site.add("legal-wide", steps=80)
     running, small = site.add("support-de", steps=60), site.add("sql-small", steps=80)
     theirs = [site.add("theirs", "globex", steps=90, priority=1) for _ in range(2)]
@@ -41,8 +51,19 @@ def fill(site: Site) -> str:
     ):
         site.log(running, text)
     site.log(running, "Out of memory with 2048 tokens per microbatch: continuing with 1024.", "warn")
+    sweep, *trials = site.submit_sweep("triage", "learning_rate", [5e-5, 1e-4, 2e-4, 4e-4])
+    for trial in trials:
+        site.enter(trial, 40)
+        site.move(trial, State.RUNNING, started_at=time.time() - 420)
+        site.train(trial, 10)
+    rows_of = site.training.jobs_by_id(trials)
+    ranked = sorted(trials, key=lambda trial: rows_of[trial].status.eval_loss or 0.0)
+    for trial, step in zip(ranked[:2], (34, 31), strict=True):
+        site.train(trial, step)
+    for trial in ranked[2:]:
+        site.move(trial, State.CANCELLED, f"{LEFT} 10")
     site.window({running: 260, small: 180, theirs[0]: 120})
-    return running
+    return running, sweep
 
 
 def fill_form(page: Browser, folder: Path) -> None:
@@ -72,14 +93,14 @@ def take(page: Browser, name: str, width: int, scheme: str = "light") -> None:
 def main() -> None:
     with TemporaryDirectory() as folder, browser(Path(folder, "profile")) as page:
         site = Site(Path(folder))
-        job = fill(site)
+        job, sweep = fill(site)
         with serving(site.app) as url:
             page.size(1280)
             page.open(url)
             page.type("#key", site.keys["acme"])
             page.press("Enter")
             page.wait("document.querySelector('table.live')")
-            hashes = {"job": f"jobs/{job}"}
+            hashes = {"job": f"jobs/{job}", "sweep": f"jobs/{sweep}"}
             for name, width in SHOWN:
                 page.evaluate(f"location.hash = '#/{hashes.get(name, name)}'")
                 if name == "new":

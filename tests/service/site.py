@@ -7,7 +7,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -70,9 +70,17 @@ class Site:
 
     # -- what the HTTP process writes --------------------------------------------------------------------
 
-    def submit(self, suffix: str | None, tenant: str = "acme", **job: Any) -> str:
+    def submit(
+        self,
+        suffix: str | None,
+        tenant: str = "acme",
+        id: str | None = None,
+        sweep_id: str | None = None,
+        trial: Mapping[str, Any] | None = None,
+        **job: Any,
+    ) -> str:
         """Submit a job, which is not known to training yet."""
-        file, id = new_id("file"), new_id("ftjob")
+        file, id = new_id("file"), id or new_id("ftjob")
         self.settings.files.mkdir(parents=True, exist_ok=True)
         path = self.settings.file_path(file)
         path.write_text(rows(), encoding="utf-8")
@@ -104,9 +112,21 @@ class Site:
                 suffix=suffix,
                 details={},
                 body_hash=id,
+                sweep=sweep_id,
+                trial=trial,
             )
         )
         return id
+
+    def submit_sweep(self, suffix: str, key: str, values: Sequence[Any]) -> list[str]:
+        """Submit a sweep over the values of a key, and return the ids of its job and of its trials."""
+        sweep = new_id("ftjob")
+        self.submit(suffix, id=sweep, sweep_id=sweep, sweep={"over": {key: list(values)}})
+        found = enumerate(values)
+        return [
+            sweep,
+            *(self.submit(f"{suffix}-{at}", sweep_id=sweep, trial={key: one}) for at, one in found),
+        ]
 
     # -- what training writes ----------------------------------------------------------------------------
 

@@ -111,6 +111,25 @@ def test_a_reader_signs_in_and_sees_the_curve_move(page, site):
     assert [one for one in page.console if "401" not in one] == []
 
 
+def test_a_sweep_has_a_page_with_its_trials_and_their_values(page, site):
+    sweep, *trials = site.submit_sweep("triage", "learning_rate", [1e-4, 2e-4])
+    for trial, until in zip(trials, (20, 30), strict=True):
+        site.enter(trial)
+        site.move(trial, State.RUNNING)
+        site.train(trial, until)
+    sign_in(page, site)
+    page.evaluate(f"location.hash = '#/jobs/{sweep}'")
+    page.wait("document.querySelectorAll('table.live tbody tr').length === 2")
+    text = page.text()
+    assert text.index("learning_rate 0.0002") < text.index("learning_rate 0.0001")
+    assert "50 of 80 steps" in text
+    losses = [site.training.job(trial).status.eval_loss for trial in trials]
+    assert f"{min(losses):.4f}" in page.evaluate("document.querySelector('.tiles .value').textContent")
+    names = "[...document.querySelectorAll('#curves path.curve')].map((one) => one.dataset.name)"
+    assert set(page.evaluate(names)) >= {"triage-0", "triage-1"}
+    assert page.console == []
+
+
 @pytest.mark.slow
 def test_script_in_names_reasons_logs_and_settings_is_only_text(page, site):
     """Row 25 of the faults."""

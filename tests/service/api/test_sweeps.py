@@ -131,7 +131,12 @@ def test_a_running_sweep_shows_its_trials_in_their_order(service, client, made, 
     ]
     _, overview = call(service, "GET", "/api/overview")
     jobs = {one["id"]: one for one in overview["jobs"]}
-    assert jobs[made.trials[0]]["sweep"] == {"id": made.sweep.id, "name": "sql", "best": False}
+    assert jobs[made.trials[0]]["sweep"] == {
+        "id": made.sweep.id,
+        "name": "sql",
+        "best": False,
+        "values": {"learning_rate": 1e-4, "adapter.rank": 4},
+    }
     assert "pause" not in jobs[made.trials[0]]["actions"]
     assert jobs[made.sweep.id]["actions"] == ["pause", "cancel", "priority"]
 

@@ -74,6 +74,7 @@ class SweepLink(BaseModel):
     id: str = Field(description="The sweep's job, which is the job itself if it is a sweep.")
     name: str
     best: bool = Field(description="Whether the sweep has ended and keeps this trial as one of the best.")
+    values: dict[str, Any] = Field(description="The values in which a trial differs, by dotted key.")
 
 
 class JobSummary(BaseModel):
@@ -412,7 +413,8 @@ def _sweep_link(service: Service, submission: Submission, names: Names) -> Sweep
         return None
     record = None if submission.is_sweep else sweep_record(service.settings, sweep)
     is_best = record is not None and submission.id in record.best
-    return SweepLink(id=sweep, name=names.visible_name(sweep) or sweep, best=is_best)
+    name, values = names.visible_name(sweep) or sweep, dict(submission.trial or {})
+    return SweepLink(id=sweep, name=name, best=is_best, values=values)
 
 
 def _chat_name(submission: Submission, row: JobRow | None, base: str) -> str | None:

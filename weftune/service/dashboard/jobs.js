@@ -20,6 +20,10 @@ const sweepWords = (job) => {
   if (isSweep(job)) return "sweep";
   return h("a", { href: `#/jobs/${job.sweep.id}` }, `${job.sweep.best ? "best" : "trial"} of sweep ${job.sweep.name}`);
 };
+/** The values in which a trial differs from the sweep's other trials. */
+const trialValues = (job) => Object.entries(job.sweep?.values ?? {})
+  .map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
+const lowestLoss = (jobs) => jobs.map((one) => one.eval_loss).filter((one) => one != null).sort((a, b) => a - b)[0];
 const stateWord = (job) => (job.state === "validating" ? "checking rows" : job.state);
 
 /** Whether a job's curves are drawn in the list: the reader's choice, else the newest jobs that have any. */
@@ -76,6 +80,7 @@ const row = (state, job) => {
   return h("tr", { "data-key": job.id },
     h("th", { scope: "row" }, pen(state.penOf(job.id)), h("a", { href: `#/jobs/${job.id}` }, job.name),
       job.sweep && h("small", { class: "under" }, sweepWords(job)),
+      trialValues(job) && h("small", { class: "under" }, trialValues(job)),
       h("small", { class: "under" }, `${moment(job.created_at)}${job.priority ? ` · priority ${job.priority}` : ""}`)),
     h("td", { "data-label": "state", class: "why" }, h("span", { class: `state ${job.state}` }, stateWord(job)), why && h("small", { class: "under" }, sentence(why))),
     h("td", { "data-label": "progress" }, progress(job)),
@@ -194,13 +199,13 @@ export const jobPage = (state) => {
     h("p", { class: "crumb" }, h("a", { href: "#/jobs" }, "← All jobs")),
     h("section", { class: "verdict job-head", "data-state": job.state },
       h("div", {}, h("p", { class: "lead" }, pen(state.penOf(job.id)), job.name, " ", h("span", { class: `state ${job.state}` }, stateWord(job))),
-        job.sweep && !isSweep(job) && h("p", { class: "why" }, sweepWords(job)),
+        job.sweep && !isSweep(job) && h("p", { class: "why" }, sweepWords(job), ": ", trialValues(job)),
         why && h("p", { class: "why" }, sentence(why)), job.warning && h("p", { class: "caution" }, job.warning),
         progress(job)),
       actions(state, job)),
     h("section", { class: "tiles", "aria-label": "Headline numbers" },
-      tile("training loss", loss(lastLoss(state, job)) || "–", job.step ? `at step ${count(job.step)}` : "not started"),
-      tile("validation loss", loss(job.eval_loss) || "–", job.base_loss ? `base ${loss(job.base_loss)}` : "no held-out rows"),
+      !isSweep(job) && tile("training loss", loss(lastLoss(state, job)) || "–", job.step ? `at step ${count(job.step)}` : "not started"),
+      tile(isSweep(job) ? "lowest validation loss" : "validation loss", loss(lowestLoss([job, ...trials])) || "–", job.base_loss ? `base ${loss(job.base_loss)}` : "no held-out rows"),
       tile("tokens trained", count(job.trained_tokens), detail ? detail.training_file : ""),
       tile(job.finished_at ? "ended" : "ends", end || "–", endDetail)),
     job.notes.map((note) => h("p", { class: "note" }, note)),
