@@ -107,9 +107,10 @@ def test_a_plan_for_four_devices_is_made_in_seconds_without_torch_or_weights(fol
     assert numbers["first_window"]["seconds"] is None, "without a profile a run promises no seconds"
     fastest = numbers["forecast"]["step_seconds"]
     assert all(other["step_seconds"] >= fastest for other in numbers["alternatives"])
-    assert all(
-        row["step_seconds"] / fastest - 1 == pytest.approx(row["cost"]) for row in numbers["ablations"]
-    )
+    rows = numbers["ablations"]
+    assert all(row["step_seconds"] / fastest - 1 == pytest.approx(row["cost"]) for row in rows)
+    # A window that left batches to the next one would seem to take much less time.
+    assert all(row["cost"] > -0.05 for row in rows if row["mechanism"] in ("order", "groups", "capacity"))
 
 
 def test_mechanisms_are_compared_with_the_plan_that_is_shown(folder, weftune):

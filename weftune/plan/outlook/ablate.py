@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 from weftune.core.shapes import JobShape, LayerRange
@@ -54,19 +55,24 @@ def _windows(
     """Yield, for each mechanism, its name, a description of its replacement, and the window planned with the
     replacement."""
     choice, program = prediction.choice, prediction.program
+    # The plan that is shown has whole batches, so that times can be compared.
+    plan = partial(first_window, attached=jobs, job_window=job_window, hands_over=False)
     if program.capacity // 2 >= max_sample_tokens(jobs):
         half = replace(choice, capacity=program.capacity // 2)
-        yield "capacity", f"microbatches of {half.capacity:,} tokens", first_window(half, jobs, job_window)
+        yield "capacity", f"microbatches of {half.capacity:,} tokens", plan(half)
     if len(choice.layout.stages) == 1:
         return
     if choice.layout.replicas == 1:
         # Several replicas always run in one order.
         for order in PipelineOrder:
-            window = first_window(choice, jobs, job_window, order)
+            window = plan(choice, order=order)
             if window.program.devices != program.devices:
                 yield "order", order.value, window
+        window = plan(choice, searches_groups=False)
+        if window.program.devices != program.devices:
+            yield "groups", "divided by a formula", window
     if (even := _with_even_stages(choice)).layout != choice.layout:
-        yield "partition", "embedding and head not counted", first_window(even, jobs, job_window)
+        yield "partition", "embedding and head not counted", plan(even)
 
 
 def _with_even_stages(choice: LayoutChoice) -> LayoutChoice:

@@ -77,13 +77,15 @@ def first_window(
     order: PipelineOrder | None = None,
     *,
     hands_over: bool = True,
+    searches_groups: bool = True,
 ) -> FirstWindow:
     """Return the window with which a run begins.
 
     `job_window` returns a job's part of the window, given the name of the job and a number of global batches.
     `order` replaces the schedule that the planner selects for a pipeline, for comparison only. With
     `hands_over`, the window may leave batches unfinished for the next one, as in a run; without it, the
-    window ends with whole batches, from which the time of a run can be predicted.
+    window ends with whole batches, from which the time of a run can be predicted. Without `searches_groups`,
+    a formula divides jobs into groups.
     """
     paces = tuple(guess_pace(stage.layer_count) for stage in choice.layout.stages)
     memory, shapes = choice.memory, {job.name: job for job in attached}
@@ -92,6 +94,8 @@ def first_window(
     pacing = choice.pacing(paces, order, hands_over=hands_over)
     if pacing is not None and hands_over:
         pacing = replace(pacing, spare_microbatches=memory.choose_spare(attached, capacity, recompute))
+    if pacing is not None:
+        pacing = replace(pacing, searches_groups=searches_groups)
     courses = cut_to_window_seconds(
         [job_window(name, choice.window_rounds) for name in shapes], choice.first_pace
     )

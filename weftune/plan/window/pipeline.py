@@ -107,6 +107,10 @@ class PipelineRules:
     """Minimum rows to which microbatches may be limited. 0 means a quarter of the capacity, which is also the
     minimum if it is smaller."""
 
+    searches_groups: bool = True
+    """Whether divisions of the jobs into groups are compared by simulated time. Otherwise a formula divides
+    them."""
+
     @property
     def stages(self) -> int:
         return len(self.paces)
@@ -240,7 +244,7 @@ def _plan_whole(
     change."""
     search = _WindowSearch(batches, [window.job for window in windows], rules, inherited, hands_over)
     size = search.choose_size()
-    if rules.stages > 1 and rules.replicas == 1 and rules.order is None and batches:
+    if rules.searches_groups and rules.stages > 1 and rules.replicas == 1 and rules.order is None and batches:
         search.choose_groups(size)
     return search.best
 

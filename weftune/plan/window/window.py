@@ -29,6 +29,9 @@ class Pacing:
     min_rows: int = 0
     """Minimum rows to which microbatches may be limited, so that they fill the pipeline better. 0 means a
     quarter of the capacity."""
+    searches_groups: bool = True
+    """Whether divisions of the jobs into groups are compared by simulated time. Otherwise a formula divides
+    them."""
     hands_over: bool = False
     """Whether a window may leave batches unfinished, so that the pipeline does not drain before the next."""
 
@@ -65,6 +68,7 @@ def plan_window(
         # Layers that are recomputed or run in tiles do not overlap.
         overlapped_layers=layout.layers if layout.overlaps and recompute == NOTHING else 0,
         min_rows=pacing.min_rows,
+        searches_groups=pacing.searches_groups,
     )
     program = plan_pipeline(windows, rules, inherited, pacing.hands_over)
     return _pad_to_ladder(program, capacity) if ladder else program
