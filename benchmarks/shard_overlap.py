@@ -4,11 +4,12 @@ A random model with Llama 3's proportions of attention and feed-forward is divid
 of hidden states completes no earlier than on a link with a fixed number of bytes per second, on which one sum
 follows another. The link is chosen so that the sums take a given share of the time of all computation. While
 a process waits for the link, it uses no core. With `--processes 2`, each shard has a process, and gloo
-computes the sums. With `--processes 1`, there is only the process of the first shard, and its sums only take
-time: on a machine with few free cores, two processes wait for each other whenever one of them has no core.
+computes the sums. With `--processes 1`, there is only the process of the first shard, whose sums only take
+time, and the clock counts the seconds in which this process computes or waits for the link. So other work on
+the machine does not count, while two processes wait for each other whenever one of them has no core.
 
-A round is one global batch of a job, without the optimizer step that follows. It is measured without overlap,
-and with pairs of microbatches that overlap. Each time is divided by the busier of
+A round is one global batch of a job with its optimizer step. It is measured without overlap, and with pairs
+of microbatches that overlap. Each time is divided by the busier of
 computation (the same round with sums that do nothing) and link. The third row is what the simulator predicts
 from the measured times of half layers. Rounds take turns, and the fastest of each kind counts.
 
@@ -93,10 +94,32 @@ class Setting:
 TOY = Setting(layers=2, hidden=64, length=16, repeats=1)
 
 
+class WallClock:
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def wait_until(self, moment: float) -> None:
+        time.sleep(max(0.0, moment - self.now()))
+
+
+class ComputeClock(WallClock):
+    """A clock that counts the seconds in which this process computes, and its waits without waiting."""
+
+    def __init__(self) -> None:
+        self._waited = 0.0
+
+    def now(self) -> float:
+        return time.process_time() + self._waited
+
+    def wait_until(self, moment: float) -> None:
+        self._waited += max(0.0, moment - self.now())
+
+
 class DelayedLink:
     """A link between the shards, on which sums of hidden states follow one another."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: WallClock) -> None:
+        self.clock = clock
         self.seconds_per_byte = 0.0
         self.is_used = True
         """Whether sums are computed at all. Otherwise every shard keeps its own values."""
@@ -120,11 +143,11 @@ class DelayedLink:
             wait_for_sum = start_at_once(tensor)
             seconds = size * self.seconds_per_byte
             self.busy_seconds += seconds
-            self._free_at = end = max(time.perf_counter(), self._free_at) + seconds
+            self._free_at = end = max(self.clock.now(), self._free_at) + seconds
 
             def wait() -> None:
                 wait_for_sum()
-                time.sleep(max(0.0, end - time.perf_counter()))
+                self.clock.wait_until(end)
 
             return wait
 
@@ -133,11 +156,12 @@ class DelayedLink:
 
 @dataclass(frozen=True, slots=True)
 class RoundTime:
-    """Measured seconds of a round without its optimizer steps, and of its actions."""
+    """Measured seconds of a round, and its actions with their times of the wall clock."""
 
     seconds: float
     link_seconds: float
     summed_bytes: int
+    seconds_per_wall_second: float
     actions: tuple[TimedAction, ...]
 
 
@@ -172,13 +196,13 @@ def overlap_arguments() -> argparse.ArgumentParser:
 
 
 def table(found: Sequence[ShareResult]) -> str:
-    lines = [
-        "link ÷ compute | without overlap | with overlap | predicted with overlap",
-        *(
-            f"{one.share:14.1f} | {one.plain:15.2f} | {one.overlapped:12.2f} | {one.predicted:22.2f}"
-            for one in found
-        ),
-    ]
+    names = ("link ÷ compute", "as measured", "without overlap", "with overlap", "predicted with overlap")
+    lines = [" | ".join(names)]
+    for one in found:
+        measured_share = one.link_seconds / one.compute_seconds
+        numbers = (one.share, measured_share, one.plain, one.overlapped, one.predicted)
+        cells = (f"{number:{len(name)}.2f}" for name, number in zip(names, numbers, strict=True))
+        lines.append(" | ".join(cells))
     return "\n".join(lines)
 
 
@@ -230,7 +254,7 @@ def be_shard(variables: dict[str, str], spec: BaseSpec, setting: Setting, sender
     os.environ.update(variables)
     torch.set_num_threads(1)
     connections, team = join_team()
-    link = DelayedLink()
+    link = DelayedLink(ComputeClock() if setting.processes == 1 else WallClock())
     delayed, whole = link.delay(team), LayerRange(0, setting.layers, setting.layers)
     base = load_shard(spec, CPU, delayed, whole)
     transport = Transport(connections, base.shape.hidden, base.dtype, CPU)
@@ -271,12 +295,13 @@ class Rounds:
         orders: tuple[Order, ...] = ("plain", "overlapped")
         for order in orders:
             self._run(order, 0.0)
-        rates = [self._rate(share) for share in SHARES]
+        rate_of_compute = self._rate_of_compute()
+        rates = [share * rate_of_compute for share in SHARES]
         times: dict[tuple[Order, float | None], list[RoundTime]] = {}
         for _ in range(self._setting.repeats):
             for order in orders:
-                for rate in (None, *rates):
-                    times.setdefault((order, rate), []).append(self._run(order, rate))
+                for used in (None, *rates):
+                    times.setdefault((order, used), []).append(self._run(order, used))
         best = {key: min(rounds, key=lambda one: one.seconds) for key, rounds in times.items()}
         compute_seconds = best["plain", None].seconds
         found = []
@@ -296,12 +321,12 @@ class Rounds:
             )
         return found
 
-    def _rate(self, share: float) -> float:
-        """Return the seconds per byte with which the sums of a round take this share of its computation. All
+    def _rate_of_compute(self) -> float:
+        """Return the seconds per byte with which the sums of a round take as long as its computation. All
         processes agree on it."""
-        rounds = [self._run("plain", None) for _ in range(max(2, self._setting.repeats // 2))]
+        rounds = [self._run("plain", None) for _ in range(2 * self._setting.repeats)]
         fastest = min(rounds, key=lambda one: one.seconds)
-        rate = torch.tensor([share * fastest.seconds / fastest.summed_bytes], dtype=torch.float64)
+        rate = torch.tensor([fastest.seconds / fastest.summed_bytes], dtype=torch.float64)
         if torch.distributed.is_initialized():
             torch.distributed.broadcast(rate, 0)
         return rate.item()
@@ -315,13 +340,14 @@ class Rounds:
             torch.distributed.barrier()
         link.is_used, link.seconds_per_byte = rate is not None, rate or 0.0
         link.busy_seconds, link.summed_bytes = 0.0, 0
+        began, wall_began = link.clock.now(), time.perf_counter()
         for _ in self._executor.run(program, fetch):
             pass
+        seconds, wall_seconds = link.clock.now() - began, time.perf_counter() - wall_began
         link.is_used, link.seconds_per_byte = True, 0.0
         passes = Forward | Backward | HalfPass
         actions = tuple(one for one in self._agreed.report.times if isinstance(one.action, passes))
-        seconds = actions[-1].stop - actions[0].start
-        return RoundTime(seconds, link.busy_seconds, link.summed_bytes, actions)
+        return RoundTime(seconds, link.busy_seconds, link.summed_bytes, seconds / wall_seconds, actions)
 
     def _plan(self, order: Order) -> Program:
         setting, step = self._setting, self._step
@@ -338,10 +364,12 @@ class Rounds:
         sums."""
 
         def seconds_of(kind: type[Forward | Backward]) -> float:
-            return mean(one.stop - one.start for one in computed.actions if isinstance(one.action, kind))
+            return computed.seconds_per_wall_second * mean(
+                one.stop - one.start for one in computed.actions if isinstance(one.action, kind)
+            )
 
         def half_seconds(kind: type[HalfPass], parity: int) -> float:
-            return mean(
+            return computed.seconds_per_wall_second * mean(
                 one.stop - one.start
                 for one in computed.actions
                 if isinstance(one.action, kind) and one.action.index % 2 == parity

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import shard_overlap
-from benchmarks.shard_overlap import DelayedLink
+from benchmarks.shard_overlap import ComputeClock, DelayedLink, WallClock
 from weftune.core.shards import ShardTeam
 
 
@@ -27,7 +27,7 @@ def test_the_toy_measures_every_share(processes, monkeypatch, capsys, tmp_path):
 
 
 def test_sums_on_a_delayed_link_follow_one_another_while_the_process_goes_on():
-    link = DelayedLink()
+    link = DelayedLink(WallClock())
     started = []
 
     def start_sum(tensor):
@@ -46,3 +46,12 @@ def test_sums_on_a_delayed_link_follow_one_another_while_the_process_goes_on():
     link.is_used = False
     team.start_sum(torch.zeros(2, 2))()
     assert len(started) == 2
+
+
+def test_a_clock_of_computation_counts_waits_but_not_other_work():
+    clock = ComputeClock()
+    began = clock.now()
+    time.sleep(0.05)
+    assert clock.now() - began < 0.04
+    clock.wait_until(began + 2.0)
+    assert 2.0 <= clock.now() - began < 2.04
