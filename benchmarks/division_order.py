@@ -44,7 +44,7 @@ from weftune.errors import PlanError
 from weftune.launch.workers import worker_environment
 from weftune.plan.cost.memory import SPARE
 from weftune.plan.cost.profile import Profile
-from weftune.plan.cost.profile_cost import directions, step_rate
+from weftune.plan.cost.profile_cost import pass_terms, step_rate
 from weftune.plan.layout.choose import CPU_CHUNK_ROWS, Machine, choose_layout
 from weftune.plan.layout.division import SAME_SPEED, Division, DivisionSpace
 from weftune.plan.layout.foresee import StageTimes
@@ -297,7 +297,7 @@ class Planner:
             profile=profile,
             worker_profile=profile,
         )
-        terms, rate = directions(profile, self._shape), step_rate(profile)
+        terms, rate = pass_terms(profile, self._shape), step_rate(profile)
         self._times = StageTimes(self._shape.layers, terms, rate)
 
     def divisions(self) -> list[Division]:
@@ -331,7 +331,7 @@ class Planner:
         return price.tokens_per_second * case.jobs / len(jobs)
 
     def _of(self, division: Division) -> Machine:
-        return self._machine.divided(replace(division, shares=1))
+        return self._machine.with_division(replace(division, shares=1))
 
     def _shares(self, case: OrderCase, division: Division) -> list[list[JobShape]]:
         """Return the jobs of each share, the share with the most first."""

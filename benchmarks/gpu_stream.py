@@ -318,8 +318,8 @@ def main() -> None:
     counts = [2] if options.toy else [int(word) for word in options.jobs.split(",")]
     for count in counts:
         for how in cuts:
-            add(streamed_row(case, work_of(options, count), how))
-    most = work_of(options, max(counts))
+            add(streamed_row(case, pass_work(options, count), how))
+    most = pass_work(options, max(counts))
     others: dict[str, Callable[[], Row]] = {
         "same": lambda: resident_row(case, most, passes=streamed_capacity(rows, most)),
         "resident": lambda: resident_row(case, most),
@@ -408,7 +408,7 @@ def _where(hardware: Hardware) -> tuple[torch.device, torch.dtype]:
     return hardware.device, hardware.dtype
 
 
-def work_of(options: argparse.Namespace, jobs: int) -> BaselineWork:
+def pass_work(options: argparse.Namespace, jobs: int) -> BaselineWork:
     if options.toy:
         return BaselineWork(jobs=jobs, batch=2, length=16, rank=4)
     batch, length = (int(word) for word in options.batch.lower().split("x"))

@@ -90,7 +90,9 @@ def steady(
     """Every device's bubbles in whole periods."""
     devices = len(program.devices)
     timeline = simulate(program, prices, cluster or PricedCluster(devices))
-    spans = [timeline.between_steps(device, "job0", region.first, region.last) for device in range(devices)]
+    spans = [
+        timeline.span_between_steps(device, "job0", region.first, region.last) for device in range(devices)
+    ]
     return [1 - timeline.busy_share(device, span) for device, span in enumerate(spans)]
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests import bench
 from tests.outputs import Crash, assert_same_results, assert_whole, events_of, rich_run
 from weftune.plan.layout.choose import choose_layout
-from weftune.plan.layout.offloaded import offloading
+from weftune.plan.layout.offloaded import offload_optimizer
 from weftune.trainer import engine
 
 
@@ -19,7 +19,7 @@ def offloaded(monkeypatch):
     def switch(on):
         def chosen(*asked):
             found = choose_layout(*asked)
-            memory = offloading(found.memory, host_budget=1 << 50)
+            memory = offload_optimizer(found.memory, host_budget=1 << 50)
             layout = replace(found.layout, offloads_optimizer=True)
             return replace(found, layout=layout, memory=memory) if on else found
 

@@ -10,7 +10,7 @@ from tests.bench import CPU
 from tests.families import tiny
 from weftune.base.shape import model_shape
 from weftune.plan.cost.profile import cpu_threads
-from weftune.plan.cost.profile_cost import cost_of
+from weftune.plan.cost.profile_cost import profile_cost_model
 from weftune.run.profile import BESIDE, CASES, DEPTHS, _Bench, _Peaks, _shallow_base, measure_profile
 
 
@@ -47,7 +47,7 @@ def test_the_profile_is_of_this_device_and_gives_a_time_model(found) -> None:
     assert profile.key.device == "cpu"
     assert profile.key.threads == cpu_threads()
     assert profile.steps
-    model = cost_of(profile, shape)
+    model = profile_cost_model(profile, shape)
     largest = max((one.time.work for one in profile.passes), key=lambda work: work.tokens)
     assert model.pass_seconds(largest) > 0
 

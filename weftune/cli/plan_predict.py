@@ -23,7 +23,7 @@ from weftune.plan.layout.choose import (
     choose_layout,
 )
 from weftune.plan.outlook.ablate import ablate, compare
-from weftune.plan.outlook.explain import explain, explain_streams
+from weftune.plan.outlook.explain import explain, explain_streamed_plan
 from weftune.plan.outlook.forecast import (
     Ablation,
     Forecast,
@@ -33,7 +33,7 @@ from weftune.plan.outlook.forecast import (
     share_outlook,
 )
 from weftune.plan.outlook.promise import FirstWindow, first_window
-from weftune.plan.outlook.streamed import StreamOutlook, ablate_streams, round_timeline, stream_outlook
+from weftune.plan.outlook.streamed import StreamOutlook, ablate_streamed_plan, round_timeline, stream_outlook
 from weftune.plan.outlook.whole_run import WholeRun, job_ends, rounds_at_rate
 from weftune.plan.program.program import Program
 from weftune.plan.program.simulate import Timeline
@@ -93,8 +93,8 @@ def predict(case: PlanCase, *, needs_sentences: bool = False, with_ablations: bo
         seconds = outlook.forecast.seconds
         ends = job_ends(totals, admission.admitted_names, admission.wait_reasons, lambda _: seconds)
         run = WholeRun(ends, choice.peak_device_bytes, outlook.case.device.budget_bytes)
-        sentences = explain_streams(outlook, source) if needs_sentences else []
-        ablations = ablate_streams(outlook) if with_ablations else ()
+        sentences = explain_streamed_plan(outlook, source) if needs_sentences else []
+        ablations = ablate_streamed_plan(outlook) if with_ablations else ()
     else:
         outlook = _predict_outlook(case, choice, admission) if shares is None else shares.parts[0]
         window = outlook.window

@@ -18,7 +18,7 @@ from weftune.cli.early import refuse_base, refuse_device
 from weftune.core.shapes import ModelShape
 from weftune.errors import OutputError, UserError
 from weftune.plan.cost.profile import Profile, check_writable, profile_folder, profile_path, write_profile
-from weftune.plan.cost.profile_cost import directions
+from weftune.plan.cost.profile_cost import pass_terms
 from weftune.plan.cost.time import PassWork
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def kinds_table(profile: Profile, shape: ModelShape) -> Table:
         adapted=tokens * rank * widths,
         segments=1,
     )
-    found = directions(profile, shape)
+    found = pass_terms(profile, shape)
     title = f"Milliseconds over {tokens} tokens in {samples} samples, rank {rank}"
     table = Table("", "forward", "backward", "evaluation", title=title)
     for kind, name in (

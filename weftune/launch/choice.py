@@ -79,7 +79,11 @@ def _workload(case: PlanCase, machine: Machine) -> Workload:
 def solo_job_seconds(case: PlanCase, machine: Machine) -> dict[str, float]:
     """Return, for each job, the predicted seconds of its whole training alone on one device."""
     profile = machine.profile
-    cost = profile_cost.cost_of(profile, case.shape) if profile else sheet_cost(case.shape, case.speeds[0])
+    cost = (
+        profile_cost.profile_cost_model(profile, case.shape)
+        if profile
+        else sheet_cost(case.shape, case.speeds[0])
+    )
     seconds = {}
     for one in case.jobs:
         batches = one.curriculum.job_window(0, 4, True).batches
@@ -276,7 +280,7 @@ def stage_times(case: PlanCase, machine: Machine) -> StageTimes:
     shape, profile = case.shape, machine.worker_profile or machine.profile
     output_bytes = shape.hidden * shape.bytes_per_value
     if profile is not None:
-        terms, rate = profile_cost.directions(profile, shape), profile_cost.step_rate(profile)
+        terms, rate = profile_cost.pass_terms(profile, shape), profile_cost.step_rate(profile)
         times = StageTimes(shape.layers, terms, rate, _link_between_workers(case), output_bytes)
     else:
         sheet = counted_terms(shape).times(1 / case.speeds[0].flops)
@@ -293,7 +297,7 @@ def time_source(case: PlanCase, choice: LayoutChoice) -> str:
         measured = "predicted from this GPU's link and products, measured just now"
         return sheet.source if stream.flops == sheet.flops else measured
     profile = machine.worker_profile or machine.profile
-    return sheet.source if profile is None else profile_cost.source_of(profile)
+    return sheet.source if profile is None else profile_cost.profile_source(profile)
 
 
 def _stream_gpu(case: PlanCase, budget: int, host: int, workers: int) -> StreamDevice:

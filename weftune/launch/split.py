@@ -35,7 +35,7 @@ from weftune.launch.supervise import INTERRUPTED, POLL_SECONDS, ProcessSpec, Sup
 from weftune.launch.workers import WorkerMain, connect_workers, connected_team
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.prior import arithmetic
-from weftune.plan.cost.profile_cost import cost_of
+from weftune.plan.cost.profile_cost import profile_cost_model
 from weftune.plan.cost.time import CostModel
 from weftune.plan.layout.choose import Machine
 from weftune.plan.layout.seats import too_large
@@ -230,7 +230,7 @@ def share_cost(shape: ModelShape, machine: Machine, shares: int) -> CostModel:
     """Return a model of training time. Its seconds come from a profile of the device, or else from the data
     sheet of the device; if both are missing, its times are in relative units."""
     if machine.profile is not None:
-        return cost_of(machine.profile, shape)
+        return profile_cost_model(machine.profile, shape)
     if (speed := data_sheet_device_speed(machine.on_gpu)) is None:
         return arithmetic(shape)
     # Processes on the CPU share it.

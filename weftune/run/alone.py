@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from weftune.plan.cost.time import PassTime, StateTime, work_of
+from weftune.plan.cost.time import PassTime, StateTime, pass_work
 from weftune.plan.program.program import (
     Action,
     Evaluate,
@@ -122,7 +122,7 @@ class Alone:
         for timed in passes:
             met = {job: self._roster.trainings[job].layout.active_size for job in timed.plan.jobs}
             time = PassTime(
-                work=work_of(timed.plan, met),
+                work=pass_work(timed.plan, met),
                 forward=sum(span.seconds() for span in timed.forward),
                 backward=sum(span.seconds() for span in timed.backward),
                 training=timed.training,

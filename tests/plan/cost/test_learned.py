@@ -11,7 +11,7 @@ from weftune.plan.cost.learned import Learned, Outcome
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
 from weftune.plan.cost.memory_fit import Peak, fit_memory, larger_factors, rows_in_flight, window_need
 from weftune.plan.cost.prior import arithmetic
-from weftune.plan.cost.time import StateTime, work_of
+from weftune.plan.cost.time import StateTime, pass_work
 from weftune.plan.program.layout import pipeline_layout
 from weftune.plan.program.program import (
     NOTHING,
@@ -44,7 +44,7 @@ def learned(**changes) -> Learned:
 def outcome(one: Program, slower: float = 1.0, peak: int | None = None, own_peak: bool = True) -> Outcome:
     """As a device with the true terms would measure it, with 0.1 s for the rest."""
     passes = [
-        measured(work_of(microbatch, {"a": 10**6}), slower=slower, training=number > 0)
+        measured(pass_work(microbatch, {"a": 10**6}), slower=slower, training=number > 0)
         for number, (_, microbatch) in enumerate(one.forward_passes())
     ]
     steps = [StateTime(1, 10**6, 0.009)]

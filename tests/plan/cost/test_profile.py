@@ -22,7 +22,7 @@ from weftune.plan.cost.profile import (
     to_json,
     write_profile,
 )
-from weftune.plan.cost.profile_cost import cost_of, directions, memory_of
+from weftune.plan.cost.profile_cost import fit_profile_memory, pass_terms, profile_cost_model
 
 
 def test_what_was_written_is_read(tmp_path) -> None:
@@ -82,7 +82,7 @@ def test_the_profile_of_this_machine_is_found_without_torch(tmp_path, monkeypatc
 
 
 def test_passes_over_few_layers_give_the_time_of_all() -> None:
-    model = cost_of(profile(), SHAPE)
+    model = profile_cost_model(profile(), SHAPE)
     for lengths, share, jobs in (([64] * 4, 0.5, 2), ([200, 90, 33], 0.9, 3), ([500], 0.2, 1)):
         one = work(lengths, share, 10**6, jobs)
         truth = KINDS.base_terms(SHAPE.layers)(one)
@@ -94,14 +94,14 @@ def test_passes_over_few_layers_give_the_time_of_all() -> None:
 
 
 def test_one_layer_is_told_from_what_is_around_it() -> None:
-    found = directions(profile(), SHAPE).forward
+    found = pass_terms(profile(), SHAPE).forward
     assert found.layer.token == pytest.approx(LAYER.token, rel=0.1)
     assert found.head.supervised == pytest.approx(KINDS.head.supervised, rel=0.1)
 
 
 def test_activations_of_the_base_follow_from_the_peaks_of_few_layers() -> None:
     memory = MemoryModel(SHAPE, 10**12)
-    fit = memory_of(profile(), memory)
+    fit = fit_profile_memory(profile(), memory)
     fitted = replace(memory, fit=fit)
     added = fitted.peak_bytes([], 1000) - fitted.peak_bytes([], 0)
     assert added == pytest.approx(PER_TOKEN * SHAPE.layers * 1000, rel=0.02)
@@ -116,7 +116,10 @@ def test_what_supervised_rows_take_is_told_from_what_layers_do() -> None:
         replace(one, peak_bytes=one.peak_bytes + int(more)) if one.peak_bytes else one
         for one, more in peaks.items()
     )
-    fit, plain = memory_of(replace(profile(), passes=passes), memory), memory_of(profile(), memory)
+    fit, plain = (
+        fit_profile_memory(replace(profile(), passes=passes), memory),
+        fit_profile_memory(profile(), memory),
+    )
     assert fit.head == pytest.approx(0.8, rel=0.05)
     assert fit.activations == pytest.approx(plain.activations, rel=0.02)
     assert plain.head == pytest.approx(0.0, abs=0.01)
@@ -140,7 +143,7 @@ def test_peaks_that_no_token_moves_leave_a_share_of_what_is_known() -> None:
     """An allocator that took a GiB ahead: a token that takes nothing would leave room for all there are."""
     flat = replace(profile(), passes=tuple(replace(one, peak_bytes=10**9) for one in profile().passes))
     memory = MemoryModel(SHAPE, 10**12)
-    fit = memory_of(flat, memory)
+    fit = fit_profile_memory(flat, memory)
     assert fit.activations == pytest.approx(0.1)
     assert 0 < replace(memory, fit=fit).choose_capacity([], 10**12) < 10**12
 
@@ -148,9 +151,9 @@ def test_peaks_that_no_token_moves_leave_a_share_of_what_is_known() -> None:
 def test_without_peaks_the_memory_model_stands_as_it_is() -> None:
     blind = replace(profile(), passes=tuple(replace(one, peak_bytes=0) for one in profile().passes))
     memory = MemoryModel(SHAPE, 10**12)
-    assert memory_of(blind, memory) == memory.fit
+    assert fit_profile_memory(blind, memory) == memory.fit
 
 
 def test_without_a_single_pass_it_gives_what_is_counted() -> None:
     """A base whose context is shorter than what a profile is measured with."""
-    assert directions(replace(profile(), passes=()), SHAPE) == counted_terms(SHAPE)
+    assert pass_terms(replace(profile(), passes=()), SHAPE) == counted_terms(SHAPE)

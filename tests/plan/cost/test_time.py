@@ -7,7 +7,7 @@ import pytest
 from tests.plan.costs import SHAPE, TRUTH, program, work
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.prior import arithmetic
-from weftune.plan.cost.time import Rate, Terms, active_parameters_by_job, term_counts, terms_of, work_of
+from weftune.plan.cost.time import Rate, Terms, active_parameters_by_job, make_terms, pass_work, term_counts
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, SegmentPlan
 
 
@@ -42,7 +42,7 @@ def test_every_term_has_its_own_count() -> None:
     one = work([3, 5], 0.25, 7, jobs=2)
     assert term_counts(one) == (1, 8, 34, 2, 2, 56, 2)
     for place, count in enumerate(term_counts(one)):
-        only = terms_of([float(place == other) for other in range(len(term_counts(one)))])
+        only = make_terms([float(place == other) for other in range(len(term_counts(one)))])
         assert only(one) == count
 
 
@@ -51,7 +51,7 @@ def test_work_counts_padding_as_rows_and_each_adapter_by_its_own_rows() -> None:
         SegmentPlan("a", 1, (PlacedSample(0, 3, 0, 1), PlacedSample(1, 4, 3, 2))),
         SegmentPlan("b", 1, (PlacedSample(0, 5, 0, 5),)),
     )
-    found = work_of(MicrobatchPlan(segments, padded_rows=16), {"a": 10, "b": 100})
+    found = pass_work(MicrobatchPlan(segments, padded_rows=16), {"a": 10, "b": 100})
     assert (found.tokens, found.squares, found.samples, found.supervised) == (16, 9 + 16 + 25, 3, 8)
     assert (found.adapted, found.segments) == (7 * 10 + 5 * 100, 2)
 
@@ -86,7 +86,7 @@ def test_alone_costs_what_its_passes_cost_one_by_one() -> None:
             (batches[2], batches[2].samples),
         )
     ]
-    each = sum(TRUTH.pass_seconds(work_of(one, active_parameters_by_job(shapes))) for one in passes)
+    each = sum(TRUTH.pass_seconds(pass_work(one, active_parameters_by_job(shapes))) for one in passes)
     assert TRUTH.solo_seconds(batches, 64, shapes) == pytest.approx(each)
     assert TRUTH.solo_seconds([], 64, shapes) == 0
 

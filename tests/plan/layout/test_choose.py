@@ -18,7 +18,7 @@ from weftune.errors import PlanError
 from weftune.jobs.store.scheduler import admit_jobs
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel, decoder_row_bytes
 from weftune.plan.cost.prior import arithmetic
-from weftune.plan.cost.profile_cost import memory_of
+from weftune.plan.cost.profile_cost import fit_profile_memory
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.layout.choose import (
     PIPELINE_ROUNDS,
@@ -227,7 +227,7 @@ def test_a_pretended_device_counts_the_process_and_what_of_the_base_waits_in_the
     assert found.host_bytes > 0
     slack = 0
     if known is not None:
-        fit = memory_of(known, MemoryModel(costs.SHAPE, 8 * GIB, taken))
+        fit = fit_profile_memory(known, MemoryModel(costs.SHAPE, 8 * GIB, taken))
         slack = int(fit.slack * SLACK_BYTES)
         assert slack > 0
     assert found.memory.process_bytes == taken + found.host_bytes + slack

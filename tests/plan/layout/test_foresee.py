@@ -11,9 +11,9 @@ from tests.plan.costs import SHAPE
 from tests.plan.profiles import profile
 from tests.plan.program.test_check import course
 from weftune.core.shapes import JobShape, LayerRange
-from weftune.plan.cost.profile_cost import cost_of, directions, step_rate
+from weftune.plan.cost.profile_cost import pass_terms, profile_cost_model, step_rate
 from weftune.plan.layout.choose import Machine, choose_layout
-from weftune.plan.layout.foresee import StageTimes, taking_turns
+from weftune.plan.layout.foresee import StageTimes, shared_device_cost
 from weftune.plan.program.layout import Layout, StageLayers, one_device_layout, pipeline_layout
 from weftune.plan.program.prices import Link
 from weftune.plan.program.program import Forward, Recompute
@@ -22,7 +22,7 @@ from weftune.plan.window.window import Pacing, plan_window
 
 COURSES = [course("a", [[40, 60], [30]], evaluation=[20]), course("b", [[50]])]
 SHAPES = {name: JobShape(name, 0, 0, size, 64) for name, size in (("a", 10**6), ("b", 10**5))}
-KNOWN = directions(profile(), SHAPE)
+KNOWN = pass_terms(profile(), SHAPE)
 TIMES = StageTimes(SHAPE.layers, KNOWN, step_rate(profile()))
 HALF = SHAPE.layers // 2
 HALVES = [LayerRange(0, HALF, SHAPE.layers), LayerRange(HALF, SHAPE.layers, SHAPE.layers)]
@@ -37,7 +37,7 @@ def test_on_one_device_the_simulation_is_the_sum_of_the_cost_model():
     program = plan_window(COURSES, layout, 100)
     # A Step takes the mean over jobs there, and its own here.
     assert seconds(program, layout) == pytest.approx(
-        cost_of(profile(), SHAPE).program_seconds(program, SHAPES), rel=0.02
+        profile_cost_model(profile(), SHAPE).program_seconds(program, SHAPES), rel=0.02
     )
 
 
@@ -54,7 +54,7 @@ def test_stages_that_take_turns_recompute_all_but_the_last_and_wait_for_their_lo
     stages = tuple(StageLayers(one.start, one.stop) for one in HALVES)
     turns = Layout(stages, (1,))
     program = plan_window([course("b", [[50]])], turns, 100)
-    known = taking_turns(cost_of(profile(), SHAPE), KNOWN, turns, SHAPE.layers)
+    known = shared_device_cost(profile_cost_model(profile(), SHAPE), KNOWN, turns, SHAPE.layers)
     plain = seconds(program, turns)
     assert plain == pytest.approx(known.program_seconds(program, SHAPES), rel=0.02)
     slow = LoadPace((10**6, 10**6), bandwidth=10**7)

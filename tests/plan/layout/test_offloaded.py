@@ -19,10 +19,10 @@ from weftune.plan.layout.choose import Machine, choose_layout
 from weftune.plan.layout.need import gpu_device
 from weftune.plan.layout.offloaded import (
     OffloadedRound,
-    is_worth,
     job_groups,
+    offload_optimizer,
     offloaded_round,
-    offloading,
+    pays_off,
 )
 from weftune.plan.program.layout import one_device_layout
 from weftune.plan.program.program import Recompute
@@ -88,12 +88,12 @@ def test_a_job_with_a_short_batch_does_not_make_the_others_pay_for_it():
         jobs(2, tokens=2048, rank=64)[1],
     )
     memory = MemoryModel(SHAPE, int(21.6 * GIB), uses_fused_ops=True)
-    offloaded, place = offloading(memory, 1 << 50), gpu_device(0, 0, 25e9, 165e12, 1e12)
+    offloaded, place = offload_optimizer(memory, 1 << 50), gpu_device(0, 0, 25e9, 165e12, 1e12)
     assert [len(turn) for turn in job_groups([short, long], memory)] == [1, 1]
     assert [len(turn) for turn in job_groups([short, long], offloaded)] == [2]
-    assert not is_worth(offloaded, memory, [short, long], place, 8192)
+    assert not pays_off(offloaded, memory, [short, long], place, 8192)
     longer = replace(long, batch_tokens=64 * 1024)
-    assert is_worth(offloaded, memory, [short, longer], place, 8192)
+    assert pays_off(offloaded, memory, [short, longer], place, 8192)
 
 
 def unmeasured(_budget, _host, _workers):
@@ -162,12 +162,12 @@ def test_steps_are_hidden_behind_passes_of_the_other_group_as_far_as_those_are_l
     assert seconds((4.0, 8.0), (4.0, 8.0)) == pytest.approx(16.0 + 8 * bare)
     assert seconds((6.0, 3.0), (2.0, 1.0)) == pytest.approx(9.0 + bare)
     uneven = OffloadedRound((6.0, 2.0), (3.0, 1.0))
-    assert uneven.unhidden == pytest.approx(1.0 + bare)
+    assert uneven.exposed_seconds == pytest.approx(1.0 + bare)
 
 
 def test_steps_take_the_link_as_fast_as_it_is_both_ways_where_that_was_measured():
     """Twelve bytes of every parameter come while as many go."""
-    memory, asked = offloading(MemoryModel(SHAPE, 60 * GIB, uses_fused_ops=True), 1 << 50), jobs(2)
+    memory, asked = offload_optimizer(MemoryModel(SHAPE, 60 * GIB, uses_fused_ops=True), 1 << 50), jobs(2)
     plain, measured = (gpu_device(0, 0, 25e9, 300e12, 1e12, duplex_bandwidth=rate) for rate in (None, 5e9))
     for place, rate in ((plain, 25e9), (measured, 5e9)):
         found = offloaded_round(memory, asked, place, 8192)
@@ -187,7 +187,7 @@ def test_what_a_window_takes_knows_of_unhidden_steps():
 
 def test_twelve_bytes_of_a_parameter_are_the_hosts_and_six_stay():
     plain = MemoryModel(SHAPE, 30 * GIB, uses_fused_ops=True)
-    memory = offloading(plain, 1 << 50)
+    memory = offload_optimizer(plain, 1 << 50)
     some, more = jobs(4), jobs(8)
     for model, each in ((plain, 18), (memory, 6)):
         grown = model.peak_bytes(more, 512) - model.peak_bytes(some, 512)

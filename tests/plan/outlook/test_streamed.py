@@ -10,11 +10,11 @@ from benchmarks.studies.scheme import make_batch
 from tests.plan.outlooks import SHAPE, outline
 from weftune.plan.layout.choose import Machine, choose_layout
 from weftune.plan.layout.need import StreamDevice, draft_from_layout, gpu_device
-from weftune.plan.outlook.explain import explain_streams
+from weftune.plan.outlook.explain import explain_streamed_plan
 from weftune.plan.outlook.promise import first_window
 from weftune.plan.outlook.streamed import (
     StreamOutlook,
-    ablate_streams,
+    ablate_streamed_plan,
     round_timeline,
     stream_outlook,
 )
@@ -106,7 +106,7 @@ def test_the_same_holds_for_several_workers():
     assert found.forecast.step_seconds == choice.round_seconds
     assert found.forecast.bubbles == pytest.approx(choice.waiting_share)
     assert found.forecast.peaks == (choice.peak_device_bytes - found.case.device.slack_bytes,) * 4
-    assert "Stage j is on device j mod 4." in "\n".join(explain_streams(found, "told here"))
+    assert "Stage j is on device j mod 4." in "\n".join(explain_streamed_plan(found, "told here"))
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_nothing_that_it_is_compared_with_is_faster():
         "largest stages",
         "smallest stages",
     ]
-    rows = ablate_streams(found)
+    rows = ablate_streamed_plan(found)
     assert {row.mechanism for row in rows} == {"streamed stages", "prefetch", "resident stages"}
     assert all(row.relative_cost > 0.05 for row in rows)
     assert all(one.seconds > 1.05 * found.forecast.seconds for one in found.alternatives)
@@ -151,7 +151,7 @@ def test_all_that_the_choice_was_made_for_come_aboard_and_no_more_than_fit():
 
 
 def test_the_explanation_says_that_the_run_finds_the_same(found):
-    text = "\n".join(explain_streams(found, "told here"))
+    text = "\n".join(explain_streamed_plan(found, "told here"))
     assert "`weftune train` finds the same cut for the same 2 of the jobs" in text
     assert f"Token capacity {found.choice.capacity:,}" in text
     assert "Adapters stay on the device. Inputs of stages stay there." in text

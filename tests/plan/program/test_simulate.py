@@ -61,7 +61,7 @@ def test_hops_hide_behind_compute_if_enough_microbatches_are_in_flight(hop):
 
     def bubbles(spare):
         timeline = simulate(multi_job(plan, stages, prices, spare), prices, cluster)
-        return timeline.bubbles(timeline.between_steps(stages - 1, "job0", 6, 16))
+        return timeline.bubbles(timeline.span_between_steps(stages - 1, "job0", 6, 16))
 
     assert bubbles(stages - 1) == pytest.approx([0.0] * stages, abs=1e-9)
     assert min(bubbles(0)) > hop / 2
@@ -226,7 +226,7 @@ def test_the_sum_of_one_microbatch_overlaps_with_the_half_layer_of_the_other():
     assert spans[compute, BackwardHalf(0, 0, 1)] == (9.5, 15.5)
     assert spans[compute, BackwardHalf(1, 0, 0)] == (23.5, 25.5)
     assert timeline.makespan == 26.5
-    assert timeline.busy() == (25.0 / 26.5,)
+    assert timeline.busy_shares() == (25.0 / 26.5,)
     assert simulate(plain, prices, PricedCluster(1)).makespan == 2 * (6.5 + 10.0)
 
 

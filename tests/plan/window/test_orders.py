@@ -45,7 +45,7 @@ def mlora_ratio(devices, jobs, microbatches):
 def steady_bubbles(program, prices, steady=STEADY):
     devices = len(program.devices)
     timeline = simulate(program, prices, PricedCluster(devices))
-    spans = [timeline.between_steps(device, "job0", *steady) for device in range(devices)]
+    spans = [timeline.span_between_steps(device, "job0", *steady) for device in range(devices)]
     return [1 - timeline.busy_share(device, span) for device, span in enumerate(spans)]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weftune.core.shapes import JobShape
-from weftune.plan.layout.seats import MAX_OVERTAKES, Fits, Seats, in_order, seat, too_large
+from weftune.plan.layout.seats import MAX_OVERTAKES, Fits, Seats, assign_seats, order_for_seats, too_large
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ def admit_jobs(
     never = too_large(waiting_jobs, fits)
     early = {job.name: f"waits for {job.source_job}" for job in waiting_jobs if job.source_job}
     possible = [job for job in waiting_jobs if job.name not in never and job.name not in early]
-    seats = seat(possible, attached_jobs, fits, overtake_counts)
+    seats = assign_seats(possible, attached_jobs, fits, overtake_counts)
     present, seated = {job.name for job in attached_jobs}, {job.name for job in seats.seated}
     admitted = [job for job in seats.seated if job.name not in present]
-    order = in_order(possible, attached_jobs)
+    order = order_for_seats(possible, attached_jobs)
     counts = _count_overtakes(order, seated, present, overtake_counts or {})
     return Admission(
         admitted_names=tuple(job.name for job in admitted),

@@ -82,25 +82,27 @@ class Cluster:
         )
 
 
-def _data_sheet(name: str, gib: float, teraflops: float, gigabytes: float, nvlink: float = 0.0) -> Device:
-    return Device(name, int(gib * GIB), teraflops * 1e12, gigabytes * 1e9, nvlink * 1e9)
+def _data_sheet_device(
+    name: str, memory_gib: float, teraflops: float, gigabytes: float, nvlink: float = 0.0
+) -> Device:
+    return Device(name, int(memory_gib * GIB), teraflops * 1e12, gigabytes * 1e9, nvlink * 1e9)
 
 
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        _data_sheet("A100-40G", 39.4, 312, 1555, 300),
-        _data_sheet("A100-80G", 79.2, 312, 2039, 300),
-        _data_sheet("H100", 79.2, 989, 3350, 450),
-        _data_sheet("H200", 139.8, 989, 4800, 450),
-        _data_sheet("B200", 178.0, 2250, 8000, 900),
-        _data_sheet("L40S", 44.5, 362, 864),
-        _data_sheet("L4", 22.5, 121, 300),
-        _data_sheet("A10", 22.5, 125, 600),
-        _data_sheet("A6000", 47.5, 155, 768, 56),
-        _data_sheet("RTX4090", 23.5, 165, 1008),
-        _data_sheet("RTX3090", 23.5, 71, 936, 28),
-        _data_sheet("T4", 14.6, 65, 320),
+        _data_sheet_device("A100-40G", 39.4, 312, 1555, 300),
+        _data_sheet_device("A100-80G", 79.2, 312, 2039, 300),
+        _data_sheet_device("H100", 79.2, 989, 3350, 450),
+        _data_sheet_device("H200", 139.8, 989, 4800, 450),
+        _data_sheet_device("B200", 178.0, 2250, 8000, 900),
+        _data_sheet_device("L40S", 44.5, 362, 864),
+        _data_sheet_device("L4", 22.5, 121, 300),
+        _data_sheet_device("A10", 22.5, 125, 600),
+        _data_sheet_device("A6000", 47.5, 155, 768, 56),
+        _data_sheet_device("RTX4090", 23.5, 165, 1008),
+        _data_sheet_device("RTX3090", 23.5, 71, 936, 28),
+        _data_sheet_device("T4", 14.6, 65, 320),
     )
 }
 """Known GPUs by name. Memory is the size that the driver reports, which is less than the nominal size."""
@@ -125,8 +127,8 @@ def parse_cluster(text: str) -> Cluster:
     if found is None:
         raise PlanError(f"--cluster {text}: {FORMAT_HELP}")
     count, name, link = found.groups()
-    roots = [_count(one, "--cluster") for one in (count or "1").split("+")]
-    return make_cluster([_device_named(name)] * _count(str(sum(roots)), "--cluster"), link, roots)
+    roots = [_parse_count(one, "--cluster") for one in (count or "1").split("+")]
+    return make_cluster([_find_device(name)] * _parse_count(str(sum(roots)), "--cluster"), link, roots)
 
 
 def make_cluster(
@@ -165,11 +167,11 @@ def cluster_from_values(values: Any, source: str) -> Cluster:
     `source`."""
     if not isinstance(values, Mapping) or not isinstance(values.get("devices"), list):
         raise PlanError(Mistake(source, "must be a mapping with devices: a list such as [4xA100-80G]"))
-    _refuse_unknown(values, KEYS, source)
+    _check_keys(values, KEYS, source)
     devices = [device for one in values["devices"] for device in _read_devices(one, source)]
     link, roots = values.get("link"), values.get("roots") or []
     if isinstance(link, Mapping):
-        link = _link(link, f"{source}: link")
+        link = _read_link(link, f"{source}: link")
     elif link is not None and not isinstance(link, str):
         raise PlanError(Mistake(source, f"link must be nvlink, pcie or a mapping with {LINK_KEYS[0]}"))
     if not isinstance(roots, list) or not all(isinstance(root, int) and root > 0 for root in roots):
@@ -179,13 +181,13 @@ def cluster_from_values(values: Any, source: str) -> Cluster:
         return cluster
     if not isinstance(values["host"], Mapping):
         raise PlanError(Mistake(source, f"host must be a mapping with {LINK_KEYS[0]}"))
-    return replace(cluster, host_link=_link(values["host"], f"{source}: host"))
+    return replace(cluster, host_link=_read_link(values["host"], f"{source}: host"))
 
 
-def _link(values: Mapping[str, Any], source: str) -> Link:
-    _refuse_unknown(values, LINK_KEYS, source)
-    rate = _number(values, "bandwidth_gbs", source)
-    return Link(rate * 1e9, _number(values, "latency_us", source, 10.0) / 1e6)
+def _read_link(values: Mapping[str, Any], source: str) -> Link:
+    _check_keys(values, LINK_KEYS, source)
+    rate = _read_number(values, "bandwidth_gbs", source)
+    return Link(rate * 1e9, _read_number(values, "latency_us", source, 10.0) / 1e6)
 
 
 def detect_cluster() -> Cluster:
@@ -234,16 +236,16 @@ def _smi_device(line: str) -> Device:
         )
     # Prefer the longest matching name (L40S over L4), then the closest memory size.
     kind = max(
-        fitting, key=lambda device: (len(device.name.partition("-")[0]), -_memory_difference(device, size))
+        fitting, key=lambda device: (len(device.name.partition("-")[0]), -_compare_memory(device, size))
     )
     return replace(kind, memory_bytes=size)
 
 
-def _memory_difference(device: Device, size: int) -> int:
+def _compare_memory(device: Device, size: int) -> int:
     return abs(device.memory_bytes - size)
 
 
-def _device_named(name: str) -> Device:
+def _find_device(name: str) -> Device:
     by_plain = {key.lower(): device for key, device in DEVICES.items()}
     plain = name.strip().lower()
     if plain in by_plain:
@@ -264,33 +266,33 @@ def _read_devices(entry: Any, source: str) -> list[Device]:
         raise PlanError(
             Mistake(source, f"a device is a name such as 4xH100, or a mapping with {DEVICE_KEYS}")
         )
-    _refuse_unknown(entry, DEVICE_KEYS, f"{source}: devices")
+    _check_keys(entry, DEVICE_KEYS, f"{source}: devices")
     name = str(entry["name"])
     sheet = DEVICES.get(name, Device(name, 0, 0.0, 0.0))
     device = Device(
         name,
-        int(_number(entry, "memory_gib", f"{source}: {name}", sheet.memory_bytes / GIB) * GIB),
-        _number(entry, "peak_tflops", f"{source}: {name}", sheet.peak_flops / 1e12) * 1e12,
-        _number(entry, "bandwidth_gbs", f"{source}: {name}", sheet.bandwidth / 1e9) * 1e9,
+        int(_read_number(entry, "memory_gib", f"{source}: {name}", sheet.memory_bytes / GIB) * GIB),
+        _read_number(entry, "peak_tflops", f"{source}: {name}", sheet.peak_flops / 1e12) * 1e12,
+        _read_number(entry, "bandwidth_gbs", f"{source}: {name}", sheet.bandwidth / 1e9) * 1e9,
         float(entry.get("nvlink_gbs", sheet.nvlink / 1e9)) * 1e9,
     )
-    return [device] * _count(str(entry.get("count", 1)), f"{source}: {name}")
+    return [device] * _parse_count(str(entry.get("count", 1)), f"{source}: {name}")
 
 
-def _count(text: str, source: str) -> int:
+def _parse_count(text: str, source: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MAX_DEVICES:
         raise PlanError(Mistake(source, f"the count of devices must lie in 1 to {MAX_DEVICES}, got {text}"))
     return int(text)
 
 
-def _number(values: Mapping[str, Any], key: str, source: str, default: float = 0.0) -> float:
+def _read_number(values: Mapping[str, Any], key: str, source: str, default: float = 0.0) -> float:
     value = values.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise PlanError(Mistake(source, f"{key} must be a number above 0, got {value}"))
     return float(value)
 
 
-def _refuse_unknown(values: Mapping[Any, Any], known_keys: Sequence[str], source: str) -> None:
+def _check_keys(values: Mapping[Any, Any], known_keys: Sequence[str], source: str) -> None:
     for key in values:
         if key not in known_keys:
             near = difflib.get_close_matches(str(key), known_keys, n=1, cutoff=0.0)

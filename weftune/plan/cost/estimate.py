@@ -109,7 +109,7 @@ def base_layers(shape: ModelShape, kept_bytes: int, ends_apart: bool) -> tuple[B
     # The shape does not list norms, biases and positions separately; they are small and counted here.
     first = shape.parameters - inside - (0 if tied else matrix)
     handed = shape.hidden * shape.bytes_per_value
-    layers = [_layer(shape, tuple(sites), kept_bytes, handed) for sites in by_layer.values()]
+    layers = [_inner_layer(shape, tuple(sites), kept_bytes, handed) for sites in by_layer.values()]
     head = 0 if tied and not ends_apart else matrix
     return (
         BaseLayer("embedding", 0, 0, first * shape.bytes_per_value, 0, handed, tuple(outside)),
@@ -144,7 +144,9 @@ def _moved_bytes(layer: BaseLayer) -> int:
     return layer.weight_bytes + 2 * layer.matrix_bytes
 
 
-def _layer(shape: ModelShape, sites: tuple[SiteShape, ...], kept_bytes: int, output_bytes: int) -> BaseLayer:
+def _inner_layer(
+    shape: ModelShape, sites: tuple[SiteShape, ...], kept_bytes: int, output_bytes: int
+) -> BaseLayer:
     flops = 2 * sum(site.active_weights for site in sites)
     flops = round(flops / CODED_SPEED) if shape.multiplies_stored_format else flops
     held = round(sum(site.weight_count for site in sites) * shape.weight_bytes_per_value)

@@ -28,9 +28,9 @@ from weftune.plan.cost.ring import optimizer_bytes, optimizer_ring_bytes
 from weftune.plan.cost.streamed_memory import (
     ON_THE_WAY,
     StreamedMemory,
+    attention_backward_bytes,
     matrix_bytes,
     offloaded_token_bytes,
-    rest_bytes,
     shard_copy_bytes,
     state_bytes,
     tile_bytes,
@@ -498,7 +498,8 @@ class MemoryModel:
         fits = int(free / each)
         if recompute.tile_rows:
             tile, rest = max(
-                (tile_bytes(part, recompute, jobs), rest_bytes(part)) for part in self._part_shapes
+                (tile_bytes(part, recompute, jobs), attention_backward_bytes(part))
+                for part in self._part_shapes
             )
             fits = min(fits, int((free - self.fit.activations * tile) / (each - self.fit.activations * rest)))
         return min(fits, self._max_host_tokens(jobs, recompute))
@@ -510,7 +511,7 @@ class MemoryModel:
         tiles are computed; 0 if passes do not run in tiles."""
         if not (tokens and recompute.tile_rows):
             return 0
-        return max(0, tile_bytes(part, recompute, jobs) - int(tokens * rest_bytes(part)))
+        return max(0, tile_bytes(part, recompute, jobs) - int(tokens * attention_backward_bytes(part)))
 
     def _max_host_tokens(self, jobs: Sequence[JobShape], recompute: Recompute) -> int:
         """Return the tokens of the largest microbatch whose offloaded tensors fit in host memory."""

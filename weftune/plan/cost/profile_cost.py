@@ -27,7 +27,7 @@ DOUBT = 1.0
 """Relative standard deviation of a fitted term around its initial value from `prior.py`."""
 
 
-def directions(profile: Profile, shape: ModelShape) -> DirectionTerms:
+def pass_terms(profile: Profile, shape: ModelShape) -> DirectionTerms:
     start = counted_terms(shape)
     training = [one for one in profile.passes if one.time.training]
     evaluations = [one for one in profile.passes if not one.time.training]
@@ -65,22 +65,22 @@ def fit_kinds(
     )
 
 
-def cost_of(profile: Profile, shape: ModelShape) -> CostModel:
+def profile_cost_model(profile: Profile, shape: ModelShape) -> CostModel:
     """Return the time model of the whole base that follows from a profile."""
-    return directions(profile, shape).base_cost(shape.layers, source_of(profile), step_rate(profile))
+    return pass_terms(profile, shape).base_cost(shape.layers, profile_source(profile), step_rate(profile))
 
 
 def step_rate(profile: Profile) -> Rate:
     return fit_rate(Rate(), profile.steps)
 
 
-def source_of(profile: Profile) -> str:
+def profile_source(profile: Profile) -> str:
     key = profile.key
     device = f"{key.device}, {key.threads} threads" if key.threads else key.device
     return f"from the profile of this {device} with torch {key.torch}"
 
 
-def memory_of(profile: Profile, memory: MemoryModel) -> MemoryFit:
+def fit_profile_memory(profile: Profile, memory: MemoryModel) -> MemoryFit:
     """Return correction factors of the memory model for activations, logits and slack, fitted to the memory
     peaks of the training passes in a profile."""
     passes = [one for one in profile.passes if one.time.training and one.peak_bytes]

@@ -20,8 +20,8 @@ from weftune.plan.cost.time import (
     Rate,
     StateTime,
     Terms,
+    make_terms,
     term_counts,
-    terms_of,
 )
 
 MAX_MEASUREMENTS = 400
@@ -107,7 +107,9 @@ def fit_terms(initial_terms: Terms, measurements: Sequence[tuple[PassWork, float
         return initial_terms
     units = np.array([term_counts(work) for work, _ in measurements], dtype=float)
     seconds = np.maximum([one for _, one in measurements], 1e-9)
-    return terms_of(fit_values(np.array(initial_terms.values()), units, seconds, _age_weights(len(seconds))))
+    return make_terms(
+        fit_values(np.array(initial_terms.values()), units, seconds, _age_weights(len(seconds)))
+    )
 
 
 def fit_rate(initial_rate: Rate, measurements: Sequence[StateTime]) -> Rate:
@@ -115,24 +117,24 @@ def fit_rate(initial_rate: Rate, measurements: Sequence[StateTime]) -> Rate:
         return initial_rate
     units = np.array([(one.jobs, one.parameters) for one in measurements], dtype=float)
     seconds = np.maximum([one.seconds for one in measurements], 1e-9)
-    start, doubt = np.array([initial_rate.job, initial_rate.parameter]), DOUBT
+    start, prior_weight = np.array([initial_rate.job, initial_rate.parameter]), DOUBT
     if not start.any():
         # Nothing was known: attributing half to jobs and half to parameters is only a starting point.
-        start, doubt = np.median(seconds[:, None] / np.maximum(units, 1.0), axis=0) / 2, GUESSED
-    job, parameter = fit_values(start, units, seconds, _age_weights(len(seconds)), doubt)
+        start, prior_weight = np.median(seconds[:, None] / np.maximum(units, 1.0), axis=0) / 2, GUESSED
+    job, parameter = fit_values(start, units, seconds, _age_weights(len(seconds)), prior_weight)
     return Rate(job=job, parameter=parameter)
 
 
 def fit_values(
-    initial_values: Array, units: Array, seconds: Array, weights: Array, doubt: float = DOUBT
+    initial_values: Array, units: Array, seconds: Array, weights: Array, prior_weight: float = DOUBT
 ) -> list[float]:
     """Return x ≥ 0 close to `initial_values` such that `units` @ x approximates `seconds`.
 
     Errors are relative, and outliers count less. `weights` contains the weight of each measurement, and
-    `doubt` is the relative standard deviation of x around `initial_values`.
+    `prior_weight` is the relative standard deviation of x around `initial_values`.
     """
     typical = np.maximum(np.median(units, axis=0), 1.0)
-    doubts = np.maximum(doubt * initial_values, FAINT * np.median(seconds) / typical)
+    doubts = np.maximum(prior_weight * initial_values, FAINT * np.median(seconds) / typical)
     rows, wanted = units / seconds[:, None] / NOISE, np.full(len(seconds), 1.0 / NOISE)
     trust, found = np.sqrt(weights), initial_values
     for _ in range(3):

@@ -71,14 +71,14 @@ def token_bytes(
     if fused and not part.routes_to_experts:
         factor, extra = OUTPUTS_FACTOR if recompute.recomputes_outputs else FUSED_FACTOR, part.extra_values
         extra += _values_of_kinds(jobs) / layers
-    again = min(recompute.recomputed_layers, part.layers)
-    undivided = OUTPUTS_UNDIVIDED if recompute.recomputes_outputs else UNDIVIDED
-    values = (part.layers - again) * (_layer_values(part, factor, undivided) + extra)
+    recomputed_count = min(recompute.recomputed_layers, part.layers)
+    unsharded_values = OUTPUTS_UNDIVIDED if recompute.recomputes_outputs else UNDIVIDED
+    values = (part.layers - recomputed_count) * (_layer_values(part, factor, unsharded_values) + extra)
     if recompute.tile_rows:
-        values = _tiled_values(part, recompute, again, values)
-    elif again:
+        values = _tiled_values(part, recompute, recomputed_count, values)
+    elif recomputed_count:
         # Each recomputed layer keeps its input, and one layer at a time is held completely.
-        values += again * part.hidden + _layer_values(part, RECOMPUTED_FACTOR, UNDIVIDED) + extra
+        values += recomputed_count * part.hidden + _layer_values(part, RECOMPUTED_FACTOR, UNDIVIDED) + extra
     return int(values * part.bytes_per_value) + part.code_bytes
 
 
@@ -91,26 +91,28 @@ def _values_of_kinds(jobs: Sequence[JobShape]) -> int:
     return scaled + max((job.copied_values for job in jobs), default=0)
 
 
-def _layer_values(part: ModelShape, factor: float, undivided: int) -> float:
+def _layer_values(part: ModelShape, factor: float, unsharded_values: int) -> float:
     """Return the values per token of a layer: `factor` times the summed widths of its linears. Shards divide
-    these values, except for those of `undivided` tensors of the hidden width."""
+    these values, except for those of `unsharded_values` tensors of the hidden width."""
     values = factor * part.whole_values_per_token / part.layers
-    whole = min(values, undivided * part.hidden)
+    whole = min(values, unsharded_values * part.hidden)
     return whole + (values - whole) / part.shards
 
 
-def _tiled_values(part: ModelShape, recompute: Recompute, again: int, kept: float) -> float:
-    """Return the values per token that layers in tiles hold on the device. `again` layers are recomputed; the
-    other layers keep `kept` values altogether, and their backward runs first."""
+def _tiled_values(part: ModelShape, recompute: Recompute, recomputed_count: int, kept: float) -> float:
+    """Return the values per token that layers in tiles hold on the device. `recomputed_count` layers are
+    recomputed; the other layers keep `kept` values altogether, and their backward runs first."""
     width, keeps = part.attention_width, recompute.keeps_attention
-    offloaded = min(recompute.offloaded_layers, again)
-    waiting = (again - offloaded) * (part.hidden + keeps * width) + keeps * again * LOG_SUMS * width
+    offloaded = min(recompute.offloaded_layers, recomputed_count)
+    waiting = (recomputed_count - offloaded) * (
+        part.hidden + keeps * width
+    ) + keeps * recomputed_count * LOG_SUMS * width
     recomputing = TILED_HIDDEN * part.hidden + (TILED_ATTENTION - keeps) * width
     if offloaded:
         # The tensors of the layer, and the input of the layer before it.
         recomputing += 2 * part.hidden + keeps * width
     kept += (TILED_HIDDEN * part.hidden + TILED_KEPT * width) if kept else 0
-    return waiting + max(kept, recomputing if again else 0.0)
+    return waiting + max(kept, recomputing if recomputed_count else 0.0)
 
 
 def tile_bytes(part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
@@ -121,7 +123,7 @@ def tile_bytes(part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape])
     return int(recompute.tile_rows * one * part.bytes_per_value)
 
 
-def rest_bytes(part: ModelShape) -> int:
+def attention_backward_bytes(part: ModelShape) -> int:
     """Return the bytes per token that only the backward of attention needs. Tiles are computed before or
     after it and can use this memory."""
     return int(TILED_REST * part.attention_width * part.bytes_per_value)

@@ -83,17 +83,17 @@ class Terms:
         )  # fmt: skip
 
     def times(self, factor: float) -> Terms:
-        return terms_of([factor * value for value in self.values()])
+        return make_terms([factor * value for value in self.values()])
 
     def plus(self, other: Terms) -> Terms:
-        return terms_of([mine + theirs for mine, theirs in zip(self.values(), other.values(), strict=True)])
+        return make_terms([mine + theirs for mine, theirs in zip(self.values(), other.values(), strict=True)])
 
 
 TERMS = ("fixed", "token", "square", "sample", "supervised", "adapter", "segment")
 """Names of the terms of a pass's time, in the order of `Terms.values` and of `term_counts`."""
 
 
-def terms_of(values: Iterable[float]) -> Terms:
+def make_terms(values: Iterable[float]) -> Terms:
     return Terms(**dict(zip(TERMS, values, strict=True)))
 
 
@@ -182,12 +182,13 @@ class CostModel:
             match action:
                 case Forward(number, stage=0):
                     total += (
-                        self.pass_seconds(work_of(program.microbatches[number], met))
+                        self.pass_seconds(pass_work(program.microbatches[number], met))
                         + self.overhead_per_action
                     )
                 case Evaluate(number, stage=0) | Score(number, stage=0):
                     total += (
-                        self.evaluation(work_of(program.microbatches[number], met)) + self.overhead_per_action
+                        self.evaluation(pass_work(program.microbatches[number], met))
+                        + self.overhead_per_action
                     )
                 case Step(job):
                     total += self.step(1, shapes[job].trainable_parameters) + self.overhead_per_action
@@ -239,7 +240,7 @@ def _solo_work(
             yield 1, tokens, squares, len(own), supervised, tokens * active_parameters[batch.job], 1
 
 
-def work_of(microbatch: MicrobatchPlan, active_parameters: Mapping[str, int]) -> PassWork:
+def pass_work(microbatch: MicrobatchPlan, active_parameters: Mapping[str, int]) -> PassWork:
     samples = [placed for segment in microbatch.segments for placed in segment.samples]
     return PassWork(
         tokens=microbatch.rows,

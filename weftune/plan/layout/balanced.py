@@ -41,7 +41,7 @@ def assign_longest_first(latencies: Sequence[float], count: int) -> Buckets:
     the bucket with the smallest sum so far."""
     buckets: list[list[int]] = [[] for _ in range(count)]
     filled = [0.0] * count
-    for index in _longest_order(latencies):
+    for index in _order_by_length(latencies):
         chosen = min(range(count), key=lambda number: (filled[number], len(buckets[number])))
         buckets[chosen].append(index)
         filled[chosen] += latencies[index]
@@ -85,7 +85,7 @@ class _Search:
 
     def __init__(self, latencies: Sequence[float], initial: Buckets) -> None:
         self.latencies = latencies
-        self.order = _longest_order(latencies)
+        self.order = _order_by_length(latencies)
         self.count = len(initial)
         self.best = initial
         self.squares = sum(total * total for total in bucket_sums(initial, latencies)) * (1 - SMALLEST_GAIN)
@@ -110,5 +110,5 @@ class _Search:
             self._assign(position + 1, [*buckets, [index]], [*sums, latency], squares + latency * latency)
 
 
-def _longest_order(latencies: Sequence[float]) -> list[int]:
+def _order_by_length(latencies: Sequence[float]) -> list[int]:
     return sorted(range(len(latencies)), key=lambda index: -latencies[index])

@@ -27,14 +27,20 @@ from weftune.plan.cost.memory import (
 )
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile import Profile
-from weftune.plan.cost.profile_cost import cost_of, directions, memory_of, source_of, step_rate
+from weftune.plan.cost.profile_cost import (
+    fit_profile_memory,
+    pass_terms,
+    profile_cost_model,
+    profile_source,
+    step_rate,
+)
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.cost.time import NO_TIME, CostModel, JobShapes, Rate
 from weftune.plan.layout.division import AUTO, Candidate, Division, Workload, search
-from weftune.plan.layout.foresee import StageTimes, taking_turns
+from weftune.plan.layout.foresee import StageTimes, shared_device_cost
 from weftune.plan.layout.need import StreamDevice, emulated_device, file_device, undominated_jobs
-from weftune.plan.layout.offloaded import is_faster, is_worth, offloaded_round, offloading, would_gain
-from weftune.plan.layout.seats import in_order, most_that_fit, seat, too_large
+from weftune.plan.layout.offloaded import is_faster, offload_optimizer, offloaded_round, pays_off, would_gain
+from weftune.plan.layout.seats import assign_seats, largest_fit, order_for_seats, too_large
 from weftune.plan.layout.stages import (
     PartCosts,
     cut_layers,
@@ -148,7 +154,7 @@ class Machine:
             overlaps=self.overlaps,
         )
 
-    def divided(self, division: Division) -> Machine:
+    def with_division(self, division: Division) -> Machine:
         """Return the machine as each share of the jobs sees it, with these numbers of workers."""
         return replace(
             self,
@@ -293,22 +299,22 @@ def choose_layout(
         machine = _choose_division(machine, candidates)
     else:
         best = candidates[0].division if candidates else machine.division
-        machine = machine.divided(best if best.overlaps else machine.division)
-    return replace(_choose_on_divided(shape, jobs, machine), candidates=candidates)
+        machine = machine.with_division(best if best.overlaps else machine.division)
+    return replace(_choose_undivided(shape, jobs, machine), candidates=candidates)
 
 
-def _choose_on_divided(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice:
+def _choose_undivided(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice:
     """Return the choice for a machine whose numbers of workers are all fixed."""
     if machine.workers * machine.replicas * machine.shards > 1:
-        _refuse_decoder(machine, "several processes share the base or its batches")
+        _check_decoder_fits(machine, "several processes share the base or its batches")
         return _choose_streamed_by_workers(shape, jobs, machine) or _choose_pipeline(shape, jobs, machine)
     if (streamed := _choose_streamed(shape, jobs, machine)) is not None:
-        _refuse_decoder(machine, f"the base is {streamed.reason}")
+        _check_decoder_fits(machine, f"the base is {streamed.reason}")
         return streamed
     return _choose_resident(shape, jobs, machine)
 
 
-def _refuse_decoder(machine: Machine, reason: str) -> None:
+def _check_decoder_fits(machine: Machine, reason: str) -> None:
     if machine.decoder_bytes:
         raise PlanError(
             "Answers are generated on one device that holds the whole base, and in this run "
@@ -325,11 +331,11 @@ def _price_candidates(
     def build(division: Division, share: Sequence[JobShape]) -> LayoutChoice | None:
         if machine.decoder_bytes and division.workers_per_share > 1:
             return None
-        own = replace(machine.divided(division), stream_budget_bytes=None)
+        own = replace(machine.with_division(division), stream_budget_bytes=None)
         if division.workers_per_share == 1:
             choice = _choose_resident(shape, share, own)
             return choice if _fits_each(choice.memory, share) else None
-        fits = _fits_each(_pipeline_memory(shape, own, _cut(shape, own)), share)
+        fits = _fits_each(_pipeline_memory(shape, own, _cut_stages(shape, own)), share)
         return _choose_pipeline(shape, share, own) if fits else None
 
     limits = workload.limits(machine.division, machine.devices)
@@ -354,10 +360,10 @@ def _choose_division(machine: Machine, candidates: Sequence[Candidate]) -> Machi
         division = candidates[0].division
         several = division.devices > 1
         limited = machine.stream_budget_bytes if machine.has_user_limit or not several else None
-        return replace(machine.divided(division), stream_budget_bytes=limited)
+        return replace(machine.with_division(division), stream_budget_bytes=limited)
     if machine.on_gpu and machine.devices > 1 and machine.stream_budget_bytes is not None:
         return replace(machine, workers=machine.devices, shares=1, replicas=1, shards=1)
-    return machine.divided(Division())
+    return machine.with_division(Division())
 
 
 def part_costs(shape: ModelShape, machine: Machine) -> PartCosts | None:
@@ -388,7 +394,7 @@ def _choose_resident(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
         if memory.decoder_bytes
         else ""
     )
-    cost = None if profile is None else cost_of(profile, shape)
+    cost = None if profile is None else profile_cost_model(profile, shape)
     together = fitting_jobs(jobs, memory)
     choice = LayoutChoice(
         machine=machine,
@@ -413,7 +419,7 @@ def _offload_optimizer(
     otherwise, or runs all jobs faster."""
     if not machine.on_gpu:
         return None
-    memory = offloading(resident_choice.memory, machine.host_budget_bytes)
+    memory = offload_optimizer(resident_choice.memory, machine.host_budget_bytes)
     # The device is measured only if offloading may help, and once.
     device = cache(lambda: machine.stream_device(machine.budget_bytes))
     if len(resident_choice.attached_jobs) == len(jobs):
@@ -427,13 +433,13 @@ def _offload_optimizer(
     if not reason:
         return None
     after = offloaded_round(memory, together, device(), machine.max_tokens)
-    host_bytes, share = memory.host_bytes(together), after.unhidden / after.seconds
+    host_bytes, share = memory.host_bytes(together), after.exposed_seconds / after.seconds
     why = (
         f"{resident_choice.reason}; master weights and moments of adapters live in host memory, "
         f"{format_bytes(host_bytes)} of it, "
         f"since {reason}, and the GPU waits for Steps in {share:.0%} of a round"
     )
-    steps = Rate(parameter=after.unhidden / sum(job.trainable_parameters for job in together))
+    steps = Rate(parameter=after.exposed_seconds / sum(job.trainable_parameters for job in together))
     return replace(
         resident_choice,
         layout=replace(resident_choice.layout, offloads_optimizer=True),
@@ -467,7 +473,7 @@ def _more_jobs_reason(
         return ""
     if not only_so:
         others = [job for job in jobs if job.name not in too_large]
-        if not is_worth(memory, resident_choice.memory, others, device(), resident_choice.machine.max_tokens):
+        if not pays_off(memory, resident_choice.memory, others, device(), resident_choice.machine.max_tokens):
             return ""
     return (
         f"{len(attached_jobs)} of {len(jobs)} jobs are admitted with it "
@@ -519,7 +525,9 @@ def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
     if profile is None:
         return choice
     # The cost of a whole pass includes what is recomputed and the waits predicted by the search.
-    cost = taking_turns(cost_of(profile, shape), directions(profile, shape), choice.layout, shape.layers)
+    cost = shared_device_cost(
+        profile_cost_model(profile, shape), pass_terms(profile, shape), choice.layout, shape.layers
+    )
     return replace(
         choice,
         cost_model=cost.times(1 / (1 - choice.waiting_share)),
@@ -573,7 +581,7 @@ def _memory_fit(shape: ModelShape, machine: Machine) -> MemoryFit:
     nothing is corrected."""
     profile = machine.profile if machine.workers * machine.replicas == 1 else machine.worker_profile
     whole = MemoryModel(shape, machine.budget_bytes, machine.process_bytes, machine.on_gpu)
-    return UNFITTED if profile is None else memory_of(profile, whole)
+    return UNFITTED if profile is None else fit_profile_memory(profile, whole)
 
 
 # -- several workers -------------------------------------------------------------------------------------
@@ -582,10 +590,10 @@ def _memory_fit(shape: ModelShape, machine: Machine) -> MemoryFit:
 def _choose_pipeline(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice:
     """Return a choice in which each worker holds one stage, or a shard or replica of it, without
     streaming."""
-    held, note = _cut(shape, machine), ""
+    held, note = _cut_stages(shape, machine), ""
     counts = " + ".join(str(one.stop - one.start) for one in held)
     if machine.workers > 1 and machine.profile is not None:
-        note = f"The stages hold {counts} layers, alike by times {source_of(machine.profile)}."
+        note = f"The stages hold {counts} layers, alike by times {profile_source(machine.profile)}."
     memory = _pipeline_memory(shape, machine, held)
     together = fitting_jobs(jobs, memory)
     return LayoutChoice(
@@ -602,7 +610,7 @@ def _choose_pipeline(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
     )
 
 
-def _cut(shape: ModelShape, machine: Machine) -> Sequence[LayerRange]:
+def _cut_stages(shape: ModelShape, machine: Machine) -> Sequence[LayerRange]:
     """Return the layers of each stage."""
     if machine.workers == 1:
         return (LayerRange(0, shape.layers, shape.layers),)
@@ -644,7 +652,7 @@ def _choose_streamed_by_workers(
     budget = machine.stream_budget_bytes
     if budget is None or machine.workers * machine.shards == 1:
         return None
-    stages = cut_layers(shape, machine.workers) if machine.workers > 1 else _cut(shape, machine)
+    stages = cut_layers(shape, machine.workers) if machine.workers > 1 else _cut_stages(shape, machine)
     local = _local_shape(shape, machine)
     # An emulated device holds nothing besides the worker's part of the base.
     slack, layout = None if machine.on_gpu else 0, pipeline_layout(stages, shards=machine.shards)
@@ -655,7 +663,7 @@ def _choose_streamed_by_workers(
     if need <= budget:
         return None
     device = replace(machine.stream_device(budget), worker_link=machine.link)
-    ordered = in_order(jobs)
+    ordered = order_for_seats(jobs)
     found: dict[int, StreamChoice] = {}
     errors: list[PlanError] = []
 
@@ -669,7 +677,7 @@ def _choose_streamed_by_workers(
             errors.append(error)
         return count in found
 
-    count = most_that_fit(fits, len(jobs))
+    count = largest_fit(fits, len(jobs))
     if not count:
         raise errors[-1]
     layer = layer_bytes(local)
@@ -688,7 +696,7 @@ def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
         return None
     output_bytes = shape.hidden * shape.bytes_per_value
     times = StageTimes(
-        shape.layers, directions(profile, shape), step_rate(profile), machine.link, output_bytes
+        shape.layers, pass_terms(profile, shape), step_rate(profile), machine.link, output_bytes
     )
     return times.for_shards(shape, machine.shards)
 
@@ -701,7 +709,7 @@ def fitting_jobs(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShap
     names = {job.name for job in jobs}
     first = [job for job in jobs if job.source_job not in names]
     never = too_large(first, memory.misfit_reason)
-    return seat([job for job in first if job.name not in never], (), memory.misfit_reason).seated
+    return assign_seats([job for job in first if job.name not in never], (), memory.misfit_reason).seated
 
 
 def peak_device_bytes(memory: MemoryModel, attached_jobs: Sequence[JobShape], max_tokens: int) -> int:

@@ -234,21 +234,21 @@ def search(
     waiting: list[tuple[float, int, Division, LayoutChoice | None]] = []
     found: list[Candidate] = []
     for division in limits.divisions(devices):
-        heapq.heappush(waiting, (-bounds.before_layout(division), next(order), division, None))
+        heapq.heappush(waiting, (-bounds.bound_without_layout(division), next(order), division, None))
     while waiting and -waiting[0][0] >= _least_speed(found):
         bound, _, division, choice = heapq.heappop(waiting)
         share = bounds.heaviest_share(division.shares)
         if choice is not None:
             price, has_room = workload.price(choice), len(choice.attached_jobs) == len(share.jobs)
-            found.append(_candidate(division, price, has_room, share.part, devices))
+            found.append(_make_candidate(division, price, has_room, share.part, devices))
         elif (choice := build(division, [by_name[name] for name in share.jobs])) is not None:
             passes = _microbatches(choice)
-            speed = min(-bound, bounds.of_layout(division, choice, passes))
+            speed = min(-bound, bounds.bound_for_layout(division, choice, passes))
             heapq.heappush(waiting, (-speed, next(order), division, choice))
             if limits.chooses_capacity and (capacity := passes.smaller_capacity):
                 smaller = replace(division, capacity=capacity)
                 heapq.heappush(waiting, (bound, next(order), smaller, None))
-    return _ranked(found)
+    return _rank_candidates(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +303,7 @@ def _fastest_capacities(found: Sequence[Candidate]) -> list[Candidate]:
     return list(fastest.values())
 
 
-def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
+def _rank_candidates(found: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates from the fastest to the slowest, except that the first one is the simplest among
     those that are about as fast as the fastest."""
     ordered = _fastest_capacities(found)
@@ -316,7 +316,7 @@ def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
     return [best, *(one for one in ordered if one is not best)]
 
 
-def _candidate(
+def _make_candidate(
     division: Division, price: WindowPrice, has_room: bool, part: float, devices: int
 ) -> Candidate:
     """Return the candidate for a division. `price` is the predicted window of the share with the most work.
@@ -374,13 +374,13 @@ class _Bounds:
             self._shares[shares] = _HeaviestShare(found.jobs, found.seconds / sum(seconds.values()))
         return self._shares[shares]
 
-    def before_layout(self, division: Division) -> float:
+    def bound_without_layout(self, division: Division) -> float:
         """Return an upper bound on the tokens per second of all jobs, computed before the layout is known.
         The stages are assumed to take equally long."""
         key = division.shares, division.stages, division.shards, division.overlaps
         if key not in self._speeds:
             share, times = self.heaviest_share(division.shares), self._sharded_times(division.shards)
-            work = self._work([self._workload.windows[name] for name in share.jobs])
+            work = self._total_work([self._workload.windows[name] for name in share.jobs])
             layers = times.layers
             whole = times.least_seconds(LayerRange(0, layers, layers), work, 0, overlaps=division.overlaps)
             # A stage with the mean number of layers or more, without embedding and head.
@@ -392,12 +392,12 @@ class _Bounds:
             self._speeds[key] = work.tokens / seconds / share.part
         return self._speeds[key] * division.replicas
 
-    def of_layout(self, division: Division, choice: LayoutChoice, passes: _Microbatches) -> float:
+    def bound_for_layout(self, division: Division, choice: LayoutChoice, passes: _Microbatches) -> float:
         """Return an upper bound on the tokens per second of all jobs if each share has this layout."""
         share, times = self.heaviest_share(division.shares), self._sharded_times(division.shards)
         windows = [self._workload.windows[job.name] for job in choice.attached_jobs]
         windows = cut_to_window_seconds(windows, choice.first_pace)
-        work = self._work(windows)
+        work = self._total_work(windows)
         ranges = [LayerRange(one.start, one.stop, times.layers) for one in choice.layout.stages]
         count = -(-work.tokens // passes.capacity)
         stages = [
@@ -414,7 +414,7 @@ class _Bounds:
             self._times[shards] = self._workload.times.for_shards(shape, shards)
         return self._times[shards]
 
-    def _work(self, windows: Sequence[JobWindow]) -> PassWork:
+    def _total_work(self, windows: Sequence[JobWindow]) -> PassWork:
         """Return the work of all batches of these windows as if it were one pass."""
         batches = [batch for window in windows for batch in window.batches]
         lengths = [placed.length for batch in batches for placed in batch.samples]

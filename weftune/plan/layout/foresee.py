@@ -21,7 +21,7 @@ from weftune.plan.cost.time import (
     Rate,
     Terms,
     active_parameters_by_job,
-    work_of,
+    pass_work,
 )
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.prices import SUMS_PER_LAYER, HalfPrice, Link, PassPrice, Prices
@@ -41,7 +41,7 @@ GRADIENT_BYTES = 4
 """Bytes per adapter parameter of the gradients that shards and replicas sum."""
 
 
-def taking_turns(cost: CostModel, terms: DirectionTerms, layout: Layout, layers: int) -> CostModel:
+def shared_device_cost(cost: CostModel, terms: DirectionTerms, layout: Layout, layers: int) -> CostModel:
     """Return the time model for stages that share a device in turn. Each stage adds the fixed time of a pass,
     and the backward of every stage but the last one recomputes its forward first."""
     others, recomputed = len(layout.stages) - 1, layers - layout.stages[-1].layer_count
@@ -105,7 +105,7 @@ class StageTimes:
         self, program: Program, layout: Layout, shapes: JobShapes, loads: LoadPace | None = None
     ) -> Timeline:
         """Return the timeline of a window predicted by the simulator."""
-        return simulate_timeline(program, self._prices(program, layout, shapes), loads, self.link)
+        return simulate_timeline(program, self._action_prices(program, layout, shapes), loads, self.link)
 
     def least_seconds(
         self,
@@ -129,18 +129,20 @@ class StageTimes:
         summed = repeated * (sums + (passes - 1) * latency)
         return max(computed, summed) if overlaps else computed + summed
 
-    def _prices(self, program: Program, layout: Layout, shapes: JobShapes) -> Prices:
+    def _action_prices(self, program: Program, layout: Layout, shapes: JobShapes) -> Prices:
         held = [LayerRange(stage.start, stage.stop, self.layers) for stage in layout.stages]
         actions = chain.from_iterable(program.devices)
         evaluated = {action.microbatch for action in actions if isinstance(action, ForwardOnly)}
         passes, met = [], active_parameters_by_job(shapes)
         for number, microbatch in enumerate(program.microbatches):
-            work = work_of(microbatch, met)
+            work = pass_work(microbatch, met)
             passes.append(
                 tuple(
                     self._evaluation_price(one, work)
                     if number in evaluated
-                    else self._price(one, work, self._recomputed_share(one, layout, program.recompute))
+                    else self._training_price(
+                        one, work, self._recomputed_share(one, layout, program.recompute)
+                    )
                     for one in held
                 )
             )
@@ -158,7 +160,7 @@ class StageTimes:
         seconds = self._part_seconds(self.terms.evaluation, layer_range, work) + sums
         return PassPrice(seconds, 0.0, self.output_bytes * work.tokens, forward_sums=sums)
 
-    def _price(self, layer_range: LayerRange, work: PassWork, recomputed_share: float) -> PassPrice:
+    def _training_price(self, layer_range: LayerRange, work: PassWork, recomputed_share: float) -> PassPrice:
         """Return the cost of the forward and the backward of a microbatch on a stage. `recomputed_share` is
         the fraction of the forward that the backward repeats."""
         handed, sums = self.output_bytes * work.tokens, self._sum_seconds(layer_range, work)

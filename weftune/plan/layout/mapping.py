@@ -50,18 +50,18 @@ def cross_order(topology: Topology, stages: int) -> tuple[int, ...]:
     local optimum."""
     nearness = _proximity(topology.gpus, stages)
     if topology.gpus > EXACT_GPUS:
-        return _order(_improve_by_swaps(topology, nearness), topology)
+        return _assign_gpus(_improve_by_swaps(topology, nearness), topology)
     roots = min(
         _root_orders(topology.root_sizes, ()), key=lambda roots: _contention(roots, topology, nearness)
     )
-    return _order(roots, topology)
+    return _assign_gpus(roots, topology)
 
 
 def every_order(topology: Topology) -> Iterator[tuple[int, ...]]:
     """Yield all orders of the GPUs, without those that differ only by an exchange of GPUs under one root
     complex, or of root complexes of the same size."""
     for roots in _root_orders(topology.root_sizes, ()):
-        yield _order(roots, topology)
+        yield _assign_gpus(roots, topology)
 
 
 def _root_orders(sizes: tuple[int, ...], roots: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -80,7 +80,7 @@ def _root_orders(sizes: tuple[int, ...], roots: tuple[int, ...]) -> Iterator[tup
         yield from _root_orders(sizes, (*roots, root))
 
 
-def _order(roots: Sequence[int], topology: Topology) -> tuple[int, ...]:
+def _assign_gpus(roots: Sequence[int], topology: Topology) -> tuple[int, ...]:
     under: list[list[int]] = [[] for _ in topology.root_sizes]
     for gpu, root in enumerate(topology.root_of):
         under[root].append(gpu)

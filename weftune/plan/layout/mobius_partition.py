@@ -89,23 +89,23 @@ def search_partition(
 
 def largest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
     """Return a partition with as many layers per stage as memory holds (Mobius's maximum-stage partition)."""
-    return _largest(_Problem(layers, host, 1))
+    return _largest_that_fit(_Problem(layers, host, 1))
 
 
 def smallest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
     """Return a partition with one layer per stage (Mobius's minimum-stage partition)."""
     problem = _Problem(layers, host, 1)
-    draft = _streamed(tuple(range(len(layers) + 1)))
+    draft = _streamed_partition(tuple(range(len(layers) + 1)))
     if problem.excess(draft) > 0:
-        raise PlanError(_misfit_reason(problem))
+        raise PlanError(_shortage_reason(problem))
     return draft
 
 
-def _streamed(cuts: tuple[int, ...]) -> StreamPartition:
+def _streamed_partition(cuts: tuple[int, ...]) -> StreamPartition:
     return StreamPartition(cuts, (False,) * (len(cuts) - 1))
 
 
-def _largest(problem: _Problem) -> StreamPartition:
+def _largest_that_fit(problem: _Problem) -> StreamPartition:
     """Return streamed stages that are filled up to a limit of bytes, which is lowered until adapter state
     fits beside them."""
     limit = problem.host.memory_bytes
@@ -115,17 +115,17 @@ def _largest(problem: _Problem) -> StreamPartition:
             stage = problem.stage(cuts[-1], layer + 1)
             if stage.weight_bytes + stage.kept_bytes > limit:
                 if layer == cuts[-1]:
-                    raise PlanError(_misfit_reason(problem))
+                    raise PlanError(_shortage_reason(problem))
                 cuts.append(layer)
-        draft = _streamed((*cuts, len(problem.layers)))
+        draft = _streamed_partition((*cuts, len(problem.layers)))
         excess = problem.excess(draft)
         if excess <= 0:
             return draft
         limit -= excess
 
 
-def _misfit_reason(problem: _Problem) -> str:
-    smallest = _streamed(tuple(range(len(problem.layers) + 1)))
+def _shortage_reason(problem: _Problem) -> str:
+    smallest = _streamed_partition(tuple(range(len(problem.layers) + 1)))
     rooms = free_bytes(problem.stages(smallest), smallest.resident, problem.host)
     tight = min(range(len(rooms)), key=rooms.__getitem__)
     need = problem.host.memory_bytes - rooms[tight]
@@ -141,22 +141,22 @@ def _misfit_reason(problem: _Problem) -> str:
 
 def _search_locally(problem: _Problem, starts: int) -> StreamPartition | None:
     """Return the best result of a few local searches. Return None if no result fits in memory."""
-    ranked = sorted(_starts(problem), key=problem.seconds)
+    ranked = sorted(_starting_partitions(problem), key=problem.seconds)
     descents = [_descend(problem, draft) for draft in ranked[:starts]]
     best = min(descents, key=problem.seconds, default=None)
     return best if best and problem.seconds(best) < math.inf else None
 
 
-def _starts(problem: _Problem) -> Iterator[StreamPartition]:
+def _starting_partitions(problem: _Problem) -> Iterator[StreamPartition]:
     """Yield the partitions from which the local search may start: stages of equal size for every number of
     stages, streamed or as many resident as fit, and the partition with the largest stages."""
     count = len(problem.layers)
     for stages in range(1, count + 1):
         cuts = tuple(round(count * number / stages) for number in range(stages + 1))
-        yield _streamed(cuts)
+        yield _streamed_partition(cuts)
         yield _fill_resident(problem, cuts)
     try:
-        yield _largest(problem)
+        yield _largest_that_fit(problem)
     except PlanError:
         return
 
@@ -164,7 +164,7 @@ def _starts(problem: _Problem) -> Iterator[StreamPartition]:
 def _fill_resident(problem: _Problem, cuts: tuple[int, ...]) -> StreamPartition:
     """Return the partition with these cuts in which as many stages as fit are resident, the first ones
     first."""
-    draft = _streamed(cuts)
+    draft = _streamed_partition(cuts)
     for number in range(len(draft.resident)):
         longer = _toggle_resident(draft, number)
         if problem.excess(longer) <= 0:
@@ -179,7 +179,7 @@ def _descend(problem: _Problem, draft: StreamPartition) -> StreamPartition:
     better: StreamPartition | None = draft
     while better:
         draft, better = better, None
-        for change in islice(_changes(draft, problem.host.gpus), CHANGES - tried):
+        for change in islice(_neighbours(draft, problem.host.gpus), CHANGES - tried):
             tried += 1
             changed = problem.seconds(change)
             if changed < seconds * CLOSE:
@@ -188,7 +188,7 @@ def _descend(problem: _Problem, draft: StreamPartition) -> StreamPartition:
     return draft
 
 
-def _changes(draft: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
+def _neighbours(draft: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
     """Yield partitions that differ a little from `draft`: one boundary is moved, removed or added, or one
     stage becomes resident or streamed, or a resident and a streamed stage change their roles."""
     cuts, resident = draft.cuts, draft.resident
@@ -232,7 +232,7 @@ def _branch_and_bound(problem: _Problem, best: StreamPartition | None, prefixes:
         dropped = min([dropped, *(p.seconds for p in promising[width:])])
         for prefix in promising[:width]:
             prefixes -= 2 * (count - level)
-            for child in _children(problem, bounds, prefix):
+            for child in _extend_prefix(problem, bounds, prefix):
                 if child.seconds >= seconds * CLOSE:
                     continue
                 if child.layers < count:
@@ -243,11 +243,11 @@ def _branch_and_bound(problem: _Problem, best: StreamPartition | None, prefixes:
                 if exact < seconds * CLOSE:
                     best, seconds = draft, exact
     if best is None:
-        raise PlanError(_misfit_reason(problem))
+        raise PlanError(_shortage_reason(problem))
     return StreamedPartition(best, seconds, min(dropped, seconds))
 
 
-def _children(problem: _Problem, bounds: Bounds, prefix: Prefix) -> Iterator[Prefix]:
+def _extend_prefix(problem: _Problem, bounds: Bounds, prefix: Prefix) -> Iterator[Prefix]:
     for stop in range(prefix.layers + 1, len(problem.layers) + 1):
         stage = problem.stage(prefix.layers, stop)
         streamed = bounds.extend(prefix, stage, resident=False)
@@ -333,13 +333,13 @@ class Bounds:
         if passing[gpu] > room:
             return None
         before = prefix.latest_stages[(number - 1) % self.host.gpus]
-        placement = self._placement(stage, resident, before, prefix.latest_stages[gpu], room)
+        placement = self._bound_placement(stage, resident, before, prefix.latest_stages[gpu], room)
         recent = _replace_at(prefix.latest_stages, gpu, placement)
         seconds = self._least_seconds(self.rests[stage.stop], recent, fixed, placement)
         cuts, bits = (*prefix.cuts, stage.stop), (*prefix.resident, resident)
         return Prefix(cuts, bits, recent, fixed, passing, seconds)
 
-    def _placement(
+    def _bound_placement(
         self,
         stage: StageCost,
         resident: bool,

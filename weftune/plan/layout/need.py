@@ -403,8 +403,8 @@ def undominated_jobs(jobs: Iterable[JobShape]) -> list[JobShape]:
         for job in jobs
     }
 
-    def outdone(want: tuple[int, ...]) -> bool:
+    def is_dominated(want: tuple[int, ...]) -> bool:
         others = (other for other in wants if other != want)
         return any(all(map(ge, other, want)) for other in others)
 
-    return [job for want, job in wants.items() if not outdone(want)]
+    return [job for want, job in wants.items() if not is_dominated(want)]

@@ -15,7 +15,7 @@ from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryModel, max_sample_tokens
 from weftune.plan.cost.ring import TRAVEL_ROUNDS, optimizer_bytes
 from weftune.plan.layout.need import StreamDevice, resident_round_seconds
-from weftune.plan.layout.seats import in_order, most_that_fit
+from weftune.plan.layout.seats import largest_fit, order_for_seats
 from weftune.plan.window.rounds import even_groups
 
 SLOWER = 0.05
@@ -25,7 +25,7 @@ FASTER = 0.03
 page-locked memory takes time."""
 
 
-def offloading(memory: MemoryModel, host_budget: int) -> MemoryModel:
+def offload_optimizer(memory: MemoryModel, host_budget: int) -> MemoryModel:
     """Return the memory model of a run that keeps master weights and moments of all jobs in host memory."""
     return replace(
         memory, layout=replace(memory.layout, offloads_optimizer=True), host_budget_bytes=host_budget
@@ -49,7 +49,7 @@ class OffloadedRound:
         return max(first, second_moved) + max(second, first_moved) + bare
 
     @property
-    def unhidden(self) -> float:
+    def exposed_seconds(self) -> float:
         """Seconds in which the device waits for the transfers of optimizer steps."""
         return self.seconds - self.passes[0] - self.passes[1]
 
@@ -66,7 +66,7 @@ def offloaded_round(
     for number, names in enumerate(groups):
         group = [job for job in jobs if job.name in names]
         passes[number] = resident_round_seconds(
-            memory.shape, group, device, _tokens(group), capacity, recompute
+            memory.shape, group, device, _total_tokens(group), capacity, recompute
         )
         moved[number] = each * sum(job.trainable_parameters for job in group)
     return OffloadedRound((passes[0], passes[1]), (moved[0], moved[1]))
@@ -79,14 +79,14 @@ def resident_seconds(
     memory and `max_tokens` allow."""
     recompute = memory.choose_recompute(jobs, max_tokens)
     capacity = memory.choose_capacity(jobs, max_tokens, recompute)
-    return resident_round_seconds(memory.shape, jobs, device, _tokens(jobs), capacity, recompute)
+    return resident_round_seconds(memory.shape, jobs, device, _total_tokens(jobs), capacity, recompute)
 
 
-def _tokens(jobs: Sequence[JobShape]) -> int:
+def _total_tokens(jobs: Sequence[JobShape]) -> int:
     return max(sum(job.batch_tokens for job in jobs), max_sample_tokens(jobs))
 
 
-def is_worth(
+def pays_off(
     memory: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, tokens: int
 ) -> bool:
     """Return whether it pays to offload the optimizer in order to run more jobs together.
@@ -104,7 +104,7 @@ def would_gain(resident: MemoryModel, jobs: Sequence[JobShape], max_tokens: int)
     """Return whether more memory could make the forwards and backwards of these jobs, which all run together,
     faster: if layers are recomputed, or if weights are dequantised for small microbatches."""
     recompute = resident.choose_recompute(jobs, max_tokens)
-    small = resident.choose_capacity(jobs, max_tokens, recompute) < min(max_tokens, _tokens(jobs))
+    small = resident.choose_capacity(jobs, max_tokens, recompute) < min(max_tokens, _total_tokens(jobs))
     return recompute.recomputed_layers > 0 or (resident.shape.matrix_bytes > 0 and small)
 
 
@@ -119,12 +119,12 @@ def is_faster(
 
 def job_groups(jobs: Sequence[JobShape], memory: MemoryModel) -> Iterator[Sequence[JobShape]]:
     """Yield groups of jobs, each with as many jobs as fit in memory together. Each job must fit alone."""
-    rest = in_order(jobs)
+    rest = order_for_seats(jobs)
     while rest:
 
         def fits(count: int, rest: Sequence[JobShape] = rest) -> bool:
             return memory.misfit_reason(rest[:count]) is None
 
-        count = most_that_fit(fits, len(rest))
+        count = largest_fit(fits, len(rest))
         yield rest[:count]
         rest = rest[count:]

@@ -176,7 +176,7 @@ class _Recurrence:
         self.free = [0.0] * cut.workers
         self.link = [0.0] * cut.workers
         self.there = [0.0] * len(stages)
-        self.loads = [_loads(cut.for_worker(worker), rounds) for worker in range(cut.workers)]
+        self.loads = [_loads_after_visits(cut.for_worker(worker), rounds) for worker in range(cut.workers)]
 
     def visit(self, stage: int, seconds: float) -> None:
         """Simulate a visit of a stage: one pass per microbatch, each of which takes `seconds` seconds."""
@@ -197,7 +197,7 @@ class _Recurrence:
         return self.free[0]
 
 
-def _loads(cut: WorkerLayout, rounds: int) -> Iterator[int | None]:
+def _loads_after_visits(cut: WorkerLayout, rounds: int) -> Iterator[int | None]:
     """Yield, for each visit of a worker, the stage whose load follows the visit, or None if there is none."""
     last = len(cut.stages) - 1
     forward = [stage for stage in cut.own_stages if stage < last]

@@ -56,7 +56,7 @@ class EvaluatedDraft:
     def rank(self) -> tuple[int, float]:
         return self.excess, self.seconds
 
-    def better_than(self, other: EvaluatedDraft) -> bool:
+    def is_better_than(self, other: EvaluatedDraft) -> bool:
         """Return whether this draft is faster than the other one by more than a rounding error or, if one of
         them does not fit, lacks less memory."""
         if self.excess or other.excess:
@@ -67,7 +67,7 @@ class EvaluatedDraft:
 def search(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
     """Return the fastest draft found for any of the cases. Among equals, the draft of the first case is
     returned. Return None if no draft fits in memory."""
-    starts = _select_diverse([found for case in cases for found in _starts(case)])
+    starts = _select_diverse([found for case in cases for found in _starting_drafts(case)])
     if not starts:
         return None
     tries = CHANGES // len(starts)
@@ -83,7 +83,7 @@ def search(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
 def _best_draft(evaluated_drafts: Sequence[EvaluatedDraft]) -> EvaluatedDraft:
     """Return the best of the drafts. Among equals, the first one is returned."""
     least = min(evaluated_drafts, key=lambda one: one.rank)
-    return next(one for one in evaluated_drafts if not least.better_than(one))
+    return next(one for one in evaluated_drafts if not least.is_better_than(one))
 
 
 def _evaluate_draft(case: StreamCase, draft: LayoutDraft) -> EvaluatedDraft:
@@ -91,7 +91,7 @@ def _evaluate_draft(case: StreamCase, draft: LayoutDraft) -> EvaluatedDraft:
     return EvaluatedDraft(case, draft, excess, math.inf if excess else case.fitting_seconds(draft))
 
 
-def _starts(case: StreamCase) -> list[EvaluatedDraft]:
+def _starting_drafts(case: StreamCase) -> list[EvaluatedDraft]:
     """Return the drafts with which the search starts. Over several workers, some may not fit in memory."""
     if case.workers == 1:
         return _quick_drafts(case)
@@ -125,11 +125,11 @@ def _select_diverse(evaluated_drafts: Sequence[EvaluatedDraft]) -> list[Evaluate
     ranked = sorted(range(len(evaluated_drafts)), key=lambda number: evaluated_drafts[number].rank)
     firsts: dict[object, int] = {}
     for number in ranked:
-        firsts.setdefault(_kind(evaluated_drafts[number]), number)
+        firsts.setdefault(_draft_kind(evaluated_drafts[number]), number)
     return [evaluated_drafts[number] for number in sorted({*ranked[:STARTS], *firsts.values()})]
 
 
-def _kind(evaluated: EvaluatedDraft) -> object:
+def _draft_kind(evaluated: EvaluatedDraft) -> object:
     """Return a key that is equal for drafts of the same kind: on one device, drafts with the same capacity,
     adapters and slots; over several workers, drafts with equally many stages."""
     case, draft = evaluated.case, evaluated.draft
@@ -149,17 +149,17 @@ def even_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
     count = case.shape.layers
     for last in (one for one in SIZES if one < count):
         for size in SIZES:
-            inner = _even(count - last, math.ceil((count - last) / size))
+            inner = _even_sizes(count - last, math.ceil((count - last) / size))
             for slots in SLOTS[: len(inner) + 1]:
-                yield from _spread(case, (*inner, last), slots)
-    yield from _spread(case, (count,), 1)
+                yield from _spread_residents(case, (*inner, last), slots)
+    yield from _spread_residents(case, (count,), 1)
 
 
 def frugal_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
     """Yield drafts with stages of equal size that are all streamed through one slot per device, which is the
     way to stream with the least memory."""
     for count in _stage_counts(case):
-        yield _streamed(_even(case.shape.layers, count), 1, case.workers)
+        yield _streamed_draft(_even_sizes(case.shape.layers, count), 1, case.workers)
 
 
 def _stage_counts(case: StreamCase) -> list[int]:
@@ -174,34 +174,34 @@ def _stage_counts(case: StreamCase) -> list[int]:
     return list(counts)
 
 
-def _streamed(sizes: Sequence[int], slots: int, workers: int) -> LayoutDraft:
+def _streamed_draft(sizes: Sequence[int], slots: int, workers: int) -> LayoutDraft:
     """Return a draft with stages of these sizes that are all streamed, through `slots` slots on each
     worker."""
     return LayoutDraft(tuple(sizes), (False,) * len(sizes), (slots,) * workers)
 
 
-def _even(layers: int, stages: int) -> tuple[int, ...]:
+def _even_sizes(layers: int, stages: int) -> tuple[int, ...]:
     ends = (round(layers * number / stages) for number in range(stages + 1))
     return tuple(stop - start for start, stop in pairwise(ends))
 
 
-def _spread(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[LayoutDraft]:
+def _spread_residents(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[LayoutDraft]:
     """Yield drafts with as many resident stages as fit, spread evenly. The last stage is streamed in some of
     them and resident in others, in which it may be larger than a slot."""
     for ending in ((), (True,)):
         others = len(sizes) - len(ending)
         most = others
         for phase in sorted({0, others // 2}):
-            draft = LayoutDraft(sizes, (*_bits(others, most, phase), *ending), (slots,))
+            draft = LayoutDraft(sizes, (*_resident_flags(others, most, phase), *ending), (slots,))
             while most and (excess := case.device_bytes(draft) - case.device.budget_bytes) > 0:
                 # No stage takes more than the largest: at least this many cannot stay.
                 most = max(0, most - math.ceil(excess / (max(sizes) * case.memory.loaded_layer_bytes)))
-                draft = LayoutDraft(sizes, (*_bits(others, most, phase), *ending), (slots,))
+                draft = LayoutDraft(sizes, (*_resident_flags(others, most, phase), *ending), (slots,))
             yield draft
             most = min(others, most + 1)
 
 
-def _bits(stages: int, resident: int, phase: int) -> tuple[bool, ...]:
+def _resident_flags(stages: int, resident: int, phase: int) -> tuple[bool, ...]:
     """Return a tuple that says for each stage whether it is resident. `resident` stages are, as far from one
     another as possible; `phase` shifts their positions."""
     return tuple((number * resident + phase) % stages < resident for number in range(stages))
@@ -215,12 +215,12 @@ def plain_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
 
 def largest_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
     with suppress(PlanError):
-        yield from _drafts(largest_stages(_costs(case), _host(case)))
+        yield from _partition_to_drafts(largest_stages(_layer_costs(case), _make_host(case)))
 
 
 def smallest_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
     with suppress(PlanError):
-        yield from _drafts(smallest_stages(_costs(case), _host(case)))
+        yield from _partition_to_drafts(smallest_stages(_layer_costs(case), _make_host(case)))
 
 
 def _partition_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
@@ -228,18 +228,20 @@ def _partition_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
     instead if the slots need their memory."""
     with suppress(PlanError):
         microbatches = math.ceil(case.round_tokens / case.capacity)
-        found = search_partition(_costs(case), _host(case), microbatches, PREFIXES, starts=1).partition
-        for draft in _drafts(found):
-            yield _thin_residents(case, draft)
+        found = search_partition(
+            _layer_costs(case), _make_host(case), microbatches, PREFIXES, starts=1
+        ).partition
+        for draft in _partition_to_drafts(found):
+            yield _reduce_residents(case, draft)
 
 
-def _drafts(partition: StreamPartition) -> Iterator[LayoutDraft]:
+def _partition_to_drafts(partition: StreamPartition) -> Iterator[LayoutDraft]:
     sizes = tuple(stop - start for start, stop in pairwise(partition.cuts))
     for slots in SLOTS:
         yield LayoutDraft(sizes, partition.resident, (slots,))
 
 
-def _thin_residents(case: StreamCase, draft: LayoutDraft) -> LayoutDraft:
+def _reduce_residents(case: StreamCase, draft: LayoutDraft) -> LayoutDraft:
     """Return the draft with fewer resident stages: the middle one is streamed, repeatedly, until the draft
     fits on the device."""
     while case.device_bytes(draft) > case.device.budget_bytes and any(draft.resident_stages):
@@ -248,7 +250,7 @@ def _thin_residents(case: StreamCase, draft: LayoutDraft) -> LayoutDraft:
     return draft
 
 
-def _costs(case: StreamCase) -> list[LayerCost]:
+def _layer_costs(case: StreamCase) -> list[LayerCost]:
     microbatches = math.ceil(case.round_tokens / case.capacity)
     once = case.layer_seconds / microbatches
     kept = case.memory.kept_bytes + _layer_ring(case)
@@ -262,7 +264,7 @@ def _costs(case: StreamCase) -> list[LayerCost]:
     return [layer] * case.shape.layers
 
 
-def _host(case: StreamCase) -> Host:
+def _make_host(case: StreamCase) -> Host:
     ring = case.memory.ring_bytes(1) - _layer_ring(case)
     memory, device = case.memory, case.device
     state = 0 if case.adapters_travel else memory.state_bytes
@@ -290,30 +292,32 @@ def filled_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
     for count in _stage_counts(case):
         for slots in SLOTS:
             if slots <= math.ceil(count / case.workers):
-                yield _fill_worker_slots(case, _even(case.shape.layers, count), slots)
+                yield _fill_worker_slots(case, _even_sizes(case.shape.layers, count), slots)
 
 
 def _fill_worker_slots(case: StreamCase, sizes: Sequence[int], slots: int) -> LayoutDraft:
     """Return a draft in which each worker has as many slots as fit, at most `slots`, and then as many
     resident stages as fit, spread evenly among its stages."""
-    draft = _streamed(sizes, slots, case.workers)
+    draft = _streamed_draft(sizes, slots, case.workers)
     for worker in range(case.workers):
         own = range(worker, len(sizes), case.workers)
         most = min(slots, len(own))
-        fewer = (_with_slots(draft, worker, count) for count in range(most, 0, -1))
-        draft = next((one for one in fewer if _fits_on(case, one, worker)), _with_slots(draft, worker, 1))
+        fewer = (_set_slot_count(draft, worker, count) for count in range(most, 0, -1))
+        draft = next(
+            (one for one in fewer if _fits_on_worker(case, one, worker)), _set_slot_count(draft, worker, 1)
+        )
         for count in range(1, len(own) + 1):
             stay = {stage: place * count % len(own) < count for place, stage in enumerate(own)}
             more = replace(
                 draft, resident_stages=tuple(stay.get(*one) for one in enumerate(draft.resident_stages))
             )
-            if not _fits_on(case, more, worker):
+            if not _fits_on_worker(case, more, worker):
                 break
             draft = more
     return draft
 
 
-def _fits_on(case: StreamCase, draft: LayoutDraft, worker: int) -> bool:
+def _fits_on_worker(case: StreamCase, draft: LayoutDraft, worker: int) -> bool:
     return all(
         one.worker_bytes(draft, worker) <= case.device.budget_bytes for one in (case, *case.later_cases)
     )
@@ -330,17 +334,17 @@ def _descend(evaluated: EvaluatedDraft, tries: int) -> EvaluatedDraft:
     better: EvaluatedDraft | None = best
     while better:
         best, better = better, None
-        for change in islice(_changes(best), max(0, tries)):
+        for change in islice(_neighbours(best), max(0, tries)):
             tries -= 1
             changed = _evaluate_draft(case, change)
-            frees = not best.better_than(changed) and case.device_bytes(change) < room
-            if changed.better_than(best) or frees:
+            frees = not best.is_better_than(changed) and case.device_bytes(change) < room
+            if changed.is_better_than(best) or frees:
                 better, room = changed, case.device_bytes(change)
                 break
     return best
 
 
-def _changes(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
+def _neighbours(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
     """Yield drafts that differ from the given one, the most promising kinds of changes first."""
     draft = evaluated.draft
     yield from _other_residents(draft)
@@ -361,7 +365,7 @@ def _other_residents(draft: LayoutDraft) -> Iterator[LayoutDraft]:
     for worker, count in enumerate(draft.slot_counts):
         for slots in (count - 1, count + 1):
             if slots in SLOTS:
-                yield _with_slots(draft, worker, slots)
+                yield _set_slot_count(draft, worker, slots)
     for number in stages:
         for other in stages[number + workers :: workers]:
             if draft.resident_stages[number] != draft.resident_stages[other]:
@@ -393,11 +397,11 @@ def _drafts_trading_slots(draft: LayoutDraft) -> Iterator[LayoutDraft]:
     for number, stays in enumerate(draft.resident_stages):
         slots = draft.slot_counts[0] + (1 if stays else -1)
         if slots in SLOTS:
-            yield _with_slots(_toggle_resident(draft, number), 0, slots)
+            yield _set_slot_count(_toggle_resident(draft, number), 0, slots)
     if (fewer := draft.slot_counts[0] - 1) in SLOTS:
         for number in range(len(draft.layer_counts) - 1):
             both = sum(draft.layer_counts[number : number + 2])
-            yield _with_slots(_replace_stages(draft, number, 2, (both,), (True,)), 0, fewer)
+            yield _set_slot_count(_replace_stages(draft, number, 2, (both,), (True,)), 0, fewer)
 
 
 def _other_orders(draft: LayoutDraft) -> Iterator[LayoutDraft]:
@@ -446,5 +450,5 @@ def _toggle_resident(draft: LayoutDraft, number: int) -> LayoutDraft:
     return replace(draft, resident_stages=(*resident[:number], not resident[number], *resident[number + 1 :]))
 
 
-def _with_slots(draft: LayoutDraft, worker: int, count: int) -> LayoutDraft:
+def _set_slot_count(draft: LayoutDraft, worker: int, count: int) -> LayoutDraft:
     return replace(draft, slot_counts=(*draft.slot_counts[:worker], count, *draft.slot_counts[worker + 1 :]))

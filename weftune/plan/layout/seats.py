@@ -35,7 +35,7 @@ class Seats:
     unseated: tuple[JobShape, ...]
 
 
-def in_order(jobs: Sequence[JobShape], attached: Sequence[JobShape] = ()) -> list[JobShape]:
+def order_for_seats(jobs: Sequence[JobShape], attached: Sequence[JobShape] = ()) -> list[JobShape]:
     """Return waiting `jobs` and running (`attached`) jobs in the order in which seats are assigned."""
     present = {job.name for job in attached}
     return sorted(
@@ -43,7 +43,7 @@ def in_order(jobs: Sequence[JobShape], attached: Sequence[JobShape] = ()) -> lis
     )
 
 
-def seat(
+def assign_seats(
     waiting: Sequence[JobShape],
     attached: Sequence[JobShape],
     fits: Fits,
@@ -52,7 +52,7 @@ def seat(
     """Return which of the waiting and running (`attached`) jobs run together. Every waiting job must fit in
     memory alone. `overtaken` maps a waiting job to the number of jobs that have been admitted before it."""
     seating = _Seating(attached, fits, overtaken or {})
-    rest = in_order(waiting, attached)
+    rest = order_for_seats(waiting, attached)
     while rest:
         rest = seating.fill(rest)
     return Seats(tuple(seating.seated), tuple(seating.unseated))
@@ -97,11 +97,11 @@ class _Seating:
         run = [rest[at] for at, _ in tried]
         # After a job that does not fit there is seldom room for many.
         first = 1 if self._as_large else len(run)
-        count = most_that_fit(lambda count: self._fit(run[:count]), len(run), first) if run else 0
+        count = largest_fit(lambda count: self._fit_together(run[:count]), len(run), first) if run else 0
         end = len(rest)
         if count < len(run):
             end, self._left = tried[count]
-            self._refuse(rest[end], rest[end + 1 :])
+            self._leave_out(rest[end], rest[end + 1 :])
         taken = {job.name for job in run[:count]}
         self.seated += run[:count]
         self._crowded = self._crowded or not taken <= self._present
@@ -127,13 +127,13 @@ class _Seating:
         """Return how many more jobs may be admitted before this job, which has no seat."""
         return MAX_OVERTAKES - self._overtaken.get(job.name, 0)
 
-    def _refuse(self, job: JobShape, behind: Sequence[JobShape]) -> None:
+    def _leave_out(self, job: JobShape, later_jobs: Sequence[JobShape]) -> None:
         known = self._as_large
-        known |= {other.name for other in behind if other.name not in known and _is_as_large(other, job)}
+        known |= {other.name for other in later_jobs if other.name not in known and _is_as_large(other, job)}
         known.add(job.name)
         self._left = min(self._left, self._remaining_overtakes(job))
 
-    def _fit(self, candidates: Sequence[JobShape]) -> bool:
+    def _fit_together(self, candidates: Sequence[JobShape]) -> bool:
         together = [*self.seated, *candidates]
         return all(job.name in self._present for job in together) or self._fits(together) is None
 
@@ -158,7 +158,7 @@ def _is_as_large(job: JobShape, other: JobShape) -> bool:
     )
 
 
-def most_that_fit(fits: Callable[[int], bool], count: int, first_guess: int | None = None) -> int:
+def largest_fit(fits: Callable[[int], bool], count: int, first_guess: int | None = None) -> int:
     """Return the largest number from 0 to `count` for which `fits` is true, found by bisection. `first_guess`
     is tried first and doubled while it is too low; by default, it is `count`."""
     least, too_many = 0, count + 1

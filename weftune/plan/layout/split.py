@@ -12,7 +12,7 @@ from weftune.core.shapes import JobShape, ModelShape
 from weftune.plan.cost.cluster import detect_cpu
 from weftune.plan.cost.estimate import Speed, data_sheet_speed
 from weftune.plan.cost.prior import counted_terms
-from weftune.plan.cost.time import CostModel, work_of
+from weftune.plan.cost.time import CostModel, pass_work
 from weftune.plan.layout.balanced import assign_longest_first, improve_by_moves
 from weftune.plan.pack.instance import pack
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, SegmentPlan
@@ -59,8 +59,8 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
         return [MicrobatchPlan((SegmentPlan(job.shape.name, step, some),)) for some in held]
 
     trained = [one for batch in job.batches for one in passes(batch.step, batch.samples)]
-    step = sum(cost.pass_seconds(work_of(one, met)) for one in trained) / max(1, len(job.batches))
-    evaluation = sum(cost.evaluation(work_of(one, met)) for one in passes(0, job.held_out))
+    step = sum(cost.pass_seconds(pass_work(one, met)) for one in trained) / max(1, len(job.batches))
+    evaluation = sum(cost.evaluation(pass_work(one, met)) for one in passes(0, job.held_out))
     return job.steps * (step + cost.step(1, job.shape.trainable_parameters)) + job.evaluations * evaluation
 
 
@@ -88,7 +88,7 @@ def share_jobs(
     assert devices >= 1, "there is a device"
     groups: dict[str, list[str]] = {}
     for name in seconds:
-        groups.setdefault(_chain_start(name, seconds, sources or {}), []).append(name)
+        groups.setdefault(_first_in_chain(name, seconds, sources or {}), []).append(name)
     families = list(groups.values())
     each = [sum(seconds[name] for name in family) for family in families]
     buckets = assign_longest_first(each, devices)
@@ -101,7 +101,7 @@ def share_jobs(
     )
 
 
-def _chain_start(name: str, seconds: Mapping[str, float], sources: Mapping[str, str]) -> str:
+def _first_in_chain(name: str, seconds: Mapping[str, float], sources: Mapping[str, str]) -> str:
     """Return the first job of the chain that leads to this job, in which each job starts from the adapter of
     the previous one."""
     while sources.get(name, "") in seconds:

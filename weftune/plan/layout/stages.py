@@ -19,7 +19,7 @@ from weftune.errors import PlanError
 from weftune.plan.cost.estimate import LayerCost, StageCost, stage_cost
 from weftune.plan.cost.memory import format_bytes
 from weftune.plan.cost.profile import Profile
-from weftune.plan.cost.profile_cost import directions
+from weftune.plan.cost.profile_cost import pass_terms
 from weftune.plan.cost.time import PassWork
 
 ANY = 1 << 62
@@ -48,29 +48,29 @@ def balance(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> tuple[
     partitions, the largest memory is as small as possible. Raise PlanError if no partition fits in memory."""
     if len(layers) < len(limits):
         raise PlanError(f"{len(limits)} stages need as many layers, but the base has {len(layers)}")
-    memory = _memory(layers, limits)
+    memory = _stage_memory(layers, limits)
     rooms = np.array([limit.memory_bytes for limit in limits], dtype=float)[:, None, None]
     fits = memory <= rooms
-    seconds = np.where(fits, _seconds(layers, limits), np.inf)
+    seconds = np.where(fits, _stage_seconds(layers, limits), np.inf)
     slowest, _ = minimise_largest(seconds)
     if np.isinf(slowest):
         _, cuts = minimise_largest(memory - rooms)
-        raise PlanError(_misfit_reason(layers, limits, cuts))
+        raise PlanError(_shortage_reason(layers, limits, cuts))
     _, cuts = minimise_largest(np.where(seconds <= slowest, memory, np.inf))
     return tuple(stage_cost(layers, start, stop) for start, stop in pairwise(cuts))
 
 
 def minimise_largest(costs: Costs) -> tuple[float, list[int]]:
     """Return the smallest possible maximum of the stage costs, and the cuts [0, …, layers] that reach it."""
-    return _minimise(costs, np.maximum, initial=-np.inf)
+    return _minimise_costs(costs, np.maximum, initial=-np.inf)
 
 
 def minimise_sum(costs: Costs) -> tuple[float, list[int]]:
     """Return the smallest possible sum of the stage costs, and the cuts [0, …, layers] that reach it."""
-    return _minimise(costs, np.add, initial=0.0)
+    return _minimise_costs(costs, np.add, initial=0.0)
 
 
-def _minimise(costs: Costs, combine: np.ufunc, initial: float) -> tuple[float, list[int]]:
+def _minimise_costs(costs: Costs, combine: np.ufunc, initial: float) -> tuple[float, list[int]]:
     """Return the smallest total cost of a partition, and the cuts [0, …, layers] that reach it. `combine`
     computes the total cost from the total of the stages so far, which begins with `initial`, and the cost of
     the next stage."""
@@ -97,18 +97,18 @@ def layer_sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float])
     return np.where(empty, np.inf, between)
 
 
-def _seconds(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
+def _stage_seconds(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
     one = layer_sums(layers, lambda layer: layer.forward + layer.backward)
     return np.stack([limit.relative_time * one for limit in limits])
 
 
-def _memory(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
+def _stage_memory(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
     fixed = layer_sums(layers, lambda layer: layer.weight_bytes + layer.state_bytes)
     kept = layer_sums(layers, lambda layer: layer.kept_bytes)
     return np.stack([fixed + limit.microbatches_in_flight * kept for limit in limits])
 
 
-def _misfit_reason(layers: Sequence[LayerCost], limits: Sequence[StageLimit], cuts: Sequence[int]) -> str:
+def _shortage_reason(layers: Sequence[LayerCost], limits: Sequence[StageLimit], cuts: Sequence[int]) -> str:
     """Return an error message that names the stage that exceeds its memory most, in the best partition."""
 
     def excess(number: int) -> int:
@@ -171,7 +171,7 @@ def multiplication_costs(shape: ModelShape) -> PartCosts:
 def measured_costs(profile: Profile, shape: ModelShape, work: PassWork) -> PartCosts:
     """Return the seconds that a profile predicts for each part of the base, for a microbatch with the counts
     in `work`. Adapters are assumed to be spread evenly over the layers."""
-    found = directions(profile, shape)
+    found = pass_terms(profile, shape)
     both = found.forward, found.backward
     return PartCosts(
         embedding=sum(one.embedding(work) for one in both),

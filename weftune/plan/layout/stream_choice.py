@@ -22,7 +22,7 @@ from weftune.plan.layout.search import (
     frugal_drafts,
     search,
 )
-from weftune.plan.layout.seats import in_order, most_that_fit
+from weftune.plan.layout.seats import largest_fit, order_for_seats
 from weftune.plan.program.layout import Layout, one_device_layout
 
 MIN_CAPACITY = 256
@@ -85,7 +85,7 @@ def choose_for_jobs(
     """Choose how to stream the base to one device for as many jobs as fit together, in the order of
     admission. If possible, the choice also allows each remaining job to train alone later. Raise PlanError if
     nothing fits."""
-    ordered = in_order(jobs)
+    ordered = order_for_seats(jobs)
 
     def tokens(count: int) -> int:
         return sum(job.batch_tokens for job in ordered[:count])
@@ -94,11 +94,11 @@ def choose_for_jobs(
         return fits_streamed(shape, ordered[:count], device, max_tokens, tokens(count), waiting)
 
     waiting: Sequence[JobShape] = ()
-    if count := most_that_fit(lambda count: fit(count, ordered[count:]), len(ordered)):
+    if count := largest_fit(lambda count: fit(count, ordered[count:]), len(ordered)):
         waiting = ordered[count:]
     else:
         # If not even one of them fits, the choice raises the error that says why.
-        count = most_that_fit(lambda count: fit(count, ()), len(ordered)) or 1
+        count = largest_fit(lambda count: fit(count, ()), len(ordered)) or 1
     return choose_stream(shape, ordered[:count], device, max_tokens, tokens(count), waiting=waiting)
 
 
@@ -122,7 +122,7 @@ def choose_stream(
     round_tokens = max(round_tokens, max_sample_tokens(jobs))
     if choice := _choose_resident(shape, jobs, device, max_tokens, round_tokens, waiting):
         return choice
-    _refuse_jobs(shape, jobs, device, round_tokens)
+    _check_jobs_fit(shape, jobs, device, round_tokens)
     tried = capacities(max_sample_tokens(jobs), max_tokens, round_tokens)
     by_state = [
         [
@@ -141,7 +141,7 @@ def choose_stream(
         )
     if chosen is None:
         raise _misfit_error([case for cases in by_state for case in cases])
-    return _make_choice(chosen, _streaming_reason(chosen))
+    return _make_stream_choice(chosen, _streaming_reason(chosen))
 
 
 def _choose_on_one_device(
@@ -159,7 +159,7 @@ def _choose_on_one_device(
     return case_with_later_jobs(case, waiting)
 
 
-def _make_choice(evaluated: EvaluatedDraft, why: str) -> StreamChoice:
+def _make_stream_choice(evaluated: EvaluatedDraft, why: str) -> StreamChoice:
     case, draft = evaluated.case, evaluated.draft
     return StreamChoice(
         layout=draft.make_layout(
@@ -190,7 +190,7 @@ def fits_streamed(
     if _choose_resident(shape, jobs, device, max_tokens, round_tokens, waiting):
         return True
     try:
-        _refuse_jobs(shape, jobs, device, round_tokens)
+        _check_jobs_fit(shape, jobs, device, round_tokens)
     except PlanError:
         return False
     least = capacities(max_sample_tokens(jobs), max_tokens, round_tokens)[-1]
@@ -311,7 +311,7 @@ def choose_for_workers(
         tried = (least, *(case([job], job.max_sample_tokens) for job in later))
         too_large = (one for one in tried if _least_bytes(one) > device.budget_bytes)
         raise _workers_misfit_error(next(too_large, case_with_later_jobs(least, later)))
-    return _make_choice(found, _workers_reason(found, unstreamed_bytes))
+    return _make_stream_choice(found, _workers_reason(found, unstreamed_bytes))
 
 
 def _workers_text(case: StreamCase) -> str:
@@ -341,7 +341,7 @@ def _workers_reason(evaluated: EvaluatedDraft, unstreamed_bytes: int) -> str:
 # -- errors ----------------------------------------------------------------------------------------------
 
 
-def _refuse_jobs(
+def _check_jobs_fit(
     shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevice, round_tokens: int
 ) -> None:
     """Raise PlanError if not even one layer fits on the device, or if some jobs do not fit even alone."""

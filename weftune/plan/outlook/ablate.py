@@ -37,7 +37,7 @@ def ablate(prediction: Prediction, job_window: TrainedWindow, times: StageTimes)
     """Return the predicted effect of leaving out each mechanism of the plan, one at a time."""
     jobs = list(prediction.window.shapes.values())
     rows = [("sharing", "no job shares a microbatch", prediction.alternatives[-1])] if len(jobs) > 1 else []
-    for mechanism, alternative, window in _windows(prediction, jobs, job_window):
+    for mechanism, alternative, window in _ablated_windows(prediction, jobs, job_window):
         rows.append((mechanism, alternative, forecast_window(window, times)))
     return [compare(prediction, *row) for row in rows]
 
@@ -49,7 +49,7 @@ def compare(prediction: Prediction, mechanism: str, alternative: str, other: For
     return Ablation(mechanism, alternative, other, other.seconds / shown.seconds - 1.0)
 
 
-def _windows(
+def _ablated_windows(
     prediction: Prediction, jobs: Sequence[JobShape], job_window: TrainedWindow
 ) -> Iterator[tuple[str, str, FirstWindow]]:
     """Yield, for each mechanism, its name, a description of its replacement, and the window planned with the
@@ -71,11 +71,11 @@ def _windows(
         window = plan(choice, searches_groups=False)
         if window.program.devices != program.devices:
             yield "groups", "divided by a formula", window
-    if (even := _with_even_stages(choice)).layout != choice.layout:
+    if (even := _even_stages_choice(choice)).layout != choice.layout:
         yield "partition", "embedding and head not counted", plan(even)
 
 
-def _with_even_stages(choice: LayoutChoice) -> LayoutChoice:
+def _even_stages_choice(choice: LayoutChoice) -> LayoutChoice:
     """Return the choice with stages whose numbers of layers differ by at most one."""
     layout, layers = choice.layout, choice.layout.layers
     cuts = [layers * number // len(layout.stages) for number in range(len(layout.stages) + 1)]

@@ -59,7 +59,7 @@ def recomputed_sentence(recompute: Recompute) -> str:
     return f"{what}: otherwise memory is short."
 
 
-def explain_streams(outlook: StreamOutlook, source: str) -> list[str]:
+def explain_streamed_plan(outlook: StreamOutlook, source: str) -> list[str]:
     """Return the sentences that explain a plan with a streamed base, except its stages, which the layout
     choice's own sentence describes. `source` says where the times come from."""
     choice, layout = outlook.choice, outlook.choice.layout

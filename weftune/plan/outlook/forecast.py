@@ -102,7 +102,7 @@ def predict_window(
     window = first
     if evaluating or first.program.hands_over:
         window = _training_window(choice, jobs, job_window)
-    timeline = _timeline(window, times)
+    timeline = _simulate_window(window, times)
     forecast = _forecast(window, timeline)
     others = _alternatives(choice, jobs, job_window, times)
     alternatives = tuple(scale_to_window(one, forecast) for one in others)
@@ -136,10 +136,10 @@ def _training_window(choice: LayoutChoice, jobs: Sequence[JobShape], job_window:
 def forecast_window(window: FirstWindow, times: StageTimes) -> Forecast:
     """Return the forecast of a window, including waits for optimizer steps whose state is in host memory."""
     times = replace(times, step=times.step.plus(window.choice.step_wait))
-    return _forecast(window, _timeline(window, times))
+    return _forecast(window, _simulate_window(window, times))
 
 
-def _timeline(window: FirstWindow, times: StageTimes) -> Timeline:
+def _simulate_window(window: FirstWindow, times: StageTimes) -> Timeline:
     choice = window.choice
     return times.timeline(window.program, choice.layout, window.shapes, choice.load_pace)
 
@@ -179,7 +179,7 @@ def _alternatives(
             PipelineOrder.alternating,
             hands_over=False,
         )
-        parts.append(_forecast(alone, _timeline(alone, times)))
+        parts.append(_forecast(alone, _simulate_window(alone, times)))
     piped = replace(sum_forecasts(parts), name=PIPED)
     alone_seconds = (piped.busy_seconds + piped.sum_seconds) / choice.layout.shards
     alone_way = replace(piped, name=ALONE, seconds=alone_seconds)

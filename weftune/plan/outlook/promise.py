@@ -109,10 +109,14 @@ def first_window(
     )
     known = choice.cost_model or arithmetic(choice.shape)
     learned = Learned(initial_cost=known, memory=memory, first_seconds=choice.first_pass_seconds)
-    return FirstWindow(program, learned.promise(program, shapes, _price(choice, shapes)), shapes, choice)
+    return FirstWindow(
+        program, learned.promise(program, shapes, _price_program(choice, shapes)), shapes, choice
+    )
 
 
-def _price(choice: LayoutChoice, shapes: Mapping[str, JobShape]) -> Callable[[Program], float | None] | None:
+def _price_program(
+    choice: LayoutChoice, shapes: Mapping[str, JobShape]
+) -> Callable[[Program], float | None] | None:
     """Return a function that simulates a program on several workers and returns its seconds. Return None for
     one worker, since its time model needs no simulation."""
     if choice.layout.workers * choice.layout.replicas * choice.layout.shards == 1:

@@ -48,20 +48,22 @@ class StreamOutlook:
 
 def stream_outlook(choice: LayoutChoice) -> StreamOutlook:
     case = streaming_case(choice, choice.attached_jobs)
-    forecast = _round(case, choice.layout)
-    alone = [_round(streaming_case(choice, [job]), choice.layout) for job in choice.attached_jobs]
-    plain = [replace(_round(case, cut), name=name) for name, cut in _mobius_layouts(case, choice.layout)]
+    forecast = _forecast_round(case, choice.layout)
+    alone = [_forecast_round(streaming_case(choice, [job]), choice.layout) for job in choice.attached_jobs]
+    plain = [
+        replace(_forecast_round(case, cut), name=name) for name, cut in _mobius_layouts(case, choice.layout)
+    ]
     return StreamOutlook(choice, case, forecast, (replace(sum_forecasts(alone), name=ALONE), *plain))
 
 
-def streaming_case(choice: LayoutChoice, together: Sequence[JobShape]) -> StreamCase:
+def streaming_case(choice: LayoutChoice, jobs: Sequence[JobShape]) -> StreamCase:
     """Return the base, device and given jobs as input of the formulas by which a base is streamed."""
     assert choice.stream_device is not None, "it is streamed"
-    tokens = max(sum(job.batch_tokens for job in together), max_sample_tokens(together))
+    tokens = max(sum(job.batch_tokens for job in jobs), max_sample_tokens(jobs))
     layout = choice.layout
     return StreamCase(
         choice.shape,
-        tuple(together),
+        tuple(jobs),
         choice.stream_device,
         tokens,
         choice.capacity,
@@ -71,10 +73,14 @@ def streaming_case(choice: LayoutChoice, together: Sequence[JobShape]) -> Stream
     )
 
 
-def _round(case: StreamCase, layout: Layout) -> Forecast:
+def _forecast_round(case: StreamCase, layout: Layout) -> Forecast:
     """Return the forecast of a round with this layout, by the formula that the search for the layout uses."""
     draft = draft_from_layout(layout)
-    seconds, unhidden, need = case.round_seconds(draft), case.waiting_share(draft), case.device_bytes(draft)
+    seconds, exposed_seconds, need = (
+        case.round_seconds(draft),
+        case.waiting_share(draft),
+        case.device_bytes(draft),
+    )
     devices = layout.workers * layout.shards
     return Forecast(
         name="weftune",
@@ -82,7 +88,7 @@ def _round(case: StreamCase, layout: Layout) -> Forecast:
         steps=1,
         tokens=case.round_tokens,
         microbatches=math.ceil(case.round_tokens / case.capacity),
-        busy_seconds=seconds * (1.0 - unhidden) * devices,
+        busy_seconds=seconds * (1.0 - exposed_seconds) * devices,
         devices=devices,
         peaks=(need - case.device.slack_bytes,) * devices,
         fits=need <= case.device.budget_bytes,
@@ -101,7 +107,7 @@ def _mobius_layouts(case: StreamCase, layout: Layout) -> Iterator[tuple[str, Lay
             yield name, best.make_layout(layout.adapters_travel, layout.offloaded_rows, layout.shards)
 
 
-def ablate_streams(outlook: StreamOutlook) -> tuple[Ablation, ...]:
+def ablate_streamed_plan(outlook: StreamOutlook) -> tuple[Ablation, ...]:
     """Return the predicted effect of other stages, of loading without prefetch, and of streaming all stages.
     Everything else stays as chosen. Layouts that do not fit are omitted."""
     layout = outlook.choice.layout
@@ -115,7 +121,7 @@ def ablate_streams(outlook: StreamOutlook) -> tuple[Ablation, ...]:
         slots = tuple(max(1, count) for count in layout.slot_counts)
         streamed = replace(layout, stages=passing, slot_counts=slots)
         others.append(("resident stages", "every stage is streamed", streamed))
-    rows = [(mechanism, instead, _round(outlook.case, cut)) for mechanism, instead, cut in others]
+    rows = [(mechanism, instead, _forecast_round(outlook.case, cut)) for mechanism, instead, cut in others]
     return tuple(
         Ablation(mechanism, instead, forecast, forecast.seconds / outlook.forecast.seconds - 1.0)
         for mechanism, instead, forecast in rows
@@ -127,7 +133,7 @@ def round_timeline(case: StreamCase, layout: Layout, program: Program) -> Timeli
     """Return the simulated timeline of the passes and Load actions of a window, at the speeds for which the
     layout was chosen. Transfers of optimizer state and of offloaded inputs are not simulated."""
     sizes = [stage.layer_count for stage in layout.stages]
-    by_rows = {rows: _passes(case, sizes, rows) for rows in {one.rows for one in program.microbatches}}
+    by_rows = {rows: _pass_prices(case, sizes, rows) for rows in {one.rows for one in program.microbatches}}
     prices = Prices(
         tuple(by_rows[one.rows] for one in program.microbatches),
         weight_bytes=tuple(size * case.memory.layer_bytes for size in sizes),
@@ -135,7 +141,7 @@ def round_timeline(case: StreamCase, layout: Layout, program: Program) -> Timeli
     return simulate(program, prices, PricedCluster(layout.workers, host_link=Link(case.link_bandwidth)))
 
 
-def _passes(case: StreamCase, sizes: Sequence[int], rows: int) -> tuple[PassPrice, ...]:
+def _pass_prices(case: StreamCase, sizes: Sequence[int], rows: int) -> tuple[PassPrice, ...]:
     """Return the cost of one microbatch on every stage."""
     one = replace(case, round_tokens=rows, capacity=rows)
     return tuple(

@@ -90,7 +90,7 @@ def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
         _DeviceCheck(program, number, shares[program.replica(number)], scored, last_steps or {}).run()
     _check_coverage(program)
     _check_forward_only(program)
-    _check_exchanges(program)
+    _check_replica_scores(program)
     _check_transport(program)
     if program.has_chunks:
         _check_chunks(program)
@@ -158,7 +158,7 @@ def _check_forward_only(program: Program) -> None:
                     seen.add(key)
 
 
-def _check_exchanges(program: Program) -> None:
+def _check_replica_scores(program: Program) -> None:
     """Check that the last stages of all replicas exchange the same scores."""
     exchanges = [
         {one for one in actions if isinstance(one, Reduce) and one.payload in SCORE_PAYLOADS}
@@ -204,7 +204,7 @@ class _DeviceCheck:
         self.returned: set[tuple[int, int]] = set()
         self.arrived: set[Recv] = set()
         self.sent: set[Send] = set()
-        self.loaded = program.present_at_start(device)
+        self.loaded = program.stages_at_start(device)
         self.found = set(self.loaded)
         for number, one in enumerate(program.inherited):
             self._inherit(number, one)
@@ -221,9 +221,9 @@ class _DeviceCheck:
             for segment in self.program.microbatches[number].segments:
                 key = segment.job, segment.step
                 self.open_rows[key] = self.open_rows.get(key, 0) + is_returned * len(segment.samples)
-        self.arrived |= self._arrivals(number, progress)
+        self.arrived |= self._arrived_inputs(number, progress)
 
-    def _arrivals(self, number: int, progress: Inherited) -> set[Recv]:
+    def _arrived_inputs(self, number: int, progress: Inherited) -> set[Recv]:
         """Return the Recv of the input that has arrived on this device for the next pass of a microbatch, as
         a set with one element, or an empty set."""
         arrival = progress.arrival(len(self.homes))
@@ -243,7 +243,7 @@ class _DeviceCheck:
             progress = Inherited(number, *counts)
             own = (stage for stage in self.own_stages if progress.is_in_flight(stage, stages))
             in_flight |= {(number, stage) for stage in own}
-            arrived |= self._arrivals(number, progress)
+            arrived |= self._arrived_inputs(number, progress)
         _require(self.in_flight == in_flight, "device {} leaves other passes in flight", self.device)
         _require(self.arrived == arrived, "device {} leaves a message in transit", self.device)
         _require(self.made == closed_batches(program), "device {} makes other Steps", self.device)
@@ -329,7 +329,7 @@ class _DeviceCheck:
         self.passed.add((number, stage))
         for segment in self.program.microbatches[number].segments:
             if stage + 1 == len(self.homes):
-                self._check_scores_of(action, segment)
+                self._check_kl_scores(action, segment)
             if isinstance(action, ForwardOnly):
                 now = self.stepped.setdefault(segment.job, segment.step)
                 _require(segment.step == now, "{}: {} is at step {}", action, segment.job, now)
@@ -339,7 +339,7 @@ class _DeviceCheck:
         if isinstance(action, Forward):
             self.in_flight.add((number, stage))
 
-    def _check_scores_of(self, action: ForwardPass, segment: SegmentPlan) -> None:
+    def _check_kl_scores(self, action: ForwardPass, segment: SegmentPlan) -> None:
         """Check that replicas have exchanged the scores of a job before a loss of the job needs them."""
         job, before = segment.job, segment.step - isinstance(action, Forward)
         if isinstance(action, Score):
@@ -379,7 +379,7 @@ class _DeviceCheck:
     def _check_reduce(self, action: Reduce) -> None:
         key = action.job, action.step
         if action.payload in SCORE_PAYLOADS:
-            self._check_exchange(action)
+            self._check_score_exchange(action)
             return
         seen = self.handed_out if action.payload == "gradient" else self.reduced
         _require(key not in seen, "{} comes a second time", action)
@@ -396,7 +396,7 @@ class _DeviceCheck:
             before = self.stepped.setdefault(action.job, action.step - 1)
             _require(before == action.step - 1, "{}: {} is at step {}", action, action.job, before)
 
-    def _check_exchange(self, action: Reduce) -> None:
+    def _check_score_exchange(self, action: Reduce) -> None:
         self._require_own_stage(action, len(self.homes) - 1)
         _require(self.program.replicas > 1, "{} has no replica to exchange scores with", action)
         _require(action not in self.exchanged, "{} comes a second time", action)
@@ -424,7 +424,9 @@ class _DeviceCheck:
         maker = action.stage - 1 if forward else action.stage + 1
         made = self.passed if forward else self.returned
         _require((action.microbatch, maker) in made, "{} comes before what it sends is computed", action)
-        _require(action.peer == self._home(action.stage), "{} goes to a device without that stage", action)
+        _require(
+            action.peer == self._stage_device(action.stage), "{} goes to a device without that stage", action
+        )
         _require(action.peer != self.device, "{} goes to its own device", action)
         _require(action not in self.sent, "{} is sent a second time", action)
         self.sent.add(action)
@@ -433,7 +435,9 @@ class _DeviceCheck:
         self._require_own_stage(action, action.stage)
         maker = action.stage - 1 if action.payload == "activation" else action.stage + 1
         _require(
-            action.peer == self._home(maker), "{} comes from a device without the stage before it", action
+            action.peer == self._stage_device(maker),
+            "{} comes from a device without the stage before it",
+            action,
         )
         _require(action not in self.arrived, "{} is received a second time", action)
         self.arrived.add(action)
@@ -454,7 +458,7 @@ class _DeviceCheck:
             stage in self.own_stages, "{} is of a stage that does not live on device {}", action, self.device
         )
 
-    def _home(self, stage: int) -> int | None:
+    def _stage_device(self, stage: int) -> int | None:
         return self.homes[stage] if 0 <= stage < len(self.homes) else None
 
 
@@ -576,7 +580,7 @@ class _TransportCheck:
             case Recv() as action:
                 return action.peer
             case Reduce() | Step() as action:
-                needed = self.messages.needed_by(action, device)
+                needed = self.messages.required_messages(action, device)
                 return next(message.device for message in needed if message not in self.sent)
             case action:
                 raise AssertionError(f"{action} waits for no device")
@@ -587,14 +591,14 @@ class _TransportCheck:
             case Send():
                 self.under_way.setdefault((device, action.peer), deque()).append(action)
             case Recv():
-                return self._receive(device, action)
+                return self._receive_input(device, action)
             case Reduce() | Step():
-                if not self.sent.issuperset(self.messages.needed_by(action, device)):
+                if not self.sent.issuperset(self.messages.required_messages(action, device)):
                     return False
                 self.sent.add(StepMessage(device, action))
         return True
 
-    def _receive(self, device: int, action: Recv) -> bool:
+    def _receive_input(self, device: int, action: Recv) -> bool:
         coming = self.under_way.get((action.peer, device))
         if not coming:
             return False
@@ -637,7 +641,7 @@ class StepMessages:
             for actions in program.devices
         ]
 
-    def needed_by(self, action: Reduce | Step, device: int) -> tuple[StepMessage, ...]:
+    def required_messages(self, action: Reduce | Step, device: int) -> tuple[StepMessage, ...]:
         """Return the messages that `device` must have received before it can begin `action`."""
         program = self._program
         if not program.pipelined:
@@ -664,7 +668,7 @@ class StepMessages:
         firsts = range(0, len(program.devices), program.devices_per_replica) if device == 0 else ()
         around = (one for one in (device - 1, device + 1) if 0 <= one < len(program.devices))
         near = sorted({*program.group(device), *firsts, *around} - {device})
-        return tuple(one for one in near if message in self.needed_by(waiting, one))
+        return tuple(one for one in near if message in self.required_messages(waiting, one))
 
 
 def check_slots(program: Program, part: WorkerLayout) -> None:

@@ -446,7 +446,7 @@ class Program:
         """Return the device of each stage in a replica."""
         return tuple(replica * self.devices_per_replica + device for device in self.stages)
 
-    def present_at_start(self, device: int) -> set[int]:
+    def stages_at_start(self, device: int) -> set[int]:
         """Return the stages whose weights are on the device at the start of the window."""
         loads_first: dict[int, bool] = {}
         for action in self.devices[device]:
@@ -549,12 +549,12 @@ class Program:
             devices=tuple(tuple(action for action in actions if is_kept(action)) for actions in self.devices),
         )
 
-    def followed_by(self, later: Program) -> Program:
+    def concatenate(self, later: Program) -> Program:
         """Return the program that runs this program and then `later` on the same devices. The microbatches
         that `later` inherits must be microbatches of this program."""
         kept, first = len(later.inherited), len(self.microbatches) - len(later.inherited)
 
-        def moved(action: Action) -> Action:
+        def renumber(action: Action) -> Action:
             if isinstance(action, Compute | HalfPass | Transport):
                 number = action.microbatch
                 own = first + number if number >= kept else later.inherited[number].number
@@ -567,7 +567,7 @@ class Program:
             microbatches=(*self.microbatches, *later.microbatches[kept:]),
             batches=(*self.batches, *(one for one in later.batches if (one.job, one.step) not in known)),
             devices=tuple(
-                (*own, *map(moved, following))
+                (*own, *map(renumber, following))
                 for own, following in zip(self.devices, later.devices, strict=True)
             ),
             hands_over=later.hands_over,

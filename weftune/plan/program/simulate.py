@@ -151,7 +151,7 @@ class Timeline:
                 feeding = min(feeding, forwards[-1].stop)
         return Span(begun, max(begun, feeding))
 
-    def between_steps(self, device: int, job: str, first: int, last: int) -> Span:
+    def span_between_steps(self, device: int, job: str, first: int, last: int) -> Span:
         """Return the span from the end of a job's optimizer step `first` to the end of its step `last`."""
         ends = {
             event.action.step: event.stop
@@ -235,7 +235,7 @@ class _Flow:
 class _Simulation:
     def __init__(self, program: Program, prices: Prices, cluster: PricedCluster) -> None:
         self.program, self.prices, self.cluster = program, prices, cluster
-        self.lanes = [_lanes(actions) for actions in program.devices]
+        self.lanes = [_split_lanes(actions) for actions in program.devices]
         self.homes = [
             program.stage_devices(program.replica(device)) for device in range(len(program.devices))
         ]
@@ -255,7 +255,7 @@ class _Simulation:
 
     def run(self) -> None:
         for device in range(len(self.lanes)):
-            self._wake(device)
+            self._start_lanes(device)
         while self._ends:
             self.now, _, end = heapq.heappop(self._ends)
             end()
@@ -263,7 +263,7 @@ class _Simulation:
     def initial_bytes(self, device: int) -> int:
         """Return the bytes in use on a device at the start of the window: the weights of the stages that are
         on it, and the kept activations and arrived inputs of inherited microbatches."""
-        weights = sum(map(self._weight_bytes, self.program.present_at_start(device)))
+        weights = sum(map(self._weight_bytes, self.program.stages_at_start(device)))
         stages = range(len(self.program.stages))
         kept = sum(
             self.prices.passes[number][stage].kept_bytes
@@ -273,13 +273,13 @@ class _Simulation:
         )
         return weights + kept + sum(map(self._message_bytes, self.inherited_arrivals[device]))
 
-    def _schedule(self, time: float, end: Callable[[], None]) -> None:
+    def _schedule_end(self, time: float, end: Callable[[], None]) -> None:
         heapq.heappush(self._ends, (time, next(self._number), end))
 
-    def _wake(self, device: int) -> None:
-        self._compute(device)
-        self._send(device)
-        self._load(device)
+    def _start_lanes(self, device: int) -> None:
+        self._start_compute(device)
+        self._start_send(device)
+        self._start_load(device)
 
     def _record_event(self, device: int, lane: Lane, action: Action, start: float) -> None:
         waited = self._sum_seconds(action, device) if lane is Lane.compute else 0.0
@@ -291,7 +291,7 @@ class _Simulation:
 
     # -- compute -----------------------------------------------------------------------------------------
 
-    def _compute(self, device: int) -> None:
+    def _start_compute(self, device: int) -> None:
         lanes = self.lanes[device]
         if lanes.computing or not lanes.compute or not self._is_ready(lanes, *lanes.compute[0], device):
             return
@@ -299,24 +299,24 @@ class _Simulation:
         lanes.computing = True
         lanes.begun_count += 1
         start = self.now
-        self._begin(device, action)
-        seconds = self._seconds(action, device)
-        self._schedule(start + seconds, lambda: self._end_compute(device, action, start))
-        self._load(device)
+        self._begin_action(device, action)
+        seconds = self._action_seconds(action, device)
+        self._schedule_end(start + seconds, lambda: self._end_compute(device, action, start))
+        self._start_load(device)
 
     def _is_ready(self, lanes: _Lanes, action: Action, loads: int, device: int) -> bool:
         if lanes.loaded_count < loads:
             return False
         if isinstance(action, Reduce | Step):
-            return lanes.decisions.issuperset(self.messages.needed_by(action, device))
+            return lanes.decisions.issuperset(self.messages.required_messages(action, device))
         if isinstance(action, Compute | HalfPass) and action.microbatch in lanes.summed_microbatches:
             return False
         if not isinstance(action, Compute):
             return True
-        arrival = self._arrival(action, device)
+        arrival = self._awaited_input(action, device)
         return arrival is None or arrival in lanes.arrived
 
-    def _arrival(self, action: Compute, device: int) -> Arrival | None:
+    def _awaited_input(self, action: Compute, device: int) -> Arrival | None:
         """Return the input that this pass needs from another device, or None."""
         back = isinstance(action, Backward)
         maker = action.stage + 1 if back else action.stage - 1
@@ -329,15 +329,15 @@ class _Simulation:
         sizes = self.prices.adapter_bytes.get(action.job, ()) if sends_gradient else ()
         seconds = self.cluster.link.seconds(sizes[device % self.program.devices_per_replica] if sizes else 0)
         for receiver in self.messages.receivers(action, device):
-            self._schedule(
+            self._schedule_end(
                 self.now + seconds, partial(self._receive_message, StepMessage(device, action), receiver)
             )
 
     def _receive_message(self, message: StepMessage, device: int) -> None:
         self.lanes[device].decisions.add(message)
-        self._compute(device)
+        self._start_compute(device)
 
-    def _seconds(self, action: Action, device: int) -> float:
+    def _action_seconds(self, action: Action, device: int) -> float:
         match action:
             case ForwardHalf() | BackwardHalf():
                 half = self._half_price(action)
@@ -389,7 +389,7 @@ class _Simulation:
         by_stage = self.prices.gradient_sums.get(job, ())
         return by_stage[device % self.program.devices_per_replica] if by_stage else 0.0
 
-    def _begin(self, device: int, action: Action) -> None:
+    def _begin_action(self, device: int, action: Action) -> None:
         if isinstance(action, Compute) and (result := self._result_of(action, device)):
             self._change_memory(device, self._message_bytes(result))
         match action:
@@ -399,7 +399,7 @@ class _Simulation:
                 pass  # counted at the first half layer
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
                 self._change_memory(device, self.prices.passes[number][stage].kept_bytes)
-                if (wanted := self._arrival(action, device)) is not None:
+                if (wanted := self._awaited_input(action, device)) is not None:
                     self._change_memory(
                         device, -self._message_bytes(wanted)
                     )  # counted in kept_bytes from here on
@@ -421,11 +421,11 @@ class _Simulation:
             self._change_memory(device, -self.prices.passes[action.microbatch][action.stage].kept_bytes)
         if isinstance(action, Backward):
             self._change_memory(device, -self.prices.passes[action.microbatch][action.stage].working_bytes)
-        if isinstance(action, Backward) and (wanted := self._arrival(action, device)) is not None:
+        if isinstance(action, Backward) and (wanted := self._awaited_input(action, device)) is not None:
             self._change_memory(device, -self._message_bytes(wanted))
         if isinstance(action, Compute) and (result := self._result_of(action, device)):
             self.lanes[device].results.add(result)
-        self._wake(device)
+        self._start_lanes(device)
 
     def _begin_sum(self, device: int, action: HalfPass) -> None:
         """Begin the sum over shards that follows a half layer, once the sum lane is free."""
@@ -435,12 +435,12 @@ class _Simulation:
         start = max(self.now, lanes.sums_end)
         lanes.sums_end = start + half.sum
         lanes.summed_microbatches.add(action.microbatch)
-        self._schedule(lanes.sums_end, lambda: self._end_sum(device, action, start))
+        self._schedule_end(lanes.sums_end, lambda: self._end_sum(device, action, start))
 
     def _end_sum(self, device: int, action: HalfPass, start: float) -> None:
         self.lanes[device].summed_microbatches.remove(action.microbatch)
         self._record_event(device, Lane.sum, action, start)
-        self._wake(device)
+        self._start_lanes(device)
 
     def _result_of(self, action: Compute, device: int) -> Arrival | None:
         """Return the result that this pass sends to another device, or None."""
@@ -452,7 +452,7 @@ class _Simulation:
 
     # -- transport ---------------------------------------------------------------------------------------
 
-    def _send(self, device: int) -> None:
+    def _start_send(self, device: int) -> None:
         lanes = self.lanes[device]
         if lanes.sending or not lanes.sends:
             return
@@ -470,7 +470,7 @@ class _Simulation:
         start = self.now
         self._change_memory(action.peer, self._message_bytes(sent))
         seconds = self.cluster.link.seconds(self._message_bytes(sent))
-        self._schedule(start + seconds, lambda: self._end_send(device, action, start))
+        self._schedule_end(start + seconds, lambda: self._end_send(device, action, start))
 
     def _end_send(self, device: int, action: Send, start: float) -> None:
         lanes, taker = self.lanes[device], self.lanes[action.peer]
@@ -485,8 +485,8 @@ class _Simulation:
         waiting = [*taker.waiting_senders]
         taker.waiting_senders.clear()
         for sender in (*waiting, device):
-            self._send(sender)
-        self._compute(action.peer)
+            self._start_send(sender)
+        self._start_compute(action.peer)
 
     def _message_bytes(self, arrival: Arrival) -> int:
         number, taker, what = arrival
@@ -500,7 +500,7 @@ class _Simulation:
 
     # -- loads -------------------------------------------------------------------------------------------
 
-    def _load(self, device: int) -> None:
+    def _start_load(self, device: int) -> None:
         lanes = self.lanes[device]
         if lanes.loading or not lanes.loads or lanes.begun_count < lanes.loads[0][1]:
             return
@@ -509,7 +509,7 @@ class _Simulation:
         size = self._weight_bytes(action.stage)
         self._change_memory(device, size)
         flow = _Flow(device, action, self.now, size)
-        self._schedule(self.now + self.cluster.host_link.latency, lambda: self._begin_flow(flow))
+        self._schedule_end(self.now + self.cluster.host_link.latency, lambda: self._begin_flow(flow))
 
     def _begin_flow(self, flow: _Flow) -> None:
         root = self.cluster.device_roots[flow.device] if self.cluster.device_roots else 0
@@ -531,7 +531,7 @@ class _Simulation:
                 self.cluster.host_link.bandwidth, self.cluster.root_bandwidths[root] / len(moving)
             )
             end = self.now + max(0.0, flow.remaining_bytes) / flow.rate
-            self._schedule(end, partial(self._end_load, flow, root, flow.version))
+            self._schedule_end(end, partial(self._end_load, flow, root, flow.version))
 
     def _end_load(self, flow: _Flow, root: int, version: int) -> None:
         """End a Load, unless its rate has changed since its end was predicted."""
@@ -543,10 +543,10 @@ class _Simulation:
         lanes.loading = False
         lanes.loaded_count += 1
         self._record_event(flow.device, Lane.load, flow.action, flow.start)
-        self._wake(flow.device)
+        self._start_lanes(flow.device)
 
 
-def _lanes(actions: tuple[Action, ...]) -> _Lanes:
+def _split_lanes(actions: tuple[Action, ...]) -> _Lanes:
     lanes = _Lanes()
     brought: dict[int, int] = {}
     for action in actions:

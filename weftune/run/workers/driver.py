@@ -26,7 +26,7 @@ from weftune.base.spec import BaseSpec
 from weftune.core.interrupt import StopRequest
 from weftune.errors import UserError
 from weftune.ops.adamw import AdamState
-from weftune.plan.cost.time import PassTime, work_of
+from weftune.plan.cost.time import PassTime, pass_work
 from weftune.plan.program.handover import FINISHED, unfinished_work
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import (
@@ -301,7 +301,7 @@ class Driver:
             if number in in_flight or number in done:
                 continue
             time = PassTime(
-                work=work_of(plan, met),
+                work=pass_work(plan, met),
                 forward=forward[number],
                 backward=backward.get(number, 0.0),
                 training=isinstance(action, Forward),
