@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.gpu_site import SHAPES
 from benchmarks.site_case import SiteAdapters, SiteCase, microseconds, site_case
 from weftune.bench.result import arguments, finish
-from weftune.core.device_class import CLASSES, DeviceClass, class_of, pretend
+from weftune.core.device_class import CLASSES, DeviceClass, class_of, pretend_device_class
 from weftune.ops.lora.routes import Block, Blocks, Route, add_lora
 from weftune.ops.lora.table import LowRank
 from weftune.ops.lora.tiled import backward, forward
@@ -37,7 +37,7 @@ OWN = "own"
 
 def calls(case: SiteCase, device_class: DeviceClass | None) -> dict[str, SiteCall]:
     """Return a call by every plan that a class would try. None: the class of the GPU."""
-    with pretend(device_class) if device_class is not None else nullcontext():
+    with pretend_device_class(device_class) if device_class is not None else nullcontext():
         plans = candidate_plans(case.weight_NK, case.group, case.weight_NK.device)
         return {str(plan): case.call(plan) for plan in plans}
 

@@ -153,8 +153,8 @@ def forecast(asked: argparse.Namespace, device: torch.device, bar: float) -> Non
     for sentence in error_sentences(windows):
         print(sentence)
     changed, unsettled = (
-        prediction_errors(windows, with_compilation=False),
-        prediction_errors(windows, with_compilation=True),
+        prediction_errors(windows, includes_compilation=False),
+        prediction_errors(windows, includes_compilation=True),
     )
     reached = all(error is not None and error <= bar for error in (changed.seconds, changed.peak))
     print(f"The bar is {bar:.0%}, for time and for memory: {'kept' if reached else 'not kept'}.")

@@ -19,7 +19,7 @@ from weftune.bench.baselines import BaselineWork
 from weftune.bench.gpu_step import attach_jobs
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, build, toy_size
-from weftune.bench.timing import bench_hardware, measure_or_note
+from weftune.bench.timing import bench_hardware, measure_or_explain
 from weftune.bench.weftune_side import AttachedJobs, resident_jobs
 from weftune.plan.program.program import NOTHING, Program, Recompute
 from weftune.plan.window.orders import Work, chunked_multi_job, cut_long_samples
@@ -66,7 +66,7 @@ def main() -> None:
     for name, (recompute, run) in cases.items():
         attached.recompute = recompute
         measure = partial(timed, run, hardware, options.steps)
-        found.append(LongStep(name, options.length, measure_or_note(measure, hardware)))
+        found.append(LongStep(name, options.length, measure_or_explain(measure, hardware)))
         print(found[-1].line(), flush=True)
     whole = found[0].measured
     for row in found[1:]:

@@ -76,7 +76,7 @@ class Layer:
         y_TD.backward(self.x_TD)
 
 
-def layer_of(size: Size, jobs: int, tokens: int, rank: int, hardware: Hardware) -> Layer:
+def layer_number(size: Size, jobs: int, tokens: int, rank: int, hardware: Hardware) -> Layer:
     module = build(size, hardware).get_submodule("model.layers.0.mlp.experts")
     names, shapes = ("gate_up_proj", "down_proj"), size.expert
     sites = tuple(
@@ -122,7 +122,7 @@ def main() -> None:
     size, pace, tokens = SIZES[options.shape], Repeats(), options.tokens
     if options.toy:
         size, pace = toy_size(size), Repeats(0, 1, 1)
-    layer = layer_of(replace(size, layers=1), options.jobs, tokens, options.rank, hardware)
+    layer = layer_number(replace(size, layers=1), options.jobs, tokens, options.rank, hardware)
     steps: dict[str, Callable[[], None]] = {"transformers, frozen": layer.plain}
     if kernels_available(layer.x_TD):
         for order, product in ((ProductPlan.fused, "our product"), (ProductPlan.wide, "the library's")):

@@ -41,7 +41,7 @@ from weftune.bench.timing import (
     bench_hardware,
     gemm_rate,
     measure,
-    measure_or_note,
+    measure_or_explain,
     repeat_step,
     reset_memory,
 )
@@ -156,7 +156,7 @@ def rows(case: Case, hardware: Hardware, peft: bool) -> Iterator[Row]:
     if peft:
         ways += [(f"PEFT, {name}", with_peft, kinds) for name, kinds in COMPANIES.items()]
     for name, way, kinds in ways:
-        measured = measure_or_note(lambda way=way, kinds=kinds: way(case, hardware, kinds), hardware)  # type: ignore[misc]
+        measured = measure_or_explain(lambda way=way, kinds=kinds: way(case, hardware, kinds), hardware)  # type: ignore[misc]
         print(f"{name}: {number(measured.seconds, scale=1e3)} ms {measured.note}", flush=True)
         predicted = predicted_bytes(case, hardware, kinds) if way is with_weftune else None
         yield Row(name, measured, predicted)

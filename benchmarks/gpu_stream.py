@@ -43,7 +43,7 @@ from weftune.bench.timing import (
     bench_hardware,
     gemm_rate,
     measure,
-    measure_or_note,
+    measure_or_explain,
 )
 from weftune.bench.weftune_side import AttachedJobs
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
@@ -123,7 +123,7 @@ def streamed_row(case: Case, work: BaselineWork, how: str) -> Row:
             made.forget_waits()
             return measure(block, case.hardware, replace(case.pace, warmup=0))
 
-    measured = measure_or_note(run, case.hardware)
+    measured = measure_or_explain(run, case.hardware)
     name = f"Weftune, {how} cut" if how != "chosen" else STREAMED
     if not found:
         return Row(name, work.jobs, work.tokens, measured)
@@ -186,7 +186,7 @@ def resident_row(case: Case, work: BaselineWork, passes: int | None = None) -> R
         losses = all_losses(together)
         return measured
 
-    measured = measure_or_note(run, case.hardware)
+    measured = measure_or_explain(run, case.hardware)
     floor = floor_seconds(case.size, case.rate, work.lengths, work.rank)
     name = RESIDENT if passes is None else SAME
     return Row(name, work.jobs, work.tokens, measured, floor, losses=losses, cut=described)
@@ -206,7 +206,7 @@ def streamed_capacity(rows: Sequence[Row], work: BaselineWork) -> int:
 
 def fsdp_row(case: Case, work: BaselineWork) -> Row:
     try:
-        measured = measure_or_note(
+        measured = measure_or_explain(
             lambda: peft_offloaded(case.size, work, case.hardware, few(case.pace), capped(case)),
             case.hardware,
         )

@@ -28,7 +28,7 @@ from weftune.bench.baselines import BaselineWork, job_step, peft_model
 from weftune.bench.gpu_step import attach_jobs
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, build, random_ids, toy_size
-from weftune.bench.timing import Hardware, MeasuredStep, bench_hardware, measure_or_note, peak_bytes, wait
+from weftune.bench.timing import Hardware, MeasuredStep, bench_hardware, measure_or_explain, peak_bytes, wait
 from weftune.bench.weftune_side import AttachedJobs, resident_jobs
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryModel
@@ -129,7 +129,7 @@ class WeftuneCase:
             attached.recompute = recompute_of(mode, attached.base.shape.layers)
         program = attached.plan(1, self._capacity)
         predicted = window_need(memory, self._jobs, program).total_bytes(memory.fit)
-        found = measure_or_note(partial(timed, self._step, self._hardware, steps), self._hardware)
+        found = measure_or_explain(partial(timed, self._step, self._hardware, steps), self._hardware)
         print(attached.recompute)
         return LongStep(f"Weftune, {mode}", self._work.length, found, predicted)
 
@@ -199,7 +199,7 @@ def main() -> None:
         del case
     for one in [] if options.no_peft else work:
         run = partial(with_peft, size, one, hardware, steps_at(one.length))
-        show(LongStep(PEFT, one.length, measure_or_note(run, hardware)))
+        show(LongStep(PEFT, one.length, measure_or_explain(run, hardware)))
     for line in summary(rows):
         print(line)
     finish({"size": asdict(size), "jobs": options.jobs, "steps": [asdict(row) for row in rows]}, options.json)

@@ -192,11 +192,16 @@ def measure(setting: Setting) -> tuple[Cut, list[Found]]:
 def opened(spec: BaseSpec, held: Sequence[LayerRange], folder: Path, setting: Setting) -> Iterator[Driver]:
     position = read_position()
     assert position is not None
-    staff = WorkerControl(connect(position, CPU))
+    worker_control = WorkerControl(connect(position, CPU))
     yield open_pipeline(
-        staff, spec, CPU, pipeline_layout(held), lambda job: folder / "checkpoints" / job, setting.delay
+        worker_control,
+        spec,
+        CPU,
+        pipeline_layout(held),
+        lambda job: folder / "checkpoints" / job,
+        setting.delay,
     )
-    staff.end_workers()
+    worker_control.end_workers()
     torch.distributed.destroy_process_group()
 
 

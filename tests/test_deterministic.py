@@ -15,7 +15,7 @@ from weftune import JobSpec, Options, train
 from weftune.jobs.spec.read import parse_run
 from weftune.jobs.store.job_file import read_job_file
 from weftune.plan.layout.choose import PROCESS_BYTES, WINDOW_ROUNDS
-from weftune.trainer.train import trainer_for
+from weftune.trainer.train import make_trainer
 
 GIB = 1 << 30
 
@@ -141,8 +141,8 @@ def test_a_shortage_of_memory_says_that_the_bits_differ(tmp_path):
 
 def test_the_key_of_the_file_reaches_the_run_and_job_yaml(base, tmp_path):
     spec = {"base": "demo", "deterministic": True, "jobs": [{"name": "a", "data": [{"text": "b"}]}]}
-    assert trainer_for(parse_run(spec, tmp_path)).options.deterministic
-    assert not trainer_for(parse_run({**spec, "deterministic": False}, tmp_path)).options.deterministic
+    assert make_trainer(parse_run(spec, tmp_path)).options.deterministic
+    assert not make_trainer(parse_run({**spec, "deterministic": False}, tmp_path)).options.deterministic
     for deterministic in (True, False):
         output = tmp_path / str(deterministic)
         bench.train(base, output, [job("a", 1)], deterministic=deterministic)

@@ -61,8 +61,8 @@ def test_jobs_learn_in_tiles_what_they_learn_untiled(mode, untiled):
 def test_samples_apart_have_the_attention_of_one_kernel_for_all():
     device, lengths = torch.device("cuda", 0), (5000, 4100)
     packed = pack(lengths, device)
-    assert packed.apart
-    assert not pack((5000, 100), device).apart
+    assert packed.is_separated
+    assert not pack((5000, 100), device).is_separated
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(sum(lengths), heads, 64, device=device, dtype=torch.bfloat16) for heads in (8, 2, 2)

@@ -20,7 +20,7 @@ from weftune.errors import PlanError
 from weftune.jobs.spec.read import read_run
 from weftune.plan.cost import cluster
 from weftune.plan.layout.choose import LayoutChoice
-from weftune.trainer.train import trainer_for
+from weftune.trainer.train import make_trainer
 
 ALL = [job["name"] for job in FOUR_JOBS]
 
@@ -80,7 +80,7 @@ class Heard:
 def train(place, output, memory) -> Trained:
     """The beginning of `weftune train --device cpu --gpu-memory`: who is aboard at the first step."""
     options, heard = Options(device="cpu", gpu_memory=parse_bytes(memory)), Heard()
-    trainer = trainer_for(
+    trainer = make_trainer(
         read_run(place / "jobs.yaml"), output=output, max_steps=1, options=options, view=heard
     )
     found: list[Trained] = []

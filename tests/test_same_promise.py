@@ -45,7 +45,7 @@ from weftune.plan.outlook.promise import first_window
 from weftune.run.workers.groups import WorkerPosition
 from weftune.trainer.job import prepare_job
 from weftune.trainer.machine import describe_machine
-from weftune.trainer.train import trainer_for
+from weftune.trainer.train import make_trainer
 
 MODES = ("one device", "streamed", "pipeline", "streamed workers")
 CASES = range(12)
@@ -158,7 +158,7 @@ def planned(case: Case, file) -> dict[str, Any]:
 def trained(case: Case, file, output) -> dict[str, Any]:
     """By a run in this process, as it wrote before its first window."""
     options = Options(device="cpu", memory=case.memory, gpu_memory=case.gpu_memory)
-    trainer = trainer_for(read_run(file), output=output, options=options)
+    trainer = make_trainer(read_run(file), output=output, options=options)
     trainer.run(lambda event: [trainer.cancel(name) for name in trainer.loop.executor.attached])
     return json.loads((output / PROMISE).read_text())
 
@@ -175,7 +175,7 @@ def asked_alone(case: Case, file) -> dict[str, Any]:
     options = Options(
         memory=case.memory,
         gpu_memory=case.gpu_memory,
-        staff=SimpleNamespace(connections=SimpleNamespace(position=place)),
+        worker_control=SimpleNamespace(connections=SimpleNamespace(position=place)),
     )
     shapes = [job.shape for job in ready.values()]
     choice = choose_layout(shape, shapes, describe_machine(options, run.base, CPU, shape))

@@ -12,7 +12,7 @@ from tests.run.test_sharded import WHOLE, AloneOnShard, trained
 from tests.run.workers.test_agreed import CAPACITY, assert_equal, losses_of, pipeline_program, views
 from tests.run.workers.test_shards import training_of
 from weftune.base.model import Base
-from weftune.base.shards import shard_of
+from weftune.base.shards import cut_shard
 from weftune.base.spec import BaseSpec
 from weftune.core.shards import ShardTeam
 from weftune.plan.program.layout import pipeline_layout
@@ -66,7 +66,7 @@ def whole_run(device):
 def as_shard(connections):
     device, position = torch.device("cuda", 0), connections.position
     jobs, team = make_jobs(whole_base(device)), shard_team(connections)
-    base = shard_of(deep("llama", torch.float32), BaseSpec(model="tiny/llama"), device, team, WHOLE)
+    base = cut_shard(deep("llama", torch.float32), BaseSpec(model="tiny/llama"), device, team, WHOLE)
     transport = Transport(connections, base.shape.hidden, base.dtype, device)
     part = pipeline_layout([WHOLE], 1, position.shards).for_worker(0)
     executor, _ = worker_executor(base, part, transport, position.list_index, team)
@@ -135,7 +135,7 @@ def test_captured_passes_of_a_shard_contain_its_sums(sum_of_one):
     for graphs in (False, True):
         team = ShardTeam(0, 1, count_sum, is_capturable=True)
         spec = BaseSpec(model="tiny/llama")
-        base = shard_of(deep("llama", torch.bfloat16), spec, device, team, WHOLE)
+        base = cut_shard(deep("llama", torch.bfloat16), spec, device, team, WHOLE)
         executor = resident_executor(base, graphs=graphs, make_agreement=AloneOnShard, team=team)
         jobs = make_jobs(base)
         run = trained(executor, base, jobs, executors.plan_program(jobs, ROUNDS, CAPACITY))

@@ -15,7 +15,7 @@ from weftune.report.ending import final_table
 from weftune.report.read import read_run as read_records
 from weftune.report.terminal import LiveView
 from weftune.trainer.options import Options
-from weftune.trainer.train import trainer_for
+from weftune.trainer.train import make_trainer
 
 HERE = Path(__file__).parent
 
@@ -25,7 +25,7 @@ def main() -> int:
     run = read_run(HERE / "jobs.yaml")
     again = (run.output / "status.json").exists()
     with LiveView(console, []) as view:
-        trainer = trainer_for(run, options=Options(resume=again), view=view)
+        trainer = make_trainer(run, options=Options(resume=again), view=view)
         results = trainer.run()
     if trainer.interrupted:
         console.print("Interrupted. `make quickstart` goes on from here.")

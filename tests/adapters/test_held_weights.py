@@ -166,7 +166,11 @@ def test_memory_counts_the_bytes_of_the_base_and_those_of_adapters_apart():
     assert base.shape.parameters == plain.shape.parameters
     assert base.shape.base_bytes == plain.shape.base_bytes - values + 2 * scales
     layers = [
-        [layer.weight_bytes for layer in base_layers(one.shape, 0, ends_apart=False) if layer.kind == "layer"]
+        [
+            layer.weight_bytes
+            for layer in base_layers(one.shape, 0, separates_ends=False)
+            if layer.kind == "layer"
+        ]
         for one in (base, plain)
     ]
     assert [2 * (held - matrices) for held, matrices in zip(*layers, strict=True)] == [

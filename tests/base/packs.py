@@ -13,7 +13,7 @@ from weftune.base.model import Base
 from weftune.base.quant.linear import matrix_dtype
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
-from weftune.base.stages import keep_stages, refuse_unknown_family, stage_of
+from weftune.base.stages import keep_stages, make_stage_base, refuse_unknown_family
 from weftune.core.batch import IGNORED, Microbatch
 from weftune.core.shapes import LayerRange
 
@@ -47,4 +47,4 @@ def cut_base(model: PreTrainedModel, spec: BaseSpec, device: torch.device, held:
     refuse_unknown_family(model.config, spec.model)
     whole = model_shape(model, matrix_dtype(model))
     keep_stages(model, held)
-    return stage_of(model, spec, device, held, whole)
+    return make_stage_base(model, spec, device, held, whole)

@@ -20,7 +20,7 @@ def model(request):
 
 def test_every_module_that_the_facts_name_is_there(model):
     facts, layer = DECODERS[model.config.model_type], model.base_model.layers[0]
-    linears = (*facts.qkv, facts.o, *facts.gate_up, facts.down)
+    linears = (*facts.qkv, facts.output_projection, *facts.gate_up, facts.down)
     norms = (*facts.norms, *(facts.head_norms or ()))
     assert all(isinstance(layer.get_submodule(name), torch.nn.Linear) for name in linears)
     assert all(getattr(layer.get_submodule(name), facts.norm_eps) > 0.0 for name in norms)
@@ -29,7 +29,7 @@ def test_every_module_that_the_facts_name_is_there(model):
 
 def test_no_norm_and_no_linear_of_a_layer_is_left_out(model):
     facts, layer = DECODERS[model.config.model_type], model.base_model.layers[0]
-    named = {*facts.qkv, facts.o, *facts.gate_up, facts.down}
+    named = {*facts.qkv, facts.output_projection, *facts.gate_up, facts.down}
     named |= {*facts.norms, *(facts.head_norms or ())}
     found = {name for name, module in layer.named_modules() if any(True for _ in module.parameters(False))}
     assert found == named

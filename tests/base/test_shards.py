@@ -15,10 +15,10 @@ from weftune.base import weights
 from weftune.base.host.streamed import load_streamed, stream_model
 from weftune.base.load import load_base, load_plain
 from weftune.base.quant.linear import QuantLinear
-from weftune.base.shards import load_shard, refuse_sharding, shard_of
+from weftune.base.shards import cut_shard, load_shard, refuse_sharding
 from weftune.base.spec import BaseSpec
 from weftune.core.shapes import LayerRange, shard_shape
-from weftune.core.shards import ShardTeam, kept_indices
+from weftune.core.shards import ShardTeam, indices_in_whole
 from weftune.errors import BaseModelError
 from weftune.plan.cost.streamed_memory import token_bytes
 from weftune.plan.program.layout import Layout, StageLayers
@@ -32,7 +32,7 @@ def cut(family, shards, dtype=torch.float32):
     """A function that cuts a base for one shard. Random models are made one after another, not in threads."""
     models = [tiny(family, dtype) for _ in range(shards)]
     layers = models[0].config.num_hidden_layers
-    return lambda team: shard_of(models[team.shard], SPEC, CPU, team, LayerRange(0, layers, layers))
+    return lambda team: cut_shard(models[team.shard], SPEC, CPU, team, LayerRange(0, layers, layers))
 
 
 @pytest.mark.parametrize("shards", [2, 4])
@@ -101,7 +101,7 @@ def test_only_a_shards_parts_are_read_from_the_files(family, tmp_path, monkeypat
         read.clear()
         base = load_shard(spec, CPU, team, held)
         assert sum(part.numel() for part in read) == base.shape.parameters
-        want = shard_of(load_plain(spec, CPU), spec, CPU, team, held)
+        want = cut_shard(load_plain(spec, CPU), spec, CPU, team, held)
         for parts in (nn.Module.named_parameters, nn.Module.named_buffers):
             got, expected = dict(parts(base.model)), dict(parts(want.model))
             assert got.keys() == expected.keys()
@@ -119,7 +119,9 @@ def test_text_towers_are_read_in_parts(family, tmp_path):
     base, original = load(spec, 1, 2, LayerRange(0, layers, layers)), whole.weight_reader()
     assert torch.equal(base.head().weight_VD, whole.head().weight_VD[48:])
     for site in base.shape.sites:
-        want = original(site.name).index_select(1 if site.part.cuts_inputs else 0, kept_indices(site.part))
+        want = original(site.name).index_select(
+            1 if site.part.cuts_inputs else 0, indices_in_whole(site.part)
+        )
         assert torch.equal(base.sites()[site.name].weight, want)
 
 
@@ -170,7 +172,7 @@ def assert_shards_have_the_weights_of(whole, spec):
             quantised = isinstance(module, QuantLinear)
             got = module.frozen_weight().matrix() if quantised else module.weight
             dim = 1 if site.part.cuts_inputs else 0
-            assert torch.equal(got, want.index_select(dim, kept_indices(site.part)))
+            assert torch.equal(got, want.index_select(dim, indices_in_whole(site.part)))
             assert torch.equal(own(site.name), want)
 
 

@@ -12,7 +12,7 @@ from weftune.bench.timing import (
     Repeats,
     gemm_rate,
     measure,
-    measure_or_note,
+    measure_or_explain,
     repeat_step,
 )
 from weftune.errors import PlanError
@@ -34,14 +34,14 @@ def test_a_lack_of_memory_is_a_row_that_says_so(error: Exception) -> None:
     def run() -> MeasuredStep:
         raise error
 
-    assert measure_or_note(run, CPU) == MeasuredStep(None, None, "out of memory: no room")
+    assert measure_or_explain(run, CPU) == MeasuredStep(None, None, "out of memory: no room")
 
 
 def test_what_cannot_be_planned_is_a_row_that_says_why() -> None:
     def run() -> MeasuredStep:
         raise PlanError("the host needs more")
 
-    assert measure_or_note(run, CPU) == MeasuredStep(None, None, "the host needs more")
+    assert measure_or_explain(run, CPU) == MeasuredStep(None, None, "the host needs more")
 
 
 def test_any_other_error_is_not_swallowed() -> None:
@@ -49,7 +49,7 @@ def test_any_other_error_is_not_swallowed() -> None:
         raise ValueError
 
     with pytest.raises(ValueError):
-        measure_or_note(run, CPU)
+        measure_or_explain(run, CPU)
 
 
 def test_a_large_product_has_a_rate() -> None:

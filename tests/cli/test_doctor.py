@@ -104,8 +104,8 @@ def test_a_class_of_gpus_that_is_not_tested_is_named_with_the_command_that_tests
     check = class_check(found, 1)
     assert check.name == "GPU 1 class"
     assert check.finding.startswith(f"{found.architecture}, {found.name}; ")
-    assert (check.verdict is Verdict.OK) == ("have not been tested" not in check.finding) == found.tested
-    assert ("`make smoke-gpu`" in check.remedy) == (not found.tested)
+    assert (check.verdict is Verdict.OK) == ("have not been tested" not in check.finding) == found.is_tested
+    assert ("`make smoke-gpu`" in check.remedy) == (not found.is_tested)
 
 
 def test_a_gpu_without_kernels_is_said_to_be_slow_and_nothing_is_missing():

@@ -25,7 +25,7 @@ from tests.base.folders import model_folder
 from tests.generate.test_answers import adapter_folder, spoken_by_peft
 from weftune.base.load import select_device
 from weftune.base.spec import BaseSpec
-from weftune.cli.generate import answer_panels, converse, generate, recorded_base
+from weftune.cli.generate import answer_panels, chat_in_terminal, generate, recorded_base
 from weftune.errors import AdapterError, UserError
 from weftune.generate.answers import Answers, StreamedAnswer
 from weftune.generate.sampling import Sampling
@@ -166,7 +166,7 @@ def test_an_answer_that_was_stopped_stays_in_the_chat_as_far_as_it_was_shown(
     monkeypatch.setattr("sys.stdin", StringIO("w10 w20\nw11\n"))
     console, before = Console(width=80), signal.getsignal(signal.SIGINT)
     with console.capture() as capture:
-        converse(console, answers, ["a"], Sampling(max_tokens=8), (), None)
+        chat_in_terminal(console, answers, ["a"], Sampling(max_tokens=8), (), None)
     three = spoken_by_peft(base, job, "w10 w20", 3)
     assert len(three.split()) == 3
     assert spoken_by_peft(base, job, "w10 w20", 8) not in capture.get()

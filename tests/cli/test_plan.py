@@ -13,7 +13,7 @@ import pytest
 from tests.data import families
 from tests.plan.outlooks import CONFIG
 from weftune.cli.main import main
-from weftune.cli.plan_text import layers_text, span_text
+from weftune.cli.plan_text import format_span, layers_text
 from weftune.plan.cost.memory import format_bytes
 
 WITHOUT_TORCH = """
@@ -224,7 +224,7 @@ def test_first_of_all_come_the_time_and_the_memory_of_the_run_and_of_each_job(fo
     run = json.loads((folder / "out.json").read_text())["run"]
     assert first.startswith("2 jobs on 1xH200: "), shown.err
     assert (
-        f"{span_text(run['seconds'])} for the whole run, {format_bytes(run['needs_bytes'])} at its peak of"
+        f"{format_span(run['seconds'])} for the whole run, {format_bytes(run['needs_bytes'])} at its peak of"
         in first
     )
     assert run["seconds"] == max(job["ends"] for job in run["jobs"].values()) > 0
@@ -234,7 +234,7 @@ def test_first_of_all_come_the_time_and_the_memory_of_the_run_and_of_each_job(fo
         row = next(line for line in table.splitlines() if name in line)
         assert [cell.strip() for cell in row.split("│")[2:5]] == [
             str(job["steps"]),
-            span_text(job["ends"]),
+            format_span(job["ends"]),
             format_bytes(job["state_bytes"]),
         ]
     assert "bubbles" not in shown.out

@@ -15,12 +15,12 @@ from weftune.core.clock import (
     COMMAND_STARTED,
     Phase,
     PhaseClock,
-    claim,
     count_imports,
     current_clock,
     phase,
     process_clock,
     process_seconds,
+    reassign_seconds,
     use_clock,
 )
 
@@ -97,7 +97,7 @@ def test_seconds_that_are_known_afterwards_are_taken_from_the_phase_around_them(
     clock = PhaseClock(read_clock=hands)
     with use_clock(clock), phase(Phase.TRAINING):
         hands.time += 10
-        claim(Phase.COMPILING, 4)
+        reassign_seconds(Phase.COMPILING, 4)
         hands.time += 1
     assert spent(clock) == {Phase.TRAINING: 7, Phase.COMPILING: 4}
 
@@ -109,7 +109,7 @@ def test_what_another_thread_does_beside_is_not_counted(hands):
         assert current_clock() is None
         with phase(Phase.SAVING):
             hands.time += 5
-        claim(Phase.COMPILING, 1)
+        reassign_seconds(Phase.COMPILING, 1)
 
     with use_clock(clock), phase(Phase.TRAINING):
         thread = threading.Thread(target=write)

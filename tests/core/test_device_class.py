@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from weftune.core import device_class
-from weftune.core.device_class import CLASSES, INTERPRETER, OLDER, class_for_capability, class_of, pretend
+from weftune.core.device_class import (
+    CLASSES,
+    INTERPRETER,
+    OLDER,
+    class_for_capability,
+    class_of,
+    pretend_device_class,
+)
 from weftune.errors import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 7)
@@ -18,10 +25,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 7)
 @pytest.fixture(autouse=True)
 def fresh():
     """Forget devices and variables that were read before, and in this test."""
-    device_class._as_class.cache_clear()
+    device_class._pretended_class.cache_clear()
     device_class._from_environment.cache_clear()
     yield
-    device_class._as_class.cache_clear()
+    device_class._pretended_class.cache_clear()
     device_class._from_environment.cache_clear()
 
 
@@ -37,7 +44,7 @@ def card(monkeypatch):
 def test_classes_are_ordered_and_only_hopper_is_tested():
     capabilities = [one.capability for one in CLASSES]
     assert capabilities == sorted(set(capabilities))
-    assert [one.architecture for one in CLASSES if one.tested] == ["sm_90"]
+    assert [one.architecture for one in CLASSES if one.is_tested] == ["sm_90"]
 
 
 @pytest.mark.parametrize(
@@ -59,12 +66,12 @@ def test_classes_are_ordered_and_only_hopper_is_tested():
 def test_an_unknown_capability_belongs_to_the_nearest_lower_class_and_is_untested(capability, architecture):
     found = class_for_capability(capability)
     assert found.architecture == architecture
-    assert found.tested == (capability == (9, 0))
+    assert found.is_tested == (capability == (9, 0))
     assert found.has_kernels
 
 
 def test_a_capability_that_is_lower_than_9_0_in_its_minor_number_only_is_not_tested():
-    assert not class_for_capability((9, 4)).tested
+    assert not class_for_capability((9, 4)).is_tested
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
@@ -82,20 +89,20 @@ def test_a_device_has_its_own_shared_memory_and_multiprocessors(card):
 
 @pytest.mark.parametrize("one", CLASSES, ids=lambda one: one.architecture)
 def test_a_gpu_that_pretends_keeps_its_multiprocessors_and_gets_no_more_shared_memory(one, card):
-    with pretend(one):
+    with pretend_device_class(one):
         found = class_of(CUDA)
         assert class_of(CPU) == one
     assert found == replace(one, multiprocessors=77)
     card.shared_memory_per_block_optin = 50_000
-    device_class._as_class.cache_clear()
-    with pretend(one):
+    device_class._pretended_class.cache_clear()
+    with pretend_device_class(one):
         assert class_of(CUDA).shared_memory == 50_000
     assert class_of(CUDA).architecture == "sm_90"
 
 
 def test_without_a_gpu_a_cuda_device_pretends_with_the_numbers_of_the_table(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pretend(class_for_capability((8, 6))):
+    with pretend_device_class(class_for_capability((8, 6))):
         assert class_of(CUDA) == class_for_capability((8, 6))
 
 

@@ -72,9 +72,9 @@ def test_twenty_single_mistakes_are_told_and_the_rest_counted():
     bad.add("a:0", CommonBadRow("long", kind="length", remedy="cut it"))
     for number in range(1, 20):
         bad.add(f"a:{number}", BadRow("torn"))
-    assert not bad.full
+    assert not bad.is_full
     bad.add("a:20", BadRow("torn"))
-    assert bad.full
+    assert bad.is_full
     bad.add("a:21", CommonBadRow("odd", kind="oddity", remedy="mend it"))
     assert len(told(bad)) == 22
     bad.add("a:22", BadRow("torn"))

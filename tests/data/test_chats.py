@@ -20,7 +20,7 @@ from tests.data import families
 from tests.data.conftest import SHARED, supervised_runs, whole_text
 from weftune.core.limited import limit_seconds
 from weftune.data import chats
-from weftune.data.chats import Rendered, chat_forms, render_everything, render_turns
+from weftune.data.chats import Rendered, equivalent_chats, render_everything, render_turns
 from weftune.data.encode import Encoder
 from weftune.data.formats import Chat
 from weftune.data.prepare import prepare
@@ -428,11 +428,11 @@ def test_a_call_without_a_function_of_its_own_is_looked_for_as_well():
 def test_a_chat_is_put_to_a_template_as_it_is_and_then_with_every_choice_of_what_templates_want():
     developer, null = {"role": "developer", "content": "fine"}, {"role": "assistant", "content": None}
     plain = Chat((ASK, ANSWER), None, (1,))
-    assert list(chat_forms(plain)) == [plain]
+    assert list(equivalent_chats(plain)) == [plain]
     one = Chat((developer, ASK, ANSWER), None, (2,))
-    assert [form.messages[0]["role"] for form in chat_forms(one)] == ["developer", "system"]
+    assert [form.messages[0]["role"] for form in equivalent_chats(one)] == ["developer", "system"]
     calls = {**null, "tool_calls": [call({"a": "é"}), call("{}"), {"name": "flat"}, call([1])]}
-    every = list(chat_forms(Chat((developer, ASK, calls), None, (2,))))
+    every = list(equivalent_chats(Chat((developer, ASK, calls), None, (2,))))
     seen = [
         (
             form.messages[0]["role"],
@@ -455,7 +455,7 @@ def test_a_chat_is_put_to_a_template_as_it_is_and_then_with_every_choice_of_what
     assert every[-1].messages[1] == ASK
     assert every[-1].messages[2]["tool_calls"][1:] == [call("{}"), {"name": "flat"}, call("[1]")]
     absent = Chat((ASK, {"role": "assistant", "tool_calls": [call("{}")]}), None, (1,))
-    assert [form.messages[1].get("content") for form in chat_forms(absent)] == [None, ""]
+    assert [form.messages[1].get("content") for form in equivalent_chats(absent)] == [None, ""]
 
 
 PIECES = [

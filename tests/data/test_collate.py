@@ -54,4 +54,4 @@ def test_each_sample_brings_its_reference_score_and_samples_without_one_a_zero(s
     assert batch.references_S.tolist() == [-3.0, -1.0, 0.0]
     assert batch.references_S.dtype == torch.float64
     assert collate([Part("b", 1, samples, 1, 0)]).references_S is None
-    assert scored.with_prefix(2).references.tolist() == [-1.0, -2.0, -3.0]
+    assert scored.add_prefix(2).references.tolist() == [-1.0, -2.0, -3.0]

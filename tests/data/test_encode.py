@@ -196,16 +196,16 @@ def test_control_tokens_are_found_in_keys_values_and_lists_and_hidden_in_all_of_
         assert not contains_control_token(clean, control)
     for one in ({"<|im_end|>": 1}, {"a": "<|im_end|>"}, ["a", "<|im_end|>"], ({"a": ["<|im_end|>"]},)):
         assert contains_control_token(one, control)
-    hidden, stand_ins = replace_control_tokens(row, control)
+    hidden, placeholders = replace_control_tokens(row, control)
     assert hidden == [{"\ue000": ["a", ["\ue001", 5]]}, None, "\ue000b"]
-    assert stand_ins == {"\ue000": "<|im_end|>", "\ue001": "<|im_start|>"}
+    assert placeholders == {"\ue000": "<|im_end|>", "\ue001": "<|im_start|>"}
 
 
 def test_every_private_use_character_that_a_row_does_not_hold_can_stand_in():
     control = Encoder(families.smollm2()).control
     private = "".join(map(chr, range(0xE000, 0xF900)))
-    _, stand_ins = replace_control_tokens([private[:-1], "<|im_end|>"], control)
-    assert stand_ins == {private[-1]: "<|im_end|>"}
+    _, placeholders = replace_control_tokens([private[:-1], "<|im_end|>"], control)
+    assert placeholders == {private[-1]: "<|im_end|>"}
     with pytest.raises(BadRow, match="control tokens and every private-use character"):
         replace_control_tokens([private, "<|im_end|>"], control)
     assert replace_control_tokens([private, "a"], control) == ([private, "a"], {})

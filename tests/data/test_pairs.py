@@ -92,13 +92,13 @@ def test_batches_count_pairs_and_a_pair_is_held_out_as_a_whole(smollm2, tmp_path
 
 def test_prompts_of_chosen_samples_are_supervised_on_request(smollm2, tmp_path):
     train = pairs_of([TEXT], smollm2, tmp_path).train
-    whole = train.with_prompts()
+    whole = train.supervise_prompts()
     assert whole.mask(0).all()
     assert np.array_equal(whole.mask(1), train.mask(1))
     assert whole.supervised.tolist() == [train.lengths[0] - 1, train.supervised[1]]
     microbatch = collate([Part("a", 1, whole, 0, 0), Part("a", 1, whole, 1, int(whole.lengths[0]))])
     assert microbatch.answer_tokens == tuple(int(train.mask(number).sum()) for number in (0, 1))
-    prefixed = whole.with_prefix(2)
+    prefixed = whole.add_prefix(2)
     assert prefixed.supervised.tolist() == [train.lengths[0], train.supervised[1]]
 
 

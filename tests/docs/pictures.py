@@ -31,7 +31,7 @@ from weftune.report.read import JobRecord
 from weftune.report.read import read_run as read_records
 from weftune.report.terminal import LiveView
 from weftune.trainer.options import Options
-from weftune.trainer.train import trainer_for
+from weftune.trainer.train import make_trainer
 
 EXAMPLE = ROOT / "examples" / "sweep" / "jobs.yaml"
 PICTURES = ROOT / "docs" / "pictures"
@@ -85,7 +85,7 @@ def main() -> int:
         return 1
     run, console = read_run(EXAMPLE), Console()
     with Watched(console, []) as view:
-        trainer_for(run, options=Options(), view=view).run()
+        make_trainer(run, options=Options(), view=view).run()
     console.print(final_table(read_records(run.output), console.width))
     with TemporaryDirectory() as folder:
         draw_page(run.output / "report.html", PICTURES / "sweep.png", Path(folder))

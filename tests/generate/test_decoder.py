@@ -144,9 +144,9 @@ def test_a_step_laid_out_ahead_is_laid_out_as_it_would_be_later(tmp_path):
         running, ahead = decoder._running, decoder._ahead
         if not running or ahead is None or ahead.batch != running:
             continue
-        microbatch, sequences = decoder._lay_out_batch(running)
+        microbatch, sequences = decoder._build_batch(running)
         decoder._ahead = None
-        later, later_sequences = decoder._lay_out_batch(running)
+        later, later_sequences = decoder._build_batch(running)
         assert microbatch.tokens_T.equal(later.tokens_T)
         assert microbatch.positions_T.equal(later.positions_T)
         assert (microbatch.segments, sequences) == (later.segments, later_sequences)

@@ -35,11 +35,11 @@ def referenced():
     return labelled_samples().with_references(reference_sums(tiny("llama"), rows=rows).numpy())
 
 
-def score_mismatched(aboard, samples, kl_of, step):
+def score_mismatched(aboard, samples, kl_purpose, step):
     """Score the mismatched samples in two microbatches, as Score actions do."""
     for chosen in HALVES:
         part = laid(samples.mismatched, chosen)
-        segments = [replace(one, kl_of=kl_of, step=step) for one in part.microbatch.segments]
+        segments = [replace(one, kl_purpose=kl_purpose, step=step) for one in part.microbatch.segments]
         part = replace(part, microbatch=replace(part.microbatch, segments=tuple(segments)))
         aboard.scorer.record_mismatched_scores(aboard.scorer.sample_logprobs(aboard.hidden(part), part), part)
 
@@ -104,7 +104,7 @@ def test_a_mismatched_sample_has_the_prompt_of_its_row_and_the_answer_of_the_row
 
 def test_answers_change_places_within_a_batch_of_the_first_epoch_only():
     samples = labelled_samples()
-    found = samples.with_mismatched(np.array([4, 2, 7, 0, 1, 3, 6, 5]), 3, 10**6).mismatched
+    found = samples.add_mismatched(np.array([4, 2, 7, 0, 1, 3, 6, 5]), 3, 10**6).mismatched
     partners = {4: 7, 2: 4, 7: 2, 0: 3, 1: 0, 3: 1, 6: 5, 5: 6}
     for row, partner in partners.items():
         answer = samples.tokens(partner)[samples.mask(partner)]
@@ -113,7 +113,7 @@ def test_answers_change_places_within_a_batch_of_the_first_epoch_only():
 
 def test_mismatched_samples_are_truncated_from_the_right_and_moved_behind_virtual_tokens():
     samples = labelled_samples()
-    short = samples.with_mismatched(np.arange(8), 8, 7).with_prefix(2, 0).mismatched
+    short = samples.add_mismatched(np.arange(8), 8, 7).add_prefix(2, 0).mismatched
     for row, (tokens, prompt) in enumerate(mismatched_tokens()):
         assert short.tokens(row).tolist() == tokens[:7].tolist()
         assert short.lengths[row] == min(7, len(tokens)) + 2

@@ -35,7 +35,7 @@ def own_numbers(spec):
     scored.scorer.objectives["job"] = make_objective(spec)
     pairs = samples()
     if spec.prompts:
-        pairs = pairs.with_prompts()
+        pairs = pairs.supervise_prompts()
     if spec.reference:
         pairs = pairs.with_references(reference_sums(tiny("llama")).numpy())
     counts = tuple(pairs.supervised.tolist())

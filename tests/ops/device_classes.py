@@ -30,7 +30,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from weftune.core.device_class import CLASSES, DeviceClass, pretend
+from weftune.core.device_class import CLASSES, DeviceClass, pretend_device_class
 from weftune.core.weights import CODES, CodedMatrix
 from weftune.ops import adamw, dequantise, fp8, logprobs, norm, rotary, swiglu
 from weftune.ops import triton as kernels
@@ -343,7 +343,7 @@ def _like_grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tenso
 
 def configurations(device_class: DeviceClass, quick: bool = False) -> list[Configuration]:
     """Return every configuration that a class would launch."""
-    with pretend(device_class), recording() as found, torch.no_grad():
+    with pretend_device_class(device_class), recording() as found, torch.no_grad():
         for case in linear_cases(device_class, quick):
             launch_linear(case)
         launch_others(device_class, quick)

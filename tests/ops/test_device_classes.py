@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weftune.base.quant.formats import supports_fp8
-from weftune.core.device_class import CLASSES, OLDER, DeviceClass, class_for_capability, pretend
+from weftune.core.device_class import CLASSES, OLDER, DeviceClass, class_for_capability, pretend_device_class
 from weftune.ops.experts import ExpertSite
 from weftune.ops.lora.experts import best_plan
 from weftune.ops.lora.rows import Rows
@@ -33,7 +33,7 @@ def tiling_of(one: DeviceClass, rank: int = 16, widths: tuple[int, ...] = (4096,
     columns = tuple(pairwise(accumulate(widths, initial=0)))
     names = [f"site{part}" for part in range(len(widths))]
     group = Group(columns, SlotTable.empty(names, 8, CPU, bands=bands_for(rank)), rank, False)
-    with pretend(one):
+    with pretend_device_class(one):
         return choose_tiling(Rows.empty(rows, 8, CPU), group, 4096, torch.bfloat16)
 
 
@@ -41,7 +41,7 @@ def tiling_of(one: DeviceClass, rank: int = 16, widths: tuple[int, ...] = (4096,
 def test_a_fused_product_is_selected_on_gpus_for_data_centres_with_copy_engines(one):
     table = SlotTable.empty(["site"], 8, CPU)
     weight_NK = torch.empty(4096, 4096, dtype=torch.bfloat16)
-    with pretend(one):
+    with pretend_device_class(one):
         plans = candidate_plans(weight_NK, Group(((0, 4096),), table, 16, False), CUDA)
         experts = best_plan(ExpertSite(torch.empty(4, 64, 64, dtype=torch.bfloat16)))
     fuses = one.architecture in ("sm_90", "sm_100")
@@ -66,15 +66,15 @@ def test_a_fused_product_has_a_program_for_every_multiprocessor_of_the_class(one
 
 @by_class
 def test_a_base_in_fp8_is_multiplied_by_tensor_cores_from_ada_on(one):
-    with pretend(one):
+    with pretend_device_class(one):
         assert supports_fp8(CUDA) == (one.capability >= (8, 9))
 
 
 @by_class
 def test_every_class_from_ampere_on_has_kernels(one):
-    with pretend(one):
+    with pretend_device_class(one):
         assert kernels_available_on(CUDA, torch.bfloat16)
-    with pretend(OLDER):
+    with pretend_device_class(OLDER):
         assert not kernels_available_on(CUDA, torch.bfloat16)
 
 

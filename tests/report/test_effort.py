@@ -44,8 +44,8 @@ RUN = (
 
 def test_only_windows_that_changed_and_compiled_nothing_are_counted() -> None:
     changed, unsettled = (
-        prediction_errors(RUN, with_compilation=False),
-        prediction_errors(RUN, with_compilation=True),
+        prediction_errors(RUN, includes_compilation=False),
+        prediction_errors(RUN, includes_compilation=True),
     )
     assert changed.windows == 2
     assert changed.seconds == pytest.approx((0.1 + 0.3) / 2)
@@ -78,7 +78,7 @@ def test_the_first_window_is_told_by_what_it_was_predicted_from() -> None:
 def test_a_run_without_windows_or_predictions_says_nothing() -> None:
     assert error_sentences(()) == []
     assert error_sentences([window(None, 1.0)]) == []
-    assert prediction_errors((), with_compilation=False).seconds is None
+    assert prediction_errors((), includes_compilation=False).seconds is None
 
 
 def test_below_zero_is_too_little() -> None:

@@ -36,9 +36,9 @@ def test_the_best_is_first_and_what_has_no_value_is_last() -> None:
         scored("tied", 0.9, 0.75, mine=-1.0),
         scored("broken", math.nan, 0.25, mine=3.0),
     )
-    assert [one.adapter for one in found.ranked("loss")] == ["none", "tied", "good", "broken"]
-    assert [one.adapter for one in found.ranked("exact_match")] == ["tied", "good", "broken", "none"]
-    assert [one.adapter for one in found.ranked("mine")] == ["broken", "good", "none", "tied"]
+    assert [one.adapter for one in found.rank_results("loss")] == ["none", "tied", "good", "broken"]
+    assert [one.adapter for one in found.rank_results("exact_match")] == ["tied", "good", "broken", "none"]
+    assert [one.adapter for one in found.rank_results("mine")] == ["broken", "good", "none", "tied"]
     assert (found.best("loss"), found.best("exact_match"), found.best("mine")) == ("none", "tied", "broken")
 
 

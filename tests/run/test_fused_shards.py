@@ -16,7 +16,7 @@ from tests.run.test_sharded import WHOLE, AloneOnShard, trained
 from tests.run.workers.test_agreed import CAPACITY, assert_equal, make_jobs, whole_base
 from tests.shards import on_shards
 from weftune.adapters import banks
-from weftune.base.shards import shard_of
+from weftune.base.shards import cut_shard
 from weftune.base.spec import BaseSpec
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import NOTHING, Recompute
@@ -38,7 +38,7 @@ def train_on_shards(
             team.sum_over_shards(tensor)
 
         counting = replace(team, sum_over_shards=count_sum)
-        base = shard_of(models[team.shard], BaseSpec(model=f"tiny/{family}"), bench.CPU, counting, WHOLE)
+        base = cut_shard(models[team.shard], BaseSpec(model=f"tiny/{family}"), bench.CPU, counting, WHOLE)
         executor = resident_executor(base, make_agreement=AloneOnShard, team=counting, **options)
         assert executor.fused
         return trained(executor, base, jobs, program)[:2]

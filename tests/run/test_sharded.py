@@ -13,7 +13,7 @@ from tests.run.models import LAYERS, deep
 from tests.run.workers.test_agreed import CAPACITY, assert_equal, losses_of, make_jobs, views
 from tests.run.workers.test_shards import kind_jobs, reward_jobs, token_jobs, training_of, whole_reader
 from tests.shards import on_shards
-from weftune.base.shards import shard_of
+from weftune.base.shards import cut_shard
 from weftune.core.shapes import LayerRange
 from weftune.run.alone import Alone
 from weftune.run.assemble import resident_executor
@@ -56,7 +56,7 @@ def assert_shards_equal(family, shards, quantize, jobs_of):
     read_whole = whole_reader(quantised_model(deep(family, torch.float64), quantize))
 
     def on_shard(team):
-        base = shard_of(models[team.shard], whole.spec, bench.CPU, team, WHOLE, read_whole)
+        base = cut_shard(models[team.shard], whole.spec, bench.CPU, team, WHOLE, read_whole)
         executor = resident_executor(base, make_agreement=AloneOnShard, team=team)
         return trained(executor, base, jobs, program)[:2]
 

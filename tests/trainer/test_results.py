@@ -16,7 +16,7 @@ from weftune.core.files import cache_folder
 from weftune.errors import OutputError, SpecError
 from weftune.jobs.spec.checks import warnings
 from weftune.trainer.job import PreparedJob, prepare_job
-from weftune.trainer.results import finished_changes, job_file_values, refuse_changes, write_job_file
+from weftune.trainer.results import changed_settings, job_file_values, refuse_changes, write_job_file
 
 BASE = BaseSpec(model="/models/tiny", dtype="float32", revision="main", written="../models/tiny")
 
@@ -45,15 +45,15 @@ def test_a_base_written_another_way_is_the_same_base_and_a_changed_one_is_named(
 def test_a_finished_job_names_every_setting_that_has_changed_since(tmp_path: Path) -> None:
     job = ready(steps=4)
     write_job_file(tmp_path, job_file_values(job, BASE))
-    assert finished_changes(tmp_path, job.spec, replace(BASE, written="models/tiny")) == []
-    assert finished_changes(tmp_path, job.spec, BASE, max_steps=4) == []
-    assert finished_changes(tmp_path, job.spec, BASE, max_steps=3) == ["steps with --max-steps 4, now 3"]
+    assert changed_settings(tmp_path, job.spec, replace(BASE, written="models/tiny")) == []
+    assert changed_settings(tmp_path, job.spec, BASE, max_steps=4) == []
+    assert changed_settings(tmp_path, job.spec, BASE, max_steps=3) == ["steps with --max-steps 4, now 3"]
     other = replace(job.spec, steps=12, clip=0.5)
     changed = ["clip 1.0, now 0.5", "steps 4, now 12", "base.dtype float32, now bfloat16"]
-    assert finished_changes(tmp_path, other, replace(BASE, dtype="bfloat16")) == changed
+    assert changed_settings(tmp_path, other, replace(BASE, dtype="bfloat16")) == changed
     for path in tmp_path.rglob("job.yaml"):
         path.write_bytes(b"job: [\xff")
-    assert finished_changes(tmp_path, other, BASE) == [], "its adapter is there all the same"
+    assert changed_settings(tmp_path, other, BASE) == [], "its adapter is there all the same"
 
 
 def test_a_job_file_from_before_bases_were_remembered_as_written_still_serves(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from weftune.adapters.tiled import TiledBank
 from weftune.adapters.token_rows import TrainedTokens, insert_rows_before, trained_tokens
 from weftune.adapters.vector import SHARED, VectorLayout
 from weftune.core.batch import Microbatch, Segment
-from weftune.core.shapes import SiteShape, layer_of
+from weftune.core.shapes import SiteShape, layer_number
 from weftune.core.weights import HeadRows
 from weftune.errors import AdapterError
 from weftune.ops.accumulate import accumulate_gradient
@@ -165,7 +165,7 @@ class Banks:
         prefix_sites = {
             layer: parameter.site
             for parameter in layout.parameters
-            if parameter.name == KEYS and (layer := layer_of(parameter.site)) is not None
+            if parameter.name == KEYS and (layer := layer_number(parameter.site)) is not None
         }
         tiled_parts = self._tiled_parts(kind, adapter, linears, views, totals)
         if self._free:
@@ -205,8 +205,7 @@ class Banks:
         views: Parameters,
         totals: Parameters,
     ) -> list[list[TiledPart | None]] | None:
-        """Return the adapter at each site of each group for the tiled kernels, or None if it has another
-        form."""
+        """Return the adapter at each site of each group for the tiled kernels; None in other forms."""
         if not (self._tiled and kind.is_tiled(adapter.spec)):
             return None
         scratch: dict[Hashable, Tensor] = {}
@@ -312,7 +311,7 @@ class Banks:
             attached.tokens is None and (attached.tiled_linears or not attached.groups) for attached in found
         )
 
-    def gather_rows(self, microbatch: Microbatch) -> list[tuple[Segment, AttachedJob]]:
+    def gathered_segments(self, microbatch: Microbatch) -> list[tuple[Segment, AttachedJob]]:
         """Return the jobs whose rows a captured pass selects by index, each with one segment of its rows."""
         found: dict[str, tuple[Segment, AttachedJob]] = {}
         for segment, attached in self._segments(microbatch):
@@ -458,8 +457,7 @@ class Banks:
         return h
 
     def rows_in_head(self, segment: Segment) -> HeadRows | None:
-        """Return the trained rows that replace rows of the tied head for a segment. No pass needs to be
-        bound."""
+        """Return the trained rows that replace rows of the tied head for a segment. No pass need be bound."""
         attached = self.attached.get(segment.adapter_job or "")
         if not self._tied or attached is None or attached.tokens is None:
             return None
@@ -483,12 +481,14 @@ class Banks:
         return found
 
 
-def _has_partial_lengths(groups: Sequence[SiteGroup], found: Sequence[Sequence[TiledPart | None]]) -> bool:
+def _has_partial_lengths(
+    groups: Sequence[SiteGroup], tiled_parts: Sequence[Sequence[TiledPart | None]]
+) -> bool:
     """Return whether an adapter divides by row lengths although a shard has only some of the inputs of these
     rows. The kernels do not sum lengths over shards."""
     parts = (
         (site, part)
-        for group, own in zip(groups, found, strict=True)
+        for group, own in zip(groups, tiled_parts, strict=True)
         for site, part in zip(group.sites, own, strict=True)
     )
     return any(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weftune.adapters.folder import CONFIG, WEIGHTS, missing_weights_message
 from weftune.adapters.target import ALL_LINEAR, TargetSpec, layer_numbers
-from weftune.core.shapes import SiteShape, layer_of, name_in_wrapper
+from weftune.core.shapes import SiteShape, is_name_in_wrapper, layer_number
 from weftune.core.tensor_file import write_tensors
 from weftune.errors import AdapterError, MissingPackage
 
@@ -76,7 +76,7 @@ def target_modules(
     regular expression is also replaced if the base has experts, because PEFT would match it against experts
     and routers, or if only some layers are adapted, because PEFT selects layers only for lists. In a
     multimodal wrapper every module is named: a shorter name could also match modules of its vision tower."""
-    if any(name_in_wrapper(name) for name in adapted_sites):
+    if any(is_name_in_wrapper(name) for name in adapted_sites):
         return sorted(adapted_sites)
     if not isinstance(spec.targets, str):
         return list(spec.targets)
@@ -92,6 +92,6 @@ def target_modules(
 
 def layers_to_transform(spec: TargetSpec, modules: str | Sequence[str]) -> list[int] | None:
     """Return PEFT's `layers_to_transform`. None if the module names already contain layer numbers."""
-    if spec.layers is None or any(layer_of(name) is not None for name in modules):
+    if spec.layers is None or any(layer_number(name) is not None for name in modules):
         return None
     return sorted(layer_numbers(spec.layers))

@@ -81,8 +81,7 @@ class JobAt:
         return self.weights[SHARED, name]
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `make`, which is computed once from the frozen weight of the site and then
-        cached."""
+        """Return the result of `make`, computed once from the frozen weight of the site and then cached."""
         if (self.site.name, name) not in self.cache:
             self.cache[self.site.name, name] = make()
         return self.cache[self.site.name, name]
@@ -332,9 +331,11 @@ class PlainKind:
             found[one.site, one.name] = value
         return found
 
-    def refuse_other_tensors(self, folder: Path, spec: Any, stored_names: Set[str], own: Set[str]) -> None:
-        """Raise if the tensor names `stored_names` in the folder differ from the adapter's `own` names."""
-        if not (odd := sorted(stored_names ^ own)):
+    def refuse_other_tensors(
+        self, folder: Path, spec: Any, stored_names: Set[str], own_names: Set[str]
+    ) -> None:
+        """Raise if the folder's tensor names, `stored_names`, differ from the adapter's `own_names`."""
+        if not (odd := sorted(stored_names ^ own_names)):
             return
         where = "only in the folder" if odd[0] in stored_names else "not in the folder"
         more = f", and {len(odd) - 1} more differ" if len(odd) > 1 else ""

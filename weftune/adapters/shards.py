@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weftune.adapters.vector import VectorLayout
 from weftune.core.shapes import SiteShape, SiteSlice
-from weftune.core.shards import kept_indices
+from weftune.core.shards import indices_in_whole
 
 
 def shard_positions(
@@ -28,7 +28,7 @@ def shard_positions(
         for dim, size in enumerate(parameter.shape):
             if own.shape[dim] != size:
                 part = slices[parameter.site]
-                kept = kept_indices(part)
+                kept = indices_in_whole(part)
                 if len(part.ranges) > 1 and len(kept) != size:
                     # A prefix is as wide as the values, which are the last outputs of a fused linear.
                     first_value = outputs[parameter.site] - own.shape[dim]

@@ -69,7 +69,7 @@ class SiteGroup:
 
     sites: tuple[SiteShape, ...]
     frozen: Frozen
-    current: CurrentPass
+    current_pass: CurrentPass
     banks: dict[str, SiteBank] = field(default_factory=dict)
     """Maps the name of each kind to its bank."""
     tiled: TiledBank | None = None
@@ -84,13 +84,13 @@ class SiteGroup:
 
     def forward(self, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Compute the module of the group's only site, with adapters if a pass is bound."""
-        if self.current.bound is None or not self.banks:
+        if self.current_pass.bound is None or not self.banks:
             return plain(x)
         return self.linear(x.flatten(0, -2), None).view(*x.shape[:-1], -1)
 
     def linear(self, x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
         """Return residual + the concatenated outputs of all sites."""
-        bound = self.current.bound
+        bound = self.current_pass.bound
         if bound is not None and bound.route is Route.tiled:
             found = self._tiled_output(x_TK, residual_TN, bound)
             if found is not None:
@@ -114,7 +114,7 @@ class SiteGroup:
         """Return the outputs of the tiled kernels, with changes by other jobs' adapters applied afterwards.
         None if one of those adapters changes more than the outputs of its rows, or if the kernels do not run
         on the device."""
-        untiled = self.current.untiled_pass
+        untiled = self.current_pass.untiled_pass
         assert untiled is not None
         banks = [bank for bank in self.banks.values() if bank.segments(untiled)]
         if not banks:
@@ -172,7 +172,7 @@ class ExpertGroup:
 
     module: nn.Module
     sites: tuple[SiteShape, ...]
-    current: CurrentPass
+    current_pass: CurrentPass
     banks: dict[str, ExpertBank] = field(default_factory=dict)
 
     def forward(
@@ -180,7 +180,7 @@ class ExpertGroup:
     ) -> Tensor:
         """Compute the experts: with adapters if a job in the pass adapts them, with kernels that multiply all
         experts at once where available, otherwise with their own forward."""
-        bound = self.current.bound
+        bound = self.current_pass.bound
         banks = [] if bound is None else [bank for bank in self.banks.values() if bank.has_expert_rows(bound)]
         if bound is not None and bound.route is Route.tiled and len(banks) <= 1 and self._is_gated():
             sites = [
@@ -190,7 +190,7 @@ class ExpertGroup:
                 for site in self.sites
             ]
             if banks or all(map(multiplies_at_once, sites)):
-                current = self.current
+                current = self.current_pass
                 current.row_jobs = current.row_jobs or _row_owners(bound.microbatch, len(x_TD), x_TD.device)
                 owner_T, jobs = current.row_jobs
                 if banks:
@@ -230,19 +230,19 @@ def _row_owners(
 
 
 def expert_groups(
-    modules: Mapping[str, nn.Module], sites: Sequence[SiteShape], current: CurrentPass
+    modules: Mapping[str, nn.Module], sites: Sequence[SiteShape], current_pass: CurrentPass
 ) -> dict[str, ExpertGroup]:
     """Return a dict from the path of each layer's experts to their group."""
     mixed = groupby((site for site in sites if site.experts), key=lambda site: site.name.rpartition(".")[0])
     found = {path: tuple(own) for path, own in mixed}
-    return {path: ExpertGroup(modules[own[0].name], own, current) for path, own in found.items()}
+    return {path: ExpertGroup(modules[own[0].name], own, current_pass) for path, own in found.items()}
 
 
 def site_groups(
     modules: Mapping[str, nn.Module],
     sites: Sequence[SiteShape],
     groups: Sequence[Sequence[str]],
-    current: CurrentPass,
+    current_pass: CurrentPass,
 ) -> dict[str, SiteGroup]:
     """Return a dict from the name of each linear to its group: one of `groups`, or the linear alone."""
     shapes = {site.name: site for site in sites if not site.experts}
@@ -250,7 +250,7 @@ def site_groups(
     found: dict[str, SiteGroup] = {}
     for names in (*map(tuple, groups), *((name,) for name in shapes if name not in grouped)):
         frozen = _stack_weights([modules[name] for name in names], shapes[names[0]].fan_in_fan_out)
-        group = SiteGroup(tuple(shapes[name] for name in names), frozen, current)
+        group = SiteGroup(tuple(shapes[name] for name in names), frozen, current_pass)
         found |= dict.fromkeys(names, group)
     return found
 

@@ -1,5 +1,4 @@
-"""The adapter keys that all kinds have in common, such as `targets` and `layers`. This module does not import
-torch."""
+"""The adapter keys that all kinds share, such as `targets` and `layers`. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
-from weftune.core.shapes import SCORE, SiteShape, layer_of
+from weftune.core.shapes import SCORE, SiteShape, layer_number
 
 ALL_LINEAR = "all-linear"
 ATTENTION = ("o_proj", "self_attn.out_proj", "attn.c_proj", "attention.dense")
@@ -85,7 +84,7 @@ class TargetSpec:
 
     def targets_site(self, name: str) -> bool:
         """Whether PEFT would adapt the module `name`. The output layer is not a site."""
-        if self.layers is not None and layer_of(name) not in layer_numbers(self.layers):
+        if self.layers is not None and layer_number(name) not in layer_numbers(self.layers):
             return False
         if isinstance(self.targets, str):
             return self.targets.lower() == ALL_LINEAR or re.fullmatch(self.targets, name) is not None
@@ -135,8 +134,7 @@ class TargetSpec:
 
     @property
     def trained_tokens(self) -> tuple[int, ...]:
-        """Ids of the tokens whose embeddings are trained, together with their rows of the output layer if it
-        is tied."""
+        """Ids of tokens whose embeddings are trained, with their rows of the output layer if it is tied."""
         return ()
 
     @property
@@ -145,8 +143,7 @@ class TargetSpec:
         return False
 
     def shapes_outside(self, sites: Sequence[SiteShape]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the adapter's parameters that belong to none of the given sites of a base or
-        stage."""
+        """Return the shapes of the adapter's parameters outside the given sites of a base or stage."""
         return {}
 
     def shapes_in_embedding(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
@@ -155,8 +152,7 @@ class TargetSpec:
         return {} if path is None else {path: {TOKENS: (len(self.trained_tokens), embedding_width(sites))}}
 
     def shapes_in_head(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """Return the shape of the scalar head by its site and name, if the given sites include the last
-        layer."""
+        """Return the scalar head's shape by its site and name, if the given sites include the last layer."""
         width = last_width(sites) if self.scalar_head else 0
         return {SCORE: {HEAD: (width,)}} if width else {}
 
@@ -233,23 +229,23 @@ def embedding_path(sites: Sequence[SiteShape]) -> str | None:
 def embedding_width(sites: Sequence[SiteShape]) -> int:
     """Return the width of the embedding in a base with these sites: the input width of most linears of
     layer 0. 0 if layer 0 is not among them."""
-    return _usual_width(_first_layer(sites))
+    return _most_common_width(_first_layer(sites))
 
 
 def last_width(sites: Sequence[SiteShape]) -> int:
     """Return the width of the last hidden states of a base with these sites: the input width of most linears
     of the last layer, or the output width of a projection after it (OPT). 0 if the sites are not in the last
     layer."""
-    width = _usual_width(site for site in sites if site.in_last_layer)
+    width = _most_common_width(site for site in sites if site.in_last_layer)
     projections = (site.out_features for site in sites if ends_with(site.name, PROJECTION))
     return next(projections, width) if width else 0
 
 
-def _usual_width(sites: Iterable[SiteShape]) -> int:
+def _most_common_width(sites: Iterable[SiteShape]) -> int:
     """Return the most frequent input width of the sites, or 0 if there are no sites."""
     widths = Counter(site.in_features for site in sites)
     return max(widths, key=lambda width: widths[width], default=0)
 
 
 def _first_layer(sites: Sequence[SiteShape]) -> Iterator[SiteShape]:
-    return (site for site in sites if layer_of(site.name) == 0)
+    return (site for site in sites if layer_number(site.name) == 0)

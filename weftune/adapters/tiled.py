@@ -30,11 +30,9 @@ class TiledBank:
         self.sites = tuple(sites)
         self._slots = slots
         self._parts: dict[str, tuple[int, Sequence[TiledPart | None]]] = {}
-        """Maps each job to its slot and its parts. They keep the tensors alive whose addresses the tables
-        contain."""
+        """Maps each job to its slot and its parts, which keep the tensors alive that the tables point to."""
         self._tables: Group | None = None
-        """The tables that the kernels read. None until a pass needs them, and after a change of their
-        sizes."""
+        """The tables that the kernels read. None before a pass needs them and after a change of sizes."""
         self._needs_copy = False
         self._rank, self._large_rank, self._drops = MIN_RANK, MIN_RANK, False
         self._scales_out = self._scales_in = self._lengths = self._computes = False
@@ -102,11 +100,11 @@ class TiledBank:
     def _write_slot(self, slot: int, parts: Sequence[TiledPart | None]) -> None:
         """Write a slot to the tables on the host only: many jobs may change before the next pass."""
         if self._tables is not None:
-            self._put_parts(self._tables, slot, parts)
+            self._set_slot_parts(self._tables, slot, parts)
             self._tables = replace(self._tables, rank=self._rank_limit, has_dropout=self._drops)
             self._needs_copy = True
 
-    def _put_parts(self, tables: Group, slot: int, parts: Sequence[TiledPart | None]) -> None:
+    def _set_slot_parts(self, tables: Group, slot: int, parts: Sequence[TiledPart | None]) -> None:
         tables.table.set_slot(slot, [part.low_rank if part else None for part in parts])
         if tables.g_out is not None:
             set_scales(tables.g_out, slot, [part.g_out if part else None for part in parts])
@@ -176,7 +174,7 @@ class TiledBank:
             computed_table=computed_table(count, self._slots, device) if self._computes else None,
         )
         for slot, parts in self._parts.values():
-            self._put_parts(tables, slot, parts)
+            self._set_slot_parts(tables, slot, parts)
         _copy_tables(tables)
         return tables
 

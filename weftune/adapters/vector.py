@@ -46,8 +46,7 @@ class VectorLayout:
 
     @cached_property
     def active_size(self) -> int:
-        """Number of parameters that one token uses: all except the parameters of experts that the token is
-        not routed to."""
+        """Number of parameters that a token uses: all except those of experts that it is not routed to."""
         return sum(parameter.active_size for parameter in self.parameters)
 
     @cached_property
@@ -94,7 +93,7 @@ class VectorLayout:
                 found[index] = view
         return {(one.site, one.name): view for one, view in zip(self.parameters, found, strict=True)}
 
-    def slice_of(self, other_layout: VectorLayout, vector: Tensor) -> Tensor:
+    def slice_vector(self, other_layout: VectorLayout, vector: Tensor) -> Tensor:
         """Return a vector of this layout, taken from `vector`, whose layout `other_layout` contains all
         parameters of this layout."""
         if other_layout == self:

@@ -21,7 +21,7 @@ from weftune.base.decoders import (
     query_width,
     text_values,
 )
-from weftune.base.quant.stored import MULTIPLIED_AS_STORED, Quantised, quantised, site_bytes_per_value
+from weftune.base.quant.stored import MULTIPLIED_AS_STORED, Quantised, read_quantisation, site_bytes_per_value
 from weftune.base.rope import Config, context_length, scaled_rope_values, unscaled_context
 from weftune.base.spec import BaseSpec
 from weftune.core.shapes import ModelShape, SiteShape
@@ -108,7 +108,7 @@ DEFAULTS: Mapping[str, Config] = {
 def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelShape:
     """Return the sizes of a base with this config.json, quantised as `spec` requests. Raise BaseModelError if
     its family is unknown, or if its positions cannot be scaled as `spec` requests."""
-    shape, found = model_shape(config, spec.model, bytes_per_value), quantised(config, spec)
+    shape, found = model_shape(config, spec.model, bytes_per_value), read_quantisation(config, spec)
     if spec.rope_scaling is not None:
         text = text_values(config) if config.get("model_type") in WRAPPERS else config
         scaled = {**DEFAULTS[str(text["model_type"])], **_configured_values(text)}
@@ -122,7 +122,7 @@ def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelSha
 
 
 def refuse_shards(spec: BaseSpec, config: Config, shards: int) -> None:
-    """Raise BaseModelError if the layers of a base with this config.json cannot be divided into this many
+    """Raise BaseModelError if the layers of a base with this config.json cannot be divided into so many
     shards."""
     if shards == 1:
         return
@@ -133,16 +133,16 @@ def refuse_shards(spec: BaseSpec, config: Config, shards: int) -> None:
     heads = int(whole["num_attention_heads"])
     keys = int(whole.get("num_key_value_heads") or heads)
     refuse_uneven_shards(heads, keys, int(whole["intermediate_size"]), spec.model, shards)
-    refuse_repeated_heads(quantised(config, spec), keys, spec.model, shards)
+    refuse_repeated_heads(read_quantisation(config, spec), keys, spec.model, shards)
 
 
-def refuse_repeated_heads(quantised: Quantised | None, key_heads: int, name: str, shards: int) -> None:
+def refuse_repeated_heads(quantisation: Quantised | None, key_heads: int, name: str, shards: int) -> None:
     """Raise BaseModelError if several shards would have the same key/value heads of a base whose format
     rounds gradients. Each of them has a part of a head's gradient, and rounded parts differ from the rounded
     sum."""
-    if quantised is not None and quantised.quantize in MULTIPLIED_AS_STORED and key_heads % shards:
+    if quantisation is not None and quantisation.quantize in MULTIPLIED_AS_STORED and key_heads % shards:
         raise BaseModelError(
-            f"{name} in {quantised.quantize} has {key_heads} key/value heads, and {shards} shards would "
+            f"{name} in {quantisation.quantize} has {key_heads} key/value heads, and {shards} shards would "
             f"round parts of their gradients; choose a divisor of {key_heads} for --shards, or write "
             "quantize: nf4 or int8"
         )
@@ -256,7 +256,9 @@ def _attention_linears(facts: DecoderFacts, config: Config) -> list[tuple[str, i
     qkv_bias = bias if facts.qkv_bias is None else facts.qkv_bias
     qkv = (wide, narrow, narrow) if len(facts.qkv) == 3 else (wide + 2 * narrow,)
     linears = [(name, hidden, out, qkv_bias) for name, out in zip(facts.qkv, qkv, strict=True)]
-    linears.insert(0 if facts.o_first else len(linears), (facts.o, wide, hidden, bias))
+    linears.insert(
+        0 if facts.is_output_first else len(linears), (facts.output_projection, wide, hidden, bias)
+    )
     return linears
 
 
@@ -284,8 +286,7 @@ def _mixture_parts(facts: MixtureFacts, config: Config) -> _Parts:
 
 
 def _head_counts(config: Config) -> tuple[int, int, int]:
-    """Return the width of one head, the total width of all query heads, and the total width of all key
-    heads."""
+    """Return the width of one head, and the total widths of all query heads and of all key heads."""
     heads = int(config["num_attention_heads"])
     head = int(config.get("head_dim") or config["hidden_size"] // heads)
     return head, heads * head, int(config.get("num_key_value_heads") or heads) * head
@@ -319,7 +320,7 @@ def _opt_parts(config: Config) -> _Parts:
     )
 
 
-def _gpt2(config: Config) -> _Parts:
+def _gpt2_parts(config: Config) -> _Parts:
     hidden = int(config["n_embd"])
     inner = int(config.get("n_inner") or 4 * hidden)
     linears = (
@@ -335,7 +336,7 @@ def _gpt2(config: Config) -> _Parts:
     )
 
 
-def _qwen3_5(config: Config) -> _Parts:
+def _qwen3_5_parts(config: Config) -> _Parts:
     """Return the parts of a model with Gated DeltaNet in most layers and attention with a gated q in all
     other layers."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
@@ -374,6 +375,6 @@ FAMILIES: Mapping[str, Callable[[Config], _Parts]] = {
     **{family: partial(_decoder_parts, facts) for family, facts in DECODERS.items()},
     **{family: partial(_mixture_parts, facts) for family, facts in MIXTURES.items()},
     "opt": _opt_parts,
-    "gpt2": _gpt2,
-    "qwen3_5_text": _qwen3_5,
+    "gpt2": _gpt2_parts,
+    "qwen3_5_text": _qwen3_5_parts,
 }

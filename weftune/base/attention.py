@@ -38,11 +38,10 @@ class Pack:
     lengths: tuple[int, ...]
     boundaries: Tensor
     longest: int
-    even: bool = False
+    has_equal_lengths: bool = False
     """Whether all samples are equally long and so form a plain batch, for which faster kernels exist."""
-    apart: bool = False
-    """Whether the samples are so long that one kernel per sample is faster than one kernel for all
-    samples."""
+    is_separated: bool = False
+    """Whether samples are so long that one kernel per sample is faster than one for all samples."""
     prefixes: Prefixes | GatheredPrefixes | None = None
     """Prefix keys and values that adapters put before the samples. None if no job has any."""
     cache: KeyValueCache | None = None
@@ -93,16 +92,14 @@ class GatheredPrefixes:
     keys_at: tuple[Tensor, ...]
     """For each job, the indices of its prefix keys among the Z rows, sample after sample."""
     rows_R: Tensor
-    """Indices of the rows of the pack whose samples have prefix keys. Some are repeated to fill the
-    tensor."""
-    place_R: Tensor
+    """Indices of the pack's rows whose samples have prefix keys. Some are repeated to fill the tensor."""
+    copy_index_R: Tensor
     """For each row in `rows_R`, the index of its copy among the Z rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRun:
-    """Consecutive samples of a pack: all samples of one job with prefix keys, or samples without prefix
-    keys."""
+    """Consecutive samples of a pack: all samples of one job with prefix keys, or samples without any."""
 
     rows: int
     """Number of rows of the samples, not counting prefix keys."""
@@ -139,12 +136,12 @@ def with_prefixes(packed: Pack, counts: Sequence[int], jobs: Sequence[slice], re
         if plain := packed.lengths[sample : job.start]:
             runs.append(SampleRun(sum(plain), pack(plain, device)))
         if own := packed.lengths[job]:
-            runs.append(_prefixed_run(own, counts[job.start], device))
+            runs.append(_run_with_prefixes(own, counts[job.start], device))
             sample = job.stop
     return replace(packed, prefixes=Prefixes(tuple(runs), read))
 
 
-def _prefixed_run(lengths: Sequence[int], count: int, device: torch.device) -> SampleRun:
+def _run_with_prefixes(lengths: Sequence[int], count: int, device: torch.device) -> SampleRun:
     """Return a run of samples of the given lengths, each with `count` prefix keys."""
     whole = [length + count for length in lengths]
     begins = [stop - length for stop, length in zip(accumulate(whole), whole, strict=True)]
@@ -219,13 +216,13 @@ def attend_with_prefixes(
             continue
         # Prefix keys get queries of zeros, so that every sample has as many queries as keys, as all kernels
         # require; the results of these queries are dropped.
-        q, k, v = (_spread_rows(x, run.pack, run.rows_T) for x in (q, k, v))
+        q, k, v = (_scatter_rows(x, run.pack, run.rows_T) for x in (q, k, v))
         k, v = (_insert_prefix_rows(x, own, run.keys_T) for x, own in zip((k, v), next(before), strict=True))
         seen.append(attend_packed(q, k, v, run.pack, rule)[run.rows_T])
     return torch.cat(seen)
 
 
-def _spread_rows(x_TGD: Tensor, pack: Pack, rows_T: Tensor) -> Tensor:
+def _scatter_rows(x_TGD: Tensor, pack: Pack, rows_T: Tensor) -> Tensor:
     """Return a tensor with all rows of `pack`, in which row `rows_T[i]` is row i of `x_TGD` and all other
     rows are zero."""
     return x_TGD.new_zeros(sum(pack.lengths), *x_TGD.shape[1:]).index_copy(0, rows_T, x_TGD)
@@ -243,11 +240,11 @@ def _attend_gathered(
     """Return the attention, [T, H, D]. It is computed for all rows without prefix keys; the results of
     samples that have prefix keys are then replaced by results that include these keys."""
     q_THD, k_TGD, v_TGD, q_ZHD, k_ZGD, v_ZGD = _LaidAgain.apply(prefixes, q_THD, k_TGD, v_TGD)
-    plain_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
+    unprefixed_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
     for (keys_PN, values_PN), at in zip(prefixes.read(layer), prefixes.keys_at, strict=True):
         k_ZGD, v_ZGD = _insert_prefix_rows(k_ZGD, keys_PN, at), _insert_prefix_rows(v_ZGD, values_PN, at)
-    seen_ZHD = attend_packed(q_ZHD, k_ZGD, v_ZGD, prefixes.pack, rule)
-    seen_THD: Tensor = _Replaced.apply(prefixes, plain_THD, seen_ZHD)
+    attended_ZHD = attend_packed(q_ZHD, k_ZGD, v_ZGD, prefixes.pack, rule)
+    seen_THD: Tensor = _Replaced.apply(prefixes, unprefixed_THD, attended_ZHD)
     return seen_THD
 
 
@@ -262,7 +259,7 @@ class _LaidAgain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, prefixes: GatheredPrefixes, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.prefixes = prefixes
-        return *given, *(_gathered(x_TGD, prefixes) for x_TGD in given)
+        return *given, *(_gather_rows(x_TGD, prefixes) for x_TGD in given)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -270,54 +267,55 @@ class _LaidAgain(torch.autograd.Function):
         own, laid = gradients[: len(gradients) // 2], gradients[len(gradients) // 2 :]
         for dx_TGD, dx_ZGD in zip(own, laid, strict=True):
             # The attention has just computed this gradient, and nothing else reads it.
-            dx_TGD.index_copy_(0, prefixes.rows_R, dx_ZGD.index_select(0, prefixes.place_R))
+            dx_TGD.index_copy_(0, prefixes.rows_R, dx_ZGD.index_select(0, prefixes.copy_index_R))
         return None, *own
 
 
 class _Replaced(torch.autograd.Function):
-    """Replaces the attention of rows whose samples have prefix keys by the attention that includes these
-    keys."""
+    """Replaces the attention of rows whose samples have prefix keys by attention that includes these."""
 
     @staticmethod
-    def forward(ctx: Any, prefixes: GatheredPrefixes, plain_THD: Tensor, seen_ZHD: Tensor) -> Tensor:
+    def forward(ctx: Any, prefixes: GatheredPrefixes, unprefixed_THD: Tensor, attended_ZHD: Tensor) -> Tensor:
         ctx.prefixes = prefixes
-        return plain_THD.index_copy(0, prefixes.rows_R, seen_ZHD.index_select(0, prefixes.place_R))
+        return unprefixed_THD.index_copy(
+            0, prefixes.rows_R, attended_ZHD.index_select(0, prefixes.copy_index_R)
+        )
 
     @staticmethod
     def backward(ctx: Any, d_THD: Tensor) -> tuple[None, Tensor, Tensor]:
         prefixes: GatheredPrefixes = ctx.prefixes
-        d_ZHD = _gathered(d_THD, prefixes)
+        d_ZHD = _gather_rows(d_THD, prefixes)
         # The linear after the attention has just computed this gradient, and nothing else reads it.
         return None, d_THD.index_fill_(0, prefixes.rows_R, 0.0), d_ZHD
 
 
-def _gathered(x_TGD: Tensor, prefixes: GatheredPrefixes) -> Tensor:
+def _gather_rows(x_TGD: Tensor, prefixes: GatheredPrefixes) -> Tensor:
     taken_ZGD = x_TGD.index_select(0, prefixes.source_Z)
     return torch.where(prefixes.is_row_Z[:, None, None], taken_ZGD, 0.0)
 
 
-def _insert_prefix_rows(x_ZGD: Tensor, before_PN: Tensor, at: Tensor) -> Tensor:
-    before_PGD = before_PN.view(-1, *x_ZGD.shape[1:]).to(x_ZGD.dtype)
-    return x_ZGD.index_copy(0, at, before_PGD.repeat(len(at) // len(before_PGD), 1, 1))
+def _insert_prefix_rows(x_ZGD: Tensor, prefix_PN: Tensor, indices: Tensor) -> Tensor:
+    before_PGD = prefix_PN.view(-1, *x_ZGD.shape[1:]).to(x_ZGD.dtype)
+    return x_ZGD.index_copy(0, indices, before_PGD.repeat(len(indices) // len(before_PGD), 1, 1))
 
 
 def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
     """Return the attention of packed samples without prefix keys, [T, H, D]."""
     if kernel_fits(q_THD, v_TGD, rule):
         unlimited = rule.window is None or rule.window >= pack.longest
-        if pack.even and unlimited:
+        if pack.has_equal_lengths and unlimited:
             return attend_as_batch(q_THD, k_TGD, v_TGD, pack, rule)
-        if not (pack.apart and unlimited):
+        if not (pack.is_separated and unlimited):
             return attend_with_kernel(q_THD, k_TGD, v_TGD, pack, rule)
     q_1HTD, k_1GTD, v_1GTD = (x.transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))
     return attend_by_sample(q_1HTD, k_1GTD, v_1GTD, pack, rule)[0]
 
 
-def refuse_other_options(module: str, others: dict[str, Any]) -> None:
+def refuse_other_options(module: str, options: dict[str, Any]) -> None:
     """Raise BaseModelError if attention is called with an unknown option, such as attention sinks or position
     biases, which would change the result."""
-    given = {name for name, value in others.items() if value is not None and value is not False}
-    if unknown := [name for name in others if name in given - HARMLESS]:
+    given = {name for name, value in options.items() if value is not None and value is not False}
+    if unknown := [name for name in options if name in given - HARMLESS]:
         raise BaseModelError(
             f"{module} asks its attention for {', '.join(unknown)}, which Weftune does not know."
         )
@@ -343,7 +341,7 @@ def attend_within(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) ->
         q_1HLD,
         k_1GLD,
         v_1GLD,
-        attn_mask=visible_keys(rows, length, rule.window, q_1HLD.device) if is_masked else None,
+        attn_mask=visible_key_mask(rows, length, rule.window, q_1HLD.device) if is_masked else None,
         is_causal=rows == length and not is_masked,
         scale=rule.scale,
         enable_gqa=q_1HLD.shape[1] != k_1GLD.shape[1],
@@ -390,7 +388,7 @@ def _shared_mask(
 def _largest_mask(
     rows: int, length: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    hidden_TL = ~visible_keys(rows, length, window, device)
+    hidden_TL = ~visible_key_mask(rows, length, window, device)
     return torch.zeros(rows, length, dtype=dtype, device=device).masked_fill_(hidden_TL, -torch.inf)
 
 
@@ -403,13 +401,13 @@ def attend_within_capped(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: R
     q_1GRLD = q_1HLD.unflatten(1, (groups, -1))
     scores_1GRLL = q_1GRLD @ k_1GLD.unsqueeze(2).mT * scale
     scores_1GRLL = rule.softcap * torch.tanh(scores_1GRLL / rule.softcap)
-    hidden_LL = ~visible_keys(q_1HLD.shape[2], k_1GLD.shape[2], rule.window, q_1HLD.device)
+    hidden_LL = ~visible_key_mask(q_1HLD.shape[2], k_1GLD.shape[2], rule.window, q_1HLD.device)
     precise = torch.promote_types(scores_1GRLL.dtype, torch.float32)
     weights_1GRLL = scores_1GRLL.masked_fill(hidden_LL, -torch.inf).softmax(dim=-1, dtype=precise)
     return (weights_1GRLL.to(v_1GLD.dtype) @ v_1GLD.unsqueeze(2)).flatten(1, 2)
 
 
-def visible_keys(rows: int, length: int, window: int | None, device: torch.device) -> Tensor:
+def visible_key_mask(rows: int, length: int, window: int | None, device: torch.device) -> Tensor:
     """Return a boolean mask, [rows, L], that says which of a sample's L keys each of its last `rows` rows
     attends to. `window` limits them to the latest ones, the row itself included."""
     row_L = torch.arange(length, device=device)
@@ -422,10 +420,10 @@ def kernel_fits(q_THD: Tensor, v_TGD: Tensor, rule: Rule) -> bool:
     recent GPU, and no soft-cap."""
     width = q_THD.shape[-1]
     same = width == v_TGD.shape[-1]
-    return rule.softcap is None and same and kernel_serves(q_THD.device, q_THD.dtype, width)
+    return rule.softcap is None and same and is_kernel_supported(q_THD.device, q_THD.dtype, width)
 
 
-def kernel_serves(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+def is_kernel_supported(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Return whether torch's variable-length attention kernel, which CUDA graphs can capture, supports heads
     of this width and dtype on this device."""
     half = dtype in (torch.bfloat16, torch.float16)
@@ -438,8 +436,8 @@ def has_kernel(device_index: int | None) -> bool:
 
 
 def attend_as_batch(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
-    """Return the attention, [T, H, D], of samples of equal length, computed as a batch of S samples of L rows
-    each."""
+    """Return the attention, [T, H, D], of samples of equal length, computed as a batch of S samples of L
+    rows."""
     q_SHLD, k_SGLD, v_SGLD = (
         x.unflatten(0, (-1, pack.longest)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD)
     )

@@ -106,7 +106,7 @@ def check_packing(base: Base, plain: str) -> None:
         with use_attention(base.model, plain), routing.record_decisions():
             separate = [base.model(tokens_L[None], use_cache=False).logits[0] for tokens_L in samples]
         with routing.replay_decisions():
-            packed_TV = base.head().logits(base.hidden(microbatch_of(samples)))
+            packed_TV = base.head().logits(base.hidden(make_microbatch(samples)))
     except UserError as refusal:
         raise BaseModelError(f"{name} cannot be a base: {refusal}") from refusal
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
@@ -149,7 +149,7 @@ def sample_tokens(length: int, base: Base) -> Tensor:
     return (torch.arange(length, device=base.device) * 7919 + 13 * length) % base.shape.vocabulary
 
 
-def microbatch_of(samples: list[Tensor]) -> Microbatch:
+def make_microbatch(samples: list[Tensor]) -> Microbatch:
     tokens_T = torch.cat(samples)
     positions_T = torch.cat([torch.arange(len(tokens_L), device=tokens_T.device) for tokens_L in samples])
     return Microbatch(
@@ -199,10 +199,10 @@ class Routing:
     def record_decisions(self) -> Iterator[None]:
         """Record the routers' decisions in all passes within the context."""
 
-        def keep_decision(router: nn.Module, _: Any, decision: Decision) -> None:
+        def record_decision(router: nn.Module, _: Any, decision: Decision) -> None:
             self._decisions[router].append(decision)
 
-        with self._hook_routers(keep_decision):
+        with self._hook_routers(record_decision):
             yield
 
     @contextmanager

@@ -31,8 +31,7 @@ class LayerKeys:
     requires_gradient: bool = False
     """Whether the keys and values of some chunk so far depend on a trained parameter."""
     gradients: tuple[Tensor, Tensor] | None = None
-    """Gradients of the keys and of the values, summed over the backwards so far. None before the first
-    backward."""
+    """Gradients of keys and values, summed over the backwards so far. None before the first backward."""
 
     def write(self, first: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
         self.keys_LGD[first : first + len(k_TGD)] = k_TGD
@@ -45,13 +44,13 @@ class LayerKeys:
         keys_LGD, values_LGD = (x.data[rows].requires_grad_() for x in (self.keys_LGD, self.values_LGD))
         return keys_LGD, values_LGD
 
-    def add_gradients(self, rows: slice, found: Sequence[Tensor]) -> None:
+    def add_gradients(self, rows: slice, gradients: Sequence[Tensor]) -> None:
         if self.gradients is None:
             self.gradients = _zeros_like(self.keys_LGD), _zeros_like(self.values_LGD)
-        for total_LGD, gradient_LGD in zip(self.gradients, found, strict=True):
+        for total_LGD, gradient_LGD in zip(self.gradients, gradients, strict=True):
             total_LGD[rows] += gradient_LGD
 
-    def gradients_of(self, rows: slice) -> tuple[Tensor, Tensor]:
+    def read_gradients(self, rows: slice) -> tuple[Tensor, Tensor]:
         assert self.gradients is not None, "gradients are added before they are read"
         keys_LGD, values_LGD = (total[rows].to(self.keys_LGD.dtype) for total in self.gradients)
         return keys_LGD, values_LGD
@@ -117,7 +116,7 @@ class ChunkKeys:
 
 
 class _ChunkAttention(torch.autograd.Function):
-    """The attention of a chunk to its own keys, which are written to memory, and to the keys of earlier
+    """The attention of a chunk to its own keys, which are written to memory, and to those of earlier
     chunks."""
 
     @staticmethod
@@ -149,4 +148,4 @@ class _ChunkAttention(torch.autograd.Function):
         dq_THD, *gradients = torch.autograd.grad(seen_THD, given, d_THD)
         memory.add_gradients(ctx.read, gradients)
         ctx.memory = ctx.graph = None
-        return None, None, None, None, dq_THD, *memory.gradients_of(ctx.own)
+        return None, None, None, None, dq_THD, *memory.read_gradients(ctx.own)

@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from weftune.base.quant.stored import quantised
+from weftune.base.quant.stored import read_quantisation
 from weftune.base.spec import DEMO, BaseSpec
 from weftune.core.files import cache_folder
 from weftune.core.hub import absence_reason
@@ -48,7 +48,7 @@ def read_config(spec: BaseSpec) -> dict[str, Any]:
         raise BaseModelError(f"The {CONFIG} of {spec.model} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise BaseModelError(f"The {CONFIG} of {spec.model} holds no mapping.")
-    quantised(values, spec)
+    read_quantisation(values, spec)
     return values
 
 
@@ -139,9 +139,11 @@ def refuse_unsafe(folder: Path, name: str) -> None:
         raise no_safetensors(name, pickles[0])
 
 
-def no_safetensors(name: str, found: str | None = None) -> BaseModelError:
+def no_safetensors(name: str, found_format: str | None = None) -> BaseModelError:
     what = (
-        "has no model.safetensors and no index of several" if found is None else f"has its weights in {found}"
+        "has no model.safetensors and no index of several"
+        if found_format is None
+        else f"has its weights in {found_format}"
     )
     return BaseModelError(
         f"{name} {what}, and Weftune opens safetensors only, since other files can run code when they are "

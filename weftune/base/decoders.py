@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weftune.core.shapes import EXPERT_PARAMETERS, TEXT_TOWER, SiteShape, name_in_wrapper
+from weftune.core.shapes import EXPERT_PARAMETERS, TEXT_TOWER, SiteShape, is_name_in_wrapper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,8 @@ class DecoderFacts:
     """Default values of keys that the family's config.json may omit."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Paths of q, k and v in this order, or of the single linear that computes all three."""
-    o: str = "self_attn.o_proj"
-    o_first: bool = False
+    output_projection: str = "self_attn.o_proj"
+    is_output_first: bool = False
     """Whether o precedes q, k and v among the layer's modules, and therefore in the layouts of adapters."""
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
@@ -35,8 +35,7 @@ class DecoderFacts:
     """Whether `attention_bias` and `mlp_bias` in the config have an effect."""
     before_attention: str = "input_layernorm"
     after_attention: str | None = None
-    """Norm of the attention branch's output, before the residual is added. None if the family has no such
-    norm."""
+    """Norm of the attention branch's output, before the residual is added. None if there is no such norm."""
     before_mlp: str = "post_attention_layernorm"
     after_mlp: str | None = None
     head_norms: tuple[str, str] | None = None
@@ -107,7 +106,7 @@ DECODERS: Mapping[str, DecoderFacts] = {
             "original_max_position_embeddings": 4096,
         },
         qkv=("self_attn.qkv_proj",),
-        o_first=True,
+        is_output_first=True,
         gate_up=("mlp.gate_up_proj",),
         uses_biases=False,
     ),
@@ -151,7 +150,7 @@ def extra_value_count(family: str, sites: Sequence[SiteShape]) -> int:
     # A norm keeps its input.
     branches = sum(name is not None for name in (facts.after_attention, facts.after_mlp))
     heads = sum(map(outputs, facts.qkv)) if facts.head_norms else 0
-    return heads + (inputs + branches) * outputs(facts.o)
+    return heads + (inputs + branches) * outputs(facts.output_projection)
 
 
 def query_width(family: str, sites: Sequence[SiteShape]) -> int:
@@ -161,7 +160,7 @@ def query_width(family: str, sites: Sequence[SiteShape]) -> int:
     facts = DECODERS.get(family) if mixture is None else mixture.attention
     if facts is None:
         return 0
-    return next((site.in_features for site in sites if site.name.endswith(f".{facts.o}")), 0)
+    return next((site.in_features for site in sites if site.name.endswith(f".{facts.output_projection}")), 0)
 
 
 # -- mixtures of experts: a router sends every token to a few experts --------------------------------------
@@ -269,6 +268,6 @@ def name_with_wrapper(name: str) -> str:
 
 def old_module_name(name: str) -> str:
     """Return the name that a weight of a multimodal wrapper has in files written before transformers 4.52."""
-    if name_in_wrapper(name):
+    if is_name_in_wrapper(name):
         return f"language_model.model.{name.removeprefix(f'{TEXT_TOWER}.')}"
     return f"language_model.{name}"

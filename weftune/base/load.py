@@ -33,7 +33,7 @@ from weftune.base.decoders import ROTATES_IMAGES, SAME_ON_TEXT, WRAPPERS, name_w
 from weftune.base.gguf import FORMAT, convert_cached, convert_into
 from weftune.base.model import Base
 from weftune.base.quant.linear import quantise_linears, replace_linears
-from weftune.base.quant.stored import CONFIG_KEY, Quantised, quantised
+from weftune.base.quant.stored import CONFIG_KEY, Quantised, read_quantisation
 from weftune.base.rope import no_rope, scaled_rope_values
 from weftune.base.shape import model_shape
 from weftune.base.spec import DEMO, BaseSpec, Dtype
@@ -67,7 +67,7 @@ class BaseConfig:
     """Config of the causal language model that is trained."""
     is_wrapped: bool = False
     """Whether the trained model is the text tower of a multimodal wrapper."""
-    quantised: Quantised | None = None
+    quantisation: Quantised | None = None
     """Quantisation format of the base's linear layers. None if they are not quantised."""
 
 
@@ -171,7 +171,7 @@ def inspect(spec: BaseSpec, device: torch.device | None = None) -> ModelShape:
     config = load_config(spec, source)
     dtype = base_dtype(spec, device or best_device())
     with wrap_load_errors(spec):
-        stored = config.quantised is not None and config.quantised.stored
+        stored = config.quantisation is not None and config.quantisation.stored
         files = weight_files(source, spec.revision) if stored else None
         return model_shape(empty_model(config, dtype, files), dtype)
 
@@ -189,7 +189,7 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
         files = weight_files(where, spec.revision)
         if files is None:
             raise no_safetensors(spec.model)
-        if config.is_wrapped or config.quantised:
+        if config.is_wrapped or config.quantisation:
             return _load_tensors(spec, config, files, device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
@@ -213,7 +213,7 @@ def _load_tensors(
     """Load weights tensor by tensor: quantised weights, and the weights of a wrapper's text tower."""
     model = empty_model(config, base_dtype(spec, device), files)
     missing = missing_parameters(model, files)
-    if missing and config.quantised and not (config.is_wrapped or config.quantised.stored):
+    if missing and config.quantisation and not (config.is_wrapped or config.quantisation.stored):
         return _load_and_quantise(spec, config, device)
     _refuse_missing(spec, config, missing)
     read_weights(model, files, device)
@@ -227,10 +227,10 @@ def _load_tensors(
 def _load_and_quantise(spec: BaseSpec, config: BaseConfig, device: torch.device) -> PreTrainedModel:
     """Load with transformers, then quantise. Transformers maps names in the files that differ from the
     model's, but all plain weights are in host memory first."""
-    assert config.quantised is not None
+    assert config.quantisation is not None
     dtype = cast(Dtype, str(base_dtype(spec, device)).removeprefix("torch."))
     model = load_plain(replace(spec, quantize=None, dtype=dtype), torch.device("cpu"))
-    quantise_linears(model, quantised_formats(model, config.quantised, None))
+    quantise_linears(model, quantised_formats(model, config.quantisation, None))
     nn.Module.to(model, device)
     return model
 
@@ -240,8 +240,8 @@ def empty_model(config: BaseConfig, dtype: torch.dtype, files: WeightFiles | Non
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config.text, dtype=dtype)
     model = wrap_as_tower(model) if config.is_wrapped else model
-    if config.quantised is not None:
-        replace_linears(model, quantised_formats(model, config.quantised, files))
+    if config.quantisation is not None:
+        replace_linears(model, quantised_formats(model, config.quantisation, files))
     return model
 
 
@@ -259,7 +259,7 @@ def load_config(spec: BaseSpec, location: str) -> BaseConfig:
         config = AutoConfig.from_pretrained(location, revision=spec.revision, trust_remote_code=False)
         found = _base_config(config, spec, location)
     values = {CONFIG_KEY: getattr(config, CONFIG_KEY, None), "model_type": found.text.model_type}
-    found = replace(found, quantised=quantised(values, spec))
+    found = replace(found, quantisation=read_quantisation(values, spec))
     for one in (config, found.text):
         # Transformers would require packages for it.
         if hasattr(one, CONFIG_KEY):
@@ -335,7 +335,7 @@ def file_dtype(spec: BaseSpec) -> torch.dtype:
 def base_quantisation(spec: BaseSpec, in_files_only: bool = False) -> Quantised | None:
     """Return the format of a base's quantised weights. None if they are not quantised or, with
     `in_files_only`, if they are not quantised in the files."""
-    found = load_config(spec, model_source(spec)).quantised
+    found = load_config(spec, model_source(spec)).quantisation
     return None if found is None or (in_files_only and not found.stored) else found
 
 

@@ -38,7 +38,7 @@ def unscaled_context(config: Config) -> int | None:
     context cannot be extended."""
     if config.get("model_type") in (*LEARNED, *LONG_ROPE_ONLY):
         return None
-    return round(_original_rope(config))
+    return round(_original_context(config))
 
 
 def scaled_rope_values(config: Config, spec: BaseSpec) -> dict[str, Any]:
@@ -47,14 +47,14 @@ def scaled_rope_values(config: Config, spec: BaseSpec) -> dict[str, Any]:
     if scaling is None:
         return {}
     _refuse_unscalable(config, spec)
-    rope, own = _rope_values(config), _full_rope(config)
+    rope, own = _rope_values(config), _full_attention_rope(config)
     kept = {
         key: value
         for key, value in own.items()
         if key not in SCALING_KEYS or key in ROPE_KEYS[scaling.rope_type]
     }
     changed = {**kept, **scaling.values()}
-    original = scaling.original_max_position_embeddings or _original_rope(config)
+    original = scaling.original_max_position_embeddings or _original_context(config)
     if ORIGINAL in ROPE_KEYS[scaling.rope_type]:
         changed[ORIGINAL] = int(original)
     # What a config says of its context holds for its own rope only.
@@ -75,7 +75,7 @@ def no_rope(family: str, spec: BaseSpec) -> BaseModelError:
 
 def _refuse_unscalable(config: Config, spec: BaseSpec) -> None:
     assert spec.rope_scaling is not None
-    family, own = config.get("model_type"), _full_rope(config)
+    family, own = config.get("model_type"), _full_attention_rope(config)
     if family in LEARNED:
         raise no_rope(str(family), spec)
     if family in LONG_ROPE_ONLY:
@@ -96,7 +96,7 @@ def _rope_values(config: Config) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _full_rope(config: Config) -> Mapping[str, Any]:
+def _full_attention_rope(config: Config) -> Mapping[str, Any]:
     """Return the RoPE parameters of the full-attention layers."""
     return _rope_values(config).get(FULL) or _rope_values(config)
 
@@ -109,9 +109,9 @@ def _position_count(config: Config) -> int:
     return int(config.get("max_position_embeddings") or config["n_positions"])
 
 
-def _original_rope(config: Config) -> float:
+def _original_context(config: Config) -> float:
     """Return the context with which the base was trained before its own rope scaling, if it has one."""
-    own = _full_rope(config)
+    own = _full_attention_rope(config)
     if original := own.get(ORIGINAL) or config.get(ORIGINAL):
         return float(original)
     return _position_count(config) / (float(own.get("factor") or 1) if _rope_type(own) == "linear" else 1.0)

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, extra_value_count, query_width
 from weftune.base.rope import context_length, unscaled_context
-from weftune.core.shapes import ModelShape, SiteShape, layer_of
+from weftune.core.shapes import ModelShape, SiteShape, layer_number
 from weftune.core.weights import Weight, WeightHolder, is_coded, stored_bytes
 
 
@@ -52,7 +52,7 @@ def model_sites(model: PreTrainedModel) -> Iterator[SiteShape]:
     found, mixed = linears(model), experts(model)
     last_layer = model.config.num_hidden_layers - 1
     for name, _ in model.named_modules():
-        in_last_layer = layer_of(name) == last_layer
+        in_last_layer = layer_number(name) == last_layer
         if name in found:
             yield replace(site_shape(name, found[name]), in_last_layer=in_last_layer)
         elif name in mixed:

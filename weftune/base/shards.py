@@ -36,7 +36,7 @@ from weftune.base.model import Base, isolate_samples, own_config
 from weftune.base.quant.linear import QuantLinear, cut_quantised, matrix_dtype, quant_paths
 from weftune.base.shape import embedding_module, model_shape, model_sites, values
 from weftune.base.spec import BaseSpec
-from weftune.base.stages import ENDS, Elsewhere, decoder_of, keep_stages, outline_model
+from weftune.base.stages import ENDS, Elsewhere, find_decoder, keep_stages, outline_model
 from weftune.base.weights import (
     Fill,
     ParameterSlice,
@@ -46,7 +46,7 @@ from weftune.base.weights import (
     stored_names,
 )
 from weftune.core.shapes import EMBED_SCALE, LayerRange, ModelShape, SiteShape, SiteSlice
-from weftune.core.shards import ShardTeam, SumOverShards, VocabularyShard, kept_indices
+from weftune.core.shards import ShardTeam, SumOverShards, VocabularyShard, indices_in_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ ReadWhole = Callable[[str], Tensor | None]
 kinds of adapters that are initialised from it, or None for any other parameter."""
 
 
-def _read_nothing(_: str) -> None:
+def _read_no_weight(_: str) -> None:
     return None
 
 
@@ -78,7 +78,7 @@ class ModelShard:
     """Sizes of the whole base."""
     slices: Mapping[str, SiteSlice]
     """Maps each site of the layers to the part that this shard keeps."""
-    read_whole: ReadWhole = _read_nothing
+    read_whole: ReadWhole = _read_no_weight
 
     @property
     def vocabulary(self) -> VocabularyShard:
@@ -151,7 +151,7 @@ def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam, layer_rang
     model, files = outline_model(spec, device)
     if files is None or stored_names(model, files) is None:
         # The names in the files differ from the model's; transformers can map them.
-        return shard_of(load_plain(spec, torch.device("cpu")), spec, device, team, layer_range)
+        return cut_shard(load_plain(spec, torch.device("cpu")), spec, device, team, layer_range)
     with wrap_load_errors(spec):
         stored = StoredWeights(model, files, device)
         shard = cut_model(model, spec, team, [layer_range], stored.read_whole)
@@ -160,19 +160,19 @@ def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam, layer_rang
 
 
 def refuse_sharding(spec: BaseSpec, shards: int) -> None:
-    """Raise BaseModelError if the layers of a base cannot be divided into this many shards."""
+    """Raise BaseModelError if the layers of a base cannot be divided into so many shards."""
     config = load_config(spec, model_source(spec))
     _refuse_config(config.text, spec.model, shards)
-    refuse_repeated_heads(config.quantised, _sizes(config.text).key_heads, spec.model, shards)
+    refuse_repeated_heads(config.quantisation, _read_sizes(config.text).key_heads, spec.model, shards)
 
 
 def _refuse_config(config: PretrainedConfig, name: str, shards: int) -> None:
     refuse_family_on_shards(config.model_type, name)
-    sizes = _sizes(config)
+    sizes = _read_sizes(config)
     refuse_uneven_shards(sizes.heads, sizes.key_heads, sizes.inner, name, shards)
 
 
-def _sizes(config: PretrainedConfig) -> _Sizes:
+def _read_sizes(config: PretrainedConfig) -> _Sizes:
     heads = config.num_attention_heads
     return _Sizes(
         heads=heads,
@@ -182,13 +182,13 @@ def _sizes(config: PretrainedConfig) -> _Sizes:
     )
 
 
-def shard_of(
+def cut_shard(
     model: PreTrainedModel,
     spec: BaseSpec,
     device: torch.device,
     team: ShardTeam,
     layer_range: LayerRange,
-    read_whole: ReadWhole = _read_nothing,
+    read_whole: ReadWhole = _read_no_weight,
 ) -> Base:
     """Cut `model` in place to one shard of the given layers, and return it as a frozen base with Weftune's
     attention."""
@@ -201,8 +201,8 @@ def cut_model(
     model: PreTrainedModel,
     spec: BaseSpec,
     team: ShardTeam,
-    held: Sequence[LayerRange],
-    read_whole: ReadWhole = _read_nothing,
+    kept_layers: Sequence[LayerRange],
+    read_whole: ReadWhole = _read_no_weight,
 ) -> ModelShard:
     """Cut `model`, which may be without weights, in place to one shard of the given stages."""
     _refuse_config(model.config, spec.model, team.shards)
@@ -210,18 +210,18 @@ def cut_model(
     whole = model_shape(model, matrix_dtype(model))
     model.eval().requires_grad_(False)
     own_config(model)
-    keep_stages(model, *held)
+    keep_stages(model, *kept_layers)
     isolate_samples(model)
     shard = ModelShard(team, whole, dict(_cut_layers(model, team)), read_whole)
-    _cut_ends(model, shard.vocabulary)
+    _cut_embedding_and_head(model, shard.vocabulary)
     return shard
 
 
 def shard_base(
-    model: PreTrainedModel, spec: BaseSpec, device: torch.device, shard: ModelShard, held: LayerRange
+    model: PreTrainedModel, spec: BaseSpec, device: torch.device, shard: ModelShard, kept_layers: LayerRange
 ) -> Base:
-    """Return a model that has been cut to `shard` as a base whose layers sum over the shards. `held` extends
-    from the first of its layers to the last."""
+    """Return a model that has been cut to `shard` as a base whose layers sum over the shards. `kept_layers`
+    extends from the first of its layers to the last."""
     layers = _layers(model)
     for layer in layers:
         _sum_over_shards(layer, DECODERS[model.config.model_type], shard.team.sum_over_shards)
@@ -235,7 +235,7 @@ def shard_base(
         shape,
         device,
         matrix_dtype(model),
-        held,
+        kept_layers,
         whole.sites,
         shard.read_whole,
         slices,
@@ -270,15 +270,15 @@ def _parameter_slices(model: PreTrainedModel, shard: ModelShard) -> Iterator[tup
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the layers that this worker holds."""
-    layers = cast(nn.ModuleList, getattr(decoder_of(model), ENDS[model.config.model_type].layers))
+    layers = cast(nn.ModuleList, getattr(find_decoder(model), ENDS[model.config.model_type].layers))
     return [layer for layer in layers if not isinstance(layer, Elsewhere)]
 
 
 def _cut_layers(model: PreTrainedModel, team: ShardTeam) -> Iterator[tuple[str, SiteSlice]]:
     """Cut the linears of every layer, and yield the path of each linear together with the part that this
     shard keeps."""
-    facts, sizes = DECODERS[model.config.model_type], _sizes(model.config)
-    parts = _slices(facts, sizes, team)
+    facts, sizes = DECODERS[model.config.model_type], _read_sizes(model.config)
+    parts = _site_slices(facts, sizes, team)
     paths = {id(module): path for path, module in model.named_modules()}
     for layer in _layers(model):
         for name, part in parts.items():
@@ -295,28 +295,28 @@ def _cut_layers(model: PreTrainedModel, team: ShardTeam) -> Iterator[tuple[str, 
             keeps_bias = not part.cuts_inputs or team.shard == 0
             linear.register_parameter("bias", _cut_bias(bias, part) if keeps_bias else None)
             yield path, part
-        _set_head_counts(layer.get_submodule(facts.o.rpartition(".")[0]), sizes, team)
+        _set_head_counts(layer.get_submodule(facts.output_projection.rpartition(".")[0]), sizes, team)
 
 
-def _slices(facts: DecoderFacts, sizes: _Sizes, team: ShardTeam) -> dict[str, SiteSlice]:
+def _site_slices(facts: DecoderFacts, sizes: _Sizes, team: ShardTeam) -> dict[str, SiteSlice]:
     """Return a dict from the path of each linear inside a layer to the part that this shard keeps."""
     width = sizes.head_width
-    queries = _scaled(team.part(sizes.heads), width)
-    keys = _scaled(_key_heads(sizes, team), width)
+    queries = _scale_range(team.part(sizes.heads), width)
+    keys = _scale_range(_key_heads(sizes, team), width)
     inner = team.part(sizes.inner)
     if len(facts.qkv) == 1:
         first_key, first_value = sizes.heads * width, (sizes.heads + sizes.key_heads) * width
-        together = (queries, _shifted(keys, first_key), _shifted(keys, first_value))
+        together = (queries, _shift_range(keys, first_key), _shift_range(keys, first_value))
         qkv = [SiteSlice(together, cuts_inputs=False)]
     else:
         qkv = [SiteSlice((one,), cuts_inputs=False) for one in (queries, keys, keys)]
     if len(facts.gate_up) == 1:
-        gate_up = [SiteSlice((inner, _shifted(inner, sizes.inner)), cuts_inputs=False)]
+        gate_up = [SiteSlice((inner, _shift_range(inner, sizes.inner)), cuts_inputs=False)]
     else:
         gate_up = [SiteSlice((inner,), cuts_inputs=False)] * 2
     return {
         **dict(zip(facts.qkv, qkv, strict=True)),
-        facts.o: SiteSlice((queries,), cuts_inputs=True),
+        facts.output_projection: SiteSlice((queries,), cuts_inputs=True),
         **dict(zip(facts.gate_up, gate_up, strict=True)),
         facts.down: SiteSlice((inner,), cuts_inputs=True),
     }
@@ -331,17 +331,17 @@ def _key_heads(sizes: _Sizes, team: ShardTeam) -> tuple[int, int]:
     return own, own + 1
 
 
-def _scaled(part: tuple[int, int], width: int) -> tuple[int, int]:
+def _scale_range(part: tuple[int, int], width: int) -> tuple[int, int]:
     return part[0] * width, part[1] * width
 
 
-def _shifted(part: tuple[int, int], first: int) -> tuple[int, int]:
-    return part[0] + first, part[1] + first
+def _shift_range(part: tuple[int, int], offset: int) -> tuple[int, int]:
+    return part[0] + offset, part[1] + offset
 
 
 def _cut_weight(linear: nn.Linear, part: SiteSlice) -> None:
     """Keep only a part of a linear's weight."""
-    kept = kept_indices(part, linear.weight.device)
+    kept = indices_in_whole(part, linear.weight.device)
     weight_NK = linear.weight.index_select(1 if part.cuts_inputs else 0, kept)
     linear.weight = nn.Parameter(weight_NK, requires_grad=False)
     linear.out_features, linear.in_features = weight_NK.shape
@@ -352,7 +352,7 @@ def _cut_bias(bias: nn.Parameter | None, part: SiteSlice) -> nn.Parameter | None
     the whole bias, which only one shard may add."""
     if bias is None or part.cuts_inputs:
         return bias
-    return nn.Parameter(bias[kept_indices(part, bias.device)], requires_grad=False)
+    return nn.Parameter(bias[indices_in_whole(part, bias.device)], requires_grad=False)
 
 
 def _set_head_counts(attention: nn.Module, sizes: _Sizes, team: ShardTeam) -> None:
@@ -391,7 +391,7 @@ class ShardedEmbedding(nn.Module):
         return h if scale is None else h * scale.to(h.dtype)
 
 
-def _cut_ends(model: PreTrainedModel, shard: VocabularyShard) -> None:
+def _cut_embedding_and_head(model: PreTrainedModel, shard: VocabularyShard) -> None:
     """Keep only the shard's rows of the embedding and of the head, if this worker has them. A head that is
     tied to the embedding stays tied."""
     first, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -414,7 +414,7 @@ def _rows(whole: Tensor, shard: VocabularyShard) -> nn.Parameter:
 def _divide_embedding(model: PreTrainedModel, shard: VocabularyShard) -> None:
     """Replace the model's embedding, of which only the shard's rows are left, by a `ShardedEmbedding`, which
     returns the embeddings of all tokens."""
-    decoder, name = decoder_of(model), ENDS[model.config.model_type].embedding
+    decoder, name = find_decoder(model), ENDS[model.config.model_type].embedding
     if isinstance(local := getattr(decoder, name), nn.Embedding):
         setattr(decoder, name, ShardedEmbedding(local, shard))
 
@@ -425,22 +425,28 @@ def _divide_embedding(model: PreTrainedModel, shard: VocabularyShard) -> None:
 def _sum_over_shards(layer: nn.Module, facts: DecoderFacts, sum_over_shards: SumOverShards) -> None:
     """Add hooks to the attention and the feed-forward of a layer that sum their outputs over the shards in
     the forward, and the gradients of their inputs in the backward."""
-    for last in (facts.o, facts.down):
+    for last in (facts.output_projection, facts.down):
         branch = layer.get_submodule(last.rpartition(".")[0])
         branch.register_forward_pre_hook(partial(_share_input, sum_over_shards), with_kwargs=True)
         layer.get_submodule(last).register_forward_hook(partial(_sum_output, sum_over_shards))
 
 
 def _share_input(
-    sum_over_shards: SumOverShards, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+    sum_over_shards: SumOverShards,
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    keyword_arguments: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if given:
-        return (share_input(given[0], sum_over_shards), *given[1:]), named
-    return given, {**named, "hidden_states": share_input(named["hidden_states"], sum_over_shards)}
+    if arguments:
+        return (share_input(arguments[0], sum_over_shards), *arguments[1:]), keyword_arguments
+    return arguments, {
+        **keyword_arguments,
+        "hidden_states": share_input(keyword_arguments["hidden_states"], sum_over_shards),
+    }
 
 
 def _sum_output(
-    sum_over_shards: SumOverShards, module: nn.Module, given: tuple[Any, ...], output_TD: Tensor
+    sum_over_shards: SumOverShards, module: nn.Module, arguments: tuple[Any, ...], output_TD: Tensor
 ) -> Tensor:
     return sum_output(output_TD, sum_over_shards)
 

@@ -43,17 +43,19 @@ class EndModules:
     positions: str | None = None
     """Module of learned positions, whose output is added to the embedding in the first stage only. None if
     the family has no such module."""
-    before: tuple[str, ...] = ()
+    before_layers: tuple[str, ...] = ()
     """Paths of other modules between the embedding and the layers. A model may not have them."""
-    after: tuple[str, ...] = ("norm",)
+    after_layers: tuple[str, ...] = ("norm",)
 
 
 ENDS = {
     **dict.fromkeys((*DECODERS, *MIXTURES), EndModules()),
     "qwen3_5_text": EndModules(),
-    "gpt2": EndModules(layers="h", embedding="wte", positions="wpe", after=("ln_f",)),
+    "gpt2": EndModules(layers="h", embedding="wte", positions="wpe", after_layers=("ln_f",)),
     "opt": EndModules(
-        positions="embed_positions", before=("project_in",), after=("final_layer_norm", "project_out")
+        positions="embed_positions",
+        before_layers=("project_in",),
+        after_layers=("final_layer_norm", "project_out"),
     ),
 }
 
@@ -84,7 +86,7 @@ def load_stage(spec: BaseSpec, device: torch.device, layer_range: LayerRange) ->
             # The names in the files differ from the model's; transformers can map them.
             model = load_plain(spec, torch.device("cpu"))
             keep_stages(model, layer_range)
-    return stage_of(model, spec, device, layer_range, whole)
+    return make_stage_base(model, spec, device, layer_range, whole)
 
 
 def outline_model(spec: BaseSpec, device: torch.device) -> tuple[PreTrainedModel, WeightFiles | None]:
@@ -105,11 +107,10 @@ def refuse_unknown_family(config: PretrainedConfig, name: str) -> None:
         )
 
 
-def stage_of(
+def make_stage_base(
     model: PreTrainedModel, spec: BaseSpec, device: torch.device, local_layers: LayerRange, whole: ModelShape
 ) -> Base:
-    """Return a frozen base, with Weftune's attention, for a model that `keep_stages` has reduced to one
-    stage."""
+    """Return a frozen base, with Weftune's attention, for a model that `keep_stages` reduced to one stage."""
     refuse_modules(model, spec.model)
     nn.Module.to(model, device)
     model.eval().requires_grad_(False)
@@ -127,7 +128,7 @@ def local_shape(model: PreTrainedModel, whole_shape: ModelShape, layers: int) ->
 def keep_stages(model: PreTrainedModel, *held: LayerRange) -> None:
     """Replace all modules that no stage of the worker needs by `Elsewhere`. The stages are given in order."""
     ends = ENDS[model.config.model_type]
-    decoder = decoder_of(model)
+    decoder = find_decoder(model)
     layers = cast(nn.ModuleList, getattr(decoder, ends.layers))
     here: set[int] = set()
     for one in held:
@@ -141,13 +142,13 @@ def keep_stages(model: PreTrainedModel, *held: LayerRange) -> None:
         setattr(decoder, ends.embedding, Elsewhere())
         if ends.positions is not None:
             setattr(decoder, ends.positions, NoPositions())
-        _replace_children(decoder, ends.before)
+        _replace_children(decoder, ends.before_layers)
     if not held[-1].is_last:
-        _replace_children(decoder, ends.after)
+        _replace_children(decoder, ends.after_layers)
         model.set_output_embeddings(cast(nn.Module, Elsewhere()))
 
 
-def decoder_of(model: PreTrainedModel) -> nn.Module:
+def find_decoder(model: PreTrainedModel) -> nn.Module:
     """Return the module that contains the layers. OPT and text towers have another module around it."""
     base = model.base_model
     if isinstance(base, Tower):

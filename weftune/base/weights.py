@@ -33,7 +33,7 @@ from weftune.base.quant.read import (
 from weftune.base.quant.stored import Quantised
 from weftune.base.shape import linears
 from weftune.base.spec import BaseSpec
-from weftune.core.shapes import layer_of
+from weftune.core.shapes import layer_number
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Maps the name of a dtype in safetensors files to the dtype."""
@@ -81,8 +81,7 @@ class ParameterSlice:
 
 
 def weight_files(location: str, revision: str | None) -> WeightFiles | None:
-    """Return the weight files, read from the index file if it exists. None if there are no safetensors
-    files."""
+    """Return the weight files, from the index file if it exists. None if there are no safetensors files."""
     index = find_file(location, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is not None:
         return WeightFiles(location, revision, weight_map(index))
@@ -129,7 +128,7 @@ def _read(
     stored_names: StoredNames,
     name: str,
     out: Tensor,
-    kept: ParameterSlice | None = None,
+    kept_slice: ParameterSlice | None = None,
 ) -> None:
     if is_stored_weight(stored_names[name][0], files.files):
         value = stored_matrix(stored_names[name][0], partial(_open_tensor, files), files.files)
@@ -142,12 +141,12 @@ def _read(
     for path, parts in by_file.items():
         with open_safetensors(path) as file:
             for part in parts:
-                target, value = take_part(out, stored_names[name], part), _read_slice(file, part, kept)
+                target, value = view_part(out, stored_names[name], part), _read_slice(file, part, kept_slice)
                 refuse_other_shape(name, value.shape, target.shape)
                 target.copy_(value)
 
 
-def take_part(parameter: Tensor, parts: Sequence[str], part: str) -> Tensor:
+def view_part(parameter: Tensor, parts: Sequence[str], part: str) -> Tensor:
     """Return the view of a parameter that one of its stored parts fills. The parts are concatenated
     row-wise."""
     if len(parts) == 1:
@@ -189,7 +188,7 @@ def quantised_formats(
 ) -> dict[str, WeightFormat]:
     """Return the formats of the linears of `model` to quantise, by path: all linears in layers or, if the
     files are already quantised, those that they hold quantised."""
-    found = [path for path in linears(model) if layer_of(path) is not None]
+    found = [path for path in linears(model) if layer_number(path) is not None]
     if files is None or not chosen.stored:
         return dict.fromkeys(found, FORMATS[chosen.quantize])
     names = {path: _stored_name(files, model, f"{path}.weight") for path in found}
@@ -359,7 +358,7 @@ def _write_file(model: PreTrainedModel, files: WeightFiles, file: str, target: P
     names = stored_names(model, files)
     assert names is not None, "the tower was read from these files"
     found = [(name, parts, part) for name, parts in names.items() for part in parts]
-    own = {part: take_part(model.get_parameter(name), parts, part) for name, parts, part in found}
+    own = {part: view_part(model.get_parameter(name), parts, part) for name, parts, part in found}
     here = [stored for stored, location in files.files.items() if location == file]
     tensors: dict[str, Tensor] = {}
     with open_safetensors(files.path(here[0])) as opened:

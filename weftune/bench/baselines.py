@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from weftune.bench.sizes import Size, build, random_ids
 from weftune.bench.timing import Block, Hardware, MeasuredStep, Repeats, measure, repeat_step
 from weftune.core.batch import IGNORED
-from weftune.core.shapes import layer_of
+from weftune.core.shapes import layer_number
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PHI3_TARGETS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
@@ -101,7 +101,7 @@ def quantise_nf4(model: PreTrainedModel) -> PreTrainedModel:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for path, linear in list(model.named_modules()):
-        if not isinstance(linear, nn.Linear) or layer_of(path) is None:
+        if not isinstance(linear, nn.Linear) or layer_number(path) is None:
             continue
         made = Linear4bit(
             linear.in_features,

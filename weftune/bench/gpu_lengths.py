@@ -29,7 +29,7 @@ from weftune.bench.timing import (
     bench_hardware,
     gemm_rate,
     measure,
-    measure_or_note,
+    measure_or_explain,
 )
 from weftune.bench.weftune_side import computed_rows, resident_jobs, useful_rows
 
@@ -65,7 +65,7 @@ def count_tokens(rounds: Sequence[Round]) -> int:
 def measure_peft(
     size: Size, rounds: Sequence[Round], rank: int, hardware: Hardware, repeats: Repeats
 ) -> LengthsRow:
-    measured = measure_or_note(
+    measured = measure_or_explain(
         lambda: measure(peft_padded(size, rounds, rank, hardware), hardware, repeats), hardware
     )
     padded = sum(len(batch) * max(batch) for jobs in rounds for batch in jobs)
@@ -87,7 +87,7 @@ def measure_weftune(
         shares.append(1 - useful_rows(passes) / computed_rows(passes))
         return measured
 
-    measured = measure_or_note(run, hardware)
+    measured = measure_or_explain(run, hardware)
     return LengthsRow("Weftune, together", measured, shares[0] if shares else None)
 
 

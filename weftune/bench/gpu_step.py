@@ -20,7 +20,7 @@ from weftune.bench.processes import ProcessTask, peft_in_processes
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, build, floor_seconds, toy_size
 from weftune.bench.table import aligned, number, ratio
-from weftune.bench.timing import MeasuredStep, Repeats, bench_hardware, gemm_rate, measure, measure_or_note
+from weftune.bench.timing import MeasuredStep, Repeats, bench_hardware, gemm_rate, measure, measure_or_explain
 from weftune.bench.weftune_side import AttachedJobs, resident_jobs
 
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
@@ -59,7 +59,7 @@ def weftune_step(task: ProcessTask) -> MeasuredStep:
 def measured_row(name: str, task: ProcessTask, floor: float, run: Callable[[], MeasuredStep]) -> StepRow:
     """Measure one row of the table and print its time."""
     print(f"{name} …", end=" ", flush=True)
-    measured = measure_or_note(run, task.hardware)
+    measured = measure_or_explain(run, task.hardware)
     print(f"{number(measured.seconds, scale=1e3)} ms {measured.note}", flush=True)
     return StepRow(name, measured, floor)
 

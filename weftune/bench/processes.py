@@ -52,7 +52,7 @@ def peft_in_processes(task: ProcessTask, job_peak_bytes: int | None) -> Measured
     `job_peak_bytes` is the peak in bytes of a single job. Every process has its own copy of the weights.
     """
     jobs = task.work.jobs
-    for count in range(min(jobs, _count_that_fit(task.hardware, job_peak_bytes)), 0, -1):
+    for count in range(min(jobs, _fitting_count(task.hardware, job_peak_bytes)), 0, -1):
         answers = _run_children(_ConcurrentJob(task), count)
         problems = [answer.problem for answer in answers if answer.problem]
         if not problems:
@@ -68,7 +68,7 @@ def peft_in_processes(task: ProcessTask, job_peak_bytes: int | None) -> Measured
     return MeasuredStep(together / steps * jobs / count, sum(a.peak for a in answers) or None, note)
 
 
-def _count_that_fit(hardware: Hardware, job_peak_bytes: int | None) -> int:
+def _fitting_count(hardware: Hardware, job_peak_bytes: int | None) -> int:
     if hardware.device.type != "cuda" or job_peak_bytes is None:
         return 1 << 30
     reset_memory(hardware.device)

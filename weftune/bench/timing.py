@@ -79,7 +79,7 @@ def repeat_step(step: Callable[[], object]) -> Block:
     return block
 
 
-def measure_or_note(run: Callable[[], MeasuredStep], hardware: Hardware) -> MeasuredStep:
+def measure_or_explain(run: Callable[[], MeasuredStep], hardware: Hardware) -> MeasuredStep:
     """Call `run` while nothing else uses the device, and return its result.
 
     A lack of memory, or a case that cannot be planned, becomes a note instead of an error, so that the

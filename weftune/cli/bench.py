@@ -74,7 +74,7 @@ def bench(
                 failed.append(part.title)
             else:
                 lines.append(result_line(part, found))
-    draw(lines, failed)
+    print_parts(lines, failed)
     if failed:
         raise typer.Exit(1)
 
@@ -128,7 +128,7 @@ def result_line(part: BenchPart, numbers: Mapping[str, Any]) -> BenchLine:
     )
 
 
-def draw(lines: Sequence[BenchLine], failed_parts: Sequence[str]) -> None:
+def print_parts(lines: Sequence[BenchLine], failed_parts: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 

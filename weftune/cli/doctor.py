@@ -63,7 +63,7 @@ def doctor(
         make_profile(base, device, output)
         return
     checks = list(run_checks())
-    draw(checks)
+    print_checks(checks)
     raise typer.Exit(exit_code(checks))
 
 
@@ -82,7 +82,7 @@ def exit_code(checks: list[Check]) -> int:
     return int(any(check.verdict is Verdict.MISSING for check in checks))
 
 
-def draw(checks: list[Check]) -> None:
+def print_checks(checks: list[Check]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -205,7 +205,7 @@ def class_check(device_class: DeviceClass, index: int) -> Check:
         )
         return Check(name, Verdict.ABSENT, finding)
     selected = f"{device_class.architecture}, {device_class.name}"
-    if device_class.tested:
+    if device_class.is_tested:
         return Check(name, Verdict.OK, f"{selected}; kernels are tested on such a GPU")
     finding = f"{selected}; kernels compile for it, but have not been tested on such a GPU"
     return Check(name, Verdict.ABSENT, finding, f"to test them, run `{TEST_COMMAND}` in a clone of Weftune")

@@ -69,7 +69,7 @@ def read_options(
     """Return the options that `weftune train` and `weftune plan` share, or raise UserError."""
     from weftune.trainer.options import ALL, AUTO, Options
 
-    refuse_device(device)
+    check_device(device)
     if pipeline not in (None, "auto") and (not pipeline.isdecimal() or int(pipeline) < 2):
         raise UserError(f"--pipeline {pipeline}: write auto, or how many stages: 2 or more")
     if shards != "auto" and (not shards.isdecimal() or int(shards) < 1):
@@ -98,7 +98,7 @@ def parse_bytes(text: str, option: str = "--memory") -> int:
         raise UserError(f"{option} {text}: write a number and a unit, such as 8GiB") from None
 
 
-def refuse_device(name: str | None) -> None:
+def check_device(name: str | None) -> None:
     if name is not None and name.partition(":")[0] not in DEVICES:
         raise UserError(f"--device: {name} is no device; write cuda or cpu.")
 
@@ -152,7 +152,7 @@ def refuse_base(base: BaseSpec) -> None:
         refuse_missing_base(base)
 
 
-def refuse_rows(jobs: Iterable[JobSpec], names_jobs: bool) -> None:
+def check_row_files(jobs: Iterable[JobSpec], names_jobs: bool) -> None:
     """Refuse invalid rows of small files, of all jobs at once; `names_jobs` adds the job to each mistake."""
     from weftune.data.prepare import check_rows
 
@@ -173,7 +173,7 @@ def refuse_rows(jobs: Iterable[JobSpec], names_jobs: bool) -> None:
         raise DataError(mistakes)
 
 
-def without_repeated_trials(run: RunSpec) -> list[JobSpec]:
+def one_trial_per_sweep(run: RunSpec) -> list[JobSpec]:
     """Return the jobs with only one trial of each sweep, since all trials of a sweep have the same rows."""
     others = {trial.name for sweep in run.sweeps for trial in sweep.trials[1:]}
     return [job for job in run.jobs if job.name not in others]

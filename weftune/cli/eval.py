@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weftune.adapters.folder import has_scalar_head, read_config
-from weftune.cli.early import DeviceOption, refuse_device
-from weftune.cli.generate import common_base, named_folders
+from weftune.cli.early import DeviceOption, check_device
+from weftune.cli.generate import common_base, folders_by_name
 from weftune.errors import AdapterError, UserError
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ def eval(
     device: DeviceOption = None,
 ) -> None:
     """Evaluate finished adapters and their base on the same rows."""
-    refuse_device(device)
+    check_device(device)
     for folder in adapters:
         if not folder.is_dir():
             raise AdapterError(f"{folder} is no folder; write the folders of finished jobs.")
-    base, folders = common_base(adapters), named_folders(adapters)
+    base, folders = common_base(adapters), folders_by_name(adapters)
     rewards = any(has_scalar_head(read_config(folder)) for folder in adapters)
     ranked_by, user_metric = read_metric(metric, rewards)
 
@@ -129,7 +129,7 @@ def score_table(evaluation: Evaluation, metric: str) -> Table:
         table.add_column(Text(metric_title(name), style="bold" if name == metric else ""), justify="right")
     table.add_column("rows", justify="right")
     table.add_column("tokens", justify="right")
-    for one in evaluation.ranked(metric):
+    for one in evaluation.rank_results(metric):
         title = Text(f"{one.adapter} ★ best" if one.adapter == best else one.adapter)
         cells = [score_text(name, value) for name, value in one.scores.items()]
         style = "bold green" if one.adapter == best else ""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weftune.adapters.folder import refuse_reward_model
-from weftune.cli.early import DeviceOption, refuse_base, refuse_device
+from weftune.cli.early import DeviceOption, check_device, refuse_base
 from weftune.errors import AdapterError, UserError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def generate(
     device: DeviceOption = None,
 ) -> None:
     """Generate answers with finished adapters."""
-    refuse_device(device)
+    check_device(device)
     folders, prompt = split_arguments(arguments)
     if prompts is not None and prompt is not None:
         raise UserError(f"--prompts and the prompt {prompt!r} are both given; leave one of them out")
@@ -79,7 +79,7 @@ def generate(
         seed=seed,
     )
     rows = None if prompts is None else read_prompts(prompts)
-    answers = Answers(base, named_folders(folders), select_device(device))
+    answers = Answers(base, folders_by_name(folders), select_device(device))
     names = [BASE] * against_base + [name for name in answers.tokenizers if name != BASE]
     console = Console()
     if rows is not None:
@@ -95,7 +95,7 @@ def generate(
         ]
         show_answers(console, answers, asked_now, sampling, stop or ())
     else:
-        converse(console, answers, names, sampling, stop or (), system)
+        chat_in_terminal(console, answers, names, sampling, stop or (), system)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], str | None]:
@@ -132,7 +132,7 @@ def common_base(folders: Sequence[Path]) -> BaseSpec:
     return bases[first]
 
 
-def named_folders(folders: Sequence[Path]) -> dict[str, Path]:
+def folders_by_name(folders: Sequence[Path]) -> dict[str, Path]:
     """Return a mapping from names to folders. A folder that has the name `base`, or the name of another
     folder, is named by its path."""
     names = [folder.resolve().name for folder in folders]
@@ -240,7 +240,7 @@ def answer_file(
         console.print(f"{len(lines)} answers: {output}", highlight=False, soft_wrap=True)
 
 
-def converse(
+def chat_in_terminal(
     console: Console,
     answers: Answers,
     names: Sequence[str],

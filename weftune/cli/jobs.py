@@ -55,7 +55,7 @@ def add(
 ) -> None:
     """Add the jobs of a jobs file to a running run."""
     from weftune.jobs.spec.read import read_added_run
-    from weftune.jobs.store.inbox import FileRequest, status_of_run
+    from weftune.jobs.store.inbox import FileRequest, read_run_status
     from weftune.jobs.store.shares import share_folders
 
     _refuse_inactive(run)
@@ -71,7 +71,7 @@ def add(
         raise SpecError(f"cannot read {jobs}: {reason}") from None
     path = jobs.resolve()
     # Mistakes in the file are reported at once, with their lines.
-    read_added_run(text, path, list(status_of_run(run).jobs))
+    read_added_run(text, path, list(read_run_status(run).jobs))
     _send_request(run, run, FileRequest(verb="add", file=str(path), text=text))
 
 
@@ -157,14 +157,14 @@ def download(
 
 def _request_for_job(run: Path, job: str, verb: str, value: int = 0) -> None:
     from weftune.jobs.spec.keys import nearest_word
-    from weftune.jobs.store.inbox import FileRequest, folder_of_job, is_active, status_of_run
+    from weftune.jobs.store.inbox import FileRequest, find_inbox_folder, is_active, read_run_status
 
     _refuse_inactive(run)
-    folder = folder_of_job(run, job)
-    status = status_of_run(folder)
+    folder = find_inbox_folder(run, job)
+    status = read_run_status(folder)
     # Before its first window, a run may not have written the status yet.
     if status.jobs and job not in status.jobs:
-        near = nearest_word(job, status_of_run(run).jobs)
+        near = nearest_word(job, read_run_status(run).jobs)
         hint = f"did you mean {near}?" if near else f"see weftune jobs list --run {run}"
         raise SpecError(f"there is no job {job} in {run}; {hint}")
     if folder != run and not is_active(folder):
@@ -176,14 +176,14 @@ def _request_for_job(run: Path, job: str, verb: str, value: int = 0) -> None:
 
 
 def _refuse_inactive(run: Path) -> None:
-    from weftune.jobs.store.inbox import is_active, status_of_run
+    from weftune.jobs.store.inbox import is_active, read_run_status
     from weftune.jobs.store.status import STATUS
 
     if is_active(run):
         return
     if not (run / STATUS).exists():
         raise OutputError(f"{run} holds no run: name the output folder of a running weftune train")
-    command = status_of_run(run).command
+    command = read_run_status(run).command
     again = f"; resume it with {command}" if command else ""
     raise OutputError(f"no weftune train is running in {run}{again}")
 
@@ -207,18 +207,18 @@ def _send_request(run: Path, folder: Path, request: FileRequest) -> None:
 
 def _wait_for_answer(folder: Path, path: Path) -> RequestAnswer | None:
     """Return the answer to a request; None if the run has ended without one, and the request is withdrawn."""
-    from weftune.jobs.store.inbox import is_active, take_answer
+    from weftune.jobs.store.inbox import is_active, pop_answer
 
     began = last_active = time.monotonic()
     is_told = False
-    while (answer := take_answer(path)) is None:
+    while (answer := pop_answer(path)) is None:
         time.sleep(POLL_SECONDS)
         now = time.monotonic()
         if is_active(folder):
             last_active = now
         elif now - last_active > RESTART_SECONDS:
             path.unlink(missing_ok=True)
-            return take_answer(path)
+            return pop_answer(path)
         if not is_told and now - began > PATIENT_SECONDS:
             is_told = True
             typer.echo("Waiting for the end of the running window.", err=True)

@@ -54,7 +54,7 @@ def plan(
     )
     run = early.read_jobs_file(jobs)
     refuse_kinds_on_shards(run.jobs, options.shards)
-    early.refuse_rows(early.without_repeated_trials(run), names_jobs=True)
+    early.check_row_files(early.one_trial_per_sweep(run), names_jobs=True)
     found = read_cluster(cluster, options.gpu_memory, uses_cpu=device == "cpu")
 
     from rich.console import Console
@@ -69,7 +69,7 @@ def plan(
     gc.disable()
     try:
         case = read_case(run, found, options, on_this_machine=cluster == "auto", max_steps=max_steps)
-        answer = predict(case, needs_sentences=explain, with_ablations=ablate)
+        answer = predict(case, needs_sentences=explain, includes_ablations=ablate)
         show_plan(Console(), answer)
     finally:
         gc.enable()

@@ -76,7 +76,7 @@ class Plan:
         return round_timeline(self.outlook.case, self.choice.layout, self.program)
 
 
-def predict(case: PlanCase, *, needs_sentences: bool = False, with_ablations: bool = False) -> Plan:
+def predict(case: PlanCase, *, needs_sentences: bool = False, includes_ablations: bool = False) -> Plan:
     """Choose a layout as `weftune train` would, and predict the first window and the whole run."""
     choice = choose_planned_layout(case)
     machine, totals = choice.machine, case.totals
@@ -94,7 +94,7 @@ def predict(case: PlanCase, *, needs_sentences: bool = False, with_ablations: bo
         ends = job_ends(totals, admission.admitted_names, admission.wait_reasons, lambda _: seconds)
         run = WholeRun(ends, choice.peak_device_bytes, outlook.case.device.budget_bytes)
         sentences = explain_streamed_plan(outlook, source) if needs_sentences else []
-        ablations = ablate_streamed_plan(outlook) if with_ablations else ()
+        ablations = ablate_streamed_plan(outlook) if includes_ablations else ()
     else:
         outlook = _predict_outlook(case, choice, admission) if shares is None else shares.parts[0]
         window = outlook.window
@@ -105,7 +105,7 @@ def predict(case: PlanCase, *, needs_sentences: bool = False, with_ablations: bo
             later = [[name for name in one.jobs if name not in part.window.shapes] for one, part in pairs]
             run = _predict_whole_run(case, shares.parts, later)
         sentences = explain(outlook, source) if needs_sentences else []
-        ablations = _ablations(case, outlook) if with_ablations else ()
+        ablations = _ablations(case, outlook) if includes_ablations else ()
     return Plan(
         case=case,
         choice=choice,
@@ -147,11 +147,11 @@ def _share_outlook(case: PlanCase, choice: LayoutChoice) -> ShareOutlook:
 
 
 def _predict_whole_run(
-    case: PlanCase, parts: Sequence[Prediction], waiting: Sequence[Iterable[str]]
+    case: PlanCase, parts: Sequence[Prediction], waiting_jobs: Sequence[Iterable[str]]
 ) -> WholeRun:
-    """Predict the whole run on devices that train different jobs; `waiting` are the jobs queued on each."""
+    """Predict the whole run on devices that train different jobs; `waiting_jobs` are queued on each."""
     ends: dict[str, float] = {}
-    for part, names in zip(parts, waiting, strict=True):
+    for part, names in zip(parts, waiting_jobs, strict=True):
         rate = rounds_at_rate(case.totals, part.forecast.tokens_per_second)
         ends |= job_ends(case.totals, part.window.shapes, names, rate)
     need_bytes = max(part.window.promise.peak_bytes for part in parts)
@@ -159,8 +159,7 @@ def _predict_whole_run(
 
 
 def _ablations(case: PlanCase, prediction: Prediction) -> tuple[Ablation, ...]:
-    """Return the effect of each mechanism of the shown plan or, with shares, of the plan of the first
-    share."""
+    """Return the effect of each mechanism of the shown plan or, with shares, of the first share's plan."""
     machine, jobs = prediction.choice.machine, list(prediction.window.shapes.values())
     rows = ablate(
         prediction,

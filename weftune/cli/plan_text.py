@@ -17,7 +17,7 @@ from weftune.plan.layout.division import SHOWN
 from weftune.plan.outlook.forecast import Ablation, Forecast, Prediction, ShareOutlook
 from weftune.plan.outlook.streamed import StreamOutlook
 from weftune.plan.outlook.whole_run import JobTotal, WholeRun
-from weftune.report.words import duration_text, plural
+from weftune.report.words import count_noun, duration_text
 
 
 def show_plan(console: Console, plan: Plan) -> None:
@@ -45,7 +45,7 @@ def _show_plan_of_run(console: Console, plan: Plan) -> None:
     if any(one.has_halving for one in case.sweeps):
         whole += " if no trial leaves early"
     console.print(
-        f"{plural(len(run.ends), 'job')} on {case.cluster.name}: {least}{span_text(run.seconds)} for "
+        f"{count_noun(len(run.ends), 'job')} on {case.cluster.name}: {least}{format_span(run.seconds)} for "
         f"{whole}, {format_bytes(run.need_bytes)} at its peak of the {format_bytes(run.budget_bytes)} "
         "that it may take of a "
         f"device. Times are {plan.source}.",
@@ -70,7 +70,7 @@ def show_sweeps(
         console.print(run_table(run, listed, "trial", f"Sweep {one.name}"))
         console.print(one.sentence(), highlight=False, markup=False, soft_wrap=True)
     if any(one.has_halving or len(one.known_trials) < one.trials for one in sweeps):
-        seconds = span_text(expected_seconds(run, sweeps, job_totals))
+        seconds = format_span(expected_seconds(run, sweeps, job_totals))
         console.print(f"Expected for the whole run with all of its trials: {seconds}.", highlight=False)
 
 
@@ -83,11 +83,11 @@ def run_table(
     for name, total in job_totals.items():
         if name in run.ends:
             steps = f"{'≥ ' if total.is_lower_bound else ''}{total.steps:,}"
-            table.add_row(Text(name), steps, span_text(run.ends[name]), format_bytes(total.state_bytes))
+            table.add_row(Text(name), steps, format_span(run.ends[name]), format_bytes(total.state_bytes))
     return table
 
 
-def span_text(seconds: float) -> str:
+def format_span(seconds: float) -> str:
     """Format a duration in at most two units: `36 s`, `12 min`, `3 h 20 min`."""
     if seconds < 1:
         return "less than 1 s"
@@ -109,14 +109,14 @@ def _flags_sentence(plan: Plan) -> str:
 
 def _show_resident(console: Console, plan: Plan, prediction: Prediction) -> None:
     console.print(
-        f"{plural(len(plan.window.shapes), 'job')} on {plan.case.cluster.name}: they fit, with a token "
+        f"{count_noun(len(plan.window.shapes), 'job')} on {plan.case.cluster.name}: they fit, with a token "
         f"capacity of {prediction.program.capacity:,}. The base is "
         f"{plan.choice.reason}.{_flags_sentence(plan)}",
         highlight=False,
         markup=False,
     )
     # Its seconds only with a profile, since without one a run predicts none.
-    promise, rounds = plan.window.promise, plural(prediction.forecast.steps, "round")
+    promise, rounds = plan.window.promise, count_noun(prediction.forecast.steps, "round")
     time = "" if promise.seconds is None else f"{duration_text(promise.seconds)} and "
     console.print(
         f"The first window, {rounds}: {time}{format_bytes(promise.peak_bytes)}, as the run will predict.",
@@ -175,7 +175,7 @@ def _show_streamed(console: Console, plan: Plan, outlook: StreamOutlook) -> None
     choice, seconds = plan.choice, outlook.forecast.seconds
     source = "read from its files" if choice.reads_weight_files else "streamed from host memory"
     console.print(
-        f"{plural(len(choice.attached_jobs), 'job')} on {plan.case.cluster.name}: the base does not fit "
+        f"{count_noun(len(choice.attached_jobs), 'job')} on {plan.case.cluster.name}: the base does not fit "
         "together "
         f"with a job, so it is {source}. A round (a global batch of every job, with the longest samples) "
         f"takes {seconds:.3g} s; in {choice.waiting_share * seconds:.3g} s of them devices wait for the "
@@ -218,7 +218,7 @@ def _show_waiting(console: Console, plan: Plan) -> None:
             console.print(f"{name} waits: {reason}.", highlight=False, markup=False)
     for sweep in sweeps:
         if waiting := [name for name in admission.wait_reasons if trials.get(name) == sweep.name]:
-            count = plural(len(waiting), "trial")
+            count = count_noun(len(waiting), "trial")
             console.print(f"{count} of {sweep.name} wait until seats become free.", markup=False)
     for name, reason in admission.too_large.items():
         console.print(f"{name} cannot run even alone: {reason}.", highlight=False, markup=False)
@@ -281,7 +281,7 @@ def forecast_table(
             *([f"{one.bubbles:.1%}"] if several else []),
             f"{one.microbatches}",
             f"{one.capacity:,}",
-            _with_memory_note(f"{one.seconds / chosen.seconds:.2f}×", one),
+            _add_memory_note(f"{one.seconds / chosen.seconds:.2f}×", one),
         )
     return table
 
@@ -293,11 +293,11 @@ def ablation_table(rows: Sequence[Ablation]) -> Table:
     for row in sorted(rows, key=lambda one: one.is_added):
         one = row.forecast
         name = f"left out: {row.mechanism}" if row.is_added else row.mechanism
-        cost = _with_memory_note(f"{row.relative_cost:+.1%}", one)
+        cost = _add_memory_note(f"{row.relative_cost:+.1%}", one)
         bubbles = [f"{one.bubbles:.1%}"] if several else []
         table.add_row(name, row.alternative, f"{one.step_seconds:.3g} s", cost, *bubbles)
     return table
 
 
-def _with_memory_note(text: str, forecast: Forecast) -> str:
+def _add_memory_note(text: str, forecast: Forecast) -> str:
     return text if forecast.fits else f"{text}, and more memory than there is"

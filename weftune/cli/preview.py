@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weftune.cli.early import JobsFile, read_jobs_file, refuse_rows
+from weftune.cli.early import JobsFile, check_row_files, read_jobs_file
 from weftune.errors import DataError, Mistake, SpecError, UserError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def preview(
     trials of sweeps. No weights are loaded."""
     run = read_jobs_file(file)
     chosen = select_jobs(run, job)
-    refuse_rows(chosen, names_jobs=False)
+    check_row_files(chosen, names_jobs=False)
     sweeps = [sweep for sweep in run.sweeps if job in (None, sweep.name)]
 
     from rich.console import Console
@@ -103,7 +103,7 @@ def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[S
             continue
         held_out = prepared.evaluation.fingerprint if prepared.evaluation is not None else ""
         if job.objective.prompts:
-            prepared = prepared.with_prompts()
+            prepared = prepared.supervise_prompts()
         key = (prepared.train.fingerprint, held_out, job.objective.prompts)
         others = found[key].jobs if key in found else ()
         found[key] = SharedSamples((*others, job.name), prepared)

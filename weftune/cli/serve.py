@@ -21,9 +21,9 @@ from weftune.cli.early import (
     DeviceOption,
     GpuMemoryOption,
     MemoryOption,
+    check_device,
     parse_bytes,
     refuse_base,
-    refuse_device,
     store_folder,
 )
 from weftune.errors import MissingPackage, UserError
@@ -86,7 +86,7 @@ def serve(
 ) -> None:
     """Serve fine-tuning over HTTP with OpenAI's API: jobs come and go while training runs."""
     refuse_missing_packages()
-    refuse_device(device)
+    check_device(device)
     envelope = read_envelope(expect)
     from weftune.service.settings import ServiceSettings, claim_store, refuse_other_base
 
@@ -189,7 +189,7 @@ def read_announce(url: str) -> str:
 
 
 def read_metrics(texts: Sequence[str]) -> dict[str, str]:
-    """Return a mapping from the name of each Python metric to its `FILE.py:NAME`. Each is imported once as a
+    """Return a mapping from the name of each Python metric to its `FILE.py:NAME`. Each is imported as a
     check."""
     from weftune.data.spec import EXACT_MATCH
     from weftune.generate.metric import load_metric

@@ -137,7 +137,7 @@ def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
     check_trackers(run.report_to)
     refuse_output(run.output, options.resume, options.command)
     with phase(Phase.TOKENISING):
-        early.refuse_rows(early.without_repeated_trials(run), names_jobs=True)
+        early.check_row_files(early.one_trial_per_sweep(run), names_jobs=True)
     return run
 
 
@@ -151,9 +151,9 @@ def _train_locally(
     """Train on this machine, in the requested number of processes or the number that the planner chooses.
     `arguments` is the command line of a worker without the numbers of processes. `extra_arguments` are
     added to it at the first start only."""
-    from weftune.launch.choice import has_free_numbers
+    from weftune.launch.choice import is_division_free
 
-    if has_free_numbers(options):
+    if is_division_free(options):
         options = _choose_processes(run, options, max_steps)
     devices: Sequence[str] = ()
     if options.starts_processes:
@@ -219,14 +219,14 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
         raise UserError(
             f"--shards auto: torchrun has started {worker.workers} workers; write how many shards there are"
         )
-    worker = with_replicas(worker, options.replicas, options.shards)
+    worker = place_in_replicas(worker, options.replicas, options.shards)
     worker = replace(worker, ring=options.gpu_memory is not None and worker.stages > 1)
     if options.pipeline and options.pipeline != worker.stages:
         raise UserError(
             f"--pipeline {options.pipeline}: torchrun has started {worker.workers} workers; leave it out"
         )
-    with connect_workers(worker, options.device) as staff:
-        if staff is None:
+    with connect_workers(worker, options.device) as worker_control:
+        if worker_control is None:
             return
         run = read_run(jobs)
         refuse_kinds_on_shards(run.jobs, options.shards)
@@ -234,7 +234,7 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
         if restart_count() > 0:
             # torchrun has restarted all workers with the original command line.
             options = replace(options, resume=run.output.exists(), restart=(), retry=(), changes={})
-        _train_in_process(run, replace(options, staff=staff), max_steps)
+        _train_in_process(run, replace(options, worker_control=worker_control), max_steps)
 
 
 def _train_in_process(
@@ -245,11 +245,11 @@ def _train_in_process(
         from rich.console import Console
 
         from weftune.report.terminal import LiveView, safe_output
-        from weftune.trainer.train import trainer_for
+        from weftune.trainer.train import make_trainer
 
     workers = ""
-    if options.staff is not None:
-        workers = f", in {_workers_text(options.staff.connections.position)}"
+    if options.worker_control is not None:
+        workers = f", in {_workers_text(options.worker_control.connections.position)}"
     else:
         shares = len(devices)
         workers = _shares_text(shares, options) if shares > 1 else ""
@@ -258,7 +258,7 @@ def _train_in_process(
     console.print(f"Weftune: {_job_count_text(run)} on {run.base.model}{workers}", highlight=False)
     codes: set[int] = set()
     with LiveView(console, []) as view:
-        trainer = trainer_for(run, max_steps=max_steps, options=options, view=view)
+        trainer = make_trainer(run, max_steps=max_steps, options=options, view=view)
         if len(devices) > 1:
             from weftune.launch.split import train_shares
 
@@ -271,12 +271,12 @@ def _train_in_process(
 def _job_count_text(run: RunSpec) -> str:
     """Return text such as `4 jobs` or `1 job and 24 trials`, counting trials that `tpe` proposes later."""
     from weftune.jobs.sweeps.halving import trial_count
-    from weftune.report.words import plural
+    from weftune.report.words import count_noun
 
     jobs = len(run.jobs) - sum(len(sweep.trials) for sweep in run.sweeps)
     trials = sum(trial_count(sweep.spec) for sweep in run.sweeps)
     counts = ((jobs, "job"), (trials, "trial"))
-    return " and ".join(plural(count, noun) for count, noun in counts if count)
+    return " and ".join(count_noun(count, noun) for count, noun in counts if count)
 
 
 def _shares_text(shares: int, options: Options) -> str:
@@ -331,7 +331,7 @@ def _print_results(
         raise typer.Exit(SOME_FAILED)
 
 
-def with_replicas(worker: WorkerPosition, replicas: int, shards: int = 1) -> WorkerPosition:
+def place_in_replicas(worker: WorkerPosition, replicas: int, shards: int = 1) -> WorkerPosition:
     if worker.workers % (replicas * shards):
         options = f"--replicas {replicas}" + (f" --shards {shards}" if shards > 1 else "")
         raise UserError(

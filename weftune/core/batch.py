@@ -32,14 +32,13 @@ class Segment:
     applies no adapter."""
     prefix_rows: int = 0
     """Number of rows that the adapter inserts before the samples. They are not tokens of the data."""
-    kl_of: Literal["", "batch", "held_out"] = ""
-    """Samples whose KL term is estimated from these rows, which are mismatched samples: `batch` for the job's
-    next global batch, `held_out` for the held-out samples. Empty for all other rows."""
+    kl_purpose: Literal["", "batch", "held_out"] = ""
+    """Samples whose KL term is estimated from these rows (prompts with other samples' answers): `batch` for
+    the job's next global batch, `held_out` for the held-out samples. Empty for all other rows."""
 
     @property
     def adapter_job(self) -> str | None:
-        """Name of the job whose adapter is applied to the rows. None if the base is used without an
-        adapter."""
+        """Name of the job whose adapter is applied to the rows. None if the base is used alone."""
         return self.job if self.adapter == OWN_ADAPTER else self.adapter
 
     @property

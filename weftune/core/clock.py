@@ -58,8 +58,7 @@ class PhaseClock:
     def __init__(
         self, elapsed_seconds: float = 0.0, read_clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start a clock `elapsed_seconds` seconds in the past. Those seconds count as `OTHER` until they are
-        claimed."""
+        """Start a clock `elapsed_seconds` in the past, which count as `OTHER` until they are reassigned."""
         self.started = time.time() - elapsed_seconds
         self._now = read_clock
         self._lock = threading.Lock()
@@ -67,29 +66,29 @@ class PhaseClock:
         self._open = [Phase.OTHER]
         self._since = read_clock() - elapsed_seconds
 
-    def enter(self, phase: Phase) -> None:
+    def enter_phase(self, phase: Phase) -> None:
         with self._lock:
-            self._add_elapsed()
+            self._add_elapsed_time()
             self._open.append(phase)
 
     def leave(self) -> None:
         with self._lock:
-            self._add_elapsed()
+            self._add_elapsed_time()
             self._open.pop()
 
-    def claim(self, phase: Phase, seconds: float) -> None:
+    def reassign_seconds(self, phase: Phase, seconds: float) -> None:
         """Move the last `seconds` of the open phase to `phase`, for times that are known only afterwards."""
         with self._lock:
-            self._add_elapsed()
+            self._add_elapsed_time()
             self._seconds[self._open[-1]] -= seconds
             self._seconds[phase] += seconds
 
     def read(self) -> WallTime:
         with self._lock:
-            self._add_elapsed()
+            self._add_elapsed_time()
             return WallTime(self.started, sum(self._seconds.values()), dict(self._seconds))
 
-    def _add_elapsed(self) -> None:
+    def _add_elapsed_time(self) -> None:
         now = self._now()
         self._seconds[self._open[-1]] += now - self._since
         self._since = now
@@ -135,7 +134,7 @@ def phase(name: Phase) -> Iterator[None]:
     if clock is None:
         yield
         return
-    clock.enter(name)
+    clock.enter_phase(name)
     try:
         yield
     finally:
@@ -157,18 +156,18 @@ def count_imports() -> Iterator[None]:
             gc.enable()
 
 
-def claim(name: Phase, seconds: float) -> None:
-    """Call `PhaseClock.claim` on the current clock, if there is one."""
+def reassign_seconds(name: Phase, seconds: float) -> None:
+    """Call `PhaseClock.reassign_seconds` on the current clock, if there is one."""
     clock = current_clock()
     if clock is not None:
-        clock.claim(name, seconds)
+        clock.reassign_seconds(name, seconds)
 
 
 def process_clock() -> PhaseClock:
     """Return a clock that started with the command. The age of this process counts as imports."""
     age = process_seconds()
     clock = PhaseClock(max(age, command_seconds()))
-    clock.claim(Phase.IMPORTS, age)
+    clock.reassign_seconds(Phase.IMPORTS, age)
     return clock
 
 

@@ -36,11 +36,10 @@ class DeviceClass:
     has_fp8: bool = False
     """Whether tensor cores multiply 8-bit floats."""
     has_grouped_mm: bool = False
-    """Whether torch's `grouped_mm` is one kernel. Elsewhere it is a loop that reads the groups' sizes on the
-    host."""
+    """Whether torch's `grouped_mm` is one kernel, not a loop that reads the groups' sizes on the host."""
     has_kernels: bool = True
     """Whether Triton compiles kernels for these GPUs."""
-    tested: bool = False
+    is_tested: bool = False
     """Whether the tests of this project have run on such a GPU."""
 
     @property
@@ -62,7 +61,7 @@ CLASSES = (
         has_copy_engines=True,
         has_fp8=True,
         has_grouped_mm=True,
-        tested=True,
+        is_tested=True,
     ),
     DeviceClass(
         (10, 0),
@@ -92,11 +91,11 @@ def class_of(device: torch.device) -> DeviceClass:
 
     A GPU of unknown capability belongs to the nearest lower class, without being tested.
     """
-    return _as_class(device, _pretended or _from_environment())
+    return _pretended_class(device, _pretended or _from_environment())
 
 
 @contextmanager
-def pretend(device_class: DeviceClass) -> Iterator[None]:
+def pretend_device_class(device_class: DeviceClass) -> Iterator[None]:
     """Select kernels and launch parameters as on a GPU of another class inside the context, in all threads.
 
     A GPU keeps its number of multiprocessors, and never gets more shared memory than it has.
@@ -113,20 +112,20 @@ def class_for_capability(capability: tuple[int, int]) -> DeviceClass:
     """Return the class of a capability: the nearest lower one if the capability is not known."""
     below = [one for one in CLASSES if one.capability <= capability]
     found = below[-1] if below else OLDER
-    return found if found.capability == capability else replace(found, tested=False)
+    return found if found.capability == capability else replace(found, is_tested=False)
 
 
 @cache
-def _as_class(device: torch.device, pretended: DeviceClass | None) -> DeviceClass:
+def _pretended_class(device: torch.device, pretended_class: DeviceClass | None) -> DeviceClass:
     if device.type != "cuda":
-        return pretended or INTERPRETER
-    if pretended is not None and not torch.cuda.is_available():
-        return pretended
+        return pretended_class or INTERPRETER
+    if pretended_class is not None and not torch.cuda.is_available():
+        return pretended_class
     card = torch.cuda.get_device_properties(device)
     shared: int = card.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    found = pretended or class_for_capability(torch.cuda.get_device_capability(device))
-    if pretended is not None:
-        shared = min(shared, pretended.shared_memory)
+    found = pretended_class or class_for_capability(torch.cuda.get_device_capability(device))
+    if pretended_class is not None:
+        shared = min(shared, pretended_class.shared_memory)
     return replace(found, shared_memory=shared, multiprocessors=card.multi_processor_count)
 
 

@@ -8,8 +8,7 @@ from math import inf, isfinite
 from typing import Any
 
 METRICS = {"loss": "lower", "perplexity": "lower", "token_accuracy": "higher", "exact_match": "higher"}
-"""Maps each metric to whether lower or higher values are better. Higher values of the user's own metric are
-better."""
+"""Maps each metric to whether lower or higher values are better: higher ones for the user's own metric."""
 
 REWARDS = ("rewards/margins", "rewards/accuracies")
 """Metrics of preference pairs, with the bare base as reference policy. Higher values are better."""
@@ -58,7 +57,7 @@ class Evaluation:
     notes: tuple[str, ...] = ()
     """Sentences about rows that were skipped or truncated."""
 
-    def ranked(self, metric: str) -> list[AdapterScores]:
+    def rank_results(self, metric: str) -> list[AdapterScores]:
         """Return the results, best first. Results with equal values are ordered by their loss; results
         without a value are last."""
         return sorted(
@@ -67,7 +66,7 @@ class Evaluation:
 
     def best(self, metric: str) -> str | None:
         """Return the adapter with the best value. None if fewer than two results have one."""
-        first = self.ranked(metric)[:2]
+        first = self.rank_results(metric)[:2]
         is_comparable = len(first) == 2 and isfinite(_badness(metric, first[1].scores))
         return first[0].adapter if is_comparable else None
 

@@ -211,11 +211,13 @@ def suffix_expression(pattern: str) -> str:
 def slow_pattern_error(expressions: Iterable[str], names: Sequence[str] = TYPICAL_NAMES) -> str | None:
     """Return a sentence if the expressions are too slow to match against `names`, or None. Expressions that
     do not compile are ignored."""
-    return next(filter(None, (_pattern_error(expression, tuple(names)) for expression in expressions)), None)
+    return next(
+        filter(None, (_find_pattern_error(expression, tuple(names)) for expression in expressions)), None
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def _pattern_error(expression: str, names: tuple[str, ...]) -> str | None:
+def _find_pattern_error(expression: str, names: tuple[str, ...]) -> str | None:
     if len(expression) > MAX_PATTERN_LETTERS:
         return f"is a regular expression of more than {MAX_PATTERN_LETTERS:,} characters; write a shorter one"
     bare = expression.removeprefix(r"(.*\.)?")

@@ -19,8 +19,7 @@ LINEAR_ATTENTION = ".linear_attn."
 SCORE = "score"
 """Module path of the scalar head in transformers' models for sequence classification."""
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Bytes of logits that are computed at a time: small enough for the caches of a CPU, large enough to keep a
-GPU busy."""
+"""Bytes of logits computed at a time: few enough for the caches of a CPU, enough to keep a GPU busy."""
 
 
 def logit_rows(device: str, vocabulary: int) -> int:
@@ -104,13 +103,13 @@ CUT_BY_INPUTS = ("o_proj", "down_proj")
 
 
 @cache
-def layer_of(site: str) -> int | None:
+def layer_number(site: str) -> int | None:
     """Return the layer number in a site's module path, or None for a site outside the layers."""
     found = re.search(r"\.(\d+)\.", site)
     return None if found is None else int(found[1])
 
 
-def name_in_wrapper(name: str) -> bool:
+def is_name_in_wrapper(name: str) -> bool:
     """Return whether the name belongs to the text tower of a multimodal model."""
     return name.startswith(f"{TEXT_TOWER}.")
 
@@ -184,7 +183,7 @@ class ModelShape:
     @property
     def ties_head(self) -> bool:
         """Whether embedding and head are one matrix, which is counted once."""
-        inside = sum(site.weight_count for site in self.sites if layer_of(site.name) is not None)
+        inside = sum(site.weight_count for site in self.sites if layer_number(site.name) is not None)
         return self.parameters < inside + 2 * self.vocabulary * self.hidden
 
     @property
@@ -242,8 +241,7 @@ class JobShape:
     name: str
     priority: int
     file_position: int
-    """Position of the job in the jobs file. Among jobs of equal priority, the earlier one is admitted
-    first."""
+    """Position of the job in the jobs file. Of jobs of equal priority, earlier ones are admitted first."""
     trainable_parameters: int
     """Number of adapter parameters."""
     max_sample_tokens: int
@@ -279,8 +277,7 @@ class JobShape:
         return self.mean_vectors and self.mean_vectors * self.parameters_in_layers(layer_range)
 
     def parameters_in_layers(self, layer_range: LayerRange) -> int:
-        """Return the number of adapter parameters in a stage; parameters outside the layers count in every
-        stage."""
+        """Return the number of adapter parameters in a stage; those outside layers count in every stage."""
         if not self.parameters_by_layer:
             return math.ceil(
                 self.trainable_parameters * (layer_range.stop - layer_range.start) / layer_range.base_layers
@@ -296,7 +293,7 @@ def sum_parameters_by_layer(parameters: Iterable[tuple[str, int]], layers: int) 
     """Return the number of parameters in each layer; sites outside the layers are ignored."""
     sums = [0] * layers
     for site, count in parameters:
-        if (layer := layer_of(site)) is not None:
+        if (layer := layer_number(site)) is not None:
             sums[layer] += count
     return tuple(sums)
 

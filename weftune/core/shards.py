@@ -20,7 +20,7 @@ StartSum = Callable[[Tensor], WaitForSum]
 the sum. The tensor must not be used in the meantime."""
 
 
-def kept_indices(part: SiteSlice, device: torch.device | None = None) -> Tensor:
+def indices_in_whole(part: SiteSlice, device: torch.device | None = None) -> Tensor:
     """Return the indices of a part among the inputs or the outputs of the whole linear."""
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in part.ranges])
 

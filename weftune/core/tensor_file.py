@@ -41,18 +41,18 @@ def write_hashed_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write and sync a file like `write_tensors` and return its SHA-256."""
     digest = hashlib.sha256()
 
-    def hashed_pieces() -> Iterator[Piece]:
+    def hash_pieces() -> Iterator[Piece]:
         for piece in _file_pieces(tensors, None):
             digest.update(piece)
             yield piece
 
-    _write_pieces(path, hashed_pieces())
+    _write_pieces(path, hash_pieces())
     return digest.hexdigest()
 
 
 def _write_pieces(path: Path, pieces: Iterator[Piece]) -> None:
     with open(path, "wb", buffering=0) as file:
-        for piece in _join_small(pieces):
+        for piece in _join_small_pieces(pieces):
             _write_all(file, piece)
         os.fsync(file.fileno())
 
@@ -63,7 +63,7 @@ def _write_all(file: io.FileIO, piece: Piece) -> None:
         remaining = remaining[file.write(remaining) :]
 
 
-def _join_small(pieces: Iterator[Piece]) -> Iterator[Piece]:
+def _join_small_pieces(pieces: Iterator[Piece]) -> Iterator[Piece]:
     """Join small pieces. A thread releases the interpreter lock at every write, and waiting to acquire the
     lock again takes longer than copying a matrix of an adapter."""
     small: list[Piece] = []

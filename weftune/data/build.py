@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weftune.data.cache import SampleStore, StoreWriter, Tally, open_store
-from weftune.data.formats import Content, Sample, detect_format, normalise, refuse_untrainable, rename_columns
+from weftune.data.formats import Content, Sample, check_trainable, detect_format, normalise, rename_columns
 from weftune.data.row import BadRow, CommonBadRow, Row, Table, bad_row_from_json, row_hash
 from weftune.data.spec import DataSpec, Format, RowKind
 from weftune.data.tokenise import Rules, Tokeniser
@@ -75,7 +75,7 @@ def find_format(table: Table, spec: DataSpec, row_kind: RowKind = "answers") -> 
     """Return the format that the spec names, or the first format whose columns are found in a row. `row_kind`
     is what the job's objective needs."""
     if spec.format != "auto":
-        refuse_untrainable(spec.format, table.label, row_kind)
+        check_trainable(spec.format, table.label, row_kind)
         return spec.format
     seen = Row(table.label, {})
     bad = _BadRowReport()
@@ -85,7 +85,7 @@ def find_format(table: Table, spec: DataSpec, row_kind: RowKind = "answers") -> 
             continue
         format = detect_format(rename_columns(row.value, spec.columns), row_kind)
         if format is not None:
-            refuse_untrainable(format, table.label, row_kind)
+            check_trainable(format, table.label, row_kind)
             return format
         seen = seen if seen.value else row
     if seen.value:
@@ -154,14 +154,14 @@ class _BadRowReport:
         self.more = 0
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         return len(self._found) - len(self._common) == MAX_SHOWN_ROWS
 
     def add(self, location: str, problem: BadRow) -> None:
         is_common = isinstance(problem, CommonBadRow)
         alike = self._common.get(problem.kind) if isinstance(problem, CommonBadRow) else None
         if alike is None:
-            if not is_common and self.full:
+            if not is_common and self.is_full:
                 self.more += 1
                 return
             alike = _SimilarRows(problem)
@@ -194,7 +194,7 @@ def _write_store(
         for rows, chunk in _tokenise_chunks(_split_rows(_rows_within_limit(table, spec)), format, rules):
             for at, problem in chunk.bad_rows:
                 bad.add(rows[at].location, bad_row_from_json(problem))
-            if not spec.skip_bad_rows and bad.full:
+            if not spec.skip_bad_rows and bad.is_full:
                 bad.raise_bad_rows("reading stopped here; there may be more")
             writer.extend(chunk.arrays)
             tally.add(chunk.tally)

@@ -124,12 +124,12 @@ def _find_turn(text: str, turn: Rendered, end_strings: Collection[str]) -> tuple
     return None
 
 
-def chat_forms(chat: Chat) -> Iterator[Chat]:
+def equivalent_chats(chat: Chat) -> Iterator[Chat]:
     """Yield equivalent forms of a chat, first the unchanged one, which is used at inference."""
     yield chat
     useful = [
         change
-        for change in (_rename_developer_role, _empty_for_null, _text_for_arguments)
+        for change in (_rename_developer_role, _replace_null, _text_for_arguments)
         if any(change(message) != message for message in chat.messages)
     ]
     for count in range(len(useful)):
@@ -144,8 +144,8 @@ def _rename_developer_role(message: Message) -> Message:
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
-def _empty_for_null(message: Message) -> Message:
-    """Replace null content, which messages with tool calls have, by an empty text, which more templates can
+def _replace_null(message: Message) -> Message:
+    """Replace null content, as in messages with tool calls, by an empty text, which more templates can
     print."""
     return message if message.get("content") is not None else {**message, "content": ""}
 

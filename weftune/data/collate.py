@@ -63,7 +63,7 @@ def _collate_whole(parts: Sequence[Part]) -> Microbatch:
         segments=_job_segments(parts, lengths),
         references_S=_references(parts),
         answer_tokens=_answer_tokens(parts),
-        desirable=_labels(parts),
+        desirable=_sample_labels(parts),
     )
 
 
@@ -84,7 +84,7 @@ def _answer_tokens(parts: Sequence[Part]) -> tuple[int, ...]:
     return tuple(part.samples.answer_tokens(part.index) if part.samples.together > 1 else 0 for part in parts)
 
 
-def _labels(parts: Sequence[Part]) -> tuple[bool, ...]:
+def _sample_labels(parts: Sequence[Part]) -> tuple[bool, ...]:
     """Return the label of each sample, True for samples without one; an empty tuple without labels."""
     if all(part.samples.desirable is None for part in parts):
         return ()

@@ -47,7 +47,7 @@ class Encoder:
         self.bos: int | None = tokenizer.bos_token_id
         self.prefix_tokens = self._find_prefix_tokens()
         """Tokens that the tokenizer inserts before a text: usually BOS, with some tokenizers none."""
-        self._prefixes = self._adds_prefix()
+        self._prefixes = self._adds_leading_space()
         added = tokenizer.added_tokens_decoder.values()
         self.added = frozenset(str(token) for token in added)
         special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
@@ -56,8 +56,7 @@ class Encoder:
         """Pattern that matches the text of any control token."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return a state that can be loaded without transformers, in which the tokenizer is serialised as
-        text."""
+        """Return a state, with the tokenizer serialised as text, that can be loaded without transformers."""
         return {**self.__dict__, "tokenizer": None, "_backend": self._backend.to_str()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -95,7 +94,7 @@ class Encoder:
         """Return the tokens of texts that a chat template printed."""
         return self._encode(texts, parse=True)
 
-    def pieces(self, text: str, stand_ins: Mapping[str, str]) -> Encoded:
+    def pieces(self, text: str, placeholders: Mapping[str, str]) -> Encoded:
         """Return the tokens of a text that a template printed, split at every stand-in.
 
         A stand-in is a private-use character that replaces a control token in a user's text. It is tokenised
@@ -105,13 +104,13 @@ class Encoder:
             return _to_encoded([], [])
         borders = {0, len(text)}
         for at, character in enumerate(text):
-            if character in stand_ins:
+            if character in placeholders:
                 borders |= {at, at + 1}
         tokens, starts, stops = [], [], []
         for start, stop in pairwise(sorted(borders)):
             piece = text[start:stop]
-            if piece in stand_ins:
-                (part,) = self._encode_continuations([stand_ins[piece]], parse=False)
+            if piece in placeholders:
+                (part,) = self._encode_continuations([placeholders[piece]], parse=False)
                 starts.append(np.full(len(part.tokens), start))
                 stops.append(np.full(len(part.tokens), stop))
             else:
@@ -172,7 +171,7 @@ class Encoder:
                 return tuple(full[:at])
         return ()
 
-    def _adds_prefix(self) -> bool:
+    def _adds_leading_space(self) -> bool:
         alone, line, after = (part.tokens.tolist() for part in self._encode(["x", "\n", "\nx"], parse=True))
         return after[len(line) :] != alone
 
@@ -186,29 +185,29 @@ def replace_control_tokens(value: Any, control_pattern: re.Pattern[str]) -> tupl
     """Replace control tokens by private-use characters. Return the value and each character's token."""
     used = set(json.dumps(value, ensure_ascii=False, default=str))
     free = (chr(code) for code in PRIVATE if chr(code) not in used)
-    stand_ins: dict[str, str] = {}
+    placeholders: dict[str, str] = {}
     chosen: dict[str, str] = {}
 
-    def replaced(match: re.Match[str]) -> str:
+    def replace_match(match: re.Match[str]) -> str:
         found = match.group()
         if found not in chosen:
             character = next(free, None)
             if character is None:
                 raise BadRow("the row holds control tokens and every private-use character")
             chosen[found] = character
-            stand_ins[character] = found
+            placeholders[character] = found
         return chosen[found]
 
     def replace_nested(nested: Any) -> Any:
         if isinstance(nested, str):
-            return control_pattern.sub(replaced, nested)
+            return control_pattern.sub(replace_match, nested)
         if isinstance(nested, Mapping):
             return {replace_nested(key): replace_nested(item) for key, item in nested.items()}
         if isinstance(nested, list | tuple):
             return [replace_nested(item) for item in nested]
         return nested
 
-    return replace_nested(value), stand_ins
+    return replace_nested(value), placeholders
 
 
 def contains_control_token(value: Any, control_pattern: re.Pattern[str]) -> bool:

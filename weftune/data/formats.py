@@ -75,7 +75,7 @@ class Chat:
     tools: list[Any] | None
     turns: tuple[int, ...]
     """Indices of the assistant messages that are supervised; ignored with `train_on: all`."""
-    stand_ins: Mapping[str, str] = field(default_factory=dict)
+    placeholders: Mapping[str, str] = field(default_factory=dict)
     """Maps each private-use character in the chat to the control token that it replaces."""
     answer: int | None = None
     """Index of the first message of the answer if the chat is one side of a preference pair or a labelled
@@ -170,9 +170,8 @@ def has_columns(row: Mapping[str, Any], format: Format) -> bool:
     return any(all(row.get(name) is not None for name in names) for names in choices)
 
 
-def refuse_untrainable(format: Format, label: str, row_kind: RowKind) -> None:
-    """Raise DataError if the job's objective, which needs this kind of rows, cannot use rows of this
-    format."""
+def check_trainable(format: Format, label: str, row_kind: RowKind) -> None:
+    """Raise DataError if the job's objective, which needs rows of this kind, cannot use this format."""
     found = row_kind_of(format)
     if found == row_kind:
         return
@@ -300,7 +299,7 @@ def _to_pair(row: Mapping[str, Any], spec: DataSpec) -> Pair:
     chosen, rejected = (clean_messages(value, name) for name, value in zip(names, answers, strict=True))
     if prompt is None or isinstance(prompt, str):
         # Some rows repeat the last message of an implicit prompt as a text.
-        count = _common_length(chosen, rejected)
+        count = _common_prefix_length(chosen, rejected)
         before, chosen, rejected = chosen[:count], chosen[count:], rejected[count:]
         if not before:
             raise BadRow("the row has no list of messages as `prompt`, and its answers begin differently")
@@ -315,11 +314,11 @@ def _to_pair(row: Mapping[str, Any], spec: DataSpec) -> Pair:
 
 
 def _text_pair(prompt: object, answers: Sequence[str], names: Sequence[str]) -> Iterator[Text]:
-    """Yield both sides of a pair of texts. If the row has no prompt, the prompt is the common prefix of both
+    """Yield both sides of a pair of texts. Without a prompt, the prompt is the common prefix of both
     texts."""
     chosen, rejected = (_require_filled(value, name) for name, value in zip(names, answers, strict=True))
     if prompt is None:
-        count = _common_length(chosen, rejected)
+        count = _common_prefix_length(chosen, rejected)
         if count and chosen[count - 1] == " ":
             # The space belongs to the answers, as in TRL.
             count -= 1
@@ -332,10 +331,12 @@ def _text_pair(prompt: object, answers: Sequence[str], names: Sequence[str]) -> 
         yield Text(require_text(prompt, "prompt"), answer)
 
 
-def _common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+def _common_prefix_length(first_items: Sequence[Any], second_items: Sequence[Any]) -> int:
     """Return the number of equal items with which both sequences begin."""
-    items = enumerate(zip(first, second, strict=False))
-    return next((index for index, (one, other) in items if one != other), min(len(first), len(second)))
+    items = enumerate(zip(first_items, second_items, strict=False))
+    return next(
+        (index for index, (one, other) in items if one != other), min(len(first_items), len(second_items))
+    )
 
 
 def _require_integers(value: object, name: str) -> NDArray[np.int64]:
@@ -350,8 +351,7 @@ def _require_integers(value: object, name: str) -> NDArray[np.int64]:
 
 
 def _to_sample(row: Mapping[str, Any]) -> Sample:
-    """Return tokens and mask. Labels are dropped, since the label of a supervised token is the token
-    itself."""
+    """Return tokens and mask. Labels are dropped: the label of a supervised token is the token itself."""
     tokens = _require_integers(row["input_ids"], "input_ids")
     labels = _require_integers(row["labels"], "labels") if row.get("labels") is not None else tokens
     shown = row.get("attention_mask")

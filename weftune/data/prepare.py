@@ -47,40 +47,39 @@ class Prepared:
     evaluates_trained: bool = False
     """Whether every evaluation row is also a training row."""
 
-    def with_prompts(self) -> Prepared:
+    def supervise_prompts(self) -> Prepared:
         """Return pairs whose chosen samples are supervised from the first token, as ORPO trains them."""
-        held_out = None if self.evaluation is None else self.evaluation.with_prompts()
-        return replace(self, train=self.train.with_prompts(), evaluation=held_out)
+        held_out = None if self.evaluation is None else self.evaluation.supervise_prompts()
+        return replace(self, train=self.train.supervise_prompts(), evaluation=held_out)
 
-    def without_targets(self) -> Prepared:
+    def remove_targets(self) -> Prepared:
         """Return the samples with no supervised token, as reward models train them."""
-        held_out = None if self.evaluation is None else self.evaluation.without_targets()
-        return replace(self, train=self.train.without_targets(), evaluation=held_out)
+        held_out = None if self.evaluation is None else self.evaluation.remove_targets()
+        return replace(self, train=self.train.remove_targets(), evaluation=held_out)
 
-    def with_mismatched(self, batch_size: int, seed: int, max_tokens: int) -> Prepared:
-        """Return the samples with mismatched ones, which KTO needs: those of the training samples follow the
-        order of the first epoch, those of the held-out samples the order of the rows."""
+    def add_mismatched(self, batch_size: int, seed: int, max_tokens: int) -> Prepared:
+        """Return the samples with prompts that have other samples' answers, for KTO: those of training follow
+        the order of the first epoch, held-out ones the order of the rows."""
         rows = SampleOrder(len(self.train), batch_size, seed).rows_of_epoch(0)
         held_out = self.evaluation
         if held_out is not None:
-            held_out = held_out.with_mismatched(np.arange(len(held_out)), batch_size, max_tokens)
-        train = self.train.with_mismatched(rows, batch_size, max_tokens)
+            held_out = held_out.add_mismatched(np.arange(len(held_out)), batch_size, max_tokens)
+        train = self.train.add_mismatched(rows, batch_size, max_tokens)
         return replace(self, train=train, evaluation=held_out)
 
-    def with_prefix(self, rows: int, keys: int) -> Prepared:
+    def add_prefix(self, rows: int, keys: int) -> Prepared:
         """Return the samples, each preceded by `rows` rows or `keys` keys of the adapter."""
-        held_out = None if self.evaluation is None else self.evaluation.with_prefix(rows, keys)
-        return replace(self, train=self.train.with_prefix(rows, keys), evaluation=held_out)
+        held_out = None if self.evaluation is None else self.evaluation.add_prefix(rows, keys)
+        return replace(self, train=self.train.add_prefix(rows, keys), evaluation=held_out)
 
     @property
     def parts(self) -> tuple[Samples, ...]:
-        """The training samples and the held-out samples, if there are any, each followed by its mismatched
-        samples."""
+        """The training and any held-out samples, each followed by samples with the answers of other
+        prompts."""
         return (*self.train.parts, *(() if self.evaluation is None else self.evaluation.parts))
 
     def with_references(self, references: NDArray[np.float64]) -> Prepared:
-        """Return the samples with reference log-probabilities, of which the first belong to the training
-        samples."""
+        """Return the samples with reference log-probabilities, those of the training samples first."""
         held_out, border = self.evaluation, sum(map(len, self.train.parts))
         return replace(
             self,

@@ -48,13 +48,12 @@ class Samples:
         self.desirable: NDArray[np.bool_] | None = None
         """Label of each sample. None unless the samples are labelled answers."""
         if has_labels:
-            self.desirable = np.concatenate([_labels(share) for share in shares])
+            self.desirable = np.concatenate([_sample_labels(share) for share in shares])
         self.mismatched: Samples | None = None
-        """For each sample, its prompt with the answer of another sample. None if the job does not need
-        them."""
+        """For each sample, its prompt with another sample's answer. None if the job does not need them."""
         self._partners: NDArray[np.int64] | None = None
-        """Index of the sample whose answer replaces that of each sample. None if every sample has its own
-        answer."""
+        """Index of the sample whose answer replaces that of each sample. None if all have their own
+        answers."""
         self.lengths = np.concatenate([share.store.lengths[share.row_indices] for share in shares])
         self._stored_lengths = self.lengths
         self.supervised = np.concatenate([share.store.supervised[share.row_indices] for share in shares])
@@ -87,7 +86,7 @@ class Samples:
         weights = None if self.weights is None else self.weights[:: self.together]
         return SampleOrder(self.rows, batch_size, seed, weights, self.together)
 
-    def with_prompts(self) -> Samples:
+    def supervise_prompts(self) -> Samples:
         """Return pairs whose chosen samples are supervised from the first token."""
         assert self.together == 2
         assert self.before == 0
@@ -96,13 +95,13 @@ class Samples:
         changed.supervised[0::2] = self.lengths[0::2] - 1
         return changed
 
-    def without_targets(self) -> Samples:
+    def remove_targets(self) -> Samples:
         """Return the samples with no supervised token, for an objective that reads no log-probabilities."""
         changed = copy.copy(self)
         changed.has_targets, changed.supervised = False, np.zeros_like(self.supervised)
         return changed
 
-    def with_mismatched(self, rows: NDArray[np.int64], batch_size: int, max_tokens: int) -> Samples:
+    def add_mismatched(self, rows: NDArray[np.int64], batch_size: int, max_tokens: int) -> Samples:
         """Return the samples with `mismatched`, as in TRL: of each `batch_size` consecutive rows of `rows`,
         every prompt has the answer of the row before it, and the first prompt that of the last row. A sample
         has at most `max_tokens` tokens."""
@@ -113,7 +112,7 @@ class Samples:
             own = rows[start : start + batch_size]
             partners[own] = np.roll(own, 1)
         other, paired = copy.copy(self), copy.copy(self)
-        answers = self.supervised + self._begins_supervised()
+        answers = self.supervised + self._starts_with_answer()
         prompts = self.lengths - answers
         other.lengths = np.minimum(prompts + answers[partners], max_tokens)
         other.supervised = other.lengths - np.maximum(prompts, 1)
@@ -127,7 +126,7 @@ class Samples:
         """Return the number of answer tokens of sample `index`, whether or not a row predicts them."""
         return int(self._stored_row(index)[1].sum())
 
-    def with_prefix(self, rows: int, keys: int = 0) -> Samples:
+    def add_prefix(self, rows: int, keys: int = 0) -> Samples:
         """Return samples that are preceded by `rows` rows or `keys` keys of an adapter. The last of these
         rows predicts the first token, which is then supervised like the others."""
         if rows == keys == 0:
@@ -135,29 +134,29 @@ class Samples:
         moved = copy.copy(self)
         moved.first_position = keys
         if self.mismatched is not None:
-            moved.mismatched = self.mismatched.with_prefix(rows, keys)
+            moved.mismatched = self.mismatched.add_prefix(rows, keys)
         if rows == 0:
             return moved
         moved.before, moved.lengths = rows, self.lengths + rows
-        first = self._begins_supervised()
+        first = self._starts_with_answer()
         if self.supervises_prompts:
             first[0::2] = True
         moved.supervised = self.supervised + (first & self.has_targets)
         return moved
 
-    def _begins_supervised(self) -> NDArray[np.bool_]:
+    def _starts_with_answer(self) -> NDArray[np.bool_]:
         """Return an array that says for each sample whether its first token belongs to the answer."""
         firsts = [mask[begins] for (_, mask), begins in zip(self._arrays, self._begins, strict=True)]
         return np.concatenate(firsts)
 
     @property
     def parts(self) -> tuple[Samples, ...]:
-        """The samples, followed by the mismatched samples if there are any."""
+        """The samples, followed by any prompts with other samples' answers."""
         return (self,) if self.mismatched is None else (self, self.mismatched)
 
     def with_references(self, references: NDArray[np.float64]) -> Samples:
-        """Return the samples with their reference log-probabilities. In `references`, the mismatched samples
-        follow the other samples."""
+        """Return the samples with their reference log-probabilities. In `references`, prompts with other
+        samples' answers come last."""
         assert len(references) == sum(map(len, self.parts))
         scored, border = copy.copy(self), len(self)
         scored.references = references[:border]
@@ -206,7 +205,7 @@ class Samples:
         return tokens[rows], mask[rows]
 
 
-def _labels(share: Share) -> NDArray[np.bool_]:
+def _sample_labels(share: Share) -> NDArray[np.bool_]:
     assert share.store.desirable is not None
     return share.store.desirable[share.row_indices]
 

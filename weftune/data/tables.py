@@ -93,7 +93,7 @@ def read_parquet(path: Path, label: str) -> Iterator[Row]:
         for batch in batches(path):
             for value in batch.to_pylist():
                 number += 1
-                yield _drop_missing(f"{label}:{number}", value)
+                yield _drop_missing_values(f"{label}:{number}", value)
     except (pyarrow.ArrowException, OSError, ValueError) as problem:
         first_line = str(problem).partition("\n")[0]
         raise DataError(Mistake(label, f"not a Parquet file that can be read: {first_line}")) from problem
@@ -105,7 +105,7 @@ def read_python_rows(rows: Iterable[Any], label: str) -> Iterator[Row]:
         yield (
             Row(location, {}, f"the row is {TOO_DEEP}")
             if is_nested_deeply(value)
-            else _drop_missing(location, value)
+            else _drop_missing_values(location, value)
         )
 
 
@@ -120,7 +120,7 @@ def _iterate_rows(rows: Any) -> Iterator[Any]:
             yield dict(zip(names, values, strict=True))
 
 
-def _drop_missing(location: str, value: object) -> Row:
+def _drop_missing_values(location: str, value: object) -> Row:
     """Return a row without its missing values, which are null in tables and NaN in pandas."""
     if isinstance(value, Mapping):
         value = {

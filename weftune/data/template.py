@@ -26,7 +26,7 @@ from weftune.core.limited import SECONDS, LimitExceeded, limit_seconds, run_limi
 from weftune.data.chats import (
     PrintCheck,
     Rendered,
-    chat_forms,
+    equivalent_chats,
     render_answer,
     render_everything,
     render_turns,
@@ -305,7 +305,7 @@ def _render_row(
 ) -> tuple[Rendered, ...]:
     """Render the first of the chat's forms that the template prints completely."""
     problems: list[BadRow] = []
-    for form in chat_forms(chat):
+    for form in equivalent_chats(chat):
         try:
             if form.answer is not None:
                 row = render_answer(form, template)

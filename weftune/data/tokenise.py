@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weftune.data.cache import Tally
-from weftune.data.chats import Rendered, chat_forms
+from weftune.data.chats import Rendered, equivalent_chats
 from weftune.data.encode import Encoded, Encoder, contains_control_token, replace_control_tokens
 from weftune.data.formats import Chat, Content, Labelled, Message, Pair, Sample, Text
 from weftune.data.row import BadRow, CommonBadRow
@@ -52,7 +52,9 @@ class Tokeniser:
 
     def outcomes(self, contents: Sequence[Content]) -> Iterator[Outcome]:
         """Yield the outcome of each row, in order."""
-        chats = iter(self._encode_chats([chat for content in contents for chat in _chats_of(content)]))
+        chats = iter(
+            self._encode_chats([chat for content in contents for chat in _chats_in_content(content)])
+        )
         texts = self._encode_texts([content for content in contents if isinstance(content, Text)])
         for content in contents:
             if isinstance(content, Pair | Labelled):
@@ -184,7 +186,7 @@ class Tokeniser:
             rendered = next(plain if chat.tools is None else with_tools)
             rows.append(rendered if isinstance(rendered, BadRow) else (chat, rendered))
         pairs = [row for row in rows if not isinstance(row, BadRow)]
-        texts = [one.text for chat, rendered in pairs if not chat.stand_ins for one in rendered]
+        texts = [one.text for chat, rendered in pairs if not chat.placeholders for one in rendered]
         encoded = iter(self._encoder.encode_rendered(texts))
         return [row if isinstance(row, BadRow) else self._chat_samples(*row, encoded) for row in rows]
 
@@ -204,10 +206,10 @@ class Tokeniser:
         if not contains_control_token([chat.messages, chat.tools], control):
             return chat
         try:
-            (messages, tools), stand_ins = replace_control_tokens([chat.messages, chat.tools], control)
+            (messages, tools), placeholders = replace_control_tokens([chat.messages, chat.tools], control)
         except BadRow as problem:
             return problem
-        return replace(chat, messages=tuple(messages), tools=tools, stand_ins=stand_ins)
+        return replace(chat, messages=tuple(messages), tools=tools, placeholders=placeholders)
 
     def _chat_samples(
         self, chat: Chat, row: Sequence[Rendered], plain_tokens: Iterator[Encoded]
@@ -216,7 +218,8 @@ class Tokeniser:
         it. `plain_tokens` yields the tokens of texts without control tokens."""
         encoder, tally, template = self._encoder, self._tally, self._rules.tool_template
         encoded = [
-            encoder.pieces(one.text, chat.stand_ins) if chat.stand_ins else next(plain_tokens) for one in row
+            encoder.pieces(one.text, chat.placeholders) if chat.placeholders else next(plain_tokens)
+            for one in row
         ]
         if chat.answer is not None:
             return tuple(_unmasked_sample(part.tokens) for part in encoded)
@@ -224,7 +227,7 @@ class Tokeniser:
         tally.split += len(row) > 1
         tally.parted += any(one.parted for one in row)
         tally.endless += any(one.endless for one in row)
-        tally.control += bool(chat.stand_ins)
+        tally.control += bool(chat.placeholders)
         tally.untold += chat.tools is not None and template is not None and not template.prints_tools
         tally.merged += any(
             encoder.splits_token(part, start) for one, part in samples for start, _ in one.spans or ()
@@ -242,7 +245,7 @@ class Tokeniser:
         return Sample(encoded.tokens, mask)
 
 
-def _chats_of(content: Content) -> Iterator[Chat]:
+def _chats_in_content(content: Content) -> Iterator[Chat]:
     sides = content.sides if isinstance(content, Pair | Labelled) else (content,)
     return (side for side in sides if isinstance(side, Chat))
 
@@ -293,16 +296,16 @@ def _chat_prompt(
     """Return the tokens of the first form of the chat that the template can print."""
     problems: list[BadRow] = []
     try:
-        hidden, stand_ins = replace_control_tokens([list(messages), tools], encoder.control)
+        hidden, placeholders = replace_control_tokens([list(messages), tools], encoder.control)
     except BadRow as problem:
         raise DataError(f"This prompt cannot be put to the model: {problem}.") from problem
     template = Template(source, encoder.tokenizer.special_tokens_map)
-    for form in chat_forms(Chat(tuple(hidden[0]), hidden[1], ())):
+    for form in equivalent_chats(Chat(tuple(hidden[0]), hidden[1], ())):
         try:
             text = template.render(form.messages, form.tools, prompt=True, uses_current_date=now)
         except BadRow as problem:
             problems.append(problem)
         else:
-            ids: list[int] = encoder.pieces(text, stand_ins).tokens.tolist()
+            ids: list[int] = encoder.pieces(text, placeholders).tokens.tolist()
             return ids
     raise DataError(f"This prompt cannot be put to the model: {problems[0]}.") from problems[0]

@@ -139,8 +139,7 @@ class Decoder:
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
         self._ahead: StepAhead | None = None
-        """Inputs of the next decode step. They are used only if that step has the same sequences as the last
-        one."""
+        """Inputs of the next decode step, used only if that step has the same sequences as the last one."""
 
     @property
     def is_idle(self) -> bool:
@@ -208,7 +207,7 @@ class Decoder:
             rows = [SampledRow(one.sampling, one.prompt, one.tokens) for one in batch]
             tokens_B, logprobs_B = sample(logits_BV, rows)
             # While the device computes.
-            ahead = self._lay_out_next_step(batch) if batch is self._running else None
+            ahead = self._build_next_step(batch) if batch is self._running else None
             tokens, logprobs = tokens_B.tolist(), logprobs_B.tolist()
         for generation, token, logprob in zip(batch, tokens, logprobs, strict=True):
             self._append_token(generation, token, logprob)
@@ -284,7 +283,7 @@ class Decoder:
 
     def _next_logits(self, batch: Sequence[Generation]) -> Tensor:
         """Run the new rows of the sequences, and return the logits [B, V] of the last row of each."""
-        microbatch, sequences = self._lay_out_batch(batch)
+        microbatch, sequences = self._build_batch(batch)
         counts = microbatch.sample_lengths
         decodes = all(one.tokens for one in batch)
         if decodes and self._graphs is not None:
@@ -297,21 +296,19 @@ class Decoder:
         last = to_device(torch.tensor(list(accumulate(counts))) - 1, self._base.device)
         return self._logits(h_TD[last], batch)
 
-    def _lay_out_batch(self, batch: Sequence[Generation]) -> tuple[Microbatch, list[CachedSequence]]:
+    def _build_batch(self, batch: Sequence[Generation]) -> tuple[Microbatch, list[CachedSequence]]:
         """Return the new rows of the sequences as a microbatch, and their positions in the cache."""
         if (ahead := self._ahead) is not None and ahead.batch == batch:
             tokens_T = torch.tensor([one.tokens[-1] for one in batch])
             return replace(ahead.microbatch, tokens_T=tokens_T), ahead.sequences
-        return self._lay_out_rows(
-            batch, [one.rows() for one in batch], [one.cached_positions for one in batch]
-        )
+        return self._build_rows(batch, [one.rows() for one in batch], [one.cached_positions for one in batch])
 
-    def _lay_out_next_step(self, batch: Sequence[Generation]) -> StepAhead:
+    def _build_next_step(self, batch: Sequence[Generation]) -> StepAhead:
         """Prepare the next decode step, assuming that none of these sequences ends and none is admitted."""
-        laid = self._lay_out_rows(batch, [[0]] * len(batch), [one.positions for one in batch])
+        laid = self._build_rows(batch, [[0]] * len(batch), [one.positions for one in batch])
         return StepAhead(list(batch), *laid)
 
-    def _lay_out_rows(
+    def _build_rows(
         self, batch: Sequence[Generation], rows: Sequence[list[int]], first_positions: Sequence[int]
     ) -> tuple[Microbatch, list[CachedSequence]]:
         """Return `rows`, the new tokens of each sequence, as a microbatch. `first_positions` is the position
@@ -351,8 +348,7 @@ class Decoder:
         sequences: Sequence[CachedSequence],
         is_decode: bool,
     ) -> Tensor:
-        """Return the last hidden states [T, D]. `is_decode` is True if every sequence has just one new
-        row."""
+        """Return the last hidden states [T, D]. `is_decode` says that every sequence has just one new row."""
         banks, device = self._adapted.banks, self._base.device
         pack = attention.pack(microbatch.sample_lengths, device)
         cached: CachedRows | DecodedRows
@@ -394,8 +390,7 @@ class Decoder:
 
     @contextmanager
     def _run_whole_layers(self) -> Iterator[None]:
-        """Run each layer over all rows at once, even if the current training window runs layers in tiles of
-        rows."""
+        """Run each layer over all rows at once, even if the current training window uses tiles of rows."""
         layers = self._adapted.layers
         if layers is None:
             yield

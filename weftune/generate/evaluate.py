@@ -161,8 +161,7 @@ def _recorded_settings(folder: Path) -> DataSpec:
 
 
 def _settings_with_format(table: Table, data: DataSpec) -> DataSpec | None:
-    """Return the data settings with a format that fits the table's first row, or None if no known format
-    does."""
+    """Return the data settings with a format that fits the table's first row; None if no format does."""
     row = rename_columns(next(table.rows(), Row("", {})).value, data.columns)
     if data.format != "auto" and has_columns(row, data.format):
         return data
@@ -319,8 +318,7 @@ def run_passes(
 def refuse_mixed_kinds(
     reward_models: Mapping[str, EncodedRows], adapters: Mapping[str, Path], table: Table
 ) -> None:
-    """Raise AdapterError if an adapter is no reward model, and DataError unless the rows are preference
-    pairs."""
+    """Raise AdapterError if an adapter is no reward model, DataError unless rows are preference pairs."""
     first = adapters[next(iter(reward_models))]
     if others := [folder for name, folder in adapters.items() if name not in reward_models]:
         raise AdapterError(
@@ -377,7 +375,7 @@ def microbatches(encoded: Mapping[str, EncodedRows], max_rows: int = PASS_ROWS) 
     """Yield microbatches of at most `max_rows` rows; a longer sample is alone in one. The n-th samples of all
     adapters are adjacent, so adapters share passes."""
     samples = {
-        name: one.samples.with_prefix(one.virtual_rows, one.virtual_keys) for name, one in encoded.items()
+        name: one.samples.add_prefix(one.virtual_rows, one.virtual_keys) for name, one in encoded.items()
     }
     parts: list[Part] = []
     rows = 0

@@ -54,39 +54,39 @@ class Curriculum:
             evaluation_steps=self.evaluate_at | {step} if is_first_window else self.evaluate_at,
             save_steps=self.save_at,
             begins_run=is_first_window,
-            mismatched=self._held_out_mismatched(),
+            mismatched=self._held_out_mismatched_samples(),
         )
 
     def score_window(self, step: int, data: Prepared, indices: np.ndarray) -> JobWindow:
-        """Return a part of a window that only scores samples of `data`. Indices count the samples of its
+        """Return a part of a window that only scores samples of `data`. Indices count samples of its
         parts."""
         return JobWindow(
-            self.job, step, (), (), frozenset(), frozenset(), scored=_place_samples(data.parts, indices)
+            self.job, step, (), (), frozenset(), frozenset(), scored=_locate_samples(data.parts, indices)
         )
 
     def _batch(self, step: int) -> GlobalBatch:
-        placed = _place_rows(self.data.train, self.sample_order.batch(step))
+        placed = _locate_rows(self.data.train, self.sample_order.batch(step))
         supervised, before = (
             sum(one.supervised_tokens for one in placed),
             len(placed) * self.data.train.before,
         )
-        return GlobalBatch(self.job, step, placed, supervised, before, self._mismatched(step))
+        return GlobalBatch(self.job, step, placed, supervised, before, self._mismatched_samples(step))
 
-    def _mismatched(self, step: int) -> tuple[PlacedSample, ...]:
-        """Return the mismatched samples of a global batch; indices count the samples of all parts."""
+    def _mismatched_samples(self, step: int) -> tuple[PlacedSample, ...]:
+        """Return a global batch's prompts with other samples' answers; indices count those of all parts."""
         if (train := self.data.train).mismatched is None:
             return ()
-        return _place_samples(train.parts, len(train) + self.sample_order.batch(step))
+        return _locate_samples(train.parts, len(train) + self.sample_order.batch(step))
 
-    def _held_out_mismatched(self) -> tuple[PlacedSample, ...]:
+    def _held_out_mismatched_samples(self) -> tuple[PlacedSample, ...]:
         if (held_out := self.data.evaluation) is None or held_out.mismatched is None:
             return ()
         parts = self.data.parts
-        return _place_samples(parts, sum(map(len, parts[:-1])) + np.arange(len(held_out)))
+        return _locate_samples(parts, sum(map(len, parts[:-1])) + np.arange(len(held_out)))
 
     def _held_out_samples(self) -> tuple[PlacedSample, ...]:
         held_out = self.data.evaluation
-        return () if held_out is None else _place_rows(held_out, np.arange(len(held_out)))
+        return () if held_out is None else _locate_rows(held_out, np.arange(len(held_out)))
 
 
 def curriculum(spec: JobSpec, data: Prepared, max_steps: int | None = None) -> Curriculum:
@@ -107,14 +107,14 @@ def reference_data(spec: JobSpec, unprefixed_data: Prepared, data: Prepared) -> 
 
 def adapt_to_objective(spec: JobSpec, data: Prepared, context: int) -> Prepared:
     """Return the samples as the job's objective needs them: with supervised prompts, without supervised
-    tokens, or with mismatched samples."""
+    tokens, or with prompts that have other answers."""
     if spec.objective.prompts:
-        data = data.with_prompts()
+        data = data.supervise_prompts()
     if spec.objective.scalar_head:
-        data = data.without_targets()
+        data = data.remove_targets()
     if spec.objective.mismatched:
         max_tokens = truncate_data(spec, context).max_sample_tokens(context)
-        data = data.with_mismatched(spec.batch_size, spec.seed, max_tokens)
+        data = data.add_mismatched(spec.batch_size, spec.seed, max_tokens)
     return data
 
 
@@ -133,7 +133,7 @@ _ADAPTER_SIZES: deque[tuple[AdapterSpec, Sequence[SiteShape], JobShape]] = deque
 def job_shape(
     spec: JobSpec, job_number: int, data: Prepared, base: ModelShape, mean_weight_count: int = 0
 ) -> JobShape:
-    """Return the shape of job number `job_number` in the jobs file, which keeps `mean_weight_count` means of
+    """Return the shape of the job with this number in the jobs file, which keeps `mean_weight_count` means of
     weights."""
     return replace(
         adapter_sizes(spec.adapter, base),
@@ -191,13 +191,13 @@ def adapter_sizes(adapter: AdapterSpec, base: ModelShape) -> JobShape:
     return sizes
 
 
-def _place_rows(samples: Samples, indices: np.ndarray) -> tuple[PlacedSample, ...]:
+def _locate_rows(samples: Samples, indices: np.ndarray) -> tuple[PlacedSample, ...]:
     """Return the samples in order; the two samples of a pair share a microbatch."""
-    return group_samples(_place_samples([samples], indices), samples.together)
+    return group_samples(_locate_samples([samples], indices), samples.together)
 
 
-def _place_samples(parts: Sequence[Samples], indices: np.ndarray) -> tuple[PlacedSample, ...]:
-    """Return the samples in order; indices count the samples of all parts."""
+def _locate_samples(parts: Sequence[Samples], indices: np.ndarray) -> tuple[PlacedSample, ...]:
+    """Return the samples in order; indices count those of all parts."""
     lengths = _concatenate([samples.lengths for samples in parts])[indices].tolist()
     supervised = _concatenate([samples.supervised for samples in parts])[indices].tolist()
     offsets = accumulate(lengths, initial=0)

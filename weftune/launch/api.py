@@ -18,7 +18,7 @@ from weftune.jobs.spec.spec import RunSpec
 from weftune.jobs.store.status import train_command
 from weftune.jobs.sweeps.halving import sort_value
 from weftune.jobs.sweeps.record import read_record
-from weftune.launch.choice import choose_processes, has_free_numbers
+from weftune.launch.choice import choose_processes, is_division_free
 from weftune.launch.requests import requested_shares
 from weftune.launch.split import train_in_processes
 from weftune.launch.supervise import end_unguarded_script
@@ -28,7 +28,7 @@ from weftune.report.terminal import LiveView
 from weftune.trainer.journal import View
 from weftune.trainer.loop import Callback
 from weftune.trainer.options import ALL, AUTO, Options
-from weftune.trainer.train import trainer_for
+from weftune.trainer.train import make_trainer
 from weftune.trainer.trainer import Result
 
 
@@ -96,7 +96,7 @@ def train(
     if isinstance(jobs, str | Path) and not options.command:
         options = replace(options, command=train_command(jobs, output, max_steps, processes))
     console = Console()
-    if _may_choose_processes(run, options, callback):
+    if _can_choose_processes(run, options, callback):
         options, sentence = choose_processes(run, options, max_steps)
         if progress and view is None:
             console.print(f"Weftune: {sentence}", highlight=False, markup=False, soft_wrap=True)
@@ -113,7 +113,7 @@ def train(
         _refuse_unpicklable(run)
 
     def run_trainer(trainer_view: View | None) -> dict[str, Result]:
-        trainer = trainer_for(run, output=output, max_steps=max_steps, options=options, view=trainer_view)
+        trainer = make_trainer(run, output=output, max_steps=max_steps, options=options, view=trainer_view)
         if options.starts_processes:
             return train_in_processes(run, trainer, devices)
         return trainer.run(callback)
@@ -126,10 +126,10 @@ def train(
     return results
 
 
-def _may_choose_processes(run: RunSpec, options: Options, callback: Callback | None) -> bool:
+def _can_choose_processes(run: RunSpec, options: Options, callback: Callback | None) -> bool:
     """Return whether the planner chooses how many processes train: if a number is requested as `auto`, or if
     no number is requested, the jobs can be pickled for other processes, and there is no callback."""
-    if not has_free_numbers(options):
+    if not is_division_free(options):
         return False
     return AUTO in (options.pipeline, options.shards) or (callback is None and _is_picklable(run))
 
@@ -154,7 +154,7 @@ def _refuse_unpicklable(run: RunSpec) -> None:
 
 
 def _options_with_processes(options: Options, numbers: Mapping[str, Any]) -> Options:
-    """Return the options with those numbers of processes that are not None. Raise SpecError if a number is
+    """Return the options with the numbers of processes that are not None. Raise SpecError if one is
     invalid."""
     given = {key: number for key, number in numbers.items() if number is not None}
     for key, number in given.items():

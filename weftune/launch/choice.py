@@ -93,8 +93,7 @@ def solo_job_seconds(case: PlanCase, machine: Machine) -> dict[str, float]:
 
 
 def admit_first_jobs(jobs: Sequence[JobShape], choice: LayoutChoice) -> Admission:
-    """Return which jobs the scheduler admits at the start of the run. Raise PlanError if it can admit
-    none."""
+    """Return which jobs the scheduler admits when the run starts. Raise PlanError if it can admit none."""
     found = admit_jobs(jobs, [], choice.memory.misfit_reason)
     if not found.admitted_names:
         raise PlanError(
@@ -106,7 +105,7 @@ def admit_first_jobs(jobs: Sequence[JobShape], choice: LayoutChoice) -> Admissio
 # -- the processes of a run -----------------------------------------------------------------------------
 
 
-def has_free_numbers(options: Options) -> bool:
+def is_division_free(options: Options) -> bool:
     """Return whether the options leave the numbers of processes to the planner: if one of them is `AUTO`, or
     if none requests several processes on a machine with several GPUs."""
     from weftune.run.measure.memory import visible_gpus
@@ -156,7 +155,7 @@ def planned_machine(case: PlanCase) -> Machine:
             "write smaller numbers"
         )
     if division.shares > 1 and division.workers_per_share == 1:
-        return _machine_in_shares(case, machine, division)
+        return _machine_per_share(case, machine, division)
     return machine
 
 
@@ -212,7 +211,7 @@ def division_sentence(case: PlanCase, choice: LayoutChoice) -> str:
     return sentence
 
 
-def _machine_in_shares(case: PlanCase, machine: Machine, division: Division) -> Machine:
+def _machine_per_share(case: PlanCase, machine: Machine, division: Division) -> Machine:
     """Return a machine on which every device holds the whole base and trains its own jobs. On a CPU, each
     process counts as a device. Raise PlanError if the base does not fit."""
     devices = case.options.gpus or len(case.cluster.devices)

@@ -171,7 +171,7 @@ def outline_jobs(
     for order, job in enumerate(jobs):
         try:
             plain, sampled, scale = reader.read_job(job)
-            samples = plain.with_prefix(job.adapter.rows_before, job.adapter.keys_before)
+            samples = plain.add_prefix(job.adapter.rows_before, job.adapter.keys_before)
             if not len(samples.train):
                 raise DataError("it has 0 samples to train on")
             planned = curriculum(job, samples, max_steps)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weftune.jobs.sweeps.halving import Saving, TrialWork, expected_saving, rung_steps, trial_count
 from weftune.jobs.sweeps.read import sweep_warnings
 from weftune.jobs.sweeps.spec import Sweep
-from weftune.report.words import plural
+from weftune.report.words import count_noun
 
 if TYPE_CHECKING:
     from weftune.jobs.spec.spec import JobSpec
@@ -51,13 +51,13 @@ class SweepOutlook:
         count, listed = self.trials, len(self.known_trials)
         later = f", of which the first {listed} are known" if listed < count else ""
         if not self.has_halving:
-            return f"Sweep {self.name}: {plural(count, 'trial')}{later}, all trained to their end."
+            return f"Sweep {self.name}: {count_noun(count, 'trial')}{later}, all trained to their end."
         rungs = " and ".join(
             f"{kept:,} after step {step:,}"
             for step, kept in zip(self.steps[:-1], self.samples.rungs[1:], strict=True)
         )
         return (
-            f"Sweep {self.name}: {plural(count, 'trial')}{later}; {rungs} continue. That takes "
+            f"Sweep {self.name}: {count_noun(count, 'trial')}{later}; {rungs} continue. That takes "
             f"{self.samples.expected_work:,.0f} samples instead of {self.samples.full_work:,.0f}, "
             f"{self.samples.share:.0%}."
         )

@@ -43,7 +43,7 @@ from weftune.plan.layout.split import DeviceShare, JobWork, job_seconds, share_j
 from weftune.plan.window.pace import data_sheet_device_speed
 from weftune.report.effort import wall_time_sentence
 from weftune.report.read import JobRecord
-from weftune.report.words import duration_text, plural
+from weftune.report.words import count_noun, duration_text
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
 from weftune.run.workers.groups import read_position
@@ -55,7 +55,7 @@ from weftune.trainer.machine import launcher_machine
 from weftune.trainer.options import Options
 from weftune.trainer.results import CHECKPOINTS
 from weftune.trainer.sweeps import Sweeps
-from weftune.trainer.train import trainer_for
+from weftune.trainer.train import make_trainer
 from weftune.trainer.trainer import Result, Trainer
 
 SILENT_SECONDS = 30.0
@@ -64,8 +64,7 @@ Python's GIL may delay messages."""
 USER_ERROR = 2
 """Exit code of a share that was ended by a user error."""
 SAMPLED_BATCHES = 16
-"""Number of global batches, spread over a job's steps, from which the time of all its batches is
-estimated."""
+"""Number of global batches, spread over a job's steps, from which the time of all is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ def _show_shares(
 ) -> None:
     for number, share in enumerate(shares):
         time = f", predicted {duration_text(share.seconds)}" if has_seconds else ""
-        view.note(f"share {number} on {devices[number]}: {plural(len(share.jobs), 'job')}{time}")
+        view.note(f"share {number} on {devices[number]}: {count_noun(len(share.jobs), 'job')}{time}")
 
 
 def _pause_waiting_trials(trainer: Trainer, store: Store, sweeps: Sweeps) -> None:
@@ -208,8 +207,7 @@ def _train_team(run: RunSpec, trainer: Trainer, devices: Sequence[str]) -> dict[
 def fitting_jobs(
     shape: ModelShape, machine: Machine, prepared_jobs: Sequence[PreparedJob], view: View
 ) -> frozenset[str]:
-    """Return the names of the jobs that fit alone on a device beside the base. Raise PlanError if no job
-    fits."""
+    """Return the names of the jobs that fit alone on a device with the base. Raise PlanError if none fits."""
     memory = MemoryModel(shape, machine.budget_bytes, machine.process_bytes, uses_fused_ops=machine.on_gpu)
     refused = too_large([job.shape for job in prepared_jobs], memory.misfit_reason)
     if len(refused) == len(prepared_jobs):
@@ -408,11 +406,11 @@ def run_share(
     if attempt > 0:
         options = replace(options, resume=output.exists(), restart=(), retry=(), changes={})
     try:
-        with _connected_workers(options, options.workers_per_share) as staff:
-            if staff is None and options.workers_per_share > 1:
+        with _connected_workers(options, options.workers_per_share) as worker_control:
+            if worker_control is None and options.workers_per_share > 1:
                 return
-            mine = replace(options, staff=staff)
-            trainer = trainer_for(run, output=output, max_steps=max_steps, options=mine, view=view)
+            mine = replace(options, worker_control=worker_control)
+            trainer = make_trainer(run, output=output, max_steps=max_steps, options=mine, view=view)
             results = trainer.run()
     except UserError as error:
         print(error, file=sys.stderr)
@@ -433,8 +431,8 @@ def _connected_workers(options: Options, workers: int) -> Iterator[WorkerControl
         position = read_position()
         assert position is not None, "the launcher has set the environment"
         position = replace(position, replicas=options.replicas, shards=options.shards)
-        with connect_workers(position, options.device, device.index or 0) as staff:
-            yield staff
+        with connect_workers(position, options.device, device.index or 0) as worker_control:
+            yield worker_control
         return
     if device.type == "cuda":
         # Kernels are launched on the current device, whatever device their tensors are on.

@@ -43,8 +43,7 @@ CRASHED = 70
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that was interrupted and has saved its jobs."""
 UNGUARDED = 64
-"""Exit code of a process whose starting script calls `weftune.train` without an `if __name__ == "__main__":`
-guard."""
+"""Exit code of a process whose script calls `weftune.train` without an `if __name__ == "__main__":` guard."""
 PIDS = "pids"
 """Name of the file, in the folder of logs, that lists the index and the id of each process."""
 PRELOADED = [
@@ -87,8 +86,7 @@ class Team:
     name: str = "it"
     """Name of the team in the message that reports a restart."""
     silent_seconds: float | None = None
-    """Seconds without a message after which a process counts as lost. None if the processes of the team watch
-    one another."""
+    """Seconds without a message after which a process counts as lost. None if processes watch one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +209,9 @@ class Supervisor:
                 one.process.join(GRACE_SECONDS)
             self._ended[number] = TeamEnd(first.code)
         else:
-            self._kill_silent(number)
+            self._kill_silent_processes(number)
 
-    def _kill_silent(self, number: int) -> None:
+    def _kill_silent_processes(self, number: int) -> None:
         """Kill the processes of a team that have sent no message for too long. The next `_check_team` then
         restarts the team."""
         patience = self._teams[number].silent_seconds or math.inf

@@ -40,7 +40,7 @@ class Cpo:
         return pair_metrics(PairScores(beta * logps.chosen_P, beta * logps.rejected_P), logps)
 
     def _answer_logprobs(self, scores: SampleScores) -> PairScores:
-        return answer_scores(scores, averages=self._spec.loss_type in ("ipo", "simpo"))
+        return answer_scores(scores, divides_by_length=self._spec.loss_type in ("ipo", "simpo"))
 
     def _pair_losses(self, scores: SampleScores) -> Tensor:
         spec, logits_P = self._spec, self._answer_logprobs(scores).difference_P

@@ -37,11 +37,11 @@ class Orpo:
         return held_out_sums(held_out_chosen_loss(scores) + self._penalties(scores).sum(), scores)
 
     def metrics(self, scores: SampleScores) -> Tensor:
-        logps = answer_scores(scores, averages=True)
+        logps = answer_scores(scores, divides_by_length=True)
         return pair_metrics(PairScores(self._beta * logps.chosen_P, self._beta * logps.rejected_P), logps)
 
     def _penalties(self, scores: SampleScores) -> Tensor:
-        logps = answer_scores(scores, averages=True)
+        logps = answer_scores(scores, divides_by_length=True)
         log_odds_P = logps.difference_P - (log1mexp(logps.chosen_P) - log1mexp(logps.rejected_P))
         return -self._beta * logsigmoid(log_odds_P)
 

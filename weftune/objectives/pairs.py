@@ -26,10 +26,11 @@ class PairScores:
         return self.chosen_P - self.rejected_P
 
 
-def answer_scores(scores: SampleScores, averages: bool) -> PairScores:
-    """Return the log-probability of each answer: the sum over its tokens or, if `averages`, the mean."""
+def answer_scores(scores: SampleScores, divides_by_length: bool) -> PairScores:
+    """Return the log-probability of each answer: the sum over its tokens or, if `divides_by_length`, the
+    mean."""
     logps_B = scores.answer_sums()
-    if averages:
+    if divides_by_length:
         counts = map(min, zip(scores.counts, scores.answers, strict=True))
         logps_B = logps_B / logps_B.new_tensor(list(counts))
     return split_pairs(logps_B)

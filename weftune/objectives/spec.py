@@ -72,10 +72,10 @@ class ObjectiveSpec:
         """Yield every key that contradicts another one, with the error message."""
         yield from ()
 
-    def named_metrics(self, means: Sequence[float]) -> dict[str, float]:
-        """Return the metrics by name. `means` are the means over the rows of the objective's sums, and may be
-        followed by zeros."""
-        return dict(zip(self.metrics, means, strict=False))
+    def named_metrics(self, metric_means: Sequence[float]) -> dict[str, float]:
+        """Return the metrics by name. `metric_means` are the means over the rows of the objective's sums, and
+        may be followed by zeros."""
+        return dict(zip(self.metrics, metric_means, strict=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,10 +164,10 @@ class KtoSpec(ObjectiveSpec):
     def mismatched(self) -> bool:
         return self.loss_type == "kto"
 
-    def named_metrics(self, means: Sequence[float]) -> dict[str, float]:
-        if not means:
+    def named_metrics(self, metric_means: Sequence[float]) -> dict[str, float]:
+        if not metric_means:
             return {}
-        share, chosen_reward, rejected_reward, chosen_logp, rejected_logp, kl = means
+        share, chosen_reward, rejected_reward, chosen_logp, rejected_logp, kl = metric_means
         found = {"kl": kl}
         if share > 0:
             found |= {"rewards/chosen": chosen_reward / share, "logps/chosen": chosen_logp / share}
@@ -193,9 +193,9 @@ class RewardSpec(ObjectiveSpec):
     center_rewards_coefficient: Annotated[float | None, Bound(at_least=0)] = None
     """Weight of the squared sum of a pair's rewards, which keeps rewards near zero. None leaves it out."""
 
-    def named_metrics(self, means: Sequence[float]) -> dict[str, float]:
+    def named_metrics(self, metric_means: Sequence[float]) -> dict[str, float]:
         """Return the metrics by name. The fourth mean is the maximum of the negative rewards."""
-        named = ObjectiveSpec.named_metrics(self, means)
+        named = ObjectiveSpec.named_metrics(self, metric_means)
         return named | {"min_reward": -named["min_reward"]} if named else {}
 
 

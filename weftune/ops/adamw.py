@@ -179,8 +179,7 @@ def _launch_update(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor
 
 
 def _update_runs(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
-    """Apply steps of jobs with several learning rates: each range of parameters is updated as if it were a
-    job."""
+    """Apply steps of jobs with several learning rates: each range of parameters is updated like a job."""
     runs = [one.split_by_rate() for one in updates]
     counts = torch.tensor([len(each) for each in runs])
     flat = [run for each in runs for run in each]
@@ -210,23 +209,23 @@ def _update_by_torch(updates: Sequence[Update], factor_J: Tensor | None) -> Tens
     )
 
 
-def _plain_update(one: Update) -> Tensor:
-    state = one.state
-    if one.factor < 0.0:
+def _plain_update(update: Update) -> Tensor:
+    state = update.state
+    if update.factor < 0.0:
         state.gradient.zero_()
         return torch.ones((), dtype=torch.bool, device=state.gradient.device)
-    if one.factor != 1.0:
-        state.gradient.mul_(one.factor)
+    if update.factor != 1.0:
+        state.gradient.mul_(update.factor)
     moved = (state.master, state.gradient, state.exp_avg, state.exp_avg_sq)
     count = state.master.numel()
     even = count - count % EVEN_SIZE if state.master.device.type == "cpu" else count
     if even:
-        _torch_adamw(one, [vector[:even] for vector in moved])
+        _torch_adamw(update, [vector[:even] for vector in moved])
     if even < count:
         padded = [vector.new_zeros(EVEN_SIZE) for vector in moved]
         for own, vector in zip(padded, moved, strict=True):
             own[: count - even] = vector[even:]
-        _torch_adamw(one, padded)
+        _torch_adamw(update, padded)
         for own, vector in zip(padded, moved, strict=True):
             vector[even:] = own[: count - even]
     state.weights.copy_(state.master)
@@ -234,7 +233,7 @@ def _plain_update(one: Update) -> Tensor:
     return state.master.isfinite().all()
 
 
-def _torch_adamw(one: Update, vectors: Sequence[Tensor]) -> None:
+def _torch_adamw(update: Update, vectors: Sequence[Tensor]) -> None:
     """Apply a step with torch's AdamW. `vectors` are master weights, gradient, first and second moments."""
     master, gradient, exp_avg, exp_avg_sq = vectors
     adamw(
@@ -243,33 +242,33 @@ def _torch_adamw(one: Update, vectors: Sequence[Tensor]) -> None:
         [exp_avg],
         [exp_avg_sq],
         [],
-        [torch.tensor(float(one.step - 1))],
+        [torch.tensor(float(update.step - 1))],
         foreach=False,
         # One pass over the vectors instead of a dozen: seven times as fast.
         fused=master.device.type == "cpu",
         amsgrad=False,
-        beta1=one.betas[0],
-        beta2=one.betas[1],
-        lr=one.learning_rate,
-        weight_decay=one.weight_decay,
-        eps=one.eps,
+        beta1=update.betas[0],
+        beta2=update.betas[1],
+        lr=update.learning_rate,
+        weight_decay=update.weight_decay,
+        eps=update.eps,
         maximize=False,
     )
 
 
-def _update_scalars(one: Update) -> tuple[float, ...]:
+def _update_scalars(update: Update) -> tuple[float, ...]:
     """Return a job's row of the kernel's table of numbers. 1 − β is computed here in float64, because in
     float32 the result for β = 0.999 would be off by 5e-5."""
-    beta1, beta2 = one.betas
+    beta1, beta2 = update.betas
     return (
-        one.factor,
-        1.0 - one.learning_rate * one.weight_decay,
-        one.learning_rate / (1.0 - beta1**one.step),
-        math.sqrt(1.0 - beta2**one.step),
+        update.factor,
+        1.0 - update.learning_rate * update.weight_decay,
+        update.learning_rate / (1.0 - beta1**update.step),
+        math.sqrt(1.0 - beta2**update.step),
         1.0 - beta1,
         beta2,
         1.0 - beta2,
-        one.eps,
+        update.eps,
     )
 
 

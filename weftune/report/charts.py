@@ -188,17 +188,19 @@ def _throughput_chart(windows: Sequence[WindowLine]) -> Chart | None:
 
 
 def _predicted_chart(
-    names: tuple[str, str, str], measured: Sequence[float | None], predicted: Sequence[float | None]
+    names: tuple[str, str, str],
+    measured_values: Sequence[float | None],
+    predicted_values: Sequence[float | None],
 ) -> Chart | None:
     """Draw measured and predicted values, window by window. `names` are the chart's name, title and unit."""
     name, title, unit = names
-    happened = [Point(number, value) for number, value in enumerate(measured, start=1)]
-    promised = [Point(number, value) for number, value in enumerate(predicted, start=1)]
-    if sum(value is not None for value in measured) < _MIN_WINDOWS:
+    happened = [Point(number, value) for number, value in enumerate(measured_values, start=1)]
+    promised = [Point(number, value) for number, value in enumerate(predicted_values, start=1)]
+    if sum(value is not None for value in measured_values) < _MIN_WINDOWS:
         return None
     errors = [
         abs(promise - fact) / fact
-        for promise, fact in zip(predicted, measured, strict=True)
+        for promise, fact in zip(predicted_values, measured_values, strict=True)
         if promise is not None and fact
     ]
     series = [Series(name="measured", points=thin_points(happened), pen=_MEASURED)]
@@ -209,7 +211,7 @@ def _predicted_chart(
         if len(errors) >= MIN_WINDOWS and median(errors) <= MAX_ERROR:
             words += f" Half of the windows were within {max(1.0, 100 * median(errors)):.0f} % of it."
     figure = Figure(
-        x=count_axis("window", 1, len(measured)),
+        x=count_axis("window", 1, len(measured_values)),
         y=value_axis(unit, _finite_values([happened, promised]), starts_at_zero=True),
         series=series,
         legend=True,

@@ -10,7 +10,7 @@ from typing import Any
 from weftune.jobs.sweeps.record import SweepRecord, flatten, leaders
 from weftune.objectives.spec import OBJECTIVES
 from weftune.report.read import JobRecord, MetricLine, Run
-from weftune.report.words import loss_text, plural
+from weftune.report.words import count_noun, loss_text
 
 ENDED_BADLY = ("failed", "cancelled")
 MIN_ROWS, MIN_TOKENS = 20, 500
@@ -128,8 +128,7 @@ def is_worse_than_base(job: JobRecord) -> bool:
 
 
 def validation_key(job: JobRecord) -> str:
-    """Return a key that is equal for jobs evaluated on the same rows with the same tokenisation and the same
-    loss."""
+    """Return a key that is equal for jobs evaluated on the same rows with the same tokenisation and loss."""
     held_out = {
         key: value for key, value in _spec_section(job, "eval").items() if key in ("path", "fraction")
     }
@@ -221,7 +220,7 @@ def _sweep_verdict(run: Run, record: SweepRecord) -> RunVerdict | None:
         return None
     best_of = "is the best of" if has_enough_rows(job) and not is_worse_than_base(job) else "leads"
     so_far = "" if record.best else " so far"
-    lead = f"{job.name} {best_of} {plural(len(record.trials), 'trial')}{so_far}."
+    lead = f"{job.name} {best_of} {count_noun(len(record.trials), 'trial')}{so_far}."
     return _job_verdict(job, lead, rival_count=len(record.trials), rows_name="")
 
 
@@ -270,8 +269,8 @@ def _job_verdict(job: JobRecord, lead_sentence: str, rival_count: int, rows_name
 def basis_text(job: JobRecord) -> str:
     """Format the numbers of held-out rows and tokens of a job."""
     rows, tokens = held_out_rows(job), held_out_tokens(job)
-    words = [plural(rows, "held-out row")] if rows else []
-    words += [plural(tokens, "token" if rows else "held-out token")] if tokens else []
+    words = [count_noun(rows, "held-out row")] if rows else []
+    words += [count_noun(tokens, "token" if rows else "held-out token")] if tokens else []
     return ", ".join(words)
 
 

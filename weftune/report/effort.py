@@ -12,7 +12,7 @@ from statistics import fmean
 
 from weftune.core.clock import Phase, WallTime
 from weftune.report.read import WindowLine
-from weftune.report.words import NO_VALUE, bytes_text, duration_text, plural
+from weftune.report.words import NO_VALUE, bytes_text, count_noun, duration_text
 
 COLUMNS = (
     "window", "jobs", "passes", "predicted", "measured", "off", "predicted peak", "peak", "off", "",
@@ -30,11 +30,13 @@ class Errors:
     peak: float | None
 
 
-def prediction_errors(windows: Sequence[WindowLine], *, with_compilation: bool) -> Errors:
+def prediction_errors(windows: Sequence[WindowLine], *, includes_compilation: bool) -> Errors:
     """Return the errors of changed windows, either of windows that compiled kernels or captured graphs, or of
     all other windows."""
     counted = [
-        window for window in windows if window.changed and bool(window.compiled_passes) == with_compilation
+        window
+        for window in windows
+        if window.changed and bool(window.compiled_passes) == includes_compilation
     ]
     seconds = [abs(off) for window in counted if (off := seconds_error(window)) is not None]
     peaks = [abs(off) for window in counted if (off := peak_error(window)) is not None]
@@ -76,11 +78,11 @@ def window_rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
 def headline(windows: Sequence[WindowLine]) -> str | None:
     """Return one line about the errors. None if too few windows were predicted, or if the predictions were
     inaccurate, which also happens on a busy machine."""
-    found = prediction_errors(windows, with_compilation=False)
+    found = prediction_errors(windows, includes_compilation=False)
     if found.windows < MIN_WINDOWS or found.seconds is None or found.seconds > MAX_ERROR:
         return None
     memory = "" if found.peak is None else f", peak memory by {found.peak:.1%}"
-    counted = plural(found.windows, "window")
+    counted = count_noun(found.windows, "window")
     return f"Predicted times were off by {found.seconds:.1%}{memory} on average, over {counted}."
 
 
@@ -88,20 +90,20 @@ def error_sentences(windows: Sequence[WindowLine]) -> list[str]:
     """Return sentences for the table: the errors of the predictions, and the source of the first
     prediction."""
     changed, unsettled = (
-        prediction_errors(windows, with_compilation=False),
-        prediction_errors(windows, with_compilation=True),
+        prediction_errors(windows, includes_compilation=False),
+        prediction_errors(windows, includes_compilation=True),
     )
     told = []
     if changed.seconds is not None:
         memory = "" if changed.peak is None else f" and peak memory by {changed.peak:.1%}"
         told.append(
             f"Predicted time was off by {changed.seconds:.1%}{memory} on average, over "
-            f"{plural(changed.windows, 'window')} whose jobs or lengths changed. "
+            f"{count_noun(changed.windows, 'window')} whose jobs or lengths changed. "
             "Other work on the machine makes windows slower than predicted."
         )
     if unsettled.windows and unsettled.seconds is not None:
         told.append(
-            f"Counted apart: {plural(unsettled.windows, 'window')} with a first pass of its kind, or "
+            f"Counted apart: {count_noun(unsettled.windows, 'window')} with a first pass of its kind, or "
             f"with one that was compiled or captured, {unsettled.seconds:.1%}."
         )
     if windows and (off := seconds_error(first := windows[0])) is not None:
@@ -120,13 +122,13 @@ def _seconds_text(seconds: float | None) -> str:
     return NO_VALUE if seconds is None else f"{seconds:.3g} s"
 
 
-def _relative_error(predicted: float | None, measured: float | None) -> float | None:
-    return None if predicted is None or not measured else predicted / measured - 1.0
+def _relative_error(predicted_value: float | None, measured_value: float | None) -> float | None:
+    return None if predicted_value is None or not measured_value else predicted_value / measured_value - 1.0
 
 
 def _window_remark(window: WindowLine) -> str:
     if window.compiled_passes:
-        return f"first, compiled or captured: {plural(window.compiled_passes, 'time')}"
+        return f"first, compiled or captured: {count_noun(window.compiled_passes, 'time')}"
     return "" if window.changed else "as the one before"
 
 

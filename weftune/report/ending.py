@@ -30,7 +30,14 @@ from weftune.report.effort import headline
 from weftune.report.read import JobRecord, Run
 from weftune.report.snippets import remedies, serve_command
 from weftune.report.terminal import STATE_STYLES
-from weftune.report.words import NO_VALUE, change_text, loss_text, plural, printable_line, trial_state_text
+from weftune.report.words import (
+    NO_VALUE,
+    change_text,
+    count_noun,
+    loss_text,
+    printable_line,
+    trial_state_text,
+)
 
 Losses = tuple[float | None, float | None]
 """First and last value of a loss."""
@@ -70,18 +77,17 @@ def _jobs_in_table(run: Run, jobs: tuple[JobRecord, ...], width: int) -> list[Re
 
 def _job_reasons(run: Run, jobs: tuple[JobRecord, ...]) -> list[Text]:
     """Return warnings about results, the reasons of unfinished jobs, and the command to retry failed jobs."""
-    lines = [_unwrapped_text(f"{job.name}: {job.warning}", style="red") for job in jobs if job.warning]
+    lines = [_no_wrap_text(f"{job.name}: {job.warning}", style="red") for job in jobs if job.warning]
     for job in jobs:
         if job.reason:
-            lines.append(_unwrapped_text(f"{job.name}: {job.reason}"))
+            lines.append(_no_wrap_text(f"{job.name}: {job.reason}"))
         if job.state == "failed":
-            lines.append(_unwrapped_text(f"  {remedies(job, run.command)[0].command}", style="dim"))
+            lines.append(_no_wrap_text(f"  {remedies(job, run.command)[0].command}", style="dim"))
     return lines
 
 
-def _unwrapped_text(text: str, style: str = "") -> Text:
-    """Return a line that only the terminal may wrap, because a command with line breaks could not be
-    pasted."""
+def _no_wrap_text(text: str, style: str = "") -> Text:
+    """Return a line that only the terminal may wrap: commands with line breaks could not be pasted."""
     return Text(printable_line(text), style=style, no_wrap=True, overflow="ignore")
 
 
@@ -186,7 +192,7 @@ def _sweep_heading(record: SweepRecord) -> str:
     states = ", ".join(f"{count} {trial_state_text(state)}" for state, count in counts(record).items())
     share = trained_share(record)
     saved = "" if share is None else f"; {100 * share:.0f} % of the samples that all to the end would take"
-    return f"{record.name}: {plural(len(record.trials), 'trial')}, {states}{saved}"
+    return f"{record.name}: {count_noun(len(record.trials), 'trial')}, {states}{saved}"
 
 
 def _trial_table(record: SweepRecord, trials: Sequence[TrialRecord], paths: Sequence[str]) -> Table:
@@ -216,7 +222,7 @@ def _trial_failures(record: SweepRecord) -> list[Text]:
     lines = [Text(printable_line(f"{trial.name} failed: {trial.reason}")) for trial in failed[:_FAILURES]]
     more = len(failed) - _FAILURES
     if more > 0:
-        lines.append(Text(f"{plural(more, 'trial')} more failed; the report has the reasons"))
+        lines.append(Text(f"{count_noun(more, 'trial')} more failed; the report has the reasons"))
     return lines
 
 

@@ -12,7 +12,7 @@ from weftune.core.evaluation import METRICS, AnsweredRow, Evaluation
 from weftune.core.files import FORMAT
 from weftune.objectives.spec import REWARD_METRICS
 from weftune.report.template import render
-from weftune.report.words import NO_VALUE, accuracy_text, loss_text, plural
+from weftune.report.words import NO_VALUE, accuracy_text, count_noun, loss_text
 
 MAX_ROWS = 200
 """Maximum number of rows whose answers are shown on the page."""
@@ -51,12 +51,12 @@ def read_answers(folder: Path) -> SampleAnswers | None:
     """Return the answers in a job's folder. None if there are none, or if they cannot be read."""
     try:
         value = json.loads((folder / ANSWERS).read_bytes())
-        return SampleAnswers(int(value["step"]), tuple(_answered_row(row) for row in value["rows"]))
+        return SampleAnswers(int(value["step"]), tuple(_parse_answered_row(row) for row in value["rows"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _answered_row(row: Mapping[str, Any]) -> AnsweredRow:
+def _parse_answered_row(row: Mapping[str, Any]) -> AnsweredRow:
     prompt, expected = row["prompt"], row["expected"]
     if not isinstance(prompt, str):
         prompt = tuple({"role": "", "content": None, "tool_calls": None, **message} for message in prompt)
@@ -80,7 +80,7 @@ def score_text(metric: str, value: float | None) -> str:
 
 def evaluation_page(evaluation: Evaluation, metric: str) -> str:
     """Return a self-contained page: the table of scores, and the answers to each row side by side."""
-    ranked = evaluation.ranked(metric)
+    ranked = evaluation.rank_results(metric)
     shown = evaluation.answers[:MAX_ROWS]
     count = len(evaluation.answers)
     better = METRICS.get(metric, "higher")
@@ -94,8 +94,8 @@ def evaluation_page(evaluation: Evaluation, metric: str) -> str:
             "title": evaluation.data,
             "facts": [
                 f"base {evaluation.base}",
-                plural(sum(one.adapter != "base" for one in ranked), "adapter"),
-                plural(max(one.rows for one in ranked), "row"),
+                count_noun(sum(one.adapter != "base" for one in ranked), "adapter"),
+                count_noun(max(one.rows for one in ranked), "row"),
             ],
             "words": words,
             "notes": evaluation.notes,

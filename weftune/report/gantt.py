@@ -35,7 +35,7 @@ from weftune.plan.program.program import (
 )
 from weftune.plan.program.simulate import Lane, Timeline
 from weftune.report.template import Tile, render
-from weftune.report.words import plural
+from weftune.report.words import count_noun
 
 TICKS_PER_WINDOW = 1_000_000
 """Number of ticks in the drawn time; starts and lengths are whole numbers of ticks."""
@@ -88,7 +88,7 @@ def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
     """Return the timeline as one self-contained HTML page."""
     drawn = timeline_data(_timeline_bars(timeline, program), lane_names(timeline), timeline.makespan, program)
     passes = sum(isinstance(one.action, Compute) for one in timeline.events)
-    microbatches = plural(len(program.microbatches), "microbatch").replace("batchs", "batches")
+    microbatches = count_noun(len(program.microbatches), "microbatch").replace("batchs", "batches")
     tiles = [
         Tile("seconds", f"{timeline.makespan:.3g}", "predicted, from start to end"),
         Tile("passes", f"{passes:,}", microbatches),
@@ -102,7 +102,7 @@ def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
     kinds = [kind for kind in KINDS if any(kind == name for name, _ in drawn["kinds"])]
     values = {
         "title": title,
-        "facts": (plural(timeline.devices, "device"), plural(len(job_colours(program)), "job")),
+        "facts": (count_noun(timeline.devices, "device"), count_noun(len(job_colours(program)), "job")),
         "tiles": tiles,
         "words": f"Actions that are too narrow to be seen are drawn together, as shares of the time.{cut}",
         "columns": ("device", "computing", *kinds),

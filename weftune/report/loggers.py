@@ -54,11 +54,11 @@ class Loggers:
         }
         job = str(line["job"])
         for name in tuple(self._openers):
-            self._try_logger(name, partial(self._log_values, name, job, line["step"], line["time"], values))
+            self._open_logger(name, partial(self._log_values, name, job, line["step"], line["time"], values))
 
     def close(self) -> None:
         for (name, _), logger in self._open.items():
-            self._try_logger(name, logger.close)
+            self._open_logger(name, logger.close)
         self._open.clear()
 
     def _log_values(self, name: str, job: str, step: int, time: float, values: Mapping[str, float]) -> None:
@@ -66,7 +66,7 @@ class Loggers:
             self._open[name, job] = self._openers[name](job, self._jobs.get(job, {}))
         self._open[name, job].log(step, time, values)
 
-    def _try_logger(self, name: str, action: Callable[[], None]) -> None:
+    def _open_logger(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:

@@ -40,11 +40,11 @@ from weftune.report.words import (
     accuracy_text,
     bytes_text,
     change_text,
+    count_noun,
     duration_text,
     link_to,
     loss_text,
     minutes_text,
-    plural,
     points_text,
     rate_text,
     short_paths,
@@ -127,7 +127,7 @@ class JobView:
 
     @property
     def progress(self) -> str:
-        steps = plural(self.job.steps, "step")
+        steps = count_noun(self.job.steps, "step")
         return steps if self.job.step == self.job.steps else f"{self.job.step:,} of {steps}"
 
     @property
@@ -136,7 +136,7 @@ class JobView:
         return link_to(self.job.name, "") if self.job.spec else ""
 
     @property
-    def lacks_adapter(self) -> bool:
+    def has_no_adapter(self) -> bool:
         """Whether the job ended or waits without an adapter; such jobs are listed at the top of the page."""
         return self.job.state in _STOPPED and not self.dropped
 
@@ -151,7 +151,7 @@ class JobView:
         if self.dropped or (self.trial and self.job.state == "failed"):
             # The sweep has decided without it, and does not admit it again.
             return False
-        return self.lacks_adapter or self.index < _MAX_DETAILS
+        return self.has_no_adapter or self.index < _MAX_DETAILS
 
 
 def write_report(output: Path, run: Run | None = None) -> Path:

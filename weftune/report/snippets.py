@@ -10,7 +10,7 @@ from typing import Any
 
 from weftune.adapters.folder import has_scalar_head, read_config
 from weftune.base.spec import BaseSpec, RopeScaling
-from weftune.core.shapes import name_in_wrapper
+from weftune.core.shapes import is_name_in_wrapper
 from weftune.errors import AdapterError
 from weftune.jobs.store.status import State, resume_line
 from weftune.report.read import JobRecord, Run
@@ -89,8 +89,7 @@ def serve_command(run: Run) -> str | None:
 
 
 def load_snippet(base: BaseSpec, folder: Path) -> str:
-    """Return Python code that loads the adapter in `folder` with PEFT onto the base that it was trained
-    on."""
+    """Return Python code that loads the adapter in `folder` with PEFT onto the base of its training."""
     name = base.published_name
     arguments = [repr(name)]
     if name.endswith(".gguf"):
@@ -169,7 +168,7 @@ def _is_in_wrapper(folder: Path) -> bool:
         targets = read_config(folder).get("target_modules")
     except AdapterError:
         return False
-    return isinstance(targets, list) and any(name_in_wrapper(str(target)) for target in targets)
+    return isinstance(targets, list) and any(is_name_in_wrapper(str(target)) for target in targets)
 
 
 def is_reward_model(folder: Path) -> bool:

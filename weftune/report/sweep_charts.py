@@ -80,12 +80,12 @@ def _drawn_keys(record: SweepRecord) -> list[str]:
         key: [repr(flat_trial_values(trial).get(key)) for trial in record.trials]
         for key in swept_keys(record)
     }
-    keys = [key for key in values if not any(_vary_together(values, other, key) for other in values)]
+    keys = [key for key in values if not any(_are_redundant_keys(values, other, key) for other in values)]
     widest = sorted(keys, key=lambda key: -len(set(values[key])))[:_MAX_KEYS]
     return [key for key in keys if key in widest]
 
 
-def _vary_together(values: Mapping[str, Sequence[str]], first_key: str, second_key: str) -> bool:
+def _are_redundant_keys(values: Mapping[str, Sequence[str]], first_key: str, second_key: str) -> bool:
     """Return whether the values of each key determine the values of the other key, although several trials
     share a value."""
     names = list(values)
@@ -195,7 +195,7 @@ def _key_chart(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
     figure = Figure(
         # With some room at both ends.
         x=Axis(label="", min_value=-0.08, max_value=1.08, ticks=ticks),
-        y=_result_axis(metric_title(record.metric), shown, may_be_log=record.mode == "min"),
+        y=_result_axis(metric_title(record.metric), shown, allows_log_scale=record.mode == "min"),
         series=series,
         reference_lines=[]
         if base_loss is None
@@ -220,10 +220,10 @@ def _metric_span(record: SweepRecord, count: int) -> tuple[float, float]:
     return min((low for low, _ in spans), default=0.0), max((high for _, high in spans), default=1.0)
 
 
-def _result_axis(label: str, span: tuple[float, float], *, may_be_log: bool) -> Axis:
+def _result_axis(label: str, span: tuple[float, float], *, allows_log_scale: bool) -> Axis:
     """Return an axis; it is logarithmic if the best results could not be distinguished on a linear one."""
     low, high = span
-    if not may_be_log or low <= 0 or high <= _LEAST_RATIO * low:
+    if not allows_log_scale or low <= 0 or high <= _LEAST_RATIO * low:
         margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
         return linear_axis(label, low - margin, high + margin)
     stretch = (high / low) ** 0.05
@@ -306,8 +306,7 @@ def _is_log(sorted_values: Sequence[float]) -> bool:
 def _spaced_ticks(
     min_value: float, max_value: float, candidates: Iterable[float], log: bool
 ) -> tuple[float, ...]:
-    """Return both ends of the range and all `candidates` that are not too close to the ends or to each
-    other."""
+    """Return the range's ends and all `candidates` that are not too close to the ends or to each other."""
     along = math.log if log else float
     least = _TICKS_APART * (along(max_value) - along(min_value))
     found = [min_value]

@@ -33,10 +33,10 @@ from weftune.report.sweep_charts import sweep_charts
 from weftune.report.template import Tile
 from weftune.report.words import (
     NO_VALUE,
+    count_noun,
     duration_text,
     link_to,
     loss_text,
-    plural,
     printable_line,
     trial_state_text,
 )
@@ -128,7 +128,7 @@ def _sweep_facts(record: SweepRecord) -> str:
     better = "lower" if record.mode == "min" else "higher"
     parts = [
         SEARCHES.get(record.search, record.search),
-        plural(record.count, "trial"),
+        count_noun(record.count, "trial"),
         f"{metric_title(record.metric)} on the same held-out rows, {better} is better",
     ]
     if len(record.rungs) > 1:

@@ -30,7 +30,14 @@ from weftune.jobs.sweeps.record import (
     rung_sentence,
 )
 from weftune.report.read import JobRecord
-from weftune.report.words import duration_text, loss_text, plural, printable_line, rate_text, trial_state_text
+from weftune.report.words import (
+    count_noun,
+    duration_text,
+    loss_text,
+    printable_line,
+    rate_text,
+    trial_state_text,
+)
 
 STATE_STYLES = {
     "queued": "dim",
@@ -122,7 +129,7 @@ class LiveView:
         """Lock of the rows: the trainer changes them while rich's thread draws them."""
         self._live = (
             Live(console=console, get_renderable=self._view_content, refresh_per_second=1)
-            if _can_redraw(console)
+            if _supports_redraw(console)
             else None
         )
 
@@ -183,7 +190,7 @@ class LiveView:
             # The line about its rung reports a trial that was dropped from its sweep.
             self.note(_progress_line(row, pace))
         if self._clock() >= self._next_line:
-            self.note(self._overall_line([self._with_trial_state(one) for one in self._rows.values()]).plain)
+            self.note(self._overall_line([self._use_trial_state(one) for one in self._rows.values()]).plain)
             self._next_line = self._clock() + _TOGETHER_SECONDS
 
     def note(self, text: str) -> None:
@@ -200,24 +207,24 @@ class LiveView:
     def _view_content(self) -> Group:
         """Return the table that the live view shows now."""
         with self._lock:
-            rows = [self._with_trial_state(row) for row in self._rows.values()]
+            rows = [self._use_trial_state(row) for row in self._rows.values()]
             leading = {trial.name for record in self._sweeps.values() for trial in leaders(record, _LEADERS)}
             room = self._console.height - _FRAME_LINES - _SWEEP_LINES * len(self._sweeps)
             shown = _select_rows(rows, room, self._trials.keys(), leading)
             table = [_live_table(shown, self._paces)] if shown or not self._sweeps else []
             hidden = len(rows) - len(shown)
             noun = "trial" if self._sweeps and len(self._trials) == len(rows) else "job"
-            more = [Text(f"… and {plural(hidden, noun)} more", style="dim")] if hidden else []
+            more = [Text(f"… and {count_noun(hidden, noun)} more", style="dim")] if hidden else []
             lines = [
                 Text(printable_line(line), style="" if at else "bold", no_wrap=True, overflow="ellipsis")
                 for record in self._sweeps.values()
-                for at, line in enumerate(_sweep_lines(self._with_running_trials(record)))
+                for at, line in enumerate(_sweep_lines(self._mark_running_trials(record)))
             ]
             failed = [row for row in rows if row.state == "failed" and row.name in self._trials]
             others = [row for row in shown if row.state not in TRIAL_STYLES and row not in failed]
             return Group(*lines, *table, *more, *_reason_lines([*others, *failed]), self._overall_line(rows))
 
-    def _with_running_trials(self, record: SweepRecord) -> SweepRecord:
+    def _mark_running_trials(self, record: SweepRecord) -> SweepRecord:
         """Return the record with trials marked as running that were admitted after it was written."""
         trials = tuple(
             replace(trial, state="running")
@@ -229,7 +236,7 @@ class LiveView:
         )
         return replace(record, trials=trials)
 
-    def _with_trial_state(self, row: JobRecord) -> JobRecord:
+    def _use_trial_state(self, row: JobRecord) -> JobRecord:
         """Return the row with a trial's state in its sweep, if that is more specific than the job's state."""
         state = trial_state_text(self._trials.get(row.name, ""))
         if state in TRIAL_STYLES and row.state in ("queued", "cancelled", "succeeded"):
@@ -256,7 +263,7 @@ class LiveView:
         return Text(" · ").join(parts)
 
 
-def _can_redraw(console: Console) -> bool:
+def _supports_redraw(console: Console) -> bool:
     """Return whether a live view works: in a terminal, or in a notebook with the widgets that rich needs."""
     if console.is_jupyter:
         return find_spec("ipywidgets") is not None
@@ -320,7 +327,7 @@ def _sweep_lines(record: SweepRecord) -> list[str]:
     leading = "  ".join(
         f"{place}. {trial.name} {loss_text(trial.score)}" for place, trial in enumerate(first, start=1)
     )
-    lines = [f"{record.name}: {plural(record.count, 'trial')}, {seats}"]
+    lines = [f"{record.name}: {count_noun(record.count, 'trial')}, {seats}"]
     return lines + [f"  {line}" for line in (rungs, leading) if line]
 
 

@@ -75,8 +75,8 @@ def trial_state_text(state: str) -> str:
     return "dropped" if state == "left" else state
 
 
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def count_noun(count: int, singular: str) -> str:
+    return f"{count:,} {singular}" if count == 1 else f"{count:,} {singular}s"
 
 
 def short_paths(paths: Sequence[str]) -> Mapping[str, str]:

@@ -57,7 +57,7 @@ class Alone:
         """Whether the duration of the optimizer steps in `_underway` is typical: it includes no setup, such
         as compilation."""
         self._seen: set[str] = set()
-        """Kinds of work (pass, evaluation, step) that have run. The first run of each kind includes setup
+        """Kinds of work (pass, evaluation, step) that have run. The first of each kind includes setup
         time."""
 
     @property
@@ -78,8 +78,7 @@ class Alone:
         pass
 
     def without_failed_jobs(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """Return the microbatch without the rows of jobs that have failed. No other worker depends on these
-        rows."""
+        """Return the microbatch without the rows of failed jobs, on which no other worker depends."""
         return plan.without(self._roster.dead)
 
     def receive(self, action: Recv) -> Tensor:
@@ -213,6 +212,6 @@ class Alone:
         self._adapters.abandon()
         return True
 
-    def report_shortage(self, why: str) -> None:
+    def report_shortage(self, reason: str) -> None:
         self.end_early()
-        raise OutOfMemory(why)
+        raise OutOfMemory(reason)

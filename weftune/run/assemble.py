@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weftune.base.host.streamed import StreamedBase, stage_view
+from weftune.base.host.streamed import StreamedBase, make_stage_view
 from weftune.base.model import Base
 from weftune.core.shards import ShardTeam
 from weftune.ops.adamw import update
@@ -88,7 +88,7 @@ def streamed_executor(
     streamed.refuse_copies()
     # Loading and adapting leave fragmented memory; long-lived tensors must not be placed in the gaps.
     release(base.device)
-    stages = {stage: stage_view(base, part.stage_range(stage)) for stage in part.own_stages}
+    stages = {stage: make_stage_view(base, part.stage_range(stage)) for stage in part.own_stages}
     weights, timer = StreamedWeights(streamed), ActionTimer(base.device)
     travels = part.layout.adapters_travel
     adapters = TravellingAdapters(adapted, weights, make) if travels else ResidentAdapters(adapted, shards)

@@ -72,8 +72,7 @@ class Passed:
 
 
 Event = Stepped | Evaluated | Scored | SaveDue | Failed | Passed | StateTime
-"""Any event that an executor reports. `StateTime` is the duration of optimizer steps that were made
-together."""
+"""Any event that an executor reports. `StateTime` is the duration of optimizer steps made together."""
 
 
 class OutOfMemory(RuntimeError):
@@ -95,9 +94,9 @@ def evaluation_event(sums: EvaluationSums, objective: ObjectiveSpec) -> Evaluate
     )
 
 
-def score_event(scored: Scored) -> Scored | Failed:
+def score_event(scores: Scored) -> Scored | Failed:
     """Return the event of the scores of samples. A score that is not finite makes the job fail."""
-    for sample, logprob in zip(scored.samples, scored.logprobs, strict=True):
+    for sample, logprob in zip(scores.samples, scores.logprobs, strict=True):
         if not math.isfinite(logprob):
-            return Failed(scored.job, f"the reference log-probability of its sample {sample} is {logprob}")
-    return scored
+            return Failed(scores.job, f"the reference log-probability of its sample {sample} is {logprob}")
+    return scores

@@ -108,8 +108,7 @@ class Executor:
         """Maps (job, step, offset of the sample) to the keys and values of a long sample whose chunks are
         being processed."""
         self.unfinished = FINISHED
-        """Global batches that the last window left unfinished. Their microbatches are in flight on this
-        worker."""
+        """Global batches that the last window left unfinished, whose microbatches are in flight here."""
         self._next: tuple[MicrobatchPlan, DeviceMicrobatch] | None = None
         """Plan and tensors of the next microbatch, if they have been prepared in advance."""
         self.offer_turn: Callable[[], object] | None = None
@@ -176,7 +175,7 @@ class Executor:
     def snapshot(self, job: str) -> Snapshot:
         """Return the job's current state, copied to host memory."""
         with self.adapted.on_stream():
-            return self.writer.snapshots.take(self.attached[job])
+            return self.writer.snapshots.take_snapshot(self.attached[job])
 
     def save_now(self, job: str, folder: Path) -> None:
         """Save a checkpoint between windows. In a run of one process, this is equivalent to `save`."""
@@ -456,11 +455,11 @@ class Executor:
         return [
             Scored(one.job, one.step, tuple(placed.sample for placed in one.samples), logprobs)
             for one, laid, logprobs in zip(segments, flight.laid.microbatch.segments, sums, strict=True)
-            if not laid.kl_of
+            if not laid.kl_purpose
         ]
 
     def _add_scores(self, job: str, step: int) -> Iterator[Event]:
-        """Replace this replica's sums over mismatched samples by the sums over all replicas."""
+        """Replace this replica's sums for the KL term of KTO by the sums over all replicas."""
         sums = self.agreement.add_scores(job, step)
         if sums is not None:
             self.scorer.set_kl_sums(job, step, sums)
@@ -530,7 +529,7 @@ class Executor:
         return pad_to_device(self._fetch(plan, kind), plan.rows, base.device, base.shape.context)
 
     def _prepare_next(self, number: int) -> None:
-        """Prepare the next microbatch while the GPU computes. Later, an optimizer step would make the host
+        """Prepare the next microbatch while the GPU computes. Later, an optimizer step makes the host
         wait."""
         self._next = None
         if (

@@ -74,8 +74,7 @@ class Agreement(Protocol):
     def reduce(self, action: Reduce) -> None: ...
 
     def send_scores(self, job: str, step: int, sums: Sequence[float]) -> None:
-        """Send the sums over this replica's mismatched samples, as `Scorer.kl_sums` returns them, to the
-        other replicas."""
+        """Send the sums for the KL term of KTO, as `Scorer.kl_sums` returns them, to the other replicas."""
 
     def add_scores(self, job: str, step: int) -> Sequence[float] | None:
         """Return the sums over all replicas, or None if one of the replicas could not score its samples."""
@@ -102,9 +101,9 @@ class Agreement(Protocol):
 
     def save(self, job: str, step: int) -> Iterator[Event]: ...
 
-    def report_shortage(self, why: str) -> None:
-        """Handle a pass that ran out of memory, after this worker has dropped its unfinished work. `why` is
-        the error's message."""
+    def report_shortage(self, reason: str) -> None:
+        """Handle a pass that ran out of memory, after this worker has dropped its unfinished work. `reason`
+        is the error's message."""
 
     def end_early(self) -> bool:
         """Stop computing before the window's end, because a stop was requested. Return True if the window

@@ -143,12 +143,14 @@ def device_profile_key(shape: ModelShape, device: torch.device) -> ProfileKey:
     return profile_key(shape, "cpu", cpu_threads())
 
 
-def _shallow_base(config: PretrainedConfig, depth: int, dtype: torch.dtype, device: torch.device) -> Base:
-    """Return a base with random weights that has the widths of `config` and `depth` layers."""
+def _shallow_base(
+    config: PretrainedConfig, layer_count: int, dtype: torch.dtype, device: torch.device
+) -> Base:
+    """Return a base with random weights that has the widths of `config` and `layer_count` layers."""
     config = copy.deepcopy(config)
-    config.num_hidden_layers = depth
+    config.num_hidden_layers = layer_count
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:depth]
+        config.layer_types = config.layer_types[:layer_count]
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return Base.from_model(model, BaseSpec(model="random weights"), device)
@@ -169,8 +171,7 @@ class _Peaks:
         self._highest = 0
 
     def excess_bytes(self, known_bytes: int) -> int:
-        """Return by how many bytes a new peak exceeds `known_bytes` bytes, or 0 if there has been no new
-        peak."""
+        """Return by how many bytes a new peak exceeds `known_bytes`, or 0 if there has been no new peak."""
         highest = peak_bytes(self._device) - self._before if self._counts else 0
         risen, self._highest = highest > self._highest, max(highest, self._highest)
         return max(0, highest - known_bytes) if risen else 0
@@ -185,8 +186,7 @@ class _Bench:
         self._repeats = REPEATS[base.device.type]
         self._warmup = 1 if self._executor.captures is None else 2
         self.passes: list[tuple[PassTime, int]] = []
-        """Each measured pass with its peak bytes in addition to base and adapters, or 0 if there was no new
-        peak."""
+        """Each measured pass with its peak bytes besides base and adapters, or 0 if there was no new peak."""
         self.steps: list[StateTime] = []
         self.first_seconds: list[float] = []
         """Extra seconds of the first pass of each case compared to a later one."""
@@ -244,12 +244,12 @@ class _Bench:
                 self._executor.detach(name)
 
     def _measure_times(
-        self, case: ProfileCase, names: Sequence[str], rounds: int, before: int = 0
+        self, case: ProfileCase, names: Sequence[str], rounds: int, previous_steps: int = 0
     ) -> tuple[list[PassTime], list[StateTime]]:
-        """Run `rounds` passes with optimizer steps and return the times of both. `before` is the number of
-        earlier passes."""
+        """Run `rounds` passes with optimizer steps and return the times of both. `previous_steps` is the
+        number of earlier passes."""
         times, steps = [], []
-        program, vocabulary = _program(case, names, rounds, before), self._base.shape.vocabulary
+        program, vocabulary = _program(case, names, rounds, previous_steps), self._base.shape.vocabulary
         for event in self._executor.run(program, lambda plan, _: _microbatch(plan, vocabulary)):
             if isinstance(event, Passed):
                 times.append(event.time)
@@ -258,11 +258,11 @@ class _Bench:
         return times, steps
 
 
-def _program(case: ProfileCase, names: Sequence[str], rounds: int, before: int) -> Program:
+def _program(case: ProfileCase, names: Sequence[str], rounds: int, previous_steps: int) -> Program:
     actions: list[Forward | Backward | Evaluate | Step] = []
     batches, microbatches = [], []
     for number in range(rounds):
-        round_ = [_batch(case, name, before + number + 1) for name in names]
+        round_ = [_batch(case, name, previous_steps + number + 1) for name in names]
         segments = tuple(SegmentPlan(batch.job, batch.step, batch.samples) for batch in round_)
         microbatches.append(MicrobatchPlan(segments, padded_rows=case.tokens))
         if case.training:

@@ -27,10 +27,10 @@ class ShardShortage(RuntimeError):
     """Raised if a shard runs out of memory. The others wait for sums that it cannot compute, so all shards
     restart."""
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, reason: str) -> None:
         super().__init__(
-            f"a shard ran out of memory ({why}); if that happens again after a restart, plan with less, such "
-            "as --memory 8GiB"
+            f"a shard ran out of memory ({reason}); if that happens again after a restart, plan with less, "
+            "such as --memory 8GiB"
         )
 
 
@@ -83,8 +83,7 @@ class Shards:
         part.weights.copy_(weights[part.positions])
 
     def sum_gradient(self, training: Training) -> None:
-        """Set a job's whole gradient to the sum of the parts of all shards, and set this shard's part to
-        zero."""
+        """Set a job's whole gradient to the sum of all shards' parts, and set this shard's part to zero."""
         part = self._parts[training.job]
         training.gradient.zero_()
         training.gradient[part.positions] = torch.where(part.is_counted, part.gradient, 0.0)

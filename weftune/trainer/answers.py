@@ -64,17 +64,17 @@ class JobAnswers:
             raise SpecError(Mistake(f"job {job.name} eval.generate", sentence))
 
     def with_answers(
-        self, events: Iterable[Event], program: Program, judged_trials: Collection[str]
+        self, events: Iterable[Event], program: Program, evaluated_trials: Collection[str]
     ) -> Iterator[Event]:
         """Yield the events of a window; evaluations of jobs that generate answers have the metric of the
-        answers. `judged_trials` are trials of which the mean of the last weights is evaluated: their answers
-        are measured and not shown."""
+        answers. `evaluated_trials` are trials of which the mean of the last weights is evaluated: their
+        answers are measured and not shown."""
         self.window_seconds = 0.0
         asked = {
             name
             for name in program.jobs
             if (prompts := self._jobs[name].prompts) is not None
-            and (prompts.metric_name is not None or name not in judged_trials)
+            and (prompts.metric_name is not None or name not in evaluated_trials)
         }
         if not asked:
             yield from events
@@ -89,12 +89,12 @@ class JobAnswers:
                     yield event
                 # After an event has been handled, too: that may have ended a job.
                 if held and self._is_complete(held, rounds):
-                    yield from self._with_answer_metrics(held, judged_trials)
+                    yield from self._add_answer_metrics(held, evaluated_trials)
                     held.clear()
         except OutOfMemory:
-            yield from self._with_answer_metrics(held, judged_trials)
+            yield from self._add_answer_metrics(held, evaluated_trials)
             raise
-        yield from self._with_answer_metrics(held, judged_trials)
+        yield from self._add_answer_metrics(held, evaluated_trials)
 
     def _is_complete(
         self, evaluations: Mapping[str, Evaluated], rounds: Mapping[Evaluation, frozenset[str]]
@@ -103,12 +103,12 @@ class JobAnswers:
         first = next(iter(evaluations.values()))
         return rounds[first.job, first.step] <= evaluations.keys() | self._executor.dead
 
-    def _with_answer_metrics(
-        self, evaluations: Mapping[str, Evaluated], judged_trials: Collection[str]
+    def _add_answer_metrics(
+        self, evaluations: Mapping[str, Evaluated], evaluated_trials: Collection[str]
     ) -> Iterator[Event]:
         """Yield the evaluations with the metrics of their answers, or the failures of their jobs."""
         began = time.monotonic()
-        answers = self._generate_answers(evaluations, judged_trials) if evaluations else {}
+        answers = self._generate_answers(evaluations, evaluated_trials) if evaluations else {}
         self.window_seconds += time.monotonic() - began
         for name, event in evaluations.items():
             own, prompts = answers[name], self._jobs[name].prompts
@@ -125,7 +125,7 @@ class JobAnswers:
                 yield self._fail_job(name, str(error))
                 continue
             yield replace(event, metrics={**event.metrics, **scores})
-            if name not in judged_trials and self._would_keep_adapter(name, event.step):
+            if name not in evaluated_trials and self._would_keep_adapter(name, event.step):
                 self._journal.record_answers(name, event.step, rows)
 
     def _score_base(self, event: Evaluated, rows: Sequence[AnsweredRow], scores: Mapping[str, float]) -> None:
@@ -176,11 +176,11 @@ class JobAnswers:
         return stop_ids(self._engine.base.model, self._tokenizer)
 
     def _generate_answers(
-        self, evaluations: Mapping[str, Evaluated], judged_trials: Collection[str]
+        self, evaluations: Mapping[str, Evaluated], evaluated_trials: Collection[str]
     ) -> Mapping[str, list[str] | str]:
         """Return a map from each job to its answers, or to the reason why it has no answers."""
         try:
-            return self._decode_prompts(evaluations, judged_trials)
+            return self._decode_prompts(evaluations, evaluated_trials)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -190,7 +190,7 @@ class JobAnswers:
         return dict.fromkeys(evaluations, reason)
 
     def _decode_prompts(
-        self, evaluations: Mapping[str, Evaluated], judged_trials: Collection[str]
+        self, evaluations: Mapping[str, Evaluated], evaluated_trials: Collection[str]
     ) -> Mapping[str, list[str] | str]:
         base: dict[tuple[tuple[int, ...], int], Generation] = {}
         generated: dict[str, list[Generation]] = {}
@@ -202,7 +202,7 @@ class JobAnswers:
                 key = tokens, prompts.max_new_tokens
                 if key not in self._base_answers and key not in base:
                     base[key] = self._decoder.submit(tokens, sampling)
-            if name in judged_trials or not self._answers_as_base(name, event.step):
+            if name in evaluated_trials or not self._answers_as_base(name, event.step):
                 generated[name] = [self._decoder.submit(tokens, sampling, name) for tokens in prompts.tokens]
         pending = [*base.values(), *(one for own in generated.values() for one in own)]
         while any(one.finish_reason is None for one in pending):

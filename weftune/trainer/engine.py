@@ -107,9 +107,9 @@ def open_engine(
     for sentence in (choice.user_note, memory_warning(options, device)):
         if sentence:
             show_note(sentence)
-    if options.staff is not None:
+    if options.worker_control is not None:
         spec = base.spec if isinstance(base, Base) else base
-        return _workers_engine(options, options.staff, spec, device, choice, checkpoints)
+        return _workers_engine(options, options.worker_control, spec, device, choice, checkpoints)
     set_memory_limit(device, options.gpu_memory)
     if choice.is_streamed:
         assert isinstance(base, BaseSpec), "a loaded base is not streamed"
@@ -118,7 +118,7 @@ def open_engine(
         loaded = base if isinstance(base, Base) else load_base(base, device)
         executor = resident_executor(loaded, part=choice.layout.for_worker(0), captures_early=False)
     known = choice.cost_model or arithmetic(executor.base.shape)
-    return _with_notes(Engine(executor, choice, known, deterministic=options.deterministic))
+    return _add_notes(Engine(executor, choice, known, deterministic=options.deterministic))
 
 
 def _workers_engine(
@@ -158,10 +158,10 @@ def _workers_engine(
         other_peak_bytes=lambda: driver.peaks,
         deterministic=options.deterministic,
     )
-    return _with_notes(engine)
+    return _add_notes(engine)
 
 
-def _with_notes(engine: Engine) -> Engine:
+def _add_notes(engine: Engine) -> Engine:
     if not engine.choice.is_streamed:
         return engine
     return replace(engine, final_notes=partial(stream_notes, engine.executor, engine.choice))

@@ -112,7 +112,7 @@ def _apply_request(loop: Loop, request: Request) -> str:
         loop.add_job(request.job)
         return f"{request.job.name} is queued"
     name = request.job
-    _refuse_unknown(loop, name)
+    _check_is_active(loop, name)
     step = loop.store.job(name).step
     match request:
         case Cancel():
@@ -130,7 +130,7 @@ def _apply_request(loop: Loop, request: Request) -> str:
             return f"{name} has priority {request.priority}"
 
 
-def _refuse_unknown(loop: Loop, name: str) -> None:
+def _check_is_active(loop: Loop, name: str) -> None:
     """Refuse a job that the run does not have, or that has ended."""
     if name not in loop.store:
         near = nearest_word(name, loop.jobs)
@@ -169,7 +169,7 @@ class FolderInbox:
     def answer(self, request: Request, answer: RequestAnswer) -> None:
         # The jobs of one file are answered together, when they have been prepared.
         if not isinstance(request, Enter):
-            self._try_to_answer(Path(request.id), answer)
+            self._answer_request(Path(request.id), answer)
 
     def wait(self, stop: Callable[[], bool]) -> bool:
         """Return whether there are requests. This never waits, since a run of `weftune train` ends when no
@@ -179,7 +179,7 @@ class FolderInbox:
     def close(self) -> None:
         """Refuse the requests that arrived too late to be applied."""
         for path in pending_requests(self._records):
-            self._try_to_answer(
+            self._answer_request(
                 path, RequestAnswer(accepted=False, sentence="the run ended before it read the request")
             )
 
@@ -194,7 +194,7 @@ class FolderInbox:
             what = str(error).splitlines()[0]
             self._show_note(f"warning: {path.name} in the inbox is no request ({what}); it is left aside.")
             rename_damaged_request(path)
-            self._try_to_answer(path, RequestAnswer(accepted=False, sentence=f"it is no request: {what}"))
+            self._answer_request(path, RequestAnswer(accepted=False, sentence=f"it is no request: {what}"))
             return ()
         job, name = found.job, str(path)
         match found.verb:
@@ -222,10 +222,10 @@ class FolderInbox:
                 self._show_note(f"{answer.sentence}: {request.file}")
             except UserError as refusal:
                 answer = RequestAnswer(accepted=False, sentence=str(refusal))
-        self._try_to_answer(path, answer)
+        self._answer_request(path, answer)
         return [Enter(str(path), job) for job in jobs]
 
-    def _try_to_answer(self, path: Path, answer: RequestAnswer) -> None:
+    def _answer_request(self, path: Path, answer: RequestAnswer) -> None:
         # Without room on the disk there is no answer, and training continues.
         with suppress(OutputError):
             write_answer(path, answer)

@@ -139,7 +139,7 @@ def prepare_job(
     except UserError as error:
         raise DataError(mistake.of_job(spec.name) for mistake in error.mistakes) from None
     prepared = adapt_to_objective(spec, prepared, shape.context)
-    data = prepared.with_prefix(spec.adapter.rows_before, spec.adapter.keys_before)
+    data = prepared.add_prefix(spec.adapter.rows_before, spec.adapter.keys_before)
     planned = curriculum(spec, data, max_steps)
     return PreparedJob(
         spec=spec,
@@ -219,7 +219,7 @@ def _sample_route(
     if kind is not Score or scores_reference:
         return replace(segment, adapter=adapter)
     in_batch = planned_segment.samples[0].sample < sum(map(len, job.data.train.parts))
-    return replace(segment, adapter=adapter, kl_of="batch" if in_batch else "held_out")
+    return replace(segment, adapter=adapter, kl_purpose="batch" if in_batch else "held_out")
 
 
 def _sample_of_pass(

@@ -122,7 +122,7 @@ class Journal:
         content = answers_record(job, step, rows)
         self._try_write(lambda: replace_json(self.store.output / job / ANSWERS, content))
 
-    def warn(self, name: str, sentence: str) -> None:
+    def record_warning(self, name: str, sentence: str) -> None:
         """Record a warning about a job's adapter; an empty sentence withdraws it."""
         if self.store.job(name).warning != sentence:
             self.store.warn_job(name, sentence)

@@ -31,7 +31,7 @@ from weftune.plan.cost.time import PassTime, StateTime
 from weftune.plan.layout.split import cpu_sheet_cost
 from weftune.plan.outlook.promise import promise_numbers
 from weftune.plan.program.program import Program
-from weftune.report.words import plural
+from weftune.report.words import count_noun
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Scored, Stepped
 from weftune.run.measure.memory import peak_bytes, release, reset_peak
 from weftune.run.training import checkpoint
@@ -89,7 +89,7 @@ def source_stopped_reason(store: JobStore, source: str, state: State) -> str:
     return f"it starts from {source}, which {happened}; resume both: {retried} or {restarted}"
 
 
-def _without_source(job: PreparedJob) -> PreparedJob:
+def _clear_source(job: PreparedJob) -> PreparedJob:
     return replace(job, shape=replace(job.shape, source_job="")) if job.shape.source_job else job
 
 
@@ -167,7 +167,7 @@ class Loop:
         checkpoints = self.result_writer.checkpoints(job.name)
         if job.shape.source_job and checkpoint.newest_progress(checkpoints) is not None:
             # It has begun and no longer needs the adapter of another job.
-            job = _without_source(job)
+            job = _clear_source(job)
         job = self.jobs[job.name] = self.sweeps.add_trial(job)
         if not self.sweeps.is_resting(job.name):
             self.waiting[job.name] = job
@@ -186,7 +186,7 @@ class Loop:
         is_paused = self.store.job(name).state is State.PAUSED
         if name in self.waiting or is_paused or self.sweeps.is_resting(name):
             self.paused.discard(name)
-            self._leave_queue(name, State.CANCELLED)
+            self._remove_from_queue(name, State.CANCELLED)
             self.journal.flush()
         elif name in self.executor.attached and name not in self._endings:
             self._set_ending(name, Ending(State.CANCELLED))
@@ -204,7 +204,7 @@ class Loop:
         if self.store.job(name).state is State.PAUSED:
             raise SpecError(f"{name} is paused already: {self.store.job(name).reason}")
         if name in self.waiting or self.sweeps.is_resting(name):
-            self._leave_queue(name, State.PAUSED, self._pause_reason(name))
+            self._remove_from_queue(name, State.PAUSED, self._pause_reason(name))
         else:
             self._save_and_detach([name])
             if name in self._endings:
@@ -236,7 +236,7 @@ class Loop:
         self._detach_ended()
         self.journal.flush()
 
-    def _leave_queue(self, name: str, state: State, reason: str = "") -> None:
+    def _remove_from_queue(self, name: str, state: State, reason: str = "") -> None:
         """Record the new state of a job that waits in the queue or at a rung of its sweep."""
         self.waiting.pop(name, None)
         self.sweeps.remove_resting(name)
@@ -311,7 +311,7 @@ class Loop:
                 has_adapter = (self.store.output / source / CONFIG).exists()
                 state = State.SUCCEEDED if has_adapter else State.PAUSED
             if state is State.SUCCEEDED:
-                self.jobs[name] = self.waiting[name] = _without_source(job)
+                self.jobs[name] = self.waiting[name] = _clear_source(job)
             elif state not in (State.QUEUED, State.RUNNING):
                 del self.waiting[name]
                 self.journal.set_state(name, State.PAUSED, source_stopped_reason(self.store, source, state))
@@ -408,26 +408,31 @@ class Loop:
 
     def _run(self, stop: Callable[[], bool], callback: Callback | None) -> None:
         while not stop():
-            self._follow_sweeps()
+            self._apply_sweep_decisions()
             if self.inbox is not None:
                 handle_requests(self, self.inbox)
             before = len(self.waiting)
             self._admit_jobs()
             if not self.executor.attached:
-                if len(self.waiting) < before or self._follow_sweeps() or self._wait_for_requests(stop):
+                if (
+                    len(self.waiting) < before
+                    or self._apply_sweep_decisions()
+                    or self._wait_for_requests(stop)
+                ):
                     # A job could not be attached, and others may have waited for it.
                     continue
                 break
-            unscored = self.references.pending_scores()
-            if self._score_base(stop, unscored.keys()):
+            unscored_samples = self.references.pending_scores()
+            if self._score_base(stop, unscored_samples.keys()):
                 continue
-            attached = [name for name in self.executor.attached if name not in unscored]
-            beginners = frozenset(name for name in attached if self._needs_first_evaluation(name))
+            attached = [name for name in self.executor.attached if name not in unscored_samples]
+            starting_jobs = frozenset(name for name in attached if self._needs_first_evaluation(name))
             awaited = {name for name in attached if self.sweeps.is_awaited(name, self._current_step(name))}
             self._judged = (
-                frozenset(name for name in awaited if self.sweeps.evaluates_mean_weights(name)) - beginners
+                frozenset(name for name in awaited if self.sweeps.evaluates_mean_weights(name))
+                - starting_jobs
             )
-            program = self.windows.next(beginners | self._judged, unscored)
+            program = self.windows.next(starting_jobs | self._judged, unscored_samples)
             # Only now: a window that was planned ahead may refer to jobs that have ended.
             self._release_ended()
             self.windows.plan_ahead(program)
@@ -469,22 +474,24 @@ class Loop:
         """Return the last completed step of an attached job."""
         return self.executor.attached[name].progress.step
 
-    def _score_base(self, stop: Callable[[], bool], waiting: Container[str]) -> bool:
+    def _score_base(self, stop: Callable[[], bool], waiting_jobs: Container[str]) -> bool:
         """Evaluate the base without adapters, once per set of held-out samples and objective, for jobs whose
-        first evaluation does not measure the loss of the base. Jobs in `waiting` cannot be evaluated yet.
-        Return False if the loss is known for all other attached jobs."""
-        unscored: dict[Hashable, list[str]] = {}
+        first evaluation does not measure the loss of the base. Jobs in `waiting_jobs` cannot be evaluated
+        yet. Return False if the loss is known for all other attached jobs."""
+        unscored_samples: dict[Hashable, list[str]] = {}
         for name in self.executor.attached:
             prepared = self.jobs[name]
             samples, is_known = prepared.base_samples, self.store.job(name).base_loss is not None
-            if samples is not None and not is_known and name not in waiting:
+            if samples is not None and not is_known and name not in waiting_jobs:
                 # The loss also depends on the job's reference policy or on its scalar head.
                 objective = prepared.spec.objective
                 own = name if objective.reference or objective.scalar_head else ""
-                unscored.setdefault((samples.fingerprint, prepared.spec.objective, own), []).append(name)
-        if not unscored:
+                unscored_samples.setdefault((samples.fingerprint, prepared.spec.objective, own), []).append(
+                    name
+                )
+        if not unscored_samples:
             return False
-        same_samples = {names[0]: names for names in unscored.values()}
+        same_samples = {names[0]: names for names in unscored_samples.values()}
         self._drain()
         program = self.windows.base_evaluation(same_samples)
         fetch = partial(collate_plan, jobs=self.jobs, without_adapter=True)
@@ -619,7 +626,7 @@ class Loop:
             )
             return
         last = max(shapes, key=lambda shape: (-shape.priority, shape.file_position)).name
-        attached = plural(len(shapes), "attached job")
+        attached = count_noun(len(shapes), "attached job")
         reason = f"out of memory with {attached} and {capacity} tokens per microbatch"
         if len(shapes) == 1:
             self._set_ending(last, Ending(State.FAILED, f"{reason}; {self.learned.memory.advice(shapes[0])}"))
@@ -652,14 +659,16 @@ class Loop:
                     self.executor.finish_saves(job)
                 self.journal.record_step(event, self.jobs[job], self.executor.attached[job].progress)
                 if self.jobs[job].spec.objective.kind == "sft":
-                    self.journal.warn(job, collapse_warning(event.outcome, self.base.shape.vocabulary))
+                    self.journal.record_warning(
+                        job, collapse_warning(event.outcome, self.base.shape.vocabulary)
+                    )
                 if (reason := self.sweeps.record_step(event)) is not None and job not in self._endings:
                     self._set_ending(job, Ending(State.CANCELLED, reason, leaves_sweep=True))
             case Evaluated(job) if job in self._judged:
                 self.journal.record_rung(event)
                 self.sweeps.record_mean_evaluation(event)
             case Evaluated():
-                self._on_evaluation(event)
+                self._record_evaluation(event)
             case Scored():
                 self.references.record(event)
             case SaveDue(job):
@@ -673,7 +682,7 @@ class Loop:
             self._timed.other_seconds += time.monotonic() - began
         self._handle_writes()
 
-    def _on_evaluation(self, event: Evaluated) -> None:
+    def _record_evaluation(self, event: Evaluated) -> None:
         spec, training = self.jobs[event.job].spec, self.executor.attached[event.job]
         min_delta = spec.early_stop.min_delta if spec.early_stop else 0.0
         counts = self.jobs[event.job].is_requested_evaluation(event.step)
@@ -684,7 +693,7 @@ class Loop:
         self.journal.record_evaluation(event, self.jobs[event.job], progress)
         self.sweeps.record_evaluation(event)
         if counts and spec.early_stop and progress.stale >= spec.early_stop.patience:
-            evaluations = plural(progress.stale, "evaluation")
+            evaluations = count_noun(progress.stale, "evaluation")
             what = metric or "validation loss"
             reason = f"stopped early at step {event.step}: no better {what} in {evaluations}"
             self._set_ending(event.job, Ending(State.SUCCEEDED, reason))
@@ -744,7 +753,7 @@ class Loop:
             training = self._detach_job(name)
             if ending.state is State.SUCCEEDED:
                 status = self.store.job(name)
-                self.journal.warn(name, status.warning or base_warning(status))
+                self.journal.record_warning(name, status.warning or base_warning(status))
                 self.result_writer.deliver(self.jobs[name], training, ending)
             else:
                 self.journal.set_state(name, ending.state, ending.reason)
@@ -803,14 +812,14 @@ class Loop:
             self.journal.set_state(training.job, State.PAUSED, reason)
         self._detach_ended()
         for name in [*self.waiting, *self.sweeps.resting_trials()]:
-            self._leave_queue(name, State.PAUSED, self._interruption_reason(self.store.job(name).step))
+            self._remove_from_queue(name, State.PAUSED, self._interruption_reason(self.store.job(name).step))
 
     def _interruption_reason(self, step: int) -> str:
         return f"interrupted at step {step}; resume with {self.store.resume_line()}"
 
     # -- sweeps ------------------------------------------------------------------------------------------
 
-    def _follow_sweeps(self) -> bool:
+    def _apply_sweep_decisions(self) -> bool:
         """Apply the decisions of sweeps between windows: trials at a rung continue, are detached to wait for
         other trials, or leave. Return whether a new job waits for admission."""
         if not self.sweeps.sweeps:
@@ -835,5 +844,5 @@ class Loop:
         if name in self.executor.attached:
             self._set_ending(name, Ending(State.CANCELLED, reason, leaves_sweep=True))
             return
-        self._leave_queue(name, State.CANCELLED, reason)
+        self._remove_from_queue(name, State.CANCELLED, reason)
         self.result_writer.drop_checkpoints_of(name)

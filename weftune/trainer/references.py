@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from weftune.adapters.folder import CONFIG, WEIGHTS
 from weftune.base.model import Base
-from weftune.core.shapes import layer_of
+from weftune.core.shapes import layer_number
 from weftune.data.references import read_references, reference_key, write_references
 from weftune.errors import OutputError
 from weftune.run.events import Scored
@@ -122,10 +122,10 @@ class References:
             found |= dict.fromkeys(others, np.empty(0, dtype=np.int64))
         return found
 
-    def record(self, scored: Scored) -> None:
+    def record(self, scores: Scored) -> None:
         for one in self._unscored.values():
-            if scored.job in one.copies:
-                one.numbers[list(scored.samples)] = scored.logprobs
+            if scores.job in one.copies:
+                one.numbers[list(scores.samples)] = scores.logprobs
 
     def finish_window(self) -> Mapping[str, NDArray[np.float64]]:
         """Write the log-probabilities that Score passes have computed, and return those of the jobs that no
@@ -138,12 +138,12 @@ class References:
                 del self._unscored[policy]
         return found
 
-    def _write_files(self, unscored: _Unscored) -> None:
+    def _write_files(self, unscored_samples: _Unscored) -> None:
         """Write the files. Training does not depend on them, but without them a resumed run computes the
         log-probabilities again."""
-        for path in unscored.files():
+        for path in unscored_samples.files():
             try:
-                write_references(path, unscored.key, unscored.numbers)
+                write_references(path, unscored_samples.key, unscored_samples.numbers)
             except OutputError as error:
                 self._note(f"warning: {error}; a resumed run scores these samples again.")
 
@@ -151,7 +151,7 @@ class References:
 def _base_key(base: Base) -> str:
     """Return a hash of the base: its name and settings, its weight files, and rows of a weight of its first
     layer, which the first worker holds in every layout."""
-    site = next(site.name for site in base.whole_sites if layer_of(site.name) == 0)
+    site = next(site.name for site in base.whole_sites if layer_number(site.name) == 0)
     matrix_NK = base.weight_reader()(site)
     chosen = matrix_NK[:: max(1, len(matrix_NK) // PROBED_ROWS)][:PROBED_ROWS]
     probe = hashlib.sha256(chosen.detach().double().cpu().contiguous().numpy().tobytes()).hexdigest()

@@ -29,13 +29,13 @@ from weftune.core.files import FORMAT, disk_errors, json_text, set_file_modes, s
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.data.template import template_source
 from weftune.errors import OutputError
-from weftune.jobs.spec.retry import CHANGEABLE, Retry, value_of_key
+from weftune.jobs.spec.retry import CHANGEABLE, Retry, find_value
 from weftune.jobs.spec.spec import JobSpec, changed_keys, resolve_job
 from weftune.jobs.store.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file, write_job_file
 from weftune.jobs.store.status import State, resume_line
 from weftune.jobs.store.store import JobStore
 from weftune.plan.cost.memory import format_bytes
-from weftune.report.words import plural
+from weftune.report.words import count_noun
 from weftune.run.training import checkpoint
 from weftune.run.training.checkpoint import KEPT_CHECKPOINTS
 from weftune.run.training.snapshot import Snapshot
@@ -78,7 +78,7 @@ def read_retries(folder: Path) -> list[dict[str, Any]]:
     return list(found.values.get("retries", [])) if found else []
 
 
-def with_retries(description: dict[str, Any], folder: Path, *more: Retry) -> dict[str, Any]:
+def add_retries(description: dict[str, Any], folder: Path, *more: Retry) -> dict[str, Any]:
     """Return the description with the retries recorded in the job's folder, followed by `more`."""
     retries = [*read_retries(folder), *(retry.record() for retry in more)]
     return {**description, "retries": retries} if retries else description
@@ -117,7 +117,7 @@ def refuse_changes(
     ]
     remedy = f"put them back, or {restart}"
     if changed and all(_overlaps_key(key, CHANGEABLE) for key in changed):
-        values = {key: value_of_key(description["job"], key) for key in changed}
+        values = {key: find_value(description["job"], key) for key in changed}
         remedy = f"put them back, or resume with {resume_line(command, retry=[name], changes=values)}"
     changed += [f"base.{key}" for key in BASE_KEYS if before["base"].get(key) != description["base"][key]]
     if not changed and before["steps"] != description["steps"]:
@@ -134,7 +134,7 @@ def refuse_changes(
     return ""
 
 
-def finished_changes(folder: Path, job: JobSpec, base: BaseSpec, max_steps: int | None = None) -> list[str]:
+def changed_settings(folder: Path, job: JobSpec, base: BaseSpec, max_steps: int | None = None) -> list[str]:
     """Return `KEY OLD, now NEW` for every changed setting of a finished job; its rows are not compared."""
     try:
         found = read_job_file(folder)
@@ -144,7 +144,7 @@ def finished_changes(folder: Path, job: JobSpec, base: BaseSpec, max_steps: int 
         return []
     before, now, base_now = found.values, resolve_job(job), base.record()
     keys = changed_keys(before["job"], now)
-    changed = {key: (value_of_key(before["job"], key), value_of_key(now, key)) for key in keys}
+    changed = {key: (find_value(before["job"], key), find_value(now, key)) for key in keys}
     changed |= {
         f"base.{key}": (before["base"].get(key), base_now[key])
         for key in BASE_KEYS
@@ -191,7 +191,7 @@ def refuse_full_disk(output: Path, jobs: Sequence[PreparedJob], shape: ModelShap
     if needed > free:
         raise OutputError(
             f"{output} needs {format_bytes(needed)} for adapters and checkpoints of "
-            f"{plural(len(jobs), 'job')}, but "
+            f"{count_noun(len(jobs), 'job')}, but "
             f"only {format_bytes(free)} are free there; free {format_bytes(needed - free)}, or choose "
             "another --output"
         )
@@ -334,7 +334,7 @@ class ResultWriter:
     def write_job_file(self, job: PreparedJob) -> None:
         folder = self._store.output / job.name
         described = job_file_values(job, self._base.spec, self._engine.deterministic)
-        write_job_file(folder, with_retries(described, folder))
+        write_job_file(folder, add_retries(described, folder))
 
     def prepare(self, job: PreparedJob, snapshot_bytes: int) -> None:
         """Prepare the writes of a job's adapter and checkpoints ahead of time."""
@@ -353,7 +353,7 @@ class ResultWriter:
     def deliver(self, job: PreparedJob, training: Training, ending: Ending) -> None:
         """Begin to write the adapter of a finished job, and cancel a checkpoint that is still queued."""
         self._writer.forget(training.job)
-        snapshot = self._writer.snapshots.take(training)
+        snapshot = self._writer.snapshots.take_snapshot(training)
         self._endings[training.job] = ending
         self._begun[training.job] = self._writer.write(snapshot, partial(self._write_adapter, job))
 

@@ -12,7 +12,7 @@ from weftune.trainer.options import Options
 from weftune.trainer.trainer import Trainer
 
 
-def trainer_for(
+def make_trainer(
     run: RunSpec,
     *,
     output: str | Path | None = None,

@@ -65,12 +65,12 @@ from weftune.trainer.options import Options
 from weftune.trainer.results import (
     CHECKPOINTS,
     JOB_FILE,
-    finished_changes,
+    add_retries,
+    changed_settings,
     job_file_values,
     read_retries,
     refuse_changes,
     refuse_full_disk,
-    with_retries,
     write_job_file,
 )
 from weftune.trainer.sweeps import Sweeps
@@ -144,17 +144,17 @@ class Trainer:
         if job.name in self.jobs:
             raise SpecError(Mistake(f"job {job.name}", "there is already a job of that name"))
         self.jobs[job.name] = job
-        if self.loop is not None and not self._has_ended(self._store_of(self.loop), job.name):
+        if self.loop is not None and not self._has_ended(self._store_in_folder(self.loop), job.name):
             try:
                 (ready,) = self._prepare_joining([job], self._place)
             except UserError:
                 del self.jobs[job.name]
                 raise
-            self._rewind_jobs(self._store_of(self.loop), [ready])
+            self._rewind_jobs(self._store_in_folder(self.loop), [ready])
             self.loop.add_job(ready)
         return self
 
-    def _store_of(self, loop: Loop) -> Store:
+    def _store_in_folder(self, loop: Loop) -> Store:
         assert isinstance(loop.store, Store), "a trainer keeps its jobs in a folder"
         return loop.store
 
@@ -163,9 +163,9 @@ class Trainer:
         `self.jobs` already."""
         assert self.loop is not None
         shape = self.loop.choice.shape
-        self._refuse_mistakes(jobs, shape, locate)
+        self._check_prepared_jobs(jobs, shape, locate)
         try:
-            ready = self.prepare_all(jobs, shape, self._store_of(self.loop))
+            ready = self.prepare_all(jobs, shape, self._store_in_folder(self.loop))
         finally:
             end_workers()
         for job in ready:
@@ -182,7 +182,7 @@ class Trainer:
                 "train them with another weftune train"
             )
         run = read_added_run(request.text, Path(request.file), list(self.jobs))
-        self._refuse_added(run)
+        self._check_added_jobs(run)
         before = dict(self.jobs)
         self.jobs |= {job.name: job for job in run.jobs}
         try:
@@ -193,10 +193,10 @@ class Trainer:
             raise
         self._show_job_warnings("warning", warnings(run.jobs, self.loop.choice.shape))
         self._show_data_notes(ready)
-        self._rewind_jobs(self._store_of(self.loop), ready)
+        self._rewind_jobs(self._store_in_folder(self.loop), ready)
         return ready
 
-    def _refuse_added(self, run: RunSpec) -> None:
+    def _check_added_jobs(self, run: RunSpec) -> None:
         """Refuse jobs for another base, and jobs with the names of jobs of this run."""
         mistakes = [
             Mistake(run.locate(job.name, "name"), "the run has a job of that name already; choose another")
@@ -246,7 +246,7 @@ class Trainer:
         return results
 
     def _run(self, callback: Callback | None) -> dict[str, Result]:
-        if self.options.staff is None and self.options.starts_processes:
+        if self.options.worker_control is None and self.options.starts_processes:
             raise UserError(
                 "gpus, pipeline, replicas and shards start processes, which a Trainer cannot: give them to "
                 "weftune.train or to the command line"
@@ -306,7 +306,7 @@ class Trainer:
                     self.loop.add_job(job)
                 if self.options.share is not None or restart_count() > 0:
                     # The run goes on after the loss of a process. The user resumes what the user has paused.
-                    for name in store.paused_on_request & self.loop.waiting.keys():
+                    for name in store.requested_pauses & self.loop.waiting.keys():
                         self.loop.pause(name)
                 # From here on the loop holds their data, as long as it needs them.
                 ready.clear()
@@ -332,7 +332,7 @@ class Trainer:
         if not self.jobs:
             raise SpecError("There is no job to train; add one.")
         jobs = list(self.jobs.values())
-        self._refuse_mistakes(jobs, shape, self._place)
+        self._check_prepared_jobs(jobs, shape, self._place)
         self._show_job_warnings("warning", [*warnings(jobs, shape), *rope_warnings(jobs, self.spec)])
         known = [*self.jobs, *proposed_trials(self.output, self.sweeps)]
         for option, names in (("--restart", self.options.restart), ("--retry", self.options.retry)):
@@ -345,7 +345,7 @@ class Trainer:
         check_trackers(self.report_to)
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
 
-    def _refuse_mistakes(
+    def _check_prepared_jobs(
         self, jobs: Sequence[JobSpec], shape: ModelShape, locate: Callable[..., str]
     ) -> None:
         """Refuse targets that the base lacks, samples longer than its context, and jobs that cannot start
@@ -381,7 +381,7 @@ class Trainer:
         """Return the unfinished jobs and those to restart, prepared for training."""
         if store.rebuilt:
             self.view.note(store.rebuilt)
-        self._refuse_changes_of_finished(store)
+        self._check_finished_jobs(store)
         for name, status in store.status.jobs.items():
             if status.state is State.SUCCEEDED:
                 # A kill may have come between a job's success and the deletion of its checkpoints.
@@ -404,7 +404,7 @@ class Trainer:
         refuse_full_disk(self.output, ready, shape)
         return ready
 
-    def _refuse_changes_of_finished(self, store: Store) -> None:
+    def _check_finished_jobs(self, store: Store) -> None:
         """Refuse to resume if a finished job has other settings now: they would have no effect."""
         mistakes, again = [], (*self.options.restart, *self.options.retry)
         for job in self.jobs.values():
@@ -412,7 +412,7 @@ class Trainer:
             if not is_finished or job.name in again:
                 continue
             folder = self.output / job.name
-            if changed := finished_changes(folder, self._apply_retries(job), self.spec, self.max_steps):
+            if changed := changed_settings(folder, self._apply_retries(job), self.spec, self.max_steps):
                 restart = resume_line(self.options.command, restart=[job.name])
                 what = f"Job {job.name} has already finished with other settings: {'; '.join(changed)}"
                 mistakes.append(Mistake("", f"{what}; put them back, or restart it with {restart}"))
@@ -549,7 +549,7 @@ class Trainer:
             assert before is not None, "a job that has not started is refused"
             progress = checkpoint.newest_progress(folder / CHECKPOINTS) or Progress()
             retry = new_retry(before.values["job"], after["job"], progress.step, store.job(job.name).reason)
-            write_job_file(folder, with_retries(after, folder, retry))
+            write_job_file(folder, add_retries(after, folder, retry))
             store.retry_job(job.name, retry.sentence())
 
     def _create_loop(self, engine: Engine, store: Store, journal: Journal) -> Loop:
@@ -562,7 +562,7 @@ class Trainer:
             for job in prepared_jobs
         }
         progress = {name: one or Progress() for name, one in found.items()}
-        store.rewind(
+        store.drop_later_metrics(
             {name: one.step for name, one in progress.items()},
             {name: one.evaluated for name, one in progress.items()},
         )
@@ -576,11 +576,11 @@ class Trainer:
     def _note_recorder(self, store: Store) -> Callable[[str], None]:
         """Return a function that shows a sentence to the user and records it with the run."""
 
-        def tell(sentence: str) -> None:
+        def record_note(sentence: str) -> None:
             store.note(sentence)
             self.view.note(sentence)
 
-        return tell
+        return record_note
 
     def results(self, store: Store) -> dict[str, Result]:
         """Return the results of all jobs; also write the report, unless other processes still train."""
@@ -590,13 +590,13 @@ class Trainer:
             self._save_wall_time()
         run = read_records(self.output)
         if alone:
-            self._draw_report(run)
+            self._write_report(run)
             self._save_wall_time()
         records = {record.name: record for record in run.jobs}
         return {name: self._job_result(store, name, records[name]) for name in self.jobs}
 
     @phase(Phase.REPORT)
-    def _draw_report(self, run: Run) -> None:
+    def _write_report(self, run: Run) -> None:
         try:
             write_report(self.output, run)
         except OutputError as error:

@@ -1,5 +1,4 @@
-"""The planner of windows. Each window is planned while the previous one runs, and planned again if it no
-longer fits."""
+"""The planner of windows. Each is planned while the previous one runs, and again if it no longer fits."""
 
 from __future__ import annotations
 
@@ -93,20 +92,21 @@ class Windows:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def next(self, beginners: frozenset[str], unscored: Unscored) -> Program:
+    def next(self, starting_jobs: frozenset[str], unscored_samples: Unscored) -> Program:
         """Return the window planned ahead, without jobs that have left, if it still fits the attached jobs;
-        else plan a new one. Jobs in `beginners` are evaluated first; jobs in `unscored` score samples and do
-        not train. Before another capacity or recomputation, a window only finishes unfinished batches."""
+        else plan a new one. Jobs in `starting_jobs` are evaluated first; jobs in `unscored_samples` score
+        samples and do not train. Before another capacity or recomputation, a window only finishes unfinished
+        batches."""
         cursors, pace, ahead = self._job_cursors(), self._window_pace(), self._ahead
         capacity, recompute = self._capacity()
         unfinished = self._executor.unfinished
         if unfinished.batches and (capacity, recompute) != (unfinished.capacity, unfinished.recompute):
             return self.drain()
         is_valid = ahead is not None and ahead.is_valid_for(cursors, capacity, recompute, pace, unfinished)
-        if ahead is None or beginners or unscored or not is_valid:
+        if ahead is None or starting_jobs or unscored_samples or not is_valid:
             pacing = self._pacing(cursors, capacity, recompute)
             limits = capacity, recompute, pace, unfinished, pacing
-            return self._plan_window(cursors, beginners, *limits, unscored).program
+            return self._plan_window(cursors, starting_jobs, *limits, unscored_samples).program
         program, gone = ahead.future.result().program, ahead.cursors.keys() - cursors.keys()
         return program.without(*gone) if gone else program
 
@@ -119,8 +119,7 @@ class Windows:
         return plan_window(windows, self._choice.layout, capacity, False, recompute, pacing, unfinished)
 
     def base_evaluation(self, names: Collection[str]) -> Program:
-        """Return a window that only evaluates the base, without adapters, on the held-out samples of the
-        given jobs."""
+        """Return a window that only evaluates the base, without adapters, on these jobs' held-out samples."""
         cursors, (capacity, recompute) = self._job_cursors(), self._capacity()
         windows = [self._jobs[name].base_window(cursors[name]) for name in names]
         return plan_window(windows, self._choice.layout, capacity, False, recompute, self._engine.pacing())
@@ -151,19 +150,19 @@ class Windows:
     def _plan_window(
         self,
         cursors: Cursors,
-        beginners: frozenset[str],
+        starting_jobs: frozenset[str],
         capacity: int,
         recompute: Recompute,
         pace: WindowPace,
         unfinished: Unfinished,
         pacing: Pacing | None,
-        unscored: Unscored = MappingProxyType({}),
+        unscored_samples: Unscored = MappingProxyType({}),
     ) -> PlannedWindow:
         rounds, layout = self._choice.window_rounds, self._choice.layout
         windows = [
-            self._jobs[name].score_window(step, unscored[name])
-            if name in unscored
-            else self._jobs[name].job_window(step, rounds, name in beginners)
+            self._jobs[name].score_window(step, unscored_samples[name])
+            if name in unscored_samples
+            else self._jobs[name].job_window(step, rounds, name in starting_jobs)
             for name, step in cursors.items()
         ]
         cut = cut_to_window_seconds(windows, pace)

@@ -18,7 +18,7 @@ from weftune.base.quant.linear import FORMATS, dequantise_linears, quantise_line
 from weftune.base.quant.read import STATE, STORED_PARTS
 from weftune.base.shape import linears
 from weftune.base.spec import BaseSpec, Quantize
-from weftune.core.shapes import layer_of
+from weftune.core.shapes import layer_number
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -33,7 +33,7 @@ CONFIG = {
 
 
 def in_layers(model: PreTrainedModel) -> list[str]:
-    return [path for path in linears(model) if layer_of(path) is not None]
+    return [path for path in linears(model) if layer_number(path) is not None]
 
 
 def quantised_model(model: PreTrainedModel, quantize: Quantize = "nf4") -> PreTrainedModel:

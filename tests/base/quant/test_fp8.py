@@ -17,7 +17,7 @@ from weftune.base.quant.formats import Fp8, refuse_without_fp8, supports_fp8
 from weftune.base.quant.linear import QuantLinear, unrounded_activations
 from weftune.base.quant.stored import stored_bytes
 from weftune.base.spec import BaseSpec
-from weftune.core.device_class import class_for_capability, pretend
+from weftune.core.device_class import class_for_capability, pretend_device_class
 from weftune.core.weights import multiply_codes, multiply_unrounded
 from weftune.errors import BaseModelError
 from weftune.plan.cost.memory import MemoryModel
@@ -109,7 +109,7 @@ def test_an_older_gpu_is_called_by_its_name_and_a_newer_one_is_not_refused(monke
     spec, cuda = BaseSpec(model="x", quantize="fp8"), torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     for capability, served in (((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
-        with pretend(class_for_capability(capability)):
+        with pretend_device_class(class_for_capability(capability)):
             assert supports_fp8(cuda) is served
             if served:
                 refuse_without_fp8(spec, cuda)

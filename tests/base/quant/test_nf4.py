@@ -33,12 +33,12 @@ def nearest_kernels(functional, monkeypatch):
     op = torch.ops.bitsandbytes.quantize_blockwise.default
     exact = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
 
-    def quantised(values, blocksize):
+    def read_quantisation(values, blocksize):
         code = functional.create_dynamic_map()
         found, absmax = op.redispatch(exact, values, code, blocksize)
         return found, functional.QuantState(absmax=absmax, code=code, blocksize=blocksize, dtype=values.dtype)
 
-    monkeypatch.setattr(functional, "quantize_blockwise", quantised)
+    monkeypatch.setattr(functional, "quantize_blockwise", read_quantisation)
 
 
 def by_bitsandbytes(functional, weight_NK, nested):

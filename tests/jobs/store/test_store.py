@@ -188,7 +188,7 @@ def test_rewinding_drops_what_lies_beyond_the_cursor_and_a_torn_line(tmp_path: P
     with (tmp_path / "windows.jsonl").open("a") as file:
         file.write('{"wind')
     with open_store(tmp_path, resume=True) as store:
-        store.rewind({"a": 1, "b": -1})
+        store.drop_later_metrics({"a": 1, "b": -1})
         store.append_metrics({"job": "a", "step": 2, "loss": 0.5})
     lines = lines_of(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines if line["job"] == "a"] == [0, 1, 2]
@@ -290,7 +290,7 @@ with open_store(Path({str(tmp_path)!r}), resume=True) as store:
             assert job.state is State.QUEUED
             assert job.step >= max(said, default=0)
             assert job.trained_tokens == job.step * 10
-            store.rewind({"a": job.step})
+            store.drop_later_metrics({"a": job.step})
             store.write_status()
         steps = [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")]
         assert steps == list(range(1, job.step + 1))
@@ -397,7 +397,7 @@ def test_evaluations_are_rewound_to_the_last_that_was_made(tmp_path: Path) -> No
             store.append_metrics({"job": "a", "step": step, "eval_loss": 1.0})
         store.append_metrics({"job": "a", "text": "no step"})
         store.append_metrics({"step": 9})
-        store.rewind({"a": 2}, {"a": 1})
+        store.drop_later_metrics({"a": 2}, {"a": 1})
     lines = lines_of(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == [0, 1, 2]
     assert [line["step"] for line in lines if "eval_loss" in line] == [0, 1]

@@ -14,7 +14,7 @@ import torch
 
 from tests.cases import slow_but
 from weftune.core.deterministic import deterministic_kernels
-from weftune.core.device_class import class_for_capability, pretend
+from weftune.core.device_class import class_for_capability, pretend_device_class
 from weftune.ops.lora import choice_trial
 from weftune.ops.lora.choice import (
     MAX_ROWS,
@@ -486,7 +486,7 @@ def test_the_file_of_a_gpu_is_that_of_its_name_class_versions_and_kernels(tmp_pa
     sources = sorted((ROOT / "weftune" / "ops").rglob("*.py"))
     kernels = f"{zlib.crc32(b''.join(source.read_bytes() for source in sources)):08x}"
     machine = "Loom 9000", "8.6", torch.__version__, triton.__version__, kernels
-    with pretend(class_for_capability((8, 6))):
+    with pretend_device_class(class_for_capability((8, 6))):
         assert choice_file(torch.device("cuda", 3)) == ChoiceFile(tmp_path / "routes", *machine)
 
 

@@ -11,7 +11,7 @@ from benchmarks import device_routes
 from benchmarks.site_case import SiteAdapters, made_up_case
 from tests.ops.lora.site_cases import Case, Job, run
 from tests.ops.lora.test_tiled_gpu import BIG, no_worse_than_plain_torch
-from weftune.core.device_class import CLASSES, class_of, pretend
+from weftune.core.device_class import CLASSES, class_of, pretend_device_class
 from weftune.ops.experts import has_kernel
 
 pytestmark = [
@@ -42,7 +42,7 @@ def runnable():
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("one", runnable(), ids=lambda one: one.architecture)
 def test_a_forced_route_is_as_exact_as_plain_torch(one, name):
-    with pretend(one):
+    with pretend_device_class(one):
         got = run(CASES[name])
     no_worse_than_plain_torch(got, CASES[name])
 
@@ -60,5 +60,5 @@ def test_the_benchmark_of_forced_routes_finds_every_plan_exact(one):
 @pytest.mark.parametrize("one", runnable(), ids=lambda one: one.architecture)
 def test_grouped_products_are_torchs_only_on_classes_that_have_the_kernel(one):
     weight_EKN = torch.empty(2, 64, 64, device="cuda", dtype=torch.bfloat16)
-    with pretend(one):
+    with pretend_device_class(one):
         assert has_kernel(weight_EKN) == one.has_grouped_mm

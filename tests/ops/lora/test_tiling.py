@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weftune.core import device_class
-from weftune.core.device_class import class_for_capability, pretend
+from weftune.core.device_class import class_for_capability, pretend_device_class
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group, SlotTable, bands_for
 from weftune.ops.lora.tiling import (
@@ -42,7 +42,9 @@ def group_of(rank=8, widths=(4096,), drops=False, first=0):
 
 def tiled(rows=64, features=4096, dtype=HALF, programs=132, shared=ROOMY, piece=1024, **group):
     """The tiling of a GPU with so many multiprocessors and so much shared memory."""
-    with pretend(replace(class_for_capability((9, 0)), shared_memory=shared, multiprocessors=programs)):
+    with pretend_device_class(
+        replace(class_for_capability((9, 0)), shared_memory=shared, multiprocessors=programs)
+    ):
         return choose_tiling(Rows.empty(rows, 2, CPU, piece=piece), group_of(**group), features, dtype)
 
 
@@ -288,9 +290,9 @@ def card(monkeypatch):
     one = SimpleNamespace(capability=(9, 0), shared_memory_per_block_optin=232_448, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: one)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: one.capability)
-    device_class._as_class.cache_clear()
+    device_class._pretended_class.cache_clear()
     yield one
-    device_class._as_class.cache_clear()
+    device_class._pretended_class.cache_clear()
 
 
 def weight(outputs=128, features=128, apart=136, dtype=HALF, shift=0):

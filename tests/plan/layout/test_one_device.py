@@ -28,7 +28,7 @@ SHARES = st.integers(15, 80).map(lambda percent: percent / 100)
 def chooses(shape, together, device, waiting=()):
     tokens = sum(one.batch_tokens for one in together)
     try:
-        choose_stream(shape, together, device, 256, tokens, waiting=waiting)
+        choose_stream(shape, together, device, 256, tokens, waiting_jobs=waiting)
     except PlanError:
         return False
     return True
@@ -64,7 +64,7 @@ def test_those_aboard_are_the_first_jobs_in_order_and_one_more_would_not_fit(lay
     for waiting in (lambda at: ordered[at:], lambda at: []):
         if chooses(shape, ordered[:count], device, waiting(count)):
             tokens = sum(one.batch_tokens for one in found.attached_jobs)
-            choice = choose_stream(shape, ordered[:count], device, 256, tokens, waiting=waiting(count))
+            choice = choose_stream(shape, ordered[:count], device, 256, tokens, waiting_jobs=waiting(count))
             assert found == choice
             assert count == len(jobs) or not chooses(shape, ordered[: count + 1], device, waiting(count + 1))
             break

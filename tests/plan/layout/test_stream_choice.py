@@ -243,7 +243,7 @@ def test_a_cut_leaves_room_for_each_job_that_waits_by_itself():
     together, large = [job("a", 1000), job("b", 1000)], job("c", 100_000, longest=60)
     device = gpu(ENDS + 5000 + 11 * LAYER)
     alone = choose_stream(base(8), together, device, 64, 100)
-    both = choose_stream(base(8), together, device, 64, 100, waiting=[large])
+    both = choose_stream(base(8), together, device, 64, 100, waiting_jobs=[large])
 
     def by_itself(choice):
         cut = choice.layout
@@ -252,7 +252,7 @@ def test_a_cut_leaves_room_for_each_job_that_waits_by_itself():
 
     assert (by_itself(alone), by_itself(both)) == (False, True)
     with pytest.raises(PlanError, match="each of the waiting ones by itself"):
-        choose_stream(base(8), together, device, 64, 100, waiting=[job("d", 3_000_000)])
+        choose_stream(base(8), together, device, 64, 100, waiting_jobs=[job("d", 3_000_000)])
 
 
 @pytest.mark.slow

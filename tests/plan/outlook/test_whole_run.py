@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weftune.cli.plan_text import span_text
+from weftune.cli.plan_text import format_span
 from weftune.plan.outlook.whole_run import JobTotal, WholeRun, job_ends, rounds_at_rate, tokens_per_step
 
 
@@ -28,7 +28,7 @@ def test_whoever_waits_comes_aboard_when_another_ends():
 def test_evaluations_count_as_part_of_a_step():
     assert tokens_per_step([[3, 5], [4]], held_out=0, evaluations=0, steps=10) == 6
     assert tokens_per_step([[3, 5], [4]], held_out=100, evaluations=5, steps=10) == pytest.approx(6 + 20)
-    assert tokens_per_step([[3, 5], [4]], 0, 0, steps=10, scored=500) == pytest.approx(6 + 20)
+    assert tokens_per_step([[3, 5], [4]], 0, 0, steps=10, scored_tokens=500) == pytest.approx(6 + 20)
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_evaluations_count_as_part_of_a_step():
     ],
 )
 def test_a_span_is_told_in_the_units_that_matter(seconds: float, text: str):
-    assert span_text(seconds) == text
+    assert format_span(seconds) == text

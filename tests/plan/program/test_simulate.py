@@ -47,7 +47,7 @@ def test_one_microbatch_pays_every_pass_every_hop_and_the_word_for_the_step():
     assert start_and_stop(timeline, Send(0, 0, "gradient", 0)) == [(8.25, 9.0)]
     assert start_and_stop(timeline, Step("job0", 1)) == [(12.0, 12.5), (12.25, 12.75)]
     assert timeline.makespan == 2.0 + 1.25 + 2.0 + 3.0 + 0.75 + 3.0 + 0.25 + 0.5
-    assert timeline.busy() == (5.5 / 12.75, 5.5 / 12.75)
+    assert timeline.busy_shares() == (5.5 / 12.75, 5.5 / 12.75)
     assert timeline.bubbles(Span(0.0, 4.0)) == (0.5, 1 - 0.75 / 4.0)
 
 

@@ -146,7 +146,7 @@ def test_every_order_is_legal_and_the_simulator_runs_it_to_its_end(plan, stages,
         busy = [
             sum(sum(rows[number][stage]) for number in plan.filled_microbatches) for stage in range(stages)
         ]
-        assert timeline.busy() == pytest.approx([seconds / timeline.makespan for seconds in busy])
+        assert timeline.busy_shares() == pytest.approx([seconds / timeline.makespan for seconds in busy])
         assert max(timeline.peaks) <= len(plan.filled_microbatches)
 
 

@@ -13,7 +13,7 @@ def vectors(count, size=5):
 
 def test_what_is_stored_comes_back_whatever_became_of_the_tensor_on_the_device():
     store, (first, second) = HostStore(CPU), vectors(2)
-    fetches = store.put(0, first), store.put(0, second)
+    fetches = store.store_vector(0, first), store.store_vector(0, second)
     store.free_copied()
     first.zero_()
     second.zero_()
@@ -23,7 +23,7 @@ def test_what_is_stored_comes_back_whatever_became_of_the_tensor_on_the_device()
 
 def test_the_first_vector_of_a_layer_can_be_requested_before_the_others():
     store, given = HostStore(CPU), vectors(3)
-    fetches = [store.put(layer, one) for layer, one in zip((0, 1, 1), given, strict=True)]
+    fetches = [store.store_vector(layer, one) for layer, one in zip((0, 1, 1), given, strict=True)]
     store.request(1, count=1)
     assert list(store._coming) == [(1, 0)]
     store.request(1)
@@ -33,19 +33,19 @@ def test_the_first_vector_of_a_layer_can_be_requested_before_the_others():
 
 def test_the_next_microbatch_takes_the_same_host_memory_if_it_suffices():
     store = HostStore(CPU)
-    store.put(0, vectors(1)[0])()
+    store.store_vector(0, vectors(1)[0])()
     address = store._rooms[0, 0].data_ptr()
-    store.put(0, vectors(1, size=3)[0])()
+    store.store_vector(0, vectors(1, size=3)[0])()
     assert store._rooms[0, 0].data_ptr() == address
-    assert store.put(0, vectors(1, size=50)[0])().tolist() == vectors(1, size=50)[0].tolist()
+    assert store.store_vector(0, vectors(1, size=50)[0])().tolist() == vectors(1, size=50)[0].tolist()
 
 
 def test_an_abandoned_microbatch_is_forgotten_and_the_memory_can_be_released():
     store = HostStore(CPU)
-    store.put(0, vectors(1)[0])
+    store.store_vector(0, vectors(1)[0])
     with pytest.raises(AssertionError, match="still wait on the host"):
         store.release()
     store.forget()
     store.release()
     assert not store._rooms
-    assert store.put(0, vectors(1)[0])().tolist() == vectors(1)[0].tolist()
+    assert store.store_vector(0, vectors(1)[0])().tolist() == vectors(1)[0].tolist()

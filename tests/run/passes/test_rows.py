@@ -33,7 +33,10 @@ def test_a_deterministic_pass_has_the_samples_of_a_captured_one(lengths):
     with deterministic_kernels():
         strict = membership_of(base, adapted.banks, laid, adapted.route).pack
     assert strict.boundaries.tolist() == capture_graph.pack.boundaries.tolist()
-    assert (strict.longest, strict.even) == (capture_graph.pack.longest, capture_graph.pack.even)
+    assert (strict.longest, strict.has_equal_lengths) == (
+        capture_graph.pack.longest,
+        capture_graph.pack.has_equal_lengths,
+    )
     assert strict.lengths == lengths
 
 

@@ -111,7 +111,9 @@ def test_the_best_weights_are_the_master_where_this_very_step_was_the_best(ready
 def test_a_stage_draws_its_own_part_of_the_adapter_that_the_whole_base_would_have(ready):
     whole = slice_training(ready, 0, 4)
     parts = [slice_training(ready, start, stop) for start, stop in ((0, 1), (1, 3), (3, 4))]
-    assert all(torch.equal(part.master, part.layout.slice_of(whole.layout, whole.master)) for part in parts)
+    assert all(
+        torch.equal(part.master, part.layout.slice_vector(whole.layout, whole.master)) for part in parts
+    )
     assert sum(part.layout.size for part in parts) == whole.layout.size
     views = whole.layout.parameter_views(whole.master)
     assert all(

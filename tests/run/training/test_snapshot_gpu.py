@@ -44,7 +44,7 @@ def test_a_snapshot_is_the_state_when_it_was_taken_though_the_next_steps_follow_
     training.best = training.master.clone()
     want = {name: getattr(training.state, name).clone() for name in ("master", "exp_avg", "exp_avg_sq")}
     for _ in range(3):
-        taken = snapshots.take(training)
+        taken = snapshots.take_snapshot(training)
         begun = step(training)
         # Its memory may be given away before the copy is made.
         training.best = None
@@ -63,7 +63,7 @@ def test_memory_is_page_locked_and_used_again(training):
     snapshots.reserve(snapshot_bytes(training))
     addresses = set()
     for _ in range(3):
-        taken = snapshots.take(training)
+        taken = snapshots.take_snapshot(training)
         assert taken.vectors["master"].is_pinned()
         addresses.add(taken.vectors["master"].data_ptr())
         taken.tensors()
@@ -75,10 +75,10 @@ def test_memory_is_page_locked_and_used_again(training):
 def test_taking_a_snapshot_of_half_a_gigabyte_does_not_hold_the_host_up(training):
     snapshots = Snapshots(GPU)
     snapshots.reserve(snapshot_bytes(training))
-    snapshots.release(snapshots.take(training))
+    snapshots.release(snapshots.take_snapshot(training))
     torch.cuda.synchronize()
     began = time.perf_counter()
-    taken = snapshots.take(training)
+    taken = snapshots.take_snapshot(training)
     seconds = time.perf_counter() - began
     taken.tensors()
     print(

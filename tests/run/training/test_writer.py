@@ -36,7 +36,7 @@ def writer():
 
 
 def save(writer, folder, training):
-    writer.save(folder, writer.snapshots.take(training))
+    writer.save(folder, writer.snapshots.take_snapshot(training))
 
 
 def test_a_checkpoint_holds_the_state_of_its_snapshot_whatever_is_trained_meanwhile(tmp_path, writer, fresh):
@@ -161,9 +161,9 @@ def test_closing_waits_for_all_or_for_what_has_begun(tmp_path, fresh, at_once):
 def test_snapshots_take_a_bounded_number_of_bytes_and_who_wants_more_waits(fresh):
     training = fresh()
     snapshots = Snapshots(bench.CPU, max_bytes=2 * snapshot_bytes(training))
-    held = [snapshots.take(training), snapshots.take(training)]
+    held = [snapshots.take_snapshot(training), snapshots.take_snapshot(training)]
     third = []
-    thread = threading.Thread(target=lambda: third.append(snapshots.take(training)))
+    thread = threading.Thread(target=lambda: third.append(snapshots.take_snapshot(training)))
     thread.start()
     thread.join(0.2)
     assert thread.is_alive()
@@ -185,18 +185,18 @@ def test_locked_memory_is_used_again_by_whom_it_fits_and_what_fits_nobody_goes_f
     snapshots = Snapshots(bench.CPU, max_bytes=3 * size)
     # As on a GPU, where memory is locked and therefore kept.
     monkeypatch.setattr(snapshots, "_stream", "a stream")
-    monkeypatch.setattr(snapshots, "_copy", lambda vectors, copies: None)
+    monkeypatch.setattr(snapshots, "_copy_vectors", lambda vectors, copies: None)
     for wanted in (size // 2, size + 256, 3 * size):
         snapshots.reserve(wanted)
     assert locked == [size // 2, size + 256]
-    first = snapshots.take(training)
+    first = snapshots.take_snapshot(training)
     assert len(first.memory) == size + 256
-    second = snapshots.take(training)
+    second = snapshots.take_snapshot(training)
     assert locked == [size // 2, size + 256, size]
     assert snapshots._allocated_bytes <= snapshots.max_bytes
     for one in (first, second):
         snapshots.release(one)
-    again = [snapshots.take(training) for _ in range(2)]
+    again = [snapshots.take_snapshot(training) for _ in range(2)]
     assert {len(one.memory) for one in again} == {size, size + 256}
     assert len(locked) == 3
 
@@ -204,7 +204,7 @@ def test_locked_memory_is_used_again_by_whom_it_fits_and_what_fits_nobody_goes_f
 def test_a_snapshot_larger_than_the_bound_is_taken_alone(fresh):
     snapshots, training = Snapshots(bench.CPU, max_bytes=1), fresh()
     for _ in range(2):
-        snapshots.release(snapshots.take(training))
+        snapshots.release(snapshots.take_snapshot(training))
 
 
 def test_killed_between_a_snapshot_and_its_name_only_that_save_is_lost(tmp_path, fresh):

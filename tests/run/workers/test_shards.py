@@ -29,7 +29,7 @@ from tests.run.workers.test_agreed import (
 from tests.run.workers.test_shortage import kto_job
 from weftune.adapters.kind import JobAdapter
 from weftune.base.quant.linear import QuantLinear
-from weftune.base.shards import shard_of
+from weftune.base.shards import cut_shard
 from weftune.base.spec import BaseSpec
 from weftune.core.shapes import LayerRange
 from weftune.core.shards import ShardTeam
@@ -104,7 +104,7 @@ def as_shard(connections, family, dtype, jobs_of, cuts, poison, cancelled, overl
     jobs = jobs_of(whole)
     spec, team, held = BaseSpec(model=f"tiny/{family}"), shard_team(connections), ranges(cuts)
     read_whole = whole_reader(deep(family, dtype))
-    base = shard_of(deep(family, dtype), spec, bench.CPU, team, held[position.stage], read_whole)
+    base = cut_shard(deep(family, dtype), spec, bench.CPU, team, held[position.stage], read_whole)
     transport = Transport(connections, base.shape.hidden, base.dtype, base.device)
     layout = pipeline_layout(held, position.replicas, position.shards, overlaps)
     part = layout.for_worker(position.stage)
@@ -269,7 +269,7 @@ def test_a_job_that_the_first_worker_ends_makes_no_more_steps_anywhere(stages):
 def test_a_base_that_cannot_be_divided_is_refused_in_a_sentence(family, shards, reason):
     model = deep(family, torch.float32)
     with pytest.raises(BaseModelError, match=reason):
-        shard_of(
+        cut_shard(
             model,
             BaseSpec(model="tiny"),
             bench.CPU,

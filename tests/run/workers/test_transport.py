@@ -97,7 +97,7 @@ def exchange(connections):
         transport.flush()
         return None
     time.sleep(0.3)
-    inbox = inbox_for(connections.incoming("activation")[0], torch.float64, bench.CPU)
+    inbox = inbox_for(connections.incoming_lanes("activation")[0], torch.float64, bench.CPU)
     inbox.expect([(50, 1000)] * 20)
     taken = [inbox.receive() for _ in range(20)]
     assert all(bool((one == one[0, 0]).all()) for one in taken)
@@ -152,11 +152,11 @@ def settle_each_way(connections):
         for sends in (0, 1):
             dist.barrier()
             if connections.position.worker % 2 == sends:
-                if connections.outgoing(way):
+                if connections.outgoing_lanes(way):
                     send(transport, torch.full((4,), 7.0, dtype=torch.float64))
                     transport.flush()
                     settled = time.monotonic()
-            elif lanes := connections.incoming(way):
+            elif lanes := connections.incoming_lanes(way):
                 time.sleep(LATE)
                 asked = time.monotonic()
                 inbox = inbox_for(lanes[0], torch.float64, bench.CPU)

@@ -65,11 +65,11 @@ def write_adapter(
     weights: Weights,
     sites: Sequence[SiteShape],
     base: str | None,
-    more: Mapping[str, Tensor] | None = None,
+    extra_tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write an adapter folder that PEFT and vLLM load unchanged. `more` maps names in the file to tensors
-    that vLLM does not load."""
-    tensors = dict(more or {})
+    """Write an adapter folder that PEFT and vLLM load unchanged. `extra_tensors` maps names in the file to
+    tensors that vLLM does not load."""
+    tensors = dict(extra_tensors or {})
     mixed = {site.name for site in sites if site.experts}
     for site, (a_rK, b_Nr) in weights.items():
         a_name, b_name = weight_names(stored_path(site, weights) if site in mixed else site)

@@ -39,8 +39,7 @@ UNSUPPORTED_KEYS = (
 )
 """PEFT config keys with which an adapter computes more than y = xWᵀ + scale · xAᵀBᵀ at its target linears."""
 CHANGES_BASE = ("pissa", "olora", "corda")
-"""Prefixes of `init_lora_weights` with which PEFT subtracts the initial product BA from the base's
-weights."""
+"""Prefixes of `init_lora_weights` with which PEFT subtracts the initial BA from the base's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,15 +203,15 @@ def _spec_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _token_indices(found: Any) -> tuple[int, ...]:
+def _token_indices(value: Any) -> tuple[int, ...]:
     """Return token ids from PEFT's list, or from a dict with the embedding as its only key."""
-    if isinstance(found, Mapping):
-        if len(found) != 1 or not next(iter(found)).endswith(tuple(EMBEDDINGS.values())):
+    if isinstance(value, Mapping):
+        if len(value) != 1 or not next(iter(value)).endswith(tuple(EMBEDDINGS.values())):
             raise ValueError(
-                f"trainable_token_indices names {', '.join(found)}, and only those of the embedding are known"
+                f"trainable_token_indices names {', '.join(value)}, and only those of the embedding are known"
             )
-        (found,) = found.values()
-    ids = tuple(map(int, found))
+        (value,) = value.values()
+    ids = tuple(map(int, value))
     if len(set(ids)) != len(ids) or min(ids, default=0) < 0:
         raise ValueError("trainable_token_indices must be different tokens, each at least 0")
     return ids

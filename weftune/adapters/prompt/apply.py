@@ -1,7 +1,7 @@
 """Prompt tuning: virtual tokens before every sample. They are initialised as in PEFT: drawn from a normal
 distribution, or copied from the base's embeddings of random tokens or of a text.
 
-`Banks` inserts them at the positions that `Samples.with_prefix` leaves free.
+`Banks` inserts them at the positions that `Samples.add_prefix` leaves free.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from weftune.base.config import open_safetensors
 from weftune.base.host.pinned import allocate_host_bytes
 from weftune.base.quant.linear import quant_paths
-from weftune.base.weights import WeightFiles, refuse_other_shape, stored_names, take_part
+from weftune.base.weights import WeightFiles, refuse_other_shape, stored_names, view_part
 from weftune.errors import BaseModelError, WeightsLost
 from weftune.plan.layout.need import STAGING_BYTES
 
@@ -151,7 +151,7 @@ def map_weights(
             if within not in mapped:
                 mapped[within] = MappedFile(files.path(part)).tensors
             stored = mapped[within][part]
-            refuse_other_shape(name, torch.Size(stored.shape), take_part(parameter, names[name], part).shape)
+            refuse_other_shape(name, torch.Size(stored.shape), view_part(parameter, names[name], part).shape)
             if stored.dtype != computed_in:
                 raise _unusable_files_error(
                     base,

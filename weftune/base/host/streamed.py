@@ -45,7 +45,7 @@ from weftune.base.shards import (
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import (
     ENDS,
-    decoder_of,
+    find_decoder,
     keep_stages,
     local_shape,
     outline_model,
@@ -94,7 +94,9 @@ class StreamedBase:
     @cached_property
     def stages(self) -> tuple[Base, ...]:
         """Stages of the base, each a separate `Base` over the same modules."""
-        return tuple(stage_view(self.whole, self.part.stage_range(n)) for n in range(len(self.part.stages)))
+        return tuple(
+            make_stage_view(self.whole, self.part.stage_range(n)) for n in range(len(self.part.stages))
+        )
 
     def slot(self, stage: int) -> Tensor:
         """Return the slot of a streamed stage on the device."""
@@ -127,7 +129,7 @@ def load_streamed(
         if team is not None and files is not None and stored_names(model, files) is not None:
             assert not keeps_files_mapped, "the parts of a shard are not contiguous in files"
             stored, part = StoredWeights(model, files, device), layout.for_worker(worker)
-            shard = cut_model(model, spec, team, _held_layers(part), stored.read_whole)
+            shard = cut_model(model, spec, team, _layers_per_stage(part), stored.read_whole)
             read = stored.part_reader(model, shard)
             return streamed_base(model, shard.whole, spec, device, part, read, shard=shard)
         whole = _drop_other_stages(model, layout.for_worker(worker))
@@ -163,7 +165,7 @@ def stream_model(
     of them if `team` is given."""
     refuse_unknown_family(model.config, spec.model)
     part = layout.for_worker(worker)
-    shard = None if team is None else cut_model(model, spec, team, _held_layers(part))
+    shard = None if team is None else cut_model(model, spec, team, _layers_per_stage(part))
     whole = _drop_other_stages(model, part) if shard is None else shard.whole
     held = dict(model.named_parameters())
 
@@ -173,7 +175,7 @@ def stream_model(
     return streamed_base(model, whole, spec, device, part, fill, shard=shard)
 
 
-def _held_layers(part: WorkerLayout) -> list[LayerRange]:
+def _layers_per_stage(part: WorkerLayout) -> list[LayerRange]:
     """Return the layers of each stage of a worker."""
     return [part.stage_range(stage) for stage in part.own_stages]
 
@@ -181,7 +183,7 @@ def _held_layers(part: WorkerLayout) -> list[LayerRange]:
 def _drop_other_stages(model: PreTrainedModel, part: WorkerLayout) -> ModelShape:
     """Remove the stages of other workers from a model, and return the shape of the whole model."""
     whole = model_shape(model, matrix_dtype(model))
-    keep_stages(model, *_held_layers(part))
+    keep_stages(model, *_layers_per_stage(part))
     return whole
 
 
@@ -192,16 +194,16 @@ def streamed_base(
     device: torch.device,
     part: WorkerLayout,
     fill: Fill,
-    mapped: MappedWeights | None = None,
+    mapped_weights: MappedWeights | None = None,
     shard: ModelShard | None = None,
 ) -> StreamedBase:
     """Build a streamed base. `model` has the names and shapes of the worker's parameters, `whole` the shape
-    of the whole base, and `fill` writes the values. Streamed weights in `mapped` stay in their files. `shard`
-    is given if `model` has been cut to one."""
+    of the whole base, and `fill` writes the values. Streamed weights in `mapped_weights` stay in their files.
+    `shard` is given if `model` has been cut to one."""
     layers = part.layout.layers
     assert whole.layers == layers, f"the base has {whole.layers} layers, not {layers}"
     refuse_modules(model, spec.model)
-    own = _held_layers(part)
+    own = _layers_per_stage(part)
     shape = local_shape(model, whole, sum(one.stop - one.start for one in own))
     held = LayerRange(own[0].start, own[-1].stop, layers)
     _use_expandable_segments(device)
@@ -214,8 +216,8 @@ def streamed_base(
             _set_parameter(model, piece.name, piece.view(arena[part.slot_of_stage(stage)]))
     sources = (
         _stages_in_memory(pieces, device, fill)
-        if mapped is None
-        else _stages_in_files(pieces, device, mapped)
+        if mapped_weights is None
+        else _stages_in_files(pieces, device, mapped_weights)
     )
     _load_resident(model, device, {piece.name for found in pieces.values() for piece in found}, fill)
     if shard is not None:
@@ -262,7 +264,7 @@ def _stages_in_memory(
 
 
 def _stages_in_files(
-    pieces: Mapping[int, Sequence[WeightPiece]], device: torch.device, mapped: MappedWeights
+    pieces: Mapping[int, Sequence[WeightPiece]], device: torch.device, mapped_weights: MappedWeights
 ) -> dict[int, StageSource]:
     staging = Staging(device) if device.type == "cuda" else None
     sources: dict[int, StageSource] = {}
@@ -270,7 +272,7 @@ def _stages_in_files(
         parts: list[SourcePart] = []
         for piece in found:
             start = piece.start
-            for held in mapped[piece.name]:
+            for held in mapped_weights[piece.name]:
                 parts.append(SourcePart(start, held))
                 start = parts[-1].stop
         sources[stage] = MappedStage(tuple(parts), staging)
@@ -293,14 +295,14 @@ def _weight_pieces(model: PreTrainedModel, layer_range: LayerRange) -> list[Weig
     return found
 
 
-def _sort_key(name: str, value: Tensor, quantised: Collection[str]) -> tuple[bool, int, bool]:
-    if name in quantised:
+def _sort_key(name: str, value: Tensor, quantised_names: Collection[str]) -> tuple[bool, int, bool]:
+    if name in quantised_names:
         return False, 0, False
     return True, -value.ndim, not name.endswith("bias")
 
 
 def _layers_path(model: PreTrainedModel) -> str:
-    layers = getattr(decoder_of(model), ENDS[model.config.model_type].layers)
+    layers = getattr(find_decoder(model), ENDS[model.config.model_type].layers)
     return next(name for name, module in model.named_modules() if module is layers)
 
 
@@ -330,7 +332,7 @@ def _set_parameter(model: PreTrainedModel, name: str, value: Tensor) -> nn.Param
     return parameter
 
 
-def stage_view(base: Base, layer_range: LayerRange) -> Base:
+def make_stage_view(base: Base, layer_range: LayerRange) -> Base:
     """Return one stage of a base over the same modules, without the modules of other stages."""
     model = cast(PreTrainedModel, _shallow_copy(base.model))
     parent: nn.Module = model

@@ -27,7 +27,7 @@ from weftune.base.quant.stored import NESTED_BLOCK, NESTED_CODES, NF4_BLOCK, NF4
 from weftune.base.spec import BaseSpec, Quantize
 from weftune.core.device_class import class_of
 from weftune.core.shapes import SiteSlice
-from weftune.core.shards import kept_indices
+from weftune.core.shards import indices_in_whole
 from weftune.core.weights import CODES, quantise_rows
 from weftune.errors import BaseModelError
 
@@ -91,7 +91,7 @@ class Int8:
     ) -> tuple[WeightFormat, dict[str, Tensor]]:
         """Return the format and the tensors of a part of the matrix of this shape, which dequantise to the
         same values."""
-        kept = kept_indices(part, parts["weight"].device)
+        kept = indices_in_whole(part, parts["weight"].device)
         # Torch does not select 8-bit floats on every device, but it does select their bytes.
         codes_NK = parts["weight"].view(torch.uint8).index_select(1 if part.cuts_inputs else 0, kept)
         scale_N = parts["scale"] if part.cuts_inputs else parts["scale"].index_select(0, kept)

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from weftune.base.quant.formats import Fp8, Int8, Nf4, WeightFormat
 from weftune.base.spec import Quantize
 from weftune.core.shapes import SiteSlice
-from weftune.core.shards import kept_indices
+from weftune.core.shards import indices_in_whole
 from weftune.core.weights import (
     FrozenWeight,
     MultiplyCodes,
@@ -190,7 +190,7 @@ def cut_quantised(linear: QuantLinear, parts: Mapping[str, Tensor], part: SiteSl
     if (cut := linear.form.cut_part(parts, shape, part)) is None:
         made = nn.Linear(inputs, outputs, bias=False, device=meta)
         matrix_NK = linear.build_matrix(parts)
-        kept = kept_indices(part, matrix_NK.device)
+        kept = indices_in_whole(part, matrix_NK.device)
         weight_NK = matrix_NK.index_select(1 if part.cuts_inputs else 0, kept)
         made.weight = nn.Parameter(weight_NK, requires_grad=False)
         return made

@@ -141,9 +141,9 @@ def stored_matrix(name: str, read: ReadTensor, stored: Collection[str]) -> Tenso
     return matrix_NK
 
 
-def _read_state(name: str, blob: Tensor) -> dict[str, Any]:
+def _read_state(name: str, data: Tensor) -> dict[str, Any]:
     try:
-        state = json.loads(bytes(blob.tolist()))
+        state = json.loads(bytes(data.tolist()))
     except (ValueError, TypeError, RecursionError):
         state = None
     if not isinstance(state, dict):

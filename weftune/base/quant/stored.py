@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from weftune.base.decoders import MIXTURES
 from weftune.base.spec import BaseSpec, Quantize
-from weftune.core.shapes import SiteShape, layer_of
+from weftune.core.shapes import SiteShape, layer_number
 from weftune.errors import BaseModelError
 
 CONFIG_KEY = "quantization_config"
@@ -33,7 +33,7 @@ class Quantised:
     """Whether the maxima of nf4 blocks are also quantised."""
 
 
-def quantised(config: Mapping[str, Any], spec: BaseSpec) -> Quantised | None:
+def read_quantisation(config: Mapping[str, Any], spec: BaseSpec) -> Quantised | None:
     """Return the base's quantisation or None. Raise BaseModelError if `spec` contradicts the base's files."""
     if spec.quantize is not None and spec.quantize not in get_args(Quantize):
         *others, last = get_args(Quantize)
@@ -95,7 +95,7 @@ def site_bytes_per_value(
     stored = values = 0
     for site in sites:
         values += site.weight_count
-        if layer_of(site.name) is None:
+        if layer_number(site.name) is None:
             stored += site.weight_count * bytes_per_value
         else:
             stored += stored_bytes(quantize, site.out_features, site.in_features, nested)

@@ -139,7 +139,7 @@ TOKEN = Bound(whole=True, at_least=0, at_most=2**31 - 1)
 
 def build_job(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | None, list[Mistake]]:
     """Return the job that `layer` describes, or all mistakes in it. Paths are relative to `folder`."""
-    values = _with_defaults(layer.values)
+    values = _set_defaults(layer.values)
     faults: dict[Loc, str] = {}
 
     def note(more_faults: Iterator[Fault] | list[Fault]) -> None:
@@ -179,7 +179,7 @@ def _sweep_hint(values: Mapping[str, Any], location: Loc) -> str:
     return f"; to try each, write sweep: {{over: {{{dotted_name(location)}: [...]}}}}"
 
 
-def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+def _set_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Set one epoch and the objective's learning rate as defaults, add the scalar head that the objective
     trains to the adapter, and replace the values that disable clipping by None."""
     whole = dict(values)
@@ -187,7 +187,7 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     kind = objective.get("kind") if isinstance(objective, Mapping) else None
     if isinstance(kind, str) and kind in OBJECTIVES:
         whole.setdefault("learning_rate", OBJECTIVES[kind].learning_rate)
-        if OBJECTIVES[kind].scalar_head and _holds_head(adapter := whole.get("adapter", {})):
+        if OBJECTIVES[kind].scalar_head and _may_have_head(adapter := whole.get("adapter", {})):
             whole["adapter"] = {**adapter, "modules_to_save": adapter.get("modules_to_save") or [SCORE]}
     if whole.get("steps") is None and whole.get("epochs") is None:
         whole["epochs"] = 1.0
@@ -196,7 +196,7 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def _holds_head(adapter: Any) -> bool:
+def _may_have_head(adapter: Any) -> bool:
     """Whether the files of an adapter with these keys can hold a scalar head."""
     kind = adapter.get("kind", "lora") if isinstance(adapter, Mapping) else None
     return isinstance(kind, str) and kind in KINDS and issubclass(KINDS[kind], LoraSpec)
@@ -374,7 +374,7 @@ def _head_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
     if not OBJECTIVES[kind].scalar_head:
         return
     chosen = adapter.get("kind") if isinstance(adapter, Mapping) else None
-    if isinstance(chosen, str) and chosen in KINDS and not _holds_head(adapter):
+    if isinstance(chosen, str) and chosen in KINDS and not _may_have_head(adapter):
         kinds = [name for name, spec in KINDS.items() if issubclass(spec, LoraSpec)]
         yield Fault(
             ("adapter", "kind"),
@@ -463,8 +463,7 @@ def _layer_faults(layers: Any) -> Iterator[Fault]:
 
 
 def _expression_faults(text: str, expression: str, location: Loc) -> Iterator[Fault]:
-    """Check the regular expression `expression`. Messages quote `text`, the part of it that the user
-    wrote."""
+    """Check the regular expression `expression`. Messages quote `text`, the part that the user wrote."""
     if not text:
         yield Fault(location, "must not be empty")
     if slow := slow_pattern_error([expression]):
@@ -490,7 +489,7 @@ NO_SCALING: Mapping[str, str] = {
 """Maps each rope type of transformers that is refused to the reason."""
 
 
-def rope_checked(base: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
+def check_rope(base: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
     """Return the keys of the base, in which `type`, an older name of `rope_type`, is renamed, and those
     faults of the rope scaling that a check of types does not find."""
     keys = base.get("rope_scaling")

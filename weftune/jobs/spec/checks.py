@@ -15,7 +15,7 @@ from weftune.adapters.target import TargetSpec, layer_numbers, source_job
 from weftune.base.spec import BaseSpec
 from weftune.core.bounds import format_value
 from weftune.core.limited import slow_pattern_error
-from weftune.core.shapes import ModelShape, SiteShape, layer_of
+from weftune.core.shapes import ModelShape, SiteShape, layer_number
 from weftune.errors import AdapterError, Mistake, OutputError, UserError
 from weftune.jobs.spec.keys import nearest_word
 from weftune.jobs.spec.layer import Fault, Loc
@@ -58,8 +58,8 @@ def check_targets(
 def check_lengths(
     jobs: Sequence[JobSpec], shape: ModelShape, base: BaseSpec, locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return a mistake for every `max_length` above the base's context. The message names all jobs with this
-    `max_length`."""
+    """Return a mistake for every `max_length` above the base's context. The message names all jobs with
+    it."""
     over: dict[tuple[str, int], list[str]] = {}
     for job in jobs:
         if job.data.max_length is not None and job.data.max_length > shape.context:
@@ -68,7 +68,7 @@ def check_lengths(
     return [
         Mistake(
             place,
-            f"max_length {length} of {_short_list(names)} is over the base's context of {shape.context} "
+            f"max_length {length} of {_list_names(names)} is over the base's context of {shape.context} "
             f"tokens; write {shape.context} or less, or {_longer_context_advice(length, shape, base)}",
         )
         for (place, length), names in over.items()
@@ -141,7 +141,7 @@ def _virtual_token_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fa
 
 
 def _linears_outside_layers(shape: ModelShape) -> str | None:
-    return next((site.name for site in shape.sites if layer_of(site.name) is None), None)
+    return next((site.name for site in shape.sites if layer_number(site.name) is None), None)
 
 
 def _no_match_message(expression: str, shape: ModelShape) -> str:
@@ -212,8 +212,7 @@ def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
 
 
 def rope_warnings(jobs: Sequence[JobSpec], base: BaseSpec) -> list[str]:
-    """Return warnings about jobs that start from an adapter that was trained on a base with another rope
-    scaling."""
+    """Return warnings about jobs that start from an adapter trained on a base with another rope scaling."""
     return merge_repeated_sentences(
         (job.name, sentence) for job in jobs for sentence in _rope_warnings(job, base)
     )
@@ -243,10 +242,10 @@ def merge_repeated_sentences(sentences: Iterable[tuple[str, str]]) -> list[str]:
     jobs: dict[str, dict[str, None]] = {}
     for job, sentence in sentences:
         jobs.setdefault(sentence, {})[job] = None
-    return [f"{_short_list(list(names))}: {sentence}" for sentence, names in jobs.items()]
+    return [f"{_list_names(list(names))}: {sentence}" for sentence, names in jobs.items()]
 
 
-def _short_list(jobs: Sequence[str]) -> str:
+def _list_names(jobs: Sequence[str]) -> str:
     more = len(jobs) - NAMED
     return ", ".join(jobs) if more <= 1 else f"{', '.join(jobs[:NAMED])} and {more} more"
 

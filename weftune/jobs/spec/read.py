@@ -1,5 +1,5 @@
-"""The reader that turns a jobs file, or a mapping with its content, into a RunSpec, and reports all mistakes
-at once."""
+"""The reader that turns a jobs file, or a mapping with its content, into a RunSpec, and reports all
+mistakes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from weftune.core.shapes import ModelShape
 from weftune.errors import Mistake, SpecError, UserError
 from weftune.jobs.spec.build import (
     build_job,
+    check_rope,
     is_hub_id,
     is_revision,
     missing_path_message,
     path_exists,
     resolve_path,
-    rope_checked,
 )
 from weftune.jobs.spec.checks import SOURCE, check_on_base, name_faults
 from weftune.jobs.spec.keys import SECTIONS, repeated_names, unknown_key
@@ -45,8 +45,7 @@ from weftune.jobs.sweeps.spec import Sweep
 
 OUTPUT = "output"
 ANY_DEFAULTS = 100
-"""Number of values that `defaults` may always have, whatever the number of jobs. A job has about forty
-keys."""
+"""Number of values that `defaults` may always have, whatever the number of jobs. A job has some 40 keys."""
 
 
 ShapeOf = Callable[[BaseSpec], ModelShape | None]
@@ -163,7 +162,7 @@ class _Reader:
         for key in keys:
             if key not in known:
                 self.fault(("base", key), unknown_key("base", str(key)))
-        known, flaws = rope_checked(known)
+        known, flaws = check_rope(known)
         base = build(BaseSpec, known, "base", ("base",))
         flaws = [*flaws, *(base if isinstance(base, list) else ())]
         if flaws:

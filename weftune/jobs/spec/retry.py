@@ -82,8 +82,7 @@ def _refusal_message(key: str, restart: str) -> str:
 
 
 def apply_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
-    """Return the job with the given dotted keys changed. The job is checked as if the jobs file contained the
-    new values."""
+    """Return the job with these dotted keys changed, checked as if the jobs file contained the new values."""
     if not changes:
         return job
     below = layer_from_keywords({item.name: getattr(job, item.name) for item in fields(JobSpec)})
@@ -105,7 +104,7 @@ def apply_retries(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec
             known.setdefault(key, []).extend((change["from"], change["to"]))
     plain = resolve_job(job)
     return apply_changes(
-        job, {key: values[-1] for key, values in known.items() if value_of_key(plain, key) in values}
+        job, {key: values[-1] for key, values in known.items() if find_value(plain, key) in values}
     )
 
 
@@ -113,7 +112,7 @@ def new_retry(old_values: Mapping[str, Any], new_values: Mapping[str, Any], step
     """Create a Retry from the job's keys before (`old_values`, as in job.yaml) and after the change
     (`new_values`)."""
     changed = {
-        key: (value_of_key(old_values, key), value_of_key(new_values, key))
+        key: (find_value(old_values, key), find_value(new_values, key))
         for key in changed_keys(old_values, new_values)
     }
     return Retry(step, reason, changed, time.time())
@@ -131,7 +130,7 @@ def _nest_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def value_of_key(values: Mapping[str, Any], key: str) -> Any:
+def find_value(values: Mapping[str, Any], key: str) -> Any:
     """Return the value of a dotted key in a resolved job; None if the job has no such key."""
     value: Any = values
     for part in key.split("."):

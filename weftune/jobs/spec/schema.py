@@ -166,18 +166,18 @@ def choice_sentence(choices: Sequence[str], value: Any) -> str:
 # -- numbers --------------------------------------------------------------------------------------------
 
 
-def _type_bounds(hint: Any, location: Loc) -> Iterator[tuple[Loc, Bound]]:
+def _type_bounds(type_hint: Any, location: Loc) -> Iterator[tuple[Loc, Bound]]:
     """Yield the location and range of every number below a type that has a `Bound` in its annotation."""
-    if is_dataclass(hint) or is_typeddict(hint):
-        for name, below in get_type_hints(hint, include_extras=True).items():
+    if is_dataclass(type_hint) or is_typeddict(type_hint):
+        for name, below in get_type_hints(type_hint, include_extras=True).items():
             yield from _type_bounds(below, (*location, name))
-    elif get_origin(hint) is Annotated:
-        kinds = get_args(hint.__origin__) or (hint.__origin__,)
+    elif get_origin(type_hint) is Annotated:
+        kinds = get_args(type_hint.__origin__) or (type_hint.__origin__,)
         whole, none = int in kinds, NoneType in kinds
-        yield from ((location, replace(one, whole=whole, none=none)) for one in hint.__metadata__)
+        yield from ((location, replace(one, whole=whole, none=none)) for one in type_hint.__metadata__)
     else:
-        is_same = get_origin(hint) in (Union, UnionType, Required)
-        for below in get_args(hint):
+        is_same = get_origin(type_hint) in (Union, UnionType, Required)
+        for below in get_args(type_hint):
             yield from _type_bounds(below, location if is_same else (*location, ANY))
 
 

@@ -176,10 +176,10 @@ ADDED_TO_EVAL: Mapping[str, Any] = {"generate": None, "metric": None}
 
 def changed_keys(old_values: Mapping[str, Any], new_values: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys in which two resolved jobs differ; a list is compared as a whole."""
-    return sorted(_changed_names(_with_added_keys(old_values), _with_added_keys(new_values), ()))
+    return sorted(_changed_keys(_add_missing_keys(old_values), _add_missing_keys(new_values), ()))
 
 
-def _with_added_keys(job: Mapping[str, Any]) -> dict[str, Any]:
+def _add_missing_keys(job: Mapping[str, Any]) -> dict[str, Any]:
     whole = {**ADDED, **job}
     if isinstance(adapter := whole.get("adapter"), Mapping):
         whole["adapter"] = {**ADDED_TO_ADAPTERS, **adapter}
@@ -190,13 +190,13 @@ def _with_added_keys(job: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def _changed_names(old_value: Any, new_value: Any, location: Loc) -> list[str]:
+def _changed_keys(old_value: Any, new_value: Any, location: Loc) -> list[str]:
     if isinstance(old_value, Mapping) and isinstance(new_value, Mapping):
         absent = object()
         return [
             name
             for key in {**old_value, **new_value}
-            for name in _changed_names(
+            for name in _changed_keys(
                 old_value.get(key, absent), new_value.get(key, absent), (*location, str(key))
             )
         ]

@@ -99,7 +99,7 @@ def write_answer(request: Path, answer: RequestAnswer) -> None:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
 
 
-def take_answer(request: Path) -> RequestAnswer | None:
+def pop_answer(request: Path) -> RequestAnswer | None:
     """Return the answer to a request and delete it; None if there is none yet."""
     path = answer_path(request)
     try:
@@ -162,9 +162,8 @@ def is_active(records: Path) -> bool:
     return False
 
 
-def folder_of_job(output: Path, job: str) -> Path:
-    """Return the folder with the inbox of the process that trains a job: the output folder, or the folder of
-    a share."""
+def find_inbox_folder(output: Path, job: str) -> Path:
+    """Return the folder with the inbox of the process that trains a job: the output or a share's folder."""
     for folder in share_folders(output):
         with suppress(OutputError):
             if job in read_status(folder).jobs:
@@ -172,9 +171,8 @@ def folder_of_job(output: Path, job: str) -> Path:
     return output
 
 
-def status_of_run(output: Path) -> RunStatus:
-    """Return the status of a running run without the statuses of its shares. Empty before the first status is
-    written."""
+def read_run_status(output: Path) -> RunStatus:
+    """Return the status of a run without those of its shares. Empty before the first status is written."""
     try:
         return read_status(output)
     except DamagedStatus:

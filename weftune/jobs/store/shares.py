@@ -54,8 +54,7 @@ def share_folders(output: Path) -> list[Path]:
 
 
 def create_shares(output: Path, status: RunStatus, shares: Sequence[DeviceShare]) -> None:
-    """Create a store for every share, with all records of the share's jobs. All stores become visible at the
-    same moment."""
+    """Create a store for every share, with all records of its jobs. All stores become visible at once."""
     fresh = output / f"{SHARES}.new"
     shutil.rmtree(fresh, ignore_errors=True)
     for number, share in enumerate(shares):
@@ -168,7 +167,7 @@ def _save_learned(output: Path, folders: Sequence[Path]) -> None:
     """Keep the learned models of the share with the most windows, which later windows are planned with."""
     found = [folder / LEARNED for folder in folders if (folder / LEARNED).exists()]
     if found:
-        replace_file(output / LEARNED, max(found, key=_learned_windows).read_bytes())
+        replace_file(output / LEARNED, max(found, key=_count_learned_windows).read_bytes())
 
 
 def _save_seconds(output: Path, shares: Sequence[RunStatus]) -> None:
@@ -182,7 +181,7 @@ def _save_seconds(output: Path, shares: Sequence[RunStatus]) -> None:
     replace_json(output / SHARES_FILE, record)
 
 
-def _learned_windows(path: Path) -> int:
+def _count_learned_windows(path: Path) -> int:
     try:
         return int(json.loads(path.read_bytes())["windows"])
     except (ValueError, KeyError, TypeError):

@@ -153,8 +153,8 @@ def _job_texts(job: JobStatus) -> tuple[str, str]:
 
 
 def from_json(value: Any, path: Path) -> RunStatus:
-    """Parse a status. Raises ValueError for content that `to_json` did not write, and UnknownFormat for a
-    later version."""
+    """Parse a status. Raise ValueError for content that `to_json` did not write, UnknownFormat for a later
+    one."""
     if not isinstance(value, dict):
         raise ValueError("it is no status")
     # Checked before the format: a flipped bit there is damage, not a newer Weftune.
@@ -212,8 +212,7 @@ LOCK_TRIES = 3
 
 
 def lock_folder(folder: Path, displayed_folder: Path) -> int:
-    """Lock a folder until the process ends. Messages call it `displayed_folder`; the lock file is not
-    deleted."""
+    """Lock a folder until the process ends. Messages call it `displayed_folder`. The lock file stays."""
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         import fcntl
@@ -275,7 +274,7 @@ ON_REQUEST = "paused on request"
 """Beginning of the reason of a job that was paused on request."""
 
 
-def paused_on_request(status: RunStatus) -> frozenset[str]:
+def requested_pauses(status: RunStatus) -> frozenset[str]:
     return frozenset(
         name
         for name, job in status.jobs.items()

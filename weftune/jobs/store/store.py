@@ -1,5 +1,4 @@
-"""The store of a run. It writes the status and the lines of the output folder, or of one share of its
-jobs."""
+"""The store of a run. It writes status and lines of the output folder, or of one share of its jobs."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ from weftune.jobs.store.status import (
     State,
     check_transition,
     lock_folder,
-    paused_on_request,
     read_status,
+    requested_pauses,
     requeue_jobs,
     resume_line,
     write_status,
@@ -125,7 +124,7 @@ def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
     except OSError as error:
         raise OutputError(f"cannot write to {output}: {error.strerror}; choose another --output") from error
     try:
-        status, rebuilt = _status_of(output, resume, command)
+        status, rebuilt = _read_or_rebuild_status(output, resume, command)
         status = status if command is None else replace(status, command=command)
         store = _create_store(output, output, status, lock)
         store.rebuilt = rebuilt
@@ -149,7 +148,7 @@ def refuse_output(output: Path, resume: bool, command: str | None = None) -> Non
         return
     if (output / LOCK).exists():
         os.close(lock_folder(output, output))
-    _status_of(output, resume, command)
+    _read_or_rebuild_status(output, resume, command)
 
 
 def open_share(output: Path, number: int) -> Store:
@@ -157,7 +156,7 @@ def open_share(output: Path, number: int) -> Store:
     records = share_folder(output, number)
     lock = lock_folder(records, output)
     try:
-        return _create_store(output, records, _status_of(records, resume=True)[0], lock)
+        return _create_store(output, records, _read_or_rebuild_status(records, resume=True)[0], lock)
     except BaseException:
         os.close(lock)
         raise
@@ -166,11 +165,11 @@ def open_share(output: Path, number: int) -> Store:
 def _create_store(output: Path, records: Path, status: RunStatus, lock: int) -> Store:
     """Return a store whose unfinished jobs are queued."""
     store = Store(output, records, requeue_jobs(status), lock)
-    store.paused_on_request = paused_on_request(status)
+    store.requested_pauses = requested_pauses(status)
     return store
 
 
-def _status_of(output: Path, resume: bool, command: str | None = None) -> tuple[RunStatus, str]:
+def _read_or_rebuild_status(output: Path, resume: bool, command: str | None = None) -> tuple[RunStatus, str]:
     """Return the status to resume from, and a sentence about its damage if it had to be rebuilt."""
     left_over = {
         LOCK,
@@ -215,7 +214,7 @@ class Store:
         """Status without the jobs and the time of the last write, which are separate attributes."""
         self._jobs = dict(status.jobs)
         self._updated = status.updated
-        self.paused_on_request: frozenset[str] = frozenset()
+        self.requested_pauses: frozenset[str] = frozenset()
         """Jobs that an earlier process has paused on request. They are queued when the store is opened."""
         self.rebuilt = ""
         """Sentence that the status was damaged, and how it was replaced. Empty if the status was intact."""
@@ -267,36 +266,40 @@ class Store:
         """Add a job as queued; a job that is already known, or has a folder, keeps its status."""
         if name not in self:
             folder = self.output / name
-            self._set_job(name, status_from_folder(folder) if (folder / JOB_FILE).exists() else JobStatus())
+            self._replace_job(
+                name, status_from_folder(folder) if (folder / JOB_FILE).exists() else JobStatus()
+            )
 
     def restart_job(self, name: str) -> None:
         """Discard everything about a job's training, including its metrics; the caller deletes its folder."""
-        self._set_job(name, JobStatus())
+        self._replace_job(name, JobStatus())
         with self._disk, self._one_writer:
             self._metrics.filter_lines(lambda line: line.get("job") != name)
 
     def pause_job(self, name: str, reason: str) -> None:
         """Exclude a job from this run by marking it as paused, whatever its state was."""
         self.add_job(name)
-        self._set_job(name, replace(self.job(name), state=State.PAUSED, reason=reason))
+        self._replace_job(name, replace(self.job(name), state=State.PAUSED, reason=reason))
 
     def retry_job(self, name: str, sentence: str) -> None:
         """Queue a job that has stopped, at the user's request; it keeps its progress."""
-        self._set_job(name, replace(self.job(name), state=State.QUEUED, reason=""))
+        self._replace_job(name, replace(self.job(name), state=State.QUEUED, reason=""))
         self.add_note(name, sentence)
 
     def move_job(self, name: str, state: State, reason: str = "") -> None:
-        self._set_job(
+        self._replace_job(
             name, replace(self.job(name), state=check_transition(self.job(name).state, state), reason=reason)
         )
 
     def explain_job(self, name: str, reason: str) -> None:
         """Record why a queued job still waits."""
         assert self.job(name).state is State.QUEUED
-        self._set_job(name, replace(self.job(name), reason=reason))
+        self._replace_job(name, replace(self.job(name), reason=reason))
 
     def advance_job(self, name: str, step: int, steps: int, trained_tokens: int) -> None:
-        self._set_job(name, replace(self.job(name), step=step, steps=steps, trained_tokens=trained_tokens))
+        self._replace_job(
+            name, replace(self.job(name), step=step, steps=steps, trained_tokens=trained_tokens)
+        )
 
     def evaluate_job(
         self,
@@ -311,23 +314,23 @@ class Store:
         job = replace(
             self.job(name), eval_loss=eval_loss, best_step=best_step, best_loss=best_loss, score=score
         )
-        self._set_job(name, job)
+        self._replace_job(name, job)
 
     def score_base(self, name: str, loss: float) -> None:
         """Record the validation loss of the base without the job's adapter."""
-        self._set_job(name, replace(self.job(name), base_loss=loss))
+        self._replace_job(name, replace(self.job(name), base_loss=loss))
 
     def measure_base(self, name: str, score: float) -> None:
         """Record the value of the job's `eval.metric` for the base without the job's adapter."""
-        self._set_job(name, replace(self.job(name), base_score=score))
+        self._replace_job(name, replace(self.job(name), base_score=score))
 
     def warn_job(self, name: str, sentence: str) -> None:
         """Record a warning about the job's adapter; an empty sentence withdraws it."""
-        self._set_job(name, replace(self.job(name), warning=sentence))
+        self._replace_job(name, replace(self.job(name), warning=sentence))
 
     def add_note(self, name: str, sentence: str) -> None:
         if sentence not in self.job(name).notes:
-            self._set_job(name, replace(self.job(name), notes=(*self.job(name).notes, sentence)))
+            self._replace_job(name, replace(self.job(name), notes=(*self.job(name).notes, sentence)))
 
     def __contains__(self, name: str) -> bool:
         return name in self._jobs
@@ -335,10 +338,12 @@ class Store:
     def job(self, name: str) -> JobStatus:
         return self._jobs[name]
 
-    def _set_job(self, name: str, job: JobStatus) -> None:
+    def _replace_job(self, name: str, job: JobStatus) -> None:
         self._jobs[name] = job
 
-    def rewind(self, cursors: Mapping[str, int], evaluated_steps: Mapping[str, int] | None = None) -> None:
+    def drop_later_metrics(
+        self, cursors: Mapping[str, int], evaluated_steps: Mapping[str, int] | None = None
+    ) -> None:
         """Drop the metrics that each job wrote after its cursor, which it will write again.
 
         A cursor of -1 drops the evaluation at step 0 too. Jobs that are not in `cursors` keep all their
@@ -394,8 +399,7 @@ class Store:
             raise troubles[0]
 
     def is_write_due(self) -> bool:
-        """Whether so much time has passed since the status was last written that the next change is written
-        immediately."""
+        """Whether the last write of the status is so long ago that the next change is written immediately."""
         return self._seconds_until_write() <= 0
 
     def _seconds_until_write(self) -> float:

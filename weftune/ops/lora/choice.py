@@ -54,7 +54,7 @@ class PlanTrial:
     rows: int
     """Number of rows of the microbatch, rounded up to a power of two to limit the number of trials."""
     ranks: int
-    """Rank of one band, rounded up to a power of two that tensor cores support."""
+    """Number of ranks that are processed together, rounded up to a power of two that tensor cores support."""
     bands: int
     """Number of bands of each linear. Large ranks are split into bands (`ops.lora.table`)."""
     slots: int
@@ -159,9 +159,9 @@ class Choices:
         if not pending:
             return
 
-        def try_compile(one: tuple[PlanTrial, ProductPlan], compile: Compile = self._compile) -> None:
+        def try_compile(candidate: tuple[PlanTrial, ProductPlan], compile: Compile = self._compile) -> None:
             with suppress(Exception):
-                compile(*one)
+                compile(*candidate)
 
         with phase(Phase.COMPILING), ThreadPoolExecutor(min(MAX_THREADS, len(pending))) as threads:
             list(threads.map(try_compile, pending))

@@ -41,7 +41,7 @@ class Block:
     key: int
     """Key of the dropout mask: `ops.dropout.key` of the job's seed, the step and the site."""
     first_feature: int = 0
-    """Index of the first input of `x` in the whole linear. It is not 0 if a shard holds a later part of the
+    """Index of the first input of `x` in the whole linear: not 0 if a shard holds a later part of the
     inputs."""
 
     @property
@@ -56,12 +56,10 @@ class Blocks:
     blocks: tuple[Block, ...]
     token_index_T: Tensor
     anchor: Tensor
-    """Scalar with `requires_grad` that gets no gradient. It makes autograd record sites whose input needs no
-    gradient."""
+    """Scalar with `requires_grad` but no gradient. It makes autograd record sites whose input needs none."""
 
     def keep_mask(self, block: Block, features: int) -> Tensor | None:
-        """Return the mask of the values of x that dropout keeps in the block's rows, or None if the job has
-        no dropout."""
+        """Return the mask of the values of x that dropout keeps in the block's rows; None without dropout."""
         dropout = block.adapter.dropout
         if dropout == 0.0:
             return None
@@ -141,6 +139,6 @@ def _zero_outside(blocks: Blocks, values_TK: Tensor) -> Tensor:
     return values_TK
 
 
-def _mask_dropped(x_TK: Tensor, kept: Tensor | None) -> Tensor:
+def _mask_dropped(x_TK: Tensor, keep_mask: Tensor | None) -> Tensor:
     """Return x with dropped values (even NaN) set to zero. Kept values are not divided by 1 − p."""
-    return x_TK if kept is None else torch.where(kept, x_TK, 0.0)
+    return x_TK if keep_mask is None else torch.where(keep_mask, x_TK, 0.0)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weftune.core.clock import Phase, claim
+from weftune.core.clock import Phase, reassign_seconds
 from weftune.core.device_class import class_of
 
 MODULES = (
@@ -30,8 +30,7 @@ def __getattr__(name: str) -> Any:
 
 
 def kernels_available(x: Tensor) -> bool:
-    """Return whether kernels can run on this tensor: on a GPU with Triton, or with Triton's interpreter if it
-    is enabled."""
+    """Return whether kernels can run on this tensor: on a GPU with Triton, or in Triton's interpreter."""
     return kernels_available_on(x.device, x.dtype)
 
 
@@ -56,7 +55,7 @@ def count_compilation() -> None:
 
     def listen(*, times: Any, **_: Any) -> None:
         # Triton calls this in the thread that compiles; kernels from its cache take almost no time.
-        claim(Phase.COMPILING, times.total / 1e6)
+        reassign_seconds(Phase.COMPILING, times.total / 1e6)
 
     if knobs.compilation.listener is None:
         knobs.compilation.listener = listen

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from weftune.core.shapes import JobShape, LayerRange, ModelShape, SiteShape, layer_of
+from weftune.core.shapes import JobShape, LayerRange, ModelShape, SiteShape, layer_number
 from weftune.plan.cost.cluster import Device
 from weftune.plan.cost.time import Line
 
@@ -92,16 +92,16 @@ def data_sheet_speed(device: Device) -> Speed:
     )
 
 
-def base_layers(shape: ModelShape, kept_bytes: int, ends_apart: bool) -> tuple[BaseLayer, ...]:
+def base_layers(shape: ModelShape, kept_bytes: int, separates_ends: bool) -> tuple[BaseLayer, ...]:
     """Return the parts of the base in order: embedding, layers and head. Each layer keeps `kept_bytes` bytes
     per token for its backward.
 
-    With `ends_apart`, embedding and head are on different devices, so tied weights are stored twice.
+    With `separates_ends`, embedding and head are on different devices, so tied weights are stored twice.
     """
     by_layer: dict[int, list[SiteShape]] = {number: [] for number in range(shape.layers)}
     outside: list[SiteShape] = []
     for site in shape.sites:
-        number = layer_of(site.name)
+        number = layer_number(site.name)
         (outside if number is None else by_layer[number]).append(site)
     matrix = shape.vocabulary * shape.hidden
     inside = sum(site.weight_count for sites in by_layer.values() for site in sites)
@@ -110,7 +110,7 @@ def base_layers(shape: ModelShape, kept_bytes: int, ends_apart: bool) -> tuple[B
     first = shape.parameters - inside - (0 if tied else matrix)
     handed = shape.hidden * shape.bytes_per_value
     layers = [_inner_layer(shape, tuple(sites), kept_bytes, handed) for sites in by_layer.values()]
-    head = 0 if tied and not ends_apart else matrix
+    head = 0 if tied and not separates_ends else matrix
     return (
         BaseLayer("embedding", 0, 0, first * shape.bytes_per_value, 0, handed, tuple(outside)),
         *layers,
@@ -135,7 +135,7 @@ def layer_flops(shape: ModelShape) -> int:
 
 
 def _inner_layers(shape: ModelShape) -> tuple[BaseLayer, ...]:
-    return base_layers(shape, 0, ends_apart=False)[1:-1]
+    return base_layers(shape, 0, separates_ends=False)[1:-1]
 
 
 def _moved_bytes(layer: BaseLayer) -> int:
@@ -236,7 +236,7 @@ def stage_shape(shape: ModelShape, layer_range: LayerRange) -> ModelShape:
 
 
 def _is_in_stage(site: str, layer_range: LayerRange) -> bool:
-    layer = layer_of(site)
+    layer = layer_number(site)
     return layer is None or layer_range.start <= layer < layer_range.stop
 
 
@@ -261,8 +261,7 @@ def base_pass_time(layers: Sequence[BaseLayer], speed: Speed) -> Line:
 
 
 def square_seconds(layers: Sequence[BaseLayer], speed: Speed) -> float:
-    """Return the seconds that attention takes in the forward of one sample, per squared token of its
-    length."""
+    """Return the seconds of attention in the forward of one sample, per squared token of its length."""
     return sum(layer.square_flops for layer in layers) / (speed.attention_flops or speed.flops)
 
 

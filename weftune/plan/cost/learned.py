@@ -52,7 +52,7 @@ class Outcome:
 
     seconds: float
     peak_bytes: int
-    own_peak: bool
+    is_own_peak: bool
     """Whether the peak was measured in this window alone rather than since the start of the run."""
     passes: Sequence[PassTime]
     steps: Sequence[StateTime]
@@ -167,7 +167,7 @@ class Learned:
         times.saves += outcome.saves
         times.forget()
         self.cost = refit(self.initial_cost, times)
-        if outcome.own_peak or not self.peaks or outcome.peak_bytes > self.peaks[-1].measured_bytes:
+        if outcome.is_own_peak or not self.peaks or outcome.peak_bytes > self.peaks[-1].measured_bytes:
             need = window_need(self.memory, list(shapes.values()), program)
             need = replace(need, resident_bytes=need.resident_bytes - self.unused_decoder_bytes())
             self.peaks.append(Peak(need, outcome.peak_bytes))

@@ -20,7 +20,7 @@ from weftune.core.shapes import (
     LayerRange,
     ModelShape,
     SiteShape,
-    layer_of,
+    layer_number,
     logit_rows,
 )
 from weftune.plan.cost.estimate import stage_shape
@@ -71,8 +71,7 @@ class MemoryFit:
     head: float = 0.0
     """Factor for the logits; 0 if they were not measured separately and are covered by the slack."""
     error: int = 0
-    """Bytes by which predictions may be too low. They are added to a prediction that decides whether jobs
-    fit."""
+    """Bytes by which predictions may be too low, added to a prediction that decides whether jobs fit."""
 
 
 UNFITTED = MemoryFit()
@@ -526,7 +525,7 @@ def decoder_row_bytes(shape: ModelShape) -> int:
     """Return an upper bound on the bytes of the cached keys and values of one token in all layers."""
     by_layer: dict[int, list[SiteShape]] = {}
     for site in shape.sites:
-        if (layer := layer_of(site.name)) is not None:
+        if (layer := layer_number(site.name)) is not None:
             by_layer.setdefault(layer, []).append(site)
     widths = (_key_value_width(sites, shape) for sites in by_layer.values())
     return shape.bytes_per_value * sum(widths)

@@ -100,9 +100,9 @@ def fit_profile_memory(profile: Profile, memory: MemoryModel) -> MemoryFit:
 
 
 def _predicted_bytes(
-    measured_pass: LayeredPass, per_layer: float, memory: MemoryModel, slack: int
+    measured_pass: LayeredPass, per_layer: float, memory: MemoryModel, slack_bytes: int
 ) -> tuple[float, int, int]:
     """Return the bytes of activations, of logits and of slack that the memory model predicts for a measured
     pass. `per_layer` is the activation bytes per token and layer."""
     work = measured_pass.time.work
-    return measured_pass.layers * work.tokens * per_layer, memory.logit_bytes(work.supervised), slack
+    return measured_pass.layers * work.tokens * per_layer, memory.logit_bytes(work.supervised), slack_bytes

@@ -25,8 +25,7 @@ from weftune.plan.cost.time import (
 )
 
 MAX_MEASUREMENTS = 400
-"""Number of the latest passes that the model is fitted to. It is also the number of optimizer steps and of
-saves."""
+"""Number of the latest passes, and of the optimizer steps and of the saves, that the model is fitted to."""
 HALF_LIFE = 60
 """Number of later passes after which the weight of a measurement has halved. Weights decrease because the
 speed of a machine changes."""
@@ -89,7 +88,7 @@ def refit(initial_cost: CostModel, times: Times) -> CostModel:
     )
 
 
-def _speed_ratio(initial_cost: CostModel, passes: Sequence[PassTime], caution: float) -> float:
+def _speed_ratio(initial_cost: CostModel, passes: Sequence[PassTime], prior_weight: float) -> float:
     """Return the weighted median of measured divided by predicted times, drawn towards 1 if there are few."""
     expected = [
         initial_cost.pass_seconds(p.work) if p.training else initial_cost.evaluation(p.work) for p in passes
@@ -98,7 +97,7 @@ def _speed_ratio(initial_cost: CostModel, passes: Sequence[PassTime], caution: f
     weights = _age_weights(len(passes))
     order = np.argsort(logs)
     middle = int(np.searchsorted(weights[order].cumsum(), weights.sum() / 2))
-    trust = len(passes) / (len(passes) + caution)
+    trust = len(passes) / (len(passes) + prior_weight)
     return float(np.exp(trust * logs[order][middle]))
 
 
@@ -148,7 +147,6 @@ def fit_values(
 
 
 def _age_weights(count: int) -> Array:
-    """Return the weights of `count` measurements, from the oldest to the newest. Older ones have less
-    weight."""
+    """Return the weights of `count` measurements, from the oldest, which have less weight, to the newest."""
     ages = np.arange(count - 1, -1, -1)
     return np.asarray(0.5 ** (ages / HALF_LIFE))

@@ -99,9 +99,9 @@ def _layer_values(part: ModelShape, factor: float, unsharded_values: int) -> flo
     return whole + (values - whole) / part.shards
 
 
-def _tiled_values(part: ModelShape, recompute: Recompute, recomputed_count: int, kept: float) -> float:
+def _tiled_values(part: ModelShape, recompute: Recompute, recomputed_count: int, kept_values: float) -> float:
     """Return the values per token that layers in tiles hold on the device. `recomputed_count` layers are
-    recomputed; the other layers keep `kept` values altogether, and their backward runs first."""
+    recomputed; the other layers keep `kept_values` values altogether, and their backward runs first."""
     width, keeps = part.attention_width, recompute.keeps_attention
     offloaded = min(recompute.offloaded_layers, recomputed_count)
     waiting = (recomputed_count - offloaded) * (
@@ -111,8 +111,8 @@ def _tiled_values(part: ModelShape, recompute: Recompute, recomputed_count: int,
     if offloaded:
         # The tensors of the layer, and the input of the layer before it.
         recomputing += 2 * part.hidden + keeps * width
-    kept += (TILED_HIDDEN * part.hidden + TILED_KEPT * width) if kept else 0
-    return waiting + max(kept, recomputing if recomputed_count else 0.0)
+    kept_values += (TILED_HIDDEN * part.hidden + TILED_KEPT * width) if kept_values else 0
+    return waiting + max(kept_values, recomputing if recomputed_count else 0.0)
 
 
 def tile_bytes(part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:

@@ -70,11 +70,11 @@ class Terms:
     def __call__(self, work: PassWork) -> float:
         return sum(each * count for each, count in zip(self.values(), term_counts(work), strict=True))
 
-    def tokens_within(self, seconds: float, typical: PassWork) -> int:
+    def tokens_within(self, seconds: float, typical_work: PassWork) -> int:
         """Return the number of tokens with which a pass takes `seconds`, or 0 if even an empty pass takes
-        longer. The pass has as many segments as `typical`; its other counts grow with its tokens."""
-        constant = self.fixed + self.segment * typical.segments
-        per_token = (self(typical) - constant) / typical.tokens
+        longer. The pass has as many segments as `typical_work`; its other counts grow with its tokens."""
+        constant = self.fixed + self.segment * typical_work.segments
+        per_token = (self(typical_work) - constant) / typical_work.tokens
         return int(max(0.0, seconds - constant) / max(per_token, 1e-12))
 
     def values(self) -> tuple[float, ...]:
@@ -168,10 +168,10 @@ class CostModel:
         """Return the seconds of a forward and a backward together."""
         return self.forward(work) + self.backward(work)
 
-    def tokens_within(self, seconds: float, typical: PassWork) -> int:
+    def tokens_within(self, seconds: float, typical_work: PassWork) -> int:
         """Return the number of tokens of a microbatch whose forward and backward each take at most `seconds`.
-        The microbatch is assumed to be composed like `typical`."""
-        return min(terms.tokens_within(seconds, typical) for terms in (self.forward, self.backward))
+        The microbatch is assumed to be composed like `typical_work`."""
+        return min(terms.tokens_within(seconds, typical_work) for terms in (self.forward, self.backward))
 
     def program_seconds(self, program: Program, shapes: JobShapes) -> float | None:
         """Return the predicted seconds of a program, or None if the terms are not in seconds."""

@@ -83,12 +83,14 @@ class _Search:
     """An exhaustive search over distributions of latencies to buckets. It skips distributions that cannot be
     better than the best one found so far."""
 
-    def __init__(self, latencies: Sequence[float], initial: Buckets) -> None:
+    def __init__(self, latencies: Sequence[float], initial_buckets: Buckets) -> None:
         self.latencies = latencies
         self.order = _order_by_length(latencies)
-        self.count = len(initial)
-        self.best = initial
-        self.squares = sum(total * total for total in bucket_sums(initial, latencies)) * (1 - SMALLEST_GAIN)
+        self.count = len(initial_buckets)
+        self.best = initial_buckets
+        self.squares = sum(total * total for total in bucket_sums(initial_buckets, latencies)) * (
+            1 - SMALLEST_GAIN
+        )
         self._assign(0, [], [], 0.0)
 
     def _assign(self, position: int, buckets: list[list[int]], sums: list[float], squares: float) -> None:

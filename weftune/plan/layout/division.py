@@ -37,8 +37,7 @@ SAME_SPEED = 0.01
 SHOWN = 3
 """Number of candidates that are reported to the user."""
 ROUND_TOKENS = 64
-"""Number of tokens of which the chosen token capacities are multiples, unless the longest sample needs
-more."""
+"""Number of which token capacities are multiples, unless the longest sample needs more tokens."""
 SMALL_LOSS = 0.05
 """Share of the devices' time below which lost time is not reported as the limit of a candidate's speed."""
 
@@ -203,13 +202,13 @@ class Workload:
         """Return the space of the search. It contains all possible values for each number that is `AUTO` in
         `fixed`, and only the given value for each other number."""
 
-        def up_to(number: int, largest: int) -> Sequence[int]:
-            return range(1, largest + 1) if number == AUTO else (number,)
+        def values_up_to(number: int, max_number: int) -> Sequence[int]:
+            return range(1, max_number + 1) if number == AUTO else (number,)
 
         return DivisionSpace(
-            shares=up_to(fixed.shares, self.max_shares or len(self.seconds)),
-            replicas=up_to(fixed.replicas, devices),
-            stages=up_to(fixed.stages, min(devices, self.shape.layers)),
+            shares=values_up_to(fixed.shares, self.max_shares or len(self.seconds)),
+            replicas=values_up_to(fixed.replicas, devices),
+            stages=values_up_to(fixed.stages, min(devices, self.shape.layers)),
             shards=self.shard_counts if fixed.shards == AUTO else (fixed.shards,),
             capacity=fixed.capacity,
             may_overlap=self.may_overlap,
@@ -286,27 +285,27 @@ def _microbatches(choice: LayoutChoice) -> _Microbatches:
     return _Microbatches(recompute, capacity, max_sample_tokens(jobs), single_tokens)
 
 
-def _least_speed(found: Sequence[Candidate]) -> float:
+def _least_speed(candidates: Sequence[Candidate]) -> float:
     """Return the tokens per second that a further division must reach to be reported. It is 0 until enough
     candidates are found."""
-    fastest = _fastest_capacities(found)
+    fastest = _fastest_capacities(candidates)
     return fastest[SHOWN - 1].tokens_per_second if len(fastest) >= SHOWN else 0.0
 
 
-def _fastest_capacities(found: Sequence[Candidate]) -> list[Candidate]:
+def _fastest_capacities(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return one candidate for each division, with the token capacity that makes it fastest. The fastest
     candidate is the first."""
-    ordered = sorted(found, key=lambda one: -one.tokens_per_second)
+    ordered = sorted(candidates, key=lambda one: -one.tokens_per_second)
     fastest: dict[Division, Candidate] = {}
     for one in ordered:
         fastest.setdefault(replace(one.division, capacity=None), one)
     return list(fastest.values())
 
 
-def _rank_candidates(found: Sequence[Candidate]) -> list[Candidate]:
+def _rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates from the fastest to the slowest, except that the first one is the simplest among
     those that are about as fast as the fastest."""
-    ordered = _fastest_capacities(found)
+    ordered = _fastest_capacities(candidates)
     if not ordered:
         return []
     fast = [

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from weftune.core.shapes import JobShape, LayerRange, ModelShape, layer_of, shard_shape
+from weftune.core.shapes import JobShape, LayerRange, ModelShape, layer_number, shard_shape
 from weftune.plan.cost.prior import DirectionTerms, KindTerms
 from weftune.plan.cost.time import (
     CostModel,
@@ -238,7 +238,7 @@ class StageTimes:
 
 def _attention_share(shape: ModelShape) -> float:
     """Return the share of attention in the weights of a layer."""
-    weights = {site.name: site.active_weights for site in shape.sites if layer_of(site.name) is not None}
+    weights = {site.name: site.active_weights for site in shape.sites if layer_number(site.name) is not None}
     attention = sum(count for name, count in weights.items() if ATTENTION in name)
     return attention / max(1, sum(weights.values()))
 

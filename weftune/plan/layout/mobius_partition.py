@@ -162,8 +162,7 @@ def _starting_partitions(problem: _Problem) -> Iterator[StreamPartition]:
 
 
 def _fill_resident(problem: _Problem, cuts: tuple[int, ...]) -> StreamPartition:
-    """Return the partition with these cuts in which as many stages as fit are resident, the first ones
-    first."""
+    """Return the partition with these cuts in which as many of the first stages as fit are resident."""
     draft = _streamed_partition(cuts)
     for number in range(len(draft.resident)):
         longer = _toggle_resident(draft, number)
@@ -379,28 +378,30 @@ class Bounds:
 
     def _least_seconds(
         self,
-        rest: LayerCost,
-        recent: Sequence[PartialPlacement | None],
-        fixed: Sequence[int],
-        newest: PartialPlacement | None,
+        remaining_cost: LayerCost,
+        recent_placements: Sequence[PartialPlacement | None],
+        fixed_bytes: Sequence[int],
+        newest_placement: PartialPlacement | None,
     ) -> float:
         """Return a lower bound on the step time. For the forward and for the backward, it is the largest of
         the bounds by compute, by uploads and by the path of one microbatch."""
         gpus, work = self.host.gpus, self.microbatches
-        placed = [one for one in recent if one]
+        placed = [one for one in recent_placements if one]
         freed = sum(one.last_start + one.stage.forward for one in placed)
         begun = sum(one.first_start for one in placed)
         tails = sum(one.first_tail for one in placed)
         # A GPU's resident stages and the one it need not load again lie in its memory together.
-        rooms = gpus * self.host.memory_bytes - sum(fixed)
-        moved = max(0, rest.weight_bytes - rooms) / self.host.bandwidth
-        forward = max(freed + work * rest.forward, begun + moved) / gpus
-        backward = (tails + max(work * rest.backward, moved)) / gpus
-        if newest:
-            forward = max(forward, newest.last_start + newest.stage.forward + rest.forward)
-            backward = max(backward, rest.backward + newest.first_tail)
+        rooms = gpus * self.host.memory_bytes - sum(fixed_bytes)
+        moved = max(0, remaining_cost.weight_bytes - rooms) / self.host.bandwidth
+        forward = max(freed + work * remaining_cost.forward, begun + moved) / gpus
+        backward = (tails + max(work * remaining_cost.backward, moved)) / gpus
+        if newest_placement:
+            forward = max(
+                forward, newest_placement.last_start + newest_placement.stage.forward + remaining_cost.forward
+            )
+            backward = max(backward, remaining_cost.backward + newest_placement.first_tail)
         else:
-            forward, backward = max(forward, rest.forward), max(backward, rest.backward)
+            forward, backward = max(forward, remaining_cost.forward), max(backward, remaining_cost.backward)
         return forward + backward
 
 

@@ -139,7 +139,7 @@ def pass_seconds(visits: Sequence[MobiusVisit], host: Host, microbatches: int) -
 
 
 def _visits(
-    stages: Sequence[StageCost], resident: Sequence[bool], rooms: Sequence[int], host: Host
+    stages: Sequence[StageCost], resident: Sequence[bool], stage_free_bytes: Sequence[int], host: Host
 ) -> MobiusVisits:
     count, gpus = len(stages), host.gpus
 
@@ -147,7 +147,7 @@ def _visits(
         """Return the visit of a stage. `previous_on_gpu` is the number of the stage that ran before on the
         same GPU; a number out of range means that there is none."""
         weights = 0 if resident[number] or not 0 <= previous_on_gpu < count else stages[number].weight_bytes
-        late = max(0, weights - rooms[previous_on_gpu]) if weights else 0
+        late = max(0, weights - stage_free_bytes[previous_on_gpu]) if weights else 0
         return MobiusVisit(seconds, hop_bytes if gpus > 1 else 0, weights, late)
 
     forward = [

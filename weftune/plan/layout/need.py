@@ -68,8 +68,7 @@ class StreamDevice:
     host_launch_seconds: float = 0.0
     """Seconds that the host takes to launch one pass over one layer. The pass cannot take less time."""
     worker_link: Link | None = None
-    """Link between two workers that hold shards of the same layers. None means that sums over shards take no
-    time."""
+    """Link between two workers that hold shards of the same layers. None if sums over shards take no time."""
 
 
 def gpu_device(
@@ -403,8 +402,8 @@ def undominated_jobs(jobs: Iterable[JobShape]) -> list[JobShape]:
         for job in jobs
     }
 
-    def is_dominated(want: tuple[int, ...]) -> bool:
-        others = (other for other in wants if other != want)
-        return any(all(map(ge, other, want)) for other in others)
+    def is_dominated(job_needs: tuple[int, ...]) -> bool:
+        others = (other for other in wants if other != job_needs)
+        return any(all(map(ge, other, job_needs)) for other in others)
 
     return [job for want, job in wants.items() if not is_dominated(want)]

@@ -124,20 +124,20 @@ def compute_seconds(stages: Sequence[StageRound]) -> float:
 
 def round_seconds(
     stages: Sequence[StageRound],
-    cut: Layout,
+    layout: Layout,
     microbatches: int,
     hop_seconds: float = 0.0,
     bandwidth: float = math.inf,
 ) -> float:
     """Return the seconds per round over several workers in steady state. `round_ends` describes the
     arguments."""
-    first, second = round_ends(stages, cut, microbatches, 2, hop_seconds, bandwidth)
+    first, second = round_ends(stages, layout, microbatches, 2, hop_seconds, bandwidth)
     return second - first
 
 
 def round_ends(
     stages: Sequence[StageRound],
-    cut: Layout,
+    layout: Layout,
     microbatches: int,
     rounds: int,
     hop_seconds: float = 0.0,
@@ -146,7 +146,7 @@ def round_ends(
     """Return the times, in seconds, at which each of `rounds` rounds ends if the first begins at 0. Sending a
     microbatch to the next worker takes `hop_seconds`. `bandwidth` is the bytes per second of each worker's
     link from the host."""
-    run = _Recurrence(stages, cut, microbatches, rounds, hop_seconds, bandwidth)
+    run = _Recurrence(stages, layout, microbatches, rounds, hop_seconds, bandwidth)
     ends = []
     for _ in range(rounds):
         last = len(stages) - 1
@@ -163,20 +163,22 @@ class _Recurrence:
     def __init__(
         self,
         stages: Sequence[StageRound],
-        cut: Layout,
+        layout: Layout,
         microbatches: int,
         rounds: int,
         hop_seconds: float,
         bandwidth: float,
     ) -> None:
-        self.stages, self.cut, self.hop, self.bandwidth = stages, cut, hop_seconds, bandwidth
+        self.stages, self.cut, self.hop, self.bandwidth = stages, layout, hop_seconds, bandwidth
         self.more = microbatches - 1
         self.first = self.last = 0.0
         """Times at which the first and the last microbatch are ready for their next visit."""
-        self.free = [0.0] * cut.workers
-        self.link = [0.0] * cut.workers
+        self.free = [0.0] * layout.workers
+        self.link = [0.0] * layout.workers
         self.there = [0.0] * len(stages)
-        self.loads = [_loads_after_visits(cut.for_worker(worker), rounds) for worker in range(cut.workers)]
+        self.loads = [
+            _loads_after_visits(layout.for_worker(worker), rounds) for worker in range(layout.workers)
+        ]
 
     def visit(self, stage: int, seconds: float) -> None:
         """Simulate a visit of a stage: one pass per microbatch, each of which takes `seconds` seconds."""
@@ -191,15 +193,14 @@ class _Recurrence:
             self.there[coming] = self.link[worker]
 
     def end_round(self) -> float:
-        """End the round and return the time at which it ends, at which the microbatches of the next round are
-        ready."""
+        """End the round and return the time, at which the microbatches of the next round are ready."""
         self.first = self.last = self.free[0]
         return self.free[0]
 
 
-def _loads_after_visits(cut: WorkerLayout, rounds: int) -> Iterator[int | None]:
+def _loads_after_visits(layout: WorkerLayout, rounds: int) -> Iterator[int | None]:
     """Yield, for each visit of a worker, the stage whose load follows the visit, or None if there is none."""
-    last = len(cut.stages) - 1
-    forward = [stage for stage in cut.own_stages if stage < last]
-    for moved in slot_moves([*forward, *reversed(cut.own_stages)] * rounds, cut):
+    last = len(layout.stages) - 1
+    forward = [stage for stage in layout.own_stages if stage < last]
+    for moved in slot_moves([*forward, *reversed(layout.own_stages)] * rounds, layout):
         yield next((action.stage for action in moved if isinstance(action, Load)), None)

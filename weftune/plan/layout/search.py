@@ -26,8 +26,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 """Numbers of layers per stage that the search tries."""
 SLOTS = range(1, 5)
 STARTS = 4
-"""Number of the best drafts that are improved by small changes, in addition to the best draft of every
-kind."""
+"""Number of the best drafts improved by small changes, besides the best draft of every kind."""
 QUICK = 16
 """Maximum number of starting drafts on one device."""
 CHANGES = 2000
@@ -47,20 +46,20 @@ class EvaluatedDraft:
 
     case: StreamCase
     draft: LayoutDraft
-    excess: int
+    excess_bytes: int
     """Bytes by which the draft exceeds the available memory."""
     seconds: float
     """Predicted seconds of a round (one global batch of every job), or infinity if memory is lacking."""
 
     @property
     def rank(self) -> tuple[int, float]:
-        return self.excess, self.seconds
+        return self.excess_bytes, self.seconds
 
     def is_better_than(self, other: EvaluatedDraft) -> bool:
         """Return whether this draft is faster than the other one by more than a rounding error or, if one of
         them does not fit, lacks less memory."""
-        if self.excess or other.excess:
-            return self.excess < other.excess
+        if self.excess_bytes or other.excess_bytes:
+            return self.excess_bytes < other.excess_bytes
         return self.seconds < other.seconds * CLOSE
 
 
@@ -72,11 +71,13 @@ def search(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
         return None
     tries = CHANGES // len(starts)
     best = _best_draft([_descend(found, tries) for found in starts])
-    if best.excess:
+    if best.excess_bytes:
         return None
     if best.case.workers == 1 and best.case.waiting_share(best.draft) > HIDDEN:
         partitioned = [_evaluate_draft(best.case, draft) for draft in _partition_drafts(best.case)]
-        best = _best_draft([best, *(_descend(found, tries) for found in partitioned if not found.excess)])
+        best = _best_draft(
+            [best, *(_descend(found, tries) for found in partitioned if not found.excess_bytes)]
+        )
     return _descend(best, CHANGES)
 
 
@@ -99,8 +100,7 @@ def _starting_drafts(case: StreamCase) -> list[EvaluatedDraft]:
 
 
 def fits_any(case: StreamCase) -> bool:
-    """Return whether some starting draft fits in memory. Drafts that need the least memory are tried
-    first."""
+    """Return whether some starting draft fits in memory. Drafts that need little memory are tried first."""
     drafts = chain(frugal_drafts(case), even_drafts(case), plain_drafts(case))
     return any(map(case.fits, drafts))
 
@@ -175,8 +175,7 @@ def _stage_counts(case: StreamCase) -> list[int]:
 
 
 def _streamed_draft(sizes: Sequence[int], slots: int, workers: int) -> LayoutDraft:
-    """Return a draft with stages of these sizes that are all streamed, through `slots` slots on each
-    worker."""
+    """Return a draft with stages of these sizes, all streamed through `slots` slots on each worker."""
     return LayoutDraft(tuple(sizes), (False,) * len(sizes), (slots,) * workers)
 
 
@@ -326,16 +325,16 @@ def _fits_on_worker(case: StreamCase, draft: LayoutDraft, worker: int) -> bool:
 # -- the descent -----------------------------------------------------------------------------------------
 
 
-def _descend(evaluated: EvaluatedDraft, tries: int) -> EvaluatedDraft:
+def _descend(evaluated: EvaluatedDraft, max_tries: int) -> EvaluatedDraft:
     """Return a locally optimal draft. The first change is applied that saves time, or that frees memory
-    without costing time, until there is no such change or `tries` changes have been tried."""
+    without costing time, until there is no such change or `max_tries` changes have been tried."""
     case, best = evaluated.case, evaluated
     room = case.device_bytes(best.draft)
     better: EvaluatedDraft | None = best
     while better:
         best, better = better, None
-        for change in islice(_neighbours(best), max(0, tries)):
-            tries -= 1
+        for change in islice(_neighbours(best), max(0, max_tries)):
+            max_tries -= 1
             changed = _evaluate_draft(case, change)
             frees = not best.is_better_than(changed) and case.device_bytes(change) < room
             if changed.is_better_than(best) or frees:
@@ -435,8 +434,7 @@ def _other_sizes(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
 def _replace_stages(
     draft: LayoutDraft, number: int, removed_stages: int, sizes: tuple[int, ...], resident: tuple[bool, ...]
 ) -> LayoutDraft:
-    """Return the draft with `removed_stages` stages from `number` on replaced by stages of the given
-    `sizes`."""
+    """Return the draft with `removed_stages` stages from `number` on replaced by stages of these sizes."""
     after = number + removed_stages
     return LayoutDraft(
         (*draft.layer_counts[:number], *sizes, *draft.layer_counts[after:]),

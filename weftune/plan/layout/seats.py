@@ -35,24 +35,25 @@ class Seats:
     unseated: tuple[JobShape, ...]
 
 
-def order_for_seats(jobs: Sequence[JobShape], attached: Sequence[JobShape] = ()) -> list[JobShape]:
-    """Return waiting `jobs` and running (`attached`) jobs in the order in which seats are assigned."""
-    present = {job.name for job in attached}
+def order_for_seats(jobs: Sequence[JobShape], attached_jobs: Sequence[JobShape] = ()) -> list[JobShape]:
+    """Return waiting `jobs` and running (`attached_jobs`) jobs in the order in which seats are assigned."""
+    present = {job.name for job in attached_jobs}
     return sorted(
-        [*jobs, *attached], key=lambda job: (-job.priority, job.name not in present, job.file_position)
+        [*jobs, *attached_jobs], key=lambda job: (-job.priority, job.name not in present, job.file_position)
     )
 
 
 def assign_seats(
-    waiting: Sequence[JobShape],
-    attached: Sequence[JobShape],
+    waiting_jobs: Sequence[JobShape],
+    attached_jobs: Sequence[JobShape],
     fits: Fits,
     overtaken: Mapping[str, int] | None = None,
 ) -> Seats:
-    """Return which of the waiting and running (`attached`) jobs run together. Every waiting job must fit in
-    memory alone. `overtaken` maps a waiting job to the number of jobs that have been admitted before it."""
-    seating = _Seating(attached, fits, overtaken or {})
-    rest = order_for_seats(waiting, attached)
+    """Return which of the waiting and running (`attached_jobs`) jobs run together. Every waiting job must fit
+    in memory alone. `overtaken` maps a waiting job to the number of jobs that have been admitted before
+    it."""
+    seating = _Seating(attached_jobs, fits, overtaken or {})
+    rest = order_for_seats(waiting_jobs, attached_jobs)
     while rest:
         rest = seating.fill(rest)
     return Seats(tuple(seating.seated), tuple(seating.unseated))
@@ -77,10 +78,10 @@ class _Seating:
     """The state while seats are assigned. Checking whether jobs fit is slow, so it is done rarely: by
     bisection, and not for jobs that are as large as a job that did not fit."""
 
-    def __init__(self, attached: Sequence[JobShape], fits: Fits, overtaken: Mapping[str, int]) -> None:
+    def __init__(self, attached_jobs: Sequence[JobShape], fits: Fits, overtaken: Mapping[str, int]) -> None:
         self.seated: list[JobShape] = []
         self.unseated: list[JobShape] = []
-        self._present = {job.name for job in attached}
+        self._present = {job.name for job in attached_jobs}
         self._fits = fits
         self._overtaken = overtaken
         self._as_large: set[str] = set()
@@ -90,29 +91,29 @@ class _Seating:
         self._crowded = False
         """Whether a job has been admitted. If not, running jobs stay, whatever their predicted memory."""
 
-    def fill(self, rest: Sequence[JobShape]) -> list[JobShape]:
-        """Assign seats to the jobs of `rest` up to the first job that does not fit in memory. Return the jobs
-        behind that one, which are still to be considered."""
-        tried = self._possible_positions(rest)
-        run = [rest[at] for at, _ in tried]
+    def fill(self, waiting_jobs: Sequence[JobShape]) -> list[JobShape]:
+        """Assign seats to the jobs of `waiting_jobs` up to the first job that does not fit in memory. Return
+        the jobs behind that one, which are still to be considered."""
+        tried = self._possible_positions(waiting_jobs)
+        run = [waiting_jobs[at] for at, _ in tried]
         # After a job that does not fit there is seldom room for many.
         first = 1 if self._as_large else len(run)
         count = largest_fit(lambda count: self._fit_together(run[:count]), len(run), first) if run else 0
-        end = len(rest)
+        end = len(waiting_jobs)
         if count < len(run):
             end, self._left = tried[count]
-            self._leave_out(rest[end], rest[end + 1 :])
+            self._leave_out(waiting_jobs[end], waiting_jobs[end + 1 :])
         taken = {job.name for job in run[:count]}
         self.seated += run[:count]
         self._crowded = self._crowded or not taken <= self._present
-        self.unseated += [job for job in rest[: end + 1] if job.name not in taken]
-        return list(rest[end + 1 :])
+        self.unseated += [job for job in waiting_jobs[: end + 1] if job.name not in taken]
+        return list(waiting_jobs[end + 1 :])
 
-    def _possible_positions(self, rest: Sequence[JobShape]) -> list[tuple[int, float]]:
-        """Return the positions in `rest` of the jobs that may get a seat if all jobs before them fit. Each
-        has the number of jobs that may still be admitted before a waiting job when its turn comes."""
+    def _possible_positions(self, waiting_jobs: Sequence[JobShape]) -> list[tuple[int, float]]:
+        """Return the positions in `waiting_jobs` of the jobs that may get a seat if all jobs before them fit.
+        Each has the number of jobs that may still be admitted before a waiting job when its turn comes."""
         left, found = self._left, []
-        for at, job in enumerate(rest):
+        for at, job in enumerate(waiting_jobs):
             waits = job.name not in self._present
             # A running job stays as long as no other has been admitted.
             hopeless = job.name in self._as_large and (self._crowded or waits)

@@ -62,21 +62,21 @@ def balance(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> tuple[
 
 def minimise_largest(costs: Costs) -> tuple[float, list[int]]:
     """Return the smallest possible maximum of the stage costs, and the cuts [0, …, layers] that reach it."""
-    return _minimise_costs(costs, np.maximum, initial=-np.inf)
+    return _minimise_costs(costs, np.maximum, initial_cost=-np.inf)
 
 
 def minimise_sum(costs: Costs) -> tuple[float, list[int]]:
     """Return the smallest possible sum of the stage costs, and the cuts [0, …, layers] that reach it."""
-    return _minimise_costs(costs, np.add, initial=0.0)
+    return _minimise_costs(costs, np.add, initial_cost=0.0)
 
 
-def _minimise_costs(costs: Costs, combine: np.ufunc, initial: float) -> tuple[float, list[int]]:
+def _minimise_costs(costs: Costs, combine: np.ufunc, initial_cost: float) -> tuple[float, list[int]]:
     """Return the smallest total cost of a partition, and the cuts [0, …, layers] that reach it. `combine`
-    computes the total cost from the total of the stages so far, which begins with `initial`, and the cost of
-    the next stage."""
+    computes the total cost from the total of the stages so far, which begins with `initial_cost`, and the
+    cost of the next stage."""
     stages, size, _ = costs.shape
     best = np.full(size, np.inf)
-    best[0] = initial
+    best[0] = initial_cost
     starts = np.empty((stages, size), dtype=int)
     for stage in range(stages):
         together = combine(best[:, None], costs[stage])

@@ -90,16 +90,16 @@ def choose_for_jobs(
     def tokens(count: int) -> int:
         return sum(job.batch_tokens for job in ordered[:count])
 
-    def fit(count: int, waiting: Sequence[JobShape]) -> bool:
-        return fits_streamed(shape, ordered[:count], device, max_tokens, tokens(count), waiting)
+    def fits_together(count: int, waiting_jobs: Sequence[JobShape]) -> bool:
+        return fits_streamed(shape, ordered[:count], device, max_tokens, tokens(count), waiting_jobs)
 
     waiting: Sequence[JobShape] = ()
-    if count := largest_fit(lambda count: fit(count, ordered[count:]), len(ordered)):
+    if count := largest_fit(lambda count: fits_together(count, ordered[count:]), len(ordered)):
         waiting = ordered[count:]
     else:
         # If not even one of them fits, the choice raises the error that says why.
-        count = largest_fit(lambda count: fit(count, ()), len(ordered)) or 1
-    return choose_stream(shape, ordered[:count], device, max_tokens, tokens(count), waiting=waiting)
+        count = largest_fit(lambda count: fits_together(count, ()), len(ordered)) or 1
+    return choose_stream(shape, ordered[:count], device, max_tokens, tokens(count), waiting_jobs=waiting)
 
 
 def choose_stream(
@@ -109,24 +109,24 @@ def choose_stream(
     max_tokens: int,
     round_tokens: int,
     states: Sequence[HostState] = HOST_STATES,
-    waiting: Sequence[JobShape] = (),
+    waiting_jobs: Sequence[JobShape] = (),
 ) -> StreamChoice:
     """Choose how to stream the base to one device. Microbatches have at most `max_tokens` tokens, and a round
-    (one global batch of every job) has `round_tokens`. Each of the `waiting` jobs, which are admitted later,
-    must fit alone.
+    (one global batch of every job) has `round_tokens`. Each of the `waiting_jobs` jobs, which are admitted
+    later, must fit alone.
 
     If the base fits, it is not streamed. Otherwise, return the fastest cut and capacity with the first of
     the `states` that fits, unless another state is clearly faster. Raise PlanError if none fits.
     """
     assert jobs, "there is nothing to train"
     round_tokens = max(round_tokens, max_sample_tokens(jobs))
-    if choice := _choose_resident(shape, jobs, device, max_tokens, round_tokens, waiting):
+    if choice := _choose_resident(shape, jobs, device, max_tokens, round_tokens, waiting_jobs):
         return choice
     _check_jobs_fit(shape, jobs, device, round_tokens)
     tried = capacities(max_sample_tokens(jobs), max_tokens, round_tokens)
     by_state = [
         [
-            _choose_on_one_device(shape, jobs, device, round_tokens, capacity, state, waiting)
+            _choose_on_one_device(shape, jobs, device, round_tokens, capacity, state, waiting_jobs)
             for capacity in tried
         ]
         for state in states
@@ -135,7 +135,7 @@ def choose_stream(
     best = [found for cases in by_state if (found := search(cases))]
     least = min((found.seconds for found in best), default=0.0)
     chosen = next((found for found in best if (1 - MIN_GAIN) * found.seconds <= least), None)
-    if chosen is None and waiting:
+    if chosen is None and waiting_jobs:
         raise PlanError(
             "no way of streaming serves these jobs together and each of the waiting ones by itself"
         )
@@ -151,15 +151,15 @@ def _choose_on_one_device(
     round_tokens: int,
     capacity: int,
     state: HostState,
-    waiting: Sequence[JobShape],
+    waiting_jobs: Sequence[JobShape],
 ) -> StreamCase:
     case = StreamCase(
         shape, tuple(jobs), device, round_tokens, capacity, state.adapters_travel, state.offloads_inputs
     )
-    return case_with_later_jobs(case, waiting)
+    return case_with_later_jobs(case, waiting_jobs)
 
 
-def _make_stream_choice(evaluated: EvaluatedDraft, why: str) -> StreamChoice:
+def _make_stream_choice(evaluated: EvaluatedDraft, reason: str) -> StreamChoice:
     case, draft = evaluated.case, evaluated.draft
     return StreamChoice(
         layout=draft.make_layout(
@@ -171,7 +171,7 @@ def _make_stream_choice(evaluated: EvaluatedDraft, why: str) -> StreamChoice:
         host_bytes=case.host_bytes(draft),
         round_seconds=evaluated.seconds,
         waiting_share=case.waiting_share(draft),
-        reason=why,
+        reason=reason,
         reads_weight_files=case.device.staging_bytes is not None,
     )
 
@@ -182,12 +182,11 @@ def fits_streamed(
     device: StreamDevice,
     max_tokens: int,
     round_tokens: int,
-    waiting: Sequence[JobShape] = (),
+    waiting_jobs: Sequence[JobShape] = (),
 ) -> bool:
-    """Return whether `choose_stream` would find a layout that fits. Only the smallest microbatches are
-    tried."""
+    """Return whether `choose_stream` would find a layout that fits, with the smallest microbatches."""
     round_tokens = max(round_tokens, max_sample_tokens(jobs))
-    if _choose_resident(shape, jobs, device, max_tokens, round_tokens, waiting):
+    if _choose_resident(shape, jobs, device, max_tokens, round_tokens, waiting_jobs):
         return True
     try:
         _check_jobs_fit(shape, jobs, device, round_tokens)
@@ -195,7 +194,7 @@ def fits_streamed(
         return False
     least = capacities(max_sample_tokens(jobs), max_tokens, round_tokens)[-1]
     return any(
-        fits_any(_choose_on_one_device(shape, jobs, device, round_tokens, least, state, waiting))
+        fits_any(_choose_on_one_device(shape, jobs, device, round_tokens, least, state, waiting_jobs))
         for state in reversed(HOST_STATES)
     )
 
@@ -204,9 +203,9 @@ def capacities(min_tokens: int, max_tokens: int, round_tokens: int) -> list[int]
     """Return the token capacities of microbatches to try: `max_tokens`, half of it and so on, and at last the
     length of the longest sample, `min_tokens`. Capacities far beyond `round_tokens` are left out."""
     halves = (max_tokens >> power for power in range(max_tokens.bit_length()))
-    fit = [one for one in halves if one >= max(min_tokens, min(MIN_CAPACITY, round_tokens))]
+    fits_together = [one for one in halves if one >= max(min_tokens, min(MIN_CAPACITY, round_tokens))]
     # A capacity beyond the tokens of a round is useless, whatever memory it takes.
-    useful = [one for one in fit if one // 2 < round_tokens]
+    useful = [one for one in fits_together if one // 2 < round_tokens]
     return useful if min_tokens in useful else [*useful, min_tokens]
 
 
@@ -216,11 +215,12 @@ def _choose_resident(
     device: StreamDevice,
     max_tokens: int,
     round_tokens: int,
-    waiting: Sequence[JobShape],
+    waiting_jobs: Sequence[JobShape],
 ) -> StreamChoice | None:
     memory = _resident_memory(shape, device)
     if any(
-        memory.least_bytes(together) > device.budget_bytes for together in (jobs, *([job] for job in waiting))
+        memory.least_bytes(together) > device.budget_bytes
+        for together in (jobs, *([job] for job in waiting_jobs))
     ):
         return None
     recompute = memory.choose_recompute(jobs, max_tokens)
@@ -269,10 +269,10 @@ def _streaming_reason(evaluated: EvaluatedDraft) -> str:
     )
 
 
-def _range_text(counts: Sequence[int], noun: str) -> str:
+def _range_text(counts: Sequence[int], unit: str) -> str:
     least, largest = min(counts), max(counts)
-    plural = f"{largest} {noun}{'' if largest == 1 else 's'}"
-    return f"{least} to {largest} {noun}s" if least < largest else plural
+    count_noun = f"{largest} {unit}{'' if largest == 1 else 's'}"
+    return f"{least} to {largest} {unit}s" if least < largest else count_noun
 
 
 # -- several workers -------------------------------------------------------------------------------------
@@ -281,15 +281,15 @@ def _range_text(counts: Sequence[int], noun: str) -> str:
 def choose_for_workers(
     shape: ModelShape,
     jobs: Sequence[JobShape],
-    later: Sequence[JobShape],
+    later_jobs: Sequence[JobShape],
     device: StreamDevice,
     workers: int,
     max_tokens: int,
     unstreamed_bytes: int,
 ) -> StreamChoice:
     """Return the fastest way found to stream the base to several workers for these jobs together. Each of the
-    `later` jobs fits alone with the same stages. If `shape` is that of a shard, a team of shards takes the
-    place of each worker.
+    `later_jobs` jobs fits alone with the same stages. If `shape` is that of a shard, a team of shards takes
+    the place of each worker.
 
     `device` describes the device of every worker and the host memory that all workers share. Microbatches
     have at most `max_tokens` tokens. `unstreamed_bytes` is the number of bytes that each device would need if
@@ -305,12 +305,12 @@ def choose_for_workers(
 
     tokens = max(sum(job.batch_tokens for job in jobs), max_sample_tokens(jobs))
     cases = [case(jobs, capacity) for capacity in capacities(max_sample_tokens(jobs), max_tokens, tokens)]
-    found = search(case_with_later_jobs(one, later) for one in cases)
+    found = search(case_with_later_jobs(one, later_jobs) for one in cases)
     if found is None:
         least = cases[-1]
-        tried = (least, *(case([job], job.max_sample_tokens) for job in later))
+        tried = (least, *(case([job], job.max_sample_tokens) for job in later_jobs))
         too_large = (one for one in tried if _least_bytes(one) > device.budget_bytes)
-        raise _workers_misfit_error(next(too_large, case_with_later_jobs(least, later)))
+        raise _workers_misfit_error(next(too_large, case_with_later_jobs(least, later_jobs)))
     return _make_stream_choice(found, _workers_reason(found, unstreamed_bytes))
 
 
@@ -374,8 +374,7 @@ def _check_jobs_fit(
 
 
 def _misfit_error(cases: Sequence[StreamCase]) -> PlanError:
-    """Return the error that says whether the device or the host is too small, if no draft fits in any
-    case."""
+    """Return the error that says whether device or host is too small, if no draft fits in any case."""
     least = min(case.capacity for case in cases)
     smallest = [case for case in cases if case.capacity == least]
     if lack := _device_shortage(smallest):
@@ -394,7 +393,7 @@ def _misfit_error(cases: Sequence[StreamCase]) -> PlanError:
 
 
 def _workers_misfit_error(case: StreamCase) -> PlanError:
-    """Return the error that says whether a device or the host is too small, if no draft over several workers
+    """Return the error that says whether device or host is too small, if no draft over several workers
     fits."""
     device, need = case.device, _least_bytes(case)
     if need > device.budget_bytes:

@@ -156,7 +156,7 @@ def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:
         steps=max(counts.values()),
         tokens=sum(batch.tokens for batch in program.batches),
         microbatches=len(program.microbatches),
-        busy_seconds=shards * sum(timeline.busy()) * seconds,
+        busy_seconds=shards * sum(timeline.busy_shares()) * seconds,
         sum_seconds=shards * timeline.sum_seconds,
         devices=shards * timeline.devices,
         peaks=(promise.peak_bytes,) * shards * timeline.devices,

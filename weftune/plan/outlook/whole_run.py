@@ -46,24 +46,31 @@ RoundSeconds = Callable[[Collection[str]], float]
 
 
 def tokens_per_step(
-    batches: Collection[Collection[int]], held_out: int, evaluations: int, steps: int, scored: float = 0.0
+    batches: Collection[Collection[int]],
+    held_out: int,
+    evaluations: int,
+    steps: int,
+    scored_tokens: float = 0.0,
 ) -> float:
     """Return the tokens per optimizer step as `JobTotal` counts them.
 
     `batches` contains the sample lengths of a few global batches, which represent all. `held_out` is the
-    number of tokens per evaluation, and `scored` the number of tokens that a reference policy scores once.
-    """
+    number of tokens per evaluation, and `scored_tokens` the number of tokens that a reference policy scores
+    once."""
     trained = sum(map(sum, batches)) / max(1, len(batches))
-    return trained + EVALUATION_COST * (held_out * evaluations + scored) / max(1, steps)
+    return trained + EVALUATION_COST * (held_out * evaluations + scored_tokens) / max(1, steps)
 
 
 def job_ends(
-    totals: Mapping[str, JobTotal], attached: Iterable[str], waiting: Iterable[str], seconds: RoundSeconds
+    totals: Mapping[str, JobTotal],
+    attached_jobs: Iterable[str],
+    waiting_jobs: Iterable[str],
+    seconds: RoundSeconds,
 ) -> dict[str, float]:
-    """Return, for each job, the seconds from the start of the run to the end of the job. `attached` are the
-    jobs that run from the start; a job of `waiting` is admitted whenever another job ends."""
-    left = {name: totals[name].steps for name in attached}
-    queue, now, ends = list(waiting), 0.0, {}
+    """Return, for each job, the seconds from the start of the run to the end of the job. `attached_jobs` are
+    the jobs that run from the start; a job of `waiting_jobs` is admitted whenever another job ends."""
+    left = {name: totals[name].steps for name in attached_jobs}
+    queue, now, ends = list(waiting_jobs), 0.0, {}
     while left:
         rounds = min(left.values())
         now += rounds * seconds(left.keys())

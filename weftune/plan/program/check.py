@@ -175,11 +175,11 @@ class _DeviceCheck:
         program: Program,
         device: int,
         share: Counter[tuple[str, int]],
-        scored: Sequence[Counter[tuple[str, int]]],
+        sample_counts: Sequence[Counter[tuple[str, int]]],
         last_steps: dict[str, int],
     ) -> None:
         """`share` maps each (job, step) to the number of samples that the device's replica trains, and
-        `scored` to the number that each replica scores."""
+        `sample_counts` to the number that each replica scores."""
         self.program = program
         self.device = device
         self.homes = program.stage_devices(program.replica(device))
@@ -187,8 +187,8 @@ class _DeviceCheck:
         self.left = {
             (one.job, one.step): share[one.job, one.step] * len(self.own_stages) for one in program.batches
         }
-        self.unscored = scored[program.replica(device)].copy()
-        self.scored_by_replicas = set().union(*scored) if program.replicas > 1 else set()
+        self.unscored = sample_counts[program.replica(device)].copy()
+        self.scored_by_replicas = set().union(*sample_counts) if program.replicas > 1 else set()
         """Pairs of a job and a step after which replicas score samples of the job."""
         self.exchanged: set[Reduce] = set()
         """Reduce actions for scores that the device has executed."""

@@ -104,5 +104,5 @@ def join_windows(programs: Sequence[Program]) -> Program:
     # From the last one: indices of inherited microbatches are those of the window before.
     joined = programs[-1]
     for program in reversed(programs[:-1]):
-        joined = program.concatenate(joined)
+        joined = program.followed_by(joined)
     return joined

@@ -67,10 +67,14 @@ class PlacedSample:
         """Rows of the sample that this chunk consists of. None for a whole sample."""
         return None if self.chunk_start is None else slice(self.chunk_start, self.chunk_start + self.length)
 
-    def follows(self, earlier: PlacedSample | None) -> bool:
+    def follows(self, previous_chunk: PlacedSample | None) -> bool:
         """Return whether this chunk begins where an earlier chunk of the same sample ends, or is the first
         chunk if there is no earlier one."""
-        return self.chunk_start == 0 if earlier is None else self.offset == earlier.offset + earlier.length
+        return (
+            self.chunk_start == 0
+            if previous_chunk is None
+            else self.offset == previous_chunk.offset + previous_chunk.length
+        )
 
     @property
     def squares(self) -> int:
@@ -99,17 +103,17 @@ def sample_groups(samples: Iterable[PlacedSample]) -> list[tuple[PlacedSample, .
     return [tuple(run) for run in runs]
 
 
-def cut_sample(placed: PlacedSample, rows: int) -> tuple[PlacedSample, ...]:
+def cut_sample(sample: PlacedSample, rows: int) -> tuple[PlacedSample, ...]:
     """Cut a sample into chunks of at most `rows` tokens, which are as equal as possible."""
-    count = -(-placed.length // rows)
-    edges = [number * placed.length // count for number in range(count + 1)]
+    count = -(-sample.length // rows)
+    edges = [number * sample.length // count for number in range(count + 1)]
     # The planner does not know which tokens are supervised; it only needs sums.
-    counted = [placed.supervised_tokens * edge // placed.length for edge in edges]
+    counted = [sample.supervised_tokens * edge // sample.length for edge in edges]
     return tuple(
         replace(
-            placed,
+            sample,
             length=edges[number + 1] - edges[number],
-            offset=placed.offset + edges[number],
+            offset=sample.offset + edges[number],
             supervised_tokens=counted[number + 1] - counted[number],
             chunk_start=edges[number],
         )
@@ -117,11 +121,11 @@ def cut_sample(placed: PlacedSample, rows: int) -> tuple[PlacedSample, ...]:
     )
 
 
-def join_chunks(placed: Iterable[PlacedSample]) -> Iterator[PlacedSample]:
+def join_chunks(samples: Iterable[PlacedSample]) -> Iterator[PlacedSample]:
     """Yield whole samples, given samples and chunks in the order of their offsets. Chunks that leave a gap
     are joined to several samples."""
     joined: PlacedSample | None = None
-    for one in placed:
+    for one in samples:
         if joined is not None and one.chunk_start == joined.length and one.sample_offset == joined.offset:
             supervised = joined.supervised_tokens + one.supervised_tokens
             joined = replace(joined, length=joined.length + one.length, supervised_tokens=supervised)
@@ -349,8 +353,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Release of the device memory of a stage's weights. Nothing is copied to the host, since the base is
-    frozen."""
+    """Release of a stage's device memory. Nothing is copied to the host, since the base is frozen."""
 
     stage: int
 
@@ -430,7 +433,7 @@ class Program:
 
     @property
     def pipelined(self) -> bool:
-        """Whether each of several devices holds a part of every adapter, so that every optimizer step needs a
+        """Whether each of several devices holds a part of every adapter, so that optimizer steps need a
         Reduce."""
         return len(self.devices) > 1
 
@@ -524,8 +527,7 @@ class Program:
         return self.pass_kinds()
 
     def kind(self, microbatch: int) -> type[ForwardPass]:
-        """Return the class of the forward pass of a microbatch. It is Forward if a later window runs the
-        pass."""
+        """Return the class of a microbatch's forward pass. It is Forward if a later window runs the pass."""
         return self._kinds.get(microbatch, Forward)
 
     def shared_count(self) -> int:
@@ -549,29 +551,32 @@ class Program:
             devices=tuple(tuple(action for action in actions if is_kept(action)) for actions in self.devices),
         )
 
-    def concatenate(self, later: Program) -> Program:
-        """Return the program that runs this program and then `later` on the same devices. The microbatches
-        that `later` inherits must be microbatches of this program."""
-        kept, first = len(later.inherited), len(self.microbatches) - len(later.inherited)
+    def followed_by(self, next_program: Program) -> Program:
+        """Return the program that runs this program and then `next_program` on the same devices. The
+        microbatches that `next_program` inherits must be microbatches of this program."""
+        kept, first = len(next_program.inherited), len(self.microbatches) - len(next_program.inherited)
 
         def renumber(action: Action) -> Action:
             if isinstance(action, Compute | HalfPass | Transport):
                 number = action.microbatch
-                own = first + number if number >= kept else later.inherited[number].number
+                own = first + number if number >= kept else next_program.inherited[number].number
                 return replace(action, microbatch=own)
             return action
 
         known = {(batch.job, batch.step) for batch in self.batches} if kept else set()
         return replace(
             self,
-            microbatches=(*self.microbatches, *later.microbatches[kept:]),
-            batches=(*self.batches, *(one for one in later.batches if (one.job, one.step) not in known)),
+            microbatches=(*self.microbatches, *next_program.microbatches[kept:]),
+            batches=(
+                *self.batches,
+                *(one for one in next_program.batches if (one.job, one.step) not in known),
+            ),
             devices=tuple(
                 (*own, *map(renumber, following))
-                for own, following in zip(self.devices, later.devices, strict=True)
+                for own, following in zip(self.devices, next_program.devices, strict=True)
             ),
-            hands_over=later.hands_over,
-            half_layers=max(self.half_layers, later.half_layers),
+            hands_over=next_program.hands_over,
+            half_layers=max(self.half_layers, next_program.half_layers),
         )
 
     def without_saves(self, jobs: frozenset[str]) -> Program:

@@ -121,14 +121,14 @@ class Timeline:
     def events_of(self, device: int, lane: Lane = Lane.compute) -> Iterator[Event]:
         return (event for event in self.events if event.device == device and event.lane is lane)
 
-    def busy(self, span: Span | None = None) -> tuple[float, ...]:
+    def busy_shares(self, span: Span | None = None) -> tuple[float, ...]:
         """Return, for each device, the fraction of `span` in which it computes. The default is the whole
         timeline."""
         span = span or Span(0.0, self.makespan)
         return tuple(self.busy_share(device, span) for device in range(self.devices))
 
     def bubbles(self, span: Span | None = None) -> tuple[float, ...]:
-        return tuple(1.0 - share for share in self.busy(span))
+        return tuple(1.0 - share for share in self.busy_shares(span))
 
     def busy_share(self, device: int, span: Span) -> float:
         if span.seconds <= 0:

@@ -77,8 +77,7 @@ class ActionTimer:
         self._clock = DeviceClock(self._device)
 
     def start(self) -> None:
-        """Start the time of an action. If it is called again, time spent waiting for other workers is not
-        counted."""
+        """Start the time of an action. A second call excludes the time spent waiting for other workers."""
         self._began = self._clock.mark()
 
     def await_start(self) -> None:
@@ -128,15 +127,14 @@ class Waited:
     copied_bytes: int = 0
     """Bytes copied from the host to the device."""
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    """Pairs of CUDA events: the point at which the device was ready for a copy, and the arrival of the
-    copy."""
+    """Pairs of CUDA events: when the device was ready for a copy, and when the copy arrived."""
 
-    def note(self, ready: torch.cuda.Event, arrived: torch.cuda.Event) -> None:
+    def note(self, ready_event: torch.cuda.Event, arrived_event: torch.cuda.Event) -> None:
         """Note a wait that may not have happened yet. Earlier waits that are over are added to `seconds`, so
         that a long run does not accumulate marks."""
         while self.marks and all(mark.query() for mark in self.marks[0]):
             self._add_wait(*self.marks.pop(0))
-        self.marks.append((ready, arrived))
+        self.marks.append((ready_event, arrived_event))
 
     def total(self) -> float:
         """Return the total seconds waited. Waits until the device has passed all marks."""
@@ -147,5 +145,5 @@ class Waited:
         self.marks.clear()
         return self.seconds
 
-    def _add_wait(self, ready: torch.cuda.Event, arrived: torch.cuda.Event) -> None:
-        self.seconds += max(0.0, ready.elapsed_time(arrived) / 1000)
+    def _add_wait(self, ready_event: torch.cuda.Event, arrived_event: torch.cuda.Event) -> None:
+        self.seconds += max(0.0, ready_event.elapsed_time(arrived_event) / 1000)

@@ -50,7 +50,7 @@ def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ..
     """Return the jobs of the microbatch whose rows are gathered by index, in the order in which they were
     attached."""
     found = []
-    for segment, attached in banks.gather_rows(microbatch):
+    for segment, attached in banks.gathered_segments(microbatch):
         rows = bucket(segment.stop - segment.start, LEAST)
         samples = bucket(len(_sample_lengths(microbatch, segment)), 1) if attached.keys else 0
         found.append(GatheredJob(segment.job, attached.serial, rows, attached.keys, samples))
@@ -98,7 +98,7 @@ class Gathering:
                 for one in self._prefixed
             ),
             rows_R=torch.zeros(behind, dtype=torch.int64, device=device),
-            place_R=torch.zeros(behind, dtype=torch.int64, device=device),
+            copy_index_R=torch.zeros(behind, dtype=torch.int64, device=device),
         )
 
     def _max_samples(self, job: GatheredJob) -> int:
@@ -107,7 +107,7 @@ class Gathering:
 
     def fill(self, microbatch: Microbatch) -> None:
         """Write the row positions of this microbatch into the index tensors."""
-        segments = {segment.job: segment for segment, _ in self._banks.gather_rows(microbatch)}
+        segments = {segment.job: segment for segment, _ in self._banks.gathered_segments(microbatch)}
         for job, found in self.gathered.items():
             start, count = segments[job].start, segments[job].stop - segments[job].start
             number_R = torch.arange(len(found.index_R))
@@ -146,7 +146,7 @@ class Gathering:
         copy_to(prefixes.source_Z, source_Z)
         copy_to(prefixes.is_row_Z, is_row_Z)
         copy_to(prefixes.rows_R, torch.cat(behind))
-        copy_to(prefixes.place_R, torch.cat(places))
+        copy_to(prefixes.copy_index_R, torch.cat(places))
         copy_to(prefixes.pack.boundaries, torch.tensor(boundaries, dtype=torch.int32))
 
 
@@ -155,7 +155,7 @@ class GraphKey:
     rows: int
     longest: int
     samples: int
-    even: bool
+    has_equal_lengths: bool
     limits: tuple[object, ...]
     recompute: Recompute
     gathered: tuple[GatheredJob, ...] = ()
@@ -168,7 +168,7 @@ def graph_key_of(laid: DeviceMicrobatch, banks: Banks, recompute: Recompute, con
         rows=laid.microbatch.rows,
         longest=lengths[0] if even else longest_bucket(max(lengths), context),
         samples=len(lengths) if even else bucket(len(lengths), 1),
-        even=even,
+        has_equal_lengths=even,
         limits=banks.limits(),
         recompute=recompute,
         gathered=gathered_jobs(banks, laid.microbatch),
@@ -195,7 +195,9 @@ class GraphInputs:
             segments=self.gathering.segments,
         )
         prefixes = self.gathering.prefixes
-        self.pack = Pack((key.rows,), self._boundaries_B, key.longest, key.even, prefixes=prefixes)
+        self.pack = Pack(
+            (key.rows,), self._boundaries_B, key.longest, key.has_equal_lengths, prefixes=prefixes
+        )
 
     def fill(self, laid: DeviceMicrobatch) -> None:
         """Copy a microbatch into the tensors, and compute the job of each row."""

@@ -102,7 +102,7 @@ class CapturedPasses:
             self._replayed[visit] = place
             h_TD = self._graphs[place].forward(flight.laid, input_TD)
         if not is_new:
-            self._timed[visit] = WatchedPass((key, visit.stage), key.rows, replayed=place is not None)
+            self._timed[visit] = WatchedPass((key, visit.stage), key.rows, is_replayed=place is not None)
             self._record_span(visit, began)
         flight.pass_times.settled &= not is_new and self._captures == before
         return h_TD
@@ -121,8 +121,8 @@ class CapturedPasses:
             self._payback.watch(self._timed.pop(visit))
         return dinput_TD
 
-    def _record_span(self, visit: StageVisit, began: Moment) -> None:
-        self._timed[visit].spans.append(DeviceSpan(began, self._clock.mark()))
+    def _record_span(self, visit: StageVisit, start: Moment) -> None:
+        self._timed[visit].spans.append(DeviceSpan(start, self._clock.mark()))
 
     def evaluate(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None) -> Tensor:
         return self._plain.evaluate(visit, flight, input_TD)

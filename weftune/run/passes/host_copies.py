@@ -48,8 +48,7 @@ class HostCopies:
             self._gone[key] = recorded_event()
 
     def await_copy_out(self, key: Hashable) -> None:
-        """Make the compute stream wait until the tensor has been copied to the host, so that it may be
-        freed."""
+        """Make the compute stream wait for the tensor's copy to the host, so that it may be freed."""
         self._wait_for_copy(self._gone.pop(key, None))
 
     def copy_in(self, key: Hashable, host_TD: Tensor) -> Tensor:
@@ -98,15 +97,14 @@ class HostStore:
         self._rooms: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to host memory, which later microbatches reuse."""
         self._waiting: dict[tuple[int, int], Tensor] = {}
-        """Maps (layer, number of the vector) to the values in host memory that have not been requested
-        yet."""
+        """Maps (layer, number of the vector) to the values in host memory that were not requested yet."""
         self._leaving: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to vectors on the device whose copy to the host may not be
         complete."""
         self._coming: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to vectors on the device that are being copied from the host."""
 
-    def put(self, layer: int, vector: Tensor) -> Callable[[], Tensor]:
+    def store_vector(self, layer: int, vector: Tensor) -> Callable[[], Tensor]:
         """Start to copy a vector to the host. Return a function that copies it back and returns it on the
         device; it may be called once. The next `free_copied` releases the vector's memory on the device;
         until then the vector must not be changed."""
@@ -133,8 +131,7 @@ class HostStore:
         self._leaving.clear()
 
     def request(self, layer: int, count: int | None = None) -> None:
-        """Start to copy the stored vectors of a layer back to the device, or only the first `count` of
-        them."""
+        """Start to copy the stored vectors of a layer, or its first `count`, back to the device."""
         for key in [key for key in self._waiting if key[0] == layer][:count]:
             self.free_copied()
             self._coming[key] = self._copies.copy_in(key, self._waiting.pop(key))

@@ -21,11 +21,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from weftune.adapters.banks import Banks
-from weftune.base.attention import Pack, Rule, attend_with_prefixes, kernel_serves
+from weftune.base.attention import Pack, Rule, attend_with_prefixes, is_kernel_supported
 from weftune.base.decoders import DECODERS, MIXTURES, DecoderFacts
 from weftune.base.model import Base
 from weftune.base.shards import share_input, sum_output
-from weftune.base.stages import Elsewhere, decoder_of
+from weftune.base.stages import Elsewhere, find_decoder
 from weftune.core.batch import Microbatch
 from weftune.core.shards import ShardTeam
 from weftune.ops.norm import rms_norm, rms_norm_onto, skip_rms_norm
@@ -55,7 +55,7 @@ class Layers:
         """Store in host memory for the tensors that offloaded layers keep from their forward to their
         backward."""
         self._base = base
-        self._decoder = cast(Any, decoder_of(base.model))
+        self._decoder = cast(Any, find_decoder(base.model))
         self._config: Any = base.model.config
         self._device = base.device
         self._facts = find_decoder_facts(self._config)
@@ -76,10 +76,10 @@ class Layers:
         heads = [module.self_attn.head_dim for module in self.modules]
         self.mixes = self._config.model_type in MIXTURES
         """Whether the layers have experts (MoE) instead of an MLP."""
-        served = bool(heads) and kernel_serves(base.device, base.dtype, heads[0])
+        served = bool(heads) and is_kernel_supported(base.device, base.dtype, heads[0])
         self.capturable = served and not self.mixes and (team is None or team.is_capturable)
-        """Whether passes can be captured as CUDA graphs. They can if the host never waits for the device in a
-        pass."""
+        """Whether passes can be captured as CUDA graphs, because the host never waits for the device in
+        them."""
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -161,7 +161,9 @@ class FusedLayer:
         self._qkv = banks.linear(f"{path}.{facts.qkv[0]}")
         self._sum_over_shards = layers.sum_over_shards
         adds = self._sum_over_shards is None
-        self._o = banks.linear(f"{path}.{facts.o}", adds_residual=adds and facts.after_attention is None)
+        self._o = banks.linear(
+            f"{path}.{facts.output_projection}", adds_residual=adds and facts.after_attention is None
+        )
         self._experts: Callable[[Tensor], Tensor] | None = module.mlp if layers.mixes else None
         if not layers.mixes:
             self._gate_up = banks.linear(f"{path}.{facts.gate_up[0]}")
@@ -307,8 +309,7 @@ class FusedLayer:
 
 @contextmanager
 def recompute_saved(output: Tensor, make: Callable[[], Tensor], recomputes: bool) -> Iterator[None]:
-    """If `recomputes`, make autograd save a function that recomputes `output` instead of the
-    tensor."""
+    """If `recomputes`, make autograd save a function that recomputes `output`, not the tensor."""
     if not recomputes:
         yield
         return
@@ -320,8 +321,8 @@ def recompute_saved(output: Tensor, make: Callable[[], Tensor], recomputes: bool
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         return make if (tensor.data_ptr(), tensor.shape) == known else tensor
 
-    def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
-        return kept if isinstance(kept, Tensor) else kept()
+    def unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
+        return saved if isinstance(saved, Tensor) else saved()
 
     with saved_tensors_hooks(pack, unpack):
         yield

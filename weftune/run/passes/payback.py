@@ -21,7 +21,7 @@ class WatchedPass:
 
     key: Hashable
     rows: int
-    replayed: bool
+    is_replayed: bool
     spans: list[DeviceSpan] = field(default_factory=list)
 
     def is_over(self) -> bool:
@@ -60,13 +60,15 @@ class Payback:
         still = []
         for one in self._under_way:
             if one.is_over():
-                self.record_pass(one.key, one.rows, sum(span.seconds() for span in one.spans), one.replayed)
+                self.record_pass(
+                    one.key, one.rows, sum(span.seconds() for span in one.spans), one.is_replayed
+                )
             else:
                 still.append(one)
         self._under_way = still
 
-    def record_pass(self, key: Hashable, rows: int, seconds: float, replayed: bool) -> None:
-        if replayed:
+    def record_pass(self, key: Hashable, rows: int, seconds: float, is_replayed: bool) -> None:
+        if is_replayed:
             self._row_seconds = min(self._row_seconds, seconds / rows)
         elif self._row_seconds < float("inf"):
             self._lost[key] += max(0.0, seconds - self._row_seconds * rows)

@@ -55,7 +55,7 @@ class PlainPasses:
         """Return the output of a stage's forward, given the previous stage's output. If `keep`, its
         activations are kept until `backward`."""
         assert visit not in self.open, "a pass is still open"
-        passed = self._pass(visit, flight, input_TD)
+        passed = self._make_pass(visit, flight, input_TD)
         if not keep:
             return passed.forward_only()
         self.open[visit] = passed
@@ -68,7 +68,7 @@ class PlainPasses:
         `dh_TD` is the gradient of the stage's output. A forward that was not kept is recomputed first."""
         passed = self.open.pop(visit, None)
         if passed is None:
-            passed = self._pass(visit, flight, input_TD)
+            passed = self._make_pass(visit, flight, input_TD)
             passed.forward()
         passed.backward(dh_TD)
         return None if input_TD is None else passed.dinput_TD
@@ -76,7 +76,7 @@ class PlainPasses:
     @torch.no_grad()
     def evaluate(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None) -> Tensor:
         """Return the stage's output, computed without dropout and without gradients."""
-        return self._pass(visit, flight, input_TD).forward(training=False)
+        return self._make_pass(visit, flight, input_TD).forward(training=False)
 
     def inherit(self, numbers: Mapping[int, int]) -> None:
         """Give the microbatches in flight new indices; `numbers` maps each old index to the new one."""
@@ -88,7 +88,7 @@ class PlainPasses:
         if self.adapted.layers is not None:
             self.adapted.layers.host.forget()
 
-    def _pass(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None) -> Plain:
+    def _make_pass(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None) -> Plain:
         given = None if input_TD is None else input_TD.detach()
         adapted = self.adapted
         base = self.stages[visit.stage]
@@ -99,8 +99,7 @@ class PlainPasses:
 
 
 class Plain:
-    """The pass of one microbatch through a base or a stage. `input_TD` is the output of the previous
-    stage."""
+    """The pass of a microbatch through a base or a stage. `input_TD` is the previous stage's output."""
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class Plain:
     def forward(self, training: bool = True) -> Tensor:
         if training and self._input_TD is not None:
             self._input_TD.requires_grad_()
-        with self._bound(training):
+        with self._bind_adapters(training):
             h_TD = self._base.hidden(self._laid.microbatch, self._membership.pack, self._input_TD)
         self._end = get_gradient_edge(h_TD) if h_TD.requires_grad else None
         return h_TD
@@ -136,10 +135,10 @@ class Plain:
         if self._end is None:
             return  # a first stage on which no job has an adapter
         # A layer that is recomputed must see the adapters of its own microbatch.
-        with self._bound(training=True):
+        with self._bind_adapters(training=True):
             torch.autograd.backward((self._end,), (dh_TD,))
 
-    def _bound(self, training: bool) -> AbstractContextManager[None]:
+    def _bind_adapters(self, training: bool) -> AbstractContextManager[None]:
         microbatch, rows = self._laid.microbatch, self._membership.rows
         return self._banks.bound(microbatch, self._route, training, rows, in_tiles=self._in_tiles)
 

@@ -67,7 +67,7 @@ class Keep:
         if self.host is None:
             return lambda: tensor
         layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-        fetch = self.host.put(self.layer, tensor.new_empty(0).set_(tensor.untyped_storage()))
+        fetch = self.host.store_vector(self.layer, tensor.new_empty(0).set_(tensor.untyped_storage()))
         return lambda: fetch().as_strided(*layout)
 
 
@@ -148,14 +148,14 @@ class _LayerPass:
         if keep.keeps_all:
             with torch.enable_grad():
                 qkv = self._run_fronts(h_TD, self._fronts)
-                self._attention, attention_THE = _KeptAttention.of(self._parts.attend, qkv, keep)
+                self._attention, attention_THE = _KeptAttention.compute(self._parts.attend, qkv, keep)
                 self._attention.saved.qkv = qkv
                 self._rests = list(self._rest_graphs(h_TD, attention_THE))
             return self._collect_outputs(h_TD, self._rests)
         if not keep.attention:
             return self.output(h_TD)
         qkv = self._run_fronts(h_TD)
-        self._attention, attention_THE = _KeptAttention.of(self._parts.attend, qkv, keep)
+        self._attention, attention_THE = _KeptAttention.compute(self._parts.attend, qkv, keep)
         del qkv
         return self._collect_outputs(h_TD, self._rest_graphs(h_TD, attention_THE))
 
@@ -172,7 +172,7 @@ class _LayerPass:
             qkv = None if keep.keeps_all else self._run_fronts(h_TD, fronts)
             if attention is None:
                 assert qkv is not None
-                attention, attention_THE = _KeptAttention.of(self._parts.attend, qkv, Keep(keep.layer))
+                attention, attention_THE = _KeptAttention.compute(self._parts.attend, qkv, Keep(keep.layer))
             else:
                 attention_THE = attention.output()
             attention.saved.qkv, qkv = qkv or attention.saved.qkv, None
@@ -247,7 +247,7 @@ class _KeptAttention:
         self._edge, self._output, self.saved, self._gradients = edge, output, saved, gradients
 
     @classmethod
-    def of(cls, attend: Callable[[Qkv], Tensor], qkv: Qkv, keep: Keep) -> tuple[_KeptAttention, Tensor]:
+    def compute(cls, attend: Callable[[Qkv], Tensor], qkv: Qkv, keep: Keep) -> tuple[_KeptAttention, Tensor]:
         """Compute the attention of all rows. Return its graph, and its output [T, H, E]."""
         saved, gradients = _SavedTensors(qkv, keep), list[Tensor]()
         with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
@@ -284,9 +284,9 @@ class _SavedTensors:
         self._fetched: dict[int, Tensor] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
-        saved = _Saved.of(tensor)
+        saved = _Saved.from_tensor(tensor)
         if saved.address in self._given:
-            return replace(saved, given=self._given[saved.address])
+            return replace(saved, qkv_index=self._given[saved.address])
         if tensor.nbytes < self._least_bytes:
             return tensor
         if saved.address not in self._stored:
@@ -297,9 +297,9 @@ class _SavedTensors:
     def unpack(self, saved: Tensor | _Saved) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        if saved.given is not None:
+        if saved.qkv_index is not None:
             assert self.qkv is not None, "queries, keys and values have not been given again"
-            flat = self.qkv[saved.given]
+            flat = self.qkv[saved.qkv_index]
         else:
             if saved.address not in self._fetched:
                 self._fetched[saved.address] = self._stored.pop(saved.address)()
@@ -315,11 +315,11 @@ class _Saved:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    given: int | None = None
+    qkv_index: int | None = None
     """Index of the tensor among queries, keys and values. None for another tensor."""
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Saved:
+    def from_tensor(cls, tensor: Tensor) -> _Saved:
         address = tensor.untyped_storage().data_ptr()
         return cls(address, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 

@@ -128,19 +128,19 @@ def _prefix_ranges(
     return counts, samples
 
 
-def bucket_pack(packed: Pack, context: int) -> Pack:
+def bucket_pack(samples: Pack, context: int) -> Pack:
     """Return the pack (the boundaries of samples) as a captured pass has it: the number of samples is rounded
     up to its bucket with empty samples, and so is the longest length, unless all samples are equally long.
 
     A deterministic backward of attention sums in an order that depends on the number of samples. With this
     pack, captured and uncaptured passes give the same result.
     """
-    if packed.even:
-        return packed
-    empty = bucket(len(packed.lengths), 1) - len(packed.lengths)
-    boundaries_B = pad(packed.boundaries, (0, empty), value=sum(packed.lengths))
-    longest = longest_bucket(packed.longest, context)
-    return replace(packed, boundaries=boundaries_B, longest=longest, apart=False)
+    if samples.has_equal_lengths:
+        return samples
+    empty = bucket(len(samples.lengths), 1) - len(samples.lengths)
+    boundaries_B = pad(samples.boundaries, (0, empty), value=sum(samples.lengths))
+    longest = longest_bucket(samples.longest, context)
+    return replace(samples, boundaries=boundaries_B, longest=longest, is_separated=False)
 
 
 def bucket(value: int, min_value: int) -> int:
@@ -155,7 +155,7 @@ def longest_bucket(longest: int, context: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StageVisit:
-    """A visit of a microbatch to a stage, given by the index of each."""
+    """A pass of a microbatch over a stage, given by the index of each."""
 
     microbatch: int
     stage: int
@@ -165,8 +165,7 @@ Held = TypeVar("Held")
 
 
 def renumber_visits(visits: Mapping[StageVisit, Held], numbers: Mapping[int, int]) -> dict[StageVisit, Held]:
-    """Return the map with the new indices of microbatches as keys; `numbers` maps each old index to the new
-    one."""
+    """Return the map with new indices of microbatches as keys; `numbers` maps each old index to a new one."""
     return {StageVisit(numbers[at.microbatch], at.stage): one for at, one in visits.items()}
 
 

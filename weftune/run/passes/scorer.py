@@ -28,7 +28,7 @@ from weftune.run.passes.rows import DeviceMicrobatch
 from weftune.run.training.state import EvaluationSums
 
 PURPOSES = "batch", "held_out"
-"""Values of `Segment.kl_of` for mismatched samples: whether they belong to a global batch or to held-out
+"""Values of `Segment.kl_purpose` for mismatched samples: whether they belong to a global batch or to held-out
 samples."""
 
 
@@ -102,29 +102,29 @@ class Scorer:
             self.scalar_heads[job] = ScalarHead(attached.read[name], attached.totals[name], banks.anchor)
 
     def begin_window(self) -> None:
-        """Forget the scores of mismatched samples, which are used only in the window in which they were
-        computed."""
+        """Forget the scores for the KL term of KTO, which are used only in the window of their
+        computation."""
         self._log_ratios.clear()
 
     def record_mismatched_scores(self, sums: Sequence[Sequence[float]], laid: DeviceMicrobatch) -> None:
-        """Store the scores of mismatched samples, given by segment, for the losses that follow."""
+        """Store the scores for the KL term of KTO, given by segment, for the losses that follow."""
         references_S = laid.microbatch.references_S
         known = iter([] if references_S is None else references_S.tolist())
         for segment, logprobs in zip(laid.microbatch.segments, sums, strict=True):
             ratios = [logprob - next(known, math.nan) for logprob in logprobs]
-            if segment.kl_of:
-                key = segment.job, segment.kl_of, segment.step
+            if segment.kl_purpose:
+                key = segment.job, segment.kl_purpose, segment.step
                 self._log_ratios.setdefault(key, []).extend(ratios)
 
     def kl_sums(self, job: str, step: int) -> list[float]:
-        """Return four numbers for the mismatched samples of a job after a step: sum and number of their
-        stored values for the next global batch, then sum and number for the held-out samples."""
+        """Return four numbers for the KL term of a job after a step: sum and number of the stored values for
+        the next global batch, then sum and number for the held-out samples."""
         noted = [self._log_ratios.get((job, purpose, step), []) for purpose in PURPOSES]
         return [value for ratios in noted for value in (math.fsum(ratios), float(len(ratios)))]
 
     def set_kl_sums(self, job: str, step: int, sums: Sequence[float]) -> None:
-        """Replace the values stored for the mismatched samples of a job after a step by their mean over all
-        replicas. `sums` are the sums over all replicas, ordered as in `kl_sums`."""
+        """Replace the values stored for the KL term of a job after a step by their mean over all replicas.
+        `sums` are the sums over all replicas, ordered as in `kl_sums`."""
         for purpose, total, count in zip(PURPOSES, sums[::2], sums[1::2], strict=True):
             if count:
                 self._log_ratios[job, purpose, step] = [total / count]
@@ -230,22 +230,26 @@ class Scorer:
         ]
 
     def _complete_scores(
-        self, one: _Scored, h_TD: Tensor, purpose: Literal["batch", "held_out"]
+        self, scored_segment: _Scored, h_TD: Tensor, purpose: Literal["batch", "held_out"]
     ) -> SampleScores:
         """Return a segment's log-probabilities together with the KL term and the outputs of the scalar head,
         if its objective needs these. `purpose` says whether the samples are for training or evaluation."""
-        job = one.segment.job
+        job = scored_segment.segment.job
         if job not in self.objectives:
-            return one.scores
+            return scored_segment.scores
         needs, head = self.objectives[job].needs, self.scalar_heads.get(job)
         assert not needs.scalar_head or head is not None, f"{job} has no scalar head"
-        assert not needs.reference or one.scores.references_B is not None, f"{job} has no reference scores"
-        scores = one.scores
+        assert not needs.reference or scored_segment.scores.references_B is not None, (
+            f"{job} has no reference scores"
+        )
+        scores = scored_segment.scores
         if needs.mismatched:
             # Those of a batch were scored after the step before it.
-            step = one.segment.step - (purpose == "batch")
+            step = scored_segment.segment.step - (purpose == "batch")
             scores = replace(scores, kl=self._kl_term(job, purpose, step))
-        return scores if head is None else replace(scores, values_B=head.values(h_TD[one.last_rows]))
+        return (
+            scores if head is None else replace(scores, values_B=head.values(h_TD[scored_segment.last_rows]))
+        )
 
     def _score_segments(self, h_TD: Tensor, laid: DeviceMicrobatch) -> Iterator[_Scored]:
         """Yield each segment with the log-probability of each target, and whether the target was the
@@ -276,7 +280,7 @@ class Scorer:
     def _split_samples(
         self, segment: Segment, laid: DeviceMicrobatch, logprobs_S: Tensor, correct_S: Tensor
     ) -> _Scored:
-        """Return a segment with its log-probabilities, the boundaries of its samples, and their reference
+        """Return a segment with its log-probabilities, its samples' boundaries, and their reference
         scores."""
         stops = list(accumulate(laid.microbatch.sample_lengths))
         spans = {

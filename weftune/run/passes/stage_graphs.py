@@ -32,27 +32,25 @@ from weftune.run.passes.plain import PlainPasses
 from weftune.run.passes.rows import DeviceMicrobatch, InFlight, Membership, StageVisit
 
 MOST_KEYS = 8
-"""Maximum number of keys. Beyond it, the least recently used key is dropped, with its graphs of all
-stages."""
+"""Maximum number of keys. Beyond it, the least recently used key is dropped with all its graphs."""
 
 
 class VisitKind(Enum):
     forward = auto()
     """A forward of which only the output is kept."""
     turn = auto()
-    """A visit to the last stage: a forward whose activations are kept, then head and loss, then the
-    backward."""
+    """A pass over the last stage: a forward that keeps activations, head and loss, then the backward."""
     backward = auto()
     """A forward that is recomputed from the stage's input, then the backward."""
 
 
 GraphVisit = tuple[VisitKind, int]
-"""A kind of visit and the index of the stage that is visited."""
+"""A kind of pass and the index of its stage."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """The state of one key: its input tensors, the round in which each visit first occurred, and the captured
+    """The state of one key: its input tensors, the round in which each pass first occurred, and its
     graphs."""
 
     inputs: GraphInputs
@@ -88,8 +86,8 @@ class StageGraphs:
         self._round += 1
 
     def find_or_capture(self, kind: VisitKind, stage: int, flight: InFlight) -> StageGraph | None:
-        """Return the graph for a microbatch's visit to a stage, or None if the visit runs uncaptured. The
-        time of a visit that compiles or captures is marked as not typical (`TimedPass.settled`)."""
+        """Return the graph for a microbatch's pass over a stage, or None if it runs uncaptured. The time of a
+        pass that compiles or captures is marked as not typical (`TimedPass.settled`)."""
         laid, visit = flight.laid, (kind, stage)
         key = graph_key_of(laid, self._banks, NOTHING, self._whole.shape.context)
         if not self._banks.is_capturable(laid.microbatch):
@@ -131,11 +129,11 @@ class StageGraphs:
         self._known[key] = self._known.pop(key)
         return self._known[key]
 
-    def _capture(self, key: GraphKey, known: _Known, visit: GraphVisit) -> StageGraph | None:
+    def _capture(self, key: GraphKey, key_state: _Known, visit: GraphVisit) -> StageGraph | None:
         kind, stage = visit
         base, buffers = self._stages[stage], (self._h_TD[: key.rows], self._dh_TD[: key.rows])
         try:
-            graph = StageGraph(kind, base, self._banks, known.inputs, *buffers, self._pool)
+            graph = StageGraph(kind, base, self._banks, key_state.inputs, *buffers, self._pool)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -145,13 +143,13 @@ class StageGraphs:
             self.failed_captures.add(key)
             self.clear()
             return None
-        known.graphs[visit] = graph
+        key_state.graphs[visit] = graph
         self.captures += 1
         return graph
 
 
 class StageGraph:
-    """The CUDA graphs of one kind of visit to one stage. It has the methods of `Plain`."""
+    """The CUDA graphs of one kind of pass over one stage. It has the methods of `Plain`."""
 
     def __init__(
         self,

@@ -62,8 +62,8 @@ class Piece:
 
     kept_range: StagePart
     computed_range: StagePart
-    """Range that is computed: `kept_range`, extended to multiples of ALIGNMENT. Results in the extension are
-    not kept."""
+    """Computed range: `kept_range`, extended to multiples of ALIGNMENT. Results in the extension are
+    dropped."""
 
     @property
     def kept_offsets(self) -> StagePart:
@@ -136,8 +136,7 @@ class HostSteps:
         """Maps each stage to the total number of parameters in all jobs' pieces."""
         self._pending: dict[JobStage, _PendingPart] = {}
         self._started: dict[JobStage, torch.cuda.Event] = {}
-        """Maps (job, stage) to the event after its last started update, until a pass has waited for the
-        event."""
+        """Maps (job, stage) to the event after its last started update, until a pass has waited for it."""
         self._returned: dict[int, torch.cuda.Event] = {}
         """Maps each stage to an event after which its last piece has been copied back to the host."""
 
@@ -202,8 +201,7 @@ class HostSteps:
         return sorted(self._pending, key=lambda pair: (pair[1], pair[0]))
 
     def started_pairs(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return those of the pairs (job, stage) whose updates have been started and that no pass has waited
-        for yet."""
+        """Return those pairs (job, stage) whose updates have been started and that no pass has waited for."""
         return [pair for pair in pairs if pair in self._started]
 
     def start(self, pairs: Iterable[JobStage], writable: Events = ()) -> None:
@@ -229,13 +227,12 @@ class HostSteps:
             torch.cuda.current_stream().wait_event(event)
 
     def read_outcomes(self, run: StepRun) -> None:
-        """Start to copy the outcomes of Steps to the host. All pieces of these Steps must have been
-        started."""
+        """Start to copy the outcomes of Steps, all of whose pieces have been started, to the host."""
         assert not any(part.run is run for part in self._pending.values()), "a Step is not all made"
         with self.ring.updating():
             # Not on the stream of the passes: those of the next round may already be queued there.
             none = torch.ones(1, dtype=torch.bool, device=run.sums_JS.device)
-            run.read(torch.stack([torch.cat([none, *found]).all() for found in run.finite]))
+            run.read(torch.stack([torch.cat([none, *found]).all() for found in run.finite_flags]))
 
     def wait(self) -> None:
         """Wait until all started updates are finished and their state is on the host."""
@@ -288,8 +285,8 @@ class HostSteps:
                     for one, state in zip(buffered_pieces, on_device, strict=True)
                 ]
             _copy_all(self._vectors_to_host(on_host), self._vectors_to_host(on_device))
-        if buffer.free is not None:
-            self._returned |= dict.fromkeys((one.pair[1] for one in buffered_pieces), buffer.free)
+        if buffer.free_event is not None:
+            self._returned |= dict.fromkeys((one.pair[1] for one in buffered_pieces), buffer.free_event)
 
     def _update(
         self, buffer: Buffer, buffered_pieces: Sequence[_BufferedPiece], device_states: Sequence[AdamState]
@@ -315,7 +312,7 @@ class HostSteps:
         finite_J = self._apply_updates(updates, factor_J)
         targets, weights = [], []
         for one, state, finite in zip(buffered_pieces, device_states, finite_J.split(1), strict=True):
-            one.part.run.finite[one.part.job_index].append(finite)
+            one.part.run.finite_flags[one.part.job_index].append(finite)
             if self._device_weights is not None and (target := self._device_weights(*one.pair)) is not None:
                 first = one.piece.kept_range.start - one.part.start
                 targets.append(target[first : first + one.piece.kept_range.size])
@@ -365,7 +362,7 @@ class Buffer:
     """Memory on the device for pieces of Steps."""
 
     state: AdamState
-    free: torch.cuda.Event | None = None
+    free_event: torch.cuda.Event | None = None
     """Event after which the last content of the buffer has been copied back to the host."""
 
 
@@ -386,8 +383,7 @@ class PieceLanes:
 
 
 class PieceRing:
-    """Buffers that are used in rotation: while one is updated, another is filled, and a third is copied
-    back."""
+    """Buffers in rotation: while one is updated, another is filled, and a third is copied back."""
 
     def __init__(self, device: torch.device) -> None:
         self.buffers: list[Buffer] = []
@@ -421,8 +417,8 @@ class PieceRing:
             yield
             return
         with torch.cuda.stream(self.lanes.copy_in):
-            if buffer.free is not None:
-                self.lanes.copy_in.wait_event(buffer.free)
+            if buffer.free_event is not None:
+                self.lanes.copy_in.wait_event(buffer.free_event)
             yield
         self.lanes.update.wait_stream(self.lanes.copy_in)
 
@@ -439,4 +435,4 @@ class PieceRing:
         self.lanes.copy_out.wait_stream(self.lanes.update)
         with torch.cuda.stream(self.lanes.copy_out):
             yield
-            buffer.free = self.lanes.copy_out.record_event()
+            buffer.free_event = self.lanes.copy_out.record_event()

@@ -20,7 +20,7 @@ from torch import Tensor
 from weftune.adapters.kind import Parameters
 from weftune.adapters.vector import VectorLayout
 from weftune.base.host.pinned import host_vectors
-from weftune.core.shapes import layer_of
+from weftune.core.shapes import layer_number
 from weftune.ops.adamw import AdamState, gradient_norms, square_sums
 from weftune.ops.triton import kernels_available, kernels_available_on
 from weftune.plan.program.layout import WorkerLayout
@@ -33,8 +33,7 @@ OUTSIDE_STAGE = -1
 
 @dataclass(frozen=True, slots=True)
 class TravellingAdapter:
-    """The device memory of one job's travelling adapter. Stages that take turns in a slot share that
-    memory."""
+    """The device memory of an adapter that moves with its stages, which share the memory of their slot."""
 
     training: Training
     parts: Mapping[int, StagePart]
@@ -45,9 +44,9 @@ class TravellingAdapter:
 
     def parameters(self) -> tuple[Parameters, Parameters]:
         """Return the parameters that passes read, and the gradients to which they add."""
-        return self._views(self.weights), self._views(self.gradient)
+        return self._parameter_views(self.weights), self._parameter_views(self.gradient)
 
-    def _views(self, vectors: Mapping[int, Tensor]) -> dict[tuple[str, str], Tensor]:
+    def _parameter_views(self, vectors: Mapping[int, Tensor]) -> dict[tuple[str, str], Tensor]:
         found, at = {}, 0
         spans = iter(sorted(self.parts.items(), key=lambda one: one[1].start))
         stage, part = OUTSIDE_STAGE, StagePart(0, 0)
@@ -61,8 +60,7 @@ class TravellingAdapter:
 
 
 class AdapterTransfers:
-    """Copies of all travelling adapters between host and device. It records which stages are on the
-    device."""
+    """Copies of the adapters that move with their stages between host and device, and where each stage is."""
 
     def __init__(self, part: WorkerLayout, device: torch.device, dtype: torch.dtype) -> None:
         self.part = part
@@ -71,18 +69,15 @@ class AdapterTransfers:
         self._device_gradients: set[JobStage] = set()
         """Pairs (job, stage) whose gradient is on the device and has not been copied to the host."""
         self._squares: dict[str, list[Tensor]] = {}
-        """Maps each job to the sums of squares of those parts of its gradient that have been copied to the
-        host."""
+        """Maps each job to the sums of squares of the parts of its gradient that were copied to the host."""
         self._loaded_stages: dict[int, None] = {OUTSIDE_STAGE: None}
-        """Stages that are on the device, or will be once all work launched so far is done, in the order of
-        their arrival."""
+        """Stages that are on the device once all launched work is done, in the order of their arrival."""
         self._loaded_stages |= dict.fromkeys(
             stage for stage in part.own_stages if part.stages[stage].is_resident
         )
 
     def attach(self, training: Training) -> TravellingAdapter:
-        """Allocate device memory for a job's adapter, and copy in the weights of the stages that are on the
-        device."""
+        """Allocate device memory for a job's adapter, and copy in the weights of stages on the device."""
         # In page-locked host memory, which the device reads and writes directly.
         vectors = training.state.vectors
         found = host_vectors([(len(vector), vector.dtype) for vector in vectors], self.device)
@@ -118,8 +113,7 @@ class AdapterTransfers:
     # -- with a stage ------------------------------------------------------------------------------------
 
     def load_weights(self, stage: int, is_unfinished: Callable[[str, int], bool]) -> None:
-        """Copy a stage's adapter weights to the device, except those of jobs whose Step there is
-        unfinished."""
+        """Copy a stage's adapter weights to the device, except for jobs whose Step there is unfinished."""
         self._loaded_stages[stage] = None
         self.copy_parts_in((job, stage) for job in self.adapters if not is_unfinished(job, stage))
 
@@ -173,8 +167,7 @@ class AdapterTransfers:
         return torch.stack(squares).sqrt()
 
     def device_weights(self, job: str, stage: int) -> Tensor | None:
-        """Return the device memory for the job's weights of a stage, or None if the stage is not on the
-        device."""
+        """Return the device memory for the job's weights of a stage; None if the stage is not there."""
         return self.adapters[job].weights[stage] if self.is_loaded(stage) else None
 
     def copy_weights_in(self, jobs: Iterable[str]) -> None:
@@ -233,13 +226,12 @@ class AdapterTransfers:
 
 
 def _stage_parts(layout: VectorLayout, part: WorkerLayout) -> Iterator[tuple[int, StagePart]]:
-    """Return pairs of a stage and its part of the flat vector. The sites in the vector are in the order of
-    layers."""
+    """Return pairs of a stage and its part of the flat vector, whose sites are in the order of layers."""
     homes = [stage for stage, held in enumerate(part.stages) for _ in range(held.start, held.stop)]
     found: dict[int, StagePart] = {}
     at = 0
     for parameter in layout.parameters:
-        layer = layer_of(parameter.site)
+        layer = layer_number(parameter.site)
         stage = OUTSIDE_STAGE if layer is None else homes[layer]
         so_far = found.get(stage, StagePart(at, at))
         assert so_far.stop == at, f"{parameter.site} lies apart from its stage"

@@ -23,8 +23,7 @@ EVICTED_BYTE = 0xFF
 format, so that reading an evicted stage is noticed."""
 
 StageCallback = Callable[[int], None]
-"""A function of a stage's index. It launches work that belongs to the copy of the stage, on the same
-stream."""
+"""A function of a stage's index that launches work on the stream of the stage's copy."""
 
 
 class ResidentWeights:
@@ -48,8 +47,8 @@ class ResidentWeights:
 
 
 class StreamedWeights:
-    """The weights of a streamed base. Resident stages stay on the device; the others are loaded into slots
-    and evicted."""
+    """The weights of a streamed base. Resident stages stay on the device; others are loaded into slots and
+    evicted."""
 
     def __init__(self, base: StreamedBase) -> None:
         self.base = base
@@ -136,12 +135,10 @@ class StreamedWeights:
 
 
 class _GpuQueue:
-    """CUDA streams for Loads and for Evicts, and events by which they and the compute stream wait for one
-    another."""
+    """CUDA streams for Loads and Evicts, and events between them and the compute stream."""
 
     def __init__(self, weights: StreamedWeights, reader: _StageReader | None) -> None:
-        """If `reader` is None, stages are copied on the stream of Loads. Otherwise a thread reads them from
-        files."""
+        """If `reader` is None, stages are copied on the stream of Loads; otherwise a thread reads them."""
         device = weights.base.whole.device
         self._weights, self._reader = weights, reader
         self._load_stream, self._evict_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -151,8 +148,7 @@ class _GpuQueue:
         """Maps each loaded stage to the event at which its adapters arrived. The entry is removed when the
         stage is first used."""
         self._last_arrivals: dict[int, torch.cuda.Event] = {}
-        """Maps each stage to the event of its adapters' latest arrival. The entry stays until the stage is
-        loaded again."""
+        """Maps each stage to the event of its adapters' latest arrival, until the stage is loaded again."""
         self._writable: dict[int, torch.cuda.Event] = {}
         """Maps each stage to an event after which the adapters in its slot are no longer read."""
         self._last_step: torch.cuda.Event | None = None
@@ -220,16 +216,15 @@ class _StageReader:
         self._reads: dict[int, Future[torch.cuda.Event]] = {}
         """Maps each stage to its arrival event, available once all of its copies have been started."""
 
-    def start(self, stage: int, free: torch.cuda.Event) -> None:
-        self._reads[stage] = self._thread.submit(self._read, stage, free)
+    def start(self, stage: int, free_event: torch.cuda.Event) -> None:
+        self._reads[stage] = self._thread.submit(self._read, stage, free_event)
 
     def arrival_event(self, stage: int) -> torch.cuda.Event:
-        """Return the event after which the stage has arrived. Blocks until all of its copies have been
-        started."""
+        """Return the event after which the stage has arrived. Blocks until all its copies are started."""
         return self._reads.pop(stage).result()
 
-    def _read(self, stage: int, free: torch.cuda.Event) -> torch.cuda.Event:
-        self._copy_stream.wait_event(free)
+    def _read(self, stage: int, free_event: torch.cuda.Event) -> torch.cuda.Event:
+        self._copy_stream.wait_event(free_event)
         with torch.cuda.stream(self._copy_stream):
             self._weights.copy_stage(stage)
             return self._copy_stream.record_event(torch.cuda.Event(enable_timing=True))

@@ -113,14 +113,14 @@ def write_state(
     write_synced(partial / SUMS, checksum_text({**sums, STATE: hashlib.sha256(content).hexdigest()}))
 
 
-def publish_checkpoint(partial: Path, final: Path) -> None:
+def publish_checkpoint(partial_path: Path, final_path: Path) -> None:
     """Rename a completely written checkpoint to its final name, and delete all but the newest two."""
-    sync_folder(partial)
+    sync_folder(partial_path)
     # An existing folder is damaged, or of the same step before its evaluation.
-    shutil.rmtree(final, ignore_errors=True)
-    os.rename(partial, final)
-    sync_folder(final.parent)
-    for old in list(_newest_first(final.parent))[KEPT_CHECKPOINTS:]:
+    shutil.rmtree(final_path, ignore_errors=True)
+    os.rename(partial_path, final_path)
+    sync_folder(final_path.parent)
+    for old in list(_newest_first(final_path.parent))[KEPT_CHECKPOINTS:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -145,7 +145,9 @@ def restore(folder: Path, training: Training) -> bool:
         if stored is None or not set(stored.layout.parameters).issuperset(training.layout.parameters):
             continue
         training.progress = stored.progress
-        found = {name: training.layout.slice_of(stored.layout, one) for name, one in stored.vectors.items()}
+        found = {
+            name: training.layout.slice_vector(stored.layout, one) for name, one in stored.vectors.items()
+        }
         training.master.copy_(found["master"])
         for name in MOMENTS:
             # Missing in checkpoints saved at step 0 by earlier releases.
@@ -192,10 +194,10 @@ def newest_progress(folder: Path) -> Progress | None:
     return survey(folder).progress
 
 
-def rename_damaged(damaged: Iterable[Path]) -> None:
+def rename_damaged(damaged_paths: Iterable[Path]) -> None:
     """Rename damaged checkpoints, so that they do not count as one of the two that are kept. Their files are
     not deleted."""
-    for path in damaged:
+    for path in damaged_paths:
         target = path.with_name(f"damaged-{path.name}")
         shutil.rmtree(target, ignore_errors=True)
         os.rename(path, target)

@@ -88,7 +88,7 @@ class Snapshots:
         self._free_bytes = 0
         self._changed = threading.Condition()
 
-    def take(self, training: Training) -> Snapshot:
+    def take_snapshot(self, training: Training) -> Snapshot:
         """Return a snapshot of the job's state after all work launched on the device so far."""
         vectors = checkpoint_vectors(training)
         memory = self._take_memory(sum(map(_aligned_bytes, vectors.values())))
@@ -96,7 +96,7 @@ class Snapshots:
         for name, vector in vectors.items():
             copies[name] = memory[start : start + vector.nbytes].view(vector.dtype)
             start += _aligned_bytes(vector)
-        copied = self._copy(vectors, copies)
+        copied = self._copy_vectors(vectors, copies)
         if training.master.is_cuda:
             training.copied = copied
         return replace(snapshot_of(training, copies), memory=memory, copied=copied)
@@ -120,7 +120,9 @@ class Snapshots:
             if self._allocated_bytes + size <= self.max_bytes:
                 self._add_free(memory)
 
-    def _copy(self, vectors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> torch.cuda.Event | None:
+    def _copy_vectors(
+        self, vectors: Mapping[str, Tensor], copies: Mapping[str, Tensor]
+    ) -> torch.cuda.Event | None:
         if self._stream is None:
             for name, vector in vectors.items():
                 copies[name].copy_(vector)

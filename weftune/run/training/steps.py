@@ -70,7 +70,7 @@ class StepRun:
     reasons: list[str | None] = field(init=False)
     """Reason why the new weights of each job cannot be used, or None. It is set only if the host makes the
     updates."""
-    finite: tuple[list[Tensor], ...] = field(init=False)
+    finite_flags: tuple[list[Tensor], ...] = field(init=False)
     """For each job whose update is made in pieces, whether the new weights of each piece are finite."""
     arrived: tuple[torch.cuda.Event, ...] = ()
     """Events after which all gradients are on the host, if they are copied to it."""
@@ -81,7 +81,7 @@ class StepRun:
 
     def __post_init__(self) -> None:
         self.reasons = [None] * len(self.requests)
-        self.finite = tuple([] for _ in self.requests)
+        self.finite_flags = tuple([] for _ in self.requests)
 
     def is_refused(self, job_index: int) -> bool:
         """Return whether the host has refused a job's step. If kernels make the updates, the device decides
@@ -89,8 +89,7 @@ class StepRun:
         return self.factor_J is None and self.updates[job_index].factor < 0.0
 
     def read(self, finite_J: Tensor) -> None:
-        """Start to copy the results to the host. Work launched later on this stream does not delay the
-        copy."""
+        """Start to copy the results to the host. Later work on this stream does not delay the copy."""
         self._values_JV = torch.cat([self.norm_J[:, None], finite_J[:, None].double(), self.sums_JS], dim=1)
         if self._values_JV.is_cuda:
             host_JV = torch.empty_like(self._values_JV, device="cpu", pin_memory=True)
@@ -143,8 +142,7 @@ class StepsUnderway:
         self._watches.append(watch)
 
     def outcomes(self) -> list[Outcome]:
-        """Return the outcomes of the steps, in the order of the requests. Waits until the device has made the
-        steps."""
+        """Return the outcomes of the steps, in the order of the requests. Waits until the steps are made."""
         self._finish()
         return [outcome for run in self.runs for outcome in run.outcomes()]
 
@@ -227,8 +225,7 @@ def find_step_problem(training: Training, sums: BatchSums) -> str | None:
 
 
 def apply_update(job_update: Update) -> str | None:
-    """Apply an update and wait for the device. Return the reason why the new weights cannot be used, or
-    None."""
+    """Apply an update and wait for the device. Return why the new weights cannot be used, or None."""
     try:
         return None if bool(update([job_update])) else _not_finite_reason(job_update)
     except Exception as error:

@@ -54,8 +54,7 @@ class TimedAction:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """The facts that one worker reports to the first worker when it has finished its list of actions of a
-    window."""
+    """The facts that a worker reports to the first worker at the end of its list of actions of a window."""
 
     evaluations: list[EvaluationSums] = field(default_factory=list)
     scores: list[Scored] = field(default_factory=list)
@@ -97,8 +96,7 @@ class Agreed:
         """Maps the index of a batch to its sums over this worker and all later stages. Only the first worker
         stores them, until it decides."""
         self._later_sums: dict[int, Tensor] = {}
-        """Maps the index of a batch to its sums over the later stages, if they arrived before this worker
-        needed them."""
+        """Maps a batch's index to sums over later stages that arrived before this worker needed them."""
         self._decisions: dict[int, float] = {}
 
     @property
@@ -160,10 +158,10 @@ class Agreed:
     def finish_steps(self) -> Iterator[Event]:
         return iter(())
 
-    def report_shortage(self, why: str) -> None:
+    def report_shortage(self, reason: str) -> None:
         if self._shards is not None:
-            raise ShardShortage(why)
-        self.report.shortage = f"worker {self._worker}: {why}"
+            raise ShardShortage(reason)
+        self.report.shortage = f"worker {self._worker}: {reason}"
 
     def end_early(self) -> bool:
         self.report.shortage = self.report.shortage or f"worker {self._worker}: the run is to end"
@@ -219,8 +217,8 @@ class Agreed:
             training.open = OpenBatch(loss, correct, tokens, metrics_M)
 
     def _accumulate_sums(self, job: str, step: int) -> None:
-        """Add this worker's sums of a batch to those of the later stages, and send the result towards the
-        first worker."""
+        """Add this worker's sums of a batch to those of later stages, and send the result to the first
+        worker."""
         program = self._program
         if program.replicas > 1:
             self._add_shares(job, step)
@@ -271,8 +269,8 @@ class Agreed:
             self._ran.append((action, self._timer.stop()))
 
     def _agree_on_dead_jobs(self, steps: Sequence[Step], shards: Shards) -> None:
-        """Mark the jobs as failed that have failed on any shard. Only one of the shards has a caller that may
-        end jobs."""
+        """Mark jobs as failed that have failed on any shard. Only one shard has a caller that may end
+        jobs."""
         dead = shards.any_over_shards([step.job in self._roster.dead for step in steps])
         for step, is_dead in zip(steps, dead, strict=True):
             if is_dead and step.job not in self._roster.dead:

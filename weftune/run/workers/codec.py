@@ -38,8 +38,7 @@ def encode(value: object, secret: bytes = b"") -> bytes:
 
 
 def decode(message: bytes, records: Mapping[str, type], secret: bytes = b"") -> Any:
-    """Return the message that the bytes encode. `records` maps names to the records that a message may
-    hold."""
+    """Return the message that the bytes encode. `records` maps names to records that it may hold."""
     if secret:
         digest, message = message[:DIGEST_BYTES], message[DIGEST_BYTES:]
         if not hmac.compare_digest(digest, _digest(message, secret)):
@@ -147,11 +146,11 @@ def records_in(kind: Any) -> Mapping[str, type]:
     return found
 
 
-def _collect_records(kind: Any, found: dict[str, type]) -> None:
+def _collect_records(kind: Any, records: dict[str, type]) -> None:
     for one in get_args(kind):
-        _collect_records(one, found)
-    if isinstance(kind, type) and is_dataclass(kind) and found.get(kind.__name__) is not kind:
-        assert kind.__name__ not in found, f"two records are called {kind.__name__}"
-        found[kind.__name__] = kind
+        _collect_records(one, records)
+    if isinstance(kind, type) and is_dataclass(kind) and records.get(kind.__name__) is not kind:
+        assert kind.__name__ not in records, f"two records are called {kind.__name__}"
+        records[kind.__name__] = kind
         for hint in get_type_hints(kind).values():
-            _collect_records(hint, found)
+            _collect_records(hint, records)

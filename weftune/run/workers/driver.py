@@ -458,12 +458,12 @@ def microbatch_seconds(reports: Sequence[WorkerReport], kinds: type | UnionType)
     return seconds
 
 
-def _assemble_training(own: Training, parts: Sequence[Snapshot], layout: VectorLayout) -> Training:
+def _assemble_training(own_training: Training, parts: Sequence[Snapshot], layout: VectorLayout) -> Training:
     """Return the training state of the whole job, without moments, since the job is not trained any further.
-    `own` is that of this worker, `parts` are the snapshots of all stages."""
+    `own_training` is that of this worker, `parts` are the snapshots of all stages."""
     stored = VectorLayout(tuple(parameter for part in parts for parameter in part.layout.parameters))
     master, best = (
-        layout.slice_of(stored, torch.cat([part.vectors[name] for part in parts]))
+        layout.slice_vector(stored, torch.cat([part.vectors[name] for part in parts]))
         if all(name in part.vectors for part in parts)
         else None
         for name in ("master", "best")
@@ -471,4 +471,4 @@ def _assemble_training(own: Training, parts: Sequence[Snapshot], layout: VectorL
     assert master is not None
     nothing = master.new_zeros(0)
     state = AdamState(master=master, exp_avg=nothing, exp_avg_sq=nothing, gradient=nothing, weights=nothing)
-    return Training(own.adapter, own.recipe, layout, state, own.progress, best)
+    return Training(own_training.adapter, own_training.recipe, layout, state, own_training.progress, best)

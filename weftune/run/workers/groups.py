@@ -21,8 +21,7 @@ from weftune.run.workers.mailbox import PeerLane
 from weftune.run.workers.ordered import WaitWatch
 
 NO_TIMEOUT = timedelta(days=30)
-"""A timeout that never expires in practice. A slow worker is not an error, and the heartbeat finds a lost
-one."""
+"""A timeout that never expires in practice. A slow worker is no error; the heartbeat finds a lost one."""
 
 
 LOOPBACK = "127.0.0.1"
@@ -105,8 +104,7 @@ SECRET = "WEFTUNE_SECRET"
 
 
 def read_secret() -> bytes:
-    """Return the secret that signs messages between the first worker and the others. It is empty if none is
-    set."""
+    """Return the secret that signs messages between the first worker and the others, or empty bytes."""
     return os.environ.get(SECRET, "").encode()
 
 
@@ -186,32 +184,31 @@ class WorkerConnections:
     groups: Mapping[WorkerLink, Any]
     """Maps each connection to its process group."""
     shard_group: Any = None
-    """Process group of the shards that hold this worker's layers. None if layers are not divided into
-    shards."""
+    """Process group of the shards that hold this worker's layers. None if layers are not divided."""
     announcement_groups: Mapping[WorkerLink, Any] = field(default_factory=dict)
     """Maps a connection to the process group that announces its tensors, if its operations occupy a
     device."""
     watch: WaitWatch | None = None
 
-    def incoming(self, purpose: Purpose) -> tuple[PeerLane, ...]:
+    def incoming_lanes(self, purpose: Purpose) -> tuple[PeerLane, ...]:
         """Return the connections to this worker for this purpose, in the order of their senders."""
         mine = self.position.worker
         links = [one for one in self.groups if one.purpose == purpose and one.receiver == mine]
-        return tuple(self._lane(one, one.sender) for one in links)
+        return tuple(self._lane_to_peer(one, one.sender) for one in links)
 
-    def outgoing(self, purpose: Purpose) -> tuple[PeerLane, ...]:
+    def outgoing_lanes(self, purpose: Purpose) -> tuple[PeerLane, ...]:
         mine = self.position.worker
         links = [one for one in self.groups if one.purpose == purpose and one.sender == mine]
-        return tuple(self._lane(one, one.receiver) for one in links)
+        return tuple(self._lane_to_peer(one, one.receiver) for one in links)
 
-    def _lane(self, link: WorkerLink, peer: int) -> PeerLane:
+    def _lane_to_peer(self, link: WorkerLink, peer: int) -> PeerLane:
         return PeerLane(self.groups[link], peer, self.announcement_groups.get(link), self.watch)
 
 
-def _links(position: WorkerPosition) -> Iterator[WorkerLink]:
+def _all_links(position: WorkerPosition) -> Iterator[WorkerLink]:
     """Yield the connections between all workers of a run. A shard exchanges tensors with the shard of the
     same index in other stages and replicas."""
-    for link in _links_between_lists(position):
+    for link in _links_between_workers(position):
         for shard in range(position.shards):
             sender, receiver = (one * position.shards + shard for one in (link.sender, link.receiver))
             yield WorkerLink(link.purpose, sender, receiver)
@@ -220,7 +217,7 @@ def _links(position: WorkerPosition) -> Iterator[WorkerLink]:
         yield WorkerLink("report", worker, 0)
 
 
-def _links_between_lists(position: WorkerPosition) -> Iterator[WorkerLink]:
+def _links_between_workers(position: WorkerPosition) -> Iterator[WorkerLink]:
     """Yield the connections for tensors and decisions. Sender and receiver are indices of lists of
     actions."""
     stages, lists = position.stages, position.workers // position.shards
@@ -283,7 +280,7 @@ def create_groups(position: WorkerPosition, device: torch.device) -> WorkerConne
     library = agree_on_library(position, device)
     if library == "ordered":
         ordered.register()
-    links = list(_links(position))
+    links = list(_all_links(position))
     groups = {link: _pair_group(link, "gloo" if link.purpose in HOST_PURPOSES else library) for link in links}
     announcement_groups = {
         link: _pair_group(link, "gloo")

@@ -45,9 +45,11 @@ class PeerLane:
     """In tests, the object that detects workers that wait for one another. None otherwise."""
 
     @contextmanager
-    def waiting(self, description: object) -> Iterator[None]:
+    def record_wait(self, description: object) -> Iterator[None]:
         """Run a wait for the peer inside the context. Raise PeerLost if the peer is gone."""
-        recorded = nullcontext() if self.watch is None else self.watch.waiting([self.peer], str(description))
+        recorded = (
+            nullcontext() if self.watch is None else self.watch.record_wait([self.peer], str(description))
+        )
         try:
             with recorded:
                 yield
@@ -61,8 +63,7 @@ class PeerLane:
 
 
 class Inbox:
-    """The queue of tensors from one worker, in the order in which they are sent. A few receives are posted
-    ahead."""
+    """The queue of tensors from one worker, in the order of sending. A few receives are posted ahead."""
 
     def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
         self._lane = lane
@@ -81,7 +82,7 @@ class Inbox:
         about workers that wait for one another in a circle."""
         self._post_receive()
         buffer, work = self._posted.popleft()
-        with self._lane.waiting(description):
+        with self._lane.record_wait(description):
             work.wait()
         self._post_receive()
         return buffer.to(self._device, non_blocking=True) if self._staged else buffer
@@ -121,7 +122,7 @@ class DirectInbox:
         """Return the next tensor, on this worker's device. `description` describes the tensor in messages
         about workers that wait for one another in a circle."""
         self._post_receive()
-        with self._lane.waiting(description):
+        with self._lane.record_wait(description):
             work = self._take_started()
             if isinstance(work, PeerLost):
                 self._started.put(work)
@@ -159,12 +160,12 @@ class DirectInbox:
             except Exception as error:
                 self._started.put(self._lane.as_peer_lost(error))
 
-    def _start(self, buffer: Tensor, free: torch.cuda.Event | None) -> Any:
-        """Wait for the announcement of a tensor, and start to receive it in `buffer` once the event `free` is
-        done. Return the handle of the receive."""
+    def _start(self, buffer: Tensor, free_event: torch.cuda.Event | None) -> Any:
+        """Wait for the announcement of a tensor, and start to receive it in `buffer` once the event
+        `free_event` is done. Return the handle of the receive."""
         dist.recv(_announcement(), self._lane.peer, group=self._lane.announcement_group)
-        if free is not None:
-            free.wait()
+        if free_event is not None:
+            free_event.wait()
         return dist.irecv(buffer, self._lane.peer, group=self._lane.group)
 
 
@@ -195,7 +196,7 @@ class Outbox:
 
     def flush(self) -> None:
         """Wait until the peer has received all tensors."""
-        with self._lane.waiting("the last of its messages to be received"):
+        with self._lane.record_wait("the last of its messages to be received"):
             self._queue.join()
             while self._started and self._error is None:
                 self._started.popleft()[1].wait()

@@ -118,7 +118,10 @@ class CommandReceiver:
     command to end the window is read at once."""
 
     def __init__(self, connections: WorkerConnections) -> None:
-        (self._commands,), (self._reports,) = connections.incoming("command"), connections.outgoing("report")
+        (self._commands,), (self._reports,) = (
+            connections.incoming_lanes("command"),
+            connections.outgoing_lanes("report"),
+        )
         self._queue: queue.Queue[Command | MessageError] = queue.Queue()
         self._send_lock = threading.Lock()
         """Lock for sending answers: threads that write slices also send answers."""
@@ -156,7 +159,7 @@ class WorkerControl:
 
     def __init__(self, connections: WorkerConnections) -> None:
         self.connections = connections
-        self._commands = {lane.peer: lane for lane in connections.outgoing("command")}
+        self._commands = {lane.peer: lane for lane in connections.outgoing_lanes("command")}
         self.workers = tuple(self._commands)
         position = connections.position
         self.writers = tuple(one for one in self.workers if replace(position, worker=one).writes_checkpoints)
@@ -164,7 +167,7 @@ class WorkerControl:
         self._queue: queue.Queue[tuple[int, Answer | MessageError]] = queue.Queue()
         self._threads = [
             threading.Thread(target=self._receive_all, args=(lane,), daemon=True)
-            for lane in connections.incoming("report")
+            for lane in connections.incoming_lanes("report")
         ]
         for listener in self._threads:
             listener.start()

@@ -29,7 +29,7 @@ STABLE_POLLS = 6
 
 
 class OrderError(AssertionError):
-    """Raised for an order of operations that hangs, or mixes up messages, with NCCL. This is always a bug in
+    """Raised for an order of operations that hangs or mixes up messages with NCCL: always a bug in
     Weftune."""
 
 
@@ -49,9 +49,9 @@ class Wait:
     """Name of the communicator and index of the operation in it. Empty if the wait is not for an operation of
     an `OrderedGroup`."""
 
-    def is_at_operation_of(self, other: Wait) -> bool:
+    def is_at_operation_of(self, other_wait: Wait) -> bool:
         """Return whether both workers wait at the same operation, and therefore not for each other."""
-        return self.operation_key != "" and self.operation_key == other.operation_key
+        return self.operation_key != "" and self.operation_key == other_wait.operation_key
 
 
 class WaitWatch:
@@ -67,7 +67,7 @@ class WaitWatch:
         """Number of times in a row that the last circle was found again."""
 
     @contextmanager
-    def waiting(self, peers: Sequence[int], operation: str, operation_key: str = "") -> Iterator[None]:
+    def record_wait(self, peers: Sequence[int], operation: str, operation_key: str = "") -> Iterator[None]:
         """Record that this worker waits inside the context. After an OrderError the record stays, so that the
         other workers of the circle find it, too."""
         wait = Wait(next(self._numbers), tuple(peers), operation, operation_key)
@@ -92,8 +92,7 @@ class WaitWatch:
             raise OrderError(f"workers wait for one another, as they would with NCCL: {told}")
 
     def _find_circle(self) -> tuple[tuple[int, Wait], ...]:
-        """Return the workers of a circle that contains this worker, each with its wait. Empty if there is
-        none."""
+        """Return the workers of a circle with this worker, each with its wait. Empty if there is none."""
         own = self._read(self._worker)
         if own is None:
             return ()
@@ -142,7 +141,7 @@ class Operation:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, kind: OperationKind, tensor: Tensor) -> Operation:
+    def from_tensor(cls, kind: OperationKind, tensor: Tensor) -> Operation:
         return cls(kind, tensor.numel(), tensor.dtype)
 
     @classmethod
@@ -183,7 +182,9 @@ class OrderedWork:
             self.done.wait()
         elif not self.done.wait(POLL_SECONDS):
             others = " and ".join(map(str, self.peers))
-            with self.watch.waiting(self.peers, f"{self.operation} with worker {others}", self.operation_key):
+            with self.watch.record_wait(
+                self.peers, f"{self.operation} with worker {others}", self.operation_key
+            ):
                 while not self.done.wait(POLL_SECONDS):
                     self.watch.check_for_circle()
         if self.error is not None:
@@ -233,7 +234,7 @@ class OrderedGroup(dist.ProcessGroup):
         others = tuple(one for one in self._members if one != self._worker)
         operation_key = f"{self._name}/{self._enqueued}"
         self._enqueued += 1
-        work = OrderedWork(Operation.of(kind, tensor), operation_key, run, others, self._watch)
+        work = OrderedWork(Operation.from_tensor(kind, tensor), operation_key, run, others, self._watch)
         self._queue.put(work)
         return work
 

@@ -51,14 +51,14 @@ class _Measurements:
     samples, so that they do not displace each other: passes of both sizes are needed to separate the fixed
     time of a pass from the time per row."""
 
-    whole: deque[MeasuredPass] = field(default_factory=_new_measurements)
+    samples: deque[MeasuredPass] = field(default_factory=_new_measurements)
     chunks: deque[MeasuredPass] = field(default_factory=_new_measurements)
 
     def add(self, plan: MicrobatchPlan, measured: MeasuredPass) -> None:
-        (self.whole if plan.chunk is None else self.chunks).append(measured)
+        (self.samples if plan.chunk is None else self.chunks).append(measured)
 
-    def all(self) -> list[MeasuredPass]:
-        return [*self.whole, *self.chunks]
+    def merged(self) -> list[MeasuredPass]:
+        return [*self.samples, *self.chunks]
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class _Stage:
 
     def pace(self) -> StagePace:
         steps = sum(self.steps) / max(1, len(self.steps))
-        forwards, backwards = self.forwards.all(), self.backwards.all()
+        forwards, backwards = self.forwards.merged(), self.backwards.merged()
         forward, backward = fit_line(forwards), fit_line(backwards)
         kinds = ((forwards, forward), (backwards, backward))
         passes = sorted((one.start, one.seconds, line(one.rows)) for passed, line in kinds for one in passed)
@@ -91,7 +91,7 @@ class Paces:
 
     @property
     def measured(self) -> bool:
-        return all(stage.forwards.all() and stage.backwards.all() for stage in self._stages)
+        return all(stage.forwards.merged() and stage.backwards.merged() for stage in self._stages)
 
     def add_measurements(self, program: Program, reports: Sequence[WorkerReport]) -> None:
         """Add the measurements in the reports of all workers. The time of an optimizer step counts for all

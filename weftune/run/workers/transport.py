@@ -57,11 +57,11 @@ class Transport:
         cpu = torch.device("cpu")
 
         def inbox(purpose: Purpose, dtype: torch.dtype, device: torch.device) -> AnyInbox | None:
-            lane = _single_lane(connections.incoming(purpose))
+            lane = _single_lane(connections.incoming_lanes(purpose))
             return None if lane is None else inbox_for(lane, dtype, device)
 
         def outbox(purpose: Purpose, device: torch.device, delay: float) -> Outbox | None:
-            lane = _single_lane(connections.outgoing(purpose))
+            lane = _single_lane(connections.outgoing_lanes(purpose))
             return None if lane is None else Outbox(lane, device, delay)
 
         self._activation_in = inbox("activation", dtype, device)
@@ -71,7 +71,7 @@ class Transport:
         self._activation_out = outbox("activation", device, delay)
         self._gradient_out = outbox("gradient", device, delay)
         self._sums_out = outbox("sums", cpu, 0.0)
-        self._decisions_out = [Outbox(lane, cpu) for lane in connections.outgoing("decision")]
+        self._decisions_out = [Outbox(lane, cpu) for lane in connections.outgoing_lanes("decision")]
         self.exchange = Exchange(connections, "share", master_dtype(dtype), device, delay)
         self.scores = Exchange(connections, "scores", torch.float64, cpu)
 
@@ -204,9 +204,9 @@ class Exchange:
         shards = connections.position.shards
         payload: Reduced = "gradient" if purpose == "share" else "scores"
         self._others = [
-            _Replica(lane, shards, payload, dtype, device) for lane in connections.incoming(purpose)
+            _Replica(lane, shards, payload, dtype, device) for lane in connections.incoming_lanes(purpose)
         ]
-        self.outboxes = [Outbox(lane, device, delay) for lane in connections.outgoing(purpose)]
+        self.outboxes = [Outbox(lane, device, delay) for lane in connections.outgoing_lanes(purpose)]
         self.inboxes = [other.inbox for other in self._others]
         self._own: dict[StepKey, Tensor] = {}
 
