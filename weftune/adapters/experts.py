@@ -73,8 +73,7 @@ class ExpertBank:
         return any(segment.adapter_job in self._slots_by_job for segment in bound.microbatch.segments)
 
     def parts(self, site: str, bound: Pass) -> Iterator[ExpertPart]:
-        """Yield each segment's adapter at one parameter of the experts; gradients of its weights are
-        accumulated."""
+        """Yield each segment's adapter at one parameter of the experts, whose gradients are accumulated."""
         for segment in bound.microbatch.segments:
             slot = self._slots_by_job.get(segment.adapter_job or "")
             if slot is None or (site, A) not in slot.weights:

@@ -25,8 +25,7 @@ from weftune.ops.lora.table import LowRank
 from weftune.ops.site import GatheredRows, RowScale, unrounded_product
 
 Parameters = Mapping[tuple[str, str], Tensor]
-"""Maps (site, name) to a tensor, as in `VectorLayout.parameter_views`. Shared parameters have the site
-SHARED."""
+"""Maps (site, name) to a tensor, as `parameter_views`. Shared parameters have the site SHARED."""
 
 WeightOf = Callable[[str], Tensor]
 """Function that returns the frozen weight [N, K] of a site by its name, wherever the weight is stored."""
@@ -80,8 +79,7 @@ class Frozen:
     bias_N: Tensor | None
 
     def product(self, x_TK: Tensor) -> Tensor:
-        """Compute xWᵀ + b. The result is a new tensor, never a view, since the adapters add to the result in
-        place."""
+        """Compute xWᵀ + b into a new tensor, never a view, since the adapters add to it in place."""
         return frozen_product(x_TK, self.weight, self.bias_N)
 
     def summed(self, x_TK: Tensor) -> Tensor:

@@ -50,8 +50,7 @@ class TrainedTokens:
 
 
 def insert_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segment: Segment) -> Tensor:
-    """Return the hidden states `h` with the given rows inserted at the beginning of every sample of the
-    segment."""
+    """Return the hidden states `h` with these rows inserted at the start of every sample of the segment."""
     stops = accumulate(microbatch.sample_lengths)
     starts = [stop - length for stop, length in zip(stops, microbatch.sample_lengths, strict=True)]
     own = [start for start in starts if segment.start <= start < segment.stop]
@@ -87,8 +86,7 @@ def fill_tokens(new: NewAdapter) -> None:
 def merge_tokens(
     folder: object, path: str, token_ids: Sequence[int], rows_nD: Tensor, modules: Mapping[str, nn.Module]
 ) -> None:
-    """Write the trained rows into the embedding, which also changes an output layer that is tied to the
-    embedding."""
+    """Write the trained rows into the embedding, which also changes an output layer tied to it."""
     weight_VD = modules[path].weight if path in modules else None
     if not isinstance(weight_VD, Tensor) or weight_VD.shape[1:] != rows_nD.shape[1:]:
         raise AdapterError(f"{folder} is for another base: this one has no embedding {path} of that width")

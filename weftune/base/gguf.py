@@ -74,8 +74,7 @@ def convert_cached(file: Path) -> Path:
 
 
 def fingerprint(file: Path) -> str:
-    """Return a hash of the file's size, time and first MiB, since hashing a whole GGUF file of 100 GB is too
-    slow."""
+    """Return a hash of the file's size, time and first MiB, since hashing a whole GGUF file is too slow."""
     status = file.stat()
     with file.open("rb") as stream:
         start = hashlib.sha256(stream.read(1 << 20)).hexdigest()

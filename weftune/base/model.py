@@ -52,8 +52,7 @@ class Base:
     """Maps each site to the part of it that is local, if every layer is divided into shards. `shape` has the
     sizes of the local parts."""
     vocabulary_shard: VocabularyShard | None = None
-    """Tokens whose rows of the embedding and of the head are local, if these rows are divided among
-    shards."""
+    """Tokens whose rows of embedding and head are local, if these rows are divided among shards."""
 
     @property
     def first(self) -> bool:

@@ -21,8 +21,7 @@ FORMAT = 1
 """Current format version of job.yaml, checkpoints and status.json. Raise it whenever a change of one of them
 would be misread by an older Weftune."""
 BEFORE = 0
-"""Format version of files without a format field. Early versions wrote such files, which can still be
-read."""
+"""Format version of files without a format field, which early versions wrote and which can still be read."""
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """Pattern of the end of an I/O error's message from safetensors and tokenizers, which use Rust."""
 MAX_YAML_CHARACTERS = 1 << 16

@@ -253,8 +253,7 @@ class StackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class CodedStack(StackedWeight):
-    """A stack of coded weights. It is a view if their codes are adjacent in memory, otherwise a copy for one
-    product."""
+    """A stack of coded weights: a view if their codes are adjacent in memory, else a copy for one product."""
 
     @property
     def coded_parts(self) -> list[CodedWeight]:
@@ -370,8 +369,8 @@ class Head:
     number of these tokens."""
 
     def logits(self, h_SD: Tensor, replaced_rows: HeadRows | None = None) -> Tensor:
-        """Return the logits in at least float32. The rows in `replaced_rows` replace those of the head with
-        these indices."""
+        """Return the logits in at least float32. `replaced_rows` replace the head's rows with the same
+        indices."""
         logits_SV = float_linear(h_SD, self.weight_VD, self.bias_V)
         if replaced_rows is not None:
             bias_n = None if self.bias_V is None else self.bias_V[replaced_rows.ids_n]

@@ -43,8 +43,7 @@ class DataSpec:
     split: str | None = None
     limit: Annotated[int | None, Bound(at_least=1)] = None
     max_length: Annotated[int | None, Bound(at_least=2, at_most=MAX_COUNT)] = None
-    """Maximum number of tokens per sample. None selects DEFAULT_MAX_LENGTH, or the base's context if that is
-    less."""
+    """Maximum number of tokens per sample. None selects DEFAULT_MAX_LENGTH, or the base's context if less."""
     train_on: TrainOn = "assistant"
     chat_template: str | None = None
     """`chatml` or the path of a Jinja file. None selects the tokenizer's template."""

@@ -115,8 +115,7 @@ class _Worker:
         """Digest of the shared values last sent to the process."""
 
     def request(self, shared: bytes, payload: bytes) -> bytes:
-        """Return the pickled result that the process computed for an item; empty if the process failed or
-        died."""
+        """Return the pickled result that the process computed for an item; empty if it failed or died."""
         process = self._ensure_started()
         assert process.stdin is not None
         assert process.stdout is not None

@@ -18,8 +18,7 @@ from weftune.run.training.state import master_dtype
 
 
 def attach_adapter_folder(adapted_base: AdaptedBase, name: str, folder: Path) -> None:
-    """Attach the adapter stored in `folder` under `name`. Raise AdapterError if it belongs to another
-    base."""
+    """Attach the adapter in `folder` under `name`. Raise AdapterError if it belongs to another base."""
     check_adapter_folder(folder)
     kind, sites = kind_of_folder(folder), adapted_base.base.shape.sites
     spec = kind.spec_of(folder)

@@ -213,7 +213,7 @@ class CachedRows:
         """Indices of the cache rows for the prefix keys of each sequence that has prefix keys and is in its
         first pass."""
         self._is_fresh = all(is_first) and not self._prefixed
-        """Whether the rows of the pass attend only to one another, as in training, so that no cached row is
+        """Whether the pass's rows attend only to one another, as in training, so that no cached row is
         read."""
         self._read: list[Tensor] = []
         if not self._is_fresh:

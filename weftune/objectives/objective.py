@@ -64,8 +64,7 @@ class SampleScores:
         return torch.stack([part.sum() for part in self.logprobs_S.split(self.counts)])
 
     def log_ratios(self) -> Tensor:
-        """Return the log-probability of each sample minus its log-probability under the reference policy,
-        [B]."""
+        """Return each sample's log-probability minus that under the reference policy, [B]."""
         assert self.references_B is not None
         return self.sums() - self.references_B
 

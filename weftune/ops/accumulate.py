@@ -1,4 +1,4 @@
-"""A copy of a trained weight for a forward pass, whose gradient autograd adds to a given tensor instead of
+"""A copy of a trained weight for a forward pass, whose gradient autograd adds to a given tensor, not
 `.grad`."""
 
 from __future__ import annotations

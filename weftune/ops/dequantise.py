@@ -44,8 +44,7 @@ def write_nf4(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
 
 
 def write_rows(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
-    """Write the matrix of an int8 or fp8 weight to `out_NK`: the codes of each row times the scale of the
-    row."""
+    """Write the matrix of an int8 or fp8 weight to `out_NK`: each row's codes times the row's scale."""
     assert out_NK.is_contiguous()
     outputs, inputs = out_NK.shape
     with torch.cuda.device_of(out_NK):

@@ -47,8 +47,7 @@ class ExpertPart:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSite:
-    """The weights of one linear (gate and up, or down) of all experts of a layer, with the jobs' adapters on
-    it."""
+    """The weights of one linear (gate and up, or down) of all experts of a layer, with the jobs' adapters."""
 
     weight_ENK: Tensor
     group: Group | None = None
@@ -83,8 +82,7 @@ class Routes:
         return x_TD[self.order_S // self.sorted_index_Tk.shape[1]]
 
     def job_choices(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return the sorted positions of a job's choices, and for each expert the index after its last row
-        among them."""
+        """Return a job's choices' sorted positions, and each expert's index after its last row among them."""
         start, stop = tokens
         places_s = self.sorted_index_Tk[start:stop].flatten().sort().values
         return places_s, _expert_stops(self.experts_S[places_s], len(self.stops_E))
@@ -160,8 +158,7 @@ def _token_output(x_K: Tensor, token: int, expert_index: int, site: ExpertSite) 
 
 
 def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
-    """Return each row of x times the matrix of its expert. One kernel does it for all experts if
-    `has_kernel`."""
+    """Return each row of x times the matrix of its expert. If `has_kernel`, one kernel serves all experts."""
     if has_kernel(w_EKN):
         return grouped_mm(x_SK, w_EKN, offs=stops_E)
     rows = stops_E.diff(prepend=stops_E.new_zeros(1)).tolist()

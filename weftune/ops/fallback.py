@@ -20,8 +20,7 @@ import torch
 from weftune.core.device_class import TEST_COMMAND, class_of
 
 REHEARSING = ("cuda",)
-"""Device types on which kernels are rehearsed. Triton's interpreter compiles nothing, so it needs no
-rehearsal."""
+"""Device types on which kernels are rehearsed. Triton's interpreter has nothing to compile."""
 REFUSALS = (
     *(
         "no kernel image",
@@ -32,8 +31,7 @@ REFUSALS = (
     *("too many resources", "PTX was compiled with an unsupported toolchain", "PTX JIT compil"),
     *("PassManager::run failed", "Failed to find C compiler", "Failed to compile"),
 )
-"""Substrings of the message of a RuntimeError that Triton or the driver raises when it cannot launch a
-kernel."""
+"""Substrings of the RuntimeErrors that Triton or the driver raises when it cannot launch a kernel."""
 
 Result = TypeVar("Result")
 
@@ -43,7 +41,7 @@ class KernelWarning(UserWarning):
 
 
 class KernelsFailed(Exception):
-    """Raised if the kernels of an op do not run on the device. The user has been warned, and nothing has been
+    """Raised if an op's kernels do not run on the device. The user has been warned; nothing has been
     written."""
 
 

@@ -22,8 +22,7 @@ from weftune.ops.dropout import STRIDE, mix_bits, to_odd, to_signed
 
 LOWER, UPPER = -1.5, 1.5
 OPEN, SHUT = 1e4, -1e4
-"""Values of α for which the gate is 1 (OPEN) or 0 (SHUT) for any noise, and remains so after any optimizer
-step."""
+"""Values of α for which the gate is 1 (OPEN) or 0 (SHUT) for any noise, also after any optimizer step."""
 BITS = 23
 """Number of random bits of a uniform number: with 23 bits, (n + ½) / 2²³ is exact in float32."""
 
@@ -63,8 +62,7 @@ def uniform_noise(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
 
 
 def gate_with_slope(alpha: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the gate z and its derivative dz/dα. If u is None, return the gate without noise, as in
-    evaluation."""
+    """Return the gate z and its derivative dz/dα. If u is None, the gate has no noise, as in evaluation."""
     s = torch.sigmoid(alpha if noise is None else alpha + torch.logit(noise))
     stretched = s * (UPPER - LOWER) + LOWER
     inside = (stretched > 0) & (stretched < 1)
@@ -85,8 +83,7 @@ def pruned_values(values: Gated, kept_count: int) -> Tensor:
 
 
 def fix_gates(values: Gated, kept_count: int) -> None:
-    """Set the difference to the result of `pruned_values`, and fix every gate at 1 (for kept elements) or
-    0."""
+    """Set the difference to `pruned_values`' result, and fix every gate at 1 (for kept elements) or 0."""
     whole = pruned_values(values, kept_count)
     values.w_NK.copy_(whole)
     values.alpha_NK.copy_(torch.where(whole != 0, OPEN, SHUT))

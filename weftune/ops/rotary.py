@@ -25,14 +25,12 @@ OP = "rotary embedding"
 TILE = 1024
 """Number of values in each half of the rotary width that a program processes."""
 WARPS = 4
-"""Warps per program. Each thread then processes eight values of each half, one 16-byte access in half
-precision."""
+"""Warps per program. Each thread processes eight values of each half: 16-byte accesses in half precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """The weights of the RMSNorm that is applied to every query head and every key head before the
-    rotation."""
+    """The weights of the RMSNorm applied to every query head and every key head before the rotation."""
 
     q_D: Tensor
     k_D: Tensor
@@ -44,8 +42,7 @@ class HeadNorms:
 def rotary_split(
     qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int, norms: HeadNorms | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split qkv and return (q_THD, k_TGD, v_TGD). q and k are rotated as in Llama: column i pairs with column
-    i + E/2."""
+    """Split qkv into (q_THD, k_TGD, v_TGD). q and k are rotated as in Llama: column i pairs with i + E/2."""
     rows, width = qkv_TN.shape[0], qkv_TN.shape[1] // (heads + 2 * groups)
     assert qkv_TN.shape[1] == (heads + 2 * groups) * width
     assert cos_TE.shape == sin_TE.shape == (rows, cos_TE.shape[1])

@@ -32,8 +32,7 @@ class Draw:
 
 
 def sample_rows(scores_BV: Tensor, logits_BV: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
-    """Return the next token of every sequence [B], drawn by the scores, and its log-probability by the logits
-    [B]."""
+    """Return each sequence's next token [B], drawn by scores, and its log-probability by logits [B]."""
     count, vocabulary = scores_BV.shape
     host = np.empty((3, count), dtype=np.int32)
     host[0] = np.array([draw.temperature for draw in draws], dtype=np.float32).view(np.int32)

@@ -33,8 +33,8 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class RowScale:
-    """The vector `values_M` by which one job scales the columns of its rows `start` to `stop`. Autograd may
-    track it."""
+    """The vector `values_M`, maybe tracked by autograd, that scales columns of a job's rows `start` to
+    `stop`."""
 
     start: int
     stop: int
@@ -207,8 +207,7 @@ def _zero_rows(x_TM: Tensor, rows: slice | GatheredRows) -> None:
 
 
 def unrounded_product(x_TK: Tensor, weight: Weight) -> Tensor:
-    """Return xWᵀ before rounding: in float32 for 16-bit operands, so that terms that are added later are not
-    lost."""
+    """Return xWᵀ before rounding: in float32 for 16-bit operands, so that terms added later are not lost."""
     if is_coded(weight):
         return quantised_product(x_TK, weight, accumulation_dtype(x_TK.dtype))
     if x_TK.dtype in HALVES:

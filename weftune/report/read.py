@@ -260,7 +260,7 @@ def _evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _line_numbers(line: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, float]:
-    """Return the finite numbers in a line of metrics. `keys` maps the name of each number to its key in the
+    """Return the finite numbers in a line of metrics. `keys` maps each number's name to its key in the
     line."""
     found = {name: _as_number(line.get(key)) for name, key in keys.items()}
     return {name: value for name, value in found.items() if value is not None}

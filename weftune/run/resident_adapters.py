@@ -1,5 +1,4 @@
-"""Adapters that stay on the device with their master weights and moments. Optimizer steps update them
-there."""
+"""Adapters that stay on the device with their master weights and moments, and are updated there."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ class ResidentAdapters:
         return True
 
     def needs_outcome_before(self, stage: int) -> bool:
-        """Return whether the outcomes of optimizer steps must be known before an evaluation visits the
-        stage."""
+        """Return whether outcomes of optimizer steps must be known before an evaluation of the stage."""
         return True
 
     def step(self, requests: Sequence[StepRequest]) -> StepsUnderway:

@@ -12,8 +12,7 @@ from weftune.core.bounds import RUN_SHARE, Bound
 from weftune.core.shapes import SiteShape
 
 W, ALPHA, GROUP = "w_NK", "alpha_NK", "group_alpha"
-"""Number of parameters: the differences, one gate parameter per difference, and one gate parameter for the
-whole tensor."""
+"""Number of parameters: differences, a gate parameter for each, and a gate parameter for the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +34,7 @@ class DiffSpec(TargetSpec):
     """Length of the first phase, in which gates are random: a share of the run if below 1, otherwise a number
     of optimizer steps."""
     mask_lr_ratio: Annotated[float, Bound(above=0)] = 100.0
-    """Factor by which the job's learning rate is multiplied for gate parameters, whose values have to change
-    a lot."""
+    """Factor of the job's learning rate for gate parameters, whose values have to change a lot."""
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         matrix = (site.out_features, site.in_features)

@@ -51,8 +51,7 @@ class Dora(PlainKind):
         return JobPart(add=add)
 
     def is_tiled(self, spec: DoraSpec) -> bool:
-        """Whether the tiled kernels apply. They support neither dropout on xWᵀ, as in PEFT, nor large
-        ranks."""
+        """Whether the tiled kernels apply: they support neither dropout on xWᵀ (as PEFT) nor large ranks."""
         ranks = (spec.rank, *spec.rank_pattern.values())
         return spec.dropout == 0.0 and max(ranks) <= DIRECT_RANKS
 

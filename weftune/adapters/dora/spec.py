@@ -1,5 +1,4 @@
-"""The adapter keys of a DoRA job, which are the same as the keys of a LoRA job. This module does not import
-torch."""
+"""The adapter keys of a DoRA job, the same as those of a LoRA job. This module does not import torch."""
 
 from __future__ import annotations
 

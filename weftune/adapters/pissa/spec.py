@@ -1,5 +1,4 @@
-"""The adapter keys of a PiSSA job: the keys of a LoRA job and one more key. This module does not import
-torch."""
+"""The adapter keys of a PiSSA job: those of a LoRA job and one more. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ MIN_LETTERS = 3
 
 
 def nearest_word(unknown_word: str, known_words: Iterable[str]) -> str | None:
-    """Return the known name that `unknown_word` misspells, or the only known name that it abbreviates or is
-    an anagram of."""
+    """Return the known name that `unknown_word` misspells, abbreviates uniquely, or is an anagram of."""
     names = list(known_words)
     near = difflib.get_close_matches(unknown_word, names, n=1, cutoff=CUTOFF)
     if not near and len(unknown_word) >= MIN_LETTERS:

@@ -20,8 +20,7 @@ ROWS = "rows"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The location where the user wrote a value: a line of a file, if there is one, and the value's dotted
-    name."""
+    """The location where the user wrote a value: a line of a file, if any, and the value's dotted name."""
 
     file: str
     line: int
@@ -105,8 +104,8 @@ def nest_source_locations(places: Places, outer_location: Loc, key: str) -> None
 
 
 def sort_mistakes(mistakes: list[Mistake]) -> list[Mistake]:
-    """Return the mistakes by line, without repetitions: a mistake in `defaults` would otherwise be repeated
-    for every job."""
+    """Return the mistakes by line, without repetitions: one in `defaults` would otherwise be repeated for
+    every job."""
     return list(dict.fromkeys(sorted(mistakes, key=lambda mistake: mistake.line)))
 
 

@@ -19,8 +19,7 @@ MAX_NODES = 50_000
 billions of values."""
 MAX_CHARACTERS = 1_000_000
 MAX_DEPTH = 50
-"""Maximum nesting depth of lists and mappings. The YAML reader checks all enclosing lists and mappings for
-every token."""
+"""Maximum nesting depth of lists and mappings. The YAML reader checks all enclosing ones for every token."""
 
 TAG = "tag:yaml.org,2002:"
 

@@ -51,8 +51,7 @@ class DamagedJobFile(OutputError):
 class JobFile:
     values: dict[str, Any]
     is_copy: bool
-    """Whether the values were read from the copy of job.yaml, because job.yaml itself is damaged or
-    missing."""
+    """Whether the values come from the copy of job.yaml, because job.yaml itself is damaged or missing."""
 
 
 def write_job_file(folder: Path, values: dict[str, Any]) -> None:

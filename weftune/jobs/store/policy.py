@@ -58,8 +58,7 @@ class Policy(Protocol):
     def rank(
         self, jobs: Sequence[QueuedJob], tenant_usage: Mapping[str, TenantUsage], current_time: float
     ) -> Ranking:
-        """Rank the jobs. `tenant_usage` maps tenants to their usage; `current_time` is in seconds since
-        1970."""
+        """Rank the jobs. `tenant_usage` maps tenants to usage; `current_time` is in seconds since 1970."""
         ...
 
 
@@ -124,8 +123,8 @@ class FairShare:
         return replace(found, hold_reasons=held)
 
     def _aged_priority(self, job: QueuedJob, current_time: float) -> tuple[int, bool]:
-        """Return the job's priority including ageing, negated, and whether the job can wait without missing
-        its deadline."""
+        """Return the job's priority with ageing, negated, and whether it can wait without missing its
+        deadline."""
         aged = job.shape.priority + int(job.queued_seconds // self.ageing_seconds)
         can_wait = (
             job.deadline is None or current_time + DEADLINE_MARGIN * job.remaining_seconds < job.deadline

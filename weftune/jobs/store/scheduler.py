@@ -27,8 +27,7 @@ class Admission:
     too_large: Mapping[str, str]
     """Maps each job that cannot run even alone to the reason."""
     overtake_counts: Mapping[str, int]
-    """Maps each waiting job to the number of jobs behind it that were admitted before it; needed at the next
-    boundary."""
+    """Maps each waiting job to the number of later jobs admitted before it; needed at the next boundary."""
 
 
 def admit_jobs(

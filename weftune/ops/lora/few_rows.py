@@ -41,8 +41,7 @@ PROGRAMS = 512
 
 
 def is_unscaled_lora(group: Group) -> bool:
-    """Return whether all adapters of a group are LoRA without scales. Only these adapters have kernels for
-    few rows."""
+    """Return whether all adapters of a group are LoRA without scales, which have kernels for few rows."""
     return group.g_out is None and group.g_in is None and group.computed_table is None
 
 
@@ -93,8 +92,7 @@ def share_count(features: int) -> int:
 
 
 def span_columns(group: Group, tiles: int) -> int:
-    """Return the number of output columns per program. It is small if there are few tiles of rows and few
-    columns."""
+    """Return the number of output columns per program: few if there are few tiles of rows and few columns."""
     return next((span for span in SPANS if tiles * _count_spans(group, span) >= PROGRAMS), 256)
 
 
@@ -112,8 +110,7 @@ def _allocate_shares(x_TK: Tensor, group: Group, shares: int) -> Tensor:
 
 
 def _write_shares(x_TK: Tensor, partial_PCTR: Tensor, group: Group, rows: Rows) -> None:
-    """Write partial sums of xAᵀ to `partial_PCTR`. Where a row's job has no ranks in a part, values remain
-    arbitrary."""
+    """Write partial sums of xAᵀ to `partial_PCTR`. Values where a row's job has no ranks remain arbitrary."""
     parts, shares = partial_PCTR.shape[:2]
     kernels.few_rows.down_share[(len(rows.tiles_G3), shares, parts)](
         x_TK,

@@ -37,8 +37,8 @@ Right = Tensor | CodedWeight
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """The operands of the product left · rightᵀ. If they are 8-bit floats, the result must be multiplied by
-    their scales."""
+    """The operands of left · rightᵀ. If they are 8-bit floats, the result must be multiplied by their
+    scales."""
 
     left_TM: Tensor
     right_LM: Tensor

@@ -49,7 +49,7 @@ class Rows:
     """Maximum number of runs, for which the tensors have room."""
     buffer: Tensor
     tiles_G3: Tensor
-    """(start, stop, slot) of each tile. Tiles have at most `tile` rows and cover all rows. Slot −1 means no
+    """(start, stop, slot) of each tile. Tiles have at most `tile` rows and cover all. Slot −1 means no
     adapter."""
     pieces_Q4: Tensor
     """(start, stop, slot, alone) of each piece. Pieces have at most `piece` rows and cover all rows. First
@@ -58,11 +58,9 @@ class Rows:
     sums_M3: Tensor
     """(slot, first piece, index after the last piece) of each slot with several pieces."""
     runs_U3: Tensor
-    """(start, stop, slot) of the runs that belong to slots, in order, cut where a block of BLOCK rows
-    ends."""
+    """(start, stop, slot) of the runs of all slots, in order, cut where a block of BLOCK rows ends."""
     edges_V: Tensor
-    """Index of the first cut run of each block: block b of BLOCK rows has the runs edges[b] up to edges[b +
-    1]."""
+    """Index of each block's first cut run: block b of BLOCK rows has the runs edges[b] up to edges[b + 1]."""
     key_S: Tensor
     token_index_T: Tensor
 
@@ -191,8 +189,7 @@ def word_count(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def split_buffer(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    """Return consecutive views with the given shapes into a buffer of 32-bit words, as `word_count` sizes
-    it."""
+    """Return consecutive views with these shapes into a buffer of 32-bit words, as `word_count` sizes it."""
     parts = buffer.split([_padded_word_count(shape) for shape in shapes])
     return tuple(part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True))
 

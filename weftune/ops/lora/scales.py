@@ -24,7 +24,7 @@ from weftune.ops.lora.table import AddressTable
 COLUMNS, ROWS = 128, 32
 """Size of the block that a program scales at a time."""
 Columns = tuple[tuple[int, int], ...]
-"""First column and end of each site of a group."""
+"""First column, and the column after the last, of each linear of a group."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,8 +81,7 @@ class SlotTable:
     """Number of bands of every site. It is enough for the largest rank that a job may have."""
     host: Tensor
     host_views: tuple[np.ndarray, ...]
-    """Views of `host`, the copy of the table in host memory. They correspond to the five views of `buffer`
-    below."""
+    """Views of `host`, the copy of the table in host memory, corresponding to the views of `buffer` below."""
     buffer: Tensor
     address_PS4: Tensor
     """Addresses of A, B, dA and dB, as int64."""
@@ -127,8 +126,7 @@ class SlotTable:
         self.copy_to_device()
 
     def set_slot(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Assign a job to a slot in the host's copy only. `copy_to_device` then copies all changes at
-        once."""
+        """Assign a job to a slot in the host's copy only; `copy_to_device` copies all changes."""
         address_PS4, factor_PS2, rank_PS, threshold_PS, _ = self.host_views
         assert len(entries) * self.bands == len(rank_PS)
         for site, entry in enumerate(entries):
@@ -214,8 +212,7 @@ class AddressTable:
         return self.address_PSA.shape[1]
 
     def set_slot(self, slot: int, entries: Sequence[AddressEntry | None]) -> None:
-        """Set a slot's entries, one per site, in the host's copy only. `copy_to_device` copies them to the
-        device."""
+        """Set a slot's entries, one per site, in the host's copy only; `copy_to_device` copies them."""
         for site, entry in enumerate(entries):
             addresses, numbers = (0, 0) if entry is None else entry
             self.host_address_PSA[site, slot], self.host_number_PSn[site, slot] = addresses, numbers
@@ -226,8 +223,7 @@ class AddressTable:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group of sites: linears that share their input and whose frozen weights are concatenated, such as q,
-    k and v."""
+    """A group of sites: linears with one input and concatenated frozen weights, such as q, k and v."""
 
     columns: tuple[tuple[int, int], ...]
     """First column and end of each site in the concatenated output."""
@@ -241,8 +237,7 @@ class Group:
     g_in: AddressTable | None = None
     """Table of the scales of inputs. Only a group of a single site can have it."""
     has_row_lengths: bool = False
-    """Whether a job may use DoRA, whose output scales include the inverse norms of the rows of W + scale ·
-    BA."""
+    """Whether a job may use DoRA, whose output scales include the inverse row norms of W + scale · BA."""
     computed_table: AddressTable | None = None
     """Table of the vectors and constants of VeRA (`ops.lora.computed`). None until a job uses VeRA."""
 

@@ -150,8 +150,7 @@ def _rehearse_few_rows(
 
 
 def multiplied_form(weight: Weight) -> Right:
-    """Return the form of a weight that products read: the weight itself if it is stored in fp8, else its
-    matrix."""
+    """Return the form of a weight that products read: the weight itself if stored in fp8, else its matrix."""
     return weight if is_coded(weight) else weight_matrix(weight)
 
 
@@ -223,8 +222,7 @@ def backward(
     u_TN: Tensor | None = None,
     bias_N: Tensor | None = None,
 ) -> Tensor | None:
-    """Return dx, or None unless `needs_dx`, and add the gradients of the adapters to the jobs'
-    accumulators."""
+    """Return dx, or None unless `needs_dx`, and add the adapters' gradients to the jobs' accumulators."""
     group = call.group
     with torch.cuda.device_of(x_TK):
         if group.computed_table is not None:

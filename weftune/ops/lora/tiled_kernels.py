@@ -39,8 +39,7 @@ class ColumnSpan:
 
 
 def down(x_TK: Tensor, call: SiteCall) -> Tensor:
-    """Return s = factor · drop(x)Aᵀ [T, P·R]. It is zero in ranks above the job's, and in rows without a
-    job."""
+    """Return s = factor · drop(x)Aᵀ [T, P·R]. Ranks above the job's and rows without a job are zero."""
     (rows, features), tiling, table = x_TK.shape, call.tiling, call.group.table
     s_TPR = x_TK.new_empty(rows, call.parts * call.ranks)
     partial = s_TPR
@@ -73,8 +72,7 @@ def down(x_TK: Tensor, call: SiteCall) -> Tensor:
 
 
 def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], call: SiteCall) -> None:
-    """Write s = factor · the sum of the partial sums in `partial_CTR`. `shares` is the number of partial sums
-    per part."""
+    """Write s = factor · the sum of the partial sums in `partial_CTR`, of which each part has `shares`."""
     step = min(call.rows.tile, max(1, 1024 // call.ranks))
     kernels.site.sum_rows[(len(call.rows.tiles_G3), -(-call.rows.tile // step))](
         partial_CTR,

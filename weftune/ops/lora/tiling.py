@@ -28,13 +28,11 @@ TOGETHER_RANKS = 256
 LARGE_SHARED_MEMORY = 160 << 10
 """Bytes of shared memory on the GPUs for which the block sizes for 16-bit dtypes were tuned."""
 PROGRAMS = 128
-"""Number of programs that saturate the memory bandwidth of a large GPU. Sums over many columns are split to
-reach it."""
+"""Number of programs that saturate a large GPU's memory bandwidth. Sums over many columns are split."""
 MASKING_PROGRAMS = 512
 """Number of programs that saturate the memory bandwidth if they also compute dropout masks."""
 DIRECT_RANKS = 64
-"""Maximum rank for which a fused product has registers. With more ranks, separate kernels compute sB and ds ·
-A."""
+"""Maximum rank for which a fused product has registers. Beyond it, separate kernels compute sB and ds · A."""
 FUSED_SHARED_MEMORY = 227 << 10
 """Bytes of shared memory that a fused product needs."""
 BESIDE_COLUMNS = 32
@@ -160,8 +158,7 @@ class SiteCall:
 
     @property
     def has_large(self) -> bool:
-        """Whether the group may have large slots: slots with a higher rank than a fused product has registers
-        for."""
+        """Whether the group may have large slots, whose rank exceeds the registers of a fused product."""
         return self.group.rank > DIRECT_RANKS
 
     @property
@@ -225,8 +222,7 @@ def rank_block(rank: int) -> int:
 
 
 def parts_per_program(group: Group) -> int:
-    """Return the number of parts that one program processes: one for each linear of the group if their ranks
-    fit, else 1."""
+    """Return the number of parts per program: one for each linear of the group if their ranks fit, else 1."""
     sites = len(group.columns)
     return sites if sites * rank_block(group.rank) <= TOGETHER_RANKS else 1
 
@@ -389,8 +385,7 @@ def _launches_for_many_ranks(group: Group) -> dict[str, KernelLaunch]:
 
 
 def _launches_for_32_bits(group: Group) -> dict[str, KernelLaunch]:
-    """Return launch parameters by kernel with small blocks: exact float32 has no tensor cores, so registers
-    are scarce."""
+    """Return launch parameters by kernel with small blocks, since exact float32 leaves few registers."""
     launch = KernelLaunch(32, warps=8, stages=1, rows=32)
     reader = replace(launch, parts_per_program=parts_per_program(group))
     others = dict.fromkeys(("up", "ds", "ds_db", "db", "large_y", "large_dx"), launch)

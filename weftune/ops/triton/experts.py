@@ -185,8 +185,7 @@ def gated_forward(gate_up, weight, act, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def gated_backward(dact, gate_up, weight, act, dgate_up, dweight, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute the gradients of gate and up and of the router's weight for a row, and recompute its
-    activation."""
+    """Compute the gradients of gate, up and the router's weight for a row, and recompute its activation."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(weight + row).to(tl.float32)
     total_B = tl.full((BLOCK,), 0.0, tl.float32)

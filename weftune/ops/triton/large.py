@@ -149,8 +149,7 @@ def large_dx(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write ds · A with dropout masks applied, summed over all sites where the slot is large, in SPAN
-    columns."""
+    """Write ds · A with dropout masks, summed over all sites where the slot is large, in SPAN columns."""
     SITES: tl.constexpr = P // BANDS
     run = runs + tl.program_id(1) * 3
     start = tl.load(run)

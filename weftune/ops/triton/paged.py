@@ -95,8 +95,7 @@ def attend_share(
 def combine_shares(
     sums, norms, out, WIDTH: tl.constexpr, SHARES: tl.constexpr, S: tl.constexpr, D: tl.constexpr
 ) -> None:
-    """Write the output of one head of one sequence from its shares; S is SHARES rounded up to a power of
-    two."""
+    """Write the output of a head of a sequence from its shares; S is SHARES rounded up to a power of two."""
     head = tl.program_id(0).to(tl.int64)
     s_S, d_D = tl.arange(0, S), tl.arange(0, D)
     is_share_S = s_S < SHARES

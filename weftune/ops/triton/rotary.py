@@ -64,8 +64,7 @@ def load_part(
     head_stride: tl.tensor,
     COUNT: tl.constexpr,
 ) -> tl.tensor:
-    """Load the heads of a tile that belong to one part (queries, keys or values). All other heads are
-    zero."""
+    """Load the heads of a tile in one part (queries, keys or values). All other heads are zero."""
     owned_CB = ((head_C >= 0) & (head_C < COUNT))[:, None] & inside_B[None, :]
     at_CB = row * row_stride + (head_C * head_stride)[:, None] + column_B[None, :]
     return tl.load(part + at_CB, mask=owned_CB, other=0.0).to(tl.float32)
@@ -114,8 +113,7 @@ def load_weights(
     offset: tl.tensor,
     HEADS: tl.constexpr,
 ) -> tl.tensor:
-    """Load the norm's weights for every head of a tile. Heads of values have no norm and ignore the
-    weights."""
+    """Load the norm's weights for every head of a tile. Heads of values, without a norm, ignore them."""
     q_B = tl.load(q_weight + column_B, mask=inside_B, other=0.0).to(tl.float32) + offset
     k_B = tl.load(k_weight + column_B, mask=inside_B, other=0.0).to(tl.float32) + offset
     return tl.where((head_C < HEADS)[:, None], q_B[None, :], k_B[None, :])

@@ -15,8 +15,7 @@ from weftune.ops.triton.slots import STRIDE, hash_bits
 LOWEST = tl.constexpr(-40.0)
 """Difference from the largest score below which a token's probability is negligible in float32."""
 ROUNDS = tl.constexpr(9)
-"""Number of rounds of the search for a threshold. Each round divides the search interval by 8, in the end to
-3e-7."""
+"""Number of rounds of the search for a threshold. Each divides the interval by 8, in the end to 3e-7."""
 H = tl.constexpr(8)
 
 

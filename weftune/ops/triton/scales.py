@@ -18,8 +18,7 @@ from weftune.ops.triton.slots import column_block
 
 @triton.jit
 def scale_at(address, entry, column_C, inside_C, TYPE: tl.constexpr):
-    """Return the scale g of a slot that has one: its trained vector, multiplied by DoRA's factor if there is
-    one."""
+    """Return the scale g of a slot that has one: its trained vector, multiplied by any factor of DoRA."""
     value = tl.load(address + entry * 3).to(tl.pointer_type(TYPE))
     g_C = tl.load(value + column_C, mask=inside_C, other=0.0).to(tl.float32)
     return g_C * inverse_at(address, entry, column_C, inside_C)

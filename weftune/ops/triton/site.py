@@ -60,7 +60,7 @@ def down_of_tile(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `down` for a slot with at most OWN ranks in each part. Only OWN ranks are multiplied and
+    """Compute `down` for a slot with at most OWN ranks in each part, which alone are multiplied and
     written."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     first = tl.program_id(2) * TOGETHER
@@ -145,8 +145,7 @@ def down_by_ranks(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `down` of a tile. Small ranks have a separate code path if other slots have much larger
-    ones."""
+    """Compute `down` of a tile. Small ranks have a code path of their own beside much larger ones."""
     if R > 32 and max_ranks <= 16:
         down_of_tile(
             x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
@@ -238,8 +237,7 @@ def sum_rows(
     M: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """Compute s or ds as factor · the sum of its partial sums. Those of part p are SHARES[p] up to SHARES[p +
-    1]."""
+    """Compute s or ds as factor · the sum of partial sums, SHARES[p] up to SHARES[p + 1] for part p."""
     tile = tl.program_id(0)
     start = tl.load(tiles + tile * 3) + tl.program_id(1) * M
     stop = tl.load(tiles + tile * 3 + 1)

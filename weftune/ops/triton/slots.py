@@ -40,22 +40,19 @@ def site_key(key, crc, slot, part):
 
 @triton.jit
 def first_input(crc, P: tl.constexpr):
-    """Return the index of the first input in the whole linear. It is not 0 if a shard holds a later part of
-    the inputs."""
+    """Return the index of the first input in the whole linear: not 0 if a shard holds later inputs."""
     return tl.load(crc + P)
 
 
 @triton.jit
 def row_factor(token_M, site_key):
-    """Return the hash of each row. Random bits of a dropout mask are products of a row's and a column's
-    hash."""
+    """Return the hash of each row. Dropout's random bits are products of a row's and a column's hash."""
     return hash_bits(token_M.to(tl.uint32, bitcast=True) ^ site_key) | 1
 
 
 @triton.jit
 def column_factor(column_C, site_key):
-    """Return the hash of each column, by which row hashes are multiplied. Columns are counted in the whole
-    linear."""
+    """Return the hash of each column of the whole linear, by which row hashes are multiplied."""
     return hash_bits((column_C + 1).to(tl.uint32) * STRIDE ^ site_key) | 1
 
 

@@ -72,7 +72,7 @@ class Profile:
     measured."""
 
     def process_bytes_of(self, workers: int) -> int:
-        """Return the bytes that the first of `workers` processes holds before a base is loaded, or 0 if
+        """Return the bytes that the first of `workers` processes holds before a base is loaded; 0 if
         unknown."""
         return (self.first_worker_bytes if workers > 1 else 0) or self.process_bytes
 

@@ -713,8 +713,7 @@ def fitting_jobs(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShap
 
 
 def peak_device_bytes(memory: MemoryModel, attached_jobs: Sequence[JobShape], max_tokens: int) -> int:
-    """Return the predicted peak bytes on the fullest device with microbatches as large as its memory
-    allows."""
+    """Return the predicted peak bytes on the fullest device with the largest microbatches that fit."""
     recompute = memory.choose_recompute(attached_jobs, max_tokens)
     return memory.peak_bytes(
         attached_jobs, memory.choose_capacity(attached_jobs, max_tokens, recompute), recompute

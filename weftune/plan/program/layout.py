@@ -143,8 +143,7 @@ def pipeline_layout(
 
 @dataclass(frozen=True, slots=True)
 class WorkerLayout:
-    """The part of a layout that one worker holds. Stages keep the numbers that they have in the whole
-    layout."""
+    """The part of a layout that one worker holds. Stages keep their numbers in the whole layout."""
 
     layout: Layout
     worker: int = 0
@@ -169,8 +168,7 @@ class WorkerLayout:
 
     @property
     def initial_stages(self) -> tuple[int, ...]:
-        """Streamed stages that are in the slots between two windows, which are the first ones of this
-        worker."""
+        """Streamed stages in the slots between two windows, which are the first ones of this worker."""
         return self.streamed_stages[: self.slot_count]
 
     def slot_of_stage(self, stage: int) -> int:

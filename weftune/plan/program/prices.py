@@ -72,7 +72,7 @@ class Prices:
     adapter_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Maps each job to the bytes of its gradient on each stage, which replicas exchange."""
     gradient_sums: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Maps each job to the seconds in which, on each stage, shards sum its gradient before an optimizer
+    """Maps each job to the seconds in which shards sum its gradient on each stage before an optimizer
     step."""
 
 

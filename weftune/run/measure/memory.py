@@ -87,8 +87,7 @@ def release(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error is a memory shortage, even if another error at the end of a graph capture
-    replaced it."""
+    """Return whether an error is a memory shortage, even if one at the end of a capture replaced it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if not isinstance(error, RuntimeError):
@@ -97,8 +96,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def visible_gpus(device: str | None) -> int:
-    """Return the number of GPUs that a run may use with this `--device`: one if the option names a certain
-    GPU."""
+    """Return the number of GPUs that a run may use with this `--device`: one if it names a certain GPU."""
     if device not in (None, "cuda"):
         return int(str(device).startswith("cuda"))
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -35,30 +35,29 @@ class KeptActivations:
         """Allocate memory for rounds of up to `rows` rows. No microbatch may be in flight."""
 
     def store_input(self, visit: StageVisit, input_TD: Tensor, has_backward: bool = True) -> None:
-        """Store the output of the previous stage, which is the input of the visit `visit`. `has_backward`
-        says whether the microbatch has a backward."""
+        """Store the previous stage's output, the input of this pass of a microbatch over a stage.
+        `has_backward` says whether the microbatch has a backward."""
         if visit.stage in self._own:
             self._here[visit] = input_TD
         else:
             self._outgoing[visit, "activation"] = input_TD
 
     def read(self, visit: StageVisit) -> Tensor:
-        """Return the input of a visit. The compute stream waits until it can be read."""
+        """Return the input of a stage for a microbatch. The compute stream waits until it can be read."""
         return self._here[visit]
 
     def end_forward(self, visit: StageVisit) -> None:
         """Record that a stage has finished its forward of a microbatch, whose backward is still to come."""
 
     def prefetch_input(self, visit: StageVisit) -> None:
-        """Announce that the next backward on this worker is that of this visit, so that its input is fetched
-        in time."""
+        """Announce the worker's next backward, so that its input is fetched in time."""
 
     def drop(self, visit: StageVisit) -> None:
-        """Drop the input of a visit: the stage has finished its backward, or the microbatch has none."""
+        """Drop a stage's input for a microbatch, which has finished its backward there or has none."""
         del self._here[visit]
 
     def store_gradient(self, visit: StageVisit, dh_TD: Tensor) -> None:
-        """Store the gradient from the following stage, which starts the backward of the visit `visit`."""
+        """Store the gradient from the following stage, which starts the backward of a stage."""
         if visit.stage in self._own:
             self._gradients[visit] = dh_TD
         else:
@@ -84,7 +83,7 @@ class KeptActivations:
 
 
 class OffloadedActivations:
-    """Keeps inputs on the device only around the visits that read them, and in host memory in between.
+    """Keeps inputs on the device only around the passes that read them, and in host memory in between.
 
     An input is copied to the host as soon as it is computed, so that the copy has a whole visit's time, and
     is dropped from the device after its stage's forward. It is fetched during its microbatch's backward
@@ -99,8 +98,7 @@ class OffloadedActivations:
         self.width, self._dtype, self._device = whole.shape.hidden, whole.dtype, whole.device
         self._copies = HostCopies(self._device, waited)
         self._away: set[StageVisit] = set()
-        """Visits whose inputs have been offloaded or are being offloaded, and have not been fetched back
-        yet."""
+        """Passes whose inputs are offloaded, or being offloaded, and have not been fetched back."""
         self._rows: dict[int, slice] = {}
         """Maps each microbatch to its range of rows on the host, which is the same for every stage."""
         self._host_GRD = torch.empty(0)
@@ -136,7 +134,7 @@ class OffloadedActivations:
             self._copies.copy_out(visit, input_TD, self._host_TD(visit))
 
     def _host_TD(self, visit: StageVisit) -> Tensor:
-        """Return the rows in host memory of the input of a visit."""
+        """Return the rows in host memory of a stage's input for a microbatch."""
         return self._host_GRD[self._offloaded.index(visit.stage), self._rows[visit.microbatch]]
 
     def read(self, visit: StageVisit) -> Tensor:

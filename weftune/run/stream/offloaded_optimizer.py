@@ -65,8 +65,7 @@ class OffloadedOptimizer:
     # -- passes ------------------------------------------------------------------------------------------
 
     def make_readable(self, stage: int, jobs: Collection[str], before_backward: bool) -> bool:
-        """Finish the Steps of these jobs before their pass. Return whether the device may have to wait for
-        that."""
+        """Finish these jobs' Steps before their pass. Return whether the device may have to wait for that."""
         if self._underway is None:
             return False
         pairs: list[JobStage] = [(job, STAGE) for job in jobs]
@@ -79,8 +78,7 @@ class OffloadedOptimizer:
         return True
 
     def prepare_next_passes(self, stage: int, jobs: Collection[str]) -> None:
-        """Start all Steps that have not been started yet, concurrently with the pass that was just
-        launched."""
+        """Start all Steps that have not been started, concurrently with the pass launched last."""
         if self._underway is not None:
             self.steps.start(self.steps.all_pending_pairs())
 
@@ -103,8 +101,8 @@ class OffloadedOptimizer:
         return self._resident.sums(training)
 
     def step(self, requests: Sequence[StepRequest]) -> StepsUnderway:
-        """Register optimizer steps. Those of jobs in the next pass are made just before that pass, all others
-        during it."""
+        """Register optimizer steps. Those of jobs in the next pass are made just before it, others during
+        it."""
         return self._begin_steps(requests, gradient_norms([request.training.state for request in requests]))
 
     def make(self, request: StepRequest, sums: BatchSums) -> Outcome:
@@ -133,8 +131,8 @@ class OffloadedOptimizer:
 
 
 def _offload_state(state: AdamState, device: torch.device) -> AdamState:
-    """Return a copy of the state: master weights and moments are in page-locked host memory, all else is on
-    the device."""
+    """Return a copy of the state: master weights and moments in page-locked host memory, all else on the
+    device."""
     optimizer = (state.master, state.exp_avg, state.exp_avg_sq)
     home = host_vectors([(len(vector), vector.dtype) for vector in optimizer], device)
     master, exp_avg, exp_avg_sq = (to.copy_(vector) for to, vector in zip(home, optimizer, strict=True))

@@ -42,8 +42,7 @@ class TravellingAdapters:
         self.steps = HostSteps(base.device, make, self.transfers.device_weights)
         self.home = torch.device("cpu")
         self._returning: int | None = None
-        """Stage of the latest backward in this round, until the stage is evicted or its gradients are
-        sent."""
+        """Stage of the latest backward in this round, until its eviction or until its gradients are sent."""
         self._sent: torch.cuda.Event | None = None
         """Event after which the last gradients of resident stages have been copied to the host. None once the
         compute stream has waited for the event."""
@@ -123,8 +122,7 @@ class TravellingAdapters:
             self._sent = lanes.copy_out.record_event()
 
     def _wait_for_gradients(self) -> None:
-        """Make the current stream wait until the gradients have been copied, so that they may be
-        overwritten."""
+        """Make the current stream wait for the copy of the gradients, so that they may be overwritten."""
         if self._sent is not None:
             torch.cuda.current_stream().wait_event(self._sent)
             self._sent = None
@@ -219,8 +217,7 @@ class TravellingAdapters:
 
     @contextmanager
     def _count_waiting(self) -> Iterator[None]:
-        """Count the time in the context as waiting, because the device has nothing else to compute
-        meanwhile."""
+        """Count the time in the context as waiting, because the device has nothing else to compute."""
         with (
             self._underway.count_time() if self._underway is not None else nullcontext(),
             self._weights.count_waiting(),

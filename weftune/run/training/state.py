@@ -109,8 +109,7 @@ class EvaluationSums:
         return len(self.metrics) - self.maxima
 
     def mean_metrics(self) -> list[float]:
-        """Return the metrics by position: sums are divided by `count`, and maxima are returned as they
-        are."""
+        """Return the metrics by position: sums are divided by `count`, maxima returned as they are."""
         return [total / self.count for total in self.metrics[: self._sums]] + [*self.metrics[self._sums :]]
 
 
@@ -202,8 +201,7 @@ class Training:
         return self.mean if self.mean is not None and self.progress.averaged else self.master
 
     def drop_open_batch(self) -> None:
-        """Drop the sums and the gradient of an unfinished global batch, as if none of its microbatches had
-        run."""
+        """Drop the sums and the gradient of an unfinished global batch, as if no microbatch of it had run."""
         self.gradient.zero_()
         self.open = None
 

@@ -117,8 +117,7 @@ class Writer:
 
 
 def find_disk_error(future: Future[Any]) -> str | None:
-    """Return the message of the disk error with which a write failed, or None. Raise an error of another
-    kind."""
+    """Return the message of the disk error with which a write failed, or None. Raise any other error."""
     error = None if future.cancelled() else future.exception()
     return None if error is None else _is_disk_error(error)
 

@@ -23,8 +23,7 @@ LOST_AFTER_SECONDS = 7.0
 """Seconds without a new mark after which a worker counts as lost. Marks are checked every second, so the loss
 is noticed within 10 seconds."""
 ABSENT_AFTER_SECONDS = 300.0
-"""Seconds after which a worker that has never written a mark counts as lost. Its machine may be slow to
-import."""
+"""Seconds after which a worker without any mark counts as lost. Its machine may be slow to import."""
 LOST = 75
 """Exit code of a worker that lost another worker. A restart can fix this failure."""
 

@@ -36,15 +36,13 @@ def order_by_root(roots: Sequence[str | None]) -> tuple[int, ...]:
 
 
 def find_root_complex(address: str, devices: Path = PCI) -> str | None:
-    """Return the name of the root complex above a PCI device in the kernel's device tree, or None if it is
-    not found."""
+    """Return the root complex above a PCI device in the kernel's device tree; None if it is not found."""
     path = (devices / address).resolve()
     return next((part for part in path.parts if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), None)
 
 
 def _pci_address(gpu: int) -> str | None:
-    """Return the PCI address of a GPU as the kernel writes it, or None if this version of torch does not
-    provide it."""
+    """Return the PCI address of a GPU as the kernel writes it; None if this torch does not provide it."""
     properties = torch.cuda.get_device_properties(gpu)
     numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in numbers:
