@@ -192,16 +192,16 @@ def measure(setting: Setting) -> tuple[Cut, list[Found]]:
 def opened(spec: BaseSpec, held: Sequence[LayerRange], folder: Path, setting: Setting) -> Iterator[Driver]:
     position = read_position()
     assert position is not None
-    worker_control = WorkerControl(connect(position, CPU))
+    staff = WorkerControl(connect(position, CPU))
     yield open_pipeline(
-        worker_control,
+        staff,
         spec,
         CPU,
         pipeline_layout(held),
         lambda job: folder / "checkpoints" / job,
         setting.delay,
     )
-    worker_control.end_workers()
+    staff.end_workers()
     torch.distributed.destroy_process_group()
 
 

@@ -67,7 +67,7 @@ from weftune.plan.program.program import (
 )
 from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.orders import Work, cut_passes, multi_job, one_forward_one_backward
-from weftune.plan.window.pace import StagePace, WindowPace, cut_to_window_seconds, guess_pace, pace_prices
+from weftune.plan.window.pace import StagePace, WindowPace, guess_pace, pace_prices, shorten_windows
 from weftune.plan.window.pipeline import (
     GROUP_COUNTS,
     SPLITS,
@@ -568,7 +568,7 @@ def run_pipeline(setting: Setting, mix: Mix) -> Row:
         programs: list[Program] = []
         inherited, step, took = FINISHED, 0, 0.0
         for number in range(setting.windows):
-            given = cut_to_window_seconds(mix.windows(step, MAX_ROUNDS), WindowPace(row_seconds))
+            given = shorten_windows(mix.windows(step, MAX_ROUNDS), WindowPace(row_seconds))
             rounds = max(len(one.batches) for one in given)
             hands_over = setting.hands_over and number + 1 < setting.windows
             best, each = planner.plan(name, given, inherited, hands_over)

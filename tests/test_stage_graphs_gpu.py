@@ -15,7 +15,7 @@ from weftune.plan.window.window import plan_window
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graphs import CapturedPasses
 from weftune.run.passes.plain import PlainPasses
-from weftune.run.passes.rows import StageVisit, pad_to_device
+from weftune.run.passes.rows import StageVisit, to_device_microbatch
 from weftune.run.resident_adapters import ResidentAdapters
 from weftune.trainer.job import collate_plan
 
@@ -49,7 +49,7 @@ def went_round(captured):
     courses = [job.job_window(0, 3, False) for job in jobs]
     plans = plan_window(courses, one_device_layout(), 256, ladder=True).microbatches[:IN_FLIGHT]
     rows = [
-        executors.in_flight(pad_to_device(collate_plan(plan, Forward, by_name), plan.rows, device))
+        executors.in_flight(to_device_microbatch(collate_plan(plan, Forward, by_name), plan.rows, device))
         for plan in plans
     ]
     found = []

@@ -16,7 +16,7 @@ from weftune.data.collate import Part, collate
 from weftune.objectives.registry import make_objective
 from weftune.objectives.spec import PAIR_METRICS
 from weftune.ops.lora.routes import Route
-from weftune.run.passes.rows import pad_to_device
+from weftune.run.passes.rows import to_device_microbatch
 
 CLOSE = 1e-5
 """TRL computes some parts in float32."""
@@ -25,7 +25,7 @@ CLOSE = 1e-5
 def laid(pairs, chosen):
     parts = [Part("job", 1, pairs, index, int(pairs.lengths[:index].sum())) for index in chosen]
     microbatch = collate(parts)
-    return pad_to_device(microbatch, microbatch.rows, torch.device("cpu"))
+    return to_device_microbatch(microbatch, microbatch.rows, torch.device("cpu"))
 
 
 def own_numbers(spec):

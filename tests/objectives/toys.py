@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 from tests.base.packs import CPU
 from weftune.core.batch import IGNORED, OWN_ADAPTER, Microbatch, Segment
 from weftune.objectives.objective import BatchFacts, HeldOutSums, Needs, SampleScores
-from weftune.run.passes.rows import DeviceMicrobatch, pad_to_device
+from weftune.run.passes.rows import DeviceMicrobatch, to_device_microbatch
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def microbatch(
         segments=tuple(segments),
         references_S=references_S,
     )
-    return pad_to_device(made, made.rows, CPU)
+    return to_device_microbatch(made, made.rows, CPU)
 
 
 class Preference:

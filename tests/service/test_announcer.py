@@ -14,7 +14,7 @@ from tests.service.api.running import free_port
 from tests.service.serving import Serving
 from weftune.adapters.folder import CONFIG
 from weftune.base.spec import BaseSpec
-from weftune.cli.serve import read_announce
+from weftune.cli.serve import parse_announce_url
 from weftune.errors import UserError
 from weftune.jobs.store.status import State
 from weftune.service import announcer as module
@@ -167,8 +167,8 @@ def test_what_vllm_refuses_is_not_repeated_and_names_nothing_of_the_operator(
 @pytest.mark.parametrize("url", ["localhost:8001", "ftp://host", "http://", ""])
 def test_an_address_that_is_none_is_refused(url):
     with pytest.raises(UserError, match="write http://HOST:PORT"):
-        read_announce(url)
+        parse_announce_url(url)
 
 
 def test_the_address_may_end_as_that_of_a_client():
-    assert read_announce("http://127.0.0.1:8001/v1/") == "http://127.0.0.1:8001"
+    assert parse_announce_url("http://127.0.0.1:8001/v1/") == "http://127.0.0.1:8001"

@@ -18,8 +18,8 @@ def shard_positions(
     slices: Mapping[str, SiteSlice],
     whole_sites: Sequence[SiteShape],
 ) -> Tensor:
-    """Return the position in a flat vector of the layout `whole` of every value of the shard's flat vector,
-    whose layout is `local`. `slices` maps each site to its local part."""
+    """Return the index of each value of the shard's flat vector in the flat vector of the whole adapter.
+    `local` and `whole` are the layouts of the two vectors. `slices` maps each site to its local part."""
     position = whole.parameter_views(torch.arange(whole.size))
     outputs = {site.name: site.out_features for site in whole_sites}
     found = []

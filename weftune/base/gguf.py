@@ -268,8 +268,8 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class GgufHeader:
-    """The checked header of a GGUF file: all lengths and tensors lie within the file, and no size of the
-    model exceeds the sizes of its tensors."""
+    """The checked header of a GGUF file: all lengths and tensors lie within the file, and the model's
+    sizes in the header are at most those of its tensors."""
 
     def __init__(self, file: BinaryIO) -> None:
         """Read the header. Raise ValueError with the reason if it is inconsistent."""

@@ -101,7 +101,7 @@ def serve(
         gpu_memory=None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory"),
         envelope=envelope,
         quotas=read_quotas(quota or []),
-        announce=None if announce is None else read_announce(announce),
+        announce=None if announce is None else parse_announce_url(announce),
         metrics=read_metrics(metric or []),
     )
     refuse_base(settings.base)
@@ -181,7 +181,7 @@ def read_quotas(texts: Sequence[str]) -> Quotas:
     return replace(Quotas(), **found)  # type: ignore[arg-type]
 
 
-def read_announce(url: str) -> str:
+def parse_announce_url(url: str) -> str:
     parsed = urllib.parse.urlsplit(url)
     if parsed.scheme not in ("http", "https") or not parsed.hostname:
         raise UserError(f"--announce {url}: is no address of a vLLM; write http://HOST:PORT")

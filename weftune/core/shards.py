@@ -75,7 +75,7 @@ class VocabularyShard:
 
     @property
     def max_rows(self) -> int:
-        """Number of tokens of the largest shard."""
+        """Number of tokens of the vocabulary in the largest shard."""
         return -(-self.vocabulary // self.team.shards)
 
     def local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -193,7 +193,7 @@ class PrintCheck:
             start = stop
 
     def _test_parts(self, chat: Chat, start: int, stop: int) -> None:
-        """Test each part of the messages from `start` to `stop`, in the chat that ends with them.
+        """Raise BadRow if a part of the messages from `start` to `stop` is not in the text of the chat.
 
         Parts that a template drops once the chat continues, such as old thinking, are dropped on purpose.
         """

@@ -47,7 +47,7 @@ from weftune.objectives.objective import SampleScores, mean_metrics
 from weftune.objectives.reward import Reward
 from weftune.objectives.spec import DpoSpec, RewardSpec
 from weftune.run.passes.plain import Plain
-from weftune.run.passes.rows import DeviceMicrobatch, membership_of, pad_to_device
+from weftune.run.passes.rows import DeviceMicrobatch, membership_of, to_device_microbatch
 from weftune.run.passes.scorer import Scorer
 from weftune.run.training.state import EvaluationSums
 
@@ -305,7 +305,7 @@ def run_passes(
     done = 0
     for microbatch in microbatches(encoded):
         with adapted.on_stream():
-            laid = pad_to_device(microbatch, microbatch.rows, base.device)
+            laid = to_device_microbatch(microbatch, microbatch.rows, base.device)
             membership = membership_of(base, banks, laid, adapted.route)
             yield Plain(base, banks, laid, adapted.route, membership).forward(training=False), laid
         done += len(microbatch.sample_lengths)

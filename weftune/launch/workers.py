@@ -71,14 +71,14 @@ def connect_workers(
             serve(connections, found)
             yield None
         else:
-            worker_control = WorkerControl(connections)
+            staff = WorkerControl(connections)
             try:
-                yield worker_control
+                yield staff
             except (UserError, typer.Exit):
-                worker_control.end_workers()
+                staff.end_workers()
                 raise
             # Not after a bug or by force: then the other workers are lost.
-            worker_control.end_workers()
+            staff.end_workers()
     except (PeerLost, ShardShortage) as lost:
         print(f"weftune: {lost}", file=sys.stderr, flush=True)
         os._exit(LOST)
@@ -112,17 +112,17 @@ def launch(
     again with `restart_arguments`. Return the exit code of the first process."""
     run = partial(run_worker, main, (list(first_arguments), list(restart_arguments)))
     names = [f"worker {number}" for number in range(workers)]
-    team = connected_team(run, names, "all workers", first_worker_prints=True)
+    team = connected_team(run, names, "all workers", prints_to_terminal=True)
     say = partial(print, "weftune:", file=sys.stderr, flush=True)
     (ended,) = Supervisor([team], output, say, resume=shlex.join(["weftune", *restart_arguments])).run()
     return ended.code
 
 
 def connected_team(
-    main: WorkerMain, names: Sequence[str], name: str, first_worker_prints: bool = False
+    main: WorkerMain, names: Sequence[str], name: str, prints_to_terminal: bool = False
 ) -> Team:
     """Return a team of workers that connect to one another, one for each of `names`. `name` is the name of
-    the team. With `first_worker_prints`, the first worker prints to the launcher's output instead of a log
+    the team. With `prints_to_terminal`, the first worker prints to the launcher's output instead of a log
     file."""
     clock = current_clock()
     command_started = time.time() if clock is None else clock.started
@@ -137,7 +137,7 @@ def connected_team(
         ]
         return [
             ProcessSpec(
-                process, partial(main, attempt, environments[worker]), first_worker_prints and worker == 0
+                process, partial(main, attempt, environments[worker]), prints_to_terminal and worker == 0
             )
             for worker, process in enumerate(names)
         ]

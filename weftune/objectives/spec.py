@@ -33,7 +33,7 @@ REWARD_METRICS = ("mean_reward", "accuracy", "margin", "min_reward", "max_reward
 OBJECTIVE_METRICS = tuple(dict.fromkeys((*PAIR_METRICS, *KTO_METRICS, *REWARD_METRICS)))
 """Names of the metrics of all objectives."""
 MAX_METRICS = 6
-"""Maximum number of numbers from which the metrics of an objective are computed."""
+"""Maximum number of sums from which the metrics of an objective are computed."""
 BETA = Bound(above=0)
 SMOOTHING = Bound(at_least=0, below=0.5)
 

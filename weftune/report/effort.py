@@ -69,7 +69,7 @@ def window_rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
             bytes_text(window.predicted_peak_bytes),
             bytes_text(window.peak_bytes),
             error_text(peak_error(window)),
-            _window_remark(window),
+            _window_note(window),
         )
         for number, window in enumerate(windows, start=1)
     ]
@@ -126,7 +126,7 @@ def _relative_error(predicted_value: float | None, measured_value: float | None)
     return None if predicted_value is None or not measured_value else predicted_value / measured_value - 1.0
 
 
-def _window_remark(window: WindowLine) -> str:
+def _window_note(window: WindowLine) -> str:
     if window.compiled_passes:
         return f"first, compiled or captured: {count_noun(window.compiled_passes, 'time')}"
     return "" if window.changed else "as the one before"

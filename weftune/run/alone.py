@@ -132,7 +132,7 @@ class Alone:
     # -- evaluation and scores ---------------------------------------------------------------------------
 
     def handle_arrival(self, stage: int) -> Iterator[Event]:
-        if self._adapters.needs_outcome_before(stage):
+        if self._adapters.needs_step_outcome(stage):
             yield from self.finish_steps()
 
     def report_evaluations(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:

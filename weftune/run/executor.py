@@ -61,7 +61,7 @@ from weftune.run.parts import (
 )
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.overlapped import OverlappedPasses
-from weftune.run.passes.rows import DeviceMicrobatch, InFlight, StageVisit, TimedPass, pad_to_device
+from weftune.run.passes.rows import DeviceMicrobatch, InFlight, StageVisit, TimedPass, to_device_microbatch
 from weftune.run.passes.scorer import Scorer
 from weftune.run.training.snapshot import Snapshot
 from weftune.run.training.state import Training
@@ -503,7 +503,7 @@ class Executor:
                 if training and self._next is not None and self._next[0] == plan:
                     laid = self._next[1]
                 else:
-                    laid = self._pad_to_device(plan, kind)
+                    laid = self._to_device_microbatch(plan, kind)
                 timed = TimedPass(plan, training)
                 self._in_flight[visit.microbatch] = InFlight(laid, timed, self._find_sample_keys(plan))
         return self._in_flight.get(visit.microbatch)
@@ -524,9 +524,9 @@ class Executor:
             segment = plan.segments[0]
             del self._sample_keys[segment.job, segment.step, chunk.sample_offset]
 
-    def _pad_to_device(self, plan: MicrobatchPlan, kind: type[ForwardPass]) -> DeviceMicrobatch:
+    def _to_device_microbatch(self, plan: MicrobatchPlan, kind: type[ForwardPass]) -> DeviceMicrobatch:
         base = self.base
-        return pad_to_device(self._fetch(plan, kind), plan.rows, base.device, base.shape.context)
+        return to_device_microbatch(self._fetch(plan, kind), plan.rows, base.device, base.shape.context)
 
     def _prepare_next(self, number: int) -> None:
         """Prepare the next microbatch while the GPU computes. Later, an optimizer step makes the host
@@ -539,7 +539,7 @@ class Executor:
         ):
             plan = self.agreement.without_failed_jobs(self._program.microbatches[number + 1])
             if plan.segments:
-                self._next = plan, self._pad_to_device(plan, Forward)
+                self._next = plan, self._to_device_microbatch(plan, Forward)
 
     def _check_program(self, program: Program) -> None:
         """Raise PlanError if this executor's layout cannot run the Program."""

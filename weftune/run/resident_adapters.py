@@ -93,7 +93,7 @@ class ResidentAdapters:
         """Whether the outcomes of optimizer steps must be known before further steps are requested."""
         return True
 
-    def needs_outcome_before(self, stage: int) -> bool:
+    def needs_step_outcome(self, stage: int) -> bool:
         """Return whether outcomes of optimizer steps must be known before an evaluation of the stage."""
         return True
 

@@ -183,7 +183,7 @@ class AnsweringBase:
         return "The job left the device during the answer; ask again, or ask its finished adapter."
 
     def turn(self) -> Collection[ChatAnswer]:
-        """Run one pass, and return the answers that it continued."""
+        """Run one pass, and return the answers for which it generated a token."""
         continued = set(self._open_decoder().run_pass())
         return {answer for answer in self._running if answer.stream.generation in continued}
 

@@ -793,7 +793,7 @@ class Loop:
         self.journal.flush()
 
     def _save_and_detach(self, names: Sequence[str]) -> list[Training]:
-        """Save and detach jobs; return the saved ones. A job that cannot be saved gets an ending instead."""
+        """Save and detach jobs; return the saved ones. A job that cannot be saved is paused instead."""
         self._drain()
         for name in names:
             self._save_checkpoint(name, self.executor.save_now)

@@ -49,7 +49,7 @@ class Options:
     and for adapters that do not train. Jobs with `eval.generate` reserve what they need by themselves."""
     profile: Path | None = None
     """File written by `weftune doctor --profile`. None uses the profile in the cache, if there is one."""
-    worker_control: WorkerControl | None = None
+    staff: WorkerControl | None = None
     """The other workers, if the base is split into stages; this process is the first worker."""
     deterministic: bool = False
     """Whether two runs of the same jobs on the same device give bitwise equal results."""

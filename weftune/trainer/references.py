@@ -26,7 +26,7 @@ from weftune.trainer.job import PreparedJob
 COPY = "references"
 """Name of the file among a job's checkpoints."""
 PROBED_ROWS = 64
-"""Number of rows of a weight that identify a base together with its name."""
+"""Number of rows of a weight whose hash identifies a base, together with the base's name."""
 
 
 @dataclass(slots=True)

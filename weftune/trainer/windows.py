@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from weftune.plan.cost.learned import Learned
 from weftune.plan.program.handover import Unfinished, unfinished_work
 from weftune.plan.program.program import Program, Recompute
-from weftune.plan.window.pace import WindowPace, cut_to_window_seconds, rounds_within
+from weftune.plan.window.pace import WindowPace, rounds_within, shorten_windows
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import Pacing, plan_window
 from weftune.trainer.engine import Engine
@@ -165,7 +165,7 @@ class Windows:
             else self._jobs[name].job_window(step, rounds, name in starting_jobs)
             for name, step in cursors.items()
         ]
-        cut = cut_to_window_seconds(windows, pace)
+        cut = shorten_windows(windows, pace)
         # Passes in tiles are not captured, so their microbatches need not be padded.
         ladder = self._executor.captures is not None and not recompute.tile_rows
         program = plan_window(cut, layout, capacity, ladder, recompute, pacing, unfinished)

@@ -31,7 +31,7 @@ def test_tiles_and_pieces_cover_every_row_once():
     pieces = rows.pieces_Q4[:, 2].tolist()
     sums = [entry for entry in rows.sums_M3.tolist() if entry[0] >= 0]
     assert [(slot, pieces[first:end]) for slot, first, end in sums] == [(2, [2] * 4), (3, [3] * 2)]
-    assert max(end for _, _, end in sums) <= rows.max_partial_pieces
+    assert max(end for _, _, end in sums) <= rows.max_pieces
     assert rows.key_S.tolist() == [6, 0, 5, 7]
     assert rows.token_index_T.tolist() == [*range(150), *([0] * 50)]
 
@@ -90,7 +90,7 @@ def test_what_no_job_uses_is_marked_as_nobodys():
     assert rows.runs_U3.tolist() == [[2, 8, 1], [0, 0, -1], [0, 0, -1]]
     assert rows.edges_V.tolist() == [0, 1]
     assert rows.key_S.tolist() == [0, -1]
-    assert rows.max_partial_pieces == 4
+    assert rows.max_pieces == 4
 
 
 def test_a_microbatch_that_fills_the_capacity_leaves_nobodys_rows_out_and_one_beyond_is_a_bug():

@@ -20,10 +20,10 @@ from weftune.plan.window.pace import (
     WINDOW_SECONDS,
     StagePace,
     WindowPace,
-    cut_to_window_seconds,
     first_pace,
     pace_prices,
     predict_timeline,
+    shorten_windows,
     vary_timelines,
 )
 from weftune.plan.window.rounds import JobWindow
@@ -40,16 +40,14 @@ def course(job, *lengths, evaluated=0):
 
 
 def rounds(courses, **pace):
-    return [len(one.batches) for one in cut_to_window_seconds(courses, WindowPace(**pace))]
+    return [len(one.batches) for one in shorten_windows(courses, WindowPace(**pace))]
 
 
 def test_a_window_has_all_its_rounds_where_nothing_is_known_or_they_are_quick():
     courses = [course("a", 10, 10, 10, 10), course("b", 5, 5)]
     assert rounds(courses) == [4, 2]
     assert rounds(courses, row_seconds=WINDOW_SECONDS / 50) == [4, 2]
-    assert cut_to_window_seconds(courses, WindowPace()) == courses, (
-        "where the bound does not bite nothing changes"
-    )
+    assert shorten_windows(courses, WindowPace()) == courses, "where the bound does not bite nothing changes"
 
 
 def test_a_window_ends_before_it_is_predicted_to_take_longer_but_has_one_round():

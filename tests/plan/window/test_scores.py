@@ -25,7 +25,7 @@ from weftune.plan.program.program import (
 )
 from weftune.plan.program.simulate import simulate
 from weftune.plan.window.pace import EVALUATION_SHARE, WINDOW_SECONDS, StagePace, WindowPace, pace_prices
-from weftune.plan.window.pace import cut_to_window_seconds as cut_windows
+from weftune.plan.window.pace import shorten_windows as cut_windows
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.plan.window.window import plan_window
 

@@ -29,7 +29,7 @@ from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import NOTHING
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, graph_key_of
-from weftune.run.passes.rows import membership_of, pad_to_device
+from weftune.run.passes.rows import membership_of, to_device_microbatch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here")
 SPECS: dict[str, AdapterSpec] = {
@@ -76,13 +76,13 @@ class ScoredJobs:
         self.adapted.banks.attach(JobAdapter(job, spec, 0), layout, weights, self.gradients[job])
 
     def plain(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        laid = pad_to_device(microbatch, microbatch.rows, bench.CPU)
+        laid = to_device_microbatch(microbatch, microbatch.rows, bench.CPU)
         found = membership_of(self.adapted.base, self.adapted.banks, laid, self.adapted.route)
         with self.adapted.banks.bound(laid.microbatch, self.adapted.route, True, found.rows):
             return self._passed(self.base.hidden(laid.microbatch, found.pack), microbatch)
 
     def key(self, microbatch: Microbatch) -> GraphKey:
-        laid = pad_to_device(microbatch, microbatch.rows, bench.CPU)
+        laid = to_device_microbatch(microbatch, microbatch.rows, bench.CPU)
         return graph_key_of(laid, self.adapted.banks, NOTHING, self.base.shape.context)
 
     def inputs(self, microbatch: Microbatch) -> GraphInputs:
@@ -90,7 +90,7 @@ class ScoredJobs:
 
     def gathered(self, feed: GraphInputs, microbatch: Microbatch) -> dict[str, Tensor]:
         """What a captured pass with these inputs would compute."""
-        feed.fill(pad_to_device(microbatch, microbatch.rows, bench.CPU))
+        feed.fill(to_device_microbatch(microbatch, microbatch.rows, bench.CPU))
         with self.adapted.banks.bound(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
             return self._passed(self.base.hidden(feed.microbatch, with_lengths(feed, microbatch)), microbatch)
 
@@ -125,7 +125,7 @@ def test_a_pass_that_gathers_computes_what_one_that_knows_the_rows_does() -> Non
     jobs, other = ScoredJobs(one_layer("llama"), SPECS), microbatch_of(OTHER)
     feed = jobs.inputs(microbatch_of(FIRST))
     assert jobs.key(microbatch_of(FIRST)) == jobs.key(other)
-    feed.fill(pad_to_device(microbatch_of(FIRST), other.rows, bench.CPU))
+    feed.fill(to_device_microbatch(microbatch_of(FIRST), other.rows, bench.CPU))
     found, wanted = jobs.gathered(feed, other), jobs.plain(other)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():

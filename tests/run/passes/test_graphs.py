@@ -13,7 +13,7 @@ from weftune.ops.lora.routes import Route
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graphs import CapturedPasses
 from weftune.run.passes.plain import PlainPasses
-from weftune.run.passes.rows import StageVisit, pad_to_device
+from weftune.run.passes.rows import StageVisit, to_device_microbatch
 
 
 @pytest.mark.usefixtures("toys")
@@ -24,7 +24,7 @@ def test_kinds_without_kernels_are_never_missing_from_passes_that_could_be_captu
     for seed, (job, spec) in enumerate(all_kinds("gpt2").items()):
         attach(adapted.banks, base, job, spec, drawn(base, spec, seed))
     microbatch = together(["lora", "gate"], random_samples((5, 6)))
-    laid = pad_to_device(microbatch, microbatch.rows, bench.CPU)
+    laid = to_device_microbatch(microbatch, microbatch.rows, bench.CPU)
     plain = PlainPasses(adapted, {0: base})
     gradients = []
     for passes in (plain, *(CapturedPasses(adapted, {0: base}) for _ in range(2))):

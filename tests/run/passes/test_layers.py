@@ -37,7 +37,7 @@ from weftune.run.assemble import streamed_executor
 from weftune.run.events import Failed, Stepped
 from weftune.run.passes import layers as fused_layers
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.rows import membership_of, pad_to_device
+from weftune.run.passes.rows import membership_of, to_device_microbatch
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -264,7 +264,7 @@ def test_the_forward_does_not_keep_what_is_recomputed(recompute, kept, monkeypat
     adapted.banks.attach(
         JobAdapter("job", spec, 0), layout, torch.ones(layout.size), torch.zeros(layout.size)
     )
-    laid = pad_to_device(together(["job"], random_samples((LENGTH,))), LENGTH, bench.CPU)
+    laid = to_device_microbatch(together(["job"], random_samples((LENGTH,))), LENGTH, bench.CPU)
     membership = membership_of(base, adapted.banks, laid, adapted.route)
     with adapted.banks.bound(laid.microbatch, Route.tiled, True, membership.rows):
         h_TD = base.hidden(laid.microbatch, membership.pack)

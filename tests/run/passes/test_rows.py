@@ -13,7 +13,7 @@ from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import NOTHING
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graph_inputs import GraphInputs, graph_key_of
-from weftune.run.passes.rows import bucket_pack, membership_of, pad_to_device, padded
+from weftune.run.passes.rows import bucket_pack, membership_of, padded, to_device_microbatch
 
 
 @pytest.mark.parametrize("lengths", [(5, 6, 7), (5, 6, 7, 8, 9), (6, 6, 6), (5,)])
@@ -23,7 +23,7 @@ def test_a_deterministic_pass_has_the_samples_of_a_captured_one(lengths):
     adapted = AdaptedBase(base, Route.tiled)
     attach(adapted.banks, base, "a", spec, drawn(base, spec, 0))
     microbatch = together(["a"] * len(lengths), random_samples(lengths))
-    laid = pad_to_device(microbatch, microbatch.rows, bench.CPU)
+    laid = to_device_microbatch(microbatch, microbatch.rows, bench.CPU)
     capture_graph = GraphInputs(
         adapted.banks, graph_key_of(laid, adapted.banks, NOTHING, base.shape.context), bench.CPU
     )
@@ -44,7 +44,7 @@ def test_no_bucket_is_longer_than_the_context():
     """A context that is no power of two, such as Qwen3's 40960."""
     base = bench.base("gpt2")
     microbatch = together(["a", "a"], random_samples((90, 50)))
-    laid = pad_to_device(microbatch, microbatch.rows, bench.CPU)
+    laid = to_device_microbatch(microbatch, microbatch.rows, bench.CPU)
     assert graph_key_of(laid, AdaptedBase(base, Route.tiled).banks, NOTHING, context=100).longest == 100
     assert bucket_pack(pack((90, 50), bench.CPU), context=100).longest == 100
     assert bucket_pack(pack((90, 50), bench.CPU), context=2048).longest == 128

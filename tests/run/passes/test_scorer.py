@@ -7,7 +7,7 @@ import torch
 from tests import bench
 from tests.run import executors
 from weftune.plan.program.program import Forward
-from weftune.run.passes.rows import pad_to_device
+from weftune.run.passes.rows import to_device_microbatch
 from weftune.run.passes.scorer import Scorer, Scores
 from weftune.trainer.job import collate_plan
 
@@ -17,7 +17,7 @@ def test_losses_of_all_jobs_together_are_those_of_each_alone_and_so_is_the_gradi
     jobs = {f"job{n}": executors.prepare(base, f"job{n}", seed=n, batch_size=2) for n in range(5)}
     program = executors.plan_program(list(jobs.values()), rounds=1, capacity=256)
     (plan,) = program.microbatches
-    laid = pad_to_device(collate_plan(plan, Forward, jobs), plan.rows + 7, base.device)
+    laid = to_device_microbatch(collate_plan(plan, Forward, jobs), plan.rows + 7, base.device)
     h_TD = torch.randn(plan.rows + 7, base.shape.hidden, dtype=base.dtype)
     scorer = Scorer(base.head())
 

@@ -22,7 +22,7 @@ from weftune.plan.program.program import Forward
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import streamed_executor
 from weftune.run.events import Stepped
-from weftune.run.passes.rows import pad_to_device
+from weftune.run.passes.rows import to_device_microbatch
 from weftune.run.passes.stage_graphs import MOST_KEYS, StageGraphs, VisitKind
 from weftune.run.training.state import new_training
 from weftune.trainer.job import collate_plan
@@ -103,7 +103,7 @@ class StagedJobs:
     def laid(self, length=LENGTH, name="a"):
         job = ready(self.base.whole, name, length, batch_size=1)
         [plan] = executors.plan_program([job], 1, length).microbatches
-        return pad_to_device(collate_plan(plan, Forward, {name: job}), plan.rows, bench.CPU)
+        return to_device_microbatch(collate_plan(plan, Forward, {name: job}), plan.rows, bench.CPU)
 
     def round(self, *microbatches):
         """Whether each visit is made by a graph."""

@@ -83,8 +83,8 @@ def _share_lines(folder: Path, jobs: Collection[str]) -> bytes:
 
 
 def merge_shares(output: Path, run_status: RunStatus) -> RunStatus:
-    """Merge the shares' lines and learned models into the output's files, and return the combined status. The
-    caller writes it and calls `delete_shares`."""
+    """Merge the files of all shares (metrics, windows, and fitted models of time and memory) into those of
+    the output, and return the combined status. The caller writes it and calls `delete_shares`."""
     folders = share_folders(output)
     with ExitStack() as locks:
         for folder in folders:

@@ -84,7 +84,7 @@ class Rows:
         return record
 
     @property
-    def max_partial_pieces(self) -> int:
+    def max_pieces(self) -> int:
         """Maximum total number of pieces of those slots that have several pieces."""
         return 2 * len(self.sums_M3)
 

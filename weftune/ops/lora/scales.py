@@ -89,7 +89,7 @@ def unscale_rows(
     """Compute the backward of g ⊙ u. Return g ⊙ dy, which overwrites dy if `in_place`, and add the sum of
     dy · u over each job's rows to the accumulator of its g."""
     du_TM = dy_TM if in_place else torch.empty_like(dy_TM)
-    partial_QM = dy_TM.new_empty(rows.max_partial_pieces, dy_TM.shape[1], dtype=torch.float32)
+    partial_QM = dy_TM.new_empty(rows.max_pieces, dy_TM.shape[1], dtype=torch.float32)
     where = {
         "COLUMNS": column_edges(columns),
         "S": table.slots,

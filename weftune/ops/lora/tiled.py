@@ -82,7 +82,7 @@ def lora_linear(
     assert x_TK.shape[0] == len(rows.token_index_T)
     right = multiplied_form(weight)
     if len(x_TK) <= FEW_ROWS and not torch.is_grad_enabled() and not training and is_unscaled_lora(group):
-        _rehearse_few_rows(x_TK, right, bias_N, residual_TN, group, rows)
+        _warm_up_few_rows(x_TK, right, bias_N, residual_TN, group, rows)
         return few_rows_linear(x_TK, right, bias_N, residual_TN, group, rows)
     weight_NK = _stored_tensor(right)
     plans = candidate_plans(weight_NK, group, x_TK.device)
@@ -132,7 +132,7 @@ def _rehearse_tiles(
     rehearse_kernels(OP, key, x_TK.device, launch_kernels)
 
 
-def _rehearse_few_rows(
+def _warm_up_few_rows(
     x_TK: Tensor, right: Right, bias_N: Tensor | None, residual_TN: Tensor | None, group: Group, rows: Rows
 ) -> None:
     """Run the kernels for few rows once for each set of launch parameters, on rows that belong to no job."""

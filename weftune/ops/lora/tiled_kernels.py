@@ -147,7 +147,7 @@ def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]
 
 def allocate_db(dy_TN: Tensor, call: SiteCall) -> Tensor:
     """Return uninitialised memory for the partial sums of dB of slots with several pieces."""
-    shape = call.rows.max_partial_pieces, call.bands * call.ranks, dy_TN.shape[1]
+    shape = call.rows.max_pieces, call.bands * call.ranks, dy_TN.shape[1]
     return dy_TN.new_empty(shape, dtype=torch.float32)
 
 
@@ -213,7 +213,7 @@ def ds(dy_TN: Tensor, call: SiteCall) -> Tensor:
 
 def allocate_da(x_TK: Tensor, call: SiteCall) -> Tensor:
     """Return uninitialised memory for the partial sums of dA of slots with several pieces."""
-    shape = call.rows.max_partial_pieces, call.parts, call.ranks, x_TK.shape[1]
+    shape = call.rows.max_pieces, call.parts, call.ranks, x_TK.shape[1]
     return x_TK.new_empty(shape, dtype=torch.float32)
 
 

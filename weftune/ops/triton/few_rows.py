@@ -5,9 +5,9 @@ the frozen product. Every program reads thousands of values of A or B, since wit
 reading the adapters. A program works on the rows of one slot (the table index of a job) only. Values outside
 its rows, its job's rank or a width are loaded as zero, so no sum can include another job's NaN.
 
-Shapes: M rows of a program, C columns per iteration (of the input or of the output), R the ranks of one part
-(`ops.lora.table`) up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N outputs of
-all parts.
+Shapes: M rows of a program, C columns per iteration (of the input or of the output), R the largest rank of a
+part (`ops.lora.table`) rounded up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N
+outputs of all parts.
 """
 
 # mypy: allow-untyped-defs

@@ -23,7 +23,7 @@ from weftune.plan.cost.time import PassWork, active_parameters_by_job
 from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.layout.split import share_jobs
 from weftune.plan.program.program import Recompute
-from weftune.plan.window.pace import cut_to_window_seconds
+from weftune.plan.window.pace import shorten_windows
 from weftune.plan.window.rounds import JobWindow
 
 if TYPE_CHECKING:
@@ -395,7 +395,7 @@ class _Bounds:
         """Return an upper bound on the tokens per second of all jobs if each share has this layout."""
         share, times = self.heaviest_share(division.shares), self._sharded_times(division.shards)
         windows = [self._workload.windows[job.name] for job in choice.attached_jobs]
-        windows = cut_to_window_seconds(windows, choice.first_pace)
+        windows = shorten_windows(windows, choice.first_pace)
         work = self._total_work(windows)
         ranges = [LayerRange(one.start, one.stop, times.layers) for one in choice.layout.stages]
         count = -(-work.tokens // passes.capacity)

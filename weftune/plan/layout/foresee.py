@@ -69,7 +69,7 @@ class StageTimes:
     """Number of workers that hold each layer together. `terms` are the terms of one of these workers."""
     divides_vocabulary: bool = False
     """Whether shards also divide the embedding and the head, which adds a sum over shards at both."""
-    exchanges_maxima: bool = False
+    exchanges_row_maxima: bool = False
     """Whether shards exchange the largest values of rows that they round to 8-bit floats together."""
     attention_share: float = 0.0
     """Share of attention in those parts of a layer's time that grow with its weights. Set for shards only."""
@@ -97,7 +97,7 @@ class StageTimes:
             terms=terms,
             shards=shards,
             divides_vocabulary=head < 1,
-            exchanges_maxima=shape.multiplies_stored_format,
+            exchanges_row_maxima=shape.multiplies_stored_format,
             attention_share=_attention_share(shape),
         )
 
@@ -204,7 +204,7 @@ class StageTimes:
         if self.shards == 1 or self.link is None:
             return 0.0
         return (layer_range.stop - layer_range.start) * self.link.layer_sum_seconds(
-            self.output_bytes, work.tokens, self.shards, self.exchanges_maxima
+            self.output_bytes, work.tokens, self.shards, self.exchanges_row_maxima
         )
 
     def _end_sum_seconds(self, ends: int, work: PassWork) -> float:

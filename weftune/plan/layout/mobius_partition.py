@@ -273,8 +273,8 @@ class PartialPlacement:
     """Start times of the stage's forward of the first and of the last microbatch."""
     first_tail: float
     last_tail: float
-    """Seconds from the start of the stage's backward, of the first and of the last microbatch, to the end of
-    the step."""
+    """Seconds until the end of the step from the moment when the stage begins the backward of the last
+    microbatch. `first_tail` is that of the first microbatch."""
 
 
 @dataclass(frozen=True, slots=True)

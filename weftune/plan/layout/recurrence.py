@@ -181,7 +181,7 @@ class _Recurrence:
         ]
 
     def visit(self, stage: int, seconds: float) -> None:
-        """Simulate a visit of a stage: one pass per microbatch, each of which takes `seconds` seconds."""
+        """Simulate the passes of all microbatches through a stage, each of which takes `seconds` seconds."""
         worker = stage % self.cut.workers
         start = max(self.free[worker], self.there[stage], self.first)
         final = max(self.last, start + self.more * seconds)

@@ -231,7 +231,7 @@ def _partition_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
             _layer_costs(case), _make_host(case), microbatches, PREFIXES, starts=1
         ).partition
         for draft in _partition_to_drafts(found):
-            yield _reduce_residents(case, draft)
+            yield _evict_until_it_fits(case, draft)
 
 
 def _partition_to_drafts(partition: StreamPartition) -> Iterator[LayoutDraft]:
@@ -240,7 +240,7 @@ def _partition_to_drafts(partition: StreamPartition) -> Iterator[LayoutDraft]:
         yield LayoutDraft(sizes, partition.resident, (slots,))
 
 
-def _reduce_residents(case: StreamCase, draft: LayoutDraft) -> LayoutDraft:
+def _evict_until_it_fits(case: StreamCase, draft: LayoutDraft) -> LayoutDraft:
     """Return the draft with fewer resident stages: the middle one is streamed, repeatedly, until the draft
     fits on the device."""
     while case.device_bytes(draft) > case.device.budget_bytes and any(draft.resident_stages):

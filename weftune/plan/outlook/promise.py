@@ -18,7 +18,7 @@ from weftune.plan.cost.time import JobShapes
 from weftune.plan.layout.choose import LayoutChoice
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Program
-from weftune.plan.window.pace import cut_to_window_seconds, guess_pace
+from weftune.plan.window.pace import guess_pace, shorten_windows
 from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
@@ -96,9 +96,7 @@ def first_window(
         pacing = replace(pacing, spare_microbatches=memory.choose_spare(attached, capacity, recompute))
     if pacing is not None:
         pacing = replace(pacing, searches_groups=searches_groups)
-    courses = cut_to_window_seconds(
-        [job_window(name, choice.window_rounds) for name in shapes], choice.first_pace
-    )
+    courses = shorten_windows([job_window(name, choice.window_rounds) for name in shapes], choice.first_pace)
     program = plan_window(
         courses,
         choice.layout,

@@ -20,7 +20,7 @@ class HalfPrice:
     feed_forward: float
     """Seconds in which a device computes the feed-forward of one layer."""
     sum: float
-    """Seconds of the sum over shards that follows each half."""
+    """Seconds of the sum over shards after an attention or a feed-forward."""
     launch: float = 0.0
     """Seconds in which the host launches the kernels of a half, which is the minimum of its time."""
 
@@ -92,13 +92,13 @@ class Link:
         return 2 * (members - 1) * self.seconds(size / members)
 
     def layer_sum_seconds(
-        self, output_bytes: int, tokens: float, shards: int, exchanges_maxima: bool = False
+        self, output_bytes: int, tokens: float, shards: int, exchanges_row_maxima: bool = False
     ) -> float:
         """Return the seconds of a layer's sums over shards in a forward, and likewise in a backward. A layer
         outputs `output_bytes` bytes per token. If shards exchange maxima of rows, as fp8 needs, each sum has
         a smaller one before it, to which every shard adds a float32 per token."""
         seconds = self.all_reduce_seconds(output_bytes * tokens, shards)
-        if exchanges_maxima:
+        if exchanges_row_maxima:
             seconds += self.all_reduce_seconds(4 * shards * tokens, shards)
         return SUMS_PER_LAYER * seconds
 

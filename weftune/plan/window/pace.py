@@ -34,7 +34,7 @@ WINDOW_SECONDS = 10.0
 ROW_FLOPS = 4
 """FLOPs per parameter and row: two for the forward and two for the backward."""
 DRAWS = 4
-"""Number of timelines with varied times that are simulated per window."""
+"""Number of simulations per window. Each draws the times of its passes at random."""
 BACKWARD_GUESS = 1.5
 """Time of a backward relative to a forward, until one has been measured."""
 
@@ -142,7 +142,7 @@ class WindowPace:
     """Minimum duration of a round in seconds, for example to load all stages."""
 
 
-def cut_to_window_seconds(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobWindow]:
+def shorten_windows(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobWindow]:
     """Return the jobs' windows, cut to as many rounds as are predicted to fit in `WINDOW_SECONDS`, but at
     least one. Samples to be scored are limited in the same way, and the samples of the first jobs are
     kept."""

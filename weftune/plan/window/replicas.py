@@ -59,16 +59,16 @@ def deal_evaluation(microbatches: Sequence[MicrobatchPlan], replicas: int) -> li
 
 
 def order_replicas(
-    work: Work, stages: int, prices: Prices, spare: int = 0, reduce_late: bool = False
+    work: Work, stages: int, prices: Prices, spare: int = 0, delays_gradient_sums: bool = False
 ) -> Program:
     """Return a program in which all replicas use the multi-job schedule of `orders.py`, with the Reduces and
     Steps that they need.
 
-    With `reduce_late`, replicas sum the gradients of a batch about one pass later, so that slow links cause
-    fewer waits.
+    With `delays_gradient_sums`, replicas sum the gradients of a batch about one pass later, so that slow
+    links cause fewer waits.
     """
     forwards = [one.forward for number in work.filled_microbatches for one in prices.passes[number]]
-    lag = sum(forwards) / len(forwards) if reduce_late else 0.0
+    lag = sum(forwards) / len(forwards) if delays_gradient_sums else 0.0
     rules = replace(multi_job_rules(stages, spare), exchange_seconds=lag)
     dispatch = Dispatch(work.microbatches, work.by_replica, prices, rules)
     dispatch.run()

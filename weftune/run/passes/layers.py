@@ -254,12 +254,12 @@ class FusedLayer:
         h_TD, gate_up_TN = self._norm_and_project(h_TD, self._before_mlp, self._gate_up, recomputes)
         act_TI = self._activation(gate_up_TN)
         # A norm after the last linear saves the linear's output for its backward.
-        discards = graph_only and self._after_mlp is None
+        discards_output = graph_only and self._after_mlp is None
         with (
             recompute_saved(act_TI, partial(self._activation, gate_up_TN.detach()), recomputes),
-            self._banks.graph_only() if discards else nullcontext(),
+            self._banks.graph_only() if discards_output else nullcontext(),
         ):
-            return self._add_branch(h_TD, self._down, act_TI, self._after_mlp, discards)
+            return self._add_branch(h_TD, self._down, act_TI, self._after_mlp, discards_output)
 
     # -- half layers --------------------------------------------------------------------------------------
 
@@ -283,15 +283,15 @@ class FusedLayer:
         return h_TD + y_TD if norm is None else norm.add_norm(h_TD, y_TD)
 
     def _add_branch(
-        self, h_TD: Tensor, linear: Linear, x: Tensor, norm: FusedNorm | None, discards: bool = False
+        self, h_TD: Tensor, linear: Linear, x: Tensor, norm: FusedNorm | None, discards_output: bool = False
     ) -> Tensor:
         """Return the residual plus the output of a branch's last linear and, if there is one, the norm after
         it. If layers are divided into shards, the linear's output is summed over them, unless
-        `discards` says that its values may be arbitrary."""
+        `discards_output` says that its values may be arbitrary."""
         if self._sum_over_shards is None:
             return linear(x, h_TD) if norm is None else norm.add_norm(h_TD, linear(x, None))
         y_TD = linear(x, None)
-        if not discards:
+        if not discards_output:
             y_TD = sum_output(y_TD, self._sum_over_shards)
         return h_TD + y_TD if norm is None else norm.add_norm(h_TD, y_TD)
 

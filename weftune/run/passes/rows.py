@@ -54,7 +54,7 @@ class DeviceMicrobatch:
         return int(end - first)
 
 
-def pad_to_device(
+def to_device_microbatch(
     microbatch: Microbatch, rows: int, device: torch.device, context: int = 0
 ) -> DeviceMicrobatch:
     """Pad a microbatch to `rows` rows and copy it to the device, without waiting for the device. The only
@@ -205,8 +205,8 @@ class InFlight:
         return self._membership
 
     def _add_earlier_keys(self, membership: Membership, banks: Banks) -> Membership:
-        """Return the membership of a chunk, in which rows also attend to the keys of the sample's earlier
-        chunks."""
+        """Return the membership (the jobs and samples of the rows) of a chunk, whose rows also attend to the
+        keys of the sample's earlier chunks."""
         chunk = self.pass_times.plan.chunk
         assert chunk is not None
         assert chunk.chunk_start is not None

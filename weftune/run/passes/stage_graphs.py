@@ -62,7 +62,7 @@ class StageGraphs:
     def __init__(self, whole: Base, stages: Mapping[int, Base], banks: Banks, pool: Pool) -> None:
         self.captures = 0
         self.failed_captures: set[GraphKey] = set()
-        """Keys of graphs that did not fit into memory when they were captured."""
+        """Keys of the graphs whose capture ran out of memory."""
         self._whole, self._stages, self._banks, self._pool = whole, stages, banks, pool
         self._h_TD, self._dh_TD = self._zero_buffer(0), self._zero_buffer(0)
         """Buffers through which graphs receive and return hidden states and gradients (see `StageGraph`)."""

@@ -94,7 +94,7 @@ class OffloadedOptimizer:
     def needs_previous_outcome(self) -> bool:
         return True
 
-    def needs_outcome_before(self, stage: int) -> bool:
+    def needs_step_outcome(self, stage: int) -> bool:
         return True
 
     def sums(self, training: Training) -> BatchSums:

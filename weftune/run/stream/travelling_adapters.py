@@ -160,7 +160,7 @@ class TravellingAdapters:
         a pass has included one of the jobs since then; the outcomes are known by that time."""
         return self._underway is not None and self._underway.is_used
 
-    def needs_outcome_before(self, stage: int) -> bool:
+    def needs_step_outcome(self, stage: int) -> bool:
         """Return whether the stage is the last one. There the outcomes must be known, because a job whose
         Step failed has no loss."""
         return stage + 1 == len(self._part.stages)

@@ -162,7 +162,7 @@ class Changes:
     jobs: Sequence[JobRow] = ()
     """Complete records of new and changed jobs. If a job has several records, the last one is stored."""
     transitions: Sequence[Transition] = ()
-    """Every change of a job's state since the last flush, in order. A new job's begins with None."""
+    """Every change of a job's state since the last flush, in order. The old state of a new job is None."""
     events: Sequence[EventRow] = ()
     """New events. Metrics of a step that is stored already are ignored."""
     checkpoints: Sequence[CheckpointRow] = ()
