@@ -11,7 +11,9 @@ import pytest
 
 from benchmarks import plan_groups
 from tests.data import families
+from tests.plan.costs import CONFIG
 from tests.plan.program.test_check import course
+from weftune.core.files import json_text
 from weftune.plan.program.check import check
 from weftune.plan.window.pace import guess_pace
 from weftune.plan.window.pipeline import PipelineRules
@@ -20,6 +22,7 @@ from weftune.plan.window.pipeline import PipelineRules
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     families.smollm2().save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text(json_text(CONFIG))
 
     def call(*words: str) -> int | str | None:
         own = ["--data", str(tmp_path), "--base", str(tmp_path / "base"), *words]
