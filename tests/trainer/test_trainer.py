@@ -86,7 +86,7 @@ def test_trials_that_an_earlier_run_has_proposed_are_jobs_of_the_resumed_one(tmp
 
 def test_a_run_from_python_has_a_clock_of_its_own(base, tmp_path):
     view = Listener()
-    bench.trainer(base, tmp_path / "out", [job("a", 1)], view=view).run()
+    bench.trainer(base, tmp_path / "out", [job(name, 1) for name in "abcdefgh"], view=view).run()
     (wall,) = read_wall_times(tmp_path / "out")
     for phase in (Phase.TOKENISING, Phase.TRAINING, Phase.EXPORT, Phase.REPORT):
         assert wall.phases[phase] > 0, phase
