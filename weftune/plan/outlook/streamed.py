@@ -108,8 +108,8 @@ def _mobius_layouts(case: StreamCase, layout: Layout) -> Iterator[tuple[str, Lay
 
 
 def ablate_streamed_plan(outlook: StreamOutlook) -> tuple[Ablation, ...]:
-    """Return the predicted times of a round with other divisions into stages, without prefetch, and with all
-    stages streamed. Everything else stays as chosen. Layouts that do not fit are omitted."""
+    """Compare the plan with other divisions into stages, with loads without prefetch, and with all stages
+    streamed. Everything else stays as chosen. Layouts that do not fit are omitted."""
     layout = outlook.choice.layout
     others = [("streamed stages", name, cut) for name, cut in _mobius_layouts(outlook.case, layout)]
     if max(layout.slot_counts) > 1:
