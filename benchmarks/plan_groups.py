@@ -1,4 +1,4 @@
-"""Ways to group jobs, order passes, size microbatches and pack samples, in the simulator.
+"""Ways to group jobs, order passes and size microbatches, in the simulator.
 
 Each of 20 mixes has 2 to 16 jobs on real datasets, tokenised as a run would. Its windows are planned by a
 simple planner, by the planner, and by the planner with one more mechanism: the planner's program is then one
@@ -24,7 +24,7 @@ from random import Random
 from statistics import median
 
 from benchmarks.make_lengths import SHARED_DATA
-from benchmarks.plan_mechanisms import SHAPE
+from benchmarks.studies.bases import SHAPE_8B, SHAPE_135M
 from benchmarks.studies.fusion import (
     GroupLoad,
     PipelineCost,
@@ -33,7 +33,6 @@ from benchmarks.studies.fusion import (
     fuse,
     one_adapter,
 )
-from weftune.base.architecture import model_shape
 from weftune.base.load import load_tokenizer
 from weftune.base.spec import DEMO, BaseSpec
 from weftune.bench.result import arguments, finish
@@ -51,22 +50,18 @@ from weftune.plan.cost.time import Line, Rate
 from weftune.plan.layout.choose import MAX_TOKENS, MIN_ROWS, WINDOW_ROUNDS
 from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.layout.stages import cut_layers
-from weftune.plan.pack.best import LIMITS, Limits
 from weftune.plan.pack.merge import JobLengths, head_tail_groups
-from weftune.plan.pack.segments import QUICK_LIMITS, pack_segments
 from weftune.plan.program.handover import FINISHED, Unfinished, join_windows, unfinished_work
 from weftune.plan.program.layout import Layout, one_device_layout, pipeline_layout
 from weftune.plan.program.program import (
     Backward,
     Forward,
     GlobalBatch,
-    MicrobatchPlan,
     Program,
-    SegmentPlan,
     sample_groups,
 )
 from weftune.plan.program.simulate import Timeline
-from weftune.plan.window.orders import Work, cut_passes, multi_job, one_forward_one_backward
+from weftune.plan.window.orders import Work, cut_passes, multi_job
 from weftune.plan.window.pace import StagePace, WindowPace, guess_pace, pace_prices, shorten_windows
 from weftune.plan.window.pipeline import (
     GROUP_COUNTS,
@@ -102,21 +97,6 @@ DATASETS: Mapping[str, RowKind] = {
 MIXES, JOB_COUNTS, BATCH_SIZES, RANK = 20, (2, 3, 4, 6, 8, 12, 16), (4, 8, 16, 32), 16
 MAX_ROUNDS = 6
 """Maximum rounds in a window of a pipeline. It has fewer if they are predicted to take ten seconds."""
-SMALL = model_shape(
-    {
-        "model_type": "llama",
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
-    "135M",
-    4,
-)
 CAPACITY_FACTORS = (0.25, 0.5, 2.0, 4.0)
 """Capacities that are tried on one device, relative to the fixed one."""
 MAX_PIPELINE_SPLITS = 8
@@ -132,7 +112,7 @@ class Setting:
 
     name: str
     cluster: str
-    shape: ModelShape = SHAPE
+    shape: ModelShape = SHAPE_8B
     stages: int = 1
     hands_over: bool = False
     windows: int = 2
@@ -162,11 +142,13 @@ CPU_FLOPS = 5e11
 """FLOP/s that 16 cores reach. Only the length of a window depends on it."""
 SETTINGS = (
     Setting("one GPU", "H200"),
-    Setting("one CPU", "H200", SMALL, flops=CPU_FLOPS),
+    Setting("one CPU", "H200", SHAPE_135M, flops=CPU_FLOPS),
     Setting("4 stages, drained", "4xA100-80G", stages=4),
     Setting("4 stages, handed over", "4xA100-80G", stages=4, hands_over=True),
     Setting("8 stages, handed over", "8xH100", stages=8, hands_over=True),
-    Setting("4 CPU stages, handed over", "4xA100-80G", SMALL, stages=4, hands_over=True, flops=CPU_FLOPS),
+    Setting(
+        "4 CPU stages, handed over", "4xA100-80G", SHAPE_135M, stages=4, hands_over=True, flops=CPU_FLOPS
+    ),
 )
 
 
@@ -250,27 +232,12 @@ def one_device_plans(setting: Setting, capacity: int) -> dict[str, Plan]:
         sizes = (max(longest, int(factor * capacity)) for factor in CAPACITY_FACTORS)
         return [plan_window(windows, layout, size, ladder) for size in sizes]
 
-    def packed(windows: Sequence[JobWindow]) -> list[Program]:
-        return [packed_rounds(windows, capacity, ladder, LIMITS)]
-
     return {
         "simple": simple_rounds,
         "head-tail": grouped,
         "fusion": fused,
         "capacity": sized,
-        "packing": packed,
     }
-
-
-def packed_rounds(windows: Sequence[JobWindow], capacity: int, ladder: bool, limits: Limits) -> Program:
-    """Return the rounds of a window, packed with another effort than the planner's."""
-    held: list[MicrobatchPlan] = []
-    for turn in range(max(len(one.batches) for one in windows)):
-        batches = [one.batches[turn] for one in windows if turn < len(one.batches)]
-        segments = [SegmentPlan(batch.job, batch.step, batch.samples) for batch in batches]
-        held += pack_segments(segments, capacity, ladder, limits)
-    work = Work(capacity, tuple(held), tuple(batch for one in windows for batch in one.batches))
-    return one_forward_one_backward(work, 1)
 
 
 def grouped_rounds(
@@ -375,12 +342,11 @@ class Window:
         self,
         groups: Groups,
         size: int,
-        limits: Limits = QUICK_LIMITS,
         order: PipelineOrder = PipelineOrder.multi_job,
     ) -> Iterator[Timed]:
         rules = replace(self.rules, order=order)
         for turns in order_turns(groups, self.batches, self.inherited):
-            work = deal_microbatches(self.batches, turns, size, rules, self.inherited, limits)
+            work = deal_microbatches(self.batches, turns, size, rules, self.inherited)
             prices = pace_prices(work.microbatches, rules.paces)
             yield self.timed(order_passes(order, work, prices, turns, rules), work)
 
@@ -455,18 +421,12 @@ def capacity_candidates(window: Window) -> Iterator[Timed]:
         yield from window.programs(window.planned_groups(size), size)
 
 
-def packing_candidates(window: Window) -> Iterator[Timed]:
-    for size in window.sizes(SPLITS):
-        yield from window.programs(window.planned_groups(size), size, LIMITS)
-
-
 MECHANISMS: Mapping[str, Candidates] = {
     "head-tail": head_tail_candidates,
     "fusion": fusion_candidates,
     "template": template_candidates,
     "interleaved": interleaved_candidates,
     "capacity": capacity_candidates,
-    "packing": packing_candidates,
 }
 
 WAYS = {"simple": simple, "planner": planned, **MECHANISMS}
@@ -630,7 +590,7 @@ def summary(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = arguments("Ways to group, order, size and pack, beside the planner of windows.")
+    parser = arguments("Ways to group, order and size, beside the planner of windows.")
     parser.add_argument("--data", type=Path, default=SHARED_DATA, help="the folder of the JSONL files")
     parser.add_argument("--base", default=DEMO, help="the model whose tokenizer counts tokens")
     parser.add_argument("--mixes", type=int, default=MIXES)

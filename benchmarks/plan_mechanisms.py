@@ -19,26 +19,15 @@ from statistics import median
 from typing import Any
 
 from benchmarks.studies.ablate import ablate
+from benchmarks.studies.bases import SHAPE_8B
 from benchmarks.studies.placement import cluster_case
 from benchmarks.studies.search import outlook
-from weftune.base.architecture import model_shape
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import JobOutline
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
-SHAPE = model_shape(CONFIG, "8B", 2)
 CLUSTERS = ("H100", "2xRTX4090", "4xA100-80G:pcie", "4xA100-80G", "8xH100", "8xA100-80G:pcie")
 ROUNDS, LONGEST, SPREAD = 3, 2048, 0.6
 
@@ -54,8 +43,8 @@ class JobSet:
 
     def jobs(self) -> list[JobOutline]:
         random = Random(self.name)
-        trainable = sum(self.rank * (site.in_features + site.out_features) for site in SHAPE.sites)
-        ranks = {site.name: self.rank for site in SHAPE.sites}
+        trainable = sum(self.rank * (site.in_features + site.out_features) for site in SHAPE_8B.sites)
+        ranks = {site.name: self.rank for site in SHAPE_8B.sites}
         made = []
         for number, middle in enumerate(self.medians):
             batches = tuple(
@@ -91,7 +80,7 @@ class Case:
 
 
 def case_of(cluster: str, job_set: JobSet) -> Case:
-    found = outlook(cluster_case(SHAPE, parse_cluster(cluster)), job_set.jobs())
+    found = outlook(cluster_case(SHAPE_8B, parse_cluster(cluster)), job_set.jobs())
     rows = ablate(found)
     return Case(
         cluster,

@@ -5,25 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from weftune.base.architecture import model_shape
+from benchmarks.studies.bases import CONFIG_135M, SHAPE_135M
 from weftune.plan.cost.time import CostModel, PassTime, PassWork, Rate, StateTime, Terms
 from weftune.plan.program.layout import one_device_layout
 from weftune.plan.program.program import GlobalBatch, PlacedSample, Program
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
-SHAPE = model_shape(CONFIG, "small", 4)
+CONFIG, SHAPE = CONFIG_135M, SHAPE_135M
 
 TRUTH = CostModel(
     forward=Terms(

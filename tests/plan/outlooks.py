@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import random
 
+from benchmarks.studies.bases import CONFIG_8B, SHAPE_8B
 from benchmarks.studies.placement import ClusterCase, cluster_case
-from weftune.base.architecture import model_shape
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import JobOutline
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
-SHAPE = model_shape(CONFIG, "8b", 2)
+CONFIG, SHAPE = CONFIG_8B, SHAPE_8B
 PARAMETERS = 8_030_261_248
 
 
