@@ -6,7 +6,7 @@ a head of 1.6 layers by its parameters and 0.4 for the cross-entropy (ten passes
 3.35 TB/s against 400 Tflop/s). A pass takes time in proportion to its tokens, backward as long as forward;
 links take none. The global batch size is fitted on the 1F1B bar alone (its mean over all draws), for each
 number of samples in a microbatch; all other bars are predicted. A draw is 24 global batches per adapter.
-Packing is as in `weftune plan`: exchanges and repacking, without the solver.
+Packing is as in `weftune plan`: exchanges and repacking.
 """
 
 from __future__ import annotations

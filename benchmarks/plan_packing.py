@@ -15,18 +15,19 @@ import math
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import weftune
+from benchmarks.studies.milp import pack_with_solver
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
-from weftune.plan.pack.best import LIMITS, Limits, Packing, pack_instance
+from weftune.plan.pack.best import BEST_FIT_ONLY, Limits, Packing, pack_instance
 from weftune.plan.pack.instance import Instance, make_instance
 from weftune.plan.pack.merge import BatchSample, MergeRules, merge
 
@@ -39,12 +40,13 @@ TIGHT = {"gsm8k": 512, "xsum": 2048, "cnn_dailymail": 4096, "wikisum": 4096, "mi
 """Capacities that two to five samples fill: smaller than a user would take, shown because they are hard."""
 TIMED = ((640, 64, 8192), (640, 640, 8192), (25_600, 64, 8192), (25_600, 128, 8192), (25_600, 64, 4096))
 """Samples in all and in a global batch, and the capacity; the last is a hard one."""
-NONE = Limits(max_exchanges=0, max_repackings=0, solver_cells=0, room_cells=0)
-ABLATION = {
-    "best fit": NONE,
-    "+ exchanges": replace(LIMITS, max_repackings=0, solver_cells=0, room_cells=0),
-    "+ repacking a few": replace(LIMITS, solver_cells=0, room_cells=0),
-    "+ solver": LIMITS,
+Packer = Callable[[Instance], Packing]
+ROOMY: Packer = partial(pack_instance, leave_room=True)
+ABLATION: Mapping[str, Packer] = {
+    "best fit": partial(pack_instance, limits=BEST_FIT_ONLY),
+    "+ exchanges": partial(pack_instance, limits=Limits(max_repackings=0)),
+    "+ repacking a few": pack_instance,
+    "+ solver": pack_with_solver,
 }
 ABLATED = (8, 16, 32, 64)
 GROUPS = (("gsm8k", "wikisum"), ("xsum", "cnn_dailymail"))
@@ -53,7 +55,6 @@ FOUND_BY = {
     "greedy": "best fit",
     "swap": "exchanging samples between microbatches",
     "shake": "packing a few microbatches anew",
-    "solver": "the solver",
 }
 
 
@@ -67,14 +68,13 @@ def explain(packing: Packing) -> str:
 
 
 def pack_many(
-    cases: Sequence[Instance], leave_room: bool = False, limits: Limits = LIMITS, pool: Executor | None = None
+    cases: Sequence[Instance], pack: Packer = pack_instance, pool: Executor | None = None
 ) -> list[Packing]:
     """Return one packing per global batch; with a `pool`, several are packed at a time."""
-    one = partial(pack_instance, leave_room=leave_room, limits=limits)
     if pool is None:
-        return [one(case) for case in cases]
+        return [pack(case) for case in cases]
     # Small chunks, because a batch that needs the solver takes a thousand times as long as one that does not.
-    return list(pool.map(one, cases, chunksize=max(1, len(cases) // 64)))
+    return list(pool.map(pack, cases, chunksize=max(1, len(cases) // 64)))
 
 
 def packers(count: int) -> ProcessPoolExecutor:
@@ -120,7 +120,7 @@ def rows(batches: int, pool: Executor) -> list[Row]:
     sources = {**dict.fromkeys(json.loads(LENGTHS.read_text()), "short"), **dict.fromkeys(LIKE, "long")}
     sources["mixed"] = "long"
     return [
-        Row(name, capacity, size, tuple(pack_many(cases(name, capacity, size, batches), True, pool=pool)))
+        Row(name, capacity, size, tuple(pack_many(cases(name, capacity, size, batches), ROOMY, pool)))
         for name, kind in sources.items()
         for capacity in CAPACITIES[kind]
         for size in SIZES
@@ -129,7 +129,7 @@ def rows(batches: int, pool: Executor) -> list[Row]:
 
 def tight_rows(batches: int, pool: Executor) -> list[Row]:
     return [
-        Row(name, capacity, size, tuple(pack_many(cases(name, capacity, size, batches), True, pool=pool)))
+        Row(name, capacity, size, tuple(pack_many(cases(name, capacity, size, batches), ROOMY, pool)))
         for name, capacity in TIGHT.items()
         for size in SIZES
     ]
@@ -173,9 +173,9 @@ def timings(pool: Executor) -> list[dict[str, Any]]:
             given = cases(source, capacity, size, total // size)
             one = {"samples": total, "batch": size, "capacity": capacity, "lengths": source}
             started = time.perf_counter()
-            alone = pack_many(given, True)
+            alone = pack_many(given, ROOMY)
             between = time.perf_counter()
-            shared = pack_many(given, True, pool=pool)
+            shared = pack_many(given, ROOMY, pool)
             assert alone == shared, "processes must not change a packing"
             took.append(one | {"alone": between - started, "pool": time.perf_counter() - between})
     return took
@@ -202,9 +202,9 @@ def ablation(batches: int, pool: Executor) -> list[dict[str, Any]]:
     found = []
     for size in ABLATED:
         given = [case for name, capacity in TIGHT.items() for case in cases(name, capacity, size, batches)]
-        for way, limits in ABLATION.items():
+        for way, pack in ABLATION.items():
             started = time.perf_counter()
-            packings = pack_many(given, True, limits, pool)
+            packings = pack_many(given, pack, pool)
             found.append(
                 {
                     "size": size,

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.studies.placement import Placement, best_placement
-from benchmarks.studies.scheme import GREEDY, Scheme, separate_groups
+from benchmarks.studies.scheme import Scheme, separate_groups
 from benchmarks.studies.search import Proposal, Search
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.outlook.forecast import Forecast, sum_forecasts
+from weftune.plan.pack.best import BEST_FIT_ONLY
 
 
 def one_piped_after_another(jobs: Sequence[JobOutline]) -> list[Scheme]:
     return [
-        Scheme("1F1B per job", (names,), limits=GREEDY, moves_samples=False)
+        Scheme("1F1B per job", (names,), limits=BEST_FIT_ONLY, moves_samples=False)
         for names in separate_groups(jobs)
     ]
 
 
 def greedily_packed(jobs: Sequence[JobOutline]) -> list[Scheme]:
     together = tuple(job.name for job in jobs)
-    return [Scheme("greedy packing only", (together,), limits=GREEDY, moves_samples=False)]
+    return [Scheme("greedy packing only", (together,), limits=BEST_FIT_ONLY, moves_samples=False)]
 
 
 def at_its_best(

@@ -8,7 +8,6 @@ from dataclasses import replace
 from benchmarks.studies.fusion import fused_groups
 from benchmarks.studies.placement import Placement, cut_stages
 from benchmarks.studies.scheme import (
-    GREEDY,
     Scheme,
     SchemeOrder,
     pack_scheme,
@@ -20,6 +19,7 @@ from benchmarks.studies.search import PIPELINE_ORDERS, Outlook, Search, candidat
 from benchmarks.studies.shards import sharded_forecast, sharded_placement
 from weftune.errors import PlanError
 from weftune.plan.outlook.forecast import Ablation, Forecast
+from weftune.plan.pack.best import BEST_FIT_ONLY
 from weftune.plan.window.orders import chunked_multi_job
 
 CHUNKS = (64, 128, 256, 512, 1024)
@@ -34,7 +34,7 @@ def ablate(outlook: Outlook) -> tuple[Ablation, ...]:
     by default."""
     scheme, jobs = outlook.scheme, outlook.jobs
     switched = [
-        ("packing", "best fit only", replace(scheme, limits=GREEDY)),
+        ("packing", "best fit only", replace(scheme, limits=BEST_FIT_ONLY)),
         ("merging", "every round by itself", replace(scheme, moves_samples=False)),
         (
             "sharing",

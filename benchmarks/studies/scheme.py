@@ -46,10 +46,8 @@ from weftune.plan.window.orders import (
 )
 
 Groups = tuple[tuple[str, ...], ...]
-GREEDY = Limits(max_exchanges=0, max_repackings=0, solver_cells=0, room_cells=0)
-"""Limits of packing that allow only the greedy best-fit heuristic."""
-SEARCHED = Limits(max_exchanges=1000, max_repackings=50, solver_cells=0, room_cells=0)
-"""Limits of packing that exclude the solver, since a forecast packs the same window many times."""
+SEARCHED = Limits(max_exchanges=1000)
+"""Limits of packing, lower than those of windows, since a forecast packs the same window many times."""
 
 
 class SchemeOrder(StrEnum):

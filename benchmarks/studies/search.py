@@ -15,7 +15,6 @@ from benchmarks.studies.placement import (
     placements,
 )
 from benchmarks.studies.scheme import (
-    GREEDY,
     SEARCHED,
     ForecastRun,
     Groups,
@@ -33,6 +32,7 @@ from weftune.errors import Mistake, PlanError
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.cost.memory import format_bytes
 from weftune.plan.outlook.forecast import Forecast
+from weftune.plan.pack.best import BEST_FIT_ONLY
 from weftune.plan.pack.merge import JobLengths, group_jobs
 from weftune.plan.window.orders import Passes
 
@@ -218,7 +218,7 @@ class Search:
     def _neighbours(self, scheme: Scheme) -> list[Scheme]:
         schemes = [
             replace(scheme, moves_samples=not scheme.moves_samples),
-            replace(scheme, limits=SEARCHED if scheme.limits == GREEDY else GREEDY),
+            replace(scheme, limits=SEARCHED if scheme.limits == BEST_FIT_ONLY else BEST_FIT_ONLY),
             replace(scheme, groups=separate_groups(self.jobs), moves_samples=False),
             *(replace(scheme, order=order) for order in self.orders),
         ]

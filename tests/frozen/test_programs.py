@@ -16,12 +16,3 @@ def test_the_program_is_the_one_that_was_recorded(name):
 
 def test_every_recorded_program_is_planned():
     assert set(json.loads(FILE.read_text())) == set(PLANS)
-
-
-def test_a_program_is_the_same_without_the_solver(monkeypatch):
-    def never():
-        raise AssertionError("a window asks for no solver")
-
-    monkeypatch.setattr("weftune.plan.pack.milp.available", never)
-    for name in list(PLANS)[::5]:
-        PLANS[name]()

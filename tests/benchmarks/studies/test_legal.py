@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from benchmarks.studies.ablate import ablate
 from benchmarks.studies.placement import cut_stages, recompute_cases
-from benchmarks.studies.scheme import GREEDY, SEARCHED, Scheme, SchemeOrder, run_scheme, separate_groups
+from benchmarks.studies.scheme import SEARCHED, Scheme, SchemeOrder, run_scheme, separate_groups
 from benchmarks.studies.search import outlook
 from tests.plan.outlooks import ground, outline
 from weftune.plan.cost.estimate import JobOutline
+from weftune.plan.pack.best import BEST_FIT_ONLY
 from weftune.plan.program.check import check
 from weftune.plan.program.program import Forward, Program, Step
 
@@ -80,7 +81,7 @@ def trains(program: Program, jobs: list[JobOutline]) -> None:
     ),
     st.booleans(),
     st.booleans(),
-    st.sampled_from([GREEDY, SEARCHED]),
+    st.sampled_from([BEST_FIT_ONLY, SEARCHED]),
     st.sampled_from([1024, 2048, 8192]),
 )
 def test_every_order_is_legal_and_trains_each_sample_of_each_batch_once(

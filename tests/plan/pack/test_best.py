@@ -1,7 +1,7 @@
 """The best packing is never worse than best fit, is a function of its input, and says how it was found."""
 
 import random
-import sys
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ from weftune.plan.pack.best import Limits, pack_best, pack_instance
 from weftune.plan.pack.instance import make_instance, pack_padded
 from weftune.plan.pack.swap import least_load
 
-SMALL = Limits(max_exchanges=300, max_repackings=30, solver_nodes=20)
+SMALL = Limits(max_exchanges=300, max_repackings=30)
 
 
 @settings(max_examples=100, deadline=None)
@@ -49,18 +49,11 @@ def test_room_is_left_in_the_last_microbatch_where_it_is_asked_for():
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_any_number_of_processes_packs_alike(count):
-    random_lengths = random.Random(2)
+    random_lengths, pack = random.Random(2), partial(pack_instance, leave_room=True, limits=SMALL)
     cases = [make_instance([random_lengths.randint(50, 900) for _ in range(12)], 2048) for _ in range(12)]
     with packers(count) as pool:
-        first, second = (pack_many(cases, True, SMALL, pool) for _ in range(2))
-    assert first == second == pack_many(cases, True, SMALL)
-
-
-def test_without_the_solver_packing_still_works(monkeypatch):
-    monkeypatch.setitem(sys.modules, "highspy", None)
-    packing = pack_best([51, 51, 26, 26, 26, 20], 100)
-    assert packing.method != "solver"
-    assert packing.count == 3
+        first, second = (pack_many(cases, pack, pool) for _ in range(2))
+    assert first == second == pack_many(cases, pack)
 
 
 def test_a_packing_explains_itself():

@@ -19,7 +19,7 @@ from weftune.plan.pack.merge import (
 )
 from weftune.plan.program.program import IllegalProgram
 
-SMALL = Limits(max_exchanges=100, max_repackings=0, solver_nodes=0, solver_cells=0, room_cells=0)
+SMALL = Limits(max_exchanges=100, max_repackings=0)
 
 
 def batch(job, number, *lengths):

@@ -1,8 +1,8 @@
 """A search, with bounded effort, for a packing of samples into as few microbatches (bins) as possible.
 
 The best-fit heuristic runs first. If it needs more bins than the lower bound, samples are exchanged between
-bins, a few bins are repacked at random and, for few samples, an integer program is solved. Effort is limited
-by counts, not by seconds, so a packing is a pure function of its input (and of the solver's version).
+bins, and a few bins are repacked at random. Effort is limited by counts, not by seconds, so a packing is a
+pure function of its input.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from weftune.plan.pack import milp
 from weftune.plan.pack.instance import Bins, Instance, lower_bound, make_instance, pack_padded
 from weftune.plan.pack.swap import exchange_samples, least_load, least_possible_load, repack_randomly
 
-PackingMethod = Literal["greedy", "swap", "shake", "solver"]
+PackingMethod = Literal["greedy", "swap", "shake"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +23,12 @@ class Limits:
 
     max_exchanges: int = 4000
     """Maximum number of exchanges between two bins."""
-    max_repackings: int = 400
+    max_repackings: int = 50
     """Maximum number of random repackings of a few bins."""
-    solver_cells: int = 64 * 8
-    """Maximum number of samples times bins for which the integer program is solved. Larger ones take too
-    long."""
-    room_cells: int = 12 * 12
-    """Maximum number of samples times bins for which the solver minimises the rows of the least full bin."""
-    solver_nodes: int = 60
 
 
 LIMITS = Limits()
+BEST_FIT_ONLY = Limits(max_exchanges=0, max_repackings=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +45,7 @@ class Packing:
     """Rows of the least full microbatch, which is the last one."""
     method: PackingMethod
     is_optimal: bool
-    """Whether the lower bound or the solver proves that fewer microbatches are impossible."""
+    """Whether the lower bound proves that fewer microbatches are impossible."""
 
     @property
     def count(self) -> int:
@@ -78,7 +72,7 @@ def pack_best(
 
 def pack_instance(case: Instance, leave_room: bool = False, limits: Limits = LIMITS) -> Packing:
     greedy, fewest = pack_padded(case), lower_bound(case)
-    bins, proven = greedy, False
+    bins = greedy
     method: PackingMethod = "greedy"
 
     def keep(candidate: Bins, found_by: PackingMethod) -> None:
@@ -86,9 +80,6 @@ def pack_instance(case: Instance, leave_room: bool = False, limits: Limits = LIM
         fewer, equal = len(candidate) < len(bins), len(candidate) == len(bins)
         if fewer or (equal and least_load(case, candidate) < least_load(case, bins)):
             bins, method = candidate, found_by
-
-    def can_solve(cells: int) -> bool:
-        return 0 < len(case.lengths) * len(bins) <= cells and milp.available()
 
     def can_free_rows() -> bool:
         """Return whether the least full bin might become emptier by at least the shortest sample."""
@@ -99,13 +90,8 @@ def pack_instance(case: Instance, leave_room: bool = False, limits: Limits = LIM
         keep(exchange_samples(case, bins, fewest, limits.max_exchanges), "swap")
     if len(bins) > fewest:
         keep(repack_randomly(case, bins, fewest, limits.max_repackings, limits.max_exchanges), "shake")
-    if len(bins) > fewest and can_solve(limits.solver_cells):
-        found, proven = milp.minimise_bins(case, bins, fewest, limits.solver_nodes)
-        keep(found, "solver")
     if can_free_rows():
         keep(exchange_samples(case, bins, fewest, limits.max_exchanges), "swap")
-    if can_free_rows() and can_solve(limits.room_cells):
-        keep(milp.minimise_last_bin(case, bins, limits.solver_nodes)[0], "solver")
     ordered = sorted((sorted(chosen) for chosen in bins), key=lambda one: (-case.load(one), one))
     return Packing(
         bins=tuple(tuple(chosen) for chosen in ordered),
@@ -113,5 +99,5 @@ def pack_instance(case: Instance, leave_room: bool = False, limits: Limits = LIM
         lower_bound=fewest,
         least_rows=least_load(case, ordered),
         method=method,
-        is_optimal=proven or len(ordered) == fewest,
+        is_optimal=len(ordered) == fewest,
     )

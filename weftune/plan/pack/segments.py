@@ -6,11 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from weftune.plan.pack.best import Limits, pack_best
+from weftune.plan.pack.best import LIMITS, Limits, pack_best
 from weftune.plan.program.program import MicrobatchPlan, PlacedSample, SegmentPlan, sample_groups
-
-QUICK_LIMITS = Limits(max_repackings=50, solver_cells=0, room_cells=0)
-"""Limits without the solver, so that planning is quick and gives the same result on every machine."""
 
 
 def ladder_size(tokens: int) -> int:
@@ -20,7 +17,7 @@ def ladder_size(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def smallest_ladder_size(lengths: Sequence[int], capacity: int, limits: Limits = QUICK_LIMITS) -> int:
+def smallest_ladder_size(lengths: Sequence[int], capacity: int, limits: Limits = LIMITS) -> int:
     """Return the smallest allowed size of microbatches (see `ladder_size`) with which the samples need no
     more microbatches than with `capacity` rows."""
     if not lengths:
@@ -33,7 +30,7 @@ def smallest_ladder_size(lengths: Sequence[int], capacity: int, limits: Limits =
 
 
 def pack_segments(
-    segments: Iterable[SegmentPlan], capacity: int, ladder: bool = False, limits: Limits = QUICK_LIMITS
+    segments: Iterable[SegmentPlan], capacity: int, ladder: bool = False, limits: Limits = LIMITS
 ) -> list[MicrobatchPlan]:
     """Return microbatches with the samples of all `segments`. Within a microbatch, the samples of a job are
     contiguous. Samples with the same group number, such as a preference pair, are in one microbatch.

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
 
-from weftune.plan.pack.best import Limits
+from weftune.plan.pack.best import LIMITS, Limits
 from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group_jobs, head_tail_groups, merge
-from weftune.plan.pack.segments import QUICK_LIMITS, pack_segments
+from weftune.plan.pack.segments import pack_segments
 from weftune.plan.program.check import check
 from weftune.plan.program.handover import FINISHED, Unfinished, pass_counts
 from weftune.plan.program.prices import PassPrice, PricedCluster, Prices
@@ -498,7 +498,7 @@ def deal_microbatches(
     max_tokens: int,
     rules: PipelineRules,
     inherited: Unfinished = FINISHED,
-    limits: Limits = QUICK_LIMITS,
+    limits: Limits = LIMITS,
     moves_samples: bool = True,
 ) -> Work:
     """Return the batches divided into microbatches of at most `max_tokens` tokens, which the jobs of a group

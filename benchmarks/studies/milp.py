@@ -1,27 +1,43 @@
 """Packing of samples into bins (microbatches) as a mixed integer program that is solved by HiGHS.
 
-The objective is the number of bins or the rows of the least full bin.
+The objective is the number of bins or the rows of the least full bin. No window is packed in this way, since
+exchanges of samples leave the solver nothing to gain (`docs/benchmarks.md`, pipelines).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from weftune.plan.pack.best import Packing, pack_instance
 from weftune.plan.pack.instance import Bins, Instance, pad_rows
+from weftune.plan.pack.swap import least_load
+
+MAX_CELLS, MAX_ROOM_CELLS = 64 * 8, 12 * 12
+"""Maximum numbers of samples times bins for which the number of bins, and the rows of the least full bin, are
+minimised. Larger programs take too long."""
+MAX_NODES = 60
 
 Entry = tuple[int, float]
 """Index of a variable (a column of the program) and its coefficient in a constraint."""
 
 
-def available() -> bool:
-    """Return whether the optional solver HiGHS is installed."""
-    try:
-        import highspy  # noqa: F401
-    except ImportError:
-        return False
-    return True
+def pack_with_solver(case: Instance, leave_room: bool = False) -> Packing:
+    """Return the packing that a window would have, improved by the solver if the program is small enough.
+    With `leave_room`, the rows of the last microbatch are also minimised."""
+    found = pack_instance(case, leave_room)
+    bins, proven = [list(chosen) for chosen in found.bins], found.is_optimal
+    cells = len(case.lengths) * found.count
+    if not proven and cells <= MAX_CELLS:
+        bins, proven = minimise_bins(case, bins, found.lower_bound, MAX_NODES)
+    if leave_room and 0 < cells <= MAX_ROOM_CELLS:
+        bins, _ = minimise_last_bin(case, bins, MAX_NODES)
+    ordered = sorted(bins, key=lambda chosen: (-case.load(chosen), chosen))
+    return replace(
+        found, bins=tuple(map(tuple, ordered)), least_rows=least_load(case, ordered), is_optimal=proven
+    )
 
 
 def minimise_bins(case: Instance, bins: Bins, min_bins: int, max_nodes: int) -> tuple[Bins, bool]:

@@ -5,9 +5,10 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 
+from benchmarks.studies.milp import minimise_bins, minimise_last_bin, pack_with_solver
 from tests.plan.packings import assert_legal, fewest, instances
+from weftune.plan.pack.best import pack_instance
 from weftune.plan.pack.instance import lower_bound, make_instance, pack_padded
-from weftune.plan.pack.milp import minimise_bins, minimise_last_bin
 from weftune.plan.pack.swap import least_load
 
 pytest.importorskip("highspy")
@@ -51,3 +52,13 @@ def test_solving_twice_gives_the_same_bins():
     case = make_instance([17 + (37 * i) % 29 for i in range(24)], 101)
     first, second = (minimise_bins(case, pack_padded(case), 1, max_nodes=20) for _ in range(2))
     assert first == second
+
+
+@settings(max_examples=20, deadline=None)
+@given(instances(most=8))
+def test_the_solver_never_makes_a_packing_worse_and_proves_the_fewest_bins(case):
+    plain, solved = (pack(case, leave_room=True) for pack in (pack_instance, pack_with_solver))
+    assert_legal(case, [list(chosen) for chosen in solved.bins])
+    assert (solved.count, solved.least_rows) <= (plain.count, plain.least_rows)
+    assert solved.is_optimal
+    assert solved.count == fewest(case)
