@@ -45,11 +45,19 @@ def rows(count: int = 16) -> str:
     return "".join(json.dumps(ROW) + "\n" for _ in range(count))
 
 
+def different_rows(count: int) -> str:
+    """Return rows of which a part can be held out, since no two are equal."""
+    answers = ({"role": "assistant", "content": f"Day {number}."} for number in range(count))
+    return "".join(json.dumps({"messages": [ROW["messages"][0], one]}) + "\n" for one in answers)
+
+
 class Site:
     """A store with an application in front of it, and what training writes into it."""
 
-    def __init__(self, folder: Path, base: str = "demo") -> None:
-        self.settings = ServiceSettings(base=BaseSpec(model=base), store=folder / "store", device="cpu")
+    def __init__(self, folder: Path, base: str = "demo", **settings: Any) -> None:
+        self.settings = ServiceSettings(
+            base=BaseSpec(model=base), store=folder / "store", device="cpu", **settings
+        )
         upgrade_store(self.settings)
         self.requests = RequestStore(open_requests(self.settings, writable=True))
         self.training = TrainingStore(open_training(self.settings, writable=True))

@@ -20,10 +20,11 @@ from starlette.testclient import TestClient
 from tests.data import families
 from tests.plan.costs import CONFIG
 from tests.service.api.running import start_service
-from tests.service.site import Site, rows, serving
+from tests.service.site import Site, different_rows, rows, serving
 from weftune.jobs.store.status import State
 from weftune.service.api.native import _events
 from weftune.service.server import GRACE_SECONDS
+from weftune.service.settings import Quotas
 from weftune.service.store.records import Changes
 
 
@@ -463,3 +464,103 @@ def test_a_plan_of_a_wrong_request_is_refused_like_the_job(planned):
     file = site.requests.submission(None, theirs).training_file
     foreign = client.post("/api/plan", json={"model": BASE, "training_file": file})
     assert foreign.json()["error"]["code"] == "file_not_found"
+
+
+SWEEP = {
+    "over": {"learning_rate": [1e-4, 1e-3], "adapter.rank": [4, 64]},
+    "halving": {"at": [0.5], "keep": 0.5},
+}
+TRIALS = ["sql-lr1e-4-r4", "sql-lr1e-4-r64", "sql-lr1e-3-r4", "sql-lr1e-3-r64"]
+
+
+def sweep_request(client: TestClient, **extension) -> dict:
+    own = {"steps": 8, "eval": {"fraction": 0.25}, "sweep": SWEEP, **extension}
+    return {
+        "model": BASE,
+        "training_file": upload(client, different_rows(40)),
+        "suffix": "sql",
+        "weftune": own,
+    }
+
+
+def test_a_plan_of_a_sweep_has_its_trials_and_rungs_and_submits_nothing(planned):
+    site, client = planned
+    site.move(site.add("beside"), State.RUNNING)
+    answer = client.post("/api/plan", json=sweep_request(client))
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    trials = found["trials"]
+    assert (found["fits"], found["running_jobs"]) == (True, 1)
+    assert [one["name"] for one in trials] == TRIALS
+    assert trials[1]["values"] == {"learning_rate": 1e-4, "adapter.rank": 64}
+    assert [(one["fits"], one["waits_for"], one["steps"]) for one in trials] == [(True, "", 8)] * 4
+    assert found["rungs"] == [{"step": 4, "trials": 4}, {"step": 8, "trials": 2}]
+    assert found["expected_share"] == 0.75
+    assert found["steps"] == 32
+    assert found["seconds"] == max(one["seconds"] for one in trials) > 0
+    assert found["state_bytes"] == sum(one["state_bytes"] for one in trials)
+    assert len(site.requests.submissions("acme")) == 1, "nothing was submitted"
+    made = client.post("/v1/fine_tuning/jobs", json=sweep_request(client)).json()
+    assert [one.suffix for one in site.requests.trials(made["id"])] == TRIALS
+
+
+def test_a_plan_of_a_sweep_says_which_trials_cannot_run_and_which_wait(planned):
+    site, client = planned
+    job = site.add("beside")
+    site.move(job, State.RUNNING)
+    answers = []
+    for budget, ranks in ((2400, [16, 32, 64, 128, 512]), (700, [512, 640])):
+        site.window({job: 10}, memory={"budget_bytes": budget << 20, "base_bytes": 1, "jobs": {}})
+        body = sweep_request(client, sweep={"over": {"adapter.rank": ranks}})
+        answers.append(client.post("/api/plan", json=body).json())
+        assert "this-job" not in json.dumps(answers[-1])
+    some, none = answers
+    assert [one["fits"] for one in some["trials"]] == [True, True, True, True, False]
+    assert [bool(one["waits_for"]) for one in some["trials"]] == [False, False, False, True, False]
+    assert (some["fits"], some["waits_for"]) == (False, "")
+    assert some["why_not"].startswith("1 of 5 trials cannot run; sql-r512: needs ")
+    assert some["trials"][3]["seconds"] == some["seconds"] > some["trials"][0]["seconds"]
+    assert [one["fits"] for one in none["trials"]] == [False, False]
+    assert none["why_not"].startswith("2 of 2 trials cannot run; sql-r512: even alone it needs ")
+    assert none["trials"][1]["why_not"].startswith("even alone it needs ")
+
+
+def test_a_plan_of_a_sweep_counts_its_trials_for_the_quota(tmp_path, base, monkeypatch):
+    monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path / "cache"))
+    site = Site(tmp_path, base, quotas=Quotas(running_jobs=3, queued_jobs=5))
+    with TestClient(site.app, headers=site.headers()) as client:
+        site.move(site.add("beside"), State.RUNNING)
+        found = client.post("/api/plan", json=sweep_request(client)).json()
+        assert found["waits_for"] == ""
+        waits = [one["waits_for"] for one in found["trials"]]
+        assert waits[:2] == ["", ""]
+        assert all(one.startswith("at most 3 of this account's jobs may train") for one in waits[2:])
+        large = client.post("/api/plan", json=sweep_request(client, sweep={"over": {"warmup": [*range(6)]}}))
+        assert large.json()["error"]["message"].startswith("weftune.sweep: has 6 trials, and you may have 5")
+    site.close()
+
+
+def test_a_mistake_of_the_rows_of_a_sweep_is_said_once_for_all_trials(planned):
+    _, client = planned
+    body = sweep_request(client) | {"training_file": upload(client, rows(4))}
+    answer = client.post("/api/plan", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("eval.fraction: one row cannot be split")
+    assert "\n" not in answer.json()["error"]["message"]
+
+
+def test_a_plan_of_a_sweep_names_the_trial_whose_rung_is_within_its_warm_up(planned):
+    _, client = planned
+    found = client.post("/api/plan", json=sweep_request(client, warmup=6)).json()
+    [warning] = found["warnings"]
+    assert warning.startswith("sql: sweep.halving.at: the first rung is at step 4")
+
+
+@pytest.mark.parametrize(
+    "sweep", [{"over": {"adapter.rnk": [8]}}, {**SWEEP, "search": "tpe", "trials": 3}, {"over": {}}]
+)
+def test_a_plan_of_a_wrong_sweep_is_refused_like_the_sweep(planned, sweep):
+    _, client = planned
+    body = sweep_request(client, sweep=sweep)
+    plan, job = (client.post(path, json=body) for path in ("/api/plan", "/v1/fine_tuning/jobs"))
+    assert (plan.status_code, plan.json()) == (400, job.json())

@@ -145,6 +145,7 @@ def sweep_numbers(
                     for step, count in zip(one.steps, one.samples.rungs, strict=True)
                 ],
                 "samples": {"all": one.samples.full_work, "expected": one.samples.expected_work},
+                "warnings": list(one.warnings),
             }
             for one in sweeps
         ],

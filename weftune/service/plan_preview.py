@@ -1,4 +1,4 @@
-"""The plan of a job before it is submitted, beside the jobs that the service has already.
+"""The plan of a job or a sweep before it is submitted, beside the jobs that the service has already.
 
 It is made by `weftune plan` itself, in a process that ends with it: planning takes seconds of a core, and the
 HTTP process could not answer requests meanwhile.
@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,12 +22,16 @@ from typing import Any
 import yaml
 
 from weftune.errors import UserError, WeftuneError
+from weftune.jobs.sweeps.read import read_sweep
+from weftune.jobs.sweeps.search import trial_names
+from weftune.jobs.sweeps.spec import Trial
+from weftune.report.words import count_noun
 from weftune.service.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 
 NEW = "this-job"
-"""Name of the new job in the plan."""
+"""Name of the new job in the plan, with which the names of its trials begin if it is a sweep."""
 TIMEOUT_SECONDS = 60.0
 NICENESS = 10
 """Niceness of the planning process: how much lower its priority is than that of the HTTP and training
@@ -53,54 +57,96 @@ class OtherJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preview:
-    """The predictions for a new job."""
+class TrialPreview:
+    """The predictions for a trial of a sweep."""
 
+    name: str
+    values: Mapping[str, Any]
     why_not: str
-    """Why the job cannot run even alone. Empty if it can; otherwise all numbers are 0."""
+    """Why the trial cannot run even alone. Empty if it can; otherwise all numbers are 0."""
     waits_for: str = ""
-    """Why the job has to wait before it is admitted. Empty if it starts at the next window."""
+    """Why the trial has to wait before it is admitted. Empty if it starts at the next window."""
     steps: int = 0
     seconds: float = 0.0
-    """Predicted seconds until the job ends."""
+    """Predicted seconds until the trial ends if no trial is dropped."""
     state_bytes: int = 0
-    """Memory of the adapter, its gradients and the state of its optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """The predictions for a new job or sweep. Numbers of a sweep are those of all its trials together, if no
+    trial is dropped."""
+
+    why_not: str
+    """Why the job, or a trial of the sweep, cannot run even alone. Empty if all can."""
+    waits_for: str = ""
+    """Why the job, or every trial of the sweep, has to wait before it is admitted. Empty if one starts at the
+    next window."""
+    steps: int = 0
+    seconds: float = 0.0
+    """Predicted seconds until the job or the last trial ends."""
+    state_bytes: int = 0
+    """Memory of the adapters, their gradients and the states of their optimizers."""
     needs_bytes: int = 0
     """Predicted peak of all jobs together."""
     budget_bytes: int = 0
     source: str = ""
     """Source of the predicted times."""
+    trials: Sequence[TrialPreview] = ()
+    """Trials of a sweep, in the order of the sweep."""
+    rungs: Sequence[Mapping[str, int]] = ()
+    """Rungs of a sweep: `step`, and `trials`, the number of trials that reach it. The last one is the end."""
+    expected_share: float = 1.0
+    """Share of the samples of all trials that a sweep is expected to train with halving."""
+    warnings: Sequence[str] = ()
 
 
 async def preview(
     settings: ServiceSettings,
     job: Mapping[str, Any],
+    trials: Mapping[str, Trial],
     priority: int,
     others: Sequence[OtherJob],
     budget_bytes: int | None,
+    hold_reasons: Mapping[str, str],
 ) -> Preview:
     """Plan a job with an effective priority behind `others`, which come first among jobs of equal priority.
 
-    `budget_bytes` is the host memory that training on a CPU may take, of which it has taken a part already;
-    None if it is not known. Raise UserError for a mistake in the job, and PlanFailed if the plan takes too
-    long.
+    `trials` maps the names of a sweep's trials in the plan to the trials, as `planned_trials` returns them;
+    it is empty for a job that is no sweep. `hold_reasons` maps names in the plan to the reason why a quota
+    would hold the job or trial back. `budget_bytes` is the host memory that training on a CPU may take, of
+    which it has taken a part already; None if it is not known. Raise UserError for a mistake in the job, and
+    PlanFailed if the plan takes too long.
     """
     jobs = [_planned_job(one) for one in others] + [{**job, "name": NEW, "priority": priority}]
     base = {key: value for key, value in settings.base.record().items() if value is not None}
     with TemporaryDirectory(prefix="weftune-plan-") as folder:
         file, answer = Path(folder, "jobs.yaml"), Path(folder, "plan.json")
-        file.write_text(yaml.safe_dump({"base": base, "jobs": jobs}), encoding="utf-8")
+        # The order of a sweep's keys is that of its trials.
+        content = yaml.safe_dump({"base": base, "jobs": jobs}, sort_keys=False)
+        file.write_text(content, encoding="utf-8")
         command = [sys.executable, "-m", "weftune", "plan", str(file), "--json", str(answer)]
         status, output = await _run([*command, *_plan_options(settings, budget_bytes)])
         if status == 0:
-            return _read_preview(json.loads(answer.read_text(encoding="utf-8")))
+            plan = json.loads(answer.read_text(encoding="utf-8"))
+            plan["waiting"] |= hold_reasons
+            return _read_preview(plan, trials)
     message = _public_message(output)
-    if status == 2 and (found := re.search(rf"{NEW}: (even alone it .*)", message)):
-        return Preview(why_not=found[1])
+    if status == 2 and (found := re.findall(rf"job ({NEW}\S*): (even alone,? .*)", message)):
+        return _refused_preview(dict(found), trials)
     if status == 2 and not re.search(r"job other-\d+", message):
         raise UserError(message)
     log.warning("a plan failed with status %d: %s", status, message)
     raise PlanFailed("The plan could not be made; the job can be submitted all the same.")
+
+
+def planned_trials(job: Mapping[str, Any], trials: Sequence[Trial]) -> dict[str, Trial]:
+    """Return a mapping from the names that the trials of a sweep have in the plan to the trials."""
+    if not trials:
+        return {}
+    spec, _ = read_sweep(job)
+    assert spec is not None, "the trials were made from it"
+    return dict(zip(trial_names(NEW, spec.over, [one.values for one in trials]), trials, strict=True))
 
 
 def _planned_job(job: OtherJob) -> dict[str, Any]:
@@ -145,17 +191,62 @@ def _public_message(output: str) -> str:
     return re.sub(r"^(Error|error): ", "", text)
 
 
-def _read_preview(plan: Mapping[str, Any]) -> Preview:
-    own, run = plan["run"]["jobs"].get(NEW), plan["run"]
-    if (why_not := plan["too_large"].get(NEW)) or own is None:
-        return Preview(why_not=why_not or "it cannot run")
+def _refused_preview(reasons: Mapping[str, str], trials: Mapping[str, Trial]) -> Preview:
+    """Return the preview of a job or sweep without numbers. `reasons` maps names in the plan to the reason
+    why the job or trial cannot run."""
+    name, why_not = next(iter(reasons.items()), ("", ""))
+    if trials and reasons:
+        why_not = (
+            f"{len(reasons)} of {count_noun(len(trials), 'trial')} cannot run; {trials[name].name}: {why_not}"
+        )
     return Preview(
-        why_not="",
-        waits_for=plan["waiting"].get(NEW, ""),
-        steps=own["steps"],
-        seconds=own["ends"],
-        state_bytes=own["state_bytes"],
+        why_not=why_not,
+        trials=[
+            TrialPreview(name=one.name, values=one.values, why_not=reasons.get(name, ""))
+            for name, one in trials.items()
+        ],
+    )
+
+
+def _read_preview(plan: Mapping[str, Any], trials: Mapping[str, Trial]) -> Preview:
+    run, names = plan["run"], list(trials) or [NEW]
+    own, too_large, waiting = run["jobs"], plan["too_large"], plan["waiting"]
+    refused = {
+        name: too_large.get(name, "it cannot run") for name in names if name in too_large or name not in own
+    }
+    found = _refused_preview(refused, trials)
+    planned = [name for name in names if name not in refused]
+    if not planned:
+        return found
+    waits = [waiting.get(name, "") for name in planned]
+    found = replace(
+        found,
+        waits_for=waits[0] if all(waits) else "",
+        steps=sum(own[name]["steps"] for name in planned),
+        seconds=max(own[name]["ends"] for name in planned),
+        state_bytes=sum(own[name]["state_bytes"] for name in planned),
         needs_bytes=run["needs_bytes"],
         budget_bytes=run["budget_bytes"],
         source=plan["source"],
+    )
+    if not trials:
+        return found
+    [sweep] = plan["sweeps"]
+    return replace(
+        found,
+        trials=[
+            one
+            if name in refused
+            else replace(
+                one,
+                waits_for=waiting.get(name, ""),
+                steps=own[name]["steps"],
+                seconds=own[name]["ends"],
+                state_bytes=own[name]["state_bytes"],
+            )
+            for name, one in zip(trials, found.trials, strict=True)
+        ],
+        rungs=sweep["rungs"],
+        expected_share=sweep["samples"]["expected"] / sweep["samples"]["all"],
+        warnings=sweep["warnings"],
     )

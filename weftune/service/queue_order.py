@@ -1,7 +1,7 @@
 """The order in which waiting jobs are admitted, as the HTTP process computes it.
 
 The training process records with every window the facts that its policy decides by. From these, the same
-policy ranks the jobs here, and a job that has not been submitted yet with them.
+policy ranks the jobs here, and jobs that have not been submitted yet with them.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def rank_queue(
     settings: ServiceSettings,
     training: TrainingStore,
     rows: Sequence[JobRow],
-    new_job: QueuedJob | None = None,
+    new_jobs: Sequence[QueuedJob] = (),
 ) -> Ranking:
-    """Rank the jobs of `rows` that train or wait, and a new one, as the training process would rank them now.
+    """Rank the jobs of `rows` that train or wait, and new ones, as the training process would rank them now.
 
     Jobs that were submitted after the last window are assumed to be as large as the largest other job.
     """
@@ -78,9 +78,9 @@ def rank_queue(
             recent_tokens=decay_usage(recorded["recent_tokens"].get(tenant, 0.0), now - last.at),
             tokens_today=today.get(tenant, 0),
         )
-        for tenant in {row.tenant for row in rows} | ({new_job.tenant} if new_job is not None else set())
+        for tenant in {row.tenant for row in rows} | {job.tenant for job in new_jobs}
     }
-    return policy_for(settings.quotas).rank([*jobs, *([] if new_job is None else [new_job])], usage, now)
+    return policy_for(settings.quotas).rank([*jobs, *new_jobs], usage, now)
 
 
 def _queued_job(
@@ -103,16 +103,16 @@ def _queued_job(
     )
 
 
-def new_job(requests: RequestStore, submission: Submission, name: str) -> QueuedJob:
+def new_job(requests: RequestStore, submission: Submission, position: int = 0) -> QueuedJob:
     """Return a queue entry for a job that has not been submitted yet. It follows all jobs of its tenant with
-    equal priority."""
+    equal priority, and new ones with a lower `position`."""
     file = requests.file(submission.tenant, submission.training_file)
     row_bytes = 0.0 if file is None else file.bytes / max(1, file.rows)
     tokens = round(submission.job["batch_size"] * row_bytes / BYTES_PER_TOKEN)
     return QueuedJob(
-        shape=_job_shape(name, int(submission.job.get("priority", 0)), tokens),
+        shape=_job_shape(submission.id, int(submission.job.get("priority", 0)), tokens),
         tenant=submission.tenant,
-        submitted=2**62,
+        submitted=2**62 + position,
         deadline=submission.deadline,
     )
 

@@ -243,18 +243,24 @@ def _refuse_full_queue(service: Service, tenant: str, key: str | None, count: in
         one.idempotency_key == key for one in service.requests.submissions(tenant, limit=most)
     ):
         return
-    if count > most:
-        raise invalid_request(
-            f"weftune.sweep: has {count:,} trials, and you may have {most:,} jobs; search fewer combinations",
-            param="weftune.sweep",
-            code="queued_jobs_quota_exceeded",
-        )
+    refuse_large_sweep(service, count)
     more = "" if count == 1 else f", with {count} trials more"
     raise quota_error(
         f"{len(waiting)} of your jobs have not ended, and you may have {most}{more}; wait or cancel some.",
         "queued_jobs_quota_exceeded",
         QUEUE_SECONDS,
     )
+
+
+def refuse_large_sweep(service: Service, count: int) -> None:
+    """Raise an error if a sweep has more trials than a tenant may have jobs."""
+    most = service.settings.quotas.queued_jobs
+    if most is not None and count > most:
+        raise invalid_request(
+            f"weftune.sweep: has {count:,} trials, and you may have {most:,} jobs; search fewer combinations",
+            param="weftune.sweep",
+            code="queued_jobs_quota_exceeded",
+        )
 
 
 def _request_change(service: Service, tenant: str, id: str, verb: Verb) -> Job:

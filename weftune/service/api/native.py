@@ -24,16 +24,24 @@ from pydantic import BaseModel, Field
 from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS
 from weftune.errors import UserError
 from weftune.jobs.store.status import MOVES, JobStatus, State
+from weftune.jobs.sweeps.spec import Trial
 from weftune.report.svg import Point, thin_points
 from weftune.service.api.context import BEARER, ERRORS, Service, ServiceHere, StrictRoute, Tenant
 from weftune.service.api.errors import ApiError, invalid_request, not_found, quota_error
 from weftune.service.api.files import page_ends
 from weftune.service.api.guard import Keys
-from weftune.service.api.jobs import After, find_job, new_submission, without_paths
+from weftune.service.api.job_request import trials_of
+from weftune.service.api.jobs import (
+    After,
+    find_job,
+    new_submission,
+    refuse_large_sweep,
+    without_paths,
+)
 from weftune.service.api.schemas import Body, Count, JobError, JobRequest, JobState, Page
 from weftune.service.api.sweeps import job_row, job_rows, sweep_record
 from weftune.service.ids import AdapterName, parse_adapter_name
-from weftune.service.plan_preview import NEW, OtherJob, PlanFailed, preview
+from weftune.service.plan_preview import NEW, OtherJob, PlanFailed, planned_trials, preview
 from weftune.service.queue_order import new_job, ordered_names, rank_queue
 from weftune.service.store.database import StoreUnavailable
 from weftune.service.store.records import CheckpointRow, EventRow, JobRow, WindowRow
@@ -224,23 +232,45 @@ class PriorityRequest(Body):
     priority: int = Field(ge=-(10**9), le=10**9, examples=[2])
 
 
-class PlanPreview(BaseModel):
-    """The prediction for a job that has not been submitted, together with the jobs that train and wait
-    now."""
-
+class PlannedTrial(BaseModel):
+    name: str
+    values: dict[str, Any] = Field(description="The values in which it differs, by dotted key.")
     fits: bool
-    why_not: str = Field(description="Why the job cannot run even alone.")
+    why_not: str = Field(description="Why the trial cannot run even alone.")
+    waits_for: str = Field(description="Why it would have to wait; empty if it starts at the next window.")
+    steps: Count
+    seconds: float = Field(description="Predicted seconds until the trial ends if no trial is dropped.")
+    state_bytes: Count
+
+
+class PlannedRung(BaseModel):
+    step: Count
+    trials: Count = Field(description="Number of trials that reach the step. The last rung is the end.")
+
+
+class PlanPreview(BaseModel):
+    """The prediction for a job or a sweep that has not been submitted, together with the jobs that train and
+    wait now. Numbers of a sweep are those of all its trials together, if no trial is dropped."""
+
+    fits: bool = Field(description="Whether the job, or every trial of the sweep, can run.")
+    why_not: str = Field(description="Why the job, or some trial, cannot run even alone.")
     waits_for: str = Field(
-        description="Why the job would have to wait; empty if it starts at the next window."
+        description="Why the job, or every trial, would have to wait; empty if one starts at the next window."
     )
     ahead: Count = Field(description="Number of waiting jobs that would be admitted before this one.")
     steps: Count
-    seconds: float = Field(description="Predicted seconds until the job ends.")
-    state_bytes: Count = Field(description="Memory of the adapter with its gradients and its optimizer.")
+    seconds: float = Field(description="Predicted seconds until the job, or the last trial, ends.")
+    state_bytes: Count = Field(description="Memory of the adapters with their gradients and optimizers.")
     needs_bytes: Count = Field(description="Predicted peak of all jobs together.")
     budget_bytes: Count
     running_jobs: Count
     source: str = Field(description="Source of the predicted times.")
+    trials: list[PlannedTrial] = Field(description="The trials of a sweep; empty for a job that is none.")
+    rungs: list[PlannedRung] = Field(description="Steps at which a sweep compares its trials, and its end.")
+    expected_share: float = Field(
+        description="Share of the samples of all trials that halving is expected to train; 1 without halving."
+    )
+    warnings: list[str]
 
 
 # -- jobs -----------------------------------------------------------------------------------------------
@@ -682,25 +712,33 @@ class Seen:
 
 @router.post("/plan", response_model=PlanPreview, summary="Plan a job before submitting it")
 async def plan(request: Request, body: JobRequest, tenant: Tenant, service: ServiceHere) -> PlanPreview:
-    """Predict, as `weftune plan` does, when a job would end beside the jobs that train and wait now, the
-    memory that they take together, and whether it would have to wait. The body is that of a new job; nothing
-    is submitted."""
-    if body.weftune is not None and body.weftune.sweep is not None:
-        raise invalid_request(
-            "weftune.sweep: a plan is made for one job; leave it out, or use weftune plan",
-            param="weftune.sweep",
-            code="invalid_value",
-        )
+    """Predict, as `weftune plan` does, when a job or the trials of a sweep would end beside the jobs that
+    train and wait now, the memory that they take together, and whether they would have to wait. The body is
+    that of a new job; nothing is submitted."""
     submission = await asyncio.to_thread(new_submission, service, tenant, body)
+    new = await asyncio.to_thread(trials_of, submission, body) or [submission]
+    refuse_large_sweep(service, len(new))
+    trials = [Trial(one.suffix or one.id, one.trial or {}) for one in new if one.trial is not None]
+    planned = planned_trials(submission.job, trials)
     streams: Streams = request.app.state.streams
     if streams.plans >= MAX_PLANS:
         raise quota_error("Other plans are being made; try again in a few seconds.", "busy", 3)
     streams.plans += 1
     try:
         async with streams.planning:
-            queue = await asyncio.to_thread(_planned_queue, service, submission)
+            queue = await asyncio.to_thread(_planned_queue, service, new)
             found = await preview(
-                service.settings, submission.job, queue.priority, queue.others, queue.budget_bytes
+                service.settings,
+                submission.job,
+                planned,
+                queue.priority,
+                queue.others,
+                queue.budget_bytes,
+                {
+                    name: queue.hold_reasons[one.id]
+                    for name, one in zip(planned or (NEW,), new, strict=True)
+                    if one.id in queue.hold_reasons
+                },
             )
     except UserError as error:
         raise invalid_request(_without_file_ids(service, tenant, str(error)), code="invalid_job") from None
@@ -708,41 +746,48 @@ async def plan(request: Request, body: JobRequest, tenant: Tenant, service: Serv
         raise ApiError(503, str(error), code="plan_failed", headers={"Retry-After": "5"}) from None
     finally:
         streams.plans -= 1
-    names = Names(service, tenant)
-    by_name = {one.name: names.visible_name(str(one.job["name"])) or ANOTHER for one in queue.others}
-    values = asdict(found)
-    if not found.why_not and queue.hold_reason:
-        values["waits_for"] = queue.hold_reason
-    for key in ("waits_for", "why_not"):
-        values[key] = _replace_names(values[key], {**by_name, NEW: "this job"})
-    return PlanPreview(fits=not found.why_not, running_jobs=queue.running_jobs, ahead=queue.ahead, **values)
+    tenant_names = Names(service, tenant)
+    names = {one.name: tenant_names.visible_name(str(one.job["name"])) or ANOTHER for one in queue.others}
+    names |= {name: trial.name for name, trial in planned.items()}
+    names[NEW] = (submission.suffix or "this sweep") if planned else "this job"
+
+    def shown(values: Mapping[str, Any]) -> dict[str, Any]:
+        why_not, waits_for = (_replace_names(values[key], names) for key in ("why_not", "waits_for"))
+        return {**values, "fits": not why_not, "why_not": why_not, "waits_for": waits_for}
+
+    values = shown(asdict(found))
+    values["trials"] = [shown(one) for one in values["trials"]]
+    values["warnings"] = [_replace_names(one, names) for one in values["warnings"]]
+    return PlanPreview(running_jobs=queue.running_jobs, ahead=queue.ahead, **values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlannedQueue:
-    """The jobs that train or wait when a new job is planned, with the priorities that the policy gives
-    them."""
+    """The jobs that train or wait when a new job or sweep is planned, with the priorities that the policy
+    gives them."""
 
     others: list[OtherJob]
     """Jobs that train or wait, those that train first. Jobs that a quota holds back are left out."""
     priority: int
-    """Effective priority of the new job."""
-    hold_reason: str
-    """Reason why a quota would hold the new job back; empty if none would."""
+    """Effective priority of the new job, or of the trial that is admitted first."""
+    hold_reasons: Mapping[str, str]
+    """Maps new jobs that a quota would hold back to the reason."""
     ahead: int
     running_jobs: int
     budget_bytes: int | None
     """Bytes of memory that training on a CPU may use, if a window has recorded them."""
 
 
-def _planned_queue(service: Service, submission: Submission) -> _PlannedQueue:
+def _planned_queue(service: Service, submissions: Sequence[Submission]) -> _PlannedQueue:
+    """Return the queue with a new job, or with the trials of a new sweep."""
     rows = {row.id: row for row in service.training.unfinished_jobs()}
-    new = new_job(service.requests, submission, NEW)
+    new = [new_job(service.requests, one, position) for position, one in enumerate(submissions)]
+    ids = {one.id for one in submissions}
     ranking = rank_queue(service.settings, service.training, list(rows.values()), new)
     waiting = ordered_names(ranking.waiting_jobs)
     levels = {shape.name: shape.priority for shape in (*ranking.waiting_jobs, *ranking.attached_jobs)}
     others: list[OtherJob] = []
-    names = [name for name in (*ordered_names(ranking.attached_jobs), *waiting) if name != NEW]
+    names = [name for name in (*ordered_names(ranking.attached_jobs), *waiting) if name not in ids]
     for name in names[:PLANNED_JOBS]:
         row, found = rows[name], service.requests.submission(None, name)
         if found is not None:
@@ -750,11 +795,12 @@ def _planned_queue(service: Service, submission: Submission) -> _PlannedQueue:
             others.append(OtherJob(f"other-{len(others)}", found.job, levels[name], rest))
     last = service.training.last_windows(1)
     values = last[0].values if last else {}
+    last_priority = min(levels.values(), default=0) - 1
     return _PlannedQueue(
         others=others,
-        priority=levels.get(NEW, min(levels.values(), default=0) - 1),
-        hold_reason=ranking.hold_reasons.get(NEW, ""),
-        ahead=waiting.index(NEW) if NEW in waiting else len(waiting),
+        priority=max((levels[id] for id in ids if id in levels), default=last_priority),
+        hold_reasons={id: reason for id, reason in ranking.hold_reasons.items() if id in ids},
+        ahead=next((place for place, name in enumerate(waiting) if name in ids), len(waiting)),
         running_jobs=sum(row.state is State.RUNNING for row in rows.values()),
         budget_bytes=_training_bytes(values["memory"]) if values.get("device") == "cpu" else None,
     )
@@ -771,7 +817,9 @@ def _without_file_ids(service: Service, tenant: str, text: str) -> str:
         file = service.requests.file(tenant, match[1])
         return match[0] if file is None else file.filename
 
-    return re.sub(r"(file-[0-9a-f]+)\.jsonl", name, text.replace(f"job {NEW}: ", ""))
+    # Trials share the mistakes of their rows.
+    lines = dict.fromkeys(re.sub(rf"^job {NEW}\S*: ", "", line) for line in text.splitlines())
+    return re.sub(r"(file-[0-9a-f]+)\.jsonl", name, "\n".join(lines))
 
 
 # -- adapters -------------------------------------------------------------------------------------------
