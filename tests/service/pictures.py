@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from PIL import Image
 
 from tests.service.browser import Browser, browser
-from tests.service.site import Site, rows, serving
+from tests.service.site import Site, different_rows, serving
 from weftune.jobs.store.status import State
 from weftune.jobs.sweeps.halving import LEFT
 
@@ -23,6 +23,8 @@ SHOWN = (
     ("device", 1280),
     ("device", 400),
     ("new", 1280),
+    ("new-sweep", 1280),
+    ("new-sweep", 400),
 )
 
 
@@ -66,12 +68,13 @@ def fill(site: Site) -> tuple[str, str]:
     return running, sweep
 
 
-def fill_form(page: Browser, folder: Path) -> None:
+def fill_form(page: Browser, folder: Path, **values: str) -> None:
     file = folder / "tickets.jsonl"
-    file.write_text(rows(400), encoding="utf-8")
+    file.write_text(different_rows(400), encoding="utf-8")
     page.choose_file("#training_file", file)
-    page.type("#suffix", "support-fr")
-    page.type("#n_epochs", "3")
+    for name, text in {"suffix": "support-fr", "n_epochs": "3", **values}.items():
+        page.type(f"#{name}", text)
+    # An earlier plan disappears as soon as the next one is requested.
     page.click("#job-form button[type=submit]")
     page.wait("document.querySelector('.plan') || document.querySelector('#problem')", 90)
 
@@ -100,11 +103,13 @@ def main() -> None:
             page.type("#key", site.keys["acme"])
             page.press("Enter")
             page.wait("document.querySelector('table.live')")
-            hashes = {"job": f"jobs/{job}", "sweep": f"jobs/{sweep}"}
+            hashes = {"job": f"jobs/{job}", "sweep": f"jobs/{sweep}", "new-sweep": "new"}
             for name, width in SHOWN:
                 page.evaluate(f"location.hash = '#/{hashes.get(name, name)}'")
                 if name == "new":
                     fill_form(page, Path(folder))
+                if (name, width) == ("new-sweep", 1280):
+                    fill_form(page, Path(folder), learning_rate="1e-4, 4e-4", rank="8, 64", rungs="0.25, 0.5")
                 take(page, name, width)
             page.evaluate("location.hash = '#/jobs'")
             take(page, "jobs", 1280, "dark")

@@ -19,7 +19,7 @@ from tests.families import tiny
 from tests.generate.test_answers import adapter_folder
 from tests.plan.costs import CONFIG
 from tests.service.browser import CHROMIUM, Browser, browser
-from tests.service.site import Site, rows, serving
+from tests.service.site import Site, different_rows, rows, serving
 from weftune.core.files import json_text
 from weftune.jobs.store.status import State
 from weftune.run.passes.adapted import AdaptedBase
@@ -215,6 +215,48 @@ def test_a_job_is_submitted_by_form_after_its_rows_have_been_corrected(page, sit
     page.wait("document.querySelector('.job-head')?.innerText.includes('corrected')")
     newest = site.requests.submissions("acme")[0]
     assert (newest.suffix, newest.job["adapter"], newest.job["epochs"]) == ("corrected", {"rank": 8}, 2)
+
+
+@pytest.mark.slow
+def test_a_sweep_is_submitted_by_form_after_its_plan_has_listed_the_trials(page, site, tmp_path):
+    sign_in(page, site)
+    go(page, "new")
+    file = tmp_path / "tickets.jsonl"
+    file.write_text(different_rows(40), encoding="utf-8")
+    page.choose_file("#training_file", file)
+    page.type("#suffix", "sql")
+    page.type("#rungs", "0.5")
+    for rates, problem in {
+        "2e-4": "Rungs compare the trials of a sweep",
+        "2e-4, fast": "Learning rate must be a number, got fast",
+        "2e-4, 2e-4": "is already there",
+    }.items():
+        page.type("#learning_rate", rates)
+        page.click("#job-form button[type=submit]")
+        page.wait(f"document.querySelector('#problem')?.innerText.includes({problem!r})")
+    page.type("#learning_rate", "2e-4, 1e-3")
+    page.type("#rank", "4, 8")
+    page.click("#job-form button[type=submit]")
+    page.wait("document.querySelector('.plan')", 90)
+    text = page.text()
+    assert "4 trials start at the next window." in text
+    assert "Of 4 trials, 2 continue after step" in text
+    assert "compared on 10 % of the rows" in text
+    names = page.evaluate("[...document.querySelectorAll('.plan tbody th')].map((one) => one.innerText)")
+    assert names[1].split("\n") == ["sql-r4-lr1e-3", "adapter.rank 4, learning_rate 0.001"]
+    assert site.requests.submissions("acme") == [], "a plan submits nothing"
+    page.size(400)
+    assert page.overflow() == []
+    page.click(".plan button.primary")
+    page.wait("location.hash.startsWith('#/jobs/ftjob-')")
+    page.wait("document.querySelectorAll('table.live tbody tr').length === 4")
+    *trials, sweep = site.requests.submissions("acme")
+    assert sweep.job["sweep"]["halving"] == {"at": [0.5], "keep": 0.5}
+    assert sweep.job["eval"]["fraction"] == 0.1
+    assert [(one.job["adapter"]["rank"], one.job["learning_rate"]) for one in trials] == [
+        (8, 1e-3), (8, 2e-4), (4, 1e-3), (4, 2e-4),
+    ]  # fmt: skip
+    assert [one for one in page.console if "400" not in one] == []
 
 
 @pytest.mark.slow

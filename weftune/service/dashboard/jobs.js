@@ -20,9 +20,10 @@ const sweepWords = (job) => {
   if (isSweep(job)) return "sweep";
   return h("a", { href: `#/jobs/${job.sweep.id}` }, `${job.sweep.best ? "best" : "trial"} of sweep ${job.sweep.name}`);
 };
-/** The values in which a trial differs from the sweep's other trials. */
-const trialValues = (job) => Object.entries(job.sweep?.values ?? {})
+export const valuesText = (values) => Object.entries(values)
   .map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
+/** The values in which a trial differs from the sweep's other trials. */
+const trialValues = (job) => valuesText(job.sweep?.values ?? {});
 const lowestLoss = (jobs) => jobs.map((one) => one.eval_loss).filter((one) => one != null).sort((a, b) => a - b)[0];
 const stateWord = (job) => (job.state === "validating" ? "checking rows" : job.state);
 
