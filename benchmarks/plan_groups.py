@@ -46,7 +46,7 @@ from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import data_sheet_speed
 from weftune.plan.cost.memory import SPARE
 from weftune.plan.cost.prior import counted_terms
-from weftune.plan.cost.time import Line, Rate
+from weftune.plan.cost.time import Rate
 from weftune.plan.layout.choose import MAX_TOKENS, MIN_ROWS, WINDOW_ROUNDS
 from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.layout.stages import cut_layers
@@ -54,15 +54,19 @@ from weftune.plan.pack.merge import JobLengths, head_tail_groups
 from weftune.plan.program.handover import FINISHED, Unfinished, join_windows, unfinished_work
 from weftune.plan.program.layout import Layout, one_device_layout, pipeline_layout
 from weftune.plan.program.program import (
-    Backward,
-    Forward,
     GlobalBatch,
     Program,
     sample_groups,
 )
-from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.orders import Work, cut_passes, multi_job
-from weftune.plan.window.pace import StagePace, WindowPace, guess_pace, pace_prices, shorten_windows
+from weftune.plan.window.pace import (
+    StagePace,
+    WindowPace,
+    guess_pace,
+    pace_prices,
+    shorten_windows,
+    simulated_paces,
+)
 from weftune.plan.window.pipeline import (
     GROUP_COUNTS,
     SPLITS,
@@ -80,7 +84,6 @@ from weftune.plan.window.pipeline import (
 )
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import plan_window
-from weftune.run.workers.paces import MeasuredPass, fit_line
 
 DATASETS: Mapping[str, RowKind] = {
     "dolly_nocontext": "answers",
@@ -520,7 +523,7 @@ def run_pipeline(setting: Setting, mix: Mix) -> Row:
     first = plan_pipeline(mix.windows(0, 2), PipelineRules(capacity, guessed, spare_microbatches=SPARE))
     timeline = times.timeline(first, layout, shapes)
     row_seconds = timeline.makespan / sum(one.rows for one in first.microbatches)
-    paces = measured_paces(first, timeline)
+    paces = simulated_paces(first, timeline)
     seconds: dict[str, float] = {}
     planning: dict[str, float] = {}
     rounds, planner = 0, _Planner(capacity, paces, MIN_ROWS[setting.is_gpu])
@@ -541,23 +544,6 @@ def run_pipeline(setting: Setting, mix: Mix) -> Row:
             seconds[name] = sum(times.timeline(one, layout, shapes).makespan for one in programs)
         planning[name] = took / setting.windows
     return Row(setting.name, mix.label, mix.told, rounds, seconds, planning)
-
-
-def measured_paces(program: Program, timeline: Timeline) -> tuple[StagePace, ...]:
-    """Return the paces of all stages that a run would fit to the passes of this program."""
-
-    def line(stage: int, kind: type[Forward] | type[Backward]) -> Line:
-        return fit_line(
-            [
-                MeasuredPass(program.microbatches[one.action.microbatch].rows, one.stop - one.start)
-                for one in timeline.events_of(stage)
-                if isinstance(one.action, kind)
-            ]
-        )
-
-    return tuple(
-        StagePace(line(stage, Forward), line(stage, Backward)) for stage in range(len(program.stages))
-    )
 
 
 def run(setting: Setting, mix: Mix) -> Row:

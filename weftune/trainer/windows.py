@@ -168,7 +168,8 @@ class Windows:
         cut = shorten_windows(windows, pace)
         # Passes in tiles are not captured, so their microbatches need not be padded.
         ladder = self._executor.captures is not None and not recompute.tile_rows
-        program = plan_window(cut, layout, capacity, ladder, recompute, pacing, unfinished)
+        limits = self._choice.mechanisms.packing_limits
+        program = plan_window(cut, layout, capacity, ladder, recompute, pacing, unfinished, limits)
         return PlannedWindow(program, windows, rounds_within(windows, pace))
 
     def _pacing(self, names: Iterable[str], capacity: int, recompute: Recompute) -> Pacing | None:

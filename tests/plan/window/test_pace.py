@@ -18,9 +18,11 @@ from weftune.plan.program.simulate import Lane
 from weftune.plan.window.orders import multi_job, one_forward_one_backward
 from weftune.plan.window.pace import (
     WINDOW_SECONDS,
+    MeasuredPass,
     StagePace,
     WindowPace,
     first_pace,
+    fit_line,
     pace_prices,
     predict_timeline,
     shorten_windows,
@@ -160,3 +162,11 @@ def test_passes_that_vary_leave_bubbles_where_even_ones_leave_none_and_more_in_f
     (even, few), (_, many) = bubbles(1), bubbles(6)
     assert few > even + 0.02
     assert many < 0.7 * few
+
+
+def test_a_line_is_found_and_never_goes_below_zero():
+    line = fit_line([MeasuredPass(rows, 0.5 + 0.01 * rows) for rows in (10, 20, 40)])
+    assert (line.fixed, line.per_token) == pytest.approx((0.5, 0.01))
+    assert fit_line([MeasuredPass(10, 1.0), MeasuredPass(20, 2.5)]).fixed == 0.0
+    assert fit_line([MeasuredPass(10, 2.0), MeasuredPass(20, 1.0)]) == Line(1.5, 0.0)
+    assert fit_line([MeasuredPass(8, 4.0), MeasuredPass(8, 4.0)]) == Line(0.0, 0.5)

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.plan.works import work
-from weftune.plan.cost.time import Line
 from weftune.plan.program.program import (
     Backward,
     BackwardHalf,
@@ -20,15 +19,7 @@ from weftune.plan.window.orders import one_forward_one_backward
 from weftune.plan.window.overlap import overlap_microbatches
 from weftune.run.workers.agreed import TimedAction, WorkerReport
 from weftune.run.workers.driver import microbatch_seconds
-from weftune.run.workers.paces import BACKWARD_GUESS, MAX_MEASUREMENTS, MeasuredPass, Paces, fit_line
-
-
-def test_a_line_is_found_and_never_goes_below_zero():
-    line = fit_line([MeasuredPass(rows, 0.5 + 0.01 * rows) for rows in (10, 20, 40)])
-    assert (line.fixed, line.per_token) == pytest.approx((0.5, 0.01))
-    assert fit_line([MeasuredPass(10, 1.0), MeasuredPass(20, 2.5)]).fixed == 0.0
-    assert fit_line([MeasuredPass(10, 2.0), MeasuredPass(20, 1.0)]) == Line(1.5, 0.0)
-    assert fit_line([MeasuredPass(8, 4.0), MeasuredPass(8, 4.0)]) == Line(0.0, 0.5)
+from weftune.run.workers.paces import BACKWARD_GUESS, MAX_MEASUREMENTS, Paces
 
 
 def test_until_every_stage_was_measured_its_layers_are_the_guess():

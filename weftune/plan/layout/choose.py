@@ -52,8 +52,7 @@ from weftune.plan.program.layout import Layout, one_device_layout, pipeline_layo
 from weftune.plan.program.prices import Link
 from weftune.plan.program.program import Program
 from weftune.plan.window.pace import LoadPace, StagePace, WindowPace, data_sheet_pace, first_pace
-from weftune.plan.window.pipeline import PipelineOrder
-from weftune.plan.window.window import Pacing
+from weftune.plan.window.window import ALL_MECHANISMS, Mechanisms, Pacing
 
 WINDOW_ROUNDS, PIPELINE_ROUNDS = 4, 16
 """Number of global batches of each job per window, for one worker and for a pipeline. A pipeline has longer
@@ -210,6 +209,8 @@ class LayoutChoice:
     """Predictor of the times of each stage's passes. None unless several workers have a profile."""
     load_pace: LoadPace | None = None
     """Weight bytes of each stage and bandwidth from the host. None unless several workers stream the base."""
+    mechanisms: Mechanisms = ALL_MECHANISMS
+    """Mechanisms with which windows are planned."""
     candidates: tuple[Candidate, ...] = ()
     """Ways to divide the devices whose speed was predicted, the chosen one first. Empty if no sample lengths
     of the jobs were given."""
@@ -238,7 +239,6 @@ class LayoutChoice:
     def pacing(
         self,
         paces: Sequence[StagePace],
-        order: PipelineOrder | None = None,
         *,
         are_measured: bool = False,
         hands_over: bool = True,
@@ -246,19 +246,19 @@ class LayoutChoice:
         """Return the options for planning a pipeline whose stages have the speeds in `paces`. Return None if
         the layout is no pipeline.
 
-        `order` replaces the schedule that the planner would select, for comparison only. Samples are cut into
-        chunks, and microbatches made much smaller than the capacity, only if the paces are measured, since
-        guessed paces contain no fixed time per pass.
+        Samples are cut into chunks, and microbatches made much smaller than the capacity, only if the paces
+        are measured, since guessed paces contain no fixed time per pass.
         """
         if not self.layout.is_pipeline:
             return None
         return Pacing(
             tuple(paces),
-            order,
+            self.mechanisms.order,
             SPARE,
-            min_chunk_rows=self.min_chunk_rows if are_measured else 0,
+            min_chunk_rows=self.min_chunk_rows if are_measured and self.mechanisms.cuts_samples else 0,
             min_rows=MIN_ROWS[self.memory.uses_fused_ops] if are_measured else 0,
-            hands_over=hands_over,
+            searches_groups=self.mechanisms.searches_groups,
+            hands_over=hands_over and self.mechanisms.hands_over,
         )
 
     @property

@@ -1,8 +1,9 @@
-"""The effect of each mechanism of a plan: the predicted first window without it, compared with the plan's
-own.
+"""The effect of each mechanism of a plan: the predicted time without it, compared with the plan's own.
 
-A window is a few global batches of every job. Both windows are planned and simulated in the same way, and
-their times are scaled to the same number of tokens.
+Both are planned and simulated in the same way, and their times are scaled to the same number of tokens. The
+first window (a few global batches of every job), which ends with whole batches, shows most mechanisms. Those
+of a pipeline's planner are shown by two consecutive windows, planned with the speeds that a run would measure
+if its passes took the predicted times: a first window is planned with guessed speeds, and hands over to none.
 """
 
 from __future__ import annotations
@@ -22,57 +23,121 @@ from weftune.plan.outlook.forecast import (
     Prediction,
     forecast_window,
     scale_to_window,
+    sum_forecasts,
 )
-from weftune.plan.outlook.promise import FirstWindow, first_window
+from weftune.plan.outlook.promise import FirstWindow, first_window, plan_predicted_window
+from weftune.plan.program.handover import FINISHED, join_windows, unfinished_work
 from weftune.plan.program.layout import pipeline_layout
+from weftune.plan.window.pace import simulated_paces
 from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import JobWindow
+from weftune.plan.window.window import Mechanisms
 
 TrainedWindow = Callable[[str, int], JobWindow]
 """A function that returns a job's part of the first window without evaluations, given the name of the job and
 its number of global batches."""
+NO_EXCHANGES = "packing", "best fit without exchanges", Mechanisms(exchanges_samples=False)
+WITHOUT: Sequence[tuple[str, str, Mechanisms]] = (
+    NO_EXCHANGES,
+    *(("order", order.value, Mechanisms(order=order)) for order in PipelineOrder),
+    ("groups", "divided by a formula", Mechanisms(searches_groups=False)),
+    ("hand-over", "windows drain", Mechanisms(hands_over=False)),
+    ("chunks", "samples stay whole", Mechanisms(cuts_samples=False)),
+)
+"""Each mechanism of a pipeline's planner, with a description of its replacement, and all others."""
 
 
 def ablate(prediction: Prediction, job_window: TrainedWindow, times: StageTimes) -> list[Ablation]:
     """Return the predicted effect of leaving out each mechanism of the plan, one at a time."""
-    jobs = list(prediction.window.shapes.values())
-    rows = [("sharing", "no job shares a microbatch", prediction.alternatives[-1])] if len(jobs) > 1 else []
-    for mechanism, alternative, window in _ablated_windows(prediction, jobs, job_window):
-        rows.append((mechanism, alternative, forecast_window(window, times)))
-    return [compare(prediction, *row) for row in rows]
-
-
-def compare(prediction: Prediction, mechanism: str, alternative: str, other: Forecast) -> Ablation:
-    """Return the comparison of the plan with another forecast, which differs from it in one mechanism."""
-    shown = prediction.forecast
-    other = scale_to_window(other, shown)
-    return Ablation(mechanism, alternative, other, other.seconds / shown.seconds - 1.0)
-
-
-def _ablated_windows(
-    prediction: Prediction, jobs: Sequence[JobShape], job_window: TrainedWindow
-) -> Iterator[tuple[str, str, FirstWindow]]:
-    """Yield, for each mechanism, its name, a description of its replacement, and the window planned with the
-    replacement."""
-    choice, program = prediction.choice, prediction.program
+    jobs, choice = list(prediction.window.shapes.values()), prediction.choice
     # The plan that is shown has whole batches, so that times can be compared.
     plan = partial(first_window, attached=jobs, job_window=job_window, hands_over=False)
-    if program.capacity // 2 >= max_sample_tokens(jobs):
-        half = replace(choice, capacity=program.capacity // 2)
-        yield "capacity", f"microbatches of {half.capacity:,} tokens", plan(half)
-    if len(choice.layout.stages) == 1:
-        return
-    if choice.layout.replicas == 1:
-        # Several replicas always run in one order.
-        for order in PipelineOrder:
-            window = plan(choice, order=order)
-            if window.program.devices != program.devices:
-                yield "order", order.value, window
-        window = plan(choice, searches_groups=False)
-        if window.program.devices != program.devices:
-            yield "groups", "divided by a formula", window
-    if (even := _even_stages_choice(choice)).layout != choice.layout:
-        yield "partition", "embedding and head not counted", plan(even)
+    rows = []
+    if len(jobs) > 1:
+        rows.append(compare(prediction, "sharing", "no job shares a microbatch", prediction.alternatives[-1]))
+    if (half := prediction.program.capacity // 2) >= max_sample_tokens(jobs):
+        forecast = forecast_window(plan(replace(choice, capacity=half)), times)
+        row = compare(prediction, "capacity", f"microbatches of {half:,} tokens", forecast)
+        rows.append(replace(row, options={"capacity": half}))
+    if len(choice.layout.stages) > 1:
+        rows += _ablate_planner(prediction, jobs, job_window, times)
+        if (even := _even_stages_choice(choice)).layout != choice.layout:
+            forecast = forecast_window(plan(even), times)
+            rows.append(compare(prediction, "partition", "embedding and head not counted", forecast))
+        return rows
+    mechanism, alternative, mechanisms = NO_EXCHANGES
+    window = plan(replace(choice, mechanisms=mechanisms))
+    if window.program.microbatches != prediction.program.microbatches:
+        row = compare(prediction, mechanism, alternative, forecast_window(window, times))
+        rows.append(replace(row, options={"mechanisms": mechanisms}))
+    return rows
+
+
+def compare(
+    prediction: Prediction,
+    mechanism: str,
+    alternative: str,
+    other: Forecast,
+    reference: Forecast | None = None,
+) -> Ablation:
+    """Return the comparison of a forecast without one mechanism with a `reference`, which has all of them and
+    is the forecast of the plan if it is None."""
+    shown = prediction.forecast
+    other, own = scale_to_window(other, shown), scale_to_window(reference or shown, shown)
+    return Ablation(mechanism, alternative, other, other.seconds / own.seconds - 1.0)
+
+
+def _ablate_planner(
+    prediction: Prediction, jobs: Sequence[JobShape], job_window: TrainedWindow, times: StageTimes
+) -> Iterator[Ablation]:
+    """Yield the mechanisms of a pipeline's planner that change how two windows run."""
+    plan = partial(_plan_two_windows, prediction, jobs, job_window)
+    windows = plan(Mechanisms())
+    reference = _forecast_windows(windows, times)
+    for mechanism, alternative, mechanisms in WITHOUT:
+        if mechanism == "order" and prediction.choice.layout.replicas > 1:
+            # Several replicas always run in one order.
+            continue
+        others = plan(mechanisms)
+        if [one.program for one in others] != [one.program for one in windows]:
+            other = _forecast_windows(others, times)
+            row = compare(prediction, mechanism, alternative, other, reference)
+            yield replace(row, options={"mechanisms": mechanisms})
+
+
+def _plan_two_windows(
+    prediction: Prediction, jobs: Sequence[JobShape], job_window: TrainedWindow, mechanisms: Mechanisms
+) -> list[FirstWindow]:
+    """Return two consecutive windows, as long as the first window of the run, that are planned with these
+    mechanisms. The last one leaves nothing unfinished. If the jobs have no more batches, it is the only
+    one."""
+    choice, rounds = replace(prediction.choice, mechanisms=mechanisms), prediction.forecast.steps
+    paces = simulated_paces(prediction.program, prediction.timeline)
+    # A pipeline drains where jobs are evaluated, whatever the mechanisms are.
+    whole = [replace(job_window(job.name, 2 * rounds), evaluation=()) for job in jobs]
+    windows: list[FirstWindow] = []
+    left, last = FINISHED, any(one.batches[rounds:] for one in whole)
+    for number in range(1 + last):
+        begun = [one.batches[: number * rounds] for one in whole]
+        parts = [
+            replace(one, step=one.step + len(done), batches=one.batches[len(done) :][:rounds])
+            for one, done in zip(whole, begun, strict=True)
+        ]
+        pacing = choice.pacing(paces, are_measured=True, hands_over=number < last)
+        windows.append(plan_predicted_window(choice, jobs, parts, pacing, left))
+        left = unfinished_work(windows[-1].program)
+    return windows
+
+
+def _forecast_windows(windows: Sequence[FirstWindow], times: StageTimes) -> Forecast:
+    """Return the forecast of consecutive windows together."""
+    if not windows[0].program.hands_over:
+        return sum_forecasts([forecast_window(one, times) for one in windows])
+    # The promised seconds are those of one window; without them, the forecast has the simulated ones.
+    peak = max(one.promise.peak_bytes for one in windows)
+    promise = replace(windows[0].promise, seconds=None, peak_bytes=peak)
+    program = join_windows([one.program for one in windows])
+    return forecast_window(replace(windows[0], program=program, promise=promise), times)
 
 
 def _even_stages_choice(choice: LayoutChoice) -> LayoutChoice:

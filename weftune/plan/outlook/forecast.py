@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from weftune.core.shapes import JobShape
 from weftune.plan.layout.choose import LayoutChoice
@@ -16,6 +17,7 @@ from weftune.plan.program.program import ForwardOnly, Program
 from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import JobWindow
+from weftune.plan.window.window import Mechanisms
 
 ALONE, PIPED = "one after another", "1F1B per job"
 TRAINED_PASSES = 2.0
@@ -73,6 +75,11 @@ class Ablation:
     """Relative increase in the time of the window. It is negative if the window would be shorter."""
     is_added: bool = False
     """Whether the mechanism is off by default, so that the alternative adds it instead of leaving it out."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Maps names of options of a run to the values with which a run leaves the mechanism out. Empty if no
+    options have this effect, so that it cannot be measured."""
+    measured_step_seconds: float | None = None
+    """Measured seconds per round. None if it has not been measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +177,12 @@ def _alternatives(
 ) -> list[Forecast]:
     """Return forecasts in which the jobs run one after another on the same layout: microbatch after
     microbatch and, in a pipeline, with the 1F1B schedule. A few global batches of each job represent all."""
-    parts = []
+    parts, plain = [], replace(choice, mechanisms=Mechanisms(order=PipelineOrder.alternating))
     for job in jobs:
         alone = first_window(
-            choice,
+            plain,
             [job],
             lambda name, rounds: job_window(name, min(rounds, FEW_ROUNDS), False),
-            PipelineOrder.alternating,
             hands_over=False,
         )
         parts.append(_forecast(alone, _simulate_window(alone, times)))

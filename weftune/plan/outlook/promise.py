@@ -16,12 +16,12 @@ from weftune.plan.cost.learned import Learned, Promise
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import JobShapes
 from weftune.plan.layout.choose import LayoutChoice
+from weftune.plan.program.handover import FINISHED, Unfinished
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Program
 from weftune.plan.window.pace import guess_pace, shorten_windows
-from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import JobWindow
-from weftune.plan.window.window import plan_window
+from weftune.plan.window.window import Pacing, plan_window
 
 
 def promise_numbers(
@@ -57,7 +57,7 @@ def promise_numbers(
 
 @dataclass(frozen=True, slots=True)
 class FirstWindow:
-    """The first window of a run, with its predicted time and memory."""
+    """The first window of a run, or a later one, with its predicted time and memory."""
 
     program: Program
     promise: Promise
@@ -74,36 +74,47 @@ def first_window(
     choice: LayoutChoice,
     attached: Sequence[JobShape],
     job_window: Callable[[str, int], JobWindow],
-    order: PipelineOrder | None = None,
     *,
     hands_over: bool = True,
-    searches_groups: bool = True,
 ) -> FirstWindow:
     """Return the window with which a run begins.
 
     `job_window` returns a job's part of the window, given the name of the job and a number of global batches.
-    `order` replaces the schedule that the planner selects for a pipeline, for comparison only. With
-    `hands_over`, the window may leave batches unfinished for the next one, as in a run; without it, the
-    window ends with whole batches, from which the time of a run can be predicted. Without `searches_groups`,
-    a formula divides jobs into groups.
+    With `hands_over`, the window may leave batches unfinished for the next one, as in a run; without it, the
+    window ends with whole batches, from which the time of a run can be predicted.
     """
     paces = tuple(guess_pace(stage.layer_count) for stage in choice.layout.stages)
+    pacing = choice.pacing(paces, hands_over=hands_over)
+    courses = [job_window(job.name, choice.window_rounds) for job in attached]
+    cut = shorten_windows(courses, choice.first_pace)
+    return plan_predicted_window(choice, attached, cut, pacing, uses_free_memory=hands_over)
+
+
+def plan_predicted_window(
+    choice: LayoutChoice,
+    attached: Sequence[JobShape],
+    windows: Sequence[JobWindow],
+    pacing: Pacing | None,
+    inherited: Unfinished = FINISHED,
+    *,
+    uses_free_memory: bool = True,
+) -> FirstWindow:
+    """Return the planned window of these jobs, with its predicted time and memory. With `uses_free_memory`, a
+    pipeline has as many microbatches in flight as memory allows."""
     memory, shapes = choice.memory, {job.name: job for job in attached}
     recompute = memory.choose_recompute(attached, choice.capacity)
     capacity = memory.choose_capacity(attached, choice.capacity, recompute)
-    pacing = choice.pacing(paces, order, hands_over=hands_over)
-    if pacing is not None and hands_over:
+    if pacing is not None and uses_free_memory:
         pacing = replace(pacing, spare_microbatches=memory.choose_spare(attached, capacity, recompute))
-    if pacing is not None:
-        pacing = replace(pacing, searches_groups=searches_groups)
-    courses = shorten_windows([job_window(name, choice.window_rounds) for name in shapes], choice.first_pace)
     program = plan_window(
-        courses,
+        windows,
         choice.layout,
         capacity,
         choice.captures_graphs and not recompute.tile_rows,
         recompute,
         pacing,
+        inherited,
+        choice.mechanisms.packing_limits,
     )
     known = choice.cost_model or arithmetic(choice.shape)
     learned = Learned(initial_cost=known, memory=memory, first_seconds=choice.first_pass_seconds)

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, cycle, repeat
 from random import Random
 
+import numpy as np
+
 from weftune.core.shapes import ModelShape
 from weftune.errors import PlanError
 from weftune.plan.cost.cluster import detect_cluster
@@ -25,7 +27,7 @@ from weftune.plan.cost.estimate import Speed, data_sheet_speed
 from weftune.plan.cost.learned import EVALUATION_SHARE
 from weftune.plan.cost.time import CostModel, Line, PassWork
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices
-from weftune.plan.program.program import Backward, Compute, MicrobatchPlan, Program
+from weftune.plan.program.program import Backward, Compute, Forward, MicrobatchPlan, Program
 from weftune.plan.program.simulate import Timeline, simulate
 from weftune.plan.window.rounds import JobWindow
 
@@ -49,6 +51,46 @@ class StagePace:
     """Duration of one job's optimizer step, in seconds."""
     spread: tuple[float, ...] = ()
     """Ratios of measured to predicted pass times, in the order of the passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPass:
+    """The number of rows and the duration of one pass over one stage."""
+
+    rows: int
+    seconds: float
+    start: float = 0.0
+
+
+def fit_line(passes: Sequence[MeasuredPass]) -> Line:
+    """Return a line fitted by least squares, whose offset and slope are not negative."""
+    rows = np.array([one.rows for one in passes], dtype=float)
+    seconds = np.array([one.seconds for one in passes], dtype=float)
+    through_origin = Line(0.0, float(rows @ seconds / max(rows @ rows, 1.0)))
+    if np.ptp(rows) == 0:
+        return through_origin
+    per_row, fixed = np.polyfit(rows, seconds, 1)
+    if fixed < 0:
+        return through_origin
+    return Line(float(fixed), float(per_row)) if per_row >= 0 else Line(float(seconds.mean()), 0.0)
+
+
+def simulated_paces(program: Program, timeline: Timeline) -> tuple[StagePace, ...]:
+    """Return the paces of all stages that a run would measure if its passes took the simulated times. Every
+    device has one stage."""
+
+    def line(stage: int, kind: type[Forward] | type[Backward]) -> Line:
+        return fit_line(
+            [
+                MeasuredPass(program.microbatches[one.action.microbatch].rows, one.stop - one.start)
+                for one in timeline.events_of(stage)
+                if isinstance(one.action, kind)
+            ]
+        )
+
+    return tuple(
+        StagePace(line(stage, Forward), line(stage, Backward)) for stage in range(len(program.stages))
+    )
 
 
 def guess_pace(layers: int) -> StagePace:

@@ -110,6 +110,8 @@ class PipelineRules:
     searches_groups: bool = True
     """Whether divisions of the jobs into groups are compared by simulated time. Otherwise a formula divides
     them."""
+    packing_limits: Limits = LIMITS
+    """Limits on the effort of packing samples."""
 
     @property
     def stages(self) -> int:
@@ -498,17 +500,16 @@ def deal_microbatches(
     max_tokens: int,
     rules: PipelineRules,
     inherited: Unfinished = FINISHED,
-    limits: Limits = LIMITS,
     moves_samples: bool = True,
 ) -> Work:
     """Return the batches divided into microbatches of at most `max_tokens` tokens, which the jobs of a group
     share. A longer sample has its own microbatch. The microbatches of each replica are ordered so that the
-    batches of a job are far enough apart. `limits` bound the effort of packing. With `moves_samples`,
-    samples may move into the last microbatch of another group's round."""
+    batches of a job are far enough apart. With `moves_samples`, samples may move into the last microbatch of
+    another group's round."""
     # A bucket of the template runs in one piece, so no sample may go into another group's round. With
     # replicas, two microbatches could each hold a sample that waits for the other's round.
     shift = moves_samples and rules.order is not PipelineOrder.template and rules.replicas == 1
-    merging = MergeRules(max_tokens, rules.batch_distance, limits=limits)
+    merging = MergeRules(max_tokens, rules.batch_distance, limits=rules.packing_limits)
     previous = [
         tuple(BatchSample(one.job, one.step, 0, one.tokens) for one in plan.segments)
         for plan in inherited.microbatches

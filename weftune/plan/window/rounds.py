@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from weftune.plan.pack.best import LIMITS, Limits
 from weftune.plan.pack.segments import pack_segments
 from weftune.plan.program.check import check, check_slots
 from weftune.plan.program.layout import Layout, WorkerLayout
@@ -101,8 +102,10 @@ class _LaidRounds:
     follow its last microbatch, so that transfers for these steps overlap with the passes of another group.
     """
 
-    def __init__(self, windows: Sequence[JobWindow], capacity: int, ladder: bool, groups: int) -> None:
-        self.capacity, self.ladder = capacity, ladder
+    def __init__(
+        self, windows: Sequence[JobWindow], capacity: int, ladder: bool, groups: int, limits: Limits
+    ) -> None:
+        self.capacity, self.ladder, self.limits = capacity, ladder, limits
         tokens = {window.job: sum(batch.tokens for batch in window.batches) for window in windows}
         self.groups = even_groups(tokens, groups) if groups > 1 else []
         self.microbatches: list[MicrobatchPlan] = []
@@ -150,7 +153,7 @@ class _LaidRounds:
 
     def _train_group(self, batches: Sequence[GlobalBatch]) -> tuple[TrainedMicrobatch, ...]:
         segments = [SegmentPlan(batch.job, batch.step, batch.samples) for batch in batches]
-        packed = pack_segments(segments, self.capacity, self.ladder)
+        packed = pack_segments(segments, self.capacity, self.ladder, self.limits)
         last = {job: index for index, microbatch in enumerate(packed) for job in microbatch.jobs}
         steps: list[list[Step]] = [[] for _ in packed]
         for batch in batches:
@@ -189,6 +192,7 @@ def plan_rounds(
     capacity: int,
     ladder: bool = False,
     recompute: Recompute = NOTHING,
+    packing_limits: Limits = LIMITS,
 ) -> Program:
     """Return a checked program that trains every job's batches round by round. A stage runs all microbatches
     of a round before the next stage begins, so that a streamed stage is loaded only once for all of them.
@@ -200,7 +204,7 @@ def plan_rounds(
     """
     done = {window.job: window.step for window in windows}
     windows = _cut_after_evaluation(windows) if layout.workers * layout.shards > 1 else windows
-    laid = _LaidRounds(windows, capacity, ladder, layout.job_group_count)
+    laid = _LaidRounds(windows, capacity, ladder, layout.job_group_count, packing_limits)
     room = _evaluation_rows(laid, layout, capacity)
     runs = [_forward_runs(one, laid, room) for one in laid.rounds]
     program = Program(

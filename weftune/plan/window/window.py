@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from weftune.plan.pack.best import BEST_FIT_ONLY, LIMITS, Limits
 from weftune.plan.pack.segments import ladder_size
 from weftune.plan.program.handover import FINISHED, Unfinished
 from weftune.plan.program.layout import Layout
@@ -12,6 +13,30 @@ from weftune.plan.program.program import NOTHING, Forward, Program, Recompute
 from weftune.plan.window.pace import StagePace
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 from weftune.plan.window.rounds import JobWindow, plan_rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mechanisms:
+    """Mechanisms of the planner. Each can be left out, to compare plans without it; none changes results."""
+
+    order: PipelineOrder | None = None
+    """Schedule of a pipeline. None selects the one that is fastest in the simulator."""
+    searches_groups: bool = True
+    """Whether divisions of a pipeline's jobs into groups are compared by simulated time. Otherwise a formula
+    divides them."""
+    exchanges_samples: bool = True
+    """Whether samples are exchanged between microbatches after best fit, so that fewer suffice."""
+    hands_over: bool = True
+    """Whether a window of a pipeline may leave batches unfinished for the next one."""
+    cuts_samples: bool = True
+    """Whether long samples may be cut into chunks that fill a pipeline."""
+
+    @property
+    def packing_limits(self) -> Limits:
+        return LIMITS if self.exchanges_samples else BEST_FIT_ONLY
+
+
+ALL_MECHANISMS = Mechanisms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +69,19 @@ def plan_window(
     recompute: Recompute = NOTHING,
     pacing: Pacing | None = None,
     inherited: Unfinished = FINISHED,
+    packing_limits: Limits = LIMITS,
 ) -> Program:
     """Return a checked program that trains the jobs' batches, with at most `capacity` tokens per microbatch.
 
     With `ladder`, training microbatches are padded to few sizes, as captured CUDA graphs require. With
     `pacing`, resident stages run as a pipeline with several microbatches in flight; without it, all
     microbatches of a round (one global batch of every job) pass one stage before the next stage begins. A
-    pipeline begins with the batches that are `inherited` from the previous window.
+    pipeline begins with the batches that are `inherited` from the previous window. `packing_limits` bound the
+    effort of packing training samples.
     """
     if pacing is None:
         assert not inherited.batches, "only a pipeline has unfinished batches between two windows"
-        return plan_rounds(windows, layout, capacity, ladder, recompute)
+        return plan_rounds(windows, layout, capacity, ladder, recompute, packing_limits)
     assert layout.is_pipeline, "only the stages of a pipeline have paces of their own"
     assert len(pacing.paces) == len(layout.stages), "a pace for every stage"
     rules = PipelineRules(
@@ -69,6 +96,7 @@ def plan_window(
         overlapped_layers=layout.layers if layout.overlaps and recompute == NOTHING else 0,
         min_rows=pacing.min_rows,
         searches_groups=pacing.searches_groups,
+        packing_limits=packing_limits,
     )
     program = plan_pipeline(windows, rules, inherited, pacing.hands_over)
     return _pad_to_ladder(program, capacity) if ladder else program

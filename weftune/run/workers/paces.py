@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
-import numpy as np
-
 from weftune.plan.cost.time import Line
 from weftune.plan.program.program import (
     Backward,
@@ -24,21 +22,19 @@ from weftune.plan.program.program import (
     Step,
 )
 from weftune.plan.program.simulate import Timeline
-from weftune.plan.window.pace import LoadPace, StagePace, predict_timeline, vary_timelines
+from weftune.plan.window.pace import (
+    LoadPace,
+    MeasuredPass,
+    StagePace,
+    fit_line,
+    predict_timeline,
+    vary_timelines,
+)
 from weftune.run.workers.agreed import TimedAction, WorkerReport
 
 MAX_MEASUREMENTS = 200
 BACKWARD_GUESS = 1.5
 """Assumed ratio of the time of a backward to that of a forward, until both have been measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredPass:
-    """The number of rows and the duration of one pass over one stage."""
-
-    rows: int
-    seconds: float
-    start: float = 0.0
 
 
 def _new_measurements() -> deque[MeasuredPass]:
@@ -149,16 +145,3 @@ class Paces:
         """Return a few simulated timelines of the same window, in which the times of passes vary as the
         measured ones did."""
         return vary_timelines(program, self.stages(), self.loads)
-
-
-def fit_line(passes: Sequence[MeasuredPass]) -> Line:
-    """Return a line fitted by least squares, whose offset and slope are not negative."""
-    rows = np.array([one.rows for one in passes], dtype=float)
-    seconds = np.array([one.seconds for one in passes], dtype=float)
-    through_origin = Line(0.0, float(rows @ seconds / max(rows @ rows, 1.0)))
-    if np.ptp(rows) == 0:
-        return through_origin
-    per_row, fixed = np.polyfit(rows, seconds, 1)
-    if fixed < 0:
-        return through_origin
-    return Line(float(fixed), float(per_row)) if per_row >= 0 else Line(float(seconds.mean()), 0.0)
