@@ -178,8 +178,8 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(run, place, tmp_path):
                 base={"model": "model", "dtype": "float32"}
             ),
         "other.yaml:[0-9]+ jobs\\[0\\].learning_rate": lambda: add(jobs=[{**LATE[0], "learning_rate": -1}]),
-        "its sweep cannot join": lambda: add(
-            jobs=[{**LATE[1], "sweep": {"over": {"learning_rate": [0.1, 0.01]}}}]
+        "jobs\\[0\\].name: the run has a job or a sweep of that name already": lambda: add(
+            jobs=[{**LATE[1], "name": "alpha", "sweep": {"over": {"learning_rate": [0.1, 0.01]}}}]
         ),
         "cannot read .*nothing.yaml": lambda: jobs.add(place / "nothing.yaml", run.output),
     }  # fmt: skip
@@ -216,6 +216,66 @@ def test_kills_between_pauses_and_resumptions_lose_nothing(run, place, seed):
         run.until(partial(run.is_beyond, name, run.step(name) + 1))
     assert run.forks.wait() == 0
     assert_whole(run.output)
+    for name in ("alpha", "beta"):
+        assert_same_job(run.output, place / "undisturbed", name)
+
+
+SWEEP = {
+    "name": "s",
+    "steps": 24,
+    "adapter": {"rank": 3, "dropout": 0.1},
+    "eval": {"fraction": 0.25, "every": 8},
+    "sweep": {
+        "over": {"learning_rate": [3e-2, 1e-2, 3e-3], "adapter.rank": [2, 5]},
+        "halving": {"at": [0.25, 0.5], "keep": 0.5},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("search", "resumed"),
+    [
+        ({}, ()),
+        pytest.param({}, ("--pipeline", "2"), marks=pytest.mark.slow),
+        pytest.param({}, ("--gpus", "2"), marks=pytest.mark.slow),
+        pytest.param({"search": "tpe", "trials": 6, "halving": None}, (), marks=pytest.mark.slow),
+    ],
+    ids=["grid", "resumed in a pipeline", "resumed in shares", "tpe"],
+)
+def test_a_sweep_that_is_added_and_killed_decides_as_in_a_run_of_its_own(
+    run, place, forks, capsys, search, resumed
+):
+    if search:
+        pytest.importorskip("optuna")
+    sweep = {key: value for key, value in {**SWEEP["sweep"], **search}.items() if value is not None}
+    whole = yaml.safe_load((place / "jobs.yaml").read_text())
+    alone = f"alone-{run.output.name}"
+    (place / "sweep.yaml").write_text(yaml.safe_dump({**whole, "jobs": [{**SWEEP, "sweep": sweep}]}))
+    assert forks.weftune("train", "sweep.yaml", "--output", alone, cwd=place) == 0
+
+    def record(output):
+        path = output / "s" / "sweep.json"
+        return json.loads(path.read_text()) if path.exists() else {"decisions": [], "best": [], "trials": []}
+
+    run.start()
+    run.until(lambda: run.step("alpha") > 3)
+    jobs.add(place / "sweep.yaml", run.output)
+    assert "have joined the run." in printed(capsys)
+    with pytest.raises(UserError, match="the run has a job"):
+        jobs.add(place / "sweep.yaml", run.output)
+    (place / "sweep.yaml").unlink()  # The run has a copy.
+    run.until(lambda: sum(run.step(one["name"]) for one in record(run.output)["trials"]) > 50)
+    run.kill()
+    run.start("--resume", *(("--device", "cpu", *resumed) if resumed else ()))
+    assert run.forks.wait() == 0
+    mine, theirs = record(run.output), record(place / alone)
+    assert mine["best"] == theirs["best"]
+    assert mine["decisions"] == theirs["decisions"]
+    assert [(one["name"], one["reason"]) for one in mine["trials"]] == [
+        (one["name"], one["reason"]) for one in theirs["trials"]
+    ]
+    assert (run.output / "s" / "best").exists()
+    assert_same_job(run.output, place / alone, mine["best"][0])
     for name in ("alpha", "beta"):
         assert_same_job(run.output, place / "undisturbed", name)
 

@@ -122,16 +122,17 @@ def _refuse_without_resume(
 
 def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
     """Read the jobs file, and raise all mistakes that can be found without importing torch."""
-    from weftune.jobs.store.inbox import added_jobs
+    from weftune.jobs.store.inbox import added_runs
     from weftune.jobs.store.store import refuse_output
     from weftune.jobs.sweeps.record import proposed_trials
     from weftune.report.loggers import check_trackers
 
     run = early.read_jobs_file(jobs)
     run = replace(run, output=Path(output or run.output))
-    proposed = proposed_trials(run.output, [sweep.name for sweep in run.sweeps])
-    names = [*(job.name for job in run.jobs), *proposed]
-    names += [job.name for job in added_jobs(run.output, names)] if options.resume else []
+    known = [job.name for job in run.jobs]
+    runs = [run, *(added_runs(run.output, known) if options.resume else ())]
+    names = [job.name for one in runs for job in one.jobs]
+    names += proposed_trials(run.output, [sweep.name for one in runs for sweep in one.sweeps])
     if unknown := [name for name in options.restart if name not in names]:
         raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(names)}")
     check_trackers(run.report_to)

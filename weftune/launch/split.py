@@ -339,7 +339,11 @@ def _share_teams(
     options = replace(trainer.options, gpus=None, memory=memory, resume=True, restart=(), retry=())
     found = []
     for number, share in enumerate(shares):
-        own = replace(run, jobs=tuple(job for job in trainer.jobs.values() if job.name in share.jobs))
+        own = replace(
+            run,
+            jobs=tuple(job for job in trainer.jobs.values() if job.name in share.jobs),
+            sweeps=tuple(sweep for sweep, _ in trainer.sweeps.values()),
+        )
         mine = replace(options, device=devices[number], share=number, shares=len(shares))
         main = partial(run_share, own, trainer.output.absolute(), trainer.max_steps, mine)
         found.append(_share_team(f"share {number}", main, options.workers_per_share))

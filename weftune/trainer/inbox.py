@@ -29,6 +29,9 @@ from weftune.trainer.job import PreparedJob
 if TYPE_CHECKING:
     from weftune.trainer.loop import Loop
 
+NAMED_JOBS = 8
+"""Maximum number of added jobs that an answer names."""
+
 
 @dataclass(frozen=True, slots=True)
 class Enter:
@@ -216,7 +219,8 @@ class FolderInbox:
         if not added_path(path).exists():
             try:
                 jobs = self._prepare(request, partial(keep_added_file, path))
-                names = ", ".join(job.name for job in jobs)
+                listed, more = [job.name for job in jobs[:NAMED_JOBS]], len(jobs) - NAMED_JOBS
+                names = ", ".join([*listed, *([f"{more} more"] if more > 0 else [])])
                 verb = "has" if len(jobs) == 1 else "have"
                 answer = RequestAnswer(accepted=True, sentence=f"{names} {verb} joined the run")
                 self._show_note(f"{answer.sentence}: {request.file}")

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from weftune.jobs.spec.spec import RunSpec
-from weftune.jobs.sweeps.search import later_search
 from weftune.trainer.journal import View
 from weftune.trainer.options import Options
 from weftune.trainer.trainer import Trainer
@@ -35,6 +34,5 @@ def make_trainer(
     for job in run.jobs:
         trainer.add(job)
     for sweep in run.sweeps:
-        own = {trial.name for trial in sweep.trials}
-        trainer.add_sweep(sweep, later_search(sweep, (name for name in trainer.jobs if name not in own)))
+        trainer.add_sweep(sweep)
     return trainer

@@ -38,14 +38,14 @@ from weftune.jobs.spec.checks import (
 from weftune.jobs.spec.read import parse_base, read_added_run
 from weftune.jobs.spec.retry import apply_changes, apply_retries, new_retry
 from weftune.jobs.spec.spec import JobSpec, RunSpec, locate_in_job, resolve_job
-from weftune.jobs.store.inbox import FileRequest, added_jobs
+from weftune.jobs.store.inbox import FileRequest, added_runs
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
 from weftune.jobs.store.status import State, resume_line
 from weftune.jobs.store.store import Store, open_share, open_store
 from weftune.jobs.sweeps.read import sweep_warnings, trial_job
 from weftune.jobs.sweeps.record import SweepRecord, proposed_trials
 from weftune.jobs.sweeps.running import RunningSweep, SweepInShare
-from weftune.jobs.sweeps.search import TrialSearch
+from weftune.jobs.sweeps.search import TrialSearch, later_search
 from weftune.jobs.sweeps.spec import Sweep
 from weftune.report.compare import first_loss, first_validation, kept_evaluation, kept_validation
 from weftune.report.effort import wall_time_sentence
@@ -173,8 +173,8 @@ class Trainer:
         return ready
 
     def _prepare_added(self, request: FileRequest, record: Callable[[], None]) -> list[PreparedJob]:
-        """Prepare the jobs of a file that `weftune jobs add` has sent to the running run. `record` keeps the
-        file for `--resume`."""
+        """Prepare the jobs of a file that `weftune jobs add` has sent to the running run, and begin its
+        sweeps. `record` keeps the file for `--resume`."""
         assert self.loop is not None
         if self.options.share is not None:
             raise SpecError(
@@ -183,17 +183,25 @@ class Trainer:
             )
         run = read_added_run(request.text, Path(request.file), list(self.jobs))
         self._check_added_jobs(run)
-        before = dict(self.jobs)
         self.jobs |= {job.name: job for job in run.jobs}
+        store = self._store_in_folder(self.loop)
+        for sweep in run.sweeps:
+            self.add_sweep(sweep)
         try:
             ready = self._prepare_joining(run.jobs, run.locate)
+            opened = [self._open_sweep(store, sweep) for sweep in run.sweeps]
             record()
         except UserError:
-            self.jobs = before
+            for job in run.jobs:
+                del self.jobs[job.name]
+            for sweep in run.sweeps:
+                del self.sweeps[sweep.name]
             raise
+        for one in opened:
+            self.loop.sweeps.add_sweep(one)
         self._show_job_warnings("warning", warnings(run.jobs, self.loop.choice.shape))
         self._show_data_notes(ready)
-        self._rewind_jobs(self._store_in_folder(self.loop), ready)
+        self._rewind_jobs(store, ready)
         return ready
 
     def _check_added_jobs(self, run: RunSpec) -> None:
@@ -203,6 +211,14 @@ class Trainer:
             for job in run.jobs
             if job.name in self.jobs or job.name in self.sweeps
         ]
+        mistakes += [
+            Mistake(
+                run.locate(sweep.trials[0].name, "name"),
+                "the run has a job or a sweep of that name already; choose another",
+            )
+            for sweep in run.sweeps
+            if sweep.name in self.jobs or sweep.name in self.sweeps
+        ]
         here, there = self.spec.record(), run.base.record()
         if changed := [
             f"base.{key}: the run has {here[key]}, not {there[key]}"
@@ -211,23 +227,30 @@ class Trainer:
         ]:
             mistakes.append(Mistake("", f"{'; '.join(changed)}; jobs can only join a run on the same base"))
         if mistakes:
-            raise SpecError(mistakes)
+            raise SpecError(dict.fromkeys(mistakes))
 
     def restore_added_jobs(self) -> None:
-        """Add the jobs that joined earlier runs of this output through `weftune jobs add`."""
+        """Add the jobs and sweeps that joined earlier runs of this output through `weftune jobs add`."""
         if not self.options.resume or self.options.share is not None:
             return
-        for job in added_jobs(self.output, self.jobs):
-            # The user may have moved it to the jobs file of the run meanwhile.
-            self.jobs.setdefault(job.name, job)
+        for run in added_runs(self.output, self.jobs):
+            # The user may have moved them to the jobs file of the run meanwhile.
+            for job in run.jobs:
+                self.jobs.setdefault(job.name, job)
+            for sweep in run.sweeps:
+                if sweep.name not in self.sweeps:
+                    self.add_sweep(sweep)
 
     def add_sweep(self, sweep: Sweep, search: TrialSearch | None = None) -> Trainer:
-        """Add a sweep whose trials have been added as jobs; `search` proposes later generations."""
+        """Add a sweep whose trials have been added as jobs. `search` proposes later generations; None means
+        the search of the sweep itself."""
         missing = [trial.name for trial in sweep.trials if trial.name not in self.jobs]
         assert not missing or self.options.share is not None, f"{missing} are no jobs"
         if sweep.name in self.jobs or sweep.name in self.sweeps:
             raise SpecError(Mistake(f"sweep {sweep.name}", "there is already a job or a sweep of that name"))
-        self.sweeps[sweep.name] = sweep, search
+        own = {trial.name for trial in sweep.trials}
+        others = (name for name in self.jobs if name not in own)
+        self.sweeps[sweep.name] = sweep, search or later_search(sweep, others)
         return self
 
     def cancel(self, name: str) -> None:
@@ -360,22 +383,22 @@ class Trainer:
     def restore_sweeps(self, store: Store) -> Sweeps:
         """Return the sweeps in their state after earlier runs, and add the trials proposed there as jobs. A
         share has the trials that it was given."""
-        again = {"--restart": self.options.restart, "--retry": self.options.retry}
-        is_alone = self.options.share is None
-        running = []
-        for sweep, search in self.sweeps.values():
-            kind = RunningSweep if is_alone else SweepInShare
-            one = kind(sweep, store, self.jobs, self._note_recorder(store), search)
-            one.show = self.view.sweep
-            for trial in one.restore([name for names in again.values() for name in names]):
-                if is_alone and trial.name not in self.jobs:
-                    self.add(trial_job(sweep, trial))
-            for option, names in again.items():
-                one.refuse_retries(option, names, self.options.changes)
-            running.append(one)
-        sweeps = Sweeps(running)
+        sweeps = Sweeps([self._open_sweep(store, sweep) for sweep, _ in self.sweeps.values()])
         sweeps.propose_trials(self.add, self._note_recorder(store))
         return sweeps
+
+    def _open_sweep(self, store: Store, sweep: Sweep) -> RunningSweep:
+        again = {"--restart": self.options.restart, "--retry": self.options.retry}
+        is_alone = self.options.share is None
+        kind = RunningSweep if is_alone else SweepInShare
+        found = kind(sweep, store, self.jobs, self._note_recorder(store), self.sweeps[sweep.name][1])
+        found.show = self.view.sweep
+        for trial in found.restore([name for names in again.values() for name in names]):
+            if is_alone and trial.name not in self.jobs:
+                self.add(trial_job(sweep, trial))
+        for option, names in again.items():
+            found.refuse_retries(option, names, self.options.changes)
+        return found
 
     def prepare_unfinished(self, store: Store, shape: ModelShape) -> list[PreparedJob]:
         """Return the unfinished jobs and those to restart, prepared for training."""
@@ -429,7 +452,10 @@ class Trainer:
             )
         ]
         steps = {job.name: job.recipe.steps for job in prepared_jobs}
-        found_of_sweeps = sweep_warnings((sweep for sweep, _ in self.sweeps.values()), self.jobs, steps)
+        sweeps = [
+            sweep for sweep, _ in self.sweeps.values() if any(trial.name in steps for trial in sweep.trials)
+        ]
+        found_of_sweeps = sweep_warnings(sweeps, self.jobs, steps)
         self._show_job_warnings("warning", [*merge_repeated_sentences(found), *found_of_sweeps])
         self._show_job_warnings(
             "note",

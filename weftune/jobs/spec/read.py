@@ -64,11 +64,7 @@ def read_added_run(text: str, path: Path, known_jobs: Sequence[str]) -> RunSpec:
     """Read the content of a jobs file whose jobs join a run with `known_jobs`, from which they may start."""
     document = parse_yaml(text, path.name)
     reader = _Reader(path.name, path.parent, document.lines, document.faults, known_jobs=known_jobs)
-    run = reader.run(document.values, path)
-    if run.sweeps:
-        sentence = "its sweep cannot join a running run; train it in a run of its own"
-        raise SpecError([Mistake(f"job {sweep.name}", sentence) for sweep in run.sweeps])
-    return run
+    return reader.run(document.values, path)
 
 
 def parse_run(mapping: Any, folder: Path, file: Path | None = None) -> RunSpec:

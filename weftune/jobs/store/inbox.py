@@ -19,7 +19,7 @@ from typing import Literal
 from weftune.core.files import replace_file, replace_json
 from weftune.errors import OutputError
 from weftune.jobs.spec.read import read_added_run
-from weftune.jobs.spec.spec import JobSpec
+from weftune.jobs.spec.spec import RunSpec
 from weftune.jobs.store.shares import share_folders
 from weftune.jobs.store.status import (
     LOCK,
@@ -131,13 +131,14 @@ def rename_damaged_request(request: Path) -> None:
         request.replace(request.parent / REFUSED / request.name)
 
 
-def added_jobs(output: Path, known_jobs: Iterable[str]) -> Iterator[JobSpec]:
-    """Yield the jobs that were added to earlier runs of this output; `known_jobs` are the other jobs."""
+def added_runs(output: Path, known_jobs: Iterable[str]) -> Iterator[RunSpec]:
+    """Yield the jobs files that were added to earlier runs of this output. `known_jobs` are the other
+    jobs."""
     known = list(known_jobs)
     for request in _added_files(output):
-        for job in read_added_run(request.text, Path(request.file), known).jobs:
-            known.append(job.name)
-            yield job
+        run = read_added_run(request.text, Path(request.file), known)
+        known += [job.name for job in run.jobs]
+        yield run
 
 
 def _added_files(output: Path) -> Iterator[FileRequest]:
