@@ -196,7 +196,7 @@ def refuse_unsubmittable(run: RunSpec) -> None:
     mistakes: list[Mistake] = []
     for sweep in run.sweeps:
         if sweep.spec.search == "tpe":
-            sentence = "a service takes a grid or random draws; write search: random"
+            sentence = "a service takes no tpe; write search: random, or train the sweep with weftune train"
             mistakes.append(Mistake(f"{sweep.name} sweep.search", sentence))
     defaults = {item.name: getattr(DataSpec(), item.name) for item in fields(DataSpec)}
     for job in run.jobs:

@@ -239,7 +239,12 @@ WRONG = {
     "tpe": (
         {"sweep": {**SWEEP, "search": "tpe", "trials": 3}},
         "weftune.sweep.search",
-        "must be grid or random",
+        'must be grid or random over HTTP, got "tpe"; a service makes all trials when a sweep is submitted',
+    ),
+    "an unknown search": (
+        {"sweep": {**SWEEP, "search": "tep"}},
+        "weftune.sweep.search",
+        'must be grid or random over HTTP, got "tep"',
     ),
     "a long list": (
         {"sweep": {"over": {"learning_rate": [1e-3 + n * 1e-9 for n in range(1000)], "warmup": [0]}}},

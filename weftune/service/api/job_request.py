@@ -139,12 +139,6 @@ def trials_of(submission: Submission, body: JobRequest) -> list[Submission]:
     sweep, _, mistakes = expand_sweep(keys, Path())
     if sweep is None:
         raise _translate_mistake(mistakes[0], body)
-    if sweep.spec.search not in SEARCHES:
-        raise invalid_request(
-            f"weftune.sweep.search: must be {' or '.join(SEARCHES)} over HTTP, got {sweep.spec.search}",
-            param="weftune.sweep.search",
-            code="invalid_value",
-        )
     trials = []
     for trial in sweep.trials:
         id = new_id("ftjob")
@@ -177,8 +171,20 @@ def _trial_request(
 
 
 def _refuse_server_keys(sweep: Mapping[str, Any]) -> None:
-    """Refuse values of a sweep that name files or modules of the server, and more values than a sweep has
-    trials. The sweep's other mistakes are found when it is read."""
+    """Refuse a search that the service does not have, values of a sweep that name files or modules of the
+    server, and more values than a sweep has trials. The sweep's other mistakes are found when it is read."""
+    search = sweep.get("search", SEARCHES[0])
+    if search not in SEARCHES:
+        reason = (
+            "; a service makes all trials when a sweep is submitted, and tpe proposes them from the results "
+            "of earlier ones: train this sweep with weftune train"
+        )
+        raise invalid_request(
+            f"weftune.sweep.search: must be {' or '.join(SEARCHES)} over HTTP, got {format_value(search)}"
+            + (reason if search == "tpe" else ""),
+            param="weftune.sweep.search",
+            code="invalid_value",
+        )
     over = sweep.get("over")
     if not isinstance(over, Mapping):
         return
