@@ -1,7 +1,7 @@
-"""The part of a job in a window: its global batches, evaluations and saves, from its samples and its spec.
+"""Curricula of jobs: the global batches, evaluations and saves that follow from a job's spec and samples.
 
-This module does not import torch, so that `weftune plan` plans the same batches as a run.
-"""
+A curriculum also gives the job's part of each window. This module does not import torch, so that `weftune
+plan` plans the same batches as a run."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from weftune.plan.window.rounds import JobWindow
 DEFAULT_SAVE_EVERY = 0.1
 MIN_SAVE_STEPS = 25
 MIN_SAVE_SECONDS = 30.0
-"""Default of `save_every`, the maximum amount of training that a job loses if it is killed: a share of its
-steps, but at least LEAST_SAVE_EVERY steps and LEAST_SAVE_SECONDS."""
+"""Default interval between checkpoints: a fraction of the job's steps, but at least `MIN_SAVE_STEPS` steps
+and `MIN_SAVE_SECONDS` seconds of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Curriculum:
         self, step: int, rounds: int, is_first_window: bool, limit: int | None = None
     ) -> JobWindow:
         """Return the job's part of a window that starts after `step` and ends at step `limit` at the latest.
-        If the job `is_first_window`, it is first evaluated at its current step."""
+        With `is_first_window`, the job is first evaluated at its current step."""
         last = min(step + rounds, self.steps if limit is None else limit)
         return JobWindow(
             job=self.job,
@@ -58,8 +58,8 @@ class Curriculum:
         )
 
     def score_window(self, step: int, data: Prepared, indices: np.ndarray) -> JobWindow:
-        """Return a part of a window that only scores samples of `data`. Indices count samples of its
-        parts."""
+        """Return a part of a window that only computes the scores of samples of `data`. `indices` count
+        through all parts of `data`."""
         return JobWindow(
             self.job, step, (), (), frozenset(), frozenset(), scored=_locate_samples(data.parts, indices)
         )
@@ -73,7 +73,7 @@ class Curriculum:
         return GlobalBatch(self.job, step, placed, supervised, before, self._mismatched_samples(step))
 
     def _mismatched_samples(self, step: int) -> tuple[PlacedSample, ...]:
-        """Return a global batch's prompts with other samples' answers; indices count those of all parts."""
+        """Return the prompts of a global batch, each with the answer of another sample."""
         if (train := self.data.train).mismatched is None:
             return ()
         return _locate_samples(train.parts, len(train) + self.sample_order.batch(step))
@@ -98,16 +98,17 @@ def curriculum(spec: JobSpec, data: Prepared, max_steps: int | None = None) -> C
 
 
 def reference_data(spec: JobSpec, unprefixed_data: Prepared, data: Prepared) -> Prepared | None:
-    """Return the samples as the job's reference policy reads them, selected from the samples without and with
-    the rows that the adapter inserts. None if the objective needs no reference policy."""
+    """Return the samples in the form in which the job's reference policy reads them: with the rows that the
+    adapter inserts if the policy starts from that adapter, and otherwise without. None if the objective needs
+    no reference policy."""
     if not spec.objective.reference:
         return None
     return unprefixed_data if spec.adapter.init_from is None else data
 
 
 def adapt_to_objective(spec: JobSpec, data: Prepared, context: int) -> Prepared:
-    """Return the samples as the job's objective needs them: with supervised prompts, without supervised
-    tokens, or with prompts that have other answers."""
+    """Return the samples in the form that the job's objective needs: with supervised prompts, without
+    supervised tokens, or with mismatched prompts and answers."""
     if spec.objective.prompts:
         data = data.supervise_prompts()
     if spec.objective.scalar_head:
@@ -127,14 +128,14 @@ def truncate_data(spec: JobSpec, context: int) -> DataSpec:
 
 
 _ADAPTER_SIZES: deque[tuple[AdapterSpec, Sequence[SiteShape], JobShape]] = deque(maxlen=16)
-"""Shapes of recent adapters: thousands of jobs may share a spec, and a base has hundreds of linears."""
+"""Cache of the most recent results of `adapter_sizes`. Thousands of jobs may have equal adapter specs."""
 
 
 def job_shape(
     spec: JobSpec, job_number: int, data: Prepared, base: ModelShape, mean_weight_count: int = 0
 ) -> JobShape:
-    """Return the shape of the job with this number in the jobs file, which keeps `mean_weight_count` means of
-    weights."""
+    """Return the sizes of a job, from which its memory and time are predicted. The job keeps
+    `mean_weight_count` running means of its weights."""
     return replace(
         adapter_sizes(spec.adapter, base),
         name=spec.name,
@@ -149,10 +150,10 @@ def job_shape(
 
 
 PROMPT_SLACK = 32
-"""Number of tokens by which a prompt may be longer than the longest held-out sample. The template may print
-additional tokens before an answer."""
+"""Number of tokens by which a prompt can exceed the longest held-out sample, because a chat template may add
+tokens before an answer."""
 PAGE_SLACK = 32
-"""Number of positions added to every sequence, since the last page of its cache may be partly unused."""
+"""Number of positions added to every sequence, since its last page in the cache may be partly unused."""
 
 
 def longest_prompt(data: Prepared) -> int:
@@ -162,7 +163,7 @@ def longest_prompt(data: Prepared) -> int:
 
 
 def _answer_positions(spec: JobSpec, data: Prepared, context: int) -> int:
-    """Return the number of positions of all answers of a job."""
+    """Return the number of cache positions that all answers of a job need."""
     request = spec.eval.generate if spec.eval else None
     if request is None or data.evaluation is None:
         return 0
@@ -192,12 +193,13 @@ def adapter_sizes(adapter: AdapterSpec, base: ModelShape) -> JobShape:
 
 
 def _locate_rows(samples: Samples, indices: np.ndarray) -> tuple[PlacedSample, ...]:
-    """Return the samples in order; the two samples of a pair share a microbatch."""
+    """Return the samples at these indices, in order. The two samples of a pair are marked to run in the same
+    microbatch."""
     return group_samples(_locate_samples([samples], indices), samples.together)
 
 
 def _locate_samples(parts: Sequence[Samples], indices: np.ndarray) -> tuple[PlacedSample, ...]:
-    """Return the samples in order; indices count those of all parts."""
+    """Return the samples at these indices, in order. The indices count through all parts."""
     lengths = _concatenate([samples.lengths for samples in parts])[indices].tolist()
     supervised = _concatenate([samples.supervised for samples in parts])[indices].tolist()
     offsets = accumulate(lengths, initial=0)
@@ -211,20 +213,18 @@ def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 def save_interval(spec: JobSpec, steps: int) -> int:
     """Return the number of steps between two checkpoints, which is the maximum that a killed job loses.
-    Without `save_every`, a job may lose LEAST_SAVE_SECONDS of training if that is more steps."""
+    Without `save_every`, the interval is extended to `MIN_SAVE_SECONDS` of training if steps are short."""
     if spec.save_every is None:
         return max(to_steps(DEFAULT_SAVE_EVERY, steps), MIN_SAVE_STEPS)
     return max(1, to_steps(spec.save_every, steps))
 
 
 def _save_steps(spec: JobSpec, steps: int) -> frozenset[int]:
-    """Return the steps after which a job is saved: after each interval and in the middle of each.
+    """Return the steps after which a checkpoint is begun: after every half interval.
 
-    A checkpoint is written while training continues and is complete when the next one is due, so at most two
-    halves of an interval are in no complete checkpoint. None is written after the last step, where the
-    adapter itself is written, and one at the start only if the job starts from another adapter, which may be
-    deleted before the job resumes.
-    """
+    A checkpoint is written while training continues and is complete when the next one is due, so that at most
+    one interval is lost. There is none after the last step, when the adapter itself is written. There is one
+    at step 0 only if the job starts from another adapter, which may be deleted before the job resumes."""
     interval = save_interval(spec, steps)
     wholes = range(0, steps, interval)
     halves = range(interval // 2, steps, interval)

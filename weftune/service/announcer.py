@@ -24,12 +24,13 @@ API_KEY = "VLLM_API_KEY"
 """Environment variable with the key that vLLM requires, if it requires one."""
 ATTEMPTS = 10
 FIRST_DELAY, MAX_DELAY = 1.0, 60.0
-"""Seconds before the second attempt, and the limit up to which they double. All attempts together take four
-minutes."""
+"""Seconds between the first two attempts, and their maximum: every further pause is twice as long as the one
+before. All attempts together take four minutes."""
 TIMEOUT_SECONDS = 60.0
-"""Seconds for one attempt, in which vLLM reads the adapter."""
+"""Maximum seconds of one attempt, during which vLLM reads the adapter."""
 RETRIED = (408, 429)
-"""HTTP statuses below 500 after which an attempt is repeated. Statuses from 500 on are always repeated."""
+"""HTTP statuses below 500 after which a request is repeated. Requests that fail with 500 or above are always
+repeated."""
 LOADED, ABSENT = "has already been loaded", "cannot be found"
 """Words in vLLM's errors for loading an adapter that is already loaded, and for unloading an adapter that is
 not loaded."""
@@ -48,10 +49,11 @@ class Notice:
 
 
 class Announcer:
-    """A thread that lets vLLM load and unload adapters one after another, so that training never waits.
+    """A thread that asks vLLM to load and unload adapters, one after another, so that training never waits.
 
-    `tell` is called in that thread with a job, a message for its owner, the message's level, and whether vLLM
-    has loaded the adapter. The messages name neither vLLM's address nor paths, which are the operator's.
+    `notify` is called in that thread with a job, a message for its owner, the message's level, and whether
+    vLLM has loaded the adapter. The messages contain neither vLLM's address nor paths, which are not shown to
+    owners.
     """
 
     def __init__(self, url: str, base: BaseSpec, jobs_folder: Path, notify: Tell) -> None:
@@ -70,7 +72,7 @@ class Announcer:
             self._notices.put(Notice("load", row.id, row.model))
 
     def withdraw(self, job: str, model: str) -> None:
-        """Let vLLM unload the adapter of a job that was deleted."""
+        """Ask vLLM to unload the adapter of a deleted job."""
         self._deleted.add(job)
         self._notices.put(Notice("unload", job, model))
 
@@ -113,9 +115,9 @@ class Announcer:
             self._tell(notice.job, _failure_text(status), "warn", True)
 
     def _send_notice(self, notice: Notice, values: Mapping[str, str], ignored_error: str) -> int | None:
-        """Send a notice until vLLM accepts or refuses it, and return the status. The status is 200 also if
-        the response contains the words `ignored_error`, and 0 if vLLM cannot be reached. None if the notice
-        is no longer needed."""
+        """Send a notice until vLLM accepts or refuses it. Return the HTTP status: 200 also if the response
+        contains `ignored_error`, and 0 if vLLM cannot be reached. Return None if the notice is no longer
+        needed."""
         delay = FIRST_DELAY
         for attempt in range(1, ATTEMPTS + 1):
             status, answer = self._post_request(notice, values)

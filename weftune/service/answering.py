@@ -1,4 +1,4 @@
-"""Answers to prompts by the base that also trains: adapters attached on demand, tokenizers, and a decoder."""
+"""Generation of answers with the base that is also used for training: adapters are attached on demand."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class ChatAnswer:
 
 
 class AnsweringBase:
-    """The training base as a generator of answers. The thread that trains calls all methods except
-    `tokenise`, which one other thread calls."""
+    """Generates answers with the base that is used for training. All methods must be called by the training
+    thread, except `tokenise`, which one other thread calls."""
 
     def __init__(
         self,
@@ -68,13 +68,14 @@ class AnsweringBase:
         self._base_tokenizer = tokenizer, copy.deepcopy(tokenizer)
         self._tokenizers: OrderedDict[str, tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]]
         self._tokenizers = OrderedDict()
-        """Maps the hash of a tokenizer's files to two copies: one decodes, and the other one encodes in the
-        other thread."""
+        """Maps the hash of a tokenizer's files to two copies of the tokenizer, one for encoding and one for
+        decoding, which run in different threads."""
         self._attached: OrderedDict[str, int] = OrderedDict()
-        """Maps the adapters attached for answers to their bytes, the least recently used first."""
+        """Maps each adapter that is attached only to answer prompts to its bytes, the least recently used
+        first."""
         self._running: set[ChatAnswer] = set()
         self._refusal = ""
-        """Reason why this base generates no text; empty if it does."""
+        """Reason why this base cannot generate text; empty if it can."""
         self._decoder: Decoder | None = None
         try:
             self._open_decoder()
@@ -189,7 +190,7 @@ class AnsweringBase:
 
     @property
     def unused_adapter_bytes(self) -> int:
-        """Device bytes reserved for adapters that generate answers and not used by attached adapters."""
+        """Device bytes that are reserved for adapters that answer prompts and are not in use."""
         return self._adapter_bytes - sum(self._attached.values())
 
     # -- adapters ----------------------------------------------------------------------------------------

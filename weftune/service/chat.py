@@ -104,11 +104,10 @@ class ChatClient:
 
 
 class ChatServer:
-    """A server that answers prompts with the base that trains.
+    """A server that answers prompts with the base that is used for training.
 
-    A thread owns the socket and reads tokenizers. The thread that trains calls `turn` between passes and
-    while it waits; nothing else touches the base. No request raises an error in that thread.
-    """
+    One thread owns the socket and the tokenizers. The training thread calls `turn` between passes and while
+    it is idle; no other thread uses the base. Invalid requests raise no errors in the training thread."""
 
     def __init__(
         self,
@@ -119,19 +118,19 @@ class ChatServer:
         cache_bytes: int,
         adapter_bytes: int,
     ) -> None:
-        """`cache_bytes` is the device memory of the keys and values of all answers, `adapter_bytes` that of
-        adapters which stay attached although they do not train. `tokenizer` is the base's."""
+        """`cache_bytes` is the device memory for keys and values of all answers, and `adapter_bytes` the
+        device memory for adapters that are attached only to answer. `tokenizer` is the base's."""
         from weftune.service.answering import AnsweringBase
 
         self._base = AnsweringBase(adapted_base, tokenizer, jobs_folder, cache_bytes, adapter_bytes)
         self._path = socket_path
         self._arrivals: queue.SimpleQueue[tuple[_Exchange, Any]] = queue.SimpleQueue()
-        """Exchanges whose prompt is ready, each with its prompt, or None if it has been cancelled."""
+        """Exchanges with their tokenised prompts, or with None if the client has cancelled the exchange."""
         self._arrived = threading.Event()
         self._answers: dict[_Exchange, ChatAnswer] = {}
         """Answers that are being generated."""
         self._last_turn = -math.inf
-        """Time of the last turn that had an answer to continue."""
+        """Monotonic time of the last turn in which an answer was continued."""
         self._loader = ThreadPoolExecutor(1, "chat tokenizers")
         self._loop = asyncio.new_event_loop()
         self._exchanges: set[_Exchange] = set()
@@ -146,7 +145,7 @@ class ChatServer:
 
     @property
     def unused_adapter_bytes(self) -> int:
-        """Device bytes reserved for adapters that generate answers and not used by attached adapters."""
+        """Device bytes that are reserved for adapters that answer prompts and are not in use."""
         return self._base.unused_adapter_bytes
 
     def was_active_within(self, seconds: float) -> bool:
@@ -156,8 +155,7 @@ class ChatServer:
     def turn(self) -> bool:
         """Accept new prompts, and generate one more token of every answer. Return whether there was any work.
 
-        Must be called by the thread that trains, when nothing is bound to the base.
-        """
+        Must be called by the training thread, outside a pass."""
         self._arrived.clear()
         with suppress(queue.Empty):
             while True:
@@ -185,8 +183,8 @@ class ChatServer:
         return True
 
     def wait(self, seconds: float) -> bool:
-        """Wait until a request arrives, and return whether one did. May be called by the thread that trains
-        while it is idle."""
+        """Wait for a request for at most `seconds`, and return whether one arrived. The training thread calls
+        this while it is idle."""
         return self._arrived.wait(seconds) or self.is_active
 
     def close(self) -> None:
@@ -283,7 +281,7 @@ class ChatServer:
             writer.close()
 
     async def _prepare(self, exchange: _Exchange, line: bytes) -> None:
-        """Parse a request and tokenise its prompt, outside the thread that trains."""
+        """Parse a request and tokenise its prompt, in the server's own thread."""
         try:
             values = parse_line(line)
             exchange.id = values.get("id")
@@ -305,7 +303,7 @@ class ChatServer:
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
-    """One request of a connection, and the means to answer it from any thread."""
+    """One request of a connection. It can be answered from any thread."""
 
     loop: asyncio.AbstractEventLoop
     writer: asyncio.StreamWriter
@@ -351,7 +349,7 @@ def _listening_socket(path: Path) -> socket.socket:
 
 @contextmanager
 def socket_address(path: Path) -> Iterator[str]:
-    """Yield an address of a socket's path, however long the path is."""
+    """Yield an address for a Unix socket at `path`, even if the path is longer than the system allows."""
     if len(os.fsencode(path)) <= SOCKET_PATH_BYTES:
         yield str(path)
         return

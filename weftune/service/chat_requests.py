@@ -1,4 +1,4 @@
-"""Requests and answers of chat, which the HTTP process and the training process exchange."""
+"""Chat requests and answers that the HTTP process and the training process exchange."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOUNDS = {
     "presence_penalty": (-1e6, 1e6),
     "seed": (-(1 << 63), (1 << 63) - 1),
 }
-"""Smallest and largest value of each sampling parameter; top_p must be above 0."""
+"""Maps each sampling parameter to its minimum and maximum. `top_p` must also be above 0."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
@@ -25,7 +25,8 @@ ErrorCode = Literal["model_not_found", "invalid_request", "unavailable"]
 
 
 class ChatError(WeftuneError):
-    """An error that ends one answer. The code says whether the model, the request or the moment is wrong."""
+    """An error that ends one answer. The code says whether the model does not exist, the request is invalid,
+    or the service cannot answer now."""
 
     def __init__(self, sentence: str, code: ErrorCode) -> None:
         self.code = code

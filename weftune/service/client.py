@@ -1,4 +1,4 @@
-"""A client of a service for the command line. It needs the standard library only, not OpenAI's package."""
+"""The command line's client of a service. It does not need OpenAI's package."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXTENSION_KEYS = (
     "adapter", "objective", "epochs", "steps", "priority", "learning_rate", "schedule", "warmup",
     "weight_decay", "betas", "eps", "eval", "early_stop", "keep",
 )  # fmt: skip
-"""Keys of a job in jobs.yaml that a service takes under `weftune`."""
+"""Keys of jobs.yaml that a request to a service contains under `weftune`."""
 
 
 class ServiceClient:
@@ -79,7 +79,7 @@ class ServiceClient:
         raise AssertionError("the last attempt returns or raises")
 
     def upload(self, path: str, data: DataSpec) -> str:
-        """Upload rows as JSON Lines, with Weftune's names of columns, and return the file's id."""
+        """Upload rows as JSON Lines, with Weftune's column names, and return the file's id."""
         content = b"".join(_row_lines(path, data))
         boundary = f"weftune-{secrets.token_hex(16)}"
         name = urllib.parse.quote(Path(path).with_suffix(".jsonl").name, safe=" ")
@@ -156,8 +156,8 @@ class ServiceClient:
 
 
 def submitted_jobs(run: RunSpec) -> Iterator[tuple[JobSpec, Sweep | None]]:
-    """Yield the jobs to submit, each with its sweep if it has one. A sweep is submitted as one job, whose
-    trials the service makes."""
+    """Yield the jobs to submit, each with its sweep if it has one. A sweep is submitted as one job; the
+    service creates its trials."""
     sweeps = {trial.name: sweep for sweep in run.sweeps for trial in sweep.trials}
     for job in run.jobs:
         if (sweep := sweeps.get(job.name)) is None:
@@ -191,8 +191,8 @@ def job_request(job: JobSpec) -> dict[str, Any]:
 
 
 def refuse_unsubmittable(run: RunSpec) -> None:
-    """Refuse jobs with keys that a service does not support: files of its machine, mixtures, and jobs that
-    start from other jobs."""
+    """Refuse jobs that a service does not support: with local files other than rows, mixtures of datasets, or
+    other jobs to start from."""
     mistakes: list[Mistake] = []
     for sweep in run.sweeps:
         if sweep.spec.search == "tpe":

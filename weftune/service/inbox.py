@@ -1,9 +1,8 @@
 """The inbox of the training process: jobs and commands that the HTTP process has stored.
 
-Every row is applied once, in order: how far the rows were read is written in the transaction that writes
-their effects. A client may cancel or pause a job before its rows are prepared, so a command may arrive before
-its job.
-"""
+Every row is applied exactly once and in order, since the number of the last row is written in the same
+transaction as the effects of the rows. A client may cancel or pause a job before its rows are prepared, so a
+command may arrive before its job."""
 
 from __future__ import annotations
 
@@ -29,13 +28,14 @@ log = logging.getLogger(__name__)
 READ_SECONDS = 0.1
 """Minimum number of seconds between two reads of the database while jobs train."""
 IDLE_SECONDS = 1.0
-"""Seconds after which an idle loop considers its waiting jobs again, whose quota may have been renewed."""
+"""Seconds after which an idle loop considers its waiting jobs again, since a quota may have been renewed."""
 
 Prepare = Callable[[Submission], PreparedJob]
 
 
 class ServiceInbox:
-    """Requests of clients. `prepare` returns a job with its tokens, or raises a UserError."""
+    """An inbox that reads clients' requests from the store. `prepare` returns a job with its tokens, or
+    raises a UserError."""
 
     def __init__(self, requests: RequestStore, store: ServiceJobStore, prepare: Prepare) -> None:
         self._requests, self._store, self._prepare = requests, store, prepare
@@ -43,9 +43,9 @@ class ServiceInbox:
         """Function that is called while no job trains, to answer prompts. Its argument is the number of
         seconds that it may take."""
         self.entered: set[str] = set()
-        """Jobs that the loop holds; those that have ended are removed at the next read."""
+        """Jobs that were passed to the loop. Ended jobs are removed at the next read."""
         self.cursors = {"prepared": 0, "commands": 0}
-        """Numbers of the last rows that were read."""
+        """Maps `prepared` and `commands` to the number of the last row that was read."""
         self._read_at = float("-inf")
 
     def read(self) -> Sequence[Request]:
@@ -80,8 +80,8 @@ class ServiceInbox:
             log.info("%s", answer.sentence)
 
     def wait(self, stop: Callable[[], bool]) -> bool:
-        """Wait until a request may have arrived, at most `IDLE_SECONDS`. A service without jobs continues to
-        run until it is stopped."""
+        """Wait until a request may have arrived, for at most `IDLE_SECONDS`. Always return True, since a
+        service without jobs runs until it is stopped."""
         deadline = time.monotonic() + IDLE_SECONDS
         self._store.schedule_flush()
         while not stop() and time.monotonic() < deadline:
@@ -130,8 +130,8 @@ class ServiceInbox:
         return self._enter_job(submission)
 
     def _run_command(self, command: Command, is_of_sweep: bool = False) -> list[Request]:
-        """Return the requests by which the loop follows a command, and apply what is not the loop's. A
-        command for a sweep is one for each of its trials."""
+        """Translate a command into requests to the loop. Commands that the loop does not handle, such as
+        deletions, are applied here. A command for a sweep applies to each of its trials."""
         name, id = command.job, str(command.number)
         row = self._store.row(name)
         if row is None:
@@ -164,7 +164,7 @@ class ServiceInbox:
         return self._apply_to_unplanned_job(command, row.state)
 
     def _apply_to_unplanned_job(self, command: Command, state: State) -> list[Request]:
-        """Apply a command to a job that the loop does not hold, since it is paused or not prepared yet."""
+        """Apply a command to a job that is not in the loop, since it is paused or not prepared yet."""
         name = command.job
         match command.verb:
             case "cancel":
@@ -184,7 +184,8 @@ class ServiceInbox:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a job's folder; it is renamed first, since half a folder could look like a whole one."""
+    """Delete a job's folder. It is renamed first, so that a partly deleted folder is never mistaken for a
+    complete one."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

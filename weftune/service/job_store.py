@@ -1,7 +1,7 @@
-"""Records of the loop about its jobs, in the database of a service.
+"""The training loop's records of its jobs, in the database of a service.
 
-Everything is collected in memory and written in one transaction per flush, so that a crash leaves a state
-that the jobs had together. `ServiceJobStore` is the `JobStore` of the training process.
+Everything is collected in memory and written in one transaction per flush, so that the database is consistent
+after a crash. `ServiceJobStore` is the `JobStore` of the training process.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ log = logging.getLogger(__name__)
 
 JOB_ID = re.compile(r"\bftjob-[0-9a-f]+\b")
 FLUSH_SECONDS = 1.0
-"""Seconds between two flushes, unless an immediate one is requested."""
+"""Minimum seconds between two flushes, unless an immediate flush is requested."""
 WINDOW_PASSES = 400
-"""Maximum number of passes of a window that are recorded, the first ones."""
+"""Maximum number of passes that are recorded per window. Later passes are not recorded."""
 RESUMPTION = "POST /v1/fine_tuning/jobs/ID/resume"
 ANNOUNCED = "announced"
-"""Key of the data of an event that says whether vLLM has loaded the adapter."""
+"""Key in the data of events that says whether vLLM has loaded the adapter."""
 METRIC_NAMES = {
     "loss": "train_loss",
     "token_accuracy": "train_mean_token_accuracy",
@@ -66,18 +66,18 @@ MEASURED = {
 
 
 class JobNotes:
-    """Facts about a job that the training process knows and does not keep in the job's row."""
+    """Facts about a job that are not part of its row in the database."""
 
     def __init__(self, submission: Submission, current_time: float) -> None:
         self.submission = submission
         self.receipt = Receipt(job=submission.id, tenant=submission.tenant)
         self.suffix = submission.suffix or ""
         self.waited = max(0.0, current_time - submission.created_at)
-        """Seconds that the job had waited before `waits_since`."""
+        """Seconds that the job waited in total before `waits_since`."""
         self.waits_since: float | None = current_time
         """Time at which the job began to wait. None while it trains."""
         self.began: tuple[float, int] = (current_time, 0)
-        """Time and step of its last admission, from which its speed is measured."""
+        """Time and step of the job's last admission. Its speed is measured from there."""
         self.metrics: dict[str, Any] = {}
         """Last value of each metric."""
 
@@ -88,8 +88,8 @@ class JobNotes:
 class ServiceJobStore:
     """The jobs of the training process, kept in `TrainingStore`.
 
-    Jobs that have ended are forgotten once they are written, and read again from the database if somebody
-    asks. `end_process` is called, and must not return, when another process has taken the lease.
+    Jobs that have ended are removed from memory once they are written, and read from the database when
+    needed. `end_process` is called if another process has taken the lease, and must not return.
     """
 
     def __init__(
@@ -105,11 +105,12 @@ class ServiceJobStore:
         """Maps each job that has not ended to its notes."""
         self._jobs: dict[str, JobRow] = {}
         self._ended: dict[str, JobRow] = {}
-        """Ended trials of sweeps that have not ended, which read them in every window."""
+        """Ended trials of unfinished sweeps. They are kept in memory because sweeps read them in every
+        window."""
         self._kept: set[str] = set()
         """Trials that are kept in `_ended` when they end."""
         self._unrecorded: set[str] = set()
-        """Trials in `_kept` without a row, for which the database need not be asked."""
+        """Trials in `_kept` that have no row in the database, so that it need not be queried for them."""
         self._changed: dict[str, JobRow] = {}
         self._transitions: list[Transition] = []
         self._events: list[EventRow] = []
@@ -117,10 +118,10 @@ class ServiceJobStore:
         self._receipts: dict[str, Receipt] = {}
         self._usage: dict[tuple[str, int], int] = {}
         self.describe_device: Callable[[], Mapping[str, Any]] = dict
-        """Function that returns the device's name, what its memory is used for, and the queue: part of every
-        window."""
+        """Function that returns facts to record with every window: the device's name, its memory by purpose,
+        and the queue."""
         self.announce: Callable[[JobRow], object] = lambda row: None
-        """Function that is called with every job that has succeeded, once its adapter is written."""
+        """Function that is called with each job that has succeeded, after its adapter has been written."""
         self.withdraw: Callable[[str, str], object] = lambda name, model: None
         """Function that is called with a job and the name of its adapter when the adapter is deleted."""
         self._windows: list[WindowRow] = []
@@ -128,14 +129,16 @@ class ServiceJobStore:
         """Passes since the end of the last window."""
         self._cursors: dict[str, int] = {}
         self._recent: dict[str, tuple[float, float]] = {}
-        """Maps tenants to a decaying count of tokens and the time of the count."""
+        """Maps each tenant to an exponentially decayed count of trained tokens, and the time of that
+        count."""
         self._lock = threading.RLock()
         self._written = float("-inf")
 
     # -- jobs --------------------------------------------------------------------------------------------
 
     def admit_submission(self, submission: Submission, row: JobRow | None = None) -> None:
-        """Begin to record a job, which is new or, if `row` is given, unfinished from an earlier process."""
+        """Start recording a job. `row` is its record if an earlier process left the job unfinished, or None
+        for a new job."""
         self.notes[submission.id] = JobNotes(submission, time.time())
         self._unrecorded.discard(submission.id)
         if row is not None:
@@ -150,7 +153,8 @@ class ServiceJobStore:
         self._add_event(row.id, f"Created fine-tuning job: {row.id}")
 
     def row(self, name: str) -> JobRow | None:
-        """Return a job that the training process has recorded, even if it has ended."""
+        """Return the record of a job, even if the job has ended. None if the training process has not
+        recorded it."""
         if name in self._unrecorded:
             return None
         return self._jobs.get(name) or self._ended.get(name) or self._training.job(name)
@@ -319,7 +323,8 @@ class ServiceJobStore:
             self._events.append(event)
 
     def metric_lines(self, jobs: Collection[str]) -> Iterator[Mapping[str, Any]]:
-        """Yield the lines that are in the database, without those of steps that a job makes again."""
+        """Yield the lines of metrics in the database, except those of steps that a resumed job will
+        repeat."""
         names = {ours: name for name, ours in METRIC_NAMES.items()}
         for job in jobs:
             row = self.row(job)
@@ -346,7 +351,8 @@ class ServiceJobStore:
     def record_pass(
         self, plan: MicrobatchPlan, seconds: float, predicted_seconds: float | None, is_training: bool
     ) -> None:
-        """Divide a pass among the receipts of its jobs, by their tokens, and keep it for its window."""
+        """Add a pass to the receipts of its jobs, in proportion to their tokens, and to the passes of the
+        current window."""
         tokens: dict[str, int] = {}
         for segment in plan.segments:
             tokens[segment.job] = tokens.get(segment.job, 0) + segment.tokens
@@ -377,7 +383,7 @@ class ServiceJobStore:
             )
 
     def add_checkpoint(self, name: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record that the adapter of a step lies in the job's folder and answers prompts."""
+        """Record that the adapter of this step has been written and can answer prompts."""
         if name not in self.notes:
             return
         row = CheckpointRow(
@@ -401,7 +407,7 @@ class ServiceJobStore:
         return decay_usage(tokens, current_time - at)
 
     def restore_recent_tokens(self, window: WindowRow) -> None:
-        """Continue with the recent tokens that the last process has recorded with its last window."""
+        """Restore the tenants' recent tokens, which the previous process recorded with its last window."""
         recorded = window.values.get(QUEUE, {}).get("recent_tokens", {})
         self._recent = {tenant: (tokens, window.at) for tenant, tokens in recorded.items()}
 
@@ -411,8 +417,8 @@ class ServiceJobStore:
         return self._training.usage(tenant, day).get(day, 0) + pending
 
     def set_cursors(self, cursors: Mapping[str, int]) -> None:
-        """Record the numbers of the last applied requests. They are written in the transaction with the
-        effects of the requests."""
+        """Record the number of the last applied row of each table of requests. It is written in the same
+        transaction as the effects of the requests."""
         with self._lock:
             self._cursors |= cursors
 
@@ -451,8 +457,8 @@ class ServiceJobStore:
                     self._ended[name] = row
 
     def flush(self, seconds: float = 0.0) -> None:
-        """Write all changes. If the database cannot be used, try again for the given seconds; afterwards the
-        next flush writes them."""
+        """Write all changes. If the database is not available, retry for `seconds`; after that, the changes
+        are left to the next flush."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -491,7 +497,7 @@ class ServiceJobStore:
             self._receipts[name] = receipt
 
     def _hide_other_tenants(self, name: str, reason: str) -> str:
-        """Return a reason for a job's owner, in which the jobs of other tenants have no names."""
+        """Return a reason in which ids of other tenants' jobs are hidden from the job's owner."""
         tenant = self._jobs[name].tenant
 
         def shown(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""API keys: a file of their hashes, which commands replace while the service runs."""
+"""API keys. Their hashes are in a file, which `weftune keys` can replace while the service runs."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ class ApiKey:
     it is created."""
 
     id: str
-    """Name under which the key is listed and revoked. It says nothing about the key."""
+    """Identifier for listing and revoking the key. It reveals nothing about the key."""
     tenant: str
     sha256: str
-    """Hash of the key. The key has 256 random bits, so that a slow hash would add nothing."""
+    """Hash of the key. A slow hash is not needed, since the key has 256 random bits."""
     created_at: float
 
 
 class KeyFile:
-    """The keys in one file. A change of the file is seen by the next call in any process."""
+    """The API keys in one file. Every call reads changes that other processes have made to the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._keys: tuple[ApiKey, ...] = ()
         self._version: tuple[int, int, int] | None = None
-        """Inode, time of change, and size of the file that `_keys` was read from. None if there is no such
-        file."""
+        """Inode, modification time and size of the file when `_keys` was read. None if the file does not
+        exist."""
         self._one_reader = threading.Lock()
 
     def find_tenant(self, key: str) -> str | None:
         """Return the tenant of a key. None if the key does not exist or has been revoked.
 
-        The time that this takes does not depend on how much of the key is right.
+        Keys are compared in constant time.
         """
         presented, tenant = _key_hash(key), None
         for known in self.keys():
@@ -85,7 +85,7 @@ class KeyFile:
         return key
 
     def revoke(self, id_or_key: str) -> ApiKey:
-        """Delete a key, given by its id or by its text, and return it."""
+        """Delete a key, given by its id or as the key itself, and return its record."""
         with self._hold_lock():
             known = self.keys()
             found = [one for one in known if one.id == id_or_key or one.sha256 == _key_hash(id_or_key)]
@@ -102,7 +102,7 @@ class KeyFile:
 
     @contextmanager
     def _hold_lock(self) -> Iterator[None]:
-        """Let one process at a time read and replace the file."""
+        """Hold a lock on the file, so that only one process at a time reads and replaces it."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             handle = os.open(self.path.with_name(f".{self.path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)

@@ -1,7 +1,7 @@
-"""The plan of a job or a sweep before it is submitted, beside the jobs that the service has already.
+"""The plan of a job or a sweep that has not been submitted, together with the service's current jobs.
 
-It is made by `weftune plan` itself, in a process that ends with it: planning takes seconds of a core, and the
-HTTP process could not answer requests meanwhile.
+It is made by `weftune plan` in a separate process, because planning takes seconds of CPU time, in which the
+HTTP process could not answer requests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ processes."""
 
 
 class PlanFailed(WeftuneError):
-    """An error raised if planning fails for a reason other than the job itself."""
+    """An error raised if planning fails for a reason other than a mistake in the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class OtherJob:
     job: Mapping[str, Any]
     """Keys of jobs.yaml."""
     priority: int
-    """Effective priority, which the service's policy has given the job."""
+    """Effective priority that the service's policy has assigned to the job."""
     remaining_steps: int | None
     """Number of steps that the job still has to make. None if it is not known yet."""
 
@@ -88,14 +88,15 @@ class Preview:
     state_bytes: int = 0
     """Memory of the adapters, their gradients and the states of their optimizers."""
     needs_bytes: int = 0
-    """Predicted peak of all jobs together."""
+    """Predicted peak memory of all jobs together."""
     budget_bytes: int = 0
     source: str = ""
     """Source of the predicted times."""
     trials: Sequence[TrialPreview] = ()
     """Trials of a sweep, in the order of the sweep."""
     rungs: Sequence[Mapping[str, int]] = ()
-    """Rungs of a sweep: `step`, and `trials`, the number of trials that reach it. The last one is the end."""
+    """Steps at which a sweep compares its trials, each as `step` and `trials`, the number of trials that
+    reach it. The last one is the end of training."""
     expected_share: float = 1.0
     """Share of the samples of all trials that a sweep is expected to train with halving."""
     warnings: Sequence[str] = ()
@@ -110,12 +111,13 @@ async def preview(
     budget_bytes: int | None,
     hold_reasons: Mapping[str, str],
 ) -> Preview:
-    """Plan a job with an effective priority behind `others`, which come first among jobs of equal priority.
+    """Plan a job with an effective priority, together with `others`, which precede it among jobs of equal
+    priority.
 
     `trials` maps the names of a sweep's trials in the plan to the trials, as `planned_trials` returns them;
     it is empty for a job that is no sweep. `hold_reasons` maps names in the plan to the reason why a quota
-    would hold the job or trial back. `budget_bytes` is the host memory that training on a CPU may take, of
-    which it has taken a part already; None if it is not known. Raise UserError for a mistake in the job, and
+    would hold the job or trial back. `budget_bytes` is the host memory for training on a CPU, including
+    memory that is already in use; None if it is not known. Raise UserError for a mistake in the job, and
     PlanFailed if the plan takes too long.
     """
     jobs = [_planned_job(one) for one in others] + [{**job, "name": NEW, "priority": priority}]
@@ -141,7 +143,7 @@ async def preview(
 
 
 def planned_trials(job: Mapping[str, Any], trials: Sequence[Trial]) -> dict[str, Trial]:
-    """Return a mapping from the names that the trials of a sweep have in the plan to the trials."""
+    """Return a mapping from names in the plan to the trials of a sweep."""
     if not trials:
         return {}
     spec, _ = read_sweep(job)
@@ -192,7 +194,7 @@ def _public_message(output: str) -> str:
 
 
 def _refused_preview(reasons: Mapping[str, str], trials: Mapping[str, Trial]) -> Preview:
-    """Return the preview of a job or sweep without numbers. `reasons` maps names in the plan to the reason
+    """Return the preview of a job or sweep that cannot run. `reasons` maps names in the plan to the reason
     why the job or trial cannot run."""
     name, why_not = next(iter(reasons.items()), ("", ""))
     if trials and reasons:

@@ -1,8 +1,8 @@
-"""Preparation of uploaded files and submitted jobs, in processes of their own beside the HTTP process.
+"""Preparation of uploaded files and submitted jobs, in separate processes.
 
 Rows are parsed, checked and tokenised here, because that would keep the HTTP process busy for seconds. Tokens
-are written into the cache that training reads, by the code with which training would write them, so that a
-job enters training without a pause. A process that dies is started again, and its work is repeated.
+are written to the cache that training reads, so that training need not pause when it admits a job. A process
+that dies is restarted, and its work is repeated.
 """
 
 from __future__ import annotations
@@ -37,25 +37,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""Number of processes that may die while they work on a file or job before it is refused."""
+"""Number of times that work on a file or job is tried if the process dies. After that, it is refused."""
 CHECK_PROCESSES = 2
 """Number of processes that check uploaded files, while clients wait."""
 STORE_SECONDS = 1.0
-"""Seconds between attempts to write to a store that is locked."""
+"""Seconds between attempts to write to a locked store."""
 NICENESS = 5
 """Niceness of these processes: how much lower their priority is than that of the HTTP and training
 processes."""
 MAX_MISTAKES = 3
-"""Maximum number of mistakes in the reason for which a job is refused."""
+"""Maximum number of mistakes that the error of a refused job lists."""
 
 
 class ProcessDied(WeftuneError):
-    """An error raised if every process that was given the work died."""
+    """An error raised if the process died in every attempt."""
 
 
 class Preparer:
-    """The processes that check files and prepare jobs. They are started when they are needed, or by
-    `load_base`."""
+    """The processes that check files and prepare jobs. They are started on first use, or by `load_base`."""
 
     def __init__(self, settings: ServiceSettings, requests: RequestStore, job_processes: int = 1) -> None:
         self._settings, self._requests = settings, requests
@@ -63,21 +62,22 @@ class Preparer:
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Prepare the jobs that were submitted before a restart and are not prepared yet."""
+        """Prepare the jobs that were submitted, but not prepared, before the service was restarted."""
         for submission in self._requests.unprepared_submissions():
             self.prepare(submission)
 
     def load_base(self) -> None:
-        """Start the process that prepares jobs, and let it load the tokenizer, so that the first job does not
-        wait for that. A failure is reported when a job is prepared."""
+        """Start the process that prepares jobs and load the tokenizer in it, so that the first job does not
+        wait for that. Failures are reported when a job is prepared."""
         self._jobs.call(load_base_parts, self._settings.base)
 
     def check(self, path: Path, label: str, max_rows: int) -> int:
-        """Return the number of rows of an uploaded file, or raise DataError for its wrong rows."""
+        """Return the number of rows of an uploaded file. Raise DataError if rows are invalid."""
         return int(self._checks.call(check_file, path, label, max_rows).result())
 
     def prepare(self, submission: Submission) -> None:
-        """Prepare a job soon, and record in the store that it is prepared, or why it is refused."""
+        """Queue a job for preparation. The store then records that the job is prepared, or why it is
+        refused."""
         log.info("%s: its rows are being checked", submission.id)
         done = self._jobs.call(prepare_job, self._settings.base, submission.job)
         done.add_done_callback(lambda finished: self._record_result(submission, finished))
@@ -105,7 +105,7 @@ class Preparer:
 
 
 def refusal_of(error: BaseException | None) -> dict[str, Any] | None:
-    """Return why a job cannot be trained, in the form of a job's error; None if it can."""
+    """Return an error of the preparation as the job's error in the API; None if there is no error."""
     if error is None:
         return None
     if not isinstance(error, UserError):
@@ -125,7 +125,7 @@ def refusal_of(error: BaseException | None) -> dict[str, Any] | None:
 
 
 def check_file(path: Path, label: str, max_rows: int) -> int:
-    """Check all rows as far as possible without a tokenizer, and return their number."""
+    """Run all checks on the rows that need no tokenizer, and return the number of rows."""
     from weftune.data.build import check, find_format
     from weftune.data.formats import detect_format, row_kind_of
     from weftune.data.spec import DataSpec
@@ -218,7 +218,7 @@ class _Pool:
             thread.start()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Call a function of this module in one of the processes."""
+        """Call one of the functions in `WORK` in one of the processes."""
         done: Future[Any] = Future()
         self._work.put((done, bytes(ForkingPickler.dumps((function.__name__, arguments)))))
         return done

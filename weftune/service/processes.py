@@ -1,9 +1,10 @@
-"""The supervisor of a service: it starts the HTTP and the training process, and restarts one that dies.
+"""The supervisor of a service. It starts the HTTP process and the training process, and restarts them if they
+die.
 
-Neither needs the other to start, and what either has acknowledged is in the store, so that each is restarted
-by itself. `weftune.launch.supervise` serves runs, whose processes are forked from a server that has imported
-torch and end together; here the HTTP process never imports torch, and both run until they are told to stop.
-"""
+Each of the two starts without the other and stores everything that it has acknowledged, so that it can be
+restarted alone. `weftune.launch.supervise` serves runs, whose processes are forked from a server that has
+imported torch and end together; here the HTTP process never imports torch, and both run until they are told
+to stop."""
 
 from __future__ import annotations
 
@@ -32,9 +33,10 @@ log = logging.getLogger(__name__)
 PIDS = "pids.json"
 """File in the store that maps the names of the processes to their ids."""
 FIRST_DELAY, MAX_DELAY = 0.5, 30.0
-"""Seconds before the first restart of a process, and the limit up to which they double."""
+"""Seconds before the first restart of a process, and the maximum: each further delay is twice as long."""
 STABLE_SECONDS = 60.0
-"""Seconds after which a process counts as healthy, so that its next restart is quick again."""
+"""Seconds after which a process counts as healthy. The delay before its next restart is then `FIRST_DELAY`
+again."""
 STOP_SECONDS = 30.0
 """Seconds after a stop request until a process that has not ended is killed."""
 POLL_SECONDS = 0.2
@@ -58,7 +60,7 @@ MEMBERS = (TRAINING, HTTP)
 
 
 class _Running:
-    """The process of a member, and the time of its next start if it has ended."""
+    """The running process of a member or, if it has ended, the time of its restart."""
 
     def __init__(self, member: Member, settings: ServiceSettings) -> None:
         self.member, self._settings = member, settings
@@ -175,7 +177,7 @@ def _run_member(member: Member, settings: ServiceSettings, supervisor: int) -> N
 
 
 def _exit_with_supervisor(supervisor: int) -> None:
-    """Make the kernel send SIGTERM to this process when the supervisor has ended, however it has ended."""
+    """Make the kernel send SIGTERM to this process when the supervisor ends, even if it is killed."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != supervisor:

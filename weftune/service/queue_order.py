@@ -1,8 +1,7 @@
-"""The order in which waiting jobs are admitted, as the HTTP process computes it.
+"""The order in which waiting jobs will be admitted, computed in the HTTP process.
 
-The training process records with every window the facts that its policy decides by. From these, the same
-policy ranks the jobs here, and jobs that have not been submitted yet with them.
-"""
+The training process records the inputs of its policy with every window. Here, the same policy ranks the jobs,
+including jobs that have not been submitted yet."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ QUEUE = "queue"
 """Key of a window's values under which `queue_values` are recorded."""
 DAY_SECONDS = 86400
 RECENT_SECONDS = 3600.0
-"""Seconds after which a token counts half for the fair share of its tenant."""
+"""Half-life, in seconds, of the tokens that count as a tenant's recent usage."""
 BYTES_PER_TOKEN = 4
 """Bytes of an uploaded file per token, for jobs whose rows have not been tokenised."""
 
@@ -31,13 +30,12 @@ def policy_for(quotas: Quotas) -> FairShare:
 
 
 def decay_usage(tokens: float, seconds: float) -> float:
-    """Return how many of the tokens that a tenant trained still count after the given seconds, by exponential
-    decay."""
+    """Return a tenant's recent usage in tokens after `seconds` of exponential decay."""
     return float(tokens * 0.5 ** (seconds / RECENT_SECONDS))
 
 
 def queue_values(jobs: Sequence[QueuedJob], usage: Mapping[str, TenantUsage]) -> dict[str, Any]:
-    """Return the facts by which the policy ranks the jobs. They are recorded with each window."""
+    """Return the inputs of the policy as JSON values, which are recorded with each window."""
     return {
         "recent_tokens": {tenant: one.recent_tokens for tenant, one in usage.items()},
         "jobs": {
@@ -59,7 +57,8 @@ def rank_queue(
     rows: Sequence[JobRow],
     new_jobs: Sequence[QueuedJob] = (),
 ) -> Ranking:
-    """Rank the jobs of `rows` that train or wait, and new ones, as the training process would rank them now.
+    """Rank the running and waiting jobs among `rows`, and `new_jobs`, as the training process would rank them
+    now.
 
     Jobs that were submitted after the last window are assumed to be as large as the largest other job.
     """
@@ -118,7 +117,7 @@ def new_job(requests: RequestStore, submission: Submission, position: int = 0) -
 
 
 def _job_shape(name: str, priority: int, batch_tokens: int) -> JobShape:
-    """Return a shape with the sizes that a policy reads."""
+    """Return a job shape in which only the fields that policies read are set."""
     return JobShape(
         name=name,
         priority=priority,

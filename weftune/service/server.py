@@ -1,4 +1,4 @@
-"""The HTTP process of a service: opens the stores, and runs the application until SIGTERM."""
+"""The HTTP process of a service, which opens the stores and runs the application until SIGTERM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weftune.service.store.records import TrainingStore
 from weftune.service.store.requests import RequestStore
 
 GRACE_SECONDS = 10
-"""Maximum seconds that requests in progress have to end after SIGTERM."""
+"""Maximum seconds after SIGTERM in which requests in progress may end."""
 
 
 def serve(settings: ServiceSettings, limits: RequestLimits | None = None) -> None:

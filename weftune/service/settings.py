@@ -18,14 +18,14 @@ EPOCHS = "epochs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """The jobs for which the layout is chosen at the start, since an idle service has none yet."""
+    """Expected jobs, for which the layout is chosen when the service starts and has no jobs yet."""
 
     jobs: int = 16
     """Number of jobs that train at the same time."""
     rank: int = 16
     """Rank of their adapters, on all linears."""
     sample_tokens: int = 1024
-    """Number of tokens of their longest samples."""
+    """Number of tokens of the longest samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class ServiceSettings:
     envelope: Envelope = field(default_factory=Envelope)
     quotas: Quotas = field(default_factory=Quotas)
     announce: str | None = field(default=None, repr=False)
-    """Address of a running vLLM, without `/v1`, that is to load finished adapters. None announces none."""
+    """URL of a running vLLM, without `/v1`, that loads finished adapters. None disables announcements."""
     metrics: Mapping[str, str] = field(default_factory=dict)
     """Maps the name of each Python metric that jobs may use to `FILE.py:NAME`, with an absolute path."""
 
@@ -74,16 +74,17 @@ class ServiceSettings:
 
     @property
     def base_name(self) -> str:
-        """Name of the base in the API: never a path of this machine."""
+        """Name of the base in the API. It never contains a path of this machine."""
         return public_name(self.base)
 
     def file_path(self, id: str) -> Path:
-        """Return the content of an uploaded file; its ending tells how it is read."""
+        """Return the path of an uploaded file. The suffix determines how it is read."""
         return self.files / f"{id}.jsonl"
 
     @property
     def jobs(self) -> Path:
-        """Folder with one folder per job, named by the job's id: checkpoints and the finished adapter."""
+        """Folder with one folder per job, named by its id, which holds its checkpoints and finished
+        adapter."""
         return self.store / "jobs"
 
     @property
@@ -105,7 +106,7 @@ def public_name(base: BaseSpec) -> str:
 
 
 def refuse_other_base(settings: ServiceSettings) -> None:
-    """Refuse a store whose jobs were trained on another base: their adapters would not fit."""
+    """Refuse a store whose jobs were trained on another base, since their adapters do not fit this base."""
     path = settings.store / CLAIM
     try:
         claim = json.loads(path.read_bytes())
@@ -123,7 +124,7 @@ def refuse_other_base(settings: ServiceSettings) -> None:
 
 
 def _changed_fields(old_base: BaseSpec, new_base: BaseSpec) -> str:
-    """Return the keys in which two bases differ, with the values of the old one."""
+    """Return the names of the fields in which two bases differ, with the old base's values."""
     before, after = old_base.record(), new_base.record()
     return ", ".join(f"{key}: {before[key]}" for key in before if before[key] != after[key])
 

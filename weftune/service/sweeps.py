@@ -40,7 +40,7 @@ class ServiceSweep(RunningSweep):
         self._service_store.add_sweep_event(self.sweep.name, sentence)
 
     def _add_events(self, record: SweepRecord) -> None:
-        """Add an event for each new decision. The database ignores those of earlier processes."""
+        """Add an event for each decision. The database ignores decisions that are already recorded."""
         for number, decision in enumerate(record.decisions[self._event_count :], self._event_count + 1):
             kept = ", ".join(self._names[name] for name in decision.kept)
             many = f"{len(decision.kept)} of {decision.began} trials continue"
@@ -69,13 +69,14 @@ class ServiceSweep(RunningSweep):
 
 
 def has_ended(record: SweepRecord) -> bool:
-    """Whether all trials have ended, and the best are known unless none has finished."""
+    """Return whether a sweep has ended: all trials have ended, and its best trials are known if any has
+    finished."""
     states = {trial.state for trial in record.trials}
     return states <= {"left", "failed", "finished"} and ("finished" not in states or bool(record.best))
 
 
 def unfinished_sweeps(store: ServiceJobStore) -> list[str]:
-    """Return the sweeps that have begun and whose end is not recorded."""
+    """Return the ids of sweeps that have begun and not ended, according to their records."""
     found = []
     for path in sorted(store.output.glob(f"*/{SWEEP_FILE}")):
         record = None

@@ -1,4 +1,5 @@
-"""The training process of a service: the loop of `weftune train` with jobs and commands of the database."""
+"""The training process of a service: the loop of `weftune train`, with jobs and commands from the
+database."""
 
 from __future__ import annotations
 
@@ -56,15 +57,16 @@ log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 15.0
 CHAT_REST_SECONDS = 60.0
-"""Seconds for which passes stay short after an answer, since the chat may continue with another prompt."""
+"""Seconds after an answer during which passes are kept short, since another prompt of the chat may follow."""
 ANNOUNCED_JOBS = 100
-"""Maximum number of adapters of earlier processes that are announced at the start, the newest ones."""
+"""Maximum number of adapters of earlier processes that are announced at the start. The newest are
+announced."""
 FINAL_SECONDS = 15.0
-"""Maximum seconds of waiting for a locked database when the process starts and when it ends."""
+"""Maximum seconds to wait for a locked database at the start and at the end of the process."""
 LEASE_LOST = 75
 """Exit code of a process whose lease was taken by another one."""
 BATCH_ROWS = 16
-"""Rows of a global batch of the jobs for which the layout is chosen."""
+"""Rows per global batch of the expected jobs, for which the layout is chosen."""
 MAX_CRASHES = 3
 """Number of times that the process may die while a job trains and makes no progress, before the job fails."""
 CRASHED = "the training process ended unexpectedly"
@@ -72,14 +74,14 @@ CRASHED = "the training process ended unexpectedly"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerMemory:
-    """Device bytes that are reserved for generated answers; jobs are admitted to the rest."""
+    """Device bytes that are reserved for generated answers. Jobs are admitted to the remaining memory."""
 
     chat: int
     """Bytes of the keys and values of answers to prompts."""
     evaluation: int
-    """Bytes of the keys and values of the answers by which jobs are evaluated."""
+    """Bytes of the keys and values of answers that are generated for evaluations."""
     adapters: int
-    """Bytes of adapters that are attached to answer prompts although they do not train."""
+    """Bytes of adapters that are attached only to answer prompts."""
 
     @property
     def total(self) -> int:
@@ -90,7 +92,7 @@ ANSWER_MEMORY = {
     "cuda": AnswerMemory(chat=2 << 30, evaluation=1 << 30, adapters=1 << 30),
     "cpu": AnswerMemory(chat=256 << 20, evaluation=128 << 20, adapters=128 << 20),
 }
-"""Maps each type of device to the memory that is reserved for answers on it."""
+"""Maps each device type to the memory that is reserved for answers."""
 
 
 def main(settings: ServiceSettings) -> None:
@@ -115,7 +117,7 @@ def end_process(lost_lease: LeaseLost) -> None:
 
 
 class _HeldLease:
-    """A context in which the process holds the lease, which a thread renews while windows run."""
+    """A context in which the process holds the lease. A thread renews the lease until the context ends."""
 
     def __init__(self, training: TrainingStore) -> None:
         self._training = training
@@ -152,7 +154,7 @@ class TrainingService:
         self.inbox = ServiceInbox(requests, self.store, self.prepare)
         self.policy = policy_for(settings.quotas)
         self._queue: dict[str, Any] = {}
-        """Values by which the jobs were ranked for the running window."""
+        """Inputs of the policy when it ranked the jobs for the current window."""
         self.loop: Loop | None = None
         self._suspects: dict[str, int] = {}
         """Maps each job that may have crashed the process to its step at the last crash."""
@@ -241,8 +243,8 @@ class TrainingService:
         self.store.flush(FINAL_SECONDS)
 
     def _begin_sweep(self, name: str) -> None:
-        """Add a sweep to the loop, with the decisions of earlier processes. Sweeps that have ended since are
-        removed."""
+        """Add a sweep to the loop, with the decisions of earlier processes, and remove sweeps that have
+        ended."""
         assert self.loop is not None
         sweeps = self.loop.sweeps
         for ended in [one for one in sweeps.sweeps if isinstance(one, ServiceSweep) and one.has_ended]:
@@ -277,7 +279,7 @@ class TrainingService:
                 announcer.withdraw(row.id, self._model_name(row))
 
     def _model_name(self, row: JobRow) -> str:
-        """Return the name of the adapter of a job, which may have been deleted."""
+        """Return the name of a job's adapter, even if the adapter has been deleted."""
         submission = self.requests.submission(None, row.id)
         assert submission is not None, f"{row.id} was submitted"
         return str(AdapterName(self.settings.base_name, row.tenant, submission.suffix or "", row.id))
@@ -288,8 +290,8 @@ class TrainingService:
         self.store.advance_job(row.id, step, row.status.steps, tokens)
 
     def _has_crashed_too_often(self, row: JobRow) -> bool:
-        """Fail a job during which the process has died `MAX_CRASHES` times at the same step; with fewer
-        deaths, it trains again without the other jobs that are suspected."""
+        """Return whether the process has died `MAX_CRASHES` times while this job was at the same step; the
+        job is then failed. After fewer crashes, suspected jobs are trained one at a time."""
         reasons = [one.reason for one in self.training.transitions(row.id) if one.new is State.QUEUED]
         if row.state is State.RUNNING:
             reasons.append(f"{CRASHED} at step {row.status.step}")
@@ -309,7 +311,7 @@ class TrainingService:
         return False
 
     def _recover_epochs(self, name: str) -> None:
-        """Record checkpoints that were written just before the last process died."""
+        """Record checkpoints that the previous process wrote, but did not record before it died."""
         known = {one.step for one in self.training.checkpoints(name)}
         for folder in sorted((self.store.output / name / EPOCHS).glob("step-*")):
             step = int(folder.name.removeprefix("step-"))
@@ -340,7 +342,7 @@ class TrainingService:
         return replace(job, shape=replace(job.shape, priority=priority))
 
     def rank(self, waiting: Sequence[JobShape], attached: Sequence[JobShape]) -> Ranking:
-        """Order the jobs by the service's policy, and hold back those that may crash the process."""
+        """Rank the jobs by the service's policy, and hold back jobs that may crash the process."""
         now, notes = time.time(), self.store.notes
         jobs = [
             QueuedJob(
@@ -378,7 +380,8 @@ class TrainingService:
     def _suspects_that_wait(
         self, waiting: Sequence[JobShape], attached: Sequence[JobShape]
     ) -> dict[str, str]:
-        """Return the suspected jobs that wait until another one of them has made progress or ended."""
+        """Return a mapping from each suspected job that must wait to the reason. Only one suspected job
+        trains at a time."""
         for name in [name for name in self._suspects if name not in self.store.notes]:
             del self._suspects[name]
         suspects = [shape.name for shape in (*attached, *waiting) if shape.name in self._suspects]
@@ -395,7 +398,7 @@ class TrainingService:
         self.store.record_pass(event.microbatch, one.seconds, predicted, one.training)
 
     def _describe_device(self) -> dict[str, Any]:
-        """Return the device's name, the bytes of its memory by purpose, and the queue."""
+        """Return the device's name, its memory in bytes by purpose, and the queue."""
         assert self.loop is not None
         memory, device = self.loop.learned.memory, self.loop.base.device
         attached = [self.loop.jobs[name].shape for name in self.loop.executor.attached]
@@ -425,7 +428,7 @@ class TrainingService:
             self._save_epoch(job, event.step, dict(notes.metrics))
 
     def _save_epoch(self, job: PreparedJob, step: int, metrics: dict[str, Any]) -> None:
-        """Begin to write the adapter of this step to a folder of its own."""
+        """Begin to write the adapter of this step to a separate folder."""
         assert self.loop is not None
         executor, folder = self.loop.executor, self.store.epoch_folder(job.name, step)
         assert isinstance(executor, Executor), "a service trains in one process"

@@ -40,30 +40,33 @@ Locate = Callable[[Path, str], str]
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether `text` may be a repository id on the Hub (`owner/name` or `name`) and not a missing file."""
+    """Return whether `text` has the form of a repository id on the Hub (`owner/name` or `name`), rather than
+    of a path."""
     return re.fullmatch(f"(?:{HUB_PART}/)?{HUB_PART}", text) is not None and not text.lower().endswith(
         FILE_SUFFIXES
     )
 
 
 def is_revision(text: str) -> bool:
-    """Whether `text` may be a revision on the Hub, whose client builds a path from it."""
+    """Return whether `text` is a valid revision on the Hub. Others are refused because the Hub's client
+    builds a path from it."""
     return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*", text) is not None
 
 
 def resolve_path(folder: Path, text: str) -> Path:
-    """Return the absolute path of `text` in `folder`, without following links: in the Hub's cache a GGUF file
-    is a link to a name without a suffix."""
+    """Return the absolute path of `text` in `folder`. Links are not followed, since in the Hub's cache a GGUF
+    file is a link to a file without a suffix."""
     return Path(os.path.normpath((folder / Path(os.path.expanduser(text))).absolute()))
 
 
 def path_exists(path: Path) -> bool:
-    """Return whether a path exists. Path.exists would raise for paths that are invalid on every system."""
+    """Return whether a path exists. Return False for invalid paths, for which `Path.exists` raises an
+    error."""
     return os.path.exists(path)
 
 
 def missing_path_message(folder: Path, text: str, description: str = "file") -> str:
-    """Return the message for a path that does not exist, with the most similar existing file."""
+    """Return the message for a path that does not exist. It names the most similar existing file."""
     if "\0" in text:
         return "holds a zero byte, which no path can"
     path = resolve_path(folder, text)
@@ -84,7 +87,8 @@ def missing_path_message(folder: Path, text: str, description: str = "file") -> 
 
 
 def locate_rows(folder: Path, text: str) -> str:
-    """Locate an existing file or folder, or else an id on the Hub."""
+    """Return the absolute path of a file or folder of rows, or `text` itself if it is a repository id on the
+    Hub."""
     path = resolve_path(folder, text)
     if path_exists(path):
         return str(path)
@@ -168,7 +172,7 @@ def build_job(record: type[Record], layer: Layer, folder: Path) -> tuple[Record 
 
 
 def _sweep_hint(values: Mapping[str, Any], location: Loc) -> str:
-    """Return the hint to use a sweep if a list was written where a single value belongs."""
+    """Return a hint to use `sweep` if a list was given where a single value belongs; otherwise empty."""
     value: Any = values
     for part in location:
         value = child_value(value, part)
@@ -197,13 +201,14 @@ def _set_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _may_have_head(adapter: Any) -> bool:
-    """Whether the files of an adapter with these keys can hold a scalar head."""
+    """Return whether adapter files for these keys can contain a scalar head."""
     kind = adapter.get("kind", "lora") if isinstance(adapter, Mapping) else None
     return isinstance(kind, str) and kind in KINDS and issubclass(KINDS[kind], LoraSpec)
 
 
 def _build_adapter(keys: Any) -> tuple[Any, list[Fault]]:
-    """Return the adapter's record and its faults; a value that is no mapping is returned unchanged."""
+    """Return the adapter's record and the faults in its keys. A value that is not a mapping is returned
+    unchanged."""
     if not isinstance(keys, Mapping):
         return keys, []
     kind = keys.get("kind", "lora")
@@ -225,7 +230,8 @@ def _build_adapter(keys: Any) -> tuple[Any, list[Fault]]:
 
 
 def _build_objective(keys: Any) -> tuple[Any, list[Fault]]:
-    """Return the objective's record and its faults; a value that is no mapping is returned unchanged."""
+    """Return the objective's record and the faults in its keys. A value that is not a mapping is returned
+    unchanged."""
     if not isinstance(keys, Mapping):
         return keys, []
     kind = keys.get("kind", "sft")
@@ -248,7 +254,7 @@ LOCATED: tuple[tuple[str, str, Locate], ...] = (
     ("eval", "metric", locate_metric),
     ("adapter", "init_from", locate_adapter),
 )
-"""Keys whose values are or contain paths, each with the function that resolves it."""
+"""Section and key of each value that is or contains a path, with the function that resolves the path."""
 
 
 def _resolve_paths(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[Fault]]:
@@ -279,7 +285,7 @@ def _resolve_paths(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any]
 
 
 def _contradiction_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield faults in the name, and in keys that are valid by themselves but contradict each other."""
+    """Yield faults in the job's name, and in keys that are valid by themselves but contradict each other."""
     if "name" in values and (sentence := name_fault(values["name"])):
         yield Fault(("name",), sentence)
     if values.get("epochs") is not None and values.get("steps") is not None:
@@ -291,7 +297,7 @@ def _contradiction_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _betas_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
-    """Check the number of betas before their types: pydantic would report each missing beta."""
+    """Yield a fault if there are not two betas. Pydantic would report each missing beta separately."""
     if "betas" not in values:
         return
     betas = values["betas"]
@@ -363,7 +369,7 @@ def _preference_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _head_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield the reasons why the job cannot train a scalar head or does not need one."""
+    """Yield a fault if the job cannot train a scalar head, or has one that its objective does not need."""
     objective, adapter, held_out = (values.get(key) for key in ("objective", "adapter", "eval"))
     kind = objective.get("kind", "sft") if isinstance(objective, Mapping) else "sft"
     if not isinstance(kind, str) or kind not in OBJECTIVES:
@@ -436,7 +442,7 @@ def _token_faults(tokens: Any) -> Iterator[Fault]:
 
 
 def _init_faults(adapter: Mapping[str, Any]) -> Iterator[Fault]:
-    """Check that the initialisation of virtual tokens is given only once."""
+    """Yield a fault if the initialisation of virtual tokens is given more than once."""
     init, text = adapter.get("init", "random"), adapter.get("init_text", "")
     if init == "text" and not text:
         yield Fault(("adapter", "init"), "text needs init_text: the text that virtual tokens start from")
@@ -463,7 +469,8 @@ def _layer_faults(layers: Any) -> Iterator[Fault]:
 
 
 def _expression_faults(text: str, expression: str, location: Loc) -> Iterator[Fault]:
-    """Check the regular expression `expression`. Messages quote `text`, the part that the user wrote."""
+    """Yield a fault if `expression` is not a valid regular expression. Messages quote `text`, which is the
+    part of it that the user wrote."""
     if not text:
         yield Fault(location, "must not be empty")
     if slow := slow_pattern_error([expression]):
@@ -486,12 +493,12 @@ NO_SCALING: Mapping[str, str] = {
     "su": BY_LONGEST,
     "default": "scales nothing; leave rope_scaling out",
 }
-"""Maps each rope type of transformers that is refused to the reason."""
+"""Maps each unsupported rope type of transformers to the reason why it is refused."""
 
 
 def check_rope(base: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the keys of the base, in which `type`, an older name of `rope_type`, is renamed, and those
-    faults of the rope scaling that a check of types does not find."""
+    """Return the keys of the base and the faults in its rope scaling that a check of types does not find. In
+    the keys, `type` is renamed to `rope_type`, its newer name."""
     keys = base.get("rope_scaling")
     if not isinstance(keys, Mapping):
         return dict(base), []

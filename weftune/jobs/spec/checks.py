@@ -1,5 +1,7 @@
-"""Checks of jobs that need the base or the other jobs of the run: targets that match nothing, samples longer
-than the base's context, ranks larger than a layer's width, adapters that cannot start from one another."""
+"""Checks of jobs against the base and the other jobs of the run.
+
+Examples are targets that match nothing, samples longer than the base's context, ranks larger than a layer's
+width, and jobs that start from incompatible adapters."""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ from weftune.jobs.store.job_file import read_job_file
 from weftune.plan.cost.memory import format_bytes
 
 HIGH_RATE, HIGH_DECAY = 0.1, 1.0
-"""Learning rate and weight decay above which a decimal point was probably missed: a step of Adam moves every
-weight by about the learning rate."""
+"""Learning rate and weight decay above which a warning says that the value may be a typing error. A step of
+Adam changes every weight by about the learning rate."""
 MIN_TOKENS = 2
-"""Minimum number of tokens in a sample: the second token is predicted from the first."""
+"""Minimum number of tokens in a sample, of which the second is predicted from the first."""
 NAMED = 4
-"""Maximum number of jobs that a message names; of more jobs, it gives the number."""
+"""Maximum number of jobs that a message names. If there are more, it gives their number instead."""
 
 
 def check_on_base(
@@ -58,8 +60,8 @@ def check_targets(
 def check_lengths(
     jobs: Sequence[JobSpec], shape: ModelShape, base: BaseSpec, locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return a mistake for every `max_length` above the base's context. The message names all jobs with
-    it."""
+    """Return a mistake for each different `max_length` above the base's context. The message names all jobs
+    that have it."""
     over: dict[tuple[str, int], list[str]] = {}
     for job in jobs:
         if job.data.max_length is not None and job.data.max_length > shape.context:
@@ -221,8 +223,8 @@ def rope_warnings(jobs: Sequence[JobSpec], base: BaseSpec) -> list[str]:
 def data_warnings(
     job: JobSpec, samples: int, steps: int, evaluates_trained_rows: bool = False
 ) -> Iterator[str]:
-    """Yield warnings that depend on the data: the number of samples, the number of steps in the run, and
-    whether all rows of the evaluation are also trained on."""
+    """Yield warnings that depend on the number of samples, the number of steps, and whether all evaluation
+    rows are also trained on."""
     if evaluates_trained_rows:
         yield (
             "every row of its evaluation is also a training row, so its validation loss does not show what "
@@ -238,7 +240,7 @@ def data_warnings(
 
 
 def merge_repeated_sentences(sentences: Iterable[tuple[str, str]]) -> list[str]:
-    """Return every sentence once, as `a, b: sentence` if several jobs have the same one."""
+    """Return each distinct sentence once, preceded by the names of its jobs, as in `a, b: sentence`."""
     jobs: dict[str, dict[str, None]] = {}
     for job, sentence in sentences:
         jobs.setdefault(sentence, {})[job] = None
@@ -365,13 +367,13 @@ def _max_rank(site: SiteShape) -> int:
 
 SOURCE: Loc = ("adapter", "init_from", "job")
 MAX_NAMED = 8
-"""Maximum number of jobs that a message names; of more jobs, it gives the number."""
+"""Maximum number of jobs that a message names. If there are more, it gives their number instead."""
 
 
 def name_faults(
     jobs: Sequence[JobSpec], known_names: Sequence[str], trials: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield every job whose source job cannot be a source, with the error message. `known_names` are all
+    """Yield each job that cannot start from its source job, with the error message. `known_names` are all
     names of the run, and `trials` maps the names of trials to their sweeps."""
     sources = {job.name: source for job in jobs if (source := source_job(job.adapter))}
     trials = trials or {}
@@ -409,7 +411,8 @@ def _unknown_source_message(source: str, known_names: Sequence[str]) -> str:
 
 
 def _source_cycle(name: str, sources: Mapping[str, str]) -> list[str]:
-    """Return the chain of sources from `name` back to itself; empty if it does not lead back."""
+    """Return the chain of source jobs from `name` back to itself, or an empty list if there is no such
+    cycle."""
     way = [name]
     while (source := sources.get(way[-1], "")) and source not in way:
         way.append(source)
@@ -419,7 +422,7 @@ def _source_cycle(name: str, sources: Mapping[str, str]) -> list[str]:
 def check_names(
     jobs: Sequence[JobSpec], known_names: Sequence[str], locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return the faults of `name_faults` as mistakes, for jobs created in Python."""
+    """Return what `name_faults` finds as mistakes, for jobs created in Python."""
     return [Mistake(locate(name, *SOURCE), sentence) for name, sentence in name_faults(jobs, known_names)]
 
 

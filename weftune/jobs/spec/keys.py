@@ -22,8 +22,8 @@ from weftune.jobs.sweeps.spec import Halving, SweepSpec
 from weftune.objectives.spec import OBJECTIVES, ObjectiveSpec
 
 CUTOFF = 0.8
-"""Minimum similarity of a suggestion. It is above 0.75, since words of four letters that differ in one letter
-may be unrelated, such as dora and lora."""
+"""Minimum similarity of a suggested word. It is above 0.75, because words of four letters that differ in one
+letter, such as dora and lora, may be unrelated."""
 MIN_LETTERS = 3
 
 
@@ -41,7 +41,7 @@ def nearest_word(unknown_word: str, known_words: Iterable[str]) -> str | None:
 MAX_NAME_LETTERS = 64
 
 DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
-"""Names that Windows reserves, with or without a suffix."""
+"""File names that are reserved on Windows, with or without a suffix."""
 
 OUTPUT_NAMES = {
     "metrics.jsonl", "windows.jsonl", "status.json", "learned.json", "promise.json", "shares.json",
@@ -72,7 +72,7 @@ def name_fault(name: Any) -> str | None:
 
 
 def repeated_names(names: Sequence[Any]) -> Iterator[tuple[int, str]]:
-    """Yield the position of every name that is already the name of an earlier job, with the error message."""
+    """Yield the index of every name that an earlier job already has, with the error message."""
     first: dict[str, int] = {}
     for index, name in enumerate(names):
         if not isinstance(name, str):
@@ -105,7 +105,8 @@ class EarlyStop:
 
 
 class JobKeys(TypedDict, total=False):
-    """The keywords of a JobSpec in Python: the keys of jobs.yaml, with rows or records in place of paths."""
+    """The keyword arguments of JobSpec: the keys of jobs.yaml, where rows and records may be given instead of
+    paths and mappings."""
 
     name: Required[str]
     adapter: AdapterSpec | Mapping[str, Any]
@@ -168,19 +169,19 @@ SAME_FOR_ALL: Mapping[str, str] = {
     "priority": "it decides when a trial is trained, not what comes of it",
     "sweep": "a sweep holds no other",
 }
-"""Maps the first part of a key to the reason why all trials of a sweep share its value."""
+"""Maps the first part of a key to the reason why all trials of a sweep must have the same value."""
 
 
 def shared_value_reason(location: Sequence[str | int]) -> str | None:
-    """Return why all trials of a sweep share the value at `location`, or None if they may differ: they may
-    differ in numbers of the objective, such as `objective.beta`."""
+    """Return why all trials of a sweep must have the same value at `location`, or None if they may differ.
+    They may differ in numbers of the objective, such as `objective.beta`."""
     if location[0] == "objective" and len(location) > 1 and location[1] not in ("kind", "loss_type"):
         return None
     return SAME_FOR_ALL.get(str(location[0]))
 
 
 INNER = ("source", "generate", "halving", "init_from", "rope_scaling")
-"""Sections inside other sections; their keys are not suggested for unknown keys of other sections."""
+"""Sections that are nested in other sections. Their keys are not suggested for unknown keys elsewhere."""
 
 FOREIGN: Mapping[str, str] = {
     "adapter.rank": "r lora_r lora_rank",
@@ -238,7 +239,8 @@ FOREIGN: Mapping[str, str] = {
     "sweep.mode": "goal direction",
     "sweep.halving": "early_terminate pruner",
 }
-"""Maps each key of Weftune (behind its section, unless it belongs to the job) to its names in other tools."""
+"""Maps each key of Weftune, with its section unless it is a key of the job itself, to its names in other
+tools."""
 RENAMED = {name: ours for ours, names in FOREIGN.items() for name in names.split()}
 
 _ADVICE: Mapping[str, str] = {
@@ -314,11 +316,12 @@ _ANSWERED: Mapping[str, str] = {
     "special_tokens": "leave it out, the tokenizer's own are used",
 }
 ANSWERED = {key: sentence for keys, sentence in _ANSWERED.items() for key in keys.split()}
-"""Maps each key of another tool that has no counterpart to advice what to do instead."""
+"""Maps each key of another tool that has no counterpart to advice on what to do instead."""
 
 
 def unknown_key(section: str, key: str) -> str:
-    """Return the message for a key that `section` does not have; the message always says how to fix it."""
+    """Return the message for an unknown key of `section`. The message always says how to correct the
+    mistake."""
     known, title = SECTIONS[section], TITLES.get(section, section)
     plain = key.strip().lower().replace("-", "_")
     if plain in known:
@@ -344,7 +347,7 @@ def unknown_key(section: str, key: str) -> str:
 
 
 def _relative_name(section: str, target: str) -> str:
-    """Return the name of `target` relative to `section`, in which the user wrote it."""
+    """Return the dotted key `target` relative to `section`."""
     home, _, key = target.rpartition(".")
     home = home or "job"
     if home == section:

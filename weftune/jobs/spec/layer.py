@@ -1,5 +1,5 @@
-"""The keys of a job as written, each with its file and line: shorthands are expanded, and the keys are merged
-over the defaults."""
+"""The keys of a job as the user wrote them, with file and line. This module expands shorthands and merges the
+keys over the defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Loc = tuple[str | int, ...]
 """Location of a value as keys and indices: `("jobs", 2, "adapter", "rank")`."""
 
 ROWS = "rows"
-"""Key of rows that are passed from Python; they are never inspected here, since there may be millions."""
+"""Key of rows that are passed from Python. Rows are never inspected here, since there may be millions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ def dotted_name(location: Loc) -> str:
 def source_locations(
     values: Any, root: Loc = (), file: str = "", lines: Mapping[Loc, int] | None = None
 ) -> Places:
-    """Map the location of every value, relative to `root`, to the place where the value was written. A value
-    without a line gets the line of its parent."""
+    """Return a mapping from the location of every value, relative to `root`, to the place where it was
+    written. A value without a line gets the line of its parent."""
     places: Places = {}
     known = lines or {}
 
@@ -97,15 +97,16 @@ def find_source_location(places: Places, location: Loc) -> Place:
 
 
 def nest_source_locations(places: Places, outer_location: Loc, key: str) -> None:
-    """Expand a shorthand: move the places of all values at `outer_location` one level deeper, under `key`."""
+    """Move the places of all values at `outer_location` one level deeper, under `key`, for a shorthand that
+    is expanded."""
     for loc, place in list(places.items()):
         if loc[: len(outer_location)] == outer_location:
             places[(*outer_location, key, *loc[len(outer_location) :])] = place
 
 
 def sort_mistakes(mistakes: list[Mistake]) -> list[Mistake]:
-    """Return the mistakes by line, without repetitions: one in `defaults` would otherwise be repeated for
-    every job."""
+    """Return the mistakes sorted by line, without repetitions. A mistake in `defaults` would otherwise be
+    repeated for every job."""
     return list(dict.fromkeys(sorted(mistakes, key=lambda mistake: mistake.line)))
 
 
@@ -174,7 +175,7 @@ def _has_value(values: Any, location: Loc) -> bool:
 
 
 def layer_from_keywords(keywords: Mapping[str, Any]) -> Layer:
-    """Return the keywords of a JobSpec as a layer, equal to the layer that a file with these keys gives."""
+    """Return the keyword arguments of a JobSpec as a layer, like the layer of a file with these keys."""
     values = dict(keywords)
     if is_row_data(values.get("data")):
         values["data"] = {ROWS: values["data"]}
@@ -183,8 +184,8 @@ def layer_from_keywords(keywords: Mapping[str, Any]) -> Layer:
 
 
 def is_row_data(data: Any) -> bool:
-    """Whether `data` contains the rows themselves. Otherwise it is a mixture of datasets: a list of paths or
-    {path, weight}."""
+    """Return whether the list `data` contains rows. Otherwise it is a mixture of datasets: paths, or {path,
+    weight}."""
     if isinstance(data, list | tuple):
         return not data or not all(isinstance(item, str | Path) or _is_source(item) for item in data)
     is_path_or_keys = isinstance(data, str | bytes | Path | Mapping) or is_dataclass(data)

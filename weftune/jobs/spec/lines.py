@@ -15,11 +15,12 @@ from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.layer import Loc, Place, dotted_name
 
 MAX_NODES = 50_000
-"""Maximum number of values in a file, more than any real file has: nested aliases can expand a few lines to
-billions of values."""
+"""Maximum number of values in a file. Without a limit, nested aliases could expand a few lines to billions of
+values."""
 MAX_CHARACTERS = 1_000_000
 MAX_DEPTH = 50
-"""Maximum nesting depth of lists and mappings. The YAML reader checks all enclosing ones for every token."""
+"""Maximum nesting depth of lists and mappings. The time of the YAML reader per token is proportional to the
+depth."""
 
 TAG = "tag:yaml.org,2002:"
 
@@ -128,8 +129,8 @@ class Document:
         return result
 
     def _merge_values(self, node: yaml.Node, location: Loc) -> dict[str, Any]:
-        """Return the values that `<<` merges: those of one mapping, or of a list of mappings, in which
-        earlier mappings take precedence."""
+        """Return the values that a key `<<` merges, from one mapping or a list of mappings. Earlier mappings
+        take precedence."""
         parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
         result: dict[str, Any] = {}
         for part in reversed(parts):
@@ -163,7 +164,7 @@ class Document:
 
 
 def read_yaml(path: Path) -> Document:
-    """Read one YAML file; a file that is not YAML raises a SpecError with the line."""
+    """Read a YAML file. Raise SpecError with the line if it is not valid YAML."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:

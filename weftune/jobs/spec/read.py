@@ -45,7 +45,7 @@ from weftune.jobs.sweeps.spec import Sweep
 
 OUTPUT = "output"
 ANY_DEFAULTS = 100
-"""Number of values that `defaults` may always have, whatever the number of jobs. A job has some 40 keys."""
+"""Number of values that `defaults` may have regardless of the number of jobs. A job has about 40 keys."""
 
 
 ShapeOf = Callable[[BaseSpec], ModelShape | None]
@@ -87,10 +87,10 @@ class _Reader:
     folder: Path
     lines: Mapping[Loc, int]
     yaml_mistakes: list[Mistake]
-    """Mistakes in the YAML itself; no other mistakes are reported for the same values."""
+    """Mistakes in the YAML syntax. No other mistakes are reported for the same values."""
     shape_of: ShapeOf | None = None
     known_jobs: Sequence[str] = ()
-    """Jobs that are not in the file, from which its jobs may start."""
+    """Names of jobs outside the file from which its jobs may start."""
     mistakes: list[Mistake] = field(default_factory=list)
 
     def run(self, values: Any, file: Path | None) -> RunSpec:
@@ -132,7 +132,7 @@ class _Reader:
             raise SpecError([*sort_mistakes(mistakes), *dict.fromkeys(more_mistakes)])
 
     def target_mistakes(self, run: RunSpec) -> Sequence[Mistake]:
-        """Return the mistakes in targets; a base that cannot be inspected is also a mistake."""
+        """Return the mistakes in targets, or a mistake if the base cannot be inspected."""
         if self.shape_of is None or not run.jobs:
             return ()
         try:
@@ -278,7 +278,8 @@ class _Reader:
         return self.layer(keys, ("defaults",))
 
     def layer(self, keys: Mapping[str, Any], location: Loc) -> Layer:
-        """Return the keys at `location` with shorthands expanded; rows can be passed from Python only."""
+        """Return the keys at `location` as a layer with shorthands expanded. Rows in a file are a mistake,
+        since they can be passed only from Python."""
         data = keys.get("data")
         if not self.file:
             keys = {**keys, "data": {ROWS: data}} if "data" in keys and is_row_data(data) else keys

@@ -1,4 +1,4 @@
-"""`--retry JOB --set KEY=VALUE`: a started job resumes from its last checkpoint with changed settings."""
+"""Changes of settings by `--retry JOB --set KEY=VALUE`, with which a job resumes from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ or the shape of its adapter."""
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """A resumption of a stopped job that the user requested, as recorded in job.yaml."""
+    """A user's request to resume a stopped job, as recorded in job.yaml."""
 
     step: int
     """Step from which the job resumed."""
     reason: str
     """Reason why the job had stopped."""
     changed: Mapping[str, tuple[Any, Any]]
-    """Maps each dotted key to its values (before, after)."""
+    """Maps each changed key, with dots, to the pair of its old and new values."""
     time: float
     """Time of the request in seconds since 1970."""
 
@@ -96,8 +96,8 @@ def apply_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
 
 
 def apply_retries(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec:
-    """Return the job of the file with the changes of earlier retries. A key that now has a third value in the
-    file keeps it, so that it is refused like any other change."""
+    """Return the job from the jobs file with the changes of earlier retries. A key that now has neither the
+    old nor the new value in the file keeps its value, so that it is refused like any other change."""
     known: dict[str, list[Any]] = {}
     for retry in retries:
         for key, change in retry["changed"].items():

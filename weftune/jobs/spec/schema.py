@@ -1,5 +1,5 @@
-"""Error messages for wrong values: numbers out of range, and pydantic's errors, one per value even if the
-value's type is a union."""
+"""Validation of values, with one error message per invalid value: numbers out of range, and errors that
+pydantic reports."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ EXPECTED: Mapping[Loc, str] = {
     ("base",): "a Hub id, a folder, a GGUF file, demo, or a mapping such as {model: demo, dtype: float32}",
     ("base", "rope_scaling"): "a mapping such as {rope_type: yarn, factor: 4}",
 }
-"""Maps each location to a description of the allowed values, where the type alone describes them badly."""
+"""Maps each location to a description of its allowed values, for types that do not describe themselves
+well."""
 
 KINDS: Mapping[str, str] = {
     "string_type": "text",
@@ -118,7 +119,7 @@ def _validation_faults(
 
 
 def _error_location(item: ErrorDetails, values: Any) -> Loc:
-    """Return pydantic's location without the names of union members, which are no keys of the values."""
+    """Return pydantic's location without the names of union members, which are not keys of the values."""
     loc = item["loc"]
     found: list[str | int] = []
     for index, part in enumerate(loc):
@@ -192,7 +193,7 @@ BOUNDS: Mapping[Loc, Bound] = {
 
 
 def bound_of_key(location: Loc) -> Bound | None:
-    """Return the allowed range of the number at `location`; None if no number belongs there."""
+    """Return the allowed range of the number at `location`; None if the value there is not a number."""
     for pattern, bound in BOUNDS.items():
         if len(pattern) == len(location) and all(
             part in (ANY, own) for part, own in zip(pattern, location, strict=True)

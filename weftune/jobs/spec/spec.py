@@ -1,4 +1,4 @@
-"""The records of a job and of a run, and the plain mapping by which two versions of a job are compared."""
+"""The specs of a job and of a run, and the comparison of two versions of a job as plain mappings."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class RunSpec:
     """Maps each job name to the places where its keys were written."""
 
     def locate(self, job: str, *location: str | int) -> str:
-        """Return where `loc` of a job was written, for mistakes found only when the base is known."""
+        """Return the file and line in which the user wrote the key of a job at `location`."""
         return (
             str(find_source_location(self.places[job], location))
             if job in self.places
@@ -107,18 +107,19 @@ class RunSpec:
 
 
 def locate_in_job(job: str, *location: str | int) -> str:
-    """Return the place of a key in a job that was made in Python."""
+    """Return the key at `location` of a job that was created in Python, as named in messages."""
     return f"job {job} {dotted_name(location)}"
 
 
 def to_steps(value: float, total: int) -> int:
-    """Return `value` in steps: below 1 it is a share of the run's `total`, rounded up."""
+    """Return `value` as a number of steps. A value below 1 is a fraction of `total`, and is rounded up."""
     assert value >= 0
     return math.ceil(_decimal_fraction(value) * total) if value < 1 else int(value)
 
 
 def _decimal_fraction(value: float) -> Fraction:
-    """Return the fraction as written in decimal: 0.07 of 100 steps are 7, but slightly more in floats."""
+    """Return the exact fraction that the decimal digits of `value` denote. 0.07 of 100 steps is then 7 and
+    not slightly more."""
     return Fraction(repr(float(value)))
 
 
@@ -160,7 +161,7 @@ def _to_plain_values(record: Any) -> dict[str, Any]:
 
 
 ADDED: Mapping[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
-"""Maps each key that resolved jobs of earlier versions lack to the value those versions trained with."""
+"""Maps each key that older versions did not record in job.yaml to the value that they trained with."""
 ADDED_TO_ADAPTERS: Mapping[str, Any] = {
     "target_parameters": [],
     "layers": None,

@@ -36,13 +36,13 @@ Verb = Literal["add", "pause", "resume", "cancel", "priority"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRequest:
-    """A request to a running run."""
+    """A request to a run that is in progress."""
 
     verb: Verb
     job: str = ""
-    """Name of the job; empty for `add`."""
+    """Name of the job. Empty for the verb `add`."""
     priority: int = 0
-    """New priority; for the verb `priority` only."""
+    """New priority. Used by the verb `priority` only."""
     file: str = ""
     """Absolute path of the jobs file to add. Paths in the file are relative to its folder."""
     text: str = ""
@@ -59,7 +59,8 @@ class RequestAnswer:
 
 
 def write_request(records: Path, request: FileRequest) -> Path:
-    """Write a request to the inbox in the folder `records` of a run or a share; return its path."""
+    """Write a request to the inbox in `records`, the folder of a run or of one of its processes. Return the
+    path of the request."""
     folder = records / INBOX
     try:
         folder.mkdir(exist_ok=True)
@@ -115,7 +116,7 @@ def added_path(request: Path) -> Path:
 
 
 def keep_added_file(request: Path) -> None:
-    """Keep an added jobs file for `--resume`. A kill before this leaves the request in the inbox."""
+    """Keep the jobs file of an accepted `add` request, so that `--resume` reads it again."""
     target = added_path(request)
     try:
         target.parent.mkdir(exist_ok=True)
@@ -164,7 +165,8 @@ def is_active(records: Path) -> bool:
 
 
 def find_inbox_folder(output: Path, job: str) -> Path:
-    """Return the folder with the inbox of the process that trains a job: the output or a share's folder."""
+    """Return the folder with the inbox of the process that trains a job. If several processes train into
+    `output`, each has its own folder."""
     for folder in share_folders(output):
         with suppress(OutputError):
             if job in read_status(folder).jobs:
@@ -173,7 +175,8 @@ def find_inbox_folder(output: Path, job: str) -> Path:
 
 
 def read_run_status(output: Path) -> RunStatus:
-    """Return the status of a run without those of its shares. Empty before the first status is written."""
+    """Return the status in the output folder, without those of several processes that divide the jobs. Empty
+    before the first status is written."""
     try:
         return read_status(output)
     except DamagedStatus:

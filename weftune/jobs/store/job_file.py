@@ -130,8 +130,8 @@ def rebuild_status(output: Path, damage_text: str) -> RunStatus:
 
 
 def status_from_folder(folder: Path, lines: Sequence[Mapping[str, Any]] | None = None) -> JobStatus:
-    """Derive the status of a job from its folder: finished if its adapter exists, else queued to resume.
-    `lines` are the job's metrics, if they were read already."""
+    """Derive the status of a job from its folder. It is finished if its adapter exists, and otherwise queued.
+    `lines` are the job's metrics lines, if they have already been read."""
     if lines is None:
         lines = [line for line in _read_lines(folder.parent / METRICS) if line.get("job") == folder.name]
     steps = [line for line in lines if "loss" in line]
@@ -165,15 +165,15 @@ def status_from_folder(folder: Path, lines: Sequence[Mapping[str, Any]] | None =
 
 
 def _metric_key(spec: Any) -> str:
-    """Return the key of the job's own metric in lines of metrics; empty if it has none."""
+    """Return the key of the job's `eval.metric` in metrics lines; empty if it has none."""
     held_out = spec.get("eval") if isinstance(spec, Mapping) else None
     metric = held_out.get("metric") if isinstance(held_out, Mapping) else None
     return f"eval_{metric.rpartition(':')[2]}" if isinstance(metric, str) else ""
 
 
 def _ended_jobs(path: Path) -> dict[str, JobStatus]:
-    """Return the jobs that are failed or cancelled according to a damaged status file. Random damage cannot
-    produce these words."""
+    """Return the jobs that failed or were cancelled according to a damaged status file. These words are
+    trusted, since damage is unlikely to produce them."""
     found = {}
     with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
         for name, value in json.loads(path.read_bytes())["jobs"].items():

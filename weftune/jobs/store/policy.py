@@ -1,9 +1,9 @@
 """Scheduling policies: the order in which jobs are considered for admission, and jobs that must wait.
 
-A policy is a pure function of records. It does not decide what fits: it replaces `priority` and `order` of
-every job's shape, and `weftune.jobs.store.scheduler.admit_jobs` admits and preempts jobs by them, as it does
-for a jobs file. A job is preempted only by one of higher effective priority, so a policy gives jobs that must
-not preempt one another the same effective priority.
+A policy is a pure function of records. It does not decide what fits in memory: it sets `priority` and `order`
+of every job's shape, by which `weftune.jobs.store.scheduler.admit_jobs` admits and preempts jobs. A job is
+preempted only by one of higher effective priority, so a policy gives jobs that must not preempt one another
+the same effective priority.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class QueuedJob:
     is_attached: bool = False
     tenant: str = ""
     submitted: int = 0
-    """Number that increases with every submission."""
+    """Serial number of the submission. Later submissions have larger numbers."""
     queued_seconds: float = 0.0
-    """Seconds that the job has waited in total, also before it was admitted."""
+    """Total seconds for which the job has waited, including before its first admission."""
     deadline: float | None = None
     """Deadline of the job, in seconds since 1970."""
     remaining_seconds: float = 0.0
@@ -36,12 +36,12 @@ class QueuedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantUsage:
-    """Usage of a tenant so far."""
+    """The tokens that a tenant's jobs have trained on."""
 
     recent_tokens: float = 0.0
-    """Number of tokens that the tenant's jobs have trained on, in which older tokens have a lower weight."""
+    """Number of trained tokens, in which older tokens count less."""
     tokens_today: int = 0
-    """Number of tokens that the tenant's jobs have trained on today."""
+    """Number of tokens trained today."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Ranking:
     waiting_jobs: tuple[JobShape, ...]
     attached_jobs: tuple[JobShape, ...]
     hold_reasons: Mapping[str, str] = field(default_factory=dict)
-    """Maps each job that may not train now, waiting or attached, to the reason."""
+    """Maps each job that must not train now, whether waiting or attached, to the reason."""
 
 
 class Policy(Protocol):
@@ -64,7 +64,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ByPriority:
-    """Jobs by their priority, and in the order of submission among equals."""
+    """A policy that orders jobs by priority and, among equals, by submission."""
 
     def rank(
         self, jobs: Sequence[QueuedJob], tenant_usage: Mapping[str, TenantUsage], current_time: float
@@ -74,14 +74,16 @@ class ByPriority:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FairShare:
-    """Tenants get equal shares of the tokens that are trained, or shares in proportion to `weights`.
+    """A policy that divides training among tenants, so that each trains on equally many tokens, or in
+    proportion to `weights`.
 
     Jobs are ordered by priority first. A job that has waited `ageing_seconds` counts as one priority higher,
     so that no job waits forever, and a job that would miss its deadline if it waited longer goes before
-    others of its priority. Among those, a job's position follows from the tokens that its tenant would have
-    received with it: those of the tenant's earlier jobs in this round, and those of recent rounds in steps of
-    `quantum_tokens`. A tenant with one job is therefore admitted at the next window, whatever number of jobs
-    another tenant has, and tenants that do not fit together take turns that last about `quantum_tokens`.
+    others of its priority. Jobs of equal priority are ordered by the tokens that their tenant would have
+    received after them: those of the tenant's earlier jobs in this ranking, plus recently trained tokens in
+    multiples of `quantum_tokens`. A tenant with one job is therefore admitted at the next window, whatever
+    number of jobs another tenant has, and tenants that do not fit together take turns that last about
+    `quantum_tokens`.
     """
 
     quantum_tokens: int = 500_000
@@ -123,8 +125,8 @@ class FairShare:
         return replace(found, hold_reasons=held)
 
     def _aged_priority(self, job: QueuedJob, current_time: float) -> tuple[int, bool]:
-        """Return the job's priority with ageing, negated, and whether it can wait without missing its
-        deadline."""
+        """Return a sort key: the job's negated priority with ageing, and whether the job can wait without
+        missing its deadline."""
         aged = job.shape.priority + int(job.queued_seconds // self.ageing_seconds)
         can_wait = (
             job.deadline is None or current_time + DEADLINE_MARGIN * job.remaining_seconds < job.deadline
@@ -140,13 +142,13 @@ class FairShare:
 
 
 DEADLINE_MARGIN = 1.5
-"""Factor of a job's predicted time that must remain before its deadline, since predictions assume that no
-other job joins."""
+"""A job is urgent if less than this multiple of its predicted time remains before its deadline. It exceeds 1
+because predictions assume that no further jobs are admitted."""
 
 
 def ranking(jobs: Sequence[QueuedJob], key: Callable[[QueuedJob], Any]) -> Ranking:
-    """Return the jobs with effective priorities that follow `key`, lowest first. Jobs with equal keys get the
-    same priority and are ordered by submission."""
+    """Return the jobs with effective priorities in the order of `key`, where the lowest key comes first. Jobs
+    with equal keys get the same priority and are ordered by submission."""
     levels = {value: -level for level, value in enumerate(sorted({key(job) for job in jobs}))}
     ranked = {
         job.shape.name: replace(job.shape, priority=levels[key(job)], file_position=job.submitted)

@@ -21,13 +21,15 @@ from weftune.plan.layout.seats import MAX_OVERTAKES, Fits, Seats, assign_seats, 
 class Admission:
     admitted_names: tuple[str, ...]
     preempted: Mapping[str, str]
-    """Maps each preempted job to the admitted job of higher priority that replaces it."""
+    """Maps each preempted job to the job of higher priority that is admitted instead."""
     wait_reasons: Mapping[str, str]
-    """Maps each waiting job, except those preempted now, to the reason why it must wait."""
+    """Maps each waiting job to the reason why it must wait. Jobs that are preempted at this boundary are left
+    out."""
     too_large: Mapping[str, str]
     """Maps each job that cannot run even alone to the reason."""
     overtake_counts: Mapping[str, int]
-    """Maps each waiting job to the number of later jobs admitted before it; needed at the next boundary."""
+    """Maps each waiting job to the number of later jobs that were admitted before it. Input of the next
+    decision."""
 
 
 def admit_jobs(
@@ -67,7 +69,8 @@ def _count_overtakes(
     attached_names: set[str],
     previous_counts: Mapping[str, int],
 ) -> dict[str, int]:
-    """Return how often each job that is not admitted has been overtaken."""
+    """Return a mapping from each job that is not admitted to the number of times that it has been
+    overtaken."""
     counts: dict[str, int] = {}
     came = 0
     for job in reversed(ranked_jobs):

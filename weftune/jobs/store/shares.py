@@ -1,8 +1,8 @@
-"""The stores of shares: while several processes train into one output, each has a store for its own jobs.
+"""Stores for several processes that train into one output, among which the jobs are divided into shares.
 
-A share's store holds everything about its jobs, including earlier runs; the output's own store holds
-everything else. Gathering can be repeated: a kill in the middle of it neither loses nor duplicates data.
-"""
+The store of a share holds everything about its jobs, including earlier runs; the output's own store holds
+everything else. Merging the stores can be repeated, so that a run that is killed meanwhile neither loses nor
+duplicates data."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from weftune.jobs.store.status import (
 from weftune.plan.layout.split import DeviceShare
 
 SHARES = ".shares"
-"""Folder of the shares' stores while the processes run; no job may have this name."""
+"""Folder of the shares' stores while the processes run. No job may have this name."""
 SHARES_FILE = "shares.json"
-"""File of the last division of the jobs into shares, with the predicted and measured seconds of each
-share."""
+"""File that records the last division of the jobs among processes, with the predicted and measured seconds of
+each process."""
 EXIT_SECONDS = 10.0
-"""Seconds within which the processes of a killed launcher must notice its end."""
+"""Maximum seconds until processes notice that their launcher was killed."""
 
 
 def share_folder(output: Path, number: int) -> Path:
@@ -45,7 +45,7 @@ def share_folder(output: Path, number: int) -> Path:
 
 
 def share_folders(output: Path) -> list[Path]:
-    """Return the folders of the shares that exist."""
+    """Return the existing folders of shares."""
     numbers = sorted(int(path.name) for path in (output / SHARES).glob("*") if path.name.isdecimal())
     return [share_folder(output, number) for number in numbers]
 
@@ -54,7 +54,7 @@ def share_folders(output: Path) -> list[Path]:
 
 
 def create_shares(output: Path, status: RunStatus, shares: Sequence[DeviceShare]) -> None:
-    """Create a store for every share, with all records of its jobs. All stores become visible at once."""
+    """Create a store for every share, with all records of its jobs. All stores appear atomically."""
     fresh = output / f"{SHARES}.new"
     shutil.rmtree(fresh, ignore_errors=True)
     for number, share in enumerate(shares):
@@ -101,7 +101,8 @@ def merge_shares(output: Path, run_status: RunStatus) -> RunStatus:
 
 
 def delete_shares(output: Path) -> None:
-    """Delete the shares; they are renamed first, since half a share could look like a complete one."""
+    """Delete the stores of all shares. They are renamed first, so that a partly deleted store is never
+    mistaken for a complete one."""
     old = output / f"{SHARES}.old"
     shutil.rmtree(old, ignore_errors=True)
     if (output / SHARES).exists():
@@ -144,7 +145,8 @@ def combine_statuses(output: Path, run_status: RunStatus, shares: Sequence[RunSt
 
 
 def _totals_before(output: Path, run_status: RunStatus) -> RunStatus:
-    """Return the run's totals before the jobs were divided: `run_status` may include the shares' work."""
+    """Return the run's totals from before the jobs were divided. `run_status` may already include the work of
+    the shares."""
     try:
         totals: Any = json.loads((output / SHARES_FILE).read_bytes())["before"]
         seconds, solo = float(totals["seconds"]), totals["solo_seconds"]
@@ -154,7 +156,8 @@ def _totals_before(output: Path, run_status: RunStatus) -> RunStatus:
 
 
 def _read_windows(folders: Sequence[Path]) -> bytes:
-    """Return every line once: each has its timestamp, so equal lines are copies from an earlier gathering."""
+    """Return the distinct lines about windows in these folders. Every line has a timestamp, so equal lines
+    are copies from an interrupted merge."""
     lines = (
         line
         for folder in folders
@@ -164,7 +167,7 @@ def _read_windows(folders: Sequence[Path]) -> bytes:
 
 
 def _save_learned(output: Path, folders: Sequence[Path]) -> None:
-    """Keep the learned models of the share with the most windows, which later windows are planned with."""
+    """Copy the fitted time and memory models of the share with the most windows to the output."""
     found = [folder / LEARNED for folder in folders if (folder / LEARNED).exists()]
     if found:
         replace_file(output / LEARNED, max(found, key=_count_learned_windows).read_bytes())

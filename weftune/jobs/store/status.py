@@ -32,8 +32,8 @@ class State(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"
     PAUSED = "paused"
-    """State of a job that was stopped at its current step, by Ctrl-C or because a file could not be written;
-    --resume continues the job."""
+    """State of a job that was stopped at its current step, by a request, by Ctrl-C, or because a file could
+    not be written. It can be resumed."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -58,7 +58,7 @@ MOVES: Mapping[State, frozenset[State]] = {
 
 
 def check_transition(old_state: State, new_state: State) -> State:
-    """Return `new_state` if a job may change from `old_state` to it; raise an error otherwise."""
+    """Return `new_state`. Raise an error if a job must not change from `old_state` to it."""
     if new_state not in MOVES[old_state]:
         raise ValueError(f"a job cannot go from {old_state} to {new_state}")
     return new_state
@@ -78,7 +78,7 @@ class JobStatus:
     """Total number of optimizer steps; 0 until the samples are counted."""
     trained_tokens: int = 0
     eval_loss: float | None = None
-    """Validation loss of the adapter that is kept: at `best_step` with `keep: best`, else at the last
+    """Validation loss of the adapter that is kept: at `best_step` with `keep: best`, otherwise at the last
     evaluation."""
     best_step: int | None = None
     best_loss: float | None = None
@@ -108,7 +108,7 @@ class RunStatus:
     """Predicted seconds if the same jobs were trained one after another."""
     peak_bytes: int | None = None
     command: str | None = None
-    """Shell command that resumes the run. Empty if a Python program holds the jobs; None if unknown."""
+    """Shell command that resumes the run. Empty if the jobs were created in Python; None if unknown."""
     notes: tuple[str, ...] = ()
     jobs: Mapping[str, JobStatus] = field(default_factory=dict)
 
@@ -168,7 +168,8 @@ def from_json(value: Any, path: Path) -> RunStatus:
 
 
 def checksum_of(values: Mapping[str, Any]) -> str:
-    """Return the checksum over all other keys: a flipped bit often leaves valid JSON with another number."""
+    """Return the checksum of `values` without the key `checksum`. It detects flipped bits that leave valid
+    JSON."""
     return _text_checksum(json_text({key: value for key, value in values.items() if key != CHECKSUM}))
 
 
@@ -196,14 +197,14 @@ def _type_adapter(record: type) -> TypeAdapter[Any]:
 
 STATUS, METRICS, WINDOWS, LOCK = "status.json", "metrics.jsonl", "windows.jsonl", ".lock"
 RUNG_LOSS = "rung_loss"
-"""Key of metrics lines that hold the evaluation of a trial at a rung of its sweep."""
+"""Key of metrics lines that contain an evaluation by which a sweep compares its trials."""
 BASE_LOSS = "base_loss"
-"""Key of metrics lines that hold the loss of the base without any adapter on a job's held-out samples."""
+"""Key of metrics lines that contain the loss of the base without any adapter on a job's held-out samples."""
 LEARNED = "learned.json"
-"""File of the learned time and memory models, with which later windows are planned."""
+"""File with the fitted time and memory models, by which later windows are planned."""
 PROMISE = "promise.json"
-"""File of the predictions for a run's first window, written before it runs: layout, attached jobs, seconds,
-bytes."""
+"""File with the predictions for a run's first window, which are written before it runs: layout, attached
+jobs, seconds, bytes."""
 WORKER_LOGS = "ranks"
 """Folder for the logs of the other worker processes, which start before the run."""
 
@@ -212,7 +213,8 @@ LOCK_TRIES = 3
 
 
 def lock_folder(folder: Path, displayed_folder: Path) -> int:
-    """Lock a folder until the process ends. Messages call it `displayed_folder`. The lock file stays."""
+    """Lock a folder until the process ends. Messages name it as `displayed_folder`. The lock file is not
+    deleted."""
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         import fcntl
@@ -259,8 +261,8 @@ def write_status(folder: Path, status: RunStatus) -> None:
 
 
 def requeue_jobs(status: RunStatus, states: Container[State] = (State.RUNNING, State.PAUSED)) -> RunStatus:
-    """Return the status in which all jobs are queued again that were paused, or that were running when their
-    process was killed."""
+    """Return the status with all jobs in `states` queued again. Running jobs are those whose process was
+    killed."""
     jobs = {
         name: replace(job, state=check_transition(job.state, State.QUEUED), reason="")
         if job.state in states
@@ -283,7 +285,8 @@ def requested_pauses(status: RunStatus) -> frozenset[str]:
 
 
 UNKNOWN_COMMAND = "weftune train jobs.yaml --resume"
-"""Command for outputs of versions that did not record it; the user inserts the name of the jobs file."""
+"""Command that is shown for outputs of old versions, which did not record it. The user inserts the name of
+the jobs file."""
 PYTHON_COMMAND = ""
 """Recorded command of a run that was started from Python with jobs that are in no file."""
 

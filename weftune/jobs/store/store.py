@@ -1,4 +1,5 @@
-"""The store of a run. It writes status and lines of the output folder, or of one share of its jobs."""
+"""The store of a run, which writes the status and the lines of metrics and windows to the output folder. If
+several processes divide the jobs of a run, each has a store."""
 
 from __future__ import annotations
 
@@ -152,7 +153,8 @@ def refuse_output(output: Path, resume: bool, command: str | None = None) -> Non
 
 
 def open_share(output: Path, number: int) -> Store:
-    """Open and lock the store of one share of the jobs, as created or as an earlier process left it."""
+    """Open and lock the store of one of several processes that divide the jobs, as created or as an earlier
+    process left it."""
     records = share_folder(output, number)
     lock = lock_folder(records, output)
     try:
@@ -203,13 +205,15 @@ STATUS_SECONDS = 1.0
 
 
 class Store:
-    """The status in memory and on disk, and the lines of metrics and windows. Created by `open_store`."""
+    """The status of a run in memory and on disk, and its lines of metrics and windows. Created by
+    `open_store`."""
 
     def __init__(self, output: Path, records: Path, status: RunStatus, lock: int) -> None:
         self.output = output
         """Folder that holds the jobs' folders."""
         self.records = records
-        """Folder of this store's own files: the output or, for the store of a share, a folder inside it."""
+        """Folder of this store's own files: the output or, if several processes divide the jobs, a folder
+        inside it."""
         self._run = status
         """Status without the jobs and the time of the last write, which are separate attributes."""
         self._jobs = dict(status.jobs)
@@ -217,7 +221,8 @@ class Store:
         self.requested_pauses: frozenset[str] = frozenset()
         """Jobs that an earlier process has paused on request. They are queued when the store is opened."""
         self.rebuilt = ""
-        """Sentence that the status was damaged, and how it was replaced. Empty if the status was intact."""
+        """Sentence that says that the status was damaged, and how it was replaced. Empty if the status was
+        intact."""
         self._lock: int | None = lock
         self._metrics = LineFile(records / METRICS)
         self._windows = LineFile(records / WINDOWS)
@@ -244,7 +249,7 @@ class Store:
         return replace(self._run, updated=self._updated, jobs=dict(self._jobs))
 
     def set_status(self, status: RunStatus) -> None:
-        """Replace the current status, to continue from another one."""
+        """Replace the current status."""
         self._run, self._jobs, self._updated = status, dict(status.jobs), status.updated
 
     def resume_line(self, *, restart: Sequence[str] = (), retry: Sequence[str] = ()) -> str:
@@ -263,7 +268,7 @@ class Store:
             self._run = replace(self._run, notes=(*self._run.notes, sentence))
 
     def add_job(self, name: str) -> None:
-        """Add a job as queued; a job that is already known, or has a folder, keeps its status."""
+        """Add a queued job. A job that is already known, or has a folder, keeps its status."""
         if name not in self:
             folder = self.output / name
             self._replace_job(
@@ -271,18 +276,18 @@ class Store:
             )
 
     def restart_job(self, name: str) -> None:
-        """Discard everything about a job's training, including its metrics; the caller deletes its folder."""
+        """Reset a job's status and discard its metrics. The caller deletes the job's folder."""
         self._replace_job(name, JobStatus())
         with self._disk, self._one_writer:
             self._metrics.filter_lines(lambda line: line.get("job") != name)
 
     def pause_job(self, name: str, reason: str) -> None:
-        """Exclude a job from this run by marking it as paused, whatever its state was."""
+        """Mark a job as paused, whatever its state was, so that this run does not train it."""
         self.add_job(name)
         self._replace_job(name, replace(self.job(name), state=State.PAUSED, reason=reason))
 
     def retry_job(self, name: str, sentence: str) -> None:
-        """Queue a job that has stopped, at the user's request; it keeps its progress."""
+        """Queue a stopped job again at the user's request. It keeps its progress."""
         self._replace_job(name, replace(self.job(name), state=State.QUEUED, reason=""))
         self.add_note(name, sentence)
 
@@ -309,8 +314,8 @@ class Store:
         best_loss: float | None,
         score: float | None = None,
     ) -> None:
-        """Record the validation loss of the adapter that the job would keep now and the `score` of its own
-        metric, and the step and the loss of its best evaluation so far."""
+        """Record a job's evaluation: the validation loss and the `score` of the adapter that the job would
+        keep now, and the step and loss of the best evaluation so far."""
         job = replace(
             self.job(name), eval_loss=eval_loss, best_step=best_step, best_loss=best_loss, score=score
         )
@@ -399,14 +404,15 @@ class Store:
             raise troubles[0]
 
     def is_write_due(self) -> bool:
-        """Whether the last write of the status is so long ago that the next change is written immediately."""
+        """Whether the next change is written immediately, because the last write is at least `STATUS_SECONDS`
+        ago."""
         return self._seconds_until_write() <= 0
 
     def _seconds_until_write(self) -> float:
         return self._written + STATUS_SECONDS - time.monotonic()
 
     def write_status_soon(self) -> None:
-        """Write the status within a second in a thread; raise the error of the last such write, if any."""
+        """Write the status in a thread, within a second. Raise the error of the last such write, if any."""
         with self._one_writer:
             if self._late is None:
                 self._late = threading.Timer(max(0.0, self._seconds_until_write()), self._write_delayed)
@@ -451,7 +457,7 @@ class Store:
 
 
 def _collect_errors(write_functions: Iterable[Callable[[], None]]) -> list[OutputError]:
-    """Attempt every write and return the errors."""
+    """Call all functions, and return the errors that they raise."""
     found = []
     for write in write_functions:
         try:

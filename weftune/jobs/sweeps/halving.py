@@ -1,5 +1,5 @@
-"""Successive halving as a state machine: the step up to which each trial may train, and the trials
-that wait or leave.
+"""Successive halving as a state machine, which decides how far each trial may train, and which trials wait or
+leave.
 
 A rung is a step at which all trials of a generation are evaluated, and from which only the best continue. It
 is decided when each of its trials has been evaluated there or has ended, so a decision depends only on the
@@ -32,13 +32,13 @@ LEFT = "left the sweep at step"
 TREND_STEPS = 10
 """Number of steps whose losses are averaged and compared."""
 FIRST_TREND = 20
-"""Step before which no trial leaves because of its training loss."""
+"""First step at which a trial may leave because of its training loss."""
 TREND_SHARE = 0.1
-"""Share of a trial's steps, from the first, in which it does not leave because of its training loss."""
+"""Initial fraction of a trial's steps in which it does not leave because of its training loss."""
 
 
 class TrialEnd(StrEnum):
-    """States in which a trial ends."""
+    """The states in which a trial can end."""
 
     LEFT = "left"
     FAILED = "failed"
@@ -54,13 +54,14 @@ class EndedTrial:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The trials that continue from a rung, and the trials that leave at the rung, both best first. Trials
-    that failed or left earlier are in neither list."""
+    """The trials that continue after a comparison (a rung), and the trials that leave there, both best first.
+    Trials that failed or left earlier are in neither list."""
 
     generation: int
     rung: int
     step: int
-    """Step of the rung in the generation's first trial; others differ if steps are searched over."""
+    """Step of the rung for the generation's first trial. It differs between trials if the sweep searches over
+    numbers of steps."""
     kept: tuple[str, ...]
     left: tuple[str, ...]
     began: int
@@ -79,14 +80,17 @@ def ordinal(number: int) -> str:
 
 
 def rung_steps(halving: Halving | None, steps: int) -> tuple[int, ...]:
-    """Return the steps of a trial's rungs, all of them before its last."""
+    """Return the steps of a trial at which it is compared with others (rungs), without its last step."""
     shares = () if halving is None else sorted(halving.at)
     return tuple(min(to_steps(share, steps), steps - 1) for share in shares)
 
 
 def mean_weight_spans(halving: Halving | None, steps: int) -> tuple[tuple[int, int], ...]:
-    """Return the first and the last step of the weights whose mean each rung evaluates: the last quarter of
-    the steps so far, but none before the previous rung. Empty if rungs evaluate the last weights."""
+    """Return, for each rung, the first and the last step of the span over which weights are averaged for its
+    evaluation.
+
+    A span is the last quarter of the steps so far, but begins after the previous rung. Empty if rungs
+    evaluate the latest weights."""
     if halving is None or halving.judge == "last":
         return ()
     rungs = rung_steps(halving, steps)
@@ -95,7 +99,7 @@ def mean_weight_spans(halving: Halving | None, steps: int) -> tuple[tuple[int, i
 
 
 def kept_trial_count(kept_share: float, count: int) -> int:
-    """Return how many of `count` trials continue."""
+    """Return how many of `count` trials continue after a rung."""
     return count if kept_share >= 1 else max(1, to_steps(kept_share, count))
 
 
@@ -112,7 +116,7 @@ class Rungs:
 
     spec: SweepSpec
     generations: list[tuple[str, ...]] = field(default_factory=list)
-    """Groups of trials that are compared with one another; `tpe` trains several, one after another."""
+    """Groups of trials that are compared with one another. `tpe` trains several groups, one after another."""
     decisions: list[Decision] = field(default_factory=list)
     values: dict[str, dict[int, float | None]] = field(default_factory=dict)
     """Maps each trial to its values by the step of a rung; the first value measured there counts."""
@@ -128,7 +132,7 @@ class Rungs:
         self.generations.append(tuple(trials))
 
     def add_trial(self, trial: str, steps: int) -> None:
-        """Record the total number of a trial's steps."""
+        """Record a trial's total number of steps."""
         self._steps[trial] = steps
 
     def evaluate(self, trial: str, step: int, value: float | None) -> bool:
@@ -170,11 +174,11 @@ class Rungs:
         return self.steps(trial)
 
     def awaits_evaluation(self, trial: str) -> bool:
-        """Whether the trial has yet to be evaluated at the rung up to which it may train."""
+        """Return whether the trial has not been evaluated yet at the rung up to which it may train."""
         return self.limit(trial) < self.steps(trial) and self.limit(trial) not in self.values.get(trial, {})
 
     def is_waiting_at_rung(self, trial: str) -> bool:
-        """Whether a trial that has reached its limit can only wait for other trials."""
+        """Return whether a trial that has reached its limit must wait for other trials."""
         return self.limit(trial) < self.steps(trial) and not self.awaits_evaluation(trial)
 
     def wait_reason(self, trial: str) -> str:
@@ -193,8 +197,8 @@ class Rungs:
     def ranking(
         self, scores: Mapping[str, float | None], doubtful_losses: Mapping[str, float | None] | None = None
     ) -> list[str]:
-        """Return the finished trials, the best first. `doubtful_losses` maps each trial that has collapsed or
-        does not improve on the base to its validation loss: such trials follow all others, the lowest loss
+        """Return the finished trials, the best first. `doubtful_losses` maps each trial that has collapsed,
+        or is no better than the base, to its validation loss. These trials follow all others, the lowest loss
         first."""
         doubtful = doubtful_losses or {}
 
@@ -233,7 +237,7 @@ class Rungs:
         return Decision(generation, rung, step, tuple(ranked[:count]), tuple(ranked[count:]), len(began))
 
     def _was_evaluated(self, trial: str, step: int) -> bool:
-        """Whether a trial had neither failed nor left when this rung was evaluated."""
+        """Return whether a trial had neither failed nor left at this step."""
         ended = self.ended.get(trial)
         return ended is None or ended.step > step or (ended.kind is TrialEnd.FINISHED and ended.step == step)
 
@@ -241,15 +245,16 @@ class Rungs:
         return [decision for decision in self.decisions if decision.generation == generation]
 
     def _begins_rung(self, trial: str, rung: int) -> bool:
-        """Whether a trial takes part in a rung: all trials take part in the first rung, and those that
-        continue in the next one."""
+        """Return whether a trial takes part in a rung. All trials take part in the first rung, and in every
+        later rung those that continued."""
         return rung == 0 or trial in self._decided_rungs(self._generation[trial])[rung - 1].kept
 
 
 class LossTrend:
-    """A check that a trial's training loss falls: from step 20 on, or from a tenth of the steps if that is
-    later, the mean of its last ten step losses must be below that of its first ten. The last step is not
-    checked, since no work would be saved."""
+    """A check that a trial's training loss decreases.
+
+    From step 20 or a tenth of the steps on, whichever is later, the mean loss of the last ten steps must be
+    below that of the first ten. The last step is not checked, since that would save no work."""
 
     def __init__(self, steps: int) -> None:
         self._from = max(FIRST_TREND, to_steps(TREND_SHARE, steps))
@@ -265,7 +270,7 @@ class LossTrend:
         self._last.append(loss)
 
     def leave_reason(self) -> str | None:
-        """Return the reason if the trial leaves now, else None."""
+        """Return the reason why the trial leaves at its current step, or None if it continues."""
         if not self._from <= self._step < self._steps:
             return None
         if len(self._first) < TREND_STEPS:
@@ -282,7 +287,7 @@ class LossTrend:
 
 @dataclass(frozen=True, slots=True)
 class TrialWork:
-    """A trial's training: its number of steps, and its work (samples, tokens or seconds) per step."""
+    """The amount of work in a trial, in samples, tokens or seconds."""
 
     steps: int
     work_per_step: float

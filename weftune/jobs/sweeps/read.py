@@ -1,5 +1,5 @@
-"""The reader of a job with the key `sweep`: it returns the sweep and the jobs of its trials, all checked
-before the first is trained."""
+"""The reader of the key `sweep` of a job. It returns the sweep and the jobs of all trials, which are checked
+before any is trained."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from weftune.jobs.sweeps.spec import (
 from weftune.objectives.spec import OBJECTIVES
 
 MIN_RANGE = 1e-9
-"""Minimum width of a range relative to its values, far above the precision of floats."""
+"""Minimum width of a range relative to its values. It is far above the precision of floats."""
 RANGE_KEYS = ("min", "max", "log")
 BEST_MODES = {
     "eval_loss": "min",
@@ -54,8 +54,7 @@ BEST_MODES = {
     "eval_accuracy": "max",
     "eval_margin": "max",
 }
-"""Maps each metric to whether its minimum or its maximum is best. The maximum of a job's own `eval.metric` is
-best."""
+"""Maps each metric to the mode in which it is best. For a job's own `eval.metric`, the maximum is best."""
 
 
 def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
@@ -126,7 +125,7 @@ def _contradiction_faults(
 
 
 def _metric_of_answers(job: Mapping[str, Any]) -> str | None:
-    """Return the name that a sweep gives the metric of the job's answers; None if the job has none."""
+    """Return the sweep's name for the job's `eval.metric`; None if the job has no such metric."""
     held_out = job.get("eval")
     metric = held_out.get("metric") if isinstance(held_out, Mapping) else None
     return f"eval_{metric.rpartition(':')[2]}" if isinstance(metric, str) else None
@@ -247,7 +246,7 @@ def _choice_faults(key: str, value: Any, location: Loc) -> Iterator[Fault]:
 
 
 def _is_same_value(first_value: Any, second_value: Any) -> bool:
-    """Return whether two values are equal and both or neither are booleans: in Python, true equals 1."""
+    """Return whether two values are equal. Unlike in Python, true does not equal 1."""
     return isinstance(first_value, bool) == isinstance(second_value, bool) and first_value == second_value
 
 
@@ -339,7 +338,7 @@ def trial_job(sweep: Sweep, trial: Trial) -> JobSpec:
 
 
 def trial_layer(sweep: Sweep, trial: Trial) -> Layer:
-    """Return the keys of a trial; the places of keys that `over` sets point to the values in `over`."""
+    """Return the keys of a trial. The places of values that `over` sets are those in `over`."""
     job = keys_without_sweep(sweep.keys)
     places = {loc: place for loc, place in job.places.items() if not loc}
     for key, value in trial.values.items():
@@ -396,7 +395,8 @@ def expand_sweep(
 
 
 def trial_clashes(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tuple[int, str]]:
-    """Yield the position of every job with a trial whose name is already in use, with the message."""
+    """Yield the index of every job whose sweep has a trial with a name that is already used, with the
+    message."""
     owners = {
         name.lower(): index for index, name in reversed(list(enumerate(names))) if isinstance(name, str)
     }

@@ -24,11 +24,12 @@ from weftune.jobs.sweeps.spec import Judge, Mode, Search
 
 SWEEP_FILE = "sweep.json"
 BEST = "best"
-"""Folder of the winners, in the folder of the sweep."""
+"""Folder of the winners' adapters, inside the folder of the sweep."""
 
 
 def best_folder(sweep: Path, trial: str) -> Path:
-    """Return the folder of a winner in the folder of its sweep: `best` itself if only one trial is kept."""
+    """Return the folder of a winner's adapter in the sweep's folder: `best` itself if only one trial is
+    kept."""
     best = sweep / BEST
     return best if (best / CONFIG).is_file() else best / trial
 
@@ -46,18 +47,19 @@ class TrialRecord:
     steps: int = 0
     """Total number of optimizer steps; 0 until the samples are counted."""
     at_rungs: Mapping[str, float | None] = field(default_factory=dict)
-    """Maps the step of each rung to the metric there, which is null if it was not finite."""
+    """Maps each step at which trials are compared to the trial's metric there. None if the metric was not
+    finite."""
     score: float | None = None
-    """The metric of a finished trial's adapter, at the rung where the trial was dropped, or of its last
-    evaluation so far."""
+    """Metric of the trial: of its adapter if it is finished, at the rung where it was dropped, or else at its
+    last evaluation."""
     score_step: int | None = None
-    """The step of the weights that `score` was measured with."""
+    """Step of the weights for which `score` was measured."""
     warning: str = ""
-    """Problem with a finished trial's adapter; such a trial is ranked behind all other trials."""
+    """Problem with a finished trial's adapter. Such a trial is ranked after all other finished trials."""
     left_at: int | None = None
     """Step at which the trial left or failed."""
     generation: int = 0
-    """Number of the trial's generation; later generations of `tpe` are proposed from the results of earlier
+    """Index of the trial's generation. With `tpe`, later generations are proposed from the results of earlier
     ones."""
 
 
@@ -77,27 +79,28 @@ class SweepRecord:
     mode: Mode
     keep: int
     at: tuple[float, ...] = ()
-    """Shares of the steps after which trials are halved, between 0 and 1."""
+    """Fractions of the steps after which trials are compared and some of them leave."""
     share: float | None = None
-    """Share of the trials that continue after each rung."""
+    """Fraction of the trials that continue after each comparison."""
     judge: Judge | None = None
-    """Weights that the rungs evaluate; None in records of old versions, which evaluate the last weights."""
+    """Weights with which trials are compared. None in records of old versions, which used the last
+    weights."""
     steps: int = 0
-    """Number of steps of the first trial; trials may differ if the sweep searches over numbers of steps."""
+    """Number of steps of the first trial. Others may differ if the sweep searches over numbers of steps."""
     rungs: tuple[int, ...] = ()
     """Steps of the first trial's rungs, its last step included."""
     trials: tuple[TrialRecord, ...] = ()
-    """Trials so far; later generations of `tpe` follow."""
+    """Trials so far. With `tpe`, later generations are added when they are proposed."""
     expected: int = 0
     """Expected total number of trials, at least the number so far."""
     decisions: tuple[Decision, ...] = ()
     best: tuple[str, ...] = ()
-    """Trials whose adapters are in `best`, the best first; empty until the sweep has ended."""
+    """Trials whose adapters are in `best`, the best first. Empty until the sweep has ended."""
     samples: SampleCount = SampleCount()
 
     @property
     def count(self) -> int:
-        """Number of all trials, including those that will be proposed later."""
+        """Total number of trials, including those that will be proposed later."""
         return max(self.expected, len(self.trials))
 
 
@@ -121,7 +124,8 @@ def write_record(folder: Path, record: SweepRecord) -> None:
 
 
 def read_record(folder: Path) -> SweepRecord | None:
-    """Return the record in a folder, or None. Raises DamagedSweep, or UnknownFormat for a later version."""
+    """Return the sweep's record in a folder, or None if there is none. Raises DamagedSweep, or UnknownFormat
+    for a later version."""
     path = folder / SWEEP_FILE
     try:
         value = json.loads(path.read_bytes())
@@ -180,17 +184,18 @@ STATES = ("finished", "running", "resting", "waiting", "left", "failed")
 _LONGEST_PLAIN = 5
 """Length in characters up to which a number never has an exponent."""
 _GROUPS = {"finished": 0, "left": 2, "failed": 3}
-"""Maps each state to its position in the sorting of trials; trials that have not ended have position 1."""
+"""Maps states of trials to sort keys. All other states have the sort key 1."""
 
 
 def metric_title(metric: str) -> str:
-    """Return the words for a sweep's metric; a function of the user is called by its name."""
+    """Return the displayed title of a sweep's metric. A user's function has its own name as title."""
     return _METRIC_TITLES.get(metric, metric.removeprefix("eval_"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungRow:
-    """A step at which trials are compared; at the last one the remaining trials end."""
+    """A row of the table of rungs, which are steps at which trials are compared. At the last rung the
+    remaining trials end."""
 
     step: int
     generation: int
@@ -198,7 +203,7 @@ class RungRow:
     started_count: int
     """Number of trials that begin this rung."""
     evaluated_count: int
-    """Number of the rung's trials that have reached the rung's step or have ended before."""
+    """Number of the rung's trials that have reached its step, or have ended before it."""
     kept_count: int | None = None
     """Number of trials that continue after the rung. None until the rung is decided."""
     lost_count: int = 0
@@ -208,8 +213,8 @@ class RungRow:
 
 
 def rank_trials(record: SweepRecord) -> list[TrialRecord]:
-    """Sort the trials: finished ones by score, then unfinished and then dropped ones, those with the most
-    steps first, then failed ones; ties are in the order of the file."""
+    """Return the trials in the displayed order: finished trials by score, then unfinished and then dropped
+    ones, those with the most steps first, and finally failed ones. Ties are in the order of the file."""
     return sorted(record.trials, key=lambda trial: _rank_key(record, trial))
 
 
@@ -230,7 +235,7 @@ def base_sentence(record: SweepRecord) -> str:
 
 
 def leaders(record: SweepRecord, count: int) -> list[TrialRecord]:
-    """Return the best trials that are still in the sweep and have a score."""
+    """Return the best `count` trials that are still in the sweep and have a score."""
     still = [trial for trial in rank_trials(record) if trial.state not in ("left", "failed")]
     return [trial for trial in still if trial.score is not None][:count]
 
@@ -248,7 +253,7 @@ def counts(record: SweepRecord) -> Mapping[str, int]:
 
 
 def trained_share(record: SweepRecord) -> float | None:
-    """Return the share of samples trained so far, compared with training all trials to their end."""
+    """Return the fraction of samples trained so far, relative to training all trials to their end."""
     return record.samples.trained / record.samples.all if record.samples.all else None
 
 
@@ -256,7 +261,7 @@ def trained_share(record: SweepRecord) -> float | None:
 
 
 def flatten(prefix: str, mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key, which begins with `prefix`, and the value of every leaf."""
+    """Yield the dotted key, which begins with `prefix`, and the value of every leaf of a nested mapping."""
     for key, value in mapping.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(f"{prefix}{key}.", value)
@@ -309,7 +314,8 @@ def number_text(value: float) -> str:
 
 
 def rung_rows(record: SweepRecord) -> list[RungRow]:
-    """Return every rung by generation and step, including the last step; empty without halving."""
+    """Return the rungs of all generations, sorted by generation and step. The last step is included. Empty
+    without halving."""
     if len(record.rungs) < 2:
         return []
     generations = sorted({trial.generation for trial in record.trials})
@@ -351,7 +357,8 @@ def rung_value(trial: TrialRecord, rung: int) -> float | None:
 
 
 def expected_steps_left(record: SweepRecord, steps: Mapping[str, int]) -> int:
-    """Return the optimizer steps that all trials together are still expected to make after `steps`."""
+    """Return the expected number of optimizer steps that all trials together still have to make. `steps` maps
+    trials to their current steps."""
     total = 0
     for generation in sorted({trial.generation for trial in record.trials}):
         trials = {trial.name: trial for trial in record.trials if trial.generation == generation}
@@ -368,7 +375,7 @@ def expected_steps_left(record: SweepRecord, steps: Mapping[str, int]) -> int:
 
 
 def rung_sentence(row: RungRow) -> str:
-    """Format one rung for the terminal."""
+    """Return a sentence about a rung for the terminal."""
     if row.kept_count is not None:
         return f"step {row.step}: {row.kept_count} of {row.started_count} went on"
     verb = "ended" if row.is_last else "evaluated"

@@ -1,4 +1,5 @@
-"""A sweep inside a run: the actions of the loop on trials between windows, as `halving.py` decides.
+"""A sweep inside a run. Between windows, it tells the loop which trials continue, wait or leave, as
+`halving.py` decides.
 
 A trial is a job like any other. Its sweep sets the step up to which it may train; there it is evaluated, and
 then it continues, is detached to wait until the other trials reach the same rung, or leaves. Every decision
@@ -39,12 +40,11 @@ from weftune.jobs.sweeps.spec import Judge, Sweep, Trial
 
 
 def link_winners(folder: Path, winners: Sequence[Path], has_one_winner: bool) -> None:
-    """Put the winners' folders into `best`, all of them or none, as hard links if the file system supports
+    """Put the winners' adapter folders into `best` atomically, with hard links if the file system supports
     them.
 
-    With `has_one_winner` there is one winner, and `best` itself becomes its adapter folder. Otherwise each
-    winner has a folder with its name in `best`.
-    """
+    With `has_one_winner`, `best` itself becomes the adapter folder. Otherwise `best` contains a folder for
+    each winner, with its name."""
     partial, old = folder / f".{BEST}.partial", folder / f".{BEST}.old"
     for path in (partial, old):
         shutil.rmtree(path, ignore_errors=True)
@@ -79,7 +79,8 @@ NO_METRICS: Metrics = {}
 
 
 def _metrics_in(line: Mapping[str, Any], prefix: str) -> Metrics:
-    """Return the metrics in a line of metrics.jsonl whose names begin with `prefix`, without it."""
+    """Return the metrics in a line of metrics.jsonl whose names begin with `prefix`. The prefix is removed
+    from the names."""
     return {name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
 
 
@@ -95,13 +96,13 @@ class TrialOrders:
     promoted_trials: Sequence[str] = ()
     """Trials that waited at a rung and now continue."""
     rest_reasons: Mapping[str, str] = field(default_factory=dict)
-    """Maps each attached trial that must wait at a rung to the reason."""
+    """Maps each attached trial that must wait for others to the reason."""
     leave_reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 class RunningSweep:
-    """One sweep of the run. `jobs` maps names to the jobs of the whole run; `search` proposes later
-    generations and is None if all trials are known."""
+    """A sweep of a run. `jobs` maps names to all jobs of the run. `search` proposes later generations; None
+    if all trials are known."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class RunningSweep:
         """Function that is called with the record whenever it is written."""
         self._search = search
         self._values: dict[str, dict[int, float | None]] = {}
-        """Maps each trial to its metric by step, measured with the weights that are trained."""
+        """Maps each trial to its metric by step, measured with its current weights."""
         self._trends: dict[str, LossTrend] = {}
         self._entered: set[str] = set()
         self._scores: dict[str, tuple[float | None, int | None]] = {}
@@ -142,7 +143,7 @@ class RunningSweep:
 
     @property
     def decides(self) -> bool:
-        """Whether this process decides the rungs."""
+        """Whether this process decides which trials continue."""
         return True
 
     # -- before the jobs are made ready ------------------------------------------------------------------
@@ -244,7 +245,8 @@ class RunningSweep:
                 self.store.move_job(trial.name, states[trial.state], trial.reason)
 
     def _unfinished_leaves(self) -> Iterator[tuple[str, str]]:
-        """Yield each trial that a decision drops but whose recorded state has not ended, with the reason."""
+        """Yield each trial that a recorded decision drops, but whose status has not ended, with the
+        reason."""
         for decision in self.rungs.decisions:
             for name in decision.left:
                 if name not in self.store or not self.store.job(name).state.ended:
@@ -290,7 +292,7 @@ class RunningSweep:
                 self._loss_trend(job).add_loss(step, line["loss"])
 
     def add_trial(self, name: str, steps: int) -> None:
-        """Record that a trial with this number of steps is about to train."""
+        """Record the number of steps of a trial that will be trained."""
         self.rungs.add_trial(name, steps)
         self._entered.add(name)
 
@@ -313,7 +315,7 @@ class RunningSweep:
         return reason
 
     def _has_other_trials(self, name: str) -> bool:
-        """Whether another trial has finished or may still finish."""
+        """Return whether another trial has finished or may still finish."""
         lost = {one for one, ended in self.rungs.ended.items() if ended.kind is not TrialEnd.FINISHED}
         return bool(self.trials.keys() - lost - self._leaving - {name})
 
@@ -325,7 +327,7 @@ class RunningSweep:
         token_accuracy: float | None,
         metrics: Metrics = NO_METRICS,
     ) -> None:
-        """Record an evaluation of the weights that a trial is training."""
+        """Record an evaluation of a trial's current weights."""
         self._values.setdefault(name, {})[step] = self._trial_metric(loss, token_accuracy, metrics)
         if not self.evaluates_mean_weights:
             self.record_rung_evaluation(name, step, loss, token_accuracy, metrics)
@@ -338,7 +340,7 @@ class RunningSweep:
         token_accuracy: float | None,
         metrics: Metrics = NO_METRICS,
     ) -> None:
-        """Record an evaluation of the weights that the rungs compare."""
+        """Record an evaluation of the weights by which the rungs compare trials."""
         value = self._trial_metric(loss, token_accuracy, metrics)
         # At a rung a trial has a warning only if it has collapsed: then it is the worst by any metric.
         has_collapsed = name in self.store and bool(self.store.job(name).warning)
@@ -347,7 +349,7 @@ class RunningSweep:
     def _trial_metric(
         self, loss: float | None, token_accuracy: float | None, metrics: Metrics
     ) -> float | None:
-        """Return the metric of an evaluation by which trials are compared."""
+        """Return the value by which trials are compared, from the results of an evaluation."""
         metric = self.sweep.spec.metric
         known = {"loss": loss, "mean_token_accuracy": token_accuracy, **metrics}
         return known.get(metric.removeprefix("eval_"))
@@ -408,7 +410,7 @@ class RunningSweep:
                 self.rungs.end_trial(name, ENDS[state], status.step)
 
     def propose_trials(self) -> Sequence[Trial]:
-        """Record and return the next generation, once all trials have ended."""
+        """Record and return the next generation of trials. Empty unless all trials so far have ended."""
         if self._search is None or self._exhausted or not self.rungs.is_over():
             return ()
         ended = [(trial, self.score(trial.name)) for trial in self.trials.values()]
@@ -425,7 +427,7 @@ class RunningSweep:
         return ()
 
     def record_refusal(self, trial: str, reason: str) -> None:
-        """Record a proposed trial that cannot be trained as failed."""
+        """Record that a proposed trial has failed, because it cannot be trained."""
         self._reasons[trial] = reason
         self.rungs.end_trial(trial, TrialEnd.FAILED, 0)
 
@@ -522,8 +524,8 @@ class RunningSweep:
         return SampleCount(trained, everything)
 
     def score(self, name: str) -> float | None:
-        """Return a trial's metric, measured for its adapter, at the rung where it was dropped, or at its last
-        evaluation."""
+        """Return a trial's metric: of its adapter if it is finished, at the rung where it was dropped, or
+        else at its last evaluation."""
         return self._score_and_step(self.rungs, name)[0]
 
     def _score_and_step(self, rungs: Rungs, name: str) -> tuple[float | None, int | None]:
@@ -547,8 +549,8 @@ class RunningSweep:
     # -- after -------------------------------------------------------------------------------------------
 
     def waiting_for(self) -> str:
-        """Return a trial that other trials of the sweep still wait for although no job is training any
-        more."""
+        """Return the name of a trial for which other trials wait although no job is training any more; empty
+        if there is none."""
         living = (name for name in self.trials if name not in self.rungs.ended)
         return next((name for name in living if name not in self.resting), "")
 
@@ -601,19 +603,19 @@ class RunningSweep:
 
 
 class SweepInShare(RunningSweep):
-    """A sweep in the process of one share of the jobs: its trials train up to their next rung, and wait
-    there.
+    """A sweep in one of several processes that divide the jobs. Its trials train up to their next rung and
+    wait there.
 
-    The launcher, which sees the trials of all shares, decides the rungs between rounds of training, proposes
-    trials and writes the record.
-    """
+    The launcher, which sees the trials of all processes, decides the rungs between rounds of training,
+    proposes trials and writes the record."""
 
     @property
     def decides(self) -> bool:
         return False
 
     def _has_other_trials(self, name: str) -> bool:
-        """Whether another trial of this share may still finish, since those of other shares may all leave."""
+        """Return whether another trial of this process may still finish. Trials of other processes do not
+        count, since all of them may leave."""
         own = {one for one in self.trials if one in self.store}
         lost = {one for one, ended in self.rungs.ended.items() if ended.kind is not TrialEnd.FINISHED}
         return bool(own - lost - self._leaving - {name})

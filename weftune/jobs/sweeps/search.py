@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     import optuna
 
 GENERATIONS = 4
-"""Number of TPE's generations; each is proposed when the previous one has ended."""
+"""Number of generations with TPE. Each is proposed when the previous one has ended."""
 MAX_REPEATS = 50
 """Maximum number of consecutive proposals that repeat other trials. Afterwards, the remaining trials of a
 generation are drawn at random."""
 PATIENCE = 20
-"""Maximum number of consecutive draws that repeat earlier draws. Afterwards, ranges are drawn with one more
+"""Maximum number of consecutive draws that repeat earlier draws. After that, values are drawn with one more
 digit."""
 
 
 def grid_combinations(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
-    """Return every combination, the last key changing fastest."""
+    """Return every combination of the values of all keys. The last key changes fastest."""
     lists = [choices for choices in over.values() if not isinstance(choices, ValueRange)]
     assert len(lists) == len(over), "a grid has no ranges"
     return [dict(zip(over, values, strict=True)) for values in product(*lists)]
@@ -88,7 +88,7 @@ def draw_combinations(
 
 
 def combination_key(values: Mapping[str, Any]) -> str:
-    """Return a text that is the same for equal combinations, whatever the order of their keys."""
+    """Return a text that identifies a combination of values, whatever the order of its keys."""
     return json.dumps(values, sort_keys=True, default=repr)
 
 
@@ -123,7 +123,8 @@ def round_value(choices: ValueRange, value: float, digits: int = 3) -> float:
 
 
 def _power_of_ten(value: float) -> int:
-    """Return the exponent of the first digit; `math.log10` may be off by a rounding error."""
+    """Return the exponent of `value` in scientific notation. `math.log10` could be off by a rounding
+    error."""
     return int(f"{value:.17e}".partition("e")[2])
 
 
@@ -146,9 +147,9 @@ SHORT: Mapping[str, str] = {
     "warmup": "w",
 }
 BY_VALUE = ("schedule", "targets")
-"""Keys that names of trials omit, since their values are clear by themselves."""
+"""Keys that are left out of trial names, since their values are clear by themselves."""
 LEAST_OF_SWEEP = 16
-"""Minimum number of characters of the sweep's name that remain in the name of a trial with many values."""
+"""Minimum number of characters that a long trial name keeps of the sweep's name."""
 
 
 def trial_names(
@@ -169,9 +170,9 @@ def trial_names(
 
 
 def _named_locations(over: Mapping[str, Choices]) -> list[Loc]:
-    """Return the locations of the values that names contain: those that differ between trials. Of several
-    values that change together, only the first is used. If no values differ, one value of each key is
-    used."""
+    """Return the locations of the values that trial names contain. These are the values that differ between
+    trials; of several that change together, only the first is used. If no values differ, one value of each
+    key is used."""
     locations: list[Loc] = []
     for key, choices in over.items():
         if isinstance(choices, ValueRange):
@@ -275,8 +276,8 @@ class TrialSearch:
         return self._name_trials(draw_combinations(over, count, self.seed))
 
     def next_generation(self, ended_trials: Ends) -> tuple[Trial, ...]:
-        """Return the generation that follows the trials in `ended_trials`, which are all so far; empty if
-        there is none. The sampler is given all ended trials again, and its seed is their number."""
+        """Return the next generation, given all trials so far; empty if there is none. The sampler is seeded
+        with their number."""
         # Sorted by name: the order in which trials ended depends on the clock and must not matter.
         known = sorted(ended_trials, key=lambda one: one[0].name)
         if self.spec.search != "tpe" or self.spec.trials is None:

@@ -15,12 +15,13 @@ Search = Literal["grid", "random", "tpe"]
 Mode = Literal["min", "max"]
 Judge = Literal["mean", "last"]
 MAX_TRIALS = 1000
-"""Maximum number of trials in one sweep: all of them are checked before the first starts."""
+"""Maximum number of trials in a sweep, all of which are checked before the first one starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueRange:
-    """Numbers from `min` to `max`, whole if both ends are; with `log`, evenly spaced in their logarithm."""
+    """A range of numbers from `min` to `max`, which are integers if both ends are. With `log`, numbers are
+    uniform in their logarithm."""
 
     min: float
     max: float
@@ -28,7 +29,7 @@ class ValueRange:
 
 
 Choices = tuple[Any, ...] | ValueRange
-"""Values that a key may have: a list, whose items may be mappings, or a range."""
+"""Values that a key may have: a range, or a list, whose items may be mappings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Halving:
     at: tuple[Annotated[float, Bound(above=0, below=1, meaning="a share of the steps")], ...]
     keep: Annotated[float, Bound(above=0, below=1, meaning="a share of the trials")]
     judge: Judge = "mean"
-    """Weights that the rungs evaluate: the mean of a trial's weights over the last quarter of its steps, or
+    """Weights with which trials are compared: the mean over the last quarter of a trial's steps so far, or
     its latest weights."""
 
 
@@ -59,7 +60,7 @@ class SweepSpec:
     mode: Mode = "min"
     halving: Halving | None = None
     keep: Annotated[int, Bound(at_least=1, at_most=MAX_TRIALS)] = 1
-    """Number of winners whose adapters are kept in `best`."""
+    """Number of best trials whose adapters are kept in `best`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Trial:
 
     name: str
     values: Mapping[str, Any]
-    """Maps each key of `over`, as written there with its dots, to this trial's value."""
+    """Maps each dotted key of `over` to this trial's value."""
 
 
 Ends = Sequence[tuple[Trial, float | None]]
@@ -82,8 +83,8 @@ class Sweep:
     name: str
     spec: SweepSpec
     trials: tuple[Trial, ...]
-    """Trials of the sweep. For `tpe`, only the trials of the first generation, since later trials depend on
-    their results."""
+    """Trials of the sweep. With `tpe`, these are only the trials of the first generation, since later ones
+    depend on their results."""
     keys: Layer = field(default_factory=lambda: Layer({}, {}), repr=False, compare=False)
     """Keys of the job as written, including `sweep`. The values of a trial are merged over them."""
     folder: Path = field(default=Path(), repr=False, compare=False)
@@ -91,12 +92,14 @@ class Sweep:
 
 
 def location_of(key: str) -> Loc:
-    """Return `adapter.rank` as `("adapter", "rank")`; a pattern after such keys may itself contain dots."""
+    """Return the location of a dotted key: `("adapter", "rank")` for `adapter.rank`. Patterns at the end of a
+    key may contain dots."""
     return tuple(key.split(".", 2))
 
 
 def nest_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a trial's values as keys of a job: `{"adapter.rank": 8}` becomes `{"adapter": {"rank": 8}}`."""
+    """Return a trial's values as nested keys of a job: `{"adapter.rank": 8}` becomes `{"adapter": {"rank":
+    8}}`."""
     whole: dict[str, Any] = {}
     for key, value in values.items():
         *above, last = location_of(key)

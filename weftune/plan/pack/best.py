@@ -1,4 +1,4 @@
-"""A search, with bounded effort, for a packing of samples into as few microbatches (bins) as possible.
+"""A search for a packing of samples into as few microbatches (bins) as possible, with bounded effort.
 
 The best-fit heuristic runs first. If it needs more bins than the lower bound, samples are exchanged between
 bins, and a few bins are repacked at random. Effort is limited by counts, not by seconds, so a packing is a
@@ -33,8 +33,8 @@ BEST_FIT_ONLY = Limits(max_exchanges=0, max_repackings=0)
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A packing of samples into microbatches (`bins`, as sample indices, the fullest first), and its
-    quality."""
+    """A packing of samples into microbatches. `bins` contains the sample indices of each microbatch, the
+    fullest first."""
 
     bins: tuple[tuple[int, ...], ...]
     greedy_count: int
@@ -82,7 +82,8 @@ def pack_instance(case: Instance, leave_room: bool = False, limits: Limits = LIM
             bins, method = candidate, found_by
 
     def can_free_rows() -> bool:
-        """Return whether the least full bin might become emptier by at least the shortest sample."""
+        """Return whether the lower bounds allow at least the shortest sample to be removed from the least
+        full bin."""
         spare = least_load(case, bins) - least_possible_load(case, len(bins))
         return leave_room and spare >= min(case.lengths, default=1)
 

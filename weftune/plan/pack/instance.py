@@ -17,13 +17,13 @@ Bins = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A packing problem: samples for microbatches of at most `capacity` rows, in which the rows of each job
-    are padded to a multiple of `multiple`."""
+    """A packing problem: samples to pack into microbatches of at most `capacity` rows, in which the rows of
+    each job are padded to a multiple of `multiple`."""
 
     lengths: tuple[int, ...]
     jobs: tuple[int, ...]
-    """Number of the job of each sample. All numbers are 0 if rows are not padded, since jobs do not matter
-    then."""
+    """For each sample, the number of its job. All numbers are 0 if rows are not padded, because packing then
+    does not depend on jobs."""
     capacity: int
     """Maximum rows per microbatch, rounded down to a multiple of `multiple`."""
     multiple: int
@@ -42,7 +42,7 @@ class Instance:
 
     @property
     def rows(self) -> int:
-        """Number of rows, including padding, if all samples were in one microbatch."""
+        """Number of rows, including padding, that all samples would have in a single microbatch."""
         return self.load(range(len(self.lengths)))
 
 
@@ -80,8 +80,8 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def pack_padded(case: Instance) -> Bins:
-    """Return bins of sample indices by best fit decreasing, if the rows of each job are padded. A sample may
-    take the place of padding rows of its job."""
+    """Return bins of sample indices by best fit decreasing, where the rows of each job in a bin are padded. A
+    sample may take the place of padding rows of its job."""
     if case.multiple == 1:
         return pack(case.lengths, case.capacity)
     bins: Bins = []

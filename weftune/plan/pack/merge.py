@@ -1,8 +1,9 @@
-"""Sequences of rounds in which the last microbatch of a round is filled with samples of the next round.
+"""Packing of consecutive rounds, in which the last microbatch of a round is filled with samples of the next
+round.
 
 A round is one global batch of every job of a group. In a pipeline, a job's next batch must wait until the
 backward of its previous batch has reached the first stage (the bubble lemma). Rounds of other groups of jobs
-fill this time. Where no microbatch may run, the sequence has a no-op (an empty microbatch).
+fill this time. Where no microbatch is allowed to run, the sequence contains a no-op (an empty microbatch).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Merged:
     moved_samples: int
     """Number of samples that were moved into the previous round."""
     separate_count: int
-    """Number of microbatches if each round were packed separately."""
+    """Number of microbatches that separate packing of each round gives."""
 
     @property
     def no_ops(self) -> int:
@@ -68,8 +69,8 @@ def merge(
     come before the rounds and do not change.
 
     With `move_samples`, samples may move into the last microbatch of the round before, unless the sequence
-    becomes longer. That is possible because a shorter round brings a job's next batch closer to its previous
-    one, which may require no-ops.
+    becomes longer. The sequence can become longer, because a shorter round brings a job's next batch closer
+    to its previous one, which may require no-ops.
     """
     alone = [_pack(samples, rules) for samples in rounds]
     plain = _concatenate(rounds, alone, rules, previous, move_samples=False)
@@ -144,7 +145,8 @@ class _Sequence:
             self._append(microbatch)
 
     def best_fill(self, samples: Sequence[BatchSample]) -> list[BatchSample]:
-        """Return those samples, among the ones that may run in the last microbatch, that fill it best."""
+        """Return the samples that fill the last microbatch best, among those that are allowed to run in
+        it."""
         free = [one for one in samples if self._may_run(one, len(self.microbatches) - 1)]
         room = self.rules.capacity - _load(self.microbatches[-1], self.rules.multiple)
         case = _case(free, self.rules)
@@ -183,8 +185,8 @@ def _pack(samples: Sequence[BatchSample], rules: MergeRules) -> list[Microbatch]
 
 @lru_cache(maxsize=1024)
 def _packing(case: Instance, limits: Limits) -> Packing:
-    """Return a packing of the samples. Packings are cached, since plans that are compared often share
-    rounds."""
+    """Return a packing of the samples. Results are cached, since the plans that are compared often contain
+    the same rounds."""
     return pack_instance(case, leave_room=True, limits=limits)
 
 
@@ -203,8 +205,7 @@ def _load(microbatch: Microbatch, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class JobLengths:
-    """Mean length of the samples of a job and tokens per global batch, from which groups of jobs are
-    formed."""
+    """Sample lengths of one job, by which jobs are divided into groups."""
 
     job: str
     mean: float
@@ -222,7 +223,7 @@ class Grouping:
     microbatches: tuple[int, ...]
     """Minimum number of microbatches in a round of each group."""
     no_ops: int
-    """Number of no-ops (empty microbatches) that are needed each time all groups have had one round."""
+    """Number of no-ops (empty microbatches) per cycle, in which each group has one round."""
 
     def why(self, stages: int) -> str:
         """Return a clause for the user that explains the grouping."""
@@ -242,8 +243,8 @@ def earliest_microbatch(last: int, stages: int) -> int:
 
 
 def no_ops_per_round(microbatches: Sequence[int], stages: int) -> int:
-    """Return the number of no-ops (empty microbatches) that are needed each time all groups have had one
-    round. `microbatches` contains the number of microbatches in a round of each group.
+    """Return the number of no-ops (empty microbatches) per cycle, in which each group has one round.
+    `microbatches` contains the number of microbatches in a round of each group.
 
     Between two rounds of a group lie the rounds of all other groups. The bubble lemma requires at least
     `stages` − 1 microbatches between them.

@@ -1,5 +1,5 @@
-"""Packing of samples of several jobs into shared microbatches, which have few sizes if CUDA graphs are
-captured."""
+"""Packing of samples of several jobs into shared microbatches. If CUDA graphs are captured, microbatches have
+only a few different sizes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from weftune.plan.program.program import MicrobatchPlan, PlacedSample, SegmentPl
 
 
 def ladder_size(tokens: int) -> int:
-    """Return the number of rows rounded up to an allowed size of a microbatch. The allowed sizes (the ladder)
-    are sixteen per power of two, at distances of at least 128."""
+    """Round a number of rows up to an allowed microbatch size. Allowed sizes (the ladder) are sixteen per
+    power of two, but at least 128 apart."""
     step = max(128, 1 << max(0, tokens.bit_length() - 5))
     return -(-tokens // step) * step
 
 
 def smallest_ladder_size(lengths: Sequence[int], capacity: int, limits: Limits = LIMITS) -> int:
-    """Return the smallest allowed size of microbatches (see `ladder_size`) with which the samples need no
-    more microbatches than with `capacity` rows."""
+    """Return the smallest microbatch size (see `ladder_size`) for which the samples need no more microbatches
+    than with `capacity` rows."""
     if not lengths:
         return capacity
     fewest = pack_best(lengths, capacity, limits=limits).count

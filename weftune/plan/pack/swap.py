@@ -1,7 +1,6 @@
-"""Exchanges of samples between bins (microbatches), which fill some bins in order to empty others.
-
-Which samples fill a bin best is a subset-sum problem, solved with the bits of an integer.
-"""
+"""Improvement of a packing by exchanging samples between bins (microbatches), so that some bins become full
+and others empty. The samples that fill a bin best are found by solving a subset-sum problem, with an integer
+as a bit set."""
 
 from __future__ import annotations
 
@@ -13,22 +12,22 @@ import numpy as np
 from weftune.plan.pack.instance import Bins, Instance
 
 REPACKED_BINS = 5
-"""Number of bins that are repacked together. Of 3, 4 and 5, this was best if two or three samples fill a
-bin."""
+"""Number of bins that are repacked together. Among 3, 4 and 5, this value was best if two or three samples
+fill a bin."""
 KEPT = 0.6
-"""Fraction of the samples, chosen at random, from which a bin is filled first when bins are repacked."""
+"""When bins are repacked, a bin is first filled from a random subset with this fraction of the samples."""
 LOSS = 0.005
-"""Relative decrease in the sum of squared loads up to which repacked bins are accepted."""
+"""Maximum relative decrease in the sum of squared loads for which repacked bins are accepted."""
 
 
 def exchange_samples(case: Instance, bins: Bins, min_bins: int, max_exchanges: int) -> Bins:
     """Return the bins after exchanges of samples between pairs of bins. The result never has more bins or,
     with equally many, more rows in the least full bin.
 
-    The fuller bin of a pair gets the samples of both bins that fill it best, if it then has more tokens than
-    each of them had. The sum of squared tokens therefore grows with every exchange, and the search ends, at
-    the latest after `max_exchanges` tries. It also ends when `min_bins` bins remain and the least full bin
-    cannot have fewer rows.
+    The fuller bin of a pair gets those samples of both bins that fill it best, if it then has more tokens
+    than either bin had before. The sum of squared tokens therefore grows with every exchange, and the search
+    ends, at the latest after `max_exchanges` tries. It also ends when `min_bins` bins remain and the least
+    full bin cannot have fewer rows.
     """
     search = _SwapSearch(case, [list(chosen) for chosen in bins], max_exchanges)
     while search.tries > 0 and not search.is_done(min_bins) and search.try_all_pairs():
@@ -61,7 +60,7 @@ def least_load(case: Instance, bins: Bins) -> int:
 
 
 def least_possible_load(case: Instance, count: int) -> int:
-    """Return the rows of the last of `count` bins if all other bins are full."""
+    """Return the rows of the least full of `count` bins if all other bins are full."""
     return max(0, case.rows - (count - 1) * case.capacity)
 
 
@@ -92,8 +91,8 @@ class _SwapSearch:
         return changed
 
     def _exchange(self, receiver: int, donor: int, bin_tokens: list[int]) -> bool:
-        """Exchange samples between two bins if `receiver` becomes fuller than each of them was, and update
-        their tokens in `bin_tokens`. Return whether samples were exchanged."""
+        """Exchange samples between two bins if `receiver` becomes fuller than either bin was, and update
+        `bin_tokens`. Return whether samples were exchanged."""
         if not self.bins[donor] or not self.bins[receiver]:
             return False
         self.tries -= 1
@@ -112,8 +111,8 @@ class _SwapSearch:
 
 
 def _repack_some(case: Instance, bins: Bins, random: Random) -> Bins:
-    """Return the bins with the least full one and a few others repacked at random. Return the given bins if
-    the repacked ones are more, or lower the sum of squared tokens too much."""
+    """Repack the least full bin and a few others at random, and return all bins. Return the given bins if
+    repacking increases their number or lowers the sum of squared tokens too much."""
     rooms = [case.capacity - case.tokens(chosen) + 1 for chosen in bins]
     opened = {rooms.index(max(rooms)), *random.choices(range(len(bins)), weights=rooms, k=REPACKED_BINS - 1)}
     before = [bins[number] for number in sorted(opened)]
@@ -155,8 +154,8 @@ def best_fill(case: Instance, pool: Sequence[int], free_rows: int) -> list[int]:
 
 
 class _Sums:
-    """All sums of tokens, up to `room`, that subsets of some samples can have. Bit n of `reach[k]` is set if
-    a subset of the k shortest samples has n tokens in total."""
+    """All sums of tokens, up to `free_rows`, that subsets of the samples can have. Bit n of `reach[k]` is set
+    if a subset of the k shortest samples has n tokens in total."""
 
     def __init__(self, case: Instance, pool: Sequence[int], free_rows: int) -> None:
         self.lengths = case.lengths

@@ -1,9 +1,9 @@
-"""Greedy dispatch: the order of passes in a pipeline in which each device runs whatever is ready.
+"""Greedy dispatch: an order of the passes in a pipeline, in which each device always runs a pass that is
+ready.
 
-What is ready when is predicted by a simulation with the costs of passes. All replicas are simulated together,
-since a job's next batch waits for the backwards of every replica. A dispatch may begin with microbatches in
-flight that the previous window has left.
-"""
+Times are predicted by a simulation with the costs of passes. All replicas are simulated together, since a
+job's next batch waits for the backwards of every replica. A dispatch may begin with microbatches that the
+previous window has left in flight."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class DispatchRules:
     max_bytes: tuple[int, ...] = ()
     """Maximum bytes that microbatches in flight keep on each stage. Empty means no limit."""
     exchange_seconds: float = 0.0
-    """Seconds in which replicas exchange the gradients of a batch after its last backward."""
+    """Seconds for which replicas exchange the gradients of a batch after its last backward."""
 
 
 def chunks_before(microbatches: Sequence[MicrobatchPlan]) -> dict[int, int]:
-    """Return a dict from each microbatch that is a chunk of a sample, except the first chunk, to the
-    microbatch of the chunk before it. The chunks of a sample must be in order."""
+    """Return a mapping from each microbatch that is a chunk of a sample to the microbatch of the previous
+    chunk. First chunks are left out. The chunks of a sample must be in order."""
     last: dict[tuple[str, int, int], int] = {}
     before: dict[int, int] = {}
     for number, plan in enumerate(microbatches):
@@ -62,7 +62,8 @@ class PassBegan:
 
 @dataclass(frozen=True, slots=True)
 class BatchClosed:
-    """An event: a global batch has ended on a stage in all replicas, and their gradients are exchanged."""
+    """An event: a global batch has ended on a stage in all replicas, and its gradients have been
+    exchanged."""
 
     stage: int
     job: str
@@ -73,8 +74,8 @@ class BatchClosed:
 class _Device:
     stage: int
     next_chunk: int | None = None
-    """Microbatch with the next chunk of the sample that is in progress. None if the last forward ended a
-    sample."""
+    """Microbatch with the next chunk of the sample whose forward is in progress. None if no sample is
+    unfinished."""
     ready_forward: deque[int] = field(default_factory=deque)
     ready_backward: deque[int] = field(default_factory=deque)
     in_flight: int = 0
@@ -95,15 +96,15 @@ class Dispatch:
         rules: DispatchRules,
         inherited: Sequence[Inherited] = (),
     ) -> None:
-        """Prepare the simulation. `inherited` is the progress of the first microbatches, if the previous
-        window has begun them; there must then be only one replica."""
+        """Prepare the simulation. `inherited` is the progress of microbatches that the previous window has
+        begun; if there are any, there must be only one replica."""
         self.microbatches, self.prices, self.rules = microbatches, prices, rules
         self.last = len(rules.max_in_flight) - 1
         samples = batch_samples(microbatches)
         self._remaining = [samples.copy() for _ in rules.max_in_flight]
         """For each stage, the number of samples of each batch that still need a backward in any replica."""
         self._open = [set(samples) for _ in rules.max_in_flight]
-        """For each stage, the batches whose gradients are not complete and exchanged yet."""
+        """For each stage, the batches whose gradients are still incomplete or not exchanged yet."""
         self.devices = [_Device(stage) for _ in launches for stage in range(len(rules.max_in_flight))]
         self.jobs = [frozenset(one.jobs) for one in microbatches]
         self.before = [
@@ -123,7 +124,7 @@ class Dispatch:
             {max(0, device - 1), device, min(self.last, device + 1)} if len(launches) == 1 else everyone
             for device in everyone
         ]
-        """For each device, the devices that may become able to run a pass when it has ended one."""
+        """For each device, the devices on which a pass may become ready when this device has ended a pass."""
         for number, progress in enumerate(inherited):
             self._inherit(number, progress)
         self._ends: list[tuple[float, int, int, Forward | Backward | BatchClosed]] = []

@@ -1,11 +1,10 @@
 """Schedules (orders of passes) for a pipeline with one stage per device: GPipe, 1F1B, multi-job and template.
 
-GPipe and 1F1B follow from the list of microbatches alone. In the multi-job order of mLoRA, every device runs
+GPipe and 1F1B depend only on the list of microbatches. In the multi-job order of mLoRA, every device runs
 what is ready, as predicted from the costs, so that microbatches of independent jobs fill each other's idle
 time. The template of MuxTune (section 3.4.1) runs buckets, which are groups of microbatches, one after
 another, the slowest first, and runs forwards as early as possible. Under its premises, the last stage never
-waits between its first forward and its last backward.
-"""
+waits between its first forward and its last backward."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ from weftune.plan.window.dispatch import Dispatch, DispatchRules
 Passes = list[list[Action]]
 """The forwards and backwards of each device in order, before Steps, Sends and Recvs are inserted."""
 EVEN = 1e-9
-"""Relative difference below which times count as equal."""
+"""Relative difference below which two times count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +81,8 @@ def multi_job(work: Work, stages: int, prices: Prices, spare: int = 0) -> Progra
 def chunked_multi_job(work: Work, stages: int, prices: Prices, max_rows: int) -> Program:
     """Return a program in the multi-job order for microbatches of which some are chunks of samples.
 
-    All chunks of a sample are in flight on the last stage together, so bytes are limited instead of the
-    number of microbatches: each stage keeps at most as many as in 1F1B with microbatches of `max_rows` rows.
-    """
+    All chunks of a sample are in flight on the last stage together. Therefore bytes in flight are limited,
+    not microbatches: to the bytes that each stage keeps in 1F1B with microbatches of `max_rows` rows."""
     rules, numbers = multi_job_rules(stages), work.filled_microbatches
     max_bytes = tuple(
         count * max(_bytes_of(max_rows, work.microbatches[one], prices.passes[one][stage]) for one in numbers)
@@ -95,12 +93,12 @@ def chunked_multi_job(work: Work, stages: int, prices: Prices, max_rows: int) ->
 
 
 def _bytes_of(rows: int, microbatch: MicrobatchPlan, price: PassPrice) -> int:
-    """Return the bytes that a stage keeps of `rows` rows, in proportion to those of a microbatch."""
+    """Return the bytes that a stage keeps for `rows` rows, in proportion to the bytes of a microbatch."""
     return -(-rows * price.kept_bytes // microbatch.rows)
 
 
 def cut_long_samples(work: Work, rows: int) -> Work:
-    """Replace each microbatch of more than `rows` rows, which is one sample, by the chunks of the sample."""
+    """Cut samples of more than `rows` rows, each of which is a microbatch by itself, into chunks."""
     microbatches: list[MicrobatchPlan] = []
     for one in work.microbatches:
         if one.rows <= rows:
@@ -178,8 +176,8 @@ def assemble(
 ) -> Program:
     """Return a checked Program from the passes of every device, with Steps, Sends and Recvs inserted.
 
-    `stage_devices` contains the device of each stage; by default, stage s is on device s. If the window
-    `hands_over`, passes at the end may be missing, since the next window runs them.
+    `stage_devices` contains the device of each stage; by default, stage s is on device s. With `hands_over`,
+    passes at the end may be missing, since the next window runs them.
     """
     stages = tuple(stage_devices) or tuple(range(len(device_passes)))
     passes = [list(actions) for actions in device_passes]
@@ -213,12 +211,12 @@ def cut_passes(program: Program, work: Work, prices: Prices) -> Program:
 
 
 Batches = Collection[tuple[str, int]]
-"""Global batches, each given as a pair of a job and a step."""
+"""Global batches, each as a pair (job, step)."""
 
 
 def _closed_batches(work: Work, first_passes: Iterable[Action], stages: Sequence[int]) -> Batches:
-    """Return the batches whose last backward on the first stage is in this window. On every other stage, the
-    last backward comes earlier, possibly in a previous window."""
+    """Return the batches that end in this window: their last backward on the first stage is in it. On other
+    stages, the last backward comes earlier, possibly in a previous window."""
     remaining = _remaining_samples(work, stages[0], stages)
     for action in first_passes:
         if isinstance(action, Backward):
@@ -375,8 +373,8 @@ class Queue:
 
     @property
     def latency(self) -> float:
-        """Seconds of the forward and backward of one microbatch on the first stage, by which buckets are
-        sorted."""
+        """Seconds of the forward and backward of one microbatch on the first stage. Buckets are sorted by
+        it."""
         return self.passes[0].forward + self.passes[0].backward
 
 
@@ -388,13 +386,14 @@ class PipelineTemplate:
     order: tuple[int, ...]
     """Indices of the queues in the order in which they run."""
     violations: tuple[str, ...]
-    """Sentences about premises of the template that do not hold. If empty, the last stage never waits."""
+    """Sentences, each about a premise of the template order that does not hold. If all hold, the last stage
+    never waits."""
 
 
 def template_order(work: Work, queues: Sequence[Queue], max_bytes: Sequence[int] = ()) -> PipelineTemplate:
     """Return the template order of MuxTune for `queues`, which together contain all microbatches of `work`.
 
-    `max_bytes` is the maximum of bytes that microbatches in flight keep on each stage. Empty means no limit.
+    `max_bytes` limits the bytes that microbatches in flight keep on each stage. Empty means no limit.
     """
     assert queues, "there is a bucket to run"
     order = sorted(range(len(queues)), key=lambda index: -queues[index].latency)
@@ -428,8 +427,8 @@ def queue_prices(work: Work, queues: Sequence[Queue]) -> Prices:
 
 
 def _violations(work: Work, queues: Sequence[Queue]) -> list[str]:
-    """Return a sentence for each premise of the template that `queues`, in the order in which they run,
-    violate."""
+    """Return a sentence for each premise of the template order that `queues` violate. The queues are in the
+    order in which they run."""
     broken: list[str] = []
     for number, queue in enumerate(queues, 1):
         if any(abs(one.forward - one.backward) > EVEN * one.forward for one in queue.passes):

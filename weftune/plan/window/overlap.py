@@ -28,14 +28,14 @@ class _Pair:
     first: int
     second: int
     between: tuple[Action, ...]
-    """Actions between the passes of the two, which can also follow both."""
+    """Actions between the passes of the two microbatches. They may also run after both."""
     stop: int
-    """Index of the first action after the passes of both."""
+    """Index of the first action after the passes of both microbatches."""
 
 
 def overlap_microbatches(program: Program, layers: int) -> Program:
     """Return the program of a single stage of `layers` layers with pairs of neighbouring microbatches that
-    overlap. A microbatch remains as it is if its neighbour needs its optimizer steps, or if one of the two is
+    overlap. Two neighbours do not overlap if one needs an optimizer step that follows the other, or if one is
     a chunk of a sample."""
     half_layers = 2 * layers
     actions, overlapped, index = program.actions, [], 0
@@ -52,7 +52,7 @@ def overlap_microbatches(program: Program, layers: int) -> Program:
 
 
 def _find_pair(program: Program, actions: Sequence[Action], index: int) -> _Pair | None:
-    """Return the pair whose first Forward has this index among the actions, or None if there is none."""
+    """Return the pair of microbatches whose first Forward is at this index of the actions, or None."""
     if (first := _whole_pass(program, actions, index)) is None:
         return None
     between: list[OfJob] = []
@@ -68,8 +68,8 @@ def _find_pair(program: Program, actions: Sequence[Action], index: int) -> _Pair
 
 
 def _whole_pass(program: Program, actions: Sequence[Action], index: int) -> int | None:
-    """Return the microbatch whose Forward has this index, if its Backward follows at once and it is no
-    chunk."""
+    """Return the microbatch whose Forward is at this index, if its Backward follows immediately and it is not
+    a chunk of a sample. Otherwise return None."""
     match actions[index : index + 2]:
         case (Forward(number), Backward(back)) if number == back and not program.microbatches[number].chunk:
             return number

@@ -36,9 +36,9 @@ WINDOW_SECONDS = 10.0
 ROW_FLOPS = 4
 """FLOPs per parameter and row: two for the forward and two for the backward."""
 DRAWS = 4
-"""Number of simulations per window. Each draws the times of its passes at random."""
+"""Number of simulations per window, each with randomly drawn pass times."""
 BACKWARD_GUESS = 1.5
-"""Time of a backward relative to a forward, until one has been measured."""
+"""Assumed ratio of the time of a backward to that of a forward, until both have been measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ def fit_line(passes: Sequence[MeasuredPass]) -> Line:
 
 
 def simulated_paces(program: Program, timeline: Timeline) -> tuple[StagePace, ...]:
-    """Return the paces of all stages that a run would measure if its passes took the simulated times. Every
-    device has one stage."""
+    """Return the pace of each stage, measured from simulated instead of real passes. Every device must have
+    one stage."""
 
     def line(stage: int, kind: type[Forward] | type[Backward]) -> Line:
         return fit_line(
@@ -95,7 +95,7 @@ def simulated_paces(program: Program, timeline: Timeline) -> tuple[StagePace, ..
 
 def guess_pace(layers: int) -> StagePace:
     """Return a pace that is proportional to the number of layers, for use before anything is measured. Its
-    times are not in seconds."""
+    times have an arbitrary unit."""
     return StagePace(Line(0.0, float(layers)), Line(0.0, BACKWARD_GUESS * layers))
 
 
@@ -165,9 +165,10 @@ def _vary_prices(program: Program, prices: Prices, paces: Sequence[StagePace], r
 
 
 def _factors(spread: Sequence[float], moment: float) -> Iterator[float]:
-    """Return an endless iterator over the measured factors of pass times, in their order. It begins at
-    `moment`, a fraction of their number, which should be equal for all stages, since slow passes occur in a
-    row and often on several stages at once."""
+    """Return an endless iterator over the measured factors of pass times, in order.
+
+    It starts at `moment`, a fraction of the number of factors. All stages should use the same one, since slow
+    passes occur in a row and often on several stages at once."""
     if not spread:
         return repeat(1.0)
     start = int(moment * len(spread))
@@ -185,9 +186,9 @@ class WindowPace:
 
 
 def shorten_windows(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobWindow]:
-    """Return the jobs' windows, cut to as many rounds as are predicted to fit in `WINDOW_SECONDS`, but at
-    least one. Samples to be scored are limited in the same way, and the samples of the first jobs are
-    kept."""
+    """Return the jobs' windows, shortened to the number of rounds that is predicted to fit in
+    `WINDOW_SECONDS`, but at least one. Samples to be scored are limited in the same way, and the samples of
+    the first jobs are kept."""
     rounds, scored_rows = rounds_within(windows, pace), 0.0
     max_rows = WINDOW_SECONDS / (EVALUATION_SHARE * pace.row_seconds) if pace.row_seconds else math.inf
     cut = []

@@ -56,19 +56,20 @@ from weftune.plan.window.rounds import JobWindow, mismatched_segments
 
 Groups = tuple[tuple[str, ...], ...]
 SPLITS, FINER_SPLITS = (1, 2, 3, 4), (6, 8, 12, 16)
-"""Factors by which microbatches are tried smaller than the capacity, to fill the pipeline better. Finer ones
-are tried only once passes have been measured."""
+"""Factors by which the capacity is divided to get smaller microbatches, which may fill the pipeline better.
+Finer splits are tried only after passes have been measured."""
 PATIENT_SPLITS = 2
-"""Number of consecutive sizes without improvement after which no smaller microbatches are tried."""
+"""Maximum number of consecutive microbatch sizes without improvement. After that, no smaller sizes are
+tried."""
 GROUP_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of groups of jobs that are tried."""
 MAX_SEARCH_MICROBATCHES = 2000
-"""Maximum number of microbatches, summed over all programs, up to which divisions into groups are tried. The
-search is limited by a count, not by a clock, so that plans can be repeated."""
+"""Limit on the search for divisions into groups: it ends when the simulated programs have this many
+microbatches in total. The search is limited by a count, not by a clock, so that plans can be repeated."""
 CUT_GAIN = 1.02
-"""Factor by which a window must be predicted to be faster before samples are cut, or cut more finely."""
+"""Minimum predicted speedup of a window for which samples are cut into chunks, or into smaller chunks."""
 PATIENCE = 1.02
-"""Factor by which a window may be predicted to take longer if its devices then wait less for gradients of
+"""Maximum predicted slowdown of a window that is accepted if its devices then wait less for the gradients of
 other replicas."""
 
 
@@ -97,15 +98,16 @@ class PipelineRules:
     """Additional microbatches in flight, compared with 1F1B, on all stages but the last. They hide slow links
     and varying pass times."""
     replicas: int = 1
-    """Number of copies of all stages, which share every batch. Several replicas always run in the multi-job
-    order, since only that order is predicted for all replicas together."""
+    """Number of copies of all stages, among which every batch is divided. Several replicas always run in the
+    multi-job order, since no other order is predicted for all replicas together."""
     min_chunk_rows: int = 0
-    """Fewest rows of the chunks into which long samples may be cut. 0 means that samples stay whole."""
+    """Minimum rows of the chunks into which long samples may be cut. 0 means that samples stay whole."""
     overlapped_layers: int = 0
-    """Number of layers of the only stage if microbatches overlap there, on shards. 0 if they do not."""
+    """Number of layers of the only stage if its microbatches overlap, which is possible on shards. 0 if they
+    do not."""
     min_rows: int = 0
-    """Minimum rows to which microbatches may be limited. 0 means a quarter of the capacity, which is also the
-    minimum if it is smaller."""
+    """Minimum microbatch size, in rows, that the planner tries. A quarter of the capacity is used instead if
+    it is smaller, or if this is 0."""
 
     searches_groups: bool = True
     """Whether divisions of the jobs into groups are compared by simulated time. Otherwise a formula divides
@@ -193,8 +195,8 @@ def _may_hand_over(
 
 def _batches(windows: Sequence[JobWindow]) -> list[list[GlobalBatch]]:
     """Return the batches of the window in the order of rounds, up to and including the first round in which a
-    job evaluates. They are split into parts: a new part begins with every round that has mismatched samples
-    (for a KL term), since these are scored with the weights after the previous round."""
+    job evaluates. A new part begins at every round with mismatched samples (for a KL term), because these are
+    scored with the weights after the previous round."""
     found: list[list[GlobalBatch]] = []
     for turn in range(max((len(window.batches) for window in windows), default=0)):
         moving = [window for window in windows if turn < len(window.batches)]
@@ -242,8 +244,8 @@ def _plan_whole(
     hands_over: bool = False,
 ) -> Timed:
     """Return the program without chunks that is fastest in the simulator, among several sizes of
-    microbatches, divisions of the jobs into groups, and orders of passes. Inherited microbatches do not
-    change."""
+    microbatches, divisions of the jobs into groups, and orders of passes. Inherited microbatches are not
+    changed."""
     search = _WindowSearch(batches, [window.job for window in windows], rules, inherited, hands_over)
     size = search.choose_size()
     if rules.searches_groups and rules.stages > 1 and rules.replicas == 1 and rules.order is None and batches:
@@ -267,7 +269,7 @@ class _WindowSearch:
         self.lengths = _job_lengths(batches, jobs, rules)
         self._best: Timed | None = None
         self.microbatches = 0
-        """Number of microbatches of all programs that were simulated."""
+        """Number of microbatches in all simulated programs together."""
 
     @property
     def best(self) -> Timed:
@@ -288,7 +290,7 @@ class _WindowSearch:
         return best_size
 
     def choose_groups(self, size: int) -> None:
-        """Try other numbers of groups, whose rounds or whose microbatches alternate."""
+        """Try other numbers of groups. Either the rounds or the microbatches of groups alternate."""
         for count in GROUP_COUNTS:
             if count > len(self.lengths) or self.microbatches > MAX_SEARCH_MICROBATCHES:
                 break
@@ -395,8 +397,8 @@ def _choose_chunk_rows(
 
 
 def _round_seconds(batches: Sequence[GlobalBatch], plan: Callable[[Sequence[GlobalBatch]], Timed]) -> float:
-    """Return the simulated seconds that one more round of these batches adds to a window. The time in which
-    the pipeline fills and drains counts only if every round repeats it, as with a single job."""
+    """Return the simulated seconds that one additional round of these batches adds to a window. The time in
+    which the pipeline fills and drains counts only if every round repeats it, as with a single job."""
     again = [replace(batch, step=batch.step + 1) for batch in batches]
     return plan([*batches, *again]).seconds - plan(batches).seconds
 
@@ -438,8 +440,8 @@ def choose_groups(
 def _job_lengths(
     batches: Sequence[GlobalBatch], jobs: Sequence[str], rules: PipelineRules
 ) -> list[JobLengths]:
-    """Return the lengths by which jobs are divided into groups. They are those of each job's first batch, of
-    which a replica has a part."""
+    """Return the sample lengths by which jobs are divided into groups. They are taken from the part of each
+    job's first batch that one replica trains."""
     firsts: dict[str, GlobalBatch] = {}
     for batch in batches:
         firsts.setdefault(batch.job, batch)
@@ -473,12 +475,11 @@ def mix_groups(work: Work, groups: Groups) -> Work:
 
 
 def order_turns(groups: Groups, batches: Sequence[GlobalBatch], inherited: Unfinished) -> list[Groups]:
-    """Return one or two ways to order the groups of jobs for the next rounds.
+    """Return one or two orders of groups of jobs for the next rounds.
 
-    In the first, groups with unfinished batches come last, in the order of their last microbatches. If
-    batches are inherited, the second has equally many groups, each of jobs that may begin at about the same
-    time.
-    """
+    In the first, groups with unfinished batches come last, in the order of their last microbatches. The
+    second exists if batches are inherited: it has the same number of groups, formed from jobs that may begin
+    at about the same time."""
     last = {job: number for number, plan in enumerate(inherited.microbatches) for job in plan.jobs}
     found = [tuple(sorted(groups, key=lambda members: max(last.get(job, -1) for job in members)))]
     if last and len(groups) > 1:
@@ -619,7 +620,7 @@ def _with_passes(
     segments: Sequence[SegmentPlan],
     rules: PipelineRules,
 ) -> Program:
-    """Return the program with passes without backward, of the given kind, after all other actions. The
+    """Return the program with passes of the given kind, which have no backward, after all other actions. The
     samples are divided among the replicas."""
     packed = pack_segments(segments, _evaluation_capacity(segments, rules))
     before = len(program.microbatches)
@@ -635,8 +636,8 @@ def _with_passes(
 
 
 def _with_mismatched(program: Program, segments: Sequence[SegmentPlan], rules: PipelineRules) -> Program:
-    """Return the program with additional passes that score mismatched samples, after which the replicas
-    exchange the sums of the scores."""
+    """Return the program followed by passes that score mismatched samples, and by the exchange of the summed
+    scores between replicas."""
     program = _with_passes(program, Score, segments, rules)
     if rules.replicas == 1:
         return program
@@ -651,7 +652,7 @@ def _with_mismatched(program: Program, segments: Sequence[SegmentPlan], rules: P
 
 
 def _evaluation_capacity(segments: Sequence[SegmentPlan], rules: PipelineRules) -> int:
-    """Return a microbatch capacity that leaves every replica a part of the samples."""
+    """Return a microbatch capacity that is small enough to divide the samples among all replicas."""
     if rules.replicas == 1 or not segments:
         return rules.capacity
     longest = max(_tokens(together) for segment in segments for together in sample_groups(segment.samples))

@@ -1,8 +1,8 @@
 """Replicas of a pipeline: which samples each replica trains, and when the gradients of a batch are summed.
 
 Replicas divide the samples of each global batch, and every optimizer step waits for all replicas. The order
-of passes is predicted for all replicas together, so that gradients are summed (by a Reduce) at a time at
-which the last replica is expected to have finished, and no replica waits for another.
+of passes is predicted for all replicas together, so that gradients are summed (by a Reduce) when the last
+replica is expected to have finished, and no replica waits for another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Rounds = list[list[BatchSample]]
 
 
 def deal_samples(rounds: Sequence[Sequence[BatchSample]], replicas: int) -> list[Rounds]:
-    """Return, for each replica, its samples of each round. The total number of tokens so far is kept even."""
+    """Return, for each replica, its samples of each round. Total tokens are kept even between the
+    replicas."""
     tokens = [0] * replicas
     dealt: list[Rounds] = [[] for _ in range(replicas)]
     for samples in rounds:
@@ -91,10 +92,8 @@ def order_replicas(
 
 
 class _StepInserter:
-    """Inserts Reduces and Steps between the passes of all devices, event by event.
-
-    No deadlock is possible, since everything that an action waits for has happened earlier in the log.
-    """
+    """Inserts Reduces and Steps between the passes of all devices, in the order of simulated events. No
+    deadlock is possible, since everything that an action waits for precedes it in the log."""
 
     def __init__(self, work: Work, stages: int) -> None:
         self.microbatches, self.stages = work.microbatches, stages
@@ -104,7 +103,8 @@ class _StepInserter:
         """For each replica, the batches of which it trains at least one sample."""
         self.remaining = [shares[device // stages].copy() for device in range(len(self.lists))]
         self.pending: list[dict[str, Step]] = [{} for _ in self.lists]
-        """For each device, the Steps that are not placed yet, by job. They are placed as late as possible."""
+        """For each device, the Steps that are not inserted yet, by job. Steps are inserted as late as
+        possible."""
 
     def insert_steps(self, log: Iterable[PassBegan | BatchClosed]) -> list[list[Action]]:
         for moment in log:

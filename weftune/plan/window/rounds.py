@@ -1,4 +1,5 @@
-"""Windows planned in rounds: one global batch of every job, then evaluations and saves, in any layout."""
+"""The planner of windows in rounds, for any layout. A round is one global batch of every job, followed by
+evaluations and saves."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ class JobWindow:
 
 @dataclass(frozen=True, slots=True)
 class TrainedMicrobatch:
-    """A training microbatch of a round, and the optimizer steps (Steps) that follow it, since it contains the
-    last samples of some jobs in this round."""
+    """A training microbatch of a round, and the optimizer steps (Steps) of the jobs whose last samples in the
+    round it contains."""
 
     microbatch: int
     steps: tuple[Step, ...]
@@ -71,9 +72,8 @@ class TrainedMicrobatch:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round of a window, in the order of its parts: samples that are scored; one global batch of every job
-    that still has one; samples that are scored for evaluations; evaluations; saves. Numbers are indices of
-    microbatches."""
+    """A round of a window. Its parts, as indices of microbatches, run in the order of the fields. `trained`
+    has one global batch of every job that still has one."""
 
     scored: tuple[int, ...]
     trained: tuple[TrainedMicrobatch, ...]
@@ -83,12 +83,12 @@ class Round:
 
 
 ForwardRun = tuple[type[Evaluate] | type[Score], list[int]]
-"""A kind of pass without backward, and the microbatches that go through all stages together."""
+"""A kind of pass without backward, and the microbatches that run through all stages together."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RoundRuns:
-    """The passes without backward of a round, before and after its training."""
+    """The passes of a round that have no backward, before and after its training."""
 
     before: tuple[ForwardRun, ...]
     after: tuple[ForwardRun, ...]
@@ -168,8 +168,8 @@ class _LaidRounds:
 
 
 def mismatched_segments(batches: Iterable[GlobalBatch]) -> list[SegmentPlan]:
-    """Return the mismatched samples that are scored before these batches are trained, for the KL terms of
-    their losses."""
+    """Return the mismatched samples for the KL terms of these batches' losses. They are scored before the
+    batches are trained."""
     return [SegmentPlan(one.job, one.step - 1, one.mismatched) for one in batches if one.mismatched]
 
 
@@ -199,8 +199,8 @@ def plan_rounds(
 
     Microbatches and their order on each stage are the same in every layout, so losses are bitwise equal. With
     several workers or shards, a window ends with the round in which a job evaluates, since later steps depend
-    on the result, which only the first worker knows. At the start and the end of a window, each worker's
-    slots contain the stages that the worker needs first.
+    on the result, which only the first worker knows. At the start and at the end of a window, each worker's
+    slots hold the stages that the worker needs first.
     """
     done = {window.job: window.step for window in windows}
     windows = _cut_after_evaluation(windows) if layout.workers * layout.shards > 1 else windows
@@ -244,8 +244,8 @@ def _cut_after_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
 
 
 def _evaluation_rows(laid_rounds: _LaidRounds, layout: Layout, capacity: int) -> int:
-    """Return the maximum rows of passes without backward that may be in flight at the same time, so that they
-    need no more memory for inputs of stages than training."""
+    """Return the maximum number of rows of simultaneous passes without backward, chosen so that inputs of
+    stages need no more memory than in training."""
     rounds = (
         sum(laid_rounds.microbatches[one.microbatch].rows for one in each.trained)
         for each in laid_rounds.rounds
@@ -302,9 +302,8 @@ def _visits(round_plan: Round, runs: _RoundRuns, part: WorkerLayout) -> Iterator
     """Yield (stage, actions) for each visit of a stage in a round.
 
     Scoring passes come first, then forwards through the worker's stages, then backwards and Steps through the
-    stages in reverse order, and at last the other passes without backward. The last stage of the base runs
-    each backward right after its forward.
-    """
+    stages in reverse order, and finally the other passes without backward. The last stage of the base runs
+    each backward right after its forward."""
     yield from _forward_visits(runs.before, part)
     last, numbers = len(part.stages) - 1, [trained.microbatch for trained in round_plan.trained]
     if numbers:
@@ -330,8 +329,8 @@ def _forward_visits(runs: Iterable[ForwardRun], part: WorkerLayout) -> Iterator[
 
 
 def slot_moves(stages: Sequence[int], part: WorkerLayout) -> Iterator[tuple[Action, ...]]:
-    """Return, for each visit of a stage, the Evict and Load actions that follow it: the stage is evicted if
-    its slot is needed for another stage next, and that stage is loaded immediately."""
+    """Yield, for each visit of a stage, the Evict and Load actions that follow it. A stage is evicted if its
+    slot is needed for another stage, which is then loaded immediately."""
     streamed = set(part.streamed_stages)
     needed = {part.slot_of_stage(stage): stage for stage in part.initial_stages}
     found: list[tuple[Action, ...]] = []

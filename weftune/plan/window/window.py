@@ -1,4 +1,4 @@
-"""Planning of the next window (a few global batches of every job): the only planner that a run calls."""
+"""The planner of the next window (a few global batches of every job), for every layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from weftune.plan.window.rounds import JobWindow, plan_rounds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mechanisms:
-    """Mechanisms of the planner. Each can be left out, to compare plans without it; none changes results."""
+    """Optional mechanisms of the planner. Each can be disabled to compare plans; none changes the results of
+    training."""
 
     order: PipelineOrder | None = None
     """Schedule of a pipeline. None selects the one that is fastest in the simulator."""
@@ -25,7 +26,8 @@ class Mechanisms:
     """Whether divisions of a pipeline's jobs into groups are compared by simulated time. Otherwise a formula
     divides them."""
     exchanges_samples: bool = True
-    """Whether samples are exchanged between microbatches after best fit, so that fewer suffice."""
+    """Whether samples are exchanged between microbatches after best fit, to reduce the number of
+    microbatches."""
     hands_over: bool = True
     """Whether a window of a pipeline may leave batches unfinished for the next one."""
     cuts_samples: bool = True
@@ -58,7 +60,8 @@ class Pacing:
     """Whether divisions of the jobs into groups are compared by simulated time. Otherwise a formula divides
     them."""
     hands_over: bool = False
-    """Whether a window may leave batches unfinished, so that the pipeline does not drain before the next."""
+    """Whether a window may leave batches unfinished, so that the pipeline does not drain before the next
+    window."""
 
 
 def plan_window(
@@ -77,8 +80,7 @@ def plan_window(
     `pacing`, resident stages run as a pipeline with several microbatches in flight; without it, all
     microbatches of a round (one global batch of every job) pass one stage before the next stage begins. A
     pipeline begins with the batches that are `inherited` from the previous window. `packing_limits` bound the
-    effort of packing training samples.
-    """
+    effort of packing training samples."""
     if pacing is None:
         assert not inherited.batches, "only a pipeline has unfinished batches between two windows"
         return plan_rounds(windows, layout, capacity, ladder, recompute, packing_limits)

@@ -1,11 +1,11 @@
-"""Passes of microbatches over shards of a base, half a layer at a time, so that the sums over shards of one
-microbatch overlap with the computation of another.
+"""Passes that run half a layer at a time on shards of a base, so that the sums over shards of one microbatch
+overlap with the computation of another.
 
 A half layer is an attention or a feed-forward with its linears and their adapters. It has two autograd
-graphs, since the sums over shards are not part of any graph. The first one is the same on every shard: it
-adds the summed output of the half before to the residual, and normalises the result. The second one computes
-the half layer from that on the weights of this shard. In the forward, its output is summed over the shards,
-and in the backward the gradient of its input. Each sum is started at once, and the next action of the
+graphs, since the sums over shards are not part of any graph. The first one is equal on every shard: it adds
+the summed output of the previous half layer to the residual, and normalises the result. The second one
+computes the half layer with the weights of this shard. Its output is summed over the shards in the forward,
+and the gradient of its input in the backward. Each sum starts immediately, and the next action of the
 microbatch waits for it.
 
 Shapes: T rows, D hidden width.
@@ -59,7 +59,7 @@ class _Graph:
 
 @dataclass(slots=True)
 class _OpenPass:
-    """A pass between its first half layer and its end."""
+    """A pass that has begun with its first half layer and has not ended."""
 
     flight: InFlight
     membership: Membership
@@ -67,11 +67,12 @@ class _OpenPass:
     """End of the graph that computes the embeddings. None if no job trains any of them."""
     angles: Sequence[Angle]
     residual_TD: Tensor
-    """Residual of the forward, to which the sum under way is to be added, or its gradient."""
+    """Residual to which the result of `sum` will be added; in the backward, the gradient of the residual."""
     sum: _StartedSum | None = None
-    """Sum of the last half layer that has run. None before the first one."""
+    """Sum over the shards that the last half layer has started. None before the first half layer."""
     joints: list[_Graph] = field(default_factory=list)
-    """For each half layer, the graph of its residual and its norm. The last element is the final norm."""
+    """For each half layer, the graph of the residual addition and the norm. The last graph is that of the
+    final norm."""
     halves: list[_Graph] = field(default_factory=list)
     """For each half layer, the graph of its linears, from the normalised input to the output."""
 
@@ -81,7 +82,8 @@ class _OpenPass:
 
 
 class OverlappedPasses:
-    """Passes that are open and run half a layer at a time. Nothing is captured or recomputed."""
+    """Open passes that run half a layer at a time. They are neither captured as CUDA graphs nor
+    recomputed."""
 
     def __init__(self, adapted: AdaptedBase) -> None:
         self._adapted = adapted
@@ -118,7 +120,7 @@ class OverlappedPasses:
         one.sum = self._start(y_TD.detach().clone(memory_format=torch.contiguous_format))
 
     def end_forward(self, visit: StageVisit) -> Tensor:
-        """Return the last hidden states, after the final norm."""
+        """End the forward and return the last hidden states, after the final norm."""
         one, norm = self._open[visit], self._layers.final_norm
         assert norm is not None, "the only stage has the final norm"
         h_TD, leaves = self._join(one, len(one.halves))
@@ -132,8 +134,8 @@ class OverlappedPasses:
         self._open[visit].sum = _StartedSum(dn_TD, lambda: None)
 
     def backward_half(self, visit: StageVisit, index: int) -> None:
-        """Add the gradients of the adapters in half a layer to those of their jobs, and start the sum of the
-        gradient of its input."""
+        """Add the gradients of the adapters in half a layer to their jobs' gradients, and start the sum of
+        the gradient of its input over the shards."""
         one = self._open[visit]
         one.residual_TD, dy_TD = self._join_backward(one)
         with self._bound(one):
@@ -158,8 +160,8 @@ class OverlappedPasses:
         return _OpenPass(flight, membership, embedded, angles, h_TD.detach())
 
     def _join(self, one: _OpenPass, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the input of a half layer before its norm, which is the residual plus the summed output of
-        the half before, and the leaves of the graph that computes it."""
+        """Return the residual plus the summed output of the previous half layer, which is the input of the
+        next norm, and the leaves of the graph that computes it."""
         residual_TD = one.residual_TD.detach().requires_grad_()
         if index == 0:
             return residual_TD, (residual_TD,)
@@ -169,8 +171,8 @@ class OverlappedPasses:
         return h_TD, (residual_TD, y_TD)
 
     def _join_backward(self, one: _OpenPass) -> tuple[Tensor, ...]:
-        """Return the gradients of the residual and of the summed output that the last graph of `joints`
-        adds."""
+        """Run the backward of the last graph in `joints`. Return the gradients of the residual and of the
+        summed output."""
         joint, dn_TD = one.joints.pop(), one.finished_sum()
         ends_with_norm = len(joint.ends) == 1
         return joint.backward((dn_TD,) if ends_with_norm else (one.residual_TD, dn_TD))

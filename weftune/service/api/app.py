@@ -37,7 +37,7 @@ def create_app(
     chat: ChatClient,
     limits: RequestLimits | None = None,
 ) -> FastAPI:
-    """Return the application. The stores are open: `requests` for writing, `training` for reading."""
+    """Return the application. The caller has opened `requests` for writing and `training` for reading."""
     preparer = Preparer(settings, requests)
 
     @asynccontextmanager
@@ -91,8 +91,8 @@ def add_health(app: FastAPI, telemetry: Telemetry) -> None:
 
     @app.get("/metrics", tags=["Service"], response_class=Response, summary="Metrics for Prometheus")
     def metrics(request: Request) -> Response:
-        """Metrics in Prometheus' text form. A request from this machine that no proxy has forwarded needs no
-        key."""
+        """Return metrics in Prometheus' text format. A request from this machine that no proxy has forwarded
+        needs no key."""
         host = request.client.host if request.client else ""
         is_local = host in LOOPBACK and not any(name in request.headers for name in FORWARDED)
         if not is_local and request.state.tenant is None:
@@ -120,7 +120,8 @@ def readiness(service: Service) -> list[str]:
 
 
 def openapi(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document. Invalid requests are answered with 400 and OpenAI's error, never 422."""
+    """Return the OpenAPI document. It declares status 400 with OpenAI's error for invalid requests, instead
+    of FastAPI's 422."""
     if app.openapi_schema is None:
         app.openapi_schema = FastAPI.openapi(app)
         for path in app.openapi_schema["paths"].values():

@@ -1,5 +1,5 @@
-"""OpenAI's chat and text completions: answers of the base, of finished adapters, of checkpoints, and of
-adapters that train, streamed or whole."""
+"""OpenAI's chat and text completions, streamed or whole. The base, finished adapters, checkpoints and
+adapters that are being trained can answer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message. Keys of an earlier answer that are null, such as `refusal`, are ignored."""
+    """A message of a chat. Keys whose value is null are ignored, since answers that are sent back contain
+    some, such as `refusal`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -125,7 +126,7 @@ class ChatBody(SamplingBody):
 
 
 class TextBody(SamplingBody):
-    """A text completion: the prompt is continued as it is, without a chat template."""
+    """A request for a text completion: the prompt is continued as it is, without a chat template."""
 
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
     best_of: Any = Field(default=None, description="1 only.")
@@ -306,7 +307,8 @@ def api_error(error: ChatError) -> ApiError:
 
 
 Chunk = Callable[[str, str | None, bool], dict[str, Any]]
-"""Function that returns a chunk without its id: of a text, a finish reason, and whether it is the first."""
+"""Function that returns a chunk without its id, given its text, the finish reason, and whether it is the
+first chunk."""
 
 
 def _chat_chunk(text: str, finish_reason: str | None, is_first_chunk: bool) -> dict[str, Any]:
@@ -333,7 +335,7 @@ async def _stream(service: Service, request: ChatRequest, body: SamplingBody, ch
 async def _events(
     ids: dict[str, Any], chunk: Chunk, first: str | ChatEnd, pieces: Any, options: StreamOptions | None
 ) -> AsyncIterator[str]:
-    """Yield the answer as server-sent events in the form of OpenAI's chunks."""
+    """Yield the answer as server-sent events in the format of OpenAI's chunks."""
     ids["created"] = int(time.time())
     if options is not None and options.include_usage:
         ids["usage"] = None

@@ -1,4 +1,5 @@
-"""Values that all routes share: the service's stores, the tenant of a request, and strict bodies."""
+"""Parts that all routes share: the service's stores, the tenant of a request, and routes that read JSON
+strictly."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 class _StrictRequest(Request):
     async def json(self) -> Any:
-        """Return the body. Numbers that are not finite, keys that stand twice and text that is not Unicode
-        are refused, since `json.loads` would accept them."""
+        """Return the parsed body. Infinite numbers, NaN, repeated keys and invalid Unicode are refused,
+        although `json.loads` accepts them."""
         content = await self.body()
         try:
             text = content.decode()

@@ -25,8 +25,8 @@ TYPES: Mapping[int, str] = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-"""Maps an HTTP status to the `type` of the error in the response. All other statuses below 500 have the type
-of invalid requests."""
+"""Maps an HTTP status to the `type` of the error in the response. The type of all other statuses below 500 is
+`INVALID`."""
 CODES: Mapping[int, str] = {
     404: "not_found",
     405: "method_not_allowed",
@@ -34,7 +34,7 @@ CODES: Mapping[int, str] = {
     415: "unsupported_media_type",
 }
 UNKNOWN_KEY = "unknown_key"
-"""Type of pydantic's errors for keys that a request does not have."""
+"""Type of the pydantic errors for unknown keys in a request."""
 
 
 class ApiError(HTTPException):
@@ -67,7 +67,7 @@ def not_found(kind: str, id: str) -> ApiError:
 
 
 def quota_error(message: str, code: str, seconds: int) -> ApiError:
-    """Return the error for a limit that no longer applies after some time."""
+    """Return the error for an exceeded quota. The client may try again after `seconds`."""
     return ApiError(429, message, code=code, headers={"Retry-After": str(seconds)})
 
 
@@ -113,10 +113,9 @@ def install(app: FastAPI) -> None:
 
 
 def describe(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str | None, str]:
-    """Return the key of the first wrong value, and a sentence about it.
+    """Return the key of the first invalid value, and a sentence about it.
 
-    A union reports an error for each of its members at the same key; the sentence joins them.
-    """
+    For a union type, pydantic reports one error per member; the sentence joins them."""
     found: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for error in errors:
         key = _error_location(error["loc"], body, str(error["type"]))

@@ -38,9 +38,9 @@ MAX_PAGE = 10_000
 MULTIPART_BYTES = 64 << 10
 """Maximum number of bytes of an upload in addition to the file."""
 UPLOADING = ".uploading"
-"""Ending of a file that is not complete."""
+"""Suffix of a file whose upload is not complete."""
 RESULTS = "file-results-"
-"""Prefix of the ids of metrics files, which are created from the store when they are read."""
+"""Prefix of the ids of metrics files, which do not exist on disk: their content is read from the store."""
 FIELDS = ("purpose", "file")
 COLUMNS = {
     "step": "step",
@@ -191,8 +191,7 @@ def view(record: FileRecord) -> File:
 
 
 def page_ends(rows: Sequence[Any], limit: int) -> dict[str, Any]:
-    """Return all fields of a page except its data. `rows` has one item more than the page if there is a next
-    page."""
+    """Return all fields of a page except its data. `rows` has `limit` + 1 items if there is a next page."""
     shown = rows[:limit]
     return {
         "has_more": len(rows) > limit,
@@ -202,7 +201,7 @@ def page_ends(rows: Sequence[Any], limit: int) -> dict[str, Any]:
 
 
 def result_job(file_id: str) -> str | None:
-    """Return the job whose metrics are in a file. None for an uploaded file."""
+    """Return the id of the job whose metrics the file contains, or None for an uploaded file."""
     return file_id.removeprefix(RESULTS) if file_id.startswith(RESULTS) else None
 
 
@@ -214,7 +213,8 @@ def _find_file(service: Service, tenant: str, id: str) -> FileRecord:
 
 
 def open_jobs(service: Service, tenant: str) -> list[Submission]:
-    """Return the tenant's jobs that have not ended, whether training knows them yet or not."""
+    """Return the tenant's jobs that have not ended, including those that the training process has not read
+    yet."""
     submitted = service.requests.unprepared_submissions()
     # Prepared jobs that training has not read yet, for example because it is being restarted.
     unread = service.requests.prepared_after(service.training.cursors().get("prepared", 0))
@@ -250,7 +250,7 @@ class _Received:
 
 
 class _Form:
-    """The parts of an upload: small fields are kept, and the file's content goes to `target`."""
+    """A parser of an upload. It keeps small fields in memory, and writes the file's content to `target`."""
 
     def __init__(self, boundary: str, target: io.BufferedWriter, max_bytes: int) -> None:
         self.received = _Received()
@@ -324,7 +324,7 @@ class _Form:
 
 
 def clean_filename(text: str | None) -> str:
-    """Return the name that a client gave to a file, without folders and control characters. It is only
+    """Return the file name that a client sent, without folders and control characters. The name is only
     displayed."""
     name = re.split(r"[/\\]", text or "")[-1]
     name = "".join(letter for letter in name if letter.isprintable())
@@ -372,7 +372,7 @@ def _check_upload(service: Service, path: Path, filename: str) -> int:
 
 
 def remove_unfinished(settings: ServiceSettings) -> None:
-    """Remove incomplete files of uploads that a stop or a crash ended."""
+    """Remove the incomplete files of uploads that were interrupted by a shutdown or a crash."""
     for path in settings.files.glob(f"*{UPLOADING}"):
         with suppress(OSError):
             path.unlink()
@@ -382,7 +382,7 @@ def remove_unfinished(settings: ServiceSettings) -> None:
 
 
 def _result_content(service: Service, tenant: str, file_id: str, job: str) -> tuple[str, float]:
-    """Return the metrics of a job that has ended, as CSV, and when it ended."""
+    """Return the metrics of an ended job as CSV, and the time when the job ended."""
     row = service.training.job(job, tenant)
     if row is None or not row.state.ended:
         raise not_found("file", file_id)

@@ -1,5 +1,5 @@
-"""The first step of every request: an id, a key, limits on its size and time, and
-headers of the answer that protect browsers."""
+"""The middleware that every request passes first. It assigns an id, checks the API key, limits size and time,
+and adds security headers to the response."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from weftune.service.api.errors import ApiError, error_response
 log = logging.getLogger(__name__)
 
 MAX_JSON_BYTES = 512 << 10
-"""Maximum bytes of a request that is not an upload, so that 200 simultaneous requests stay below 100 MiB."""
+"""Maximum bytes of a request that is not an upload. 200 simultaneous requests need at most 100 MiB."""
 MIN_BYTES_PER_SECOND = 16 << 10
-"""Rate below which an upload is ended, after the first `body_seconds`."""
+"""Minimum bytes per second of an upload, after its first `body_seconds`. Slower uploads are ended."""
 DRAIN_BYTES, DRAIN_SECONDS = 4 << 20, 2.0
-"""Maximum bytes and seconds for reading the body of a request that was refused by its headers."""
+"""Maximum bytes that are read from the body of a refused request, and maximum seconds for reading them."""
 GUARDED = re.compile(r"/(v1|api)(/|$)")
-"""Paths that need a key."""
+"""Paths for which requests need an API key."""
 UNLOGGED = ("/healthz", "/readyz", "/metrics")
-"""Paths that are requested every few seconds."""
+"""Paths of requests that are not logged, since monitoring sends them every few seconds."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 SECURITY_HEADERS = {
     "content-security-policy": (
@@ -47,7 +47,8 @@ HEADERS = [(name.encode(), value.encode()) for name, value in SECURITY_HEADERS.i
 
 
 Observe = Callable[[Scope, int, float], None]
-"""Function that is called with every request that was answered, its status, and its seconds."""
+"""Function that is called after each response with the request's scope, the status, and the duration in
+seconds."""
 
 
 class Keys(Protocol):
@@ -61,7 +62,7 @@ class RequestLimits:
     body_seconds: float = 30.0
     """Maximum seconds between two parts of a request's body, and for a body that is not an upload."""
     upload_bytes: int = 512 << 20
-    """Maximum bytes of an upload, with its multipart headers."""
+    """Maximum bytes of an upload, including its multipart headers."""
 
 
 class Guard:
@@ -126,8 +127,8 @@ class Guard:
                         return
 
     def _check_request(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Raise the error of a request that is refused before its body is read; otherwise store its
-        tenant."""
+        """Raise an error if the request is refused before its body is read. Otherwise store its tenant in the
+        scope."""
         if b"%00" in scope.get("raw_path", b"") or b"%00" in scope.get("query_string", b""):
             raise ApiError(400, "The address holds a zero byte.", code="invalid_value")
         scope["state"]["tenant"] = tenant = self._tenant_of_key(headers)
@@ -153,7 +154,8 @@ class Guard:
         return self._limits.upload_bytes if is_upload(scope) else MAX_JSON_BYTES
 
     def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        """Return `receive` with limits: a client that sends too much gets 413, one that is too slow 408."""
+        """Return `receive` with limits: a client that sends too many bytes gets status 413, and one that is
+        too slow gets 408."""
         max_bytes, seconds = self._max_bytes(scope), self._limits.body_seconds
         begun, received, is_whole = time.monotonic(), 0, False
 
@@ -179,7 +181,7 @@ class Guard:
 
 
 def _raw_path(scope: Scope) -> str:
-    """Return the path as it was sent, which has no line breaks."""
+    """Return the path in its percent-encoded form, which cannot contain line breaks."""
     return str(scope.get("raw_path", b"").decode("latin-1")[:200])
 
 

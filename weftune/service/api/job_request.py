@@ -38,7 +38,7 @@ REFUSED_KEYS: Mapping[str, frozenset[str]] = {
 METHODS = {"supervised": "sft", "dpo": "dpo"}
 """Maps OpenAI's methods to objectives."""
 SWEEP_NAME = "sweep"
-"""Name of a sweep without a suffix, with which the names of its trials begin."""
+"""Name of a sweep that has no suffix. The names of its trials begin with it."""
 SEARCHES = ("grid", "random")
 DATA_KEYS = ("max_length", "train_on")
 JOB_KEYS = (
@@ -48,13 +48,13 @@ JOB_KEYS = (
 
 
 def body_hash(body: JobRequest) -> str:
-    """Return the hash by which a repeated request is recognised."""
+    """Return the hash of a request, by which repetitions are recognised."""
     text = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def refuse_unsupported(body: JobRequest) -> None:
-    """Raise the error of a request for something that the service does not offer."""
+    """Raise an error if the request asks for something that the service does not offer."""
     if body.integrations:
         raise invalid_request(
             "integrations: are not supported; follow the job's events, or download its metrics as CSV from "
@@ -86,7 +86,7 @@ def job_keys(
     start: Mapping[str, Any] | None = None,
     metrics: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return the job with the keys of jobs.yaml, or raise the error of the first wrong value.
+    """Return the job as keys of jobs.yaml, or raise the error for the first invalid value.
 
     `rows` is the number of training rows. `start` has the adapter keys of the finished job that the new one
     starts from, with `init_from`, its folder. `metrics` are those of `ServiceSettings`.
@@ -124,8 +124,8 @@ def job_keys(
 
 
 def trials_of(submission: Submission, body: JobRequest) -> list[Submission]:
-    """Return the jobs of a sweep's trials, or raise the error of the first mistake in the sweep. The result
-    is empty for a job that is no sweep."""
+    """Return the submissions of a sweep's trials; empty if the job is not a sweep. Raise the error for the
+    first mistake in the sweep."""
     if body.weftune is None or body.weftune.sweep is None:
         return []
     if "eval" not in submission.job:
@@ -171,8 +171,8 @@ def _trial_request(
 
 
 def _refuse_server_keys(sweep: Mapping[str, Any]) -> None:
-    """Refuse a search that the service does not have, values of a sweep that name files or modules of the
-    server, and more values than a sweep has trials. The sweep's other mistakes are found when it is read."""
+    """Refuse a sweep with an unsupported search, with values that name files or modules of the server, or
+    with more values than trials. Other mistakes are found when the sweep is read."""
     search = sweep.get("search", SEARCHES[0])
     if search not in SEARCHES:
         reason = (
@@ -301,7 +301,8 @@ def _evaluation(
 
 
 def _epoch_share(epochs: float) -> float:
-    """Return the share of the run that an epoch is, rounded down, so that it is never more than an epoch."""
+    """Return the fraction of the run that one epoch takes, rounded down so that evaluations are never more
+    than an epoch apart."""
     return math.floor(1e9 / epochs) / 1e9
 
 
@@ -309,7 +310,8 @@ def _epoch_share(epochs: float) -> float:
 
 
 def validate(keys: Mapping[str, Any], body: JobRequest) -> JobSpec:
-    """Return the job, or raise the error of its first mistake, under the key that the client wrote."""
+    """Return the checked job, or raise the error for its first mistake. The error names the key that the
+    client wrote."""
     try:
         return JobSpec(**keys)
     except SpecError as error:

@@ -44,7 +44,7 @@ REPEAT_SECONDS = 600.0
 """Seconds within which a request that the client marks as a repetition returns the job of the first
 request."""
 QUEUE_SECONDS = 30
-"""Value of Retry-After when a tenant has too many jobs."""
+"""Seconds in the header Retry-After if a tenant has too many jobs."""
 METADATA = re.compile(r"metadata\[.{1,64}\]")
 VALIDATING = "validating_files"
 UNSTARTED = JobStatus()
@@ -121,8 +121,8 @@ def cancel(job_id: str, tenant: Tenant, service: ServiceHere) -> Job:
 
 @router.post("/{job_id}/pause", response_model=Job, summary="Pause a job")
 def pause(job_id: str, tenant: Tenant, service: ServiceHere) -> Job:
-    """Pause a job, or all trials of a sweep, at the next window. It keeps its steps; its status is queued,
-    with an event."""
+    """Pause a job, or all trials of a sweep, at the next window. A paused job keeps its progress; its status
+    is shown as queued, and an event says that it is paused."""
     return _request_change(service, tenant, job_id, "pause")
 
 
@@ -146,7 +146,8 @@ def events(
 def checkpoints(
     job_id: str, tenant: Tenant, service: ServiceHere, after: After = None, limit: Limit = 10
 ) -> CheckpointPage:
-    """List a job's checkpoints, the newest first. Each answers under its own model name."""
+    """List a job's checkpoints, the newest first. Each has its own model name, under which it answers
+    prompts."""
     find_job(service, tenant, job_id)
     found = service.training.checkpoints(job_id, after=after, limit=limit + 1)
     return CheckpointPage(data=[checkpoint_view(one) for one in found[:limit]], **page_ends(found, limit))
@@ -166,7 +167,7 @@ def find_job(service: Service, tenant: str, id: str) -> Submission:
 def new_submission(
     service: Service, tenant: str, body: JobRequest, idempotency_key: str | None = None
 ) -> Submission:
-    """Return the job that a request describes, or raise the error of its first mistake."""
+    """Return the job that a request describes, or raise the error for the first mistake."""
     id, now, settings = new_id("ftjob"), time.time(), service.settings
     start = _starting_adapter(service, tenant, body.model)
     training = service.requests.file(tenant, body.training_file)
@@ -211,7 +212,7 @@ def new_submission(
 
 
 def _starting_adapter(service: Service, tenant: str, model: str) -> dict[str, Any] | None:
-    """Return the adapter keys of the model that a job starts from. None for the base."""
+    """Return the adapter keys of the model from which a job starts; None for the base."""
     if is_base(service, model):
         return None
     found = find_adapter(service, tenant, model)
@@ -231,8 +232,8 @@ def _no_file(param: str, id: str) -> ApiError:
 
 
 def _refuse_full_queue(service: Service, tenant: str, key: str | None, count: int) -> None:
-    """Raise the error of a tenant that would have too many jobs with `count` more, unless the request repeats
-    an earlier one."""
+    """Raise an error if the tenant would have too many jobs with `count` more, unless the request repeats an
+    earlier one."""
     most = service.settings.quotas.queued_jobs
     if most is None:
         return
@@ -353,7 +354,7 @@ def used_method(job: Mapping[str, Any], used: UsedHyperparameters) -> UsedMethod
 
 
 def without_paths(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a job's keys without paths of the service's machine."""
+    """Return a job's keys without the paths of this machine."""
     shown = {key: value for key, value in job.items() if key not in ("name", "data", "eval", "adapter")}
     for section, hidden in (("data", "path"), ("eval", "path"), ("adapter", "init_from")):
         if section in job:

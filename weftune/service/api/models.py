@@ -63,8 +63,8 @@ def find_training(service: Service, tenant: str, name: str) -> Adapter | None:
 
 
 def adapter_keys(service: Service, adapter: Adapter) -> dict[str, Any]:
-    """Return the keys of an adapter that starts from a finished adapter: the keys and the folder of that
-    adapter."""
+    """Return the keys of an adapter that starts from `adapter`: a copy of its keys, with its folder as
+    `init_from`."""
     submission = service.requests.submission(None, adapter.job)
     assert submission is not None, f"{adapter.job} has been submitted"
     return {**submission.job["adapter"], "init_from": str(adapter.folder)}
@@ -112,7 +112,7 @@ def delete_model(model: str, tenant: Tenant, service: ServiceHere) -> ModelDelet
 
 
 def is_base(service: Service, model: str) -> bool:
-    """Whether a name is the name of the base, or `demo`, which stands for the embedded base."""
+    """Whether `model` is the name of the base, or `demo`, the alias of the built-in base."""
     settings = service.settings
     return model == settings.base_name or model == settings.base.model == DEMO
 
@@ -126,7 +126,8 @@ def _base_model(service: Service) -> Model:
 
 
 def _deleted_jobs(service: Service) -> set[str]:
-    """Return the jobs whose adapters are to be deleted by commands that training has not read yet."""
+    """Return the jobs whose adapters will be deleted by commands that the training process has not read
+    yet."""
     read = service.training.cursors().get("commands", 0)
     return {one.job for one in service.requests.commands_after(read) if one.verb == "delete"}
 

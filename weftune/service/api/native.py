@@ -1,5 +1,5 @@
-"""Our own API beside OpenAI's: an overview of jobs with live changes, loss curves, the device's last windows,
-receipts, the plan of a job before it is submitted, priorities, and adapters as archives."""
+"""Weftune's own API beside OpenAI's: an overview of jobs with live updates, loss curves, the device's last
+windows, receipts, plans of jobs before they are submitted, priorities, and downloads of adapters."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ from weftune.service.store.requests import Submission
 log = logging.getLogger(__name__)
 
 SHOWN_JOBS = 200
-"""Maximum number of jobs of an overview: the newest."""
+"""Maximum number of jobs in an overview. Only the newest jobs are shown."""
 SHOWN_EVENTS = 200
 CURVE_POINTS = 1000
 """Maximum number of points of a curve, about the width of a chart in pixels."""
 PLANNED_JOBS = 64
 """Maximum number of other jobs that a plan considers."""
 MAX_PLANS = 4
-"""Maximum number of plans that may be requested at the same time. They are computed one after another."""
+"""Maximum number of plan requests that may wait at the same time. Plans are computed one after another."""
 MAX_STREAMS = 20
 """Maximum number of open streams of one tenant."""
 STREAM_SECONDS = 1.0
@@ -65,7 +65,7 @@ STREAM_SECONDS = 1.0
 SILENT_SECONDS = 15.0
 """Seconds without a change after which a stream sends a comment, so that proxies keep it open."""
 STREAM_MINUTES = 30.0
-"""Minutes after which a stream ends, and its client connects again."""
+"""Minutes after which the server ends a stream. The client then reconnects."""
 CHUNK = 1 << 20
 ANOTHER = "another tenant's job"
 
@@ -325,8 +325,8 @@ def show_job(job_id: str, tenant: Tenant, service: ServiceHere) -> JobDetail:
 
 @router.get("/jobs/{job_id}/curve", response_model=Curve, summary="Get a job's losses")
 def curve(job_id: str, tenant: Tenant, service: ServiceHere) -> Curve:
-    """Get the loss of each step and each evaluation. Of long curves, the lowest and highest value of each
-    part are kept."""
+    """Get the loss of each step and each evaluation. Long curves are divided into parts, and only the minimum
+    and the maximum of each part are returned."""
     find_job(service, tenant, job_id)
     found = _loss_curve(job_id, service.training.metrics(job_id))
     return found.model_copy(update={"train": _thin_curve(found.train), "eval": _thin_curve(found.eval)})
@@ -362,7 +362,7 @@ class Names:
         return self._names[job]
 
     def replace_ids(self, text: str) -> str:
-        """Return a message of the scheduler with names in place of ids."""
+        """Return a scheduler message in which ids of jobs are replaced by names."""
         return JOB_ID.sub(lambda found: self.visible_name(found[0]) or ANOTHER, text)
 
 
@@ -374,7 +374,7 @@ def job_name(submission: Submission) -> str:
 
 
 def _job_changes(service: Service, submissions: Sequence[Submission], names: Names) -> JobChanges:
-    """Return the current state of the given jobs."""
+    """Return the current states of the given jobs, and the numbers of running and waiting jobs."""
     unfinished = service.training.unfinished_jobs()
     queue: list[str] = []
     if any(row.state is State.QUEUED for row in unfinished):
@@ -454,8 +454,8 @@ def _chat_name(submission: Submission, row: JobRow | None, base: str) -> str | N
 
 
 def _allowed_actions(submission: Submission, row: JobRow | None) -> list[Action]:
-    """Return what can be requested in a job's state, by the table of legal transitions. Trials are paused and
-    resumed by their sweep."""
+    """Return the actions that are allowed in a job's current state. Trials are paused and resumed only
+    through their sweep."""
     if row is None:
         return ["cancel", "priority"]
     legal, is_trial = MOVES[row.state], submission.sweep is not None and not submission.is_sweep
@@ -498,7 +498,7 @@ def _finite_or_none(value: float | None) -> float | None:
 def windows(
     tenant: Tenant, service: ServiceHere, limit: Annotated[int, Query(ge=1, le=200)] = 20
 ) -> WindowList:
-    """Get the latest windows, the newest first, planned and measured."""
+    """Get the latest windows, the newest first, with planned and measured values."""
     names = Names(service, tenant)
     return WindowList(data=[window_view(row, names) for row in service.training.last_windows(limit)])
 
@@ -545,7 +545,7 @@ def _memory_view(values: Mapping[str, Any], names: Names) -> MemoryView:
 
 
 def _training_bytes(memory: Mapping[str, int]) -> int:
-    """Return the bytes of memory that the base and the jobs may use."""
+    """Return the bytes that the base and the training jobs may use."""
     return memory["budget_bytes"] - memory.get("answer_bytes", 0)
 
 
@@ -562,8 +562,8 @@ def receipts(
     after: After = None,
     limit: Annotated[int, Query(ge=1, le=SHOWN_JOBS)] = 50,
 ) -> ReceiptPage:
-    """List receipts of jobs, the newest job first. The receipt of a job that has not trained yet contains
-    zeros, and so does that of a sweep, whose trials have their own."""
+    """List receipts of jobs, the newest job first. A job that has not trained yet has a receipt of zeros, and
+    so does a sweep, whose trials have their own receipts."""
     found = service.requests.submissions(tenant, after=after, limit=limit + 1)
     data = [
         _unused_receipt(one.id) if one.is_sweep else _read_receipt(service, one) or _unused_receipt(one.id)
@@ -574,13 +574,13 @@ def receipts(
 
 @router.get("/jobs/{job_id}/receipt", response_model=ReceiptView, summary="Get what a job has used")
 def receipt(job_id: str, tenant: Tenant, service: ServiceHere) -> ReceiptView:
-    """Get what a job has used, or all trials of a sweep."""
+    """Get the receipt of a job, or the summed receipts of all trials of a sweep."""
     submission = find_job(service, tenant, job_id)
     return _read_receipt(service, submission) or _unused_receipt(job_id)
 
 
 def _read_receipt(service: Service, submission: Submission) -> ReceiptView | None:
-    """Return the receipt of a job, or the sum of those of a sweep's trials. None if nothing was used."""
+    """Return the receipt of a job, or the summed receipts of a sweep's trials. None if nothing was used."""
     ids = service.requests.trial_ids([submission.id])[submission.id] if submission.is_sweep else []
     found = [service.training.receipt(id) for id in ids or [submission.id]]
     values = [asdict(one) for one in found if one is not None]
@@ -598,7 +598,7 @@ def _unused_receipt(job: str) -> ReceiptView:
 
 
 class Streams:
-    """The number of open streams of each tenant, and the queue of plans."""
+    """Limits on work in progress: counts of open streams by tenant, and the queue of plan requests."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -620,8 +620,8 @@ class Streams:
     summary="Follow the tenant's jobs",
 )
 async def stream(request: Request, tenant: Tenant, service: ServiceHere) -> StreamingResponse:
-    """Follow what changes, as server-sent events: `changes` (jobs that have changed, and counts), `metrics`
-    (new points of a curve), and `window` (the device's last window)."""
+    """Stream updates as server-sent events: `changes` (changed jobs, and numbers of jobs), `metrics` (new
+    points of a curve), and `window` (the device's last window)."""
     streams: Streams = request.app.state.streams
     if streams.open[tenant] >= MAX_STREAMS:
         raise quota_error(f"You have {MAX_STREAMS} open streams; close one.", "streams_quota_exceeded", 5)
@@ -663,7 +663,7 @@ class Seen:
     jobs: dict[str, JobSummary]
     counts: tuple[bool, int, int] | None
     metrics: dict[str, int]
-    """Maps jobs to the number of their last metric that was sent, or existed when the stream began."""
+    """Maps each job to the number of the last metric that was sent, or that existed when the stream began."""
     window: int
 
     @classmethod
@@ -767,15 +767,15 @@ class _PlannedQueue:
     gives them."""
 
     others: list[OtherJob]
-    """Jobs that train or wait, those that train first. Jobs that a quota holds back are left out."""
+    """Running jobs, followed by waiting jobs. Jobs that a quota holds back are left out."""
     priority: int
     """Effective priority of the new job, or of the trial that is admitted first."""
     hold_reasons: Mapping[str, str]
-    """Maps new jobs that a quota would hold back to the reason."""
+    """Maps each new job that a quota would hold back to the reason."""
     ahead: int
     running_jobs: int
     budget_bytes: int | None
-    """Bytes of memory that training on a CPU may use, if a window has recorded them."""
+    """Maximum bytes of memory for training on a CPU. None if no window has recorded it."""
 
 
 def _planned_queue(service: Service, submissions: Sequence[Submission]) -> _PlannedQueue:
@@ -811,7 +811,7 @@ def _replace_names(text: str, names: Mapping[str, str]) -> str:
 
 
 def _without_file_ids(service: Service, tenant: str, text: str) -> str:
-    """Return a message with the names that the tenant gave to its files."""
+    """Return a message in which ids of the tenant's files are replaced by their names."""
 
     def name(match: re.Match[str]) -> str:
         file = service.requests.file(tenant, match[1])
@@ -869,7 +869,7 @@ def _adapter_folder(service: Service, submission: Submission, step: int | None) 
 
 
 def _adapter_files(folder: Path) -> list[Path]:
-    """Return the files of a PEFT folder, without the job's file, which names paths of this machine."""
+    """Return the files of a PEFT folder except job.yaml, which contains paths of this machine."""
     found = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != JOB_FILE]
     return [path for path in found if not path.name.startswith(".")]
 
@@ -902,7 +902,7 @@ def _file_pieces(path: Path) -> Iterator[bytes]:
 
 
 class _Pieces(io.RawIOBase):
-    """A write-only file whose content is taken out piece by piece, so that an archive is sent while it is
+    """A write-only file whose content is removed piece by piece, so that an archive can be sent while it is
     created."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The dashboard: static files that load nothing from other servers."""
+"""Routes for the dashboard's static files, which load nothing from other servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ router = APIRouter(include_in_schema=False)
 
 
 def _dashboard_files() -> dict[str, Traversable]:
-    """Return the names of all files that are served. The style sheet of reports is shared."""
+    """Return a mapping from the name of each served file to the file. Reports and the dashboard share a style
+    sheet."""
     own = {
         one.name: one for one in files("weftune.service.dashboard").iterdir() if not one.name.startswith("_")
     }

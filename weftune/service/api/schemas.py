@@ -1,4 +1,4 @@
-"""Requests and responses of OpenAI's API, as in the types of OpenAI's client. The OpenAPI document is
+"""Requests and responses of OpenAI's API, with the fields that OpenAI's client has. The OpenAPI document is
 generated from these classes."""
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class JobError(BaseModel):
 
 
 class UsedHyperparameters(BaseModel):
-    """The hyperparameters that the job trains with, in which `auto` is replaced by numbers."""
+    """The hyperparameters of a job, in which `auto` has been replaced by numbers."""
 
     n_epochs: Auto | int | None = None
     batch_size: Auto | int | None = None
@@ -235,7 +235,7 @@ class UsedMethod(BaseModel):
 
 
 class JobDetails(BaseModel):
-    """Facts about a job for which OpenAI's API has no key."""
+    """Fields of a job that OpenAI's API does not have."""
 
     suffix: str | None = None
     state: Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]

@@ -1,5 +1,5 @@
-"""Sweeps as clients see them: the job of a sweep, whose state follows from its trials, and the ranking of the
-trials, which the training process writes to the sweep's sweep.json."""
+"""Sweeps in the API. A sweep is shown as one job, whose state follows from its trials, together with the
+ranking of the trials, which the training process writes to sweep.json."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ STANDINGS: Mapping[State, TrialState] = {
     State.FAILED: "failed",
     State.CANCELLED: "left",
 }
-"""Maps states of jobs to states of trials, for sweeps without a record; trials in other states wait."""
+"""Maps states of jobs to states of trials. It is used if a sweep has no record; jobs in other states count as
+waiting trials."""
 
 router = APIRouter(
     prefix="/api/sweeps", tags=["Weftune"], route_class=StrictRoute, dependencies=[BEARER], responses=ERRORS
@@ -65,7 +66,7 @@ class TrialSummary(BaseModel):
 
 
 class RungSummary(BaseModel):
-    """A step at which the trials are compared. The last one is their end."""
+    """A step at which the trials are compared. The last rung is the last step of training."""
 
     step: Count
     started: Count = Field(description="Number of trials that begin the rung.")
@@ -115,8 +116,8 @@ def show_sweep(sweep_id: str, tenant: Tenant, service: ServiceHere) -> SweepSumm
 
 
 def job_rows(service: Service, submissions: Sequence[Submission]) -> dict[str, JobRow]:
-    """Return a mapping from id to record, for all jobs that the training process has recorded. The record of
-    a sweep's job is derived from its trials."""
+    """Return a mapping from job ids to records, for all jobs that the training process has recorded. The
+    record of a sweep's job is derived from its trials."""
     rows = service.training.jobs_by_id(one.id for one in submissions)
     ids = service.requests.trial_ids(one.id for one in submissions if one.is_sweep)
     trials = service.training.jobs_by_id(id for some in ids.values() for id in some)
@@ -132,8 +133,8 @@ def job_row(service: Service, submission: Submission) -> JobRow | None:
 
 
 def sweep_record(settings: ServiceSettings, sweep: str) -> SweepRecord | None:
-    """Return what the training process has written about a sweep. None before its first trial is admitted,
-    and if the file cannot be read."""
+    """Return the sweep's record that the training process has written. None before the first trial is
+    admitted, or if the file cannot be read."""
     folder = settings.jobs / sweep
     with suppress(OSError, OutputError):
         return _read_version(folder, (folder / SWEEP_FILE).stat().st_mtime_ns)
@@ -142,7 +143,8 @@ def sweep_record(settings: ServiceSettings, sweep: str) -> SweepRecord | None:
 
 @lru_cache(maxsize=512)
 def _read_version(folder: Path, changed_at: int) -> SweepRecord | None:
-    """Return the record that was written at a time; a later one is another entry of the cache."""
+    """Read the record of a sweep. Results are cached by `changed_at`, the time at which the file was last
+    written."""
     return read_record(folder)
 
 
@@ -183,8 +185,8 @@ def _sweep_row(
 
 
 def _sweep_state(trials: Sequence[JobRow | None], record: SweepRecord | None) -> State:
-    """Return the state of a sweep, whose trials are None before the training process has recorded them. A
-    sweep has succeeded if a trial has, and its best trials are known."""
+    """Return the state of a sweep. `trials` contains None for each trial that the training process has not
+    recorded yet. A sweep has succeeded if a trial has succeeded and the best trials are known."""
     known = [row for row in trials if row is not None]
     states = {row.state for row in known}
     if len(known) == len(trials) and all(state.ended for state in states):
@@ -201,7 +203,7 @@ def _sweep_state(trials: Sequence[JobRow | None], record: SweepRecord | None) ->
 
 
 def _reason(known: Sequence[JobRow], count: int) -> str:
-    """Return how many of the trials are in which state."""
+    """Return a sentence that gives the number of trials in each state."""
     left = sum(row.status.reason.startswith(LEFT) for row in known)
     numbers = {
         "train": sum(row.state is State.RUNNING for row in known),

@@ -1,4 +1,5 @@
-"""Metrics for Prometheus: requests of this process, and numbers of jobs that are read from the stores."""
+"""Metrics for Prometheus: counts and durations of this process's requests, and numbers of jobs from the
+stores."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from weftune.service.store.requests import RequestStore
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 UNKNOWN = "unknown"
-"""Name of the route of a request that matches no route, since the client chooses its path."""
+"""Label for requests that match no route. Their paths are not used as labels, since clients could send any
+number of them."""
 
 
 class Telemetry:
@@ -52,7 +54,8 @@ class Telemetry:
 
 
 class _Stores(Collector):
-    """Numbers that are read from the stores for every scrape; none while they are locked."""
+    """A collector that reads numbers from the stores at every scrape. It yields nothing while the stores are
+    locked."""
 
     def __init__(self, requests: RequestStore, training: TrainingStore) -> None:
         self._requests, self._training = requests, training
@@ -88,7 +91,7 @@ class _Stores(Collector):
 
 
 def _memory_metric(memory: Mapping[str, Any]) -> Metric:
-    """Return the device bytes of a window by purpose."""
+    """Return a metric of a window's device bytes, labelled by purpose."""
     metric = GaugeMetricFamily(
         "weftune_memory_bytes", "Device bytes in the last window by purpose.", labels=["part"]
     )

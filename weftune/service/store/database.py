@@ -1,5 +1,5 @@
-"""Connections to the two sets of tables, and their migrations. For each set, one connection writes and
-several read."""
+"""Connections to the two sets of tables, and the migrations of the tables. Each set has one writing
+connection and several reading ones."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from weftune.service.settings import ServiceSettings
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 READERS = 16
-"""Maximum number of connections of one process that read at the same time."""
+"""Maximum number of simultaneous reading connections per process."""
 BUSY_SECONDS = 5.0
-"""Seconds that a transaction waits for a locked database, unless the caller gives another number."""
+"""Default number of seconds that a transaction waits for a locked database."""
 UPGRADE_SECONDS = 600.0
 """Seconds that a process waits for another one that upgrades the same tables."""
 
@@ -35,9 +35,9 @@ TableSet = Literal["requests", "training"]
 class StoreUnavailable(WeftuneError):
     """An error raised if the database is locked, unreachable, full, or not created yet.
 
-    Nothing of the transaction has been stored, and it may be repeated after `retry_seconds`. HTTP answers 503
-    with Retry-After. One case is uncertain: PostgreSQL may have stored the transaction if the connection was
-    lost during the commit.
+    The transaction has been rolled back, and may be repeated after `retry_seconds`. HTTP answers 503 with
+    Retry-After. If the connection to PostgreSQL was lost during a commit, the transaction may nevertheless
+    have been stored.
     """
 
     def __init__(self, error_text: str, retry_seconds: float = 1.0) -> None:
@@ -65,7 +65,7 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Yield the writing connection inside a transaction, which is durable when the block has ended."""
+        """Yield the writing connection inside a transaction, which is committed at the end of the block."""
         assert self._writer is not None, "this process only reads these tables"
         if not self._one_writer.acquire(timeout=self._busy_seconds):
             raise StoreUnavailable("other writes have been waiting for too long")
@@ -284,12 +284,12 @@ Record = TypeVar("Record")
 
 
 def to_values(record: Any) -> dict[str, Any]:
-    """Return the columns of a new row; the database assigns its number."""
+    """Return the columns of a record for insertion, without `number`, which the database assigns."""
     return {one.name: getattr(record, one.name) for one in fields(record) if one.name != "number"}
 
 
 def to_record(kind: type[Record], row: Row[Any]) -> Record:
-    """Create a record from those columns of a row that are fields of the record."""
+    """Create a record of class `kind` from a row. Columns that are not fields of the class are ignored."""
     found = row._mapping
     return kind(**{one.name: found[one.name] for one in fields(kind)})  # type: ignore[arg-type]
 
@@ -302,10 +302,10 @@ def insert_rows(
     keys: Sequence[str] = (),
     changes: Mapping[str, Any] | Sequence[str] = (),
 ) -> None:
-    """Insert rows, all with the same columns, whose `keys` may exist already.
+    """Insert rows with equal columns, or update existing rows with the same values in the columns `keys`.
 
-    Of an existing row, the columns in `changes` are replaced: by those of the new row or, in a mapping, by
-    the given expressions. Without `changes`, the new row is ignored.
+    `changes` names the columns of an existing row that get the new row's values; as a mapping, it gives an
+    expression for each column. If it is empty, existing rows stay as they are.
     """
     if not (values := [dict(row) for row in rows]):
         return

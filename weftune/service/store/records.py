@@ -31,7 +31,7 @@ from weftune.service.store.tables import (
 KEPT_WINDOWS = 200
 LEASE = "training"
 PATIENCE = 1.25
-"""Factor of a lease's seconds for which another process sees no renewal before it takes the lease."""
+"""A process takes over a lease if it has not been renewed for this factor times its seconds."""
 POLL_SECONDS = 0.1
 
 
@@ -70,7 +70,8 @@ class JobRow:
     finished_at: float | None = None
     estimated_finish: float | None = None
     model: str | None = None
-    """Name under which the finished adapter answers. None before, and after it has been deleted."""
+    """Name under which the finished adapter answers. None if the adapter is not finished or has been
+    deleted."""
     error: Mapping[str, Any] | None = None
     """Reason why the job failed: code, message, param."""
     status: JobStatus = field(default_factory=JobStatus)
@@ -102,10 +103,10 @@ class EventRow:
     message: str
     data: Mapping[str, Any] = field(default_factory=dict)
     measured: Measured | None = None
-    """Samples on which the metrics of the event were measured, or `rung` for an evaluation at a rung and for
-    a decision of a sweep; None for all other events."""
+    """Kind of samples on which the metrics were measured, or `rung` for evaluations and decisions at the
+    steps where a sweep compares its trials. None for all other events."""
     step: int | None = None
-    """Step of the metrics, or the number of the decision."""
+    """Step at which the metrics were measured, or the number of a sweep's decision."""
     number: int = 0
 
 
@@ -164,13 +165,13 @@ class Changes:
     transitions: Sequence[Transition] = ()
     """Every change of a job's state since the last flush, in order. The old state of a new job is None."""
     events: Sequence[EventRow] = ()
-    """New events. Metrics of a step that is stored already are ignored."""
+    """New events. Metrics of a step that are already stored are ignored."""
     checkpoints: Sequence[CheckpointRow] = ()
-    """New checkpoints. One of a step that is stored already is ignored."""
+    """New checkpoints. A checkpoint of a step that is already stored is ignored."""
     receipts: Sequence[Receipt] = ()
     """Receipts, which replace earlier receipts of the same jobs."""
     usage: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    """Maps (tenant, day) to the tokens to add."""
+    """Maps (tenant, day) to the number of trained tokens that is added."""
     windows: Sequence[WindowRow] = ()
     cursors: Mapping[str, int] = field(default_factory=dict)
     """Maps `prepared` and `commands` to the number of the last row that has been applied."""
@@ -186,7 +187,8 @@ class TrainingStore:
         self._token: int | None = None
         """Token of this process's lease."""
         self._seen: tuple[tuple[int, int], float] | None = None
-        """Token and renewals of another process's lease, and the monotonic time when they were first seen."""
+        """Token and number of renewals of another process's lease, and the monotonic time at which they were
+        first observed."""
 
     def close(self) -> None:
         self._database.close()
@@ -198,8 +200,8 @@ class TrainingStore:
 
         `holder` is `process_name()`. Raise LeaseHeld if the lease is not available within `wait_seconds`. A
         lease is available if it was released, if its holder was a process of this machine that has ended, or
-        if this object has watched it for somewhat longer than its seconds without seeing a renewal, by a
-        clock that an operator cannot set. A caller therefore repeats the call, or waits, until it succeeds.
+        if this object has observed it for somewhat longer than its seconds without a renewal, by a monotonic
+        clock. A caller therefore repeats the call or passes `wait_seconds`.
         """
         deadline = time.monotonic() + wait_seconds
         while True:
@@ -220,7 +222,8 @@ class TrainingStore:
         return now - self._seen[1] > lease.seconds * PATIENCE
 
     def _take_lease(self, lease: LeaseRow | None, holder: str, seconds: float) -> int | None:
-        """Take the lease unless another process has changed it in the meantime."""
+        """Take the lease and return the fencing token. Return None if another process has changed the lease
+        in the meantime."""
         values = {
             "holder": holder,
             "token": 1 if lease is None else lease.token + 1,
@@ -242,7 +245,8 @@ class TrainingStore:
         return row.token if is_own else None
 
     def renew_lease(self, seconds: float) -> None:
-        """Extend the lease; call it at least twice within its seconds. Raise LeaseLost if it was taken."""
+        """Extend the lease by `seconds`. Must be called well before they have passed. Raise LeaseLost if
+        another process has taken the lease."""
         with self._database.write() as connection:
             self._check_lease(connection)
             connection.execute(
@@ -276,7 +280,7 @@ class TrainingStore:
         """Store all changes, or none of them if an error is raised.
 
         Raise LeaseLost if another process has taken the lease, and ValueError if a job's transitions do not
-        lead from its stored state to its new one by legal moves.
+        lead from its stored state to its new state by legal moves.
         """
         with self._database.write() as connection:
             self._check_lease(connection)
@@ -446,13 +450,15 @@ class TrainingStore:
         return None if row is None else to_record(Receipt, row)
 
     def usage(self, tenant: str, since_day: int = 0) -> dict[int, int]:
-        """Return day → tokens that the tenant's jobs have trained on, from `since_day` on."""
+        """Return a mapping from days, from `since_day` on, to the number of tokens that the tenant's jobs
+        trained on."""
         query = select(usage.c.day, usage.c.tokens).where(usage.c.tenant == tenant, usage.c.day >= since_day)
         with self._database.read() as connection:
             return {row.day: row.tokens for row in connection.execute(query.order_by(usage.c.day))}
 
     def usage_by_tenant(self, since_day: int = 0) -> dict[str, int]:
-        """Return tenant → tokens that its jobs have trained on, from `since_day` on."""
+        """Return a mapping from tenants to the number of tokens that their jobs trained on from `since_day`
+        on."""
         query = select(usage.c.tenant, func.sum(usage.c.tokens)).where(usage.c.day >= since_day)
         with self._database.read() as connection:
             rows = connection.execute(query.group_by(usage.c.tenant))
@@ -465,7 +471,8 @@ class TrainingStore:
             return [to_record(WindowRow, row) for row in connection.execute(query)]
 
     def cursors(self) -> dict[str, int]:
-        """Return table → number of the last row that has been applied; empty before the first."""
+        """Return a mapping from `prepared` and `commands` to the number of the last applied row. Empty if
+        none has been applied."""
         with self._database.read() as connection:
             return {row.name: row.number for row in connection.execute(select(cursors))}
 
@@ -497,12 +504,13 @@ def _id_batches(ids: Sequence[str]) -> list[Sequence[str]]:
 
 
 def process_name() -> str:
-    """Return a unique name of this process, which no other process on any machine ever has."""
+    """Return a globally unique name of this process."""
     return f"{_machine_name()}/{os.getpid()}/{_start_time(os.getpid())}"
 
 
 def has_exited(holder: str) -> bool:
-    """Whether the process has ended. False if that cannot be known, as on another machine."""
+    """Return whether the process has ended. False if that cannot be known, such as for a process of another
+    machine."""
     machine, _, rest = holder.partition("/")
     number, _, start = rest.partition("/")
     if machine != _machine_name() or not number.isdecimal() or not start:
@@ -511,7 +519,7 @@ def has_exited(holder: str) -> bool:
 
 
 def _machine_name() -> str:
-    """Return host, boot and namespace, which together make a process id unique."""
+    """Return a name of this machine since its last boot, within which process ids are unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()}.{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
@@ -520,7 +528,8 @@ def _machine_name() -> str:
 
 
 def _start_time(process: int) -> str:
-    """Return when a process started, in clock ticks since the boot. Empty if it has ended."""
+    """Return the start time of a process in clock ticks since the boot, as text. Empty if the process has
+    ended."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
     except OSError:

@@ -1,4 +1,5 @@
-"""The requests of clients: files, submitted jobs and commands. Written by the HTTP process, read by both."""
+"""The store of clients' requests: files, submitted jobs and commands. The HTTP process writes it, and both
+processes read it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ Verb = Literal["cancel", "pause", "resume", "priority", "delete"]
 
 
 class IdempotencyConflict(WeftuneError):
-    """An error raised for a request that has the idempotency key of an earlier one with another body."""
+    """An error raised if an idempotency key is used again with another request body."""
 
     def __init__(self, key: str, job: str) -> None:
         self.job = job
@@ -68,7 +69,8 @@ class Submission:
     token_budget: int | None = None
     deadline: float | None = None
     sweep: str | None = None
-    """Id of the job of the sweep: the trial's sweep, or the job itself. None for jobs without a sweep."""
+    """Id of the sweep's job: for a trial, the sweep that it belongs to; for a sweep, its own id. None for all
+    other jobs."""
     trial: Mapping[str, Any] | None = None
     """Values in which a trial differs from the sweep's other trials, by dotted key."""
     number: int = 0
@@ -105,8 +107,8 @@ class RequestStore:
     """A thread-safe store of requests. Methods that write return after the row is durable.
 
     Every method raises StoreUnavailable if the database is locked for too long or unreachable. Texts must be
-    valid Unicode without NUL characters. A tenant never finds another tenant's rows, and a cursor `after`
-    that the tenant does not have gives an empty page.
+    valid Unicode without NUL characters. Rows of other tenants are never returned, and a cursor `after` that
+    is not the tenant's gives an empty page.
     """
 
     def __init__(self, database: Database) -> None:
@@ -147,7 +149,8 @@ class RequestStore:
             return [to_record(FileRecord, row) for row in connection.execute(query)]
 
     def delete_file(self, tenant: str, id: str) -> bool:
-        """Mark a file as deleted; the caller removes its content. False if the tenant has no such file."""
+        """Mark a file as deleted; the caller removes its content. Return False if the tenant has no such
+        file."""
         deletion = (
             update(files)
             .where(files.c.tenant == tenant, files.c.id == id, files.c.deleted_at.is_(None))
@@ -175,10 +178,10 @@ class RequestStore:
         """Store a job and return it, or return the earlier job that the same request has created. The trials
         of a sweep are stored with it.
 
-        A request is the same if it has the tenant, idempotency key and body hash of an earlier one. Raise
-        IdempotencyConflict if it has the key but another body. A request that is known to be a repetition,
-        although it has no key, passes `repeat_since`: it is also the same as one of that tenant with that
-        body which was stored at or after this time.
+        Requests are the same if tenant, idempotency key and body hash are equal. Raise IdempotencyConflict if
+        the key is equal but the body is not. If the client marks a request without a key as a repetition,
+        `repeat_since` is given: the request is then also the same as one of the tenant with an equal body
+        that was stored at this time or later.
         """
         try:
             with self._database.write() as connection:
@@ -279,8 +282,8 @@ class RequestStore:
         return found
 
     def unprepared_submissions(self) -> list[Submission]:
-        """Return the jobs that have been neither prepared nor refused, the oldest first. Of a sweep, its
-        trials are prepared."""
+        """Return the jobs that have been neither prepared nor refused, the oldest first. Jobs of sweeps are
+        left out, since only their trials are prepared."""
         known = select(prepared.c.job).where(prepared.c.job == submissions.c.id)
         is_sweep = submissions.c.sweep.is_not_distinct_from(submissions.c.id)
         query = select(submissions).where(~known.exists(), ~is_sweep).order_by(submissions.c.number)
@@ -288,7 +291,8 @@ class RequestStore:
             return [to_record(Submission, row) for row in connection.execute(query)]
 
     def mark_prepared(self, job: str, refusal: Mapping[str, Any] | None = None) -> None:
-        """Hand a job over to training, with the reason if it is refused. Later calls change nothing."""
+        """Record that a job is prepared or, with `refusal`, that it cannot be trained. Only the first call
+        for a job has an effect."""
         row = {"job": job, "at": time.time(), "refusal": refusal}
         with self._database.write() as connection:
             insert_rows(connection, prepared, [row])
@@ -357,7 +361,8 @@ def _trials_query(query: Select[Any], sweeps: Iterable[str]) -> Select[Any]:
 def start_after_row(
     query: Select[Any], table: Table, after: str | None, order: Order, tenant: str | None = None
 ) -> Select[Any]:
-    """Order a query by number, and begin behind the row whose id is `after`, which the tenant must have."""
+    """Order a query by number, beginning after the row whose id is `after`. The row must belong to the
+    tenant."""
     number = table.c.number
     query = query.order_by(number.asc() if order == "asc" else number.desc())
     if after is None:

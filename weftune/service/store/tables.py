@@ -2,9 +2,8 @@
 
 There are two sets of tables, because each has one writer. The HTTP process writes `REQUESTS`: files,
 submitted jobs, and commands. The training process writes `TRAINING`: states, transitions, events,
-checkpoints, and its lease. Each process reads the other's tables. On SQLite each set is a file of its own,
-since a file with one writing connection is never locked by the other process; on PostgreSQL both are in one
-database.
+checkpoints, and its lease. Each process reads the other's tables. On SQLite, each set has its own file, so
+that the processes never lock each other out; on PostgreSQL, both are in one database.
 
 Times are seconds since 1970. Columns called `number` give the order of rows and are never reused.
 """

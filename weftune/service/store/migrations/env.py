@@ -1,4 +1,4 @@
-"""Alembic runs this file for every upgrade, which `weftune.service.store.database` starts."""
+"""Alembic's environment, which `weftune.service.store.database` runs at every upgrade."""
 
 from alembic import context
 

@@ -1,4 +1,4 @@
-"""Creates the tables of jobs and all that training records."""
+"""Creates the tables that the training process writes: jobs and the records about them."""
 
 import sqlalchemy as sa
 from alembic import op
