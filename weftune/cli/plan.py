@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,10 @@ from weftune.cli import early
 from weftune.errors import Mistake, OutputError, PlanError, UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from weftune.cli.plan_predict import Plan
+    from weftune.jobs.spec.spec import RunSpec
     from weftune.plan.cost.cluster import Cluster
 
 
@@ -34,6 +39,9 @@ def plan(
     ablate: Annotated[
         bool, typer.Option("--ablate", help="Print what each mechanism is worth, one at a time.")
     ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="With --ablate: train without each mechanism on this machine.")
+    ] = False,
     gantt: Annotated[Path | None, typer.Option(help="Draw the timeline: out.html or out.png.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the numbers as JSON.")] = None,
 ) -> None:
@@ -42,6 +50,10 @@ def plan(
 
     if gantt is not None:
         _refuse_picture(gantt)
+    if measure and not ablate:
+        raise UserError("--measure: it measures the rows of --ablate; add --ablate")
+    if measure and cluster != "auto":
+        raise UserError(f"--measure: it trains on this machine; leave out --cluster {cluster}")
     options = early.read_options(
         device=device,
         memory=memory,
@@ -70,9 +82,12 @@ def plan(
     try:
         case = read_case(run, found, options, on_this_machine=cluster == "auto", max_steps=max_steps)
         answer = predict(case, needs_sentences=explain, includes_ablations=ablate)
-        show_plan(Console(), answer)
     finally:
         gc.enable()
+    console = Console()
+    if measure:
+        answer = _measure(run, answer, console)
+    show_plan(console, answer)
     if gantt is not None:
         if gantt.suffix.lower() == ".png":
             from weftune.report.gantt_png import gantt_png
@@ -87,6 +102,30 @@ def plan(
         from json import dumps
 
         _write_file(json, (dumps(plan_numbers(answer), indent=2) + "\n").encode())
+
+
+def _measure(run: RunSpec, answer: Plan, console: Console) -> Plan:
+    """Return the plan with the measured times of itself and of its ablations."""
+    from weftune.launch.choice import options_of
+
+    if answer.shares is not None:
+        raise UserError("--measure: one share of the jobs can be measured; plan it with --gpus 1")
+    if answer.choice.is_streamed:
+        raise UserError("--measure: the base is streamed, and its alternatives can only be predicted")
+    from weftune.launch.measured import measure_plan, select_jobs
+    from weftune.plan.outlook.ablate import undisturbed_rounds
+
+    def show(sentence: str) -> None:
+        console.print(sentence, highlight=False, markup=False)
+
+    case, shapes, forecast = answer.case, answer.window.shapes, answer.forecast
+    rounds = undisturbed_rounds(
+        answer.choice, list(shapes.values()), lambda name, count: case.job_window(name, count, False)
+    )
+    jobs, options = select_jobs(run, shapes), options_of(case.options, answer.choice)
+    tokens = forecast.tokens / forecast.steps
+    measured = measure_plan(jobs, options, answer.ablations, rounds, tokens, show)
+    return replace(answer, ablations=measured.ablations, measured_step_seconds=measured.step_seconds)
 
 
 def read_cluster(text: str, limit: int | None = None, uses_cpu: bool = False) -> Cluster:

@@ -50,9 +50,11 @@ def plan_numbers(plan: Plan) -> dict[str, Any]:
                 "added": row.is_added,
                 "cost": row.relative_cost,
                 "step_seconds": row.forecast.step_seconds,
+                "measured_step_seconds": row.measured_step_seconds,
             }
             for row in plan.ablations
         ],
+        "measured_step_seconds": plan.measured_step_seconds,
         "run": {
             "seconds": run.seconds,
             "needs_bytes": run.need_bytes,

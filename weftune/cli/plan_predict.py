@@ -60,6 +60,8 @@ class Plan:
     """A sentence for each decision, if requested."""
     ablations: Sequence[Ablation] = ()
     """Effect of each mechanism of the plan, if requested."""
+    measured_step_seconds: tuple[float, float] | None = None
+    """Measured seconds per round, before and after those of the ablations. None if nothing was measured."""
 
     @property
     def forecast(self) -> Forecast:
@@ -176,7 +178,8 @@ def _ablations(case: PlanCase, prediction: Prediction) -> tuple[Ablation, ...]:
         with suppress(PlanError):
             choice = choose_layout(case.shape, jobs, own)
             other = _predict_outlook(case, choice, admit_first_jobs(jobs, choice))
-            rows.append(compare(prediction, mechanism, f"{own.workers} stages instead", other.forecast))
+            row = compare(prediction, mechanism, f"{own.workers} stages instead", other.forecast)
+            rows.append(replace(row, options={"pipeline": own.workers, mechanism: 1}))
     return tuple(rows)
 
 

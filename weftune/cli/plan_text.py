@@ -34,7 +34,7 @@ def show_plan(console: Console, plan: Plan) -> None:
     for sentence in plan.sentences:
         console.print(f"- {sentence}", highlight=False, markup=False)
     if plan.ablations:
-        console.print(ablation_table(plan.ablations))
+        console.print(ablation_table(plan.ablations, plan.measured_step_seconds))
 
 
 def _show_plan_of_run(console: Console, plan: Plan) -> None:
@@ -287,21 +287,32 @@ def forecast_table(
 
 
 PLANNER_NOTE = (
-    "Mechanisms of a pipeline's planner (packing, order, groups, hand-over, chunks) are compared in two "
-    "later windows, the others in the first one."
+    "Mechanisms of a pipeline's planner (packing, order, groups, hand-over, chunks) are predicted for two "
+    "later windows, the others for the first one."
 )
 
 
-def ablation_table(rows: Sequence[Ablation]) -> Table:
+def ablation_table(rows: Sequence[Ablation], measured: tuple[float, float] | None = None) -> Table:
+    """Return the table of the ablations. `measured` are the measured seconds per round of the plan itself,
+    before and after those of the ablations."""
     several = any(row.forecast.devices > 1 for row in rows)
-    titles = ("mechanism", "instead", "step", "costs", *(["bubbles"] if several else []))
-    table = Table(*titles, title="What each mechanism is worth", caption=PLANNER_NOTE if several else None)
+    titles = ["mechanism", "instead", "step", "costs", *(["bubbles"] if several else [])]
+    notes = [PLANNER_NOTE] if several and any("mechanisms" in row.options for row in rows) else []
+    if measured is not None:
+        titles += ["measured step", "measured costs"]
+        before, after = (f"{one:.3g} s" for one in measured)
+        notes.append(f"A step of the plan itself took {before} before the others and {after} after them.")
+    table = Table(*titles, title="What each mechanism is worth", caption=" ".join(notes) or None)
     for row in sorted(rows, key=lambda one: one.is_added):
         one = row.forecast
         name = f"left out: {row.mechanism}" if row.is_added else row.mechanism
-        cost = _add_memory_note(f"{row.relative_cost:+.1%}", one)
-        bubbles = [f"{one.bubbles:.1%}"] if several else []
-        table.add_row(name, row.alternative, f"{one.step_seconds:.3g} s", cost, *bubbles)
+        cells = [name, row.alternative, f"{one.step_seconds:.3g} s"]
+        cells.append(_add_memory_note(f"{row.relative_cost:+.1%}", one))
+        cells += [f"{one.bubbles:.1%}"] if several else []
+        if measured is not None and row.measured_step_seconds is not None:
+            cost = row.measured_step_seconds / (sum(measured) / 2) - 1
+            cells += [f"{row.measured_step_seconds:.3g} s", f"{cost:+.1%}"]
+        table.add_row(*cells)
     return table
 
 

@@ -127,9 +127,14 @@ def choose_processes(run: RunSpec, options: Options, max_steps: int | None) -> t
     cluster = replace(cluster, devices=cluster.devices[: max(1, gpus)])
     case = read_case(run, cluster, options, on_this_machine=True, max_steps=max_steps)
     choice = choose_planned_layout(case)
+    return options_of(options, choice), division_sentence(case, choice)
+
+
+def options_of(options: Options, choice: LayoutChoice) -> Options:
+    """Return the options with the numbers of processes of this choice."""
     division, stream = choice.machine.division, choice.stream_device
     several = division.workers_per_share > 1
-    chosen = replace(
+    return replace(
         options,
         gpus=division.shares if division.shares > 1 else None,
         pipeline=division.stages if division.stages > 1 else None,
@@ -138,7 +143,6 @@ def choose_processes(run: RunSpec, options: Options, max_steps: int | None) -> t
         capacity=division.capacity,
         gpu_memory=stream.budget_bytes if stream is not None and several else options.gpu_memory,
     )
-    return chosen, division_sentence(case, choice)
 
 
 # -- the machine ----------------------------------------------------------------------------------------

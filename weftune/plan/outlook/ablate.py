@@ -28,7 +28,7 @@ from weftune.plan.outlook.forecast import (
 from weftune.plan.outlook.promise import FirstWindow, first_window, plan_predicted_window
 from weftune.plan.program.handover import FINISHED, join_windows, unfinished_work
 from weftune.plan.program.layout import pipeline_layout
-from weftune.plan.window.pace import simulated_paces
+from weftune.plan.window.pace import shorten_windows, simulated_paces
 from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import Mechanisms
@@ -108,12 +108,11 @@ def _ablate_planner(
 def _plan_two_windows(
     prediction: Prediction, jobs: Sequence[JobShape], job_window: TrainedWindow, mechanisms: Mechanisms
 ) -> list[FirstWindow]:
-    """Return two consecutive windows, as long as the first window of the run, that are planned with these
-    mechanisms. The last one leaves nothing unfinished. If the jobs have no more batches, it is the only
-    one."""
-    choice, rounds = replace(prediction.choice, mechanisms=mechanisms), prediction.forecast.steps
+    """Return two consecutive windows without evaluations that are planned with these mechanisms. The last one
+    leaves nothing unfinished. If the jobs have no more batches, it is the only one."""
+    choice = replace(prediction.choice, mechanisms=mechanisms)
+    rounds = undisturbed_rounds(choice, jobs, job_window)
     paces = simulated_paces(prediction.program, prediction.timeline)
-    # A pipeline drains where jobs are evaluated, whatever the mechanisms are.
     whole = [replace(job_window(job.name, 2 * rounds), evaluation=()) for job in jobs]
     windows: list[FirstWindow] = []
     left, last = FINISHED, any(one.batches[rounds:] for one in whole)
@@ -127,6 +126,13 @@ def _plan_two_windows(
         windows.append(plan_predicted_window(choice, jobs, parts, pacing, left))
         left = unfinished_work(windows[-1].program)
     return windows
+
+
+def undisturbed_rounds(choice: LayoutChoice, jobs: Sequence[JobShape], job_window: TrainedWindow) -> int:
+    """Return the rounds of the first window if no job were evaluated. A window of a pipeline ends where a job
+    is evaluated, whatever the mechanisms are."""
+    windows = [replace(job_window(job.name, choice.window_rounds), evaluation=()) for job in jobs]
+    return max(len(one.batches) for one in shorten_windows(windows, choice.first_pace))
 
 
 def _forecast_windows(windows: Sequence[FirstWindow], times: StageTimes) -> Forecast:

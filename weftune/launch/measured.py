@@ -1,0 +1,90 @@
+"""Measurements of a plan and of its ablations on this machine: each trains a few windows, as `weftune train`
+does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from weftune.errors import UserError
+from weftune.jobs.spec.spec import RunSpec
+from weftune.jobs.store.status import State
+from weftune.launch.api import train
+from weftune.plan.outlook.forecast import Ablation
+from weftune.report.read import read_run as read_records
+from weftune.trainer.options import Options
+
+WINDOWS = 3
+"""Number of windows that are trained. The first one is not counted, since it is planned with guessed speeds
+and its passes begin slowly."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredAblations:
+    """Measured times of a plan and of its ablations."""
+
+    step_seconds: tuple[float, float]
+    """Seconds per round of the plan itself, measured before all ablations and after them. Their difference
+    shows by how much measurements vary."""
+    ablations: tuple[Ablation, ...]
+    """The ablations of the plan. Those that options of a run can produce have their measured time."""
+
+
+def measure_plan(
+    run: RunSpec,
+    options: Options,
+    ablations: Sequence[Ablation],
+    rounds: int,
+    round_tokens: float,
+    show: Callable[[str], None],
+) -> MeasuredAblations:
+    """Train the jobs of `run` with `options` and with those of each ablation, in folders that are deleted
+    afterwards. `rounds` is the number of rounds of a window, and `round_tokens` the mean number of tokens of
+    a round. `show` is called with a sentence before each measurement."""
+    run = without_evaluations(run)
+
+    def measure(name: str, options: Options) -> float:
+        show(f"Measuring {name}.")
+        return round_tokens * _token_seconds(run, options, WINDOWS * rounds)
+
+    before = measure("the plan", options)
+    measured = [
+        replace(
+            row,
+            measured_step_seconds=measure(
+                f"{row.mechanism}: {row.alternative}", replace(options, **row.options)
+            ),
+        )
+        if row.options
+        else row
+        for row in ablations
+    ]
+    return MeasuredAblations((before, measure("the plan again", options)), tuple(measured))
+
+
+def select_jobs(run: RunSpec, names: Collection[str]) -> RunSpec:
+    """Return the run with only these jobs; trials of sweeps are ordinary jobs of it."""
+    return replace(run, jobs=tuple(job for job in run.jobs if job.name in names), sweeps=(), report_to=())
+
+
+def without_evaluations(run: RunSpec) -> RunSpec:
+    """Return the run without evaluations, after which a pipeline drains whatever the mechanisms are."""
+    return replace(run, jobs=tuple(replace(job, eval=None, early_stop=None, keep="last") for job in run.jobs))
+
+
+def _token_seconds(run: RunSpec, options: Options, max_steps: int) -> float:
+    """Train the jobs of `run` and return the seconds per token of all windows but the first."""
+    with TemporaryDirectory(prefix="weftune-") as folder:
+        output = Path(folder) / "output"
+        results = train(run, output=output, max_steps=max_steps, options=options, progress=False)
+        windows = [window for window in read_records(output).windows if window.tokens]
+    for name, result in results.items():
+        if result.state is not State.SUCCEEDED:
+            raise UserError(f"--measure: job {name} has not ended its steps: {result.reason}")
+    if len(windows) < 2:
+        raise UserError(
+            "--measure: the jobs end within their first window, which is not counted; give them more steps"
+        )
+    return sum(one.seconds for one in windows[1:]) / sum(one.tokens for one in windows[1:])
