@@ -91,7 +91,7 @@ def test_a_plan_for_four_devices_is_made_in_seconds_without_torch_or_weights(fol
     command = [sys.executable, "-c", WITHOUT_TORCH, "plan", str(file), *wanted]
     surroundings = {**os.environ, "WEFTUNE_CACHE": str(folder / "cache"), "COLUMNS": "200"}
     shown = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=surroundings, check=False)
-    assert seconds_of_children() - start < 10
+    assert seconds_of_children() - start < 15
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.splitlines()[-1] == "False", "torch was imported"
     for part in ("3 jobs on 4xA100-80G:pcie", "not measured", "one after another", "1F1B per job"):
