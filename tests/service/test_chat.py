@@ -136,8 +136,14 @@ def test_clients_are_answered_at_the_same_time_in_shared_passes(server, jobs_fol
         together = max(together, len(found := turn()))
         return found
 
+    def turn_when_all_have_asked() -> None:
+        if together or server._arrivals.qsize() == len(names):
+            server.turn()
+        else:
+            time.sleep(0.01)
+
     server._base.turn = counted
-    answers = while_served(server, all_at_once())
+    answers = while_served(server, all_at_once(), turn_when_all_have_asked)
     assert together == 3
     for name, (pieces, _) in zip(names, answers, strict=True):
         folder = None if name is None else jobs_folder / name
