@@ -10,6 +10,7 @@ import pytest
 from hypothesis import is_hypothesis_test, settings
 
 from tests.cases import asks_for_every_case, fewer_examples
+from weftune.core.files import cache_folder
 
 HERE = Path(__file__).parent
 
@@ -74,8 +75,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop(session):
-    """Token caches of tests stay out of the user's."""
+    """Token caches of tests stay out of the user's, from which they have the demo base, if it is there."""
+    demo = cache_folder() / "demo"
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder, pytest.MonkeyPatch.context() as patch:
+        if demo.is_dir():
+            Path(folder, "demo").symlink_to(demo)
         patch.setenv("WEFTUNE_CACHE", folder)
         return (yield)
 

@@ -12,6 +12,7 @@ import gc
 import multiprocessing
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -47,6 +48,18 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.option.processes:
         write_files_to_memory()
+        config.stash[DEMO] = start_demo_conversion()
+
+
+def pytest_collection_finish(session):
+    if (conversion := session.config.stash.get(DEMO, None)) is not None:
+        conversion.wait()
+
+
+def start_demo_conversion() -> subprocess.Popen[bytes]:
+    """Convert the demo base in the user's cache while tests are collected, which takes one core."""
+    words = [sys.executable, "-c", "from weftune.base.load import demo_folder; demo_folder()"]
+    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def write_files_to_memory() -> None:
@@ -58,6 +71,8 @@ def write_files_to_memory() -> None:
         tempfile.tempdir = None
 
 
+DEMO = pytest.StashKey[subprocess.Popen[bytes]]()
+"""The process that converts the demo base."""
 COSTS = pytest.StashKey[dict[str, tuple[float, float]]]()
 """Maps each test to its seconds of processors, also in processes that it started, and of the clock."""
 
@@ -104,6 +119,7 @@ def prepare(session: pytest.Session, patch: pytest.MonkeyPatch) -> None:
     for name in MODULES:
         import_module(name)
     compile_pages_once(patch)
+    build_commands_once(patch, app)
     with redirect_stderr(StringIO()):
         folder = jobs_folder(session.config._tmp_path_factory.mktemp("first"), [{"name": "a", "adapter": {}}])
     # Nothing that computes: torch's threads would not survive a fork.
@@ -132,6 +148,20 @@ def compile_pages_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Environment, "compile", compile_once)
     with suppress(UndefinedError):
         render("page.html.jinja", {}, {})
+
+
+def build_commands_once(patch: pytest.MonkeyPatch, app: Any) -> None:
+    """Every call of the command line builds all commands anew, a tenth of a run of a few steps."""
+    import typer.main
+    import typer.testing
+
+    build, command = typer.main.get_command, typer.main.get_command(app)
+
+    def build_once(one: typer.Typer) -> Any:
+        return command if one is app else build(one)
+
+    patch.setattr(typer.main, "get_command", build_once)
+    patch.setattr(typer.testing, "_get_command", build_once)
 
 
 def run_files(session: pytest.Session, files: Files, processes: int) -> None:

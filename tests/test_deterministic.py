@@ -79,6 +79,7 @@ def still():
     return SimpleNamespace(monotonic=lambda: 0.0)
 
 
+@pytest.mark.slow
 def test_runs_that_take_other_times_plan_the_same_windows_and_give_the_same_bits(slow_and_fast, tmp_path):
     slow, fast = slow_and_fast(True)
     assert slow == fast

@@ -46,6 +46,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
     assert not [name for name in listed if not name.startswith("weftune")], "and nothing beside it"
 
 
+@pytest.mark.slow
 def test_installed_from_the_wheel_doctor_and_training_work_without_the_clone(wheel, tmp_path):
     env = tmp_path / "env"
     run(sys.executable, "-m", "venv", "--without-pip", env, cwd=tmp_path)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests import bench, oracle
-from tests.cases import slow_but
 from tests.outputs import assert_same_job, assert_whole, lines, numbers, states, status
 from tests.tensor_memory import tensor_bytes
 from weftune import JobSpec
@@ -156,7 +155,8 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", slow_but(MOMENTS, ["evaluation", "paused"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_cancelled_in_any_state_a_job_ends_within_two_steps_and_its_memory_returns(
     base, tmp_path, moment, monkeypatch
 ):
@@ -195,7 +195,8 @@ def test_cancelled_in_any_state_a_job_ends_within_two_steps_and_its_memory_retur
     assert_same_job(tmp_path / "out", tmp_path / "alone", "other")
 
 
-@pytest.mark.parametrize("times", [10, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [10, 500])
 def test_joins_and_leaves_keep_memory_and_open_files_flat(base, tmp_path, times):
     trainer = bench.trainer(base, tmp_path / "out", [job("anchor", 40 * times + 60)])
     joined, taken = [], []

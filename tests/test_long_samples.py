@@ -76,14 +76,15 @@ def family_jobs():
     ]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(MODES, ["kept", "recomputed", "inputs offloaded"]))
 def test_whatever_is_kept_and_wherever_jobs_learn_the_same(mode, train_with, untiled):
     tiled = train_with(MODES[mode], bench.base("llama"), family_jobs(), "tiled")
     for name in ("a", "b"):
         equal(tiled, untiled, name)
 
 
-@pytest.mark.parametrize("mode", slow_but(MODES, ["offloaded"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_every_kind_learns_in_tiles_what_it_learns_untiled(mode, train_with):
     jobs = [job(kind, "llama") for kind in KINDS]
     untiled = train_with(NOTHING, bench.base("llama"), jobs, "untiled")
@@ -92,7 +93,7 @@ def test_every_kind_learns_in_tiles_what_it_learns_untiled(mode, train_with):
         equal(tiled, untiled, kind)
 
 
-@pytest.mark.parametrize("family", slow_but(FUSED, ["mistral", "gemma3", "qwen3_moe"]))
+@pytest.mark.parametrize("family", slow_but(FUSED, ["gemma3", "qwen3_moe"]))
 def test_every_family_learns_in_tiles_what_it_learns_untiled(family, train_with):
     """Windows of attention, norms of heads, norms behind branches, and experts."""
     untiled = train_with(NOTHING, bench.base(family), family_jobs(), "untiled")
@@ -101,6 +102,7 @@ def test_every_family_learns_in_tiles_what_it_learns_untiled(family, train_with)
         equal(tiled, untiled, name)
 
 
+@pytest.mark.slow
 def test_a_quantised_base_is_trained_in_tiles_as_untiled(train_with):
     bases = (quantised_base(tiny("llama", torch.float64), "nf4") for _ in range(2))
     untiled = train_with(NOTHING, next(bases), family_jobs(), "untiled")

@@ -32,7 +32,7 @@ def place(tmp_path_factory, trained_deep):
     return folder
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", slow_but([2, 4], [2]))
 def test_losses_evaluations_and_adapters_equal_one_process(place, workers):
     output = place / fresh(place, "out")
     assert Launch(place, "out", workers).wait() == 0
@@ -129,6 +129,7 @@ def test_profiled_since_it_goes_on_with_other_stages_to_the_same_curve(place):
     assert_same_results(output, place / "undisturbed")
 
 
+@pytest.mark.slow
 def test_interrupted_alone_it_goes_on_in_stages_to_the_same_curve(place, forks):
     output = place / fresh(place, "growing")
     forks.start("train", "jobs.yaml", "--output", "growing", cwd=place)

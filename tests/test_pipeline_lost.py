@@ -55,6 +55,7 @@ def test_a_worker_that_hangs_is_noticed_in_ten_seconds(place, worker, capfd):
     print(f"worker {worker} stopped: all started again after {seconds:.1f} s")
 
 
+@pytest.mark.slow
 def test_no_more_than_one_checkpoint_interval_is_recomputed(place):
     """A worker's first step after the restart, read from the trace, beside what was written before it."""
     output = place / fresh(place, "out")

@@ -149,6 +149,7 @@ def test_what_the_run_refuses_the_plan_refuses_with_the_same_sentence(place, pla
     assert str(refused.value) in plan.told
 
 
+@pytest.mark.slow
 def test_where_the_host_is_too_small_both_leave_the_weights_in_their_files(
     place, planned, tmp_path, monkeypatch
 ):

@@ -141,9 +141,8 @@ class Watched:
             )
 
 
-@pytest.mark.parametrize(
-    ("count", "seed"), [(4, 3), *(pytest.param(20, seed, marks=pytest.mark.slow) for seed in range(3))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "seed"), [(4, 3), *((20, seed) for seed in range(3))])
 def test_random_arrivals_of_random_priorities_each_end_as_alone(base, tmp_path, monkeypatch, count, seed):
     coming = list(arrivals(seed, count))
     jobs = [spec for spec, _ in coming]

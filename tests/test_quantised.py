@@ -123,6 +123,7 @@ def test_a_site_without_an_adapter_keeps_no_matrix_for_the_backward(tmp_path, mo
     assert not {(48, 32), (32, 48)} & set(kept), "those of the MLP"
 
 
+@pytest.mark.slow
 def test_crashed_and_resumed_it_goes_on_to_the_same_but_on_no_other_format(tmp_path):
     events_of(tmp_path / "want", quantised_base(tiny("llama", torch.float64)))
     with pytest.raises(Crash):
@@ -206,6 +207,7 @@ def undisturbed(place, forks):
     return place / "undisturbed"
 
 
+@pytest.mark.slow
 def test_it_learns_something_else_than_on_the_plain_base(place, undisturbed, tmp_path):
     plain = deep_folder(tmp_path / "plain", copy.deepcopy(TWO_JOBS))
     train(plain / "jobs.yaml", output=plain / "out", progress=False)
@@ -213,6 +215,7 @@ def test_it_learns_something_else_than_on_the_plain_base(place, undisturbed, tmp
     assert 1e-4 < abs(mine[0] - other[0]) / other[0] < 0.2
 
 
+@pytest.mark.slow
 def test_streamed_it_trains_every_job_to_the_same(place, undisturbed, forks):
     words = ("train", "jobs.yaml", "--device", "cpu", "--output", "streamed", "--gpu-memory", "520KiB")
     assert forks.weftune(*words, cwd=place) == 0, (place / "log").read_text()
@@ -223,6 +226,7 @@ def test_streamed_it_trains_every_job_to_the_same(place, undisturbed, forks):
         assert_same_job(place / "streamed", undisturbed, job["name"])
 
 
+@pytest.mark.slow
 def test_in_two_stages_it_trains_every_job_to_the_same(place, undisturbed):
     assert Launch(place, "stages", 2).wait() == 0
     assert_whole(place / "stages")

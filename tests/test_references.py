@@ -92,7 +92,8 @@ def test_a_policy_begins_as_its_reference_with_and_without_another_adapter(train
     assert first_lines(output, "virtual")[0]["eval_loss"] != LN_2
 
 
-@pytest.mark.parametrize(("workers", "replicas"), slow_but([(2, 1), (4, 2)], [(4, 2)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "replicas"), [(2, 1), (4, 2)])
 def test_pipelines_and_replicas_score_and_train_as_one_process(place, workers, replicas):
     assert Launch(place, "out", workers, replicas=replicas).wait() == 0
     assert_whole(place / "out")
@@ -102,6 +103,7 @@ def test_pipelines_and_replicas_score_and_train_as_one_process(place, workers, r
         assert any(one.get("cat") == "Score" and one["tid"] == worker for one in events)
 
 
+@pytest.mark.slow
 def test_a_streamed_base_scores_and_trains_as_a_resident_one(place, forks):
     words = ("train", "jobs.yaml", "--device", "cpu", "--output", "out", "--gpu-memory", "960KiB")
     assert forks.weftune(*words, cwd=place) == 0
@@ -110,6 +112,7 @@ def test_a_streamed_base_scores_and_trains_as_a_resident_one(place, forks):
     assert "The base is streamed in" in " ".join(status(place / "out")["notes"])
 
 
+@pytest.mark.slow
 def test_shares_score_and_train_as_one_process(place):
     assert Shares(place, "out", 2).wait() == 0
     assert_whole(place / "out")
@@ -175,6 +178,7 @@ def test_other_jobs_train_while_a_job_is_scored_and_it_ends_as_if_it_were_alone(
     assert scored_samples(again) == [], "the scores are in the cache"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_windows")
 def test_if_a_job_is_cancelled_while_it_is_scored_an_equal_job_scores_the_rest(base, tmp_path, alone):
     forget_scores()
@@ -194,6 +198,7 @@ def test_if_a_job_is_cancelled_while_it_is_scored_an_equal_job_scores_the_rest(b
     assert {name for name, _ in scored} == {"first", "a"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_windows")
 def test_broken_off_in_the_middle_of_scoring_it_goes_on_with_the_samples_that_are_left(base, tmp_path, alone):
     forget_scores()

@@ -137,6 +137,7 @@ def test_another_number_of_steps_or_other_rows_are_refused(started, forks):
     assert "cannot resume with other settings: the rows of its data changed" in said(started)
 
 
+@pytest.mark.slow
 def test_restart_trains_one_job_anew_and_leaves_the_others(started, forks):
     jobs_folder(started, [SHORT | {"learning_rate": 1e-3}, LONG])
     checkpoints = sorted(path.name for path in (started / "out" / "long" / "checkpoints").glob("step-*"))

@@ -90,6 +90,7 @@ def test_two_jobs_together_equal_solo_peft_on_scaled_positions_in_float64(family
         oracle.assert_equal_float64(got, by_peft(by_transformers(folder, name), one))
 
 
+@pytest.mark.slow
 def test_the_comparison_fails_on_positions_that_are_scaled_otherwise(tmp_path):
     one = two_jobs("llama", tmp_path)[1]
     one["samples"] = bench.samples(9, shortest=CONTEXT // 2, longest=LONG)
@@ -141,6 +142,7 @@ def undisturbed(place, forks):
     return place / "undisturbed"
 
 
+@pytest.mark.slow
 def test_streamed_it_trains_every_job_to_the_same(place, undisturbed, forks):
     words = ("train", "jobs.yaml", "--device", "cpu", "--output", "streamed", "--gpu-memory", "2MiB")
     assert forks.weftune(*words, cwd=place) == 0, (place / "log").read_text()
@@ -149,6 +151,7 @@ def test_streamed_it_trains_every_job_to_the_same(place, undisturbed, forks):
         assert_same_job(place / "streamed", undisturbed, job["name"])
 
 
+@pytest.mark.slow
 def test_in_two_stages_it_trains_every_job_to_the_same(place, undisturbed):
     assert Launch(place, "stages", 2).wait() == 0
     assert_same_results(place / "stages", undisturbed)

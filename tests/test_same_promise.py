@@ -240,6 +240,7 @@ def test_several_workers_promise_what_was_planned_for_them(seed, folder, written
     assert {**plan, "process_bytes": 0} == {**run, "process_bytes": 0}
 
 
+@pytest.mark.slow
 def test_every_mode_is_among_the_cases_and_the_layouts_are_theirs(written):
     assert {drawn(seed).mode for seed in CASES} == set(MODES)
     layouts = {}

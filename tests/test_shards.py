@@ -78,6 +78,7 @@ def test_kill_9_of_a_shard_ends_in_the_same_adapters(place, worker, capfd):
     assert_equal(output, place / "undisturbed")
 
 
+@pytest.mark.slow
 def test_it_resumes_with_another_number_of_shards_and_with_none(place, forks):
     output = place / fresh(place, "changing")
     for shards, more in ((4, ()), (2, ("--resume",))):

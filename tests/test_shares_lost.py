@@ -59,6 +59,7 @@ def test_a_share_that_hangs_is_ended_and_started_again(place, capfd, monkeypatch
     assert "share 1 has given no sign of life for 6 seconds." in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_share_that_is_given_up_leaves_its_jobs_to_be_resumed_and_the_others_finish(
     place, capfd, monkeypatch
 ):
@@ -85,6 +86,7 @@ def test_a_share_that_is_given_up_leaves_its_jobs_to_be_resumed_and_the_others_f
     assert_same_results(output, place / "undisturbed")
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_handed_to_all_and_resumed_by_one_process(place, forks, capfd):
     output = place / fresh(place, "out")
 

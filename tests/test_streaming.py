@@ -57,6 +57,7 @@ def test_where_inputs_of_stages_find_no_room_they_wait_in_host_memory_and_nothin
     assert max(window["jobs"] for window in windows) == len(FOUR_JOBS)
 
 
+@pytest.mark.slow
 def test_a_device_that_holds_it_all_streams_nothing(place, forks):
     output = place / fresh(place, "large")
     assert stream(forks, place, "large", "1GiB") == 0

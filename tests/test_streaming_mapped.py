@@ -68,6 +68,7 @@ def test_they_train_to_the_same_and_it_is_said(folder, tmp_path, small_host):
     assert "GiB came from the files of the base; training waited for the host in" in told
 
 
+@pytest.mark.slow
 def test_while_the_host_has_room_they_are_kept_there(folder, tmp_path):
     trainer(folder, tmp_path / "kept", gpu_memory=GPU).run()
     told = notes(tmp_path / "kept")

@@ -60,6 +60,7 @@ def test_jobs_that_do_not_fit_beside_the_stages_wait_for_their_turn(place):
         assert_same_job(output, place / "undisturbed", job["name"])
 
 
+@pytest.mark.slow
 def test_devices_that_hold_their_parts_stream_nothing(place):
     output = place / fresh(place, "large")
     assert Launch(place, "large", 2, always=pretended("1GiB")).wait() == 0

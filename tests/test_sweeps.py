@@ -117,7 +117,8 @@ def test_killed_in_any_round_of_shares_it_resumes_to_the_same_decisions_and_adap
     assert_same_sweep(output, want)
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 24])
 def test_killed_at_random_moments_it_resumes_to_the_same_decisions_and_adapters(forks, place, times):
     folder, seconds = place
     rng = random.Random(SEED)

@@ -49,6 +49,7 @@ def assert_equal(output, undisturbed):
     assert not (output / ".shares").exists()
 
 
+@pytest.mark.slow
 def test_two_shares_of_two_stages_equal_one_process_beside_a_job_that_explodes(place, capfd):
     output = place / fresh(place, "out")
     assert Shares(place, "out", 2, pipeline="2").wait() == 1

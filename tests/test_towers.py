@@ -65,6 +65,7 @@ def test_two_jobs_on_a_text_tower_equal_solo_peft_on_its_wrapper_in_float64(fami
         oracle.assert_equal_float64(got, want)
 
 
+@pytest.mark.slow
 def test_a_text_tower_with_linear_attention_equals_solo_peft_on_its_wrapper_in_float32(tmp_path):
     """Its recurrence computes in float32 whatever it is given, so the comparison is that of float32."""
     wrapper, precise = (tiny_wrapper("qwen3_5", dtype) for dtype in (torch.float32, torch.float64))
@@ -193,6 +194,7 @@ def test_generate_says_what_the_wrapper_says_with_the_adapter(family, project):
     assert said["a"] != said["base"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_adapters_that_it_would_have_had(project, tmp_path):
     for name in ("base", "rows.jsonl", "jobs.yaml"):
         (tmp_path / name).symlink_to(project / name)

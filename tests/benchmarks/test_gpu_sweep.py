@@ -185,6 +185,7 @@ def test_a_trial_that_changes_its_process_goes_on_as_if_it_had_not(
     assert first.train({other: 6}) == second.train({other: 6})
 
 
+@pytest.mark.slow
 def test_trials_of_one_process_do_not_touch_one_another(processes: Mapping[str, Any]) -> None:
     task = processes["task"]
     torch.manual_seed(1)

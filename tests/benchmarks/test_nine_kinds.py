@@ -24,6 +24,7 @@ def test_losses_are_apart_by_the_largest_gap_of_a_step() -> None:
     assert nine_kinds.apart([1.0, 4.4, 0.5], [1.0, 4.0, 0.25]) == pytest.approx(0.25)
 
 
+@pytest.mark.slow
 def test_at_a_toy_size_every_kind_equals_its_solo_run_and_peft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from benchmarks import gpu_chunks, pipeline_chunks
 from benchmarks.pipeline_chunks import ActivationCounter
 
 
+@pytest.mark.slow
 def test_simulated_chunks_leave_a_twelfth_of_four_stages_idle_at_most(monkeypatch, tmp_path, capsys):
     found = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["pipeline_chunks", "--simulate", "--json", str(found)])

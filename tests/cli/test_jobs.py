@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import yaml
 
-from tests.cases import slow_but
 from tests.launches import Launch, Shares, copied, dealt, deep_folder, fresh
 from tests.outputs import assert_same_job, assert_whole, jobs_folder, lines, states, status
 from weftune.cli import jobs
@@ -144,6 +143,7 @@ def test_a_cancelled_job_ends_and_a_priority_is_changed(run, place, capsys):
     assert_same_job(run.output, place / "undisturbed", "beta")
 
 
+@pytest.mark.slow
 def test_a_run_whose_jobs_are_all_paused_ends_and_is_resumed(run, place, capsys):
     run.start()
     run.until(lambda: min(run.step("alpha"), run.step("beta")) > 3)
@@ -198,9 +198,8 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(run, place, tmp_path):
     assert pending_requests(run.output) == []
 
 
-@pytest.mark.parametrize(
-    "seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_kills_between_pauses_and_resumptions_lose_nothing(run, place, seed):
     dice = random.Random(seed)
     run.start()
@@ -309,7 +308,8 @@ def four_trained(tmp_path_factory, forks):
     return folder
 
 
-@pytest.mark.parametrize("mode", slow_but(["a pipeline", "shares"], ["shares"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["a pipeline", "shares"])
 def test_a_job_that_was_paused_stays_paused_when_a_lost_process_is_restarted(
     mode, four_trained, tmp_path, capsys
 ):
@@ -337,6 +337,7 @@ def test_a_job_that_was_paused_stays_paused_when_a_lost_process_is_restarted(
         assert_same_job(run.output, folder / "undisturbed", name)
 
 
+@pytest.mark.slow
 def test_a_job_joins_a_pipeline_and_another_is_paused_and_resumed(tmp_path, forks, capsys):
     # Roundings of other microbatches grow with every step, and fast at high rates.
     some = [{**job, "steps": 60} for job in JOBS]

@@ -407,6 +407,7 @@ def test_streaming_a_base_of_70_billion_is_planned_in_ten_seconds_without_torch(
     assert 0 < waiting[1] < 16
 
 
+@pytest.mark.slow
 def test_what_a_run_may_take_is_a_limit_on_every_gpu(folder, weftune):
     file = jobs_file(folder, short="{rank: 8}")
     weftune(file, "--cluster", "2xH200", "--pipeline", "2", "--gpu-memory", "20GiB", "--json", "out.json")
@@ -452,6 +453,7 @@ def test_several_devices_that_no_stage_fits_stream_the_base_as_a_run_would(folde
     assert numbers["train"].startswith("--pipeline 4 --gpu-memory")
 
 
+@pytest.mark.slow
 def test_shards_stream_half_of_every_layer_each_and_wait_for_their_sums(folder, weftune):
     file, numbers = jobs_file(folder, short="{rank: 8}"), []
     for words in (("H200",), ("2xH200:nvlink", "--shards", "2"), ("2xH200:pcie", "--shards", "2")):

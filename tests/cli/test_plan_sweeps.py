@@ -99,6 +99,7 @@ def test_trials_are_divided_among_devices_if_that_is_requested(plan):
     assert numbers["expected_seconds"] < 0.4 * numbers["run"]["seconds"]
 
 
+@pytest.mark.slow
 def test_the_search_does_not_divide_the_trials_of_a_sweep(plan):
     out, numbers = plan({"name": "sql", "sweep": {"over": OVER}}, cluster="2xA100-80G")
     assert "--gpus" not in out

@@ -125,6 +125,7 @@ def test_interrupted_at_every_event_a_run_resumes_to_the_undisturbed_curve(undis
         assert_same_results(output, want)
 
 
+@pytest.mark.slow
 def test_interrupted_before_an_evaluation_and_killed_after_it_no_line_is_written_twice(undisturbed, tmp_path):
     """The evaluation that was owed is made after the resumption, and lost again with the crash."""
     want, count = undisturbed

@@ -223,6 +223,7 @@ def test_a_slow_tokenizer_is_refused_with_a_sentence(tmp_path):
         prepare(DataSpec(rows=ROWS), None, Slow(), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_dataset_is_never_in_memory_as_a_whole(gpt2, tmp_path):
     path = tmp_path / "large.jsonl"
     size = 60_000_000

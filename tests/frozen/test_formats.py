@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.cases import slow_but
 from tests.frozen.formats import FILE, PLANS, plan_folder, planned, written
 
 RECORDED = json.loads(FILE.read_text())
@@ -65,7 +66,7 @@ def test_a_checkpoint_has_its_files_its_state_and_its_tensors(job, found):
     assert_held(recorded["state"], now["state"], "state")
 
 
-@pytest.mark.parametrize("way", PLANS)
+@pytest.mark.parametrize("way", slow_but(PLANS, [one for one in PLANS if one != "one device"]))
 def test_a_plan_in_json_has_its_keys_whatever_way_it_chooses(way, plans):
     recorded = RECORDED["plan --json"][way]
     held = {key: kind for key, kind in recorded.items() if key not in GONE.get(way, ())}

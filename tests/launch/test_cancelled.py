@@ -31,15 +31,13 @@ def place(tmp_path_factory, forks):
 
 
 def cases():
-    """While it trains, in a pipeline and streamed; on one device all moments are in
-    `tests/test_joining.py`."""
+    """Every moment in every mode; on one device more moments are in `tests/test_joining.py`."""
     for mode in MODES:
         for moment in MOMENTS:
-            slow = moment != "it trains" or mode.name in ("one device", "streamed", "streamed workers")
-            marks = pytest.mark.slow if slow else ()
-            yield pytest.param(mode, moment, marks=marks, id=f"{mode.name}, {moment}")
+            yield pytest.param(mode, moment, id=f"{mode.name}, {moment}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "moment"), cases())
 def test_a_cancelled_job_ends_within_two_steps_its_memory_returns_and_the_other_trains_as_if_alone(
     place, mode, moment, tmp_path

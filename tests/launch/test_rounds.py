@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import typer
 
-from tests.cases import slow_but
 from tests.launches import dealt, fresh
 from tests.outputs import assert_same_job, jobs_folder, states
 from weftune.cli.train import train
@@ -96,9 +95,8 @@ def test_trials_of_two_shares_are_compared_and_divided_anew_after_each_rung(
     assert_same_sweep(output, place / "undisturbed")
 
 
-@pytest.mark.parametrize(
-    ("gpus", "kept_round"), slow_but(product((None, "3"), (0, 1)), [(None, 1), ("3", 0)])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpus", "kept_round"), product((None, "3"), (0, 1)))
 def test_interrupted_in_a_round_it_resumes_to_the_same_decisions(
     place: Path,
     in_one_process: list[int],

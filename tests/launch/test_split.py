@@ -75,6 +75,7 @@ def test_interrupted_alone_then_in_two_shares_it_goes_on_in_three_and_ends_alone
     assert_same_results(output, place / "undisturbed")
 
 
+@pytest.mark.slow
 def test_only_unfinished_jobs_are_shared_anew_and_one_can_be_restarted(place):
     output = place / fresh(place, "anew")
     assert Shares(place, "anew", 2).wait() == 0

@@ -28,7 +28,7 @@ def place(tmp_path_factory, forks):
     return folder
 
 
-@pytest.mark.parametrize("mode", modes("streamed", "streamed workers"))
+@pytest.mark.parametrize("mode", modes("pipeline", "streamed", "streamed workers"))
 def test_sigterm_in_a_long_window_saves_and_ends_soon_and_resume_ends_in_the_same_losses(place, mode):
     output = mode.output(place)
     run = mode.start(place, output.name, runs=slow_main)

@@ -156,7 +156,7 @@ def test_a_reward_model_alone_equals_the_same_job_among_others(name, place, fork
     assert metrics_of(folder / "out", name) == pytest.approx(wanted, rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("way", slow_but(WAYS, ["killed and resumed", "a pipeline"]))
+@pytest.mark.parametrize("way", slow_but(WAYS, ["killed and resumed"]))
 def test_however_they_run_they_end_as_in_one_process(way, place, forks):
     assert_same(WAYS[way](place, forks), place)
 

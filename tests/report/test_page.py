@@ -237,6 +237,7 @@ def test_nothing_is_fetched_and_links_stay_below_the_page(sweep: Page) -> None:
     assert all(value.startswith(("#", "./")) for key, value in sweep.attributes if key == "href")
 
 
+@pytest.mark.slow
 def test_a_page_weighs_little_whatever_the_run(tmp_path: Path, sweep: Page) -> None:
     assert len(sweep.source) < 200_000
     jobs = [Job(name=f"job{number:02}", steps=1500, done=1500, rank=number + 1) for number in range(45)]

@@ -170,7 +170,8 @@ def as_worker(connections, family, cuts):
     return events, views(executor.attached)
 
 
-@pytest.mark.parametrize(("family", "workers"), slow_but([("mistral", 2), ("llama", 4)], [("mistral", 2)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "workers"), [("mistral", 2), ("llama", 4)])
 def test_a_pipeline_of_processes_trains_one_job_of_long_samples_in_chunks(family, workers):
     answers = run_workers(workers, as_worker, family, CUTS[workers])
     base = whole_base(family, torch.float64)

@@ -262,6 +262,7 @@ def driven(connections, folder, checkpoints, until):
     control.end_workers()
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_was_stopped_inside_a_span_goes_on_to_the_same_mean(tmp_path):
     deep("llama", torch.float64).save_pretrained(tmp_path / "model")
     run_workers(2, driven, tmp_path, tmp_path / "stopped", 2)

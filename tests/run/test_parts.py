@@ -148,9 +148,8 @@ def test_workers_whose_stages_take_turns(ways):
         assert {(one.job, one.step) for one in mine[3] + theirs[3]} == {("d", 0), ("d", 2), ("d", 4)}
 
 
-@pytest.mark.parametrize(
-    ("slots", "shards"), slow_but([((1,), 2), ((2,), 4), ((1, 1), 2)], [((1,), 2)]), ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("slots", "shards"), [((1,), 2), ((2,), 4), ((1, 1), 2)], ids=str)
 def test_shards_whose_stages_take_turns(slots, shards):
     """Alone and as teams in the place of workers; every shard streams its part of a stage."""
     ways, lists = [(False, False), (False, True)], len(slots)

@@ -63,6 +63,7 @@ def test_losses_and_adapters_equal_one_process_and_replicas_hold_the_same_bits(e
     assert not any(isinstance(event, Stepped) for events in told for event in events)
 
 
+@pytest.mark.slow
 def test_more_replicas_than_a_batch_has_samples_equal_one_process(exact):
     """`a` has batches of two samples, so that one replica at least has nothing of each of them."""
     found = train(1, 3)
@@ -70,6 +71,7 @@ def test_more_replicas_than_a_batch_has_samples_equal_one_process(exact):
     assert_same_bits(found)
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_bits():
     first, second = (train(1, 2, torch.float32) for _ in range(2))
     assert losses_of(first[0][0][0]) == losses_of(second[0][0][0])

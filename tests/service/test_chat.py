@@ -193,6 +193,7 @@ def training_jobs() -> AttachedJobs:
     return jobs
 
 
+@pytest.mark.slow
 def test_training_has_the_same_bits_while_adapters_come_and_go_for_answers(jobs_folder):
     quiet, busy = training_jobs(), training_jobs()
     rounds = 0

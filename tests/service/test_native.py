@@ -403,6 +403,7 @@ def test_a_plan_says_when_a_job_would_end_and_what_it_needs(planned):
     assert not site.requests.submissions("acme")[0].request.get("seed"), "nothing was submitted"
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_jobs_that_the_fair_share_puts_before_the_new_one(planned):
     site, client = planned
     theirs = [site.add(f"theirs-{n}", "globex") for n in range(3)]
@@ -417,6 +418,7 @@ def test_a_plan_counts_the_jobs_that_the_fair_share_puts_before_the_new_one(plan
         assert answer.json()["ahead"] == ahead
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_job_that_cannot_fit_says_why(planned):
     site, client = planned
     mine, theirs = site.add("mine"), site.add("theirs", "globex")

@@ -121,12 +121,13 @@ def test_a_sweep_joins_a_running_service_and_decides_as_alone(serving):
     serving.assert_sweep_as_alone(sweep, trials)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kills", "judge"),
     [
         (2, "mean"),
-        pytest.param(2, "last", marks=pytest.mark.slow),
-        pytest.param(8, "mean", marks=pytest.mark.slow),
+        (2, "last"),
+        (8, "mean"),
     ],
 )
 def test_a_sweep_killed_again_and_again_decides_as_alone(serving, kills, judge):

@@ -199,6 +199,7 @@ def test_a_job_that_always_crashes_stops_and_blocks_no_other(tmp_path):
         serving.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_beyond_its_lease_writes_nothing_any_more(tmp_path):
     """Row 5 of the faults."""
     serving = Serving(tmp_path, lease_seconds=1.0)
@@ -226,7 +227,8 @@ def open_files(serving):
     return len(list((Path("/proc") / str(serving.process.pid) / "fd").iterdir()))
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [60, 500])
 def test_memory_and_open_files_stay_flat_over_many_jobs(serving, count):
     """Row 18 of the faults."""
     serving.start()

@@ -138,6 +138,7 @@ def place(tmp_path_factory, forks):
     return folder
 
 
+@pytest.mark.slow
 def test_streamed_from_host_memory_it_is_the_same(place, forks):
     words = ("train", "jobs.yaml", "--device", "cpu", "--output", "streamed", "--gpu-memory", "700KiB")
     assert forks.weftune(*words, cwd=place) == 0
@@ -145,12 +146,14 @@ def test_streamed_from_host_memory_it_is_the_same(place, forks):
     assert_same_results(place / "streamed", place / "undisturbed")
 
 
+@pytest.mark.slow
 def test_in_two_stages_it_is_the_same(place):
     assert Launch(place, "stages", 2).wait() == 0
     assert_whole(place / "stages")
     assert_same_results(place / "stages", place / "undisturbed")
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_is_the_same(place, forks):
     forks.start("train", "jobs.yaml", "--output", "killed", cwd=place)
     log = place / "killed" / "metrics.jsonl"

@@ -49,6 +49,7 @@ def weftune(forks) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.slow
 def test_it_trains_beside_lora_and_is_merged(installed, weftune, tmp_path):
     place = deep_folder(tmp_path, JOBS)
     weftune(installed, place, "train", "jobs.yaml", "--output", "both")

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cases import slow_but
 from weftune.core.shapes import JobShape
 from weftune.jobs.store.policy import ByPriority, FairShare, Policy, QueuedJob, TenantUsage
 from weftune.jobs.store.scheduler import admit_jobs
@@ -179,7 +178,8 @@ def test_one_tenant_with_100_jobs_does_not_delay_nine_tenants_with_one_job_each(
     assert jain(shares) >= 0.95
 
 
-@pytest.mark.parametrize("tokens", slow_but([[100] * 10, [50, 100, 400] * 3], [[50, 100, 400] * 3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [[100] * 10, [50, 100, 400] * 3])
 def test_tenants_that_do_not_fit_together_take_turns(tokens):
     rounds = Rounds(FairShare(quantum_tokens=20_000), room=4)
     for number, size in enumerate(tokens):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weftune.plan.cost.nnls import solve_by_active_set
+from weftune.plan.cost.nnls import solve_nnls
 
 
 def least(matrix: np.ndarray, wanted: np.ndarray) -> float:
@@ -33,17 +33,17 @@ def test_no_other_choice_of_columns_is_better_and_nothing_is_negative(
         matrix[:, -1] = matrix[:, 0] * (1 + 1e-9)
     if ridge:
         matrix, wanted = np.vstack([matrix, np.eye(columns)]), np.concatenate([wanted, np.zeros(columns)])
-    found = solve_by_active_set(matrix, wanted)
+    found = solve_nnls(matrix, wanted)
     assert (found >= 0).all()
     assert np.linalg.norm(matrix @ found - wanted) <= least(matrix, wanted) + 1e-9 * np.linalg.norm(wanted)
 
 
 def test_a_column_of_nothing_stays_nothing() -> None:
     matrix = np.array([[1.0, 0.0], [2.0, 0.0]])
-    assert solve_by_active_set(matrix, np.array([3.0, 6.0])).tolist() == pytest.approx([3.0, 0.0])
+    assert solve_nnls(matrix, np.array([3.0, 6.0])).tolist() == pytest.approx([3.0, 0.0])
 
 
 def test_what_would_be_negative_is_zero() -> None:
     matrix = np.array([[1.0, 1.0], [1.0, 2.0]])
-    found = solve_by_active_set(matrix, np.array([3.0, 1.0]))
+    found = solve_nnls(matrix, np.array([3.0, 1.0]))
     assert found.tolist() == pytest.approx([2.0, 0.0])

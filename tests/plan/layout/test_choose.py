@@ -74,6 +74,7 @@ def test_a_base_that_fits_a_device_lies_there_whole():
     assert found.first_pace == first_pace(arithmetic(SHAPE), SHAPE, on_gpu=True, max_tokens=8192)
 
 
+@pytest.mark.slow
 def test_memory_for_answers_is_reserved_and_a_divided_or_streamed_base_refuses_to_generate():
     jobs = [replace(one, answer_positions=1000 * (at + 1)) for at, one in enumerate(shapes(2))]
     found, plain = choose_layout(SHAPE, jobs, gpu(70, stream_budget_bytes=70 * GIB)), chosen(gpu(70))

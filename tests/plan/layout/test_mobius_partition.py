@@ -83,6 +83,7 @@ def test_the_search_is_never_slower_than_the_largest_or_the_smallest_stages(
         assert search_partition(layers, host, microbatches, prefixes=500).seconds <= min(plain) * (1 + 1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "bandwidth"), [(1, 2500.0), (1, 9000.0), (4, 2500.0)])
 def test_64_layers_take_under_ten_seconds(gpus: int, bandwidth: float) -> None:
     layers, host = model(62), Host(gpus, 4000, bandwidth)

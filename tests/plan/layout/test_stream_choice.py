@@ -111,6 +111,7 @@ def test_what_is_chosen_fits_and_its_window_is_legal(layers, jobs, device, share
     plan_window([course("a", [[1, 1], [1]])], choice.layout, choice.capacity)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 8), JOBS, DEVICES, SHARES, TOKENS, st.integers(0, 2_000_000))
 def test_more_memory_is_never_slower(layers, jobs, device, share, tokens, more):

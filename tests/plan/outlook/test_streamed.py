@@ -138,6 +138,7 @@ def test_what_is_uploaded_are_the_loads_of_the_window(found):
     assert found.uploaded_bytes * len(JOBS[0].batches) == layers * found.case.memory.layer_bytes > 0
 
 
+@pytest.mark.slow
 def test_all_that_the_choice_was_made_for_come_aboard_and_no_more_than_fit():
     device, jobs = place(6), [outline(f"job{at}", 300, rank=1024) for at in range(8)]
     jobs = [

@@ -133,6 +133,7 @@ def test_a_first_round_of_short_samples_has_room_for_microbatches_as_large_as_a_
     check(plan_pipeline([course("a", batches)], rules(3, 18, eager, capacity=60)))
 
 
+@pytest.mark.slow
 def test_a_job_that_is_alone_is_cut_even_if_windows_hand_over():
     """What a window leaves in flight does not count for less waiting: a single job waits for its Step."""
     window, pace = course("a", LONG[:1]), StagePace(Line(2.5, 0.1), Line(5.0, 0.2))
@@ -146,6 +147,7 @@ def test_a_job_that_is_alone_is_cut_even_if_windows_hand_over():
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     jobs=st.lists(st.lists(lengths, min_size=1, max_size=3), min_size=1, max_size=3),

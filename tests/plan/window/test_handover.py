@@ -142,6 +142,7 @@ def test_the_checker_refuses_a_seam_at_which_devices_disagree(how):
         check(replace(second, devices=tuple(map(tuple, lists))))
 
 
+@pytest.mark.slow
 def test_windows_that_hand_over_wait_less_than_windows_that_drain():
     setting = Setting(stages=4, jobs=4, rounds_in_all=8)
     assert idle_share(setting, rounds=2, hands_over=True) < 0.8 * idle_share(

@@ -170,6 +170,7 @@ def test_a_run_in_which_a_kernel_fails_trains_on_by_plain_torch(kernel, captures
         assert (weights[name] - plain[name]).norm() <= 1e-4 * plain[name].norm(), name
 
 
+@pytest.mark.slow
 def test_on_a_quantised_base_too_and_each_matrix_is_computed_once_a_pass_for_all_jobs(monkeypatch):
     base = quantised_base(shallow("qwen2"), "nf4")
     plain_losses, plain = trained(base, Route.segmented, monkeypatch)
@@ -224,6 +225,7 @@ def test_virtual_tokens_train_in_fused_layers_as_in_the_plain_ones(recompute, mo
         assert (fused - plain).norm() <= 1e-4 * plain.norm(), name
 
 
+@pytest.mark.slow
 def test_what_is_made_again_in_the_backward_has_the_bits_it_had(monkeypatch):
     base = one_layer("llama")
     kept = trained(base, Route.tiled, monkeypatch, steps=1)

@@ -170,6 +170,7 @@ def test_losses_evaluations_and_adapters_have_the_bits_of_one_process(name, dtyp
         assert saves == [2]
 
 
+@pytest.mark.slow
 def test_clipping_takes_the_norm_over_all_workers():
     cut = CUTS["three workers, the first ends"]
     answers = run_workers(3, as_worker, "llama", torch.float64, cut, make_jobs, ring=True)
@@ -182,7 +183,8 @@ def test_clipping_takes_the_norm_over_all_workers():
 FAMILIES = ["qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2", *MIXTURES]
 
 
-@pytest.mark.parametrize("family", slow_but(FAMILIES, ["gemma3"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_streams_over_workers(family):
     cut = CUTS["an odd number of stages"]
     answers = run_workers(2, as_worker, family, torch.float64, cut, make_jobs, ring=True)

@@ -49,6 +49,7 @@ def test_losses_and_adapters_equal_one_process_in_float64(family, shards):
     assert_same_bits(answers, shards=shards)
 
 
+@pytest.mark.slow
 def test_jobs_of_all_kinds_with_dropout_equal_one_process():
     assert_equal_to_one_process("llama", 2, kinds_jobs, overlaps=True)
 

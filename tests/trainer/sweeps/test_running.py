@@ -360,6 +360,7 @@ class Halves:
         return (Trial(f"s-lr{rate:g}", {"learning_rate": rate}),)
 
 
+@pytest.mark.slow
 def test_later_generations_are_asked_when_the_one_before_has_ended_and_survive_a_crash(base, tmp_path):
     jobs = [trial(rate, steps=6) for rate in RATES[:3]]
     keys = layer_from_keywords({item.name: getattr(jobs[0], item.name) for item in fields(JobSpec)})

@@ -1,4 +1,4 @@
-"""Non-negative least squares by scipy's solver, or by `solve_by_active_set` if scipy is not installed."""
+"""Non-negative least squares without scipy, which no other part of the package needs."""
 
 from __future__ import annotations
 
@@ -12,27 +12,18 @@ TOLERANCE = 1e-12
 
 
 def solve_nnls(matrix: Array, target: Array) -> Array:
-    """Return the x ≥ 0 that minimises |matrix · x − target|."""
-    try:
-        from scipy.optimize import nnls
-    except ImportError:
-        return solve_by_active_set(matrix, target)
-    found: Array = nnls(matrix, target)[0]
-    return found
-
-
-def solve_by_active_set(matrix: Array, target: Array) -> Array:
     """Return the non-negative least-squares solution by Lawson and Hanson's active-set method.
 
-    The method repeatedly adds the column with the steepest descent to the active set, and removes columns
-    whose value would become negative.
+    The method begins with all columns in the active set, which mostly is the solution. It repeatedly removes
+    columns whose value would become negative, and adds the column with the steepest descent.
 
     Coordinate descent would be shorter code, but needs thousands of iterations if columns are nearly
     collinear, such as the counts of jobs and of parameters if all jobs have the same size.
     """
     sizes = np.linalg.norm(matrix, axis=0)
     columns = matrix / np.where(sizes > 0, sizes, 1.0)
-    found, inside = np.zeros(len(sizes)), np.zeros(len(sizes), dtype=bool)
+    inside = sizes > 0
+    found = _solve_active(columns, target, np.zeros(len(sizes)), inside)
     for _ in range(SWEEPS * len(sizes)):
         gain = np.where(inside, 0.0, columns.T @ (target - columns @ found))
         if gain.max() <= TOLERANCE * np.linalg.norm(target):
