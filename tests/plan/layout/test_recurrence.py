@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.plan.program.test_check import course
@@ -72,7 +72,10 @@ def by_what_waits_for_what(stages, resident, slots, bandwidth, rounds=1):
                     up := add(("step", turn, stage), seconds, up, *there, *([asked] if stage == 0 else [])),
                     add(("step asked for", turn, stage), seconds, asked),
                 ]
-                down = add(("new", turn, stage), one.state_bytes / bandwidth, *there, down)
+                # Where nothing goes back, nothing waits for what goes back of other stages.
+                goes = [down] if one.state_bytes else []
+                new = add(("new", turn, stage), one.state_bytes / bandwidth, *there, *goes)
+                down = new if one.state_bytes else down
             began = add((way, "begins", turn, stage), 0.0, before, *there)
             before = add(
                 (way, turn, stage), one.forward_seconds if way == "forth" else one.backward_seconds, began
@@ -93,6 +96,7 @@ def by_what_waits_for_what(stages, resident, slots, bandwidth, rounds=1):
 
 @settings(max_examples=300, deadline=None)
 @given(TRAVELLING, st.sets(st.integers(0, 7)), st.integers(1, 4), st.integers(1, 3))
+@example([*(StageRound(0.0, 0.0, number == 1, state_bytes=number == 0) for number in range(4))], set(), 2, 1)
 def test_rounds_end_when_all_that_waits_for_one_another_has_come_to_pass(stages, resident, slots, rounds):
     bits = [number in resident for number in range(len(stages))]
     expected = by_what_waits_for_what(stages, bits, slots, 10.0, rounds)
