@@ -51,6 +51,34 @@ def fewer_examples(asked: int) -> int:
     return max(min(asked, FEWEST_EXAMPLES), asked // EXAMPLES_FACTOR)
 
 
+LOOP_SECONDS = 0.13
+"""Processor seconds that two million additions take on the cores for which bounds of seconds were chosen."""
+
+
+def takes_less(seconds: float, call: Callable[[], object], tries: int = 3) -> bool:
+    """Whether the call takes less processor time than that, or on a slower core as much more time as two
+    million additions take there. What runs beside it makes some calls slower: the first that is fast enough
+    counts."""
+
+    def add() -> None:
+        total = 0
+        for number in range(2_000_000):
+            total += number
+
+    return any(
+        processor_seconds(call) < seconds * max(1.0, processor_seconds(add) / LOOP_SECONDS)
+        for _ in range(tries)
+    )
+
+
+def processor_seconds(call: Callable[[], object]) -> float:
+    """The seconds of processors that the call takes, with those of processes that end in it: what else runs
+    on the machine does not count."""
+    before = sum(os.times()[:4])
+    call()
+    return sum(os.times()[:4]) - before
+
+
 def call_side_by_side(calls: Iterable[Callable[[], object]]) -> None:
     """Make the calls in eight threads, so that their kernels are compiled in a sixth of the time.
 

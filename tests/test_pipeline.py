@@ -32,7 +32,7 @@ def place(tmp_path_factory, trained_deep):
     return folder
 
 
-@pytest.mark.parametrize("workers", slow_but([2, 4], [2]))
+@pytest.mark.parametrize("workers", slow_but([2, 4], [4]))
 def test_losses_evaluations_and_adapters_equal_one_process(place, workers):
     output = place / fresh(place, "out")
     assert Launch(place, "out", workers).wait() == 0

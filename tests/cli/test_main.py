@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cases import takes_less
 
 SECONDS = 0.5
 
@@ -28,15 +29,10 @@ def test_help_comes_in_under_half_a_second(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
 
-    def seconds() -> float:
-        # Of the processor, not of the clock: other tests on the same machine would be counted too.
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    def ask() -> None:
         assert weftune("--help").returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # Caches that are shared with other processes make some runs slower: the first that is fast enough counts.
-    assert any(seconds() < SECONDS for _ in range(8))
+    assert takes_less(SECONDS, ask, tries=8)
 
 
 def test_help_names_every_verb() -> None:

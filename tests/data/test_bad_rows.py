@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 
 import pytest
 
+from tests.cases import takes_less
 from weftune.data.prepare import prepare
 from weftune.data.spec import DataSpec
 from weftune.errors import DataError
@@ -300,11 +300,13 @@ def test_ten_megabytes_of_bad_rows_are_found_within_two_seconds(smollm2, tmp_pat
     path = tmp_path / "rows.jsonl"
     bad = tail('{"role": "asistant", "content": "' + "yes " * 20 + '"}') + "\n"
     path.write_text(GOOD + "\n" + bad * (10_000_000 // len(bad)))
-    started = time.process_time()
-    with pytest.raises(DataError) as error:
-        prepare(DataSpec(path=str(path)), None, smollm2, tmp_path / "cache")
-    assert time.process_time() - started < 2
-    assert len(error.value.mistakes) == 21
+
+    def refuse() -> None:
+        with pytest.raises(DataError) as error:
+            prepare(DataSpec(path=str(path)), None, smollm2, tmp_path / "cache")
+        assert len(error.value.mistakes) == 21
+
+    assert takes_less(2, refuse)
 
 
 @pytest.mark.parametrize("lines", [[], ["", "  "]])
@@ -331,11 +333,13 @@ def test_ten_megabytes_of_every_kind_are_found_within_two_seconds(smollm2, tmp_p
     part = "".join(f"{line}\n{good}\n" for line in lines)
     path = tmp_path / "rows.jsonl"
     path.write_text(GOOD + "\n" + part * (10_000_000 // len(part)))
-    started = time.process_time()
-    with pytest.raises(DataError) as error:
-        prepare(DataSpec(path=str(path)), None, smollm2, tmp_path / "cache")
-    assert time.process_time() - started < 2
-    assert len(error.value.mistakes) == 21
+
+    def refuse() -> None:
+        with pytest.raises(DataError) as error:
+            prepare(DataSpec(path=str(path)), None, smollm2, tmp_path / "cache")
+        assert len(error.value.mistakes) == 21
+
+    assert takes_less(2, refuse)
 
 
 TABLES = {

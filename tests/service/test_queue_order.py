@@ -42,13 +42,13 @@ def test_the_http_process_ranks_jobs_by_the_facts_that_training_records(serving)
     # A new job of another tenant waits for nobody; one of the same tenant is held back like the second.
     expected = {"umbrella": (["new"], {second}), "acme": ([], {second, "new"})}
     for tenant, (waiting, held) in expected.items():
-        found = rank_queue(serving.settings, serving.training, rows, new_of(serving, tenant))
+        found = rank_queue(serving.settings, serving.training, rows, [new_of(serving, tenant)])
         assert (ordered_names(found.waiting_jobs), found.hold_reasons.keys()) == (waiting, held)
 
 
 def new_of(serving, tenant) -> QueuedJob:
     (submission, *_) = serving.requests.submissions("acme")
-    return new_job(serving.requests, replace(submission, tenant=tenant), "new")
+    return new_job(serving.requests, replace(submission, id="new", tenant=tenant))
 
 
 def test_recent_tokens_outlive_the_training_process(serving):

@@ -52,7 +52,7 @@ def test_a_request_makes_a_sweep_and_a_job_for_each_trial(client, made, training
     assert {one.weftune["sweep"] for one in trials} == {made.sweep.id}
     assert {one.seed for one in trials} == {7}
     assert "sweep" not in trials[0].weftune["job"]
-    listed = [one.id for one in client.fine_tuning.jobs.list(limit=5)]
+    listed = [one.id for one in client.fine_tuning.jobs.list(limit=5).data]
     assert listed == [*made.trials[::-1], made.sweep.id]
     # Its trials are prepared, and not the sweep itself.
     unprepared = {one.id for one in training.requests.unprepared_submissions()}
