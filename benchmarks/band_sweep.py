@@ -26,7 +26,7 @@ from weftune.ops.lora import tiling
 from weftune.ops.lora.choice import PlanTrial
 from weftune.ops.lora.choice_trial import HEAD_START, TrialSite, synthetic_site
 from weftune.ops.lora.products import fused_dx, fused_y
-from weftune.ops.lora.table import bands_for
+from weftune.ops.lora.table import required_bands
 from weftune.ops.lora.tiled_kernels import (
     allocate_da,
     allocate_db,
@@ -155,7 +155,7 @@ def site_of(
         widths=widths,
         rows=ROWS * len(ranks),
         ranks=rank_block(max(ranks)),
-        bands=bands_for(max(ranks)),
+        bands=required_bands(max(ranks)),
         slots=len(ranks),
         drops=False,
         residual=False,

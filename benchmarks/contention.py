@@ -80,7 +80,7 @@ class _Pass:
         visit = self.visits[number]
         start, final = self.arrived[number], 0.0
         if number:
-            before = self.visits[number - 1].seconds + visit.hop_bytes / self.host.bandwidth
+            before = self.visits[number - 1].seconds + visit.received_bytes / self.host.bandwidth
             start, final = max(start, self.first[-1] + before), self.last[-1] + before
         if number >= self.host.gpus:
             above = number - self.host.gpus
@@ -113,8 +113,8 @@ def contended_seconds(
 ) -> float:
     """Return the seconds of one step of `visits` with the GPUs in this order."""
     assert topology.gpus == host.gpus == len(order), "the order is not one of this host's GPUs"
-    root_of = topology.root_of
-    forward = [root_of[order[stage % host.gpus]] for stage in range(len(visits.forward))]
+    gpu_roots = topology.gpu_roots
+    forward = [gpu_roots[order[stage % host.gpus]] for stage in range(len(visits.forward))]
     return sum(
         _Pass(direction, roots, host, microbatches).seconds(root)
         for direction, roots in ((visits.forward, forward), (visits.backward, forward[::-1]))

@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.gpu_site import SHAPES
 from benchmarks.site_case import SiteAdapters, SiteCase, microseconds, site_case
 from weftune.bench.result import arguments, finish
-from weftune.core.device_class import CLASSES, DeviceClass, class_of, pretend_device_class
+from weftune.core.device_class import CLASSES, DeviceClass, get_device_class, pretend_device_class
 from weftune.ops.lora.routes import Block, Blocks, Route, add_lora
 from weftune.ops.lora.table import LowRank
 from weftune.ops.lora.tiled import backward, forward
@@ -150,7 +150,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     assert torch.cuda.is_available(), "this benchmark needs a CUDA device"
-    print(f"own class: {class_of(torch.device('cuda', torch.cuda.current_device())).architecture}")
+    print(f"own class: {get_device_class(torch.device('cuda', torch.cuda.current_device())).architecture}")
     found = report([known[name] for name in options.classes or known])
     finish(found, options.json)
     wrong = [

@@ -37,7 +37,7 @@ from weftune.ops.lora.tiled_kernels import (
     up,
 )
 from weftune.ops.lora.tiled_kernels import ds as ds_alone
-from weftune.ops.lora.tiling import ProductPlan, plans_for
+from weftune.ops.lora.tiling import ProductPlan, supported_plans
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
 ADAPTER_SETS = (
@@ -54,7 +54,7 @@ ADAPTER_SETS = (
 def compare(case: SiteCase) -> dict[str, float]:
     """Microseconds of the frozen linear, and of each route with adapters."""
     steps: dict[str, Callable[[int], object]] = {"frozen": case.frozen}
-    for plan in plans_for(case.weight_NK, case.group, case.weight_NK.device):
+    for plan in supported_plans(case.weight_NK, case.group, case.weight_NK.device):
         steps[f"tiled {plan}"] = partial(case.tiled, case.call(plan))
     return microseconds(steps | plain_steps(case), case.turns)
 
@@ -119,7 +119,7 @@ def _wide_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[in
 
 def _fused_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[int], object]]:
     """The products that have the adapters in them, and the same with nobody aboard."""
-    if ProductPlan.fused not in plans_for(case.weight_NK, case.group, s.device):
+    if ProductPlan.fused not in supported_plans(case.weight_NK, case.group, s.device):
         return {}
     call, nobody, weight_NK = case.call(ProductPlan.fused), case.nobody(), case.weight_NK
     return {

@@ -65,7 +65,7 @@ from weftune.run.workers.driver import Driver, open_pipeline
 from weftune.run.workers.groups import connect, read_position
 from weftune.run.workers.messages import WorkerControl
 from weftune.run.workers.paces import Paces
-from weftune.run.workers.trace import timeline_of
+from weftune.run.workers.trace import make_timeline
 from weftune.run.workers.worker import serve
 
 CPU = torch.device("cpu")
@@ -301,7 +301,7 @@ def run_case(pipeline: Driver, setting: Setting, case: Case, cut: Cut) -> Found:
 def found_in(windows: Sequence[Window], case: Case, setting: Setting) -> Found:
     """The means over all windows. Windows that hand over are one timeline."""
     parts = [windows] if windows[0].program.hands_over else [[one] for one in windows]
-    measured = [timeline_of(joined_reports([one.reports for one in part])) for part in parts]
+    measured = [make_timeline(joined_reports([one.reports for one in part])) for part in parts]
     seconds = sum(one.makespan for one in measured)
     tokens = len(windows) * case.steps * case.jobs * setting.microbatches * setting.rows
     return Found(

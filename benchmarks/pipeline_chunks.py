@@ -61,7 +61,7 @@ from weftune.run.training.state import new_training
 from weftune.run.workers.driver import Driver
 from weftune.run.workers.groups import connect, read_position
 from weftune.run.workers.paces import Paces
-from weftune.run.workers.trace import timeline_of
+from weftune.run.workers.trace import make_timeline
 from weftune.run.workers.worker import serve
 
 JOB = "a"
@@ -232,7 +232,7 @@ def run_case(pipeline: Driver, setting: Setting, cut: Cut, least: int) -> list[W
         program = plan(setting, pipeline.paces.stages(), rows, number * setting.steps)
         for _ in pipeline.run(program, fetch, lambda: False):
             pass
-        timeline = timeline_of(tuple(pipeline.reports))
+        timeline = make_timeline(tuple(pipeline.reports))
         found.append(Window(program, 1 - mean(timeline.busy_shares()), timeline.makespan))
     pipeline.detach(JOB)
     return found

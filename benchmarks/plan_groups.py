@@ -75,7 +75,7 @@ from weftune.plan.window.pipeline import (
     PipelineRules,
     Timed,
     choose_groups,
-    deal_microbatches,
+    divide_into_microbatches,
     mix_groups,
     order_passes,
     order_turns,
@@ -349,7 +349,7 @@ class Window:
     ) -> Iterator[Timed]:
         rules = replace(self.rules, order=order)
         for turns in order_turns(groups, self.batches, self.inherited):
-            work = deal_microbatches(self.batches, turns, size, rules, self.inherited)
+            work = divide_into_microbatches(self.batches, turns, size, rules, self.inherited)
             prices = pace_prices(work.microbatches, rules.paces)
             yield self.timed(order_passes(order, work, prices, turns, rules), work)
 
@@ -411,7 +411,7 @@ def interleaved_candidates(window: Window) -> Iterator[Timed]:
             if len(groups) == 1:
                 continue
             (turns, *_) = order_turns(groups, window.batches, window.inherited)
-            work = deal_microbatches(
+            work = divide_into_microbatches(
                 window.batches, turns, size, window.rules, window.inherited, moves_samples=False
             )
             work = mix_groups(work, turns)

@@ -41,7 +41,7 @@ TIGHT = {"gsm8k": 512, "xsum": 2048, "cnn_dailymail": 4096, "wikisum": 4096, "mi
 TIMED = ((640, 64, 8192), (640, 640, 8192), (25_600, 64, 8192), (25_600, 128, 8192), (25_600, 64, 4096))
 """Samples in all and in a global batch, and the capacity; the last is a hard one."""
 Packer = Callable[[Instance], Packing]
-ROOMY: Packer = partial(pack_instance, leave_room=True)
+ROOMY: Packer = partial(pack_instance, leaves_room=True)
 ABLATION: Mapping[str, Packer] = {
     "best fit": partial(pack_instance, limits=BEST_FIT_ONLY),
     "+ exchanges": partial(pack_instance, limits=Limits(max_repackings=0)),
@@ -63,7 +63,7 @@ def explain(packing: Packing) -> str:
     known = "fewer cannot do" if packing.is_optimal else f"the bound is {packing.lower_bound}"
     return (
         f"{packing.count} microbatches, found by {FOUND_BY[packing.method]}; "
-        f"best fit alone needs {packing.greedy_count}, and {known}"
+        f"best fit alone needs {packing.greedy_bin_count}, and {known}"
     )
 
 
@@ -146,7 +146,7 @@ def table(found: Sequence[Row]) -> str:
                 str(row.capacity),
                 str(row.size),
                 str(len(row.packings)),
-                str(sum(one.greedy_count > one.lower_bound for one in row.packings)),
+                str(sum(one.greedy_bin_count > one.lower_bound for one in row.packings)),
                 str(sum(one.count > one.lower_bound for one in row.packings)),
                 f"{row.near / len(row.packings):.0%}",
                 ", ".join(f"{way} {count}" for way, count in sorted(ways.items())),
@@ -271,11 +271,11 @@ def summary(found: Sequence[Row]) -> dict[str, Any]:
     packings = [one for row in found for one in row.packings]
     return {
         "batches": len(packings),
-        "greedy_above_bound": sum(one.greedy_count > one.lower_bound for one in packings),
+        "greedy_above_bound": sum(one.greedy_bin_count > one.lower_bound for one in packings),
         "above_bound": sum(one.count > one.lower_bound for one in packings),
         "proven": sum(one.is_optimal for one in packings),
         "within_2_percent": sum(row.near for row in found) / len(packings),
-        "worse_than_greedy": sum(one.count > one.greedy_count for one in packings),
+        "worse_than_greedy": sum(one.count > one.greedy_bin_count for one in packings),
         "rest": rest(found),
     }
 

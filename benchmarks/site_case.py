@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weftune.ops.dropout import step_key
 from weftune.ops.lora.rows import Rows, SlotRows
-from weftune.ops.lora.table import Group, LowRank, SlotTable, bands_for
+from weftune.ops.lora.table import Group, LowRank, SlotTable, required_bands
 from weftune.ops.lora.tiled import backward, forward
 from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling
 
@@ -84,7 +84,7 @@ def made_up_case(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    table = SlotTable.empty(["site"], SLOTS, device, bands=bands_for(max(adapters.ranks)))
+    table = SlotTable.empty(["site"], SLOTS, device, bands=required_bands(max(adapters.ranks)))
     group = Group(((0, outputs),), table, max(adapters.ranks), adapters.dropout > 0)
     length = adapters.rows // len(adapters.ranks)
     seats, entries = [], []

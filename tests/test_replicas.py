@@ -13,7 +13,7 @@ from tests import oracle
 from tests.launches import Launch, copied, deep_folder, fresh
 from tests.outputs import assert_same_results, assert_whole, lines, states
 from tests.test_pipeline import FLOAT32, trained
-from weftune.cli.train import place_in_replicas
+from weftune.cli.train import assign_replica_position
 from weftune.errors import UserError
 from weftune.report.gantt import read_timelines
 from weftune.run.workers.groups import WorkerPosition
@@ -150,9 +150,9 @@ def test_in_float32_it_is_as_near_to_float64_as_one_process_is(tmp_path, forks):
 
 
 def test_workers_that_cannot_be_divided_are_a_mistake_with_a_sentence():
-    assert place_in_replicas(WorkerPosition(2, 6), 3) == WorkerPosition(2, 6, replicas=3)
+    assert assign_replica_position(WorkerPosition(2, 6), 3) == WorkerPosition(2, 6, replicas=3)
     with pytest.raises(UserError, match="--replicas 4: 6 workers cannot be divided into 4 equal pipelines"):
-        place_in_replicas(WorkerPosition(2, 6), 4)
+        assign_replica_position(WorkerPosition(2, 6), 4)
 
 
 def test_more_stages_than_layers_in_a_replica_is_a_mistake_with_a_sentence(place, forks):

@@ -24,15 +24,15 @@ Entry = tuple[int, float]
 """Index of a variable (a column of the program) and its coefficient in a constraint."""
 
 
-def pack_with_solver(case: Instance, leave_room: bool = False) -> Packing:
+def pack_with_solver(case: Instance, leaves_room: bool = False) -> Packing:
     """Return the packing that a window would have, improved by the solver if the program is small enough.
-    With `leave_room`, the rows of the last microbatch are also minimised."""
-    found = pack_instance(case, leave_room)
+    With `leaves_room`, the rows of the last microbatch are also minimised."""
+    found = pack_instance(case, leaves_room)
     bins, proven = [list(chosen) for chosen in found.bins], found.is_optimal
     cells = len(case.lengths) * found.count
     if not proven and cells <= MAX_CELLS:
         bins, proven = minimise_bins(case, bins, found.lower_bound, MAX_NODES)
-    if leave_room and 0 < cells <= MAX_ROOM_CELLS:
+    if leaves_room and 0 < cells <= MAX_ROOM_CELLS:
         bins, _ = minimise_last_bin(case, bins, MAX_NODES)
     ordered = sorted(bins, key=lambda chosen: (-case.load(chosen), chosen))
     return replace(

@@ -15,7 +15,7 @@ from weftune.plan.layout.stages import PartCosts, cut_layers
 from weftune.plan.program.program import Backward, Forward, Step
 from weftune.plan.window.pipeline import PipelineOrder
 from weftune.run.workers.agreed import TimedAction, WorkerReport
-from weftune.run.workers.trace import timeline_of
+from weftune.run.workers.trace import make_timeline
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_windows_that_hand_over_are_one_timeline_with_the_time_between_them():
         [WorkerReport(times=[TimedAction(first, 0, 4)]), WorkerReport(times=[TimedAction(first, 1, 5)])],
         [WorkerReport(times=[TimedAction(second, 6, 9)]), WorkerReport(times=[TimedAction(second, 7, 10)])],
     ]
-    timeline = timeline_of(pipeline_bubbles.joined_reports(windows))
+    timeline = make_timeline(pipeline_bubbles.joined_reports(windows))
     assert pipeline_bubbles.steady_bubbles(timeline) == pytest.approx((2 / 8, 2 / 8))
 
 

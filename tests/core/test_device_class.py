@@ -14,7 +14,7 @@ from weftune.core.device_class import (
     INTERPRETER,
     OLDER,
     class_for_capability,
-    class_of,
+    get_device_class,
     pretend_device_class,
 )
 from weftune.errors import UserError
@@ -82,34 +82,34 @@ def test_a_gpu_that_triton_does_not_support_has_no_kernels(capability):
 
 def test_a_device_has_its_own_shared_memory_and_multiprocessors(card):
     card.capability, card.shared_memory_per_block_optin = (10, 3), 200_000
-    found = class_of(CUDA)
+    found = get_device_class(CUDA)
     assert (found.architecture, found.shared_memory, found.multiprocessors) == ("sm_100", 200_000, 77)
-    assert class_of(CPU) == INTERPRETER
+    assert get_device_class(CPU) == INTERPRETER
 
 
 @pytest.mark.parametrize("one", CLASSES, ids=lambda one: one.architecture)
 def test_a_gpu_that_pretends_keeps_its_multiprocessors_and_gets_no_more_shared_memory(one, card):
     with pretend_device_class(one):
-        found = class_of(CUDA)
-        assert class_of(CPU) == one
+        found = get_device_class(CUDA)
+        assert get_device_class(CPU) == one
     assert found == replace(one, multiprocessors=77)
     card.shared_memory_per_block_optin = 50_000
     device_class._pretended_class.cache_clear()
     with pretend_device_class(one):
-        assert class_of(CUDA).shared_memory == 50_000
-    assert class_of(CUDA).architecture == "sm_90"
+        assert get_device_class(CUDA).shared_memory == 50_000
+    assert get_device_class(CUDA).architecture == "sm_90"
 
 
 def test_without_a_gpu_a_cuda_device_pretends_with_the_numbers_of_the_table(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pretend_device_class(class_for_capability((8, 6))):
-        assert class_of(CUDA) == class_for_capability((8, 6))
+        assert get_device_class(CUDA) == class_for_capability((8, 6))
 
 
 def test_a_variable_makes_every_device_pretend(card, monkeypatch):
     monkeypatch.setenv(device_class.VARIABLE, "12.0")
-    assert class_of(CUDA).architecture == "sm_120"
-    assert class_of(CUDA).shared_memory == 99 << 10
+    assert get_device_class(CUDA).architecture == "sm_120"
+    assert get_device_class(CUDA).shared_memory == 99 << 10
 
 
 def test_a_class_that_is_not_known_is_refused_in_one_sentence(monkeypatch):
@@ -117,4 +117,4 @@ def test_a_class_that_is_not_known_is_refused_in_one_sentence(monkeypatch):
     with pytest.raises(
         UserError, match=r"^WEFTUNE_DEVICE_CLASS is '8.7', .* one of 8.0, 8.6, 8.9, 9.0, 10.0"
     ):
-        class_of(CPU)
+        get_device_class(CPU)

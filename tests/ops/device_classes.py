@@ -40,7 +40,7 @@ from weftune.ops.lora.experts import ExpertLinears, _apply_gate, _gated_backward
 from weftune.ops.lora.few_rows import TILE_ROWS, few_rows_linear, is_unscaled_lora
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.scales import scale_table
-from weftune.ops.lora.table import Group, SlotTable, bands_for
+from weftune.ops.lora.table import Group, SlotTable, required_bands
 from weftune.ops.lora.tiled import backward, forward
 from weftune.ops.lora.tiling import SiteCall, candidate_plans, choose_tiling
 from weftune.ops.sampling import Draw, sample_rows
@@ -214,7 +214,7 @@ def launch_linear(case: LinearCase) -> None:
     names = [f"site{part}" for part in range(count)]
     group = Group(
         columns,
-        SlotTable.empty(names, SLOTS, CPU, bands=bands_for(case.rank)),
+        SlotTable.empty(names, SLOTS, CPU, bands=required_bands(case.rank)),
         case.rank,
         case.drops,
         g_out=scale_table(count, SLOTS, CPU) if case.kind in ("dora", "ia3") else None,
@@ -320,7 +320,7 @@ def _launch_experts(dtype: torch.dtype, quick: bool) -> None:
     for rank in (16,) if quick else (8, 16, 64, 128):
         choices = sort_choices(chosen_Tk, integers(tokens), integers(jobs + 1), experts, SLOTS * experts)
         for features, outputs in ((hidden, 2 * inner), (inner, hidden)):
-            table = SlotTable.empty(["site"], SLOTS * experts, META, bands=bands_for(rank))
+            table = SlotTable.empty(["site"], SLOTS * experts, META, bands=required_bands(rank))
             group = Group(((0, outputs),), table, rank, False)
             for own in (group, None):
                 site = ExpertSite(empty(experts, outputs, features), own)

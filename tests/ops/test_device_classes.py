@@ -17,7 +17,7 @@ from weftune.core.device_class import CLASSES, OLDER, DeviceClass, class_for_cap
 from weftune.ops.experts import ExpertSite
 from weftune.ops.lora.experts import best_plan
 from weftune.ops.lora.rows import Rows
-from weftune.ops.lora.table import Group, SlotTable, bands_for
+from weftune.ops.lora.table import Group, SlotTable, required_bands
 from weftune.ops.lora.tiling import KernelLaunch, ProductPlan, candidate_plans, choose_tiling
 from weftune.ops.triton import kernels_available_on
 
@@ -32,7 +32,7 @@ by_class = pytest.mark.parametrize("one", CLASSES, ids=lambda one: one.architect
 def tiling_of(one: DeviceClass, rank: int = 16, widths: tuple[int, ...] = (4096,), rows: int = 8192):
     columns = tuple(pairwise(accumulate(widths, initial=0)))
     names = [f"site{part}" for part in range(len(widths))]
-    group = Group(columns, SlotTable.empty(names, 8, CPU, bands=bands_for(rank)), rank, False)
+    group = Group(columns, SlotTable.empty(names, 8, CPU, bands=required_bands(rank)), rank, False)
     with pretend_device_class(one):
         return choose_tiling(Rows.empty(rows, 8, CPU), group, 4096, torch.bfloat16)
 

@@ -12,7 +12,7 @@ from tests import bench
 from tests.run import executors
 from weftune.run.training import checkpoint
 from weftune.run.training.checkpoint import finish, write_slice
-from weftune.run.training.snapshot import snapshot_of
+from weftune.run.training.snapshot import make_snapshot
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_slices_whose_evaluation_was_the_best_bring_their_master_weights_as_the_
     for keeps_best, best_step in ((True, 7), (True, 6), (False, 7)):
         training = at_step(fresh(), 7)
         training.progress.best_step, training.progress.best_loss = best_step, 1.0
-        written = write_slice(tmp_path, snapshot_of(training), 0)
+        written = write_slice(tmp_path, make_snapshot(training), 0)
         finish(tmp_path, training.progress, 5, {0: written}, keeps_best)
         restored = fresh()
         assert checkpoint.restore(tmp_path, restored)

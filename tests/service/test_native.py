@@ -22,7 +22,7 @@ from tests.plan.costs import CONFIG
 from tests.service.api.running import start_service
 from tests.service.site import Site, different_rows, rows, serving
 from weftune.jobs.store.status import State
-from weftune.service.api.native import _events
+from weftune.service.api.native import _stream_events
 from weftune.service.server import GRACE_SECONDS
 from weftune.service.settings import Quotas
 from weftune.service.store.records import Changes
@@ -270,7 +270,7 @@ def events_of(site: Site, seconds: float, act=lambda: None, tenant: str = "acme"
     found: list[tuple[str, dict]] = []
 
     async def read() -> None:
-        stream = _events(service, tenant, site.keys[tenant], streams)
+        stream = _stream_events(service, tenant, site.keys[tenant], streams)
         deadline, acted = time.monotonic() + seconds, False
         async for text in stream:
             if text.startswith("event:"):

@@ -156,7 +156,7 @@ class Banks:
         linears = self._linear_groups(kind, spec)
         at_experts = self._expert_groups(kind, layout)
         totals = totals or layout.parameter_views(gradient)
-        views = {**(read or layout.parameter_views(weights)), **self._constants_for(spec)}
+        views = {**(read or layout.parameter_views(weights)), **self._shared_constants(spec)}
         # Only the stage with the first layer has these rows.
         before = views.get((SHARED, ROWS)) if kind.rows_before(spec) else None
         tokens = trained_tokens(spec, views, totals)
@@ -205,7 +205,8 @@ class Banks:
         views: Parameters,
         totals: Parameters,
     ) -> list[list[TiledPart | None]] | None:
-        """Return the adapter at each site of each group for the tiled kernels; None in other forms."""
+        """Return the adapter at each site of each group in the form of the tiled kernels. None if its kind
+        does not have this form."""
         if not (self._tiled and kind.is_tiled(adapter.spec)):
             return None
         scratch: dict[Hashable, Tensor] = {}
@@ -265,7 +266,7 @@ class Banks:
             read = {_constants_key(one.adapter.spec) for one in self.attached.values()}
             self._constants = {key: found for key, found in self._constants.items() if key in read}
 
-    def _constants_for(self, spec: Any) -> Parameters:
+    def _shared_constants(self, spec: Any) -> Parameters:
         """Return the kind's constants for all sites, computed once for all jobs that share them."""
         if (key := _constants_key(spec)) is None:
             return {}
@@ -294,9 +295,10 @@ class Banks:
         return self.slots, tuple(bank.limits() for bank in self._tiled_banks())
 
     def is_capturable(self, microbatch: Microbatch, gathers_rows: bool = False) -> bool:
-        """Whether a captured pass can run the microbatch. A pass is captured before its jobs are known, so
-        every adapter must be in the form of the tiled kernels or, if `gathers_rows`, apply to rows selected
-        by index. If kernels have failed, plain torch reads the segments of each microbatch on the host."""
+        """Return whether a captured pass can run the microbatch. A pass is captured before its jobs are
+        known, so every adapter must be in the form of the tiled kernels or, if `gathers_rows`, apply to rows
+        selected by index. If kernels have failed, plain torch reads the segments of each microbatch on the
+        host."""
         if has_failed(OP):
             return False
         found = self._segments(microbatch)
@@ -457,7 +459,8 @@ class Banks:
         return h
 
     def rows_in_head(self, segment: Segment) -> HeadRows | None:
-        """Return the trained rows that replace rows of the tied head for a segment. No pass need be bound."""
+        """Return the job's trained rows, which replace rows of the tied head for a segment. It may be called
+        outside of a pass."""
         attached = self.attached.get(segment.adapter_job or "")
         if not self._tied or attached is None or attached.tokens is None:
             return None

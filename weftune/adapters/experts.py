@@ -16,7 +16,7 @@ from weftune.adapters.lora.spec import A, B
 from weftune.core.shapes import SiteShape
 from weftune.ops.accumulate import accumulate_gradient
 from weftune.ops.experts import ExpertPart
-from weftune.ops.lora.table import Group, LowRank, SlotTable, bands_for
+from weftune.ops.lora.table import Group, LowRank, SlotTable, required_bands
 from weftune.ops.lora.tiling import MIN_RANK
 
 MIN_SLOTS = 8
@@ -105,7 +105,7 @@ class ExpertBank:
 
     def _expert_table(self, site: SiteShape, device: torch.device) -> SlotTable:
         aligned = all(width % 8 == 0 for width in (site.in_features, site.out_features))
-        slots, bands = self._slots * site.experts, bands_for(self._rank)
+        slots, bands = self._slots * site.experts, required_bands(self._rank)
         table = SlotTable.empty([site.name], slots, device, aligned, bands)
         for slot in self._slots_by_job.values():
             if (entry := slot.entry(site.name)) is not None:

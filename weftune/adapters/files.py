@@ -64,7 +64,7 @@ def read_tensors(folder: Path, integer_suffix: str | None = None) -> dict[str, T
 
 
 def is_transposed(adapted_sites: Sequence[str], sites: Sequence[SiteShape]) -> bool:
-    """Whether the adapted linears store their weights as [in, out]."""
+    """Return whether the adapted linears store their weights as [in, out]."""
     adapted = set(adapted_sites)
     return any(site.fan_in_fan_out for site in sites if site.name in adapted)
 

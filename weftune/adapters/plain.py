@@ -219,7 +219,7 @@ class PlainKind:
     """Names of the tensors that `extra_tensors` returns."""
 
     def extra_tensors(self, spec: Any, sites: Sequence[SiteShape]) -> Mapping[str, Tensor]:
-        """Return the tensors that adapter files of this kind hold besides the trained parameters."""
+        """Return the tensors, besides the trained parameters, that adapter files of this kind contain."""
         return {}
 
     # -- common to all kinds -----------------------------------------------------------------------------

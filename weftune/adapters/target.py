@@ -14,9 +14,9 @@ from weftune.core.shapes import SCORE, SiteShape, layer_number
 
 ALL_LINEAR = "all-linear"
 ATTENTION = ("o_proj", "self_attn.out_proj", "attn.c_proj", "attention.dense")
-"""Names, in different model families, of the last linear of the attention block."""
+"""Names of the last linear of the attention block in the supported model families."""
 FEEDFORWARD = ("down_proj", "fc2", "mlp.c_proj", "dense_4h_to_h")
-"""Names, in different model families, of the last linear of the feed-forward block."""
+"""Names of the last linear of the feed-forward block in the supported model families."""
 Layers = str | int | tuple[int, ...]
 """A layer number, several numbers, or ranges such as `16-31`."""
 MAX_LAYERS = 10_000
@@ -32,7 +32,7 @@ HEAD = "head_D"
 STORED_TOKENS = "token_adapter.trainable_tokens_delta"
 """PEFT's name of the parameter TOKENS, which follows the path of the embedding."""
 PROJECTION = "project_out"
-"""Name of a linear between the last layer and the output layer, which some models have."""
+"""Name of a linear that some models have between the last layer and the output layer."""
 EMBEDDINGS = {"layers": "embed_tokens", "h": "wte"}
 """Maps a family's name of the list of layers to its name of the embedding in the same module."""
 
@@ -83,7 +83,7 @@ class TargetSpec:
     """PEFT adapter folder with the initial weights, or a job of the same run whose adapter provides them."""
 
     def targets_site(self, name: str) -> bool:
-        """Whether PEFT would adapt the module `name`. The output layer is not a site."""
+        """Return whether PEFT would adapt the module `name`. The output layer is not a site."""
         if self.layers is not None and layer_number(name) not in layer_numbers(self.layers):
             return False
         if isinstance(self.targets, str):
@@ -168,8 +168,8 @@ class TargetSpec:
         return False
 
     def scaled_outputs(self, sites: Sequence[SiteShape]) -> int:
-        """Return the number of the base's outputs per token that are kept for the gradients of output scales:
-        those of all linears that may be multiplied together with a scaled one."""
+        """Return the number of values per token that are kept for the gradients of output scales. They are
+        the outputs of all linears that may be multiplied together with a scaled linear."""
         beside = {
             _shared_input_key(site) for site in sites if self.adapts(site) and self.scales_outputs(site)
         }
@@ -191,7 +191,7 @@ def _shared_input_key(site: SiteShape) -> tuple[str, int]:
 
 
 def ends_with(name: str, ending: str) -> bool:
-    """Whether a module path ends in this sequence of names."""
+    """Return whether a module path ends with the sequence of names `ending`."""
     return name == ending or name.endswith(f".{ending}")
 
 

@@ -17,7 +17,7 @@ from weftune.core.shapes import SiteShape
 from weftune.ops.lora.choice import PlanTrial
 from weftune.ops.lora.computed import computed_table, set_computed_pairs
 from weftune.ops.lora.scales import scale_table, set_scales
-from weftune.ops.lora.table import Group, SlotTable, bands_for
+from weftune.ops.lora.table import Group, SlotTable, required_bands
 from weftune.ops.lora.tiled import lora_linear, plan_trial
 from weftune.ops.lora.tiling import DIRECT_RANKS, MIN_RANK
 
@@ -80,7 +80,7 @@ class TiledBank:
 
     @property
     def _band_count(self) -> int:
-        return bands_for(self._large_rank)
+        return required_bands(self._large_rank)
 
     @property
     def _table_flags(self) -> tuple[bool, ...]:
@@ -98,7 +98,8 @@ class TiledBank:
             self._needs_copy = False
 
     def _write_slot(self, slot: int, parts: Sequence[TiledPart | None]) -> None:
-        """Write a slot to the tables on the host only: many jobs may change before the next pass."""
+        """Write a slot to the tables on the host. They are copied to the device later, since more jobs may
+        change before the next pass."""
         if self._tables is not None:
             self._set_slot_parts(self._tables, slot, parts)
             self._tables = replace(self._tables, rank=self._rank_limit, has_dropout=self._drops)

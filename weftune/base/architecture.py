@@ -38,7 +38,8 @@ _Layer = tuple[tuple[SiteShape, ...], int]
 def _layer_sites(
     linears: _Linears, other_parameters: int, experts: Sequence[SiteShape] = (), transposed: bool = False
 ) -> _Layer:
-    """Return a layer with these linears, then experts, and `other_parameters` further parameters."""
+    """Return a layer that consists of these linears, these experts, and `other_parameters` further
+    parameters."""
     sites = (
         *(SiteShape(name, inputs, outputs, transposed) for name, inputs, outputs, _ in linears),
         *experts,
@@ -293,7 +294,8 @@ def _head_counts(config: Config) -> tuple[int, int, int]:
 
 
 def _end_parameters(config: Config, hidden: int) -> int:
-    """Return the number of parameters of the embedding, and of the output layer unless they are tied."""
+    """Return the number of parameters of the embedding plus, unless they are tied, those of the output
+    layer."""
     return int(config["vocab_size"]) * hidden * (1 if config["tie_word_embeddings"] else 2)
 
 

@@ -26,7 +26,8 @@ from weftune.errors import BaseModelError
 NAME = "weftune"
 
 LONG_SAMPLE = 4096
-"""Mean number of rows per sample from which the attention of every sample is a separate kernel launch."""
+"""Minimum mean number of rows per sample for which the attention of every sample is a separate kernel
+launch."""
 HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings"})
 """Keyword arguments of attention that `attend` ignores, because they took effect before it is called."""
 
@@ -89,7 +90,7 @@ class GatheredPrefixes:
     """
     is_row_Z: Tensor
     """Whether each of the Z rows is a copy of a row of the pack."""
-    keys_at: tuple[Tensor, ...]
+    prefix_key_indices: tuple[Tensor, ...]
     """For each job, the indices of its prefix keys among the Z rows, sample after sample."""
     rows_R: Tensor
     """Indices of the pack's rows whose samples have prefix keys. Some are repeated to fill the tensor."""
@@ -142,7 +143,8 @@ def with_prefixes(packed: Pack, counts: Sequence[int], jobs: Sequence[slice], re
 
 
 def _run_with_prefixes(lengths: Sequence[int], count: int, device: torch.device) -> SampleRun:
-    """Return a run of samples of the given lengths, each with `count` prefix keys."""
+    """Return a `SampleRun` of consecutive samples with these lengths, each of which has `count` prefix
+    keys."""
     whole = [length + count for length in lengths]
     begins = [stop - length for stop, length in zip(accumulate(whole), whole, strict=True)]
     keys = [torch.arange(begin, begin + count) for begin in begins]
@@ -241,7 +243,7 @@ def _attend_gathered(
     samples that have prefix keys are then replaced by results that include these keys."""
     q_THD, k_TGD, v_TGD, q_ZHD, k_ZGD, v_ZGD = _LaidAgain.apply(prefixes, q_THD, k_TGD, v_TGD)
     unprefixed_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
-    for (keys_PN, values_PN), at in zip(prefixes.read(layer), prefixes.keys_at, strict=True):
+    for (keys_PN, values_PN), at in zip(prefixes.read(layer), prefixes.prefix_key_indices, strict=True):
         k_ZGD, v_ZGD = _insert_prefix_rows(k_ZGD, keys_PN, at), _insert_prefix_rows(v_ZGD, values_PN, at)
     attended_ZHD = attend_packed(q_ZHD, k_ZGD, v_ZGD, prefixes.pack, rule)
     seen_THD: Tensor = _Replaced.apply(prefixes, unprefixed_THD, attended_ZHD)

@@ -1,5 +1,5 @@
-"""The config.json and the tokenizer of a base, and the rule which of its files may be opened: safetensors
-inside the base's own folder. This module does not import torch, for commands that only count.
+"""The config.json and the tokenizer of a base, and the rule for its weights: only safetensors inside the
+base's folder are opened. This module does not import torch, for commands that only count.
 
 A pickle (`pytorch_model.bin`) can run its author's code as soon as it is opened, and `weights_only` has been
 circumvented more than once. Therefore pickles are not opened, and the error message says how to convert them.
@@ -95,8 +95,8 @@ def refuse_missing_base(spec: BaseSpec) -> None:
 
 
 def _converted_file(folder: Path, pattern: str, spec: BaseSpec) -> str:
-    """Return the newest folder that a file was converted to. Raise BaseModelError if there is none, since a
-    conversion needs torch."""
+    """Return the newest folder into which a file was converted. Raise BaseModelError if there is none, since
+    a conversion needs torch."""
     made = [
         file.parent for file in folder.glob(f"{pattern}/{CONFIG}") if not file.parent.name.startswith(".")
     ]

@@ -47,7 +47,7 @@ CHECKSUMS = "checksums.json"
 PIECE_BYTES = 16 * 2**20
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder"})
-"""Values of `tokenizer.ggml.pre` that make every digit a token, a rule that transformers drops."""
+"""Values of `tokenizer.ggml.pre` for which every digit is a token. Transformers drops this rule."""
 BYTE_LEVEL = frozenset({"", "default", "gpt-2"})
 """Values of `tokenizer.ggml.pre` that need no pre-tokenizer rule except splitting into bytes."""
 
@@ -62,7 +62,7 @@ MAX_TENSORS = 100_000
 MAX_KEY_BYTES = 65_535
 MAX_DIMENSIONS = 4
 LENGTH_KEYS = ("context_length", "window")
-"""Parts of the names of header sizes that are not the size of any tensor."""
+"""Parts of the names of sizes in the header that are not dimensions of a tensor."""
 MAX_LENGTH = 2**27
 
 

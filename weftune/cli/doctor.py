@@ -164,11 +164,11 @@ def device_checks() -> Iterator[Check]:
         mend = "install a torch build for this machine's CUDA (pytorch.org tells which)" if has_driver else ""
         yield Check("GPU", Verdict.ABSENT, "no CUDA device that torch can use; jobs train on the CPU", mend)
         return
-    from weftune.core.device_class import class_of
+    from weftune.core.device_class import get_device_class
 
     for index in range(torch.cuda.device_count()):
         yield gpu_check(torch, index)
-        yield class_check(class_of(torch.device("cuda", index)), index)
+        yield class_check(get_device_class(torch.device("cuda", index)), index)
         if importlib.util.find_spec("triton") is not None:
             from weftune.ops.lora.choice import choice_file
 

@@ -220,7 +220,7 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
         raise UserError(
             f"--shards auto: torchrun has started {worker.workers} workers; write how many shards there are"
         )
-    worker = place_in_replicas(worker, options.replicas, options.shards)
+    worker = assign_replica_position(worker, options.replicas, options.shards)
     worker = replace(worker, ring=options.gpu_memory is not None and worker.stages > 1)
     if options.pipeline and options.pipeline != worker.stages:
         raise UserError(
@@ -332,7 +332,7 @@ def _print_results(
         raise typer.Exit(SOME_FAILED)
 
 
-def place_in_replicas(worker: WorkerPosition, replicas: int, shards: int = 1) -> WorkerPosition:
+def assign_replica_position(worker: WorkerPosition, replicas: int, shards: int = 1) -> WorkerPosition:
     if worker.workers % (replicas * shards):
         options = f"--replicas {replicas}" + (f" --shards {shards}" if shards > 1 else "")
         raise UserError(

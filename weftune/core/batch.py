@@ -33,8 +33,9 @@ class Segment:
     prefix_rows: int = 0
     """Number of rows that the adapter inserts before the samples. They are not tokens of the data."""
     kl_purpose: Literal["", "batch", "held_out"] = ""
-    """Samples whose KL term is estimated from these rows (prompts with other samples' answers): `batch` for
-    the job's next global batch, `held_out` for the held-out samples. Empty for all other rows."""
+    """If the rows are prompts with other samples' answers, the loss whose KL term is estimated from them:
+    `batch` for that of the job's next global batch, and `held_out` for that of the held-out samples. Empty
+    for all other rows."""
 
     @property
     def adapter_job(self) -> str | None:
@@ -113,7 +114,8 @@ class Microbatch:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device. For a GPU it is pinned first, so that the host does not wait."""
+    """Copy a tensor to a device. For a GPU, it is copied to pinned memory first, so that the host does not
+    wait."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -13,7 +13,7 @@ import torch
 from weftune.errors import UserError
 
 TEST_COMMAND = "make smoke-gpu"
-"""Command that tests all kernels on the GPUs of a machine, in a clone of the repository."""
+"""Command that tests all kernels on a machine's GPUs. It must be run in a clone of the repository."""
 VARIABLE = "WEFTUNE_DEVICE_CLASS"
 """Environment variable with the capability of the class that every GPU of the process pretends to be."""
 
@@ -86,7 +86,7 @@ INTERPRETER = DeviceClass((0, 0), "CPU", "Triton's interpreter", 160 << 10, 3, h
 _pretended: DeviceClass | None = None
 
 
-def class_of(device: torch.device) -> DeviceClass:
+def get_device_class(device: torch.device) -> DeviceClass:
     """Return the class of a device, with the shared memory and multiprocessors that the device has.
 
     A GPU of unknown capability belongs to the nearest lower class, without being tested.

@@ -8,7 +8,8 @@ from math import inf, isfinite
 from typing import Any
 
 METRICS = {"loss": "lower", "perplexity": "lower", "token_accuracy": "higher", "exact_match": "higher"}
-"""Maps each metric to whether lower or higher values are better: higher ones for the user's own metric."""
+"""Maps each metric to whether lower or higher values are better. For the user's own metric, higher values are
+better."""
 
 REWARDS = ("rewards/margins", "rewards/accuracies")
 """Metrics of preference pairs, with the bare base as reference policy. Higher values are better."""
@@ -61,13 +62,13 @@ class Evaluation:
         """Return the results, best first. Results with equal values are ordered by their loss; results
         without a value are last."""
         return sorted(
-            self.results, key=lambda one: (_badness(metric, one.scores), _badness("loss", one.scores))
+            self.results, key=lambda one: (_sort_key(metric, one.scores), _sort_key("loss", one.scores))
         )
 
     def best(self, metric: str) -> str | None:
         """Return the adapter with the best value. None if fewer than two results have one."""
         first = self.rank_results(metric)[:2]
-        is_comparable = len(first) == 2 and isfinite(_badness(metric, first[1].scores))
+        is_comparable = len(first) == 2 and isfinite(_sort_key(metric, first[1].scores))
         return first[0].adapter if is_comparable else None
 
     def record(self) -> dict[str, Any]:
@@ -79,8 +80,9 @@ class Evaluation:
         return {"results": results}
 
 
-def _badness(metric: str, scores: Mapping[str, float | None]) -> float:
-    """Return a number that is lower for better values of the metric, and infinite without a value."""
+def _sort_key(metric: str, scores: Mapping[str, float | None]) -> float:
+    """Return a sort key, which is smaller for better values of the metric and infinite if there is no
+    value."""
     value = scores[metric]
     if value is None or not isfinite(value):
         return inf

@@ -18,16 +18,17 @@ from weftune.errors import OutputError
 MAX_PENDING_LINES = 50_000
 """Maximum number of lines kept in memory while writing fails; beyond it the oldest are dropped."""
 FORMAT = 1
-"""Current format version of job.yaml, checkpoints and status.json. Raise it whenever a change of one of them
-would be misread by an older Weftune."""
+"""Current format version of job.yaml, checkpoints and status.json. It must be increased with every change
+that older versions of Weftune would misread."""
 BEFORE = 0
 """Format version of files without a format field, which early versions wrote and which can still be read."""
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""Pattern of the end of an I/O error's message from safetensors and tokenizers, which use Rust."""
+"""Pattern that matches the error number at the end of I/O error messages of Rust libraries, such as
+safetensors and tokenizers."""
 MAX_YAML_CHARACTERS = 1 << 16
 MAX_BRACKETS = 200
 NESTED = re.compile(r"^[ \t?:-]{100}", re.MULTILINE)
-"""Pattern of the beginning of a deeply indented line of YAML."""
+"""Pattern that matches the start of deeply indented lines of YAML."""
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

@@ -1,4 +1,5 @@
-"""Building of a store from a table: detect the format, check every row, then tokenise into the cache."""
+"""Building of a store from a table: the format is detected, every row is checked, and the samples are
+tokenised into the cache."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from weftune.data.workers import get_workers, have_workers_answered, worker_coun
 from weftune.errors import DataError, Mistake
 
 VERSION = 2
-"""Cache version. Raise it when the same rows produce different samples."""
+"""Version of the cache. It must be increased when equal rows produce different samples than before."""
 MAX_SHOWN_ROWS = 20
 MAX_SHOWN_LOCATIONS = 3
 MAX_KEPT_REASONS = 5
 ROWS_AT_ONCE = 128
 CHARACTERS_AT_ONCE = 1_000_000
 CHUNKS_BEFORE_WORKERS = 4
-"""Number of chunks that this process tokenises before workers start, since small tables need no workers."""
+"""Number of chunks that this process tokenises before it starts workers, which small tables do not need."""
 
 
 def store_key(table: Table, format: Format, rules: Rules) -> str:
@@ -72,8 +73,8 @@ def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], Non
 
 
 def find_format(table: Table, spec: DataSpec, row_kind: RowKind = "answers") -> Format:
-    """Return the format that the spec names, or the first format whose columns are found in a row. `row_kind`
-    is what the job's objective needs."""
+    """Return the format that the spec names, or the first format whose columns a row has. `row_kind` is the
+    kind of rows that the job's objective needs."""
     if spec.format != "auto":
         check_trainable(spec.format, table.label, row_kind)
         return spec.format

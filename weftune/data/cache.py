@@ -57,7 +57,7 @@ class Tally:
     reasons: list[str] = field(default_factory=list)
     """Locations and reasons of the first skipped rows."""
     explained: int = 0
-    """Number of skipped rows that `reasons` is about."""
+    """Number of skipped rows that the sentences in `reasons` cover."""
 
     def add(self, other_tally: Tally) -> None:
         """Add the counts of `other_tally`; the caller merges the reasons."""
@@ -118,7 +118,7 @@ class SampleStore:
     key: str = ""
     """Hash of everything that determines the samples, used as the name of the folder."""
     desirable: NDArray[np.bool_] | None = None
-    """Label of each sample that is a labelled answer."""
+    """For each sample, whether its answer is desirable. None if answers have no labels."""
 
 
 def open_store(folder: Path) -> SampleStore | None:

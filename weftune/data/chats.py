@@ -21,7 +21,7 @@ from weftune.data.formats import Chat, Message
 from weftune.data.row import BadRow, CommonBadRow
 
 PROBE = "zq"
-"""Text that is inserted into a part of a message to change it; its letters have no meaning."""
+"""Arbitrary text that is inserted into a part of a message to change it."""
 THINKING_END = "</think>"
 MAX_SHAPES = 10_000
 REMEDY = (
@@ -42,7 +42,8 @@ class Rendered:
     spans: tuple[tuple[int, int], ...] | None
     """Supervised characters as [start, stop) spans. None means all characters."""
     parted: bool = False
-    """Whether the generation prompt differs from the template's text before an assistant's turn."""
+    """Whether the generation prompt differs from the text that the template prints before an assistant's
+    turn."""
     endless: bool = False
     """Whether a turn ends without an end-of-turn token."""
 
@@ -125,7 +126,7 @@ def _find_turn(text: str, turn: Rendered, end_strings: Collection[str]) -> tuple
 
 
 def equivalent_chats(chat: Chat) -> Iterator[Chat]:
-    """Yield equivalent forms of a chat, first the unchanged one, which is used at inference."""
+    """Yield equivalent forms of a chat. The first is the chat itself, which is used at inference."""
     yield chat
     useful = [
         change
@@ -165,7 +166,7 @@ def _text_for_arguments(message: Message) -> Message:
 
 
 class PrintCheck:
-    """Refuses rows of which the template drops a part.
+    """A check that refuses rows if the template drops a part of them.
 
     Templates depend on roles and fields, rarely on words. So the parts of a chat are tested one by one only
     if no chat with the same roles and fields was tested before, or if a text is not printed verbatim.

@@ -68,8 +68,8 @@ def _collate_whole(parts: Sequence[Part]) -> Microbatch:
 
 
 def _references(parts: Sequence[Part]) -> torch.Tensor | None:
-    """Return the reference log-probability of each sample, or 0 for samples without one. None if no sample
-    has one."""
+    """Return the reference log-probability of each sample, which is 0 for samples without one. None if no
+    sample has one."""
     if all(part.samples.references is None for part in parts):
         return None
     known = [0.0 if (own := part.samples.references) is None else own[part.index] for part in parts]
@@ -77,15 +77,16 @@ def _references(parts: Sequence[Part]) -> torch.Tensor | None:
 
 
 def _answer_tokens(parts: Sequence[Part]) -> tuple[int, ...]:
-    """Return the number of answer tokens of each sample: 0 for samples that are no part of a pair, and an
-    empty tuple without pairs."""
+    """Return the number of answer tokens of each sample, which is 0 for samples outside pairs. The tuple is
+    empty if there are no pairs."""
     if all(part.samples.together == 1 for part in parts):
         return ()
     return tuple(part.samples.answer_tokens(part.index) if part.samples.together > 1 else 0 for part in parts)
 
 
 def _sample_labels(parts: Sequence[Part]) -> tuple[bool, ...]:
-    """Return the label of each sample, True for samples without one; an empty tuple without labels."""
+    """Return the label of each sample, which is True for samples without one. The tuple is empty if no sample
+    has a label."""
     if all(part.samples.desirable is None for part in parts):
         return ()
     return tuple((own := part.samples.desirable) is None or bool(own[part.index]) for part in parts)

@@ -1,8 +1,5 @@
-"""Tokenisation by the base's tokenizer, where control tokens in a user's text stay plain text.
-
-Special tokens are parsed only in the text that a chat template prints; a user's text is tokenised with
-special-token parsing off.
-"""
+"""Tokenisation by the base's tokenizer. Special tokens are parsed only in text that a chat template prints; a
+user's text is always tokenised as plain text."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ class Encoder:
         """Pattern that matches the text of any control token."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return a state, with the tokenizer serialised as text, that can be loaded without transformers."""
+        """Return a state that can be loaded without transformers, with the tokenizer serialised as text."""
         return {**self.__dict__, "tokenizer": None, "_backend": self._backend.to_str()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -66,7 +63,7 @@ class Encoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the tokenizer, cached, since hashing a large vocabulary is slow."""
+        """Hash of the tokenizer. It is cached, since hashing a large vocabulary is slow."""
         state = json.loads(self._backend.to_str())
         # Truncation and padding depend on the last call of the tokenizer and are not part of its identity.
         state["truncation"] = state["padding"] = None

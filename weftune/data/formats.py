@@ -126,10 +126,10 @@ class Labelled:
 
 Content = Chat | Text | Sample | Pair | Labelled
 ROW_FORMATS: dict[RowKind, Format] = {"pairs": "preference", "labelled": "kto"}
-"""Maps each kind of rows that has only one format to this format."""
+"""Maps each kind of rows that has only one format to that format."""
 
 
-def row_kind_of(format: Format | None) -> RowKind:
+def row_kind_name(format: Format | None) -> RowKind:
     return next((kind for kind, own in ROW_FORMATS.items() if own == format), "answers")
 
 
@@ -153,8 +153,8 @@ def rename_columns(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapp
 
 
 def detect_format(row: Mapping[str, Any], row_kind: RowKind = "answers") -> Format | None:
-    """Return the first format whose columns the row has. If the objective needs another kind of rows, a row
-    with its columns is one even if it has other columns, such as `messages`."""
+    """Return the first format whose columns the row has. If `row_kind` has its own format, that format comes
+    first, even if the row also has other columns, such as `messages`."""
     needed = ROW_FORMATS.get(row_kind)
     if needed is not None and has_columns(row, needed):
         return needed
@@ -172,7 +172,7 @@ def has_columns(row: Mapping[str, Any], format: Format) -> bool:
 
 def check_trainable(format: Format, label: str, row_kind: RowKind) -> None:
     """Raise DataError if the job's objective, which needs rows of this kind, cannot use this format."""
-    found = row_kind_of(format)
+    found = row_kind_name(format)
     if found == row_kind:
         return
     names = {"pairs": "preference pairs", "labelled": "labelled answers"}
@@ -381,7 +381,7 @@ def require_text(value: object, name: str) -> str:
 
 
 def require_list(value: object, name: str) -> Sequence[Any]:
-    """Return `value` as a list; in a CSV or Parquet column it may be JSON text."""
+    """Return `value` as a list. In a CSV or Parquet column it may be JSON text, which is parsed."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         text = value
         try:

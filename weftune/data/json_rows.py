@@ -17,7 +17,7 @@ from weftune.data.row import TOO_DEEP, Row, is_deep_json, to_row
 from weftune.errors import DataError, Mistake
 
 MAX_ROW_SIZE = 16 * 2**20
-"""Maximum size of a row in bytes or characters, since parsing needs many times this memory."""
+"""Maximum size of a row in bytes or characters. Parsing needs many times this memory."""
 CHUNK_SIZE = 2**20
 SPACE = " \t\r\n"
 LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:\[\]{}"]+')
@@ -25,7 +25,8 @@ LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:\[\]{}"]+')
 
 
 class _RefusedLiteral(ValueError):
-    """Raised for a literal that `json` accepts but Weftune refuses; its position is not known."""
+    """Raised for a literal that `json` accepts but Weftune refuses, such as NaN. The position of the literal
+    is not known."""
 
     def __init__(self, sentence: str, text: str) -> None:
         super().__init__(sentence)
@@ -104,7 +105,7 @@ def json_error_text(problem: Exception, line: str = "") -> str:
 
 
 def _error_reason(problem: json.JSONDecodeError) -> str:
-    """Return the decoder's message without the trailing `at` that some messages have."""
+    """Return the decoder's message. The word `at` at the end of some messages is removed."""
     return problem.msg.lower().removesuffix(" at")
 
 
@@ -151,7 +152,7 @@ class _TextWindow:
 
     def _raise_mistake_at(self, position: int, sentence: str) -> NoReturn:
         """Raise DataError with the line and column of `position` in the text in memory."""
-        self._advance_to(position)
+        self._skip_characters(position)
         self.raise_mistake(f"not valid JSON: {sentence} at column {position - self._line_start + 1}")
 
     def _read_more(self) -> bool:
@@ -161,7 +162,7 @@ class _TextWindow:
         self._at = 0
         return bool(piece)
 
-    def _advance_to(self, stop: int) -> None:
+    def _skip_characters(self, stop: int) -> None:
         breaks = self._text.count("\n", self._at, stop)
         if breaks:
             self.line += breaks
@@ -174,7 +175,7 @@ class _TextWindow:
             stop = self._at
             while stop < len(self._text) and self._text[stop] in SPACE:
                 stop += 1
-            self._advance_to(stop)
+            self._skip_characters(stop)
             if stop < len(self._text):
                 return self._text[stop]
             if not self._read_more():
@@ -186,7 +187,7 @@ class _TextWindow:
             self._raise_mistake_at(
                 self._at, f"expected {character!r}, found {found or 'the end of the file'!r}"
             )
-        self._advance_to(self._at + 1)
+        self._skip_characters(self._at + 1)
 
     def value(self) -> Any:
         while True:
@@ -196,7 +197,7 @@ class _TextWindow:
                 if stop < len(self._text) or not self._read_more():
                     if is_deep_json(self._text[self._at : stop], value):
                         self.raise_mistake(f"not usable JSON: {TOO_DEEP}")
-                    self._advance_to(stop)
+                    self._skip_characters(stop)
                     return value
             except json.JSONDecodeError as problem:
                 self._read_more_or_raise(problem)

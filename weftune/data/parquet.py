@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 256
 HARMLESS_BYTES = 64 * 2**20
 MAX_EXPANSION = 500
-"""Maximum factor of expansion: about 10 is ordinary, 100 if every row has the same prompt."""
+"""Maximum ratio of uncompressed to compressed bytes. About 10 is common, and 100 if every row has the same
+prompt."""
 MAX_SECONDS = 4.0
 SECONDS_PER_BYTE = 1e-7
 VALUE_BYTES = 16
 
 
 def batches(path: Path, memory_mapped: bool = False) -> Iterator[pyarrow.RecordBatch]:
-    """Yield batches of few rows each; of fewer rows if the file states that its values can be long."""
+    """Yield batches of a limited number of rows, which is smaller if the file states that its values can be
+    long."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path, memory_map=memory_mapped) as file:
@@ -45,7 +47,7 @@ def refuse_expansion(path: Path, label: str) -> None:
 
 @lru_cache(maxsize=64)
 def _check_file(path: Path, label: str, size: int, _modified_ns: int) -> None:
-    """Check a file, cached until it changes, since rows are read several times."""
+    """Check a file. The result is cached until the file changes, since rows are read several times."""
     try:
         if _row_count_bound(path) <= HARMLESS_BYTES:
             return
@@ -83,7 +85,8 @@ def count_bytes(path: str, max_bytes: int) -> int:
 
 
 def _row_count_bound(path: Path) -> int:
-    """Return an upper bound on the uncompressed bytes, as if each value were as long as its whole column."""
+    """Return an upper bound on the uncompressed bytes, computed as if each value were as long as its whole
+    column."""
     import pyarrow
     import pyarrow.parquet
 

@@ -48,18 +48,19 @@ class Prepared:
     """Whether every evaluation row is also a training row."""
 
     def supervise_prompts(self) -> Prepared:
-        """Return pairs whose chosen samples are supervised from the first token, as ORPO trains them."""
+        """Return the pairs with the prompts of chosen samples supervised too, as ORPO requires."""
         held_out = None if self.evaluation is None else self.evaluation.supervise_prompts()
         return replace(self, train=self.train.supervise_prompts(), evaluation=held_out)
 
     def remove_targets(self) -> Prepared:
-        """Return the samples with no supervised token, as reward models train them."""
+        """Return the samples without supervised tokens, as reward models require."""
         held_out = None if self.evaluation is None else self.evaluation.remove_targets()
         return replace(self, train=self.train.remove_targets(), evaluation=held_out)
 
     def add_mismatched(self, batch_size: int, seed: int, max_tokens: int) -> Prepared:
-        """Return the samples with prompts that have other samples' answers, for KTO: those of training follow
-        the order of the first epoch, held-out ones the order of the rows."""
+        """Return the samples together with mismatched ones for KTO, which are prompts with the answers of
+        other samples. For training, they follow the row order of the first epoch; for held-out rows, the
+        order of the rows."""
         rows = SampleOrder(len(self.train), batch_size, seed).rows_of_epoch(0)
         held_out = self.evaluation
         if held_out is not None:
@@ -160,7 +161,7 @@ class SharedData:
         return Prepared(train, evaluated, notes, evaluates_trained)
 
     def rules(self, data: DataSpec, row_kind: RowKind = "answers") -> Rules:
-        """Return the rules by which the rows of a job become samples."""
+        """Return the rules by which a job's rows are converted to samples."""
         encoder, context, chosen = self.encoder, self._context, data.chat_template
         if chosen not in self._templates:
             plain, for_tools = (
@@ -238,7 +239,7 @@ def _check_data(data: DataSpec, evaluation: EvalSpec | None) -> None:
 
 
 def data_identity(data: DataSpec, evaluation: EvalSpec | None, row_kind: RowKind = "answers") -> Hashable:
-    """Return a key. Jobs with equal keys get the same result from `prepare`."""
+    """Return a key that is equal for jobs for which `prepare` returns the same samples."""
     plain = [getattr(data, item.name) for item in fields(DataSpec) if item.name not in ("rows", "columns")]
     held_out = None if evaluation is None else (evaluation.path, evaluation.fraction)
     rows = None if data.rows is None else id(data.rows)
@@ -246,7 +247,8 @@ def data_identity(data: DataSpec, evaluation: EvalSpec | None, row_kind: RowKind
 
 
 def open_held_out(data: DataSpec, evaluation: EvalSpec) -> list[Table]:
-    """Return the tables that contain a job's held-out rows: with `fraction`, among its training rows."""
+    """Return the tables that contain a job's held-out rows. With `fraction`, these are the tables of its
+    training rows."""
     return _open_evaluation(data, evaluation) or _open_training(data)
 
 
@@ -331,7 +333,8 @@ def _split_rows(
 
 
 def _hash_threshold(rows: NDArray[np.uint64], fraction: float) -> np.uint64:
-    """Return the largest hash of a held-out row, so that at least one row is held out but never all."""
+    """Return the largest hash for which a row is held out. It is chosen so that at least one row is held out,
+    but never all."""
     distinct = np.unique(rows)
     if len(distinct) < 2:
         raise DataError(

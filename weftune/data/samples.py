@@ -87,7 +87,7 @@ class Samples:
         return SampleOrder(self.rows, batch_size, seed, weights, self.together)
 
     def supervise_prompts(self) -> Samples:
-        """Return pairs whose chosen samples are supervised from the first token."""
+        """Return the pairs with the prompts of chosen samples supervised too."""
         assert self.together == 2
         assert self.before == 0
         changed = copy.copy(self)
@@ -96,15 +96,15 @@ class Samples:
         return changed
 
     def remove_targets(self) -> Samples:
-        """Return the samples with no supervised token, for an objective that reads no log-probabilities."""
+        """Return the samples without supervised tokens, for objectives that need no log-probabilities."""
         changed = copy.copy(self)
         changed.has_targets, changed.supervised = False, np.zeros_like(self.supervised)
         return changed
 
     def add_mismatched(self, rows: NDArray[np.int64], batch_size: int, max_tokens: int) -> Samples:
-        """Return the samples with `mismatched`, as in TRL: of each `batch_size` consecutive rows of `rows`,
-        every prompt has the answer of the row before it, and the first prompt that of the last row. A sample
-        has at most `max_tokens` tokens."""
+        """Return the samples with `mismatched`, as in TRL: among every `batch_size` consecutive rows of
+        `rows`, each prompt gets the answer of the previous row, and the first prompt gets the answer of the
+        last row. A sample has at most `max_tokens` tokens."""
         assert self.together == 1
         assert self.before == 0
         partners = np.arange(len(self))
@@ -271,7 +271,8 @@ class SampleOrder:
 
 
 def _sampling_cycles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[NDArray[np.int64], int], ...]:
-    """Return, for each fractional weight, a seeded cycle of its samples and how many are shown per epoch."""
+    """Return, for each fractional weight, a random cycle of its samples, and the number of samples per
+    epoch."""
     circles = []
     for number, weight in enumerate(np.unique(weights)):
         part = float(weight) - float(np.floor(weight))
@@ -283,5 +284,5 @@ def _sampling_cycles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[ND
 
 
 def _permutation(count: int, *key: int) -> NDArray[np.int64]:
-    """Return a random permutation, made from raw bits so that it is the same in every version of numpy."""
+    """Return a random permutation. It is made from raw bits, so that it is equal in all versions of numpy."""
     return np.argsort(np.random.PCG64(list(key)).random_raw(count), kind="stable")

@@ -19,7 +19,8 @@ TrainOn = Literal["assistant", "all", "completion"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One file, folder or Hub id of a mixture; a `weight` of 2 shows its samples twice per epoch."""
+    """One file, folder or Hub id of a mixture. With a `weight` of 2, its samples are shown twice per
+    epoch."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -61,17 +62,18 @@ class DataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateSpec:
-    """How many held-out prompts are answered at each evaluation, and how long an answer may be."""
+    """The number of held-out prompts that are answered at each evaluation, and the maximum length of an
+    answer."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     prompts: Annotated[int, Bound(at_least=1, at_most=1000)] = 8
-    """Number of prompts, the first ones among the held-out rows."""
+    """Number of prompts, taken from the first held-out rows."""
     max_new_tokens: Annotated[int, Bound(at_least=1, at_most=65536)] = 64
 
 
 EXACT_MATCH = "exact_match"
-"""Name of the metric that is the share of answers equal to the expected ones."""
+"""Name of the metric that is the fraction of answers that are equal to the expected ones."""
 RESERVED_NAMES = (
     *("adapter", "data", "rows", "tokens", "loss", "perplexity", "token_accuracy", "mean_token_accuracy"),
     EXACT_MATCH,
@@ -81,7 +83,8 @@ RESERVED_NAMES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSpec:
-    """Held-out rows: a separate file, or a share of the training file chosen by the hash of each row."""
+    """The evaluation of a job on held-out rows, which are a separate file, or a fraction of the training rows
+    chosen by the hash of each row."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 

@@ -39,7 +39,7 @@ CHATML = "chatml"
 MAX_PRINTED_CHARACTERS = 16_000_000
 """Maximum number of characters that a template may print for a row."""
 FIXED_DATE = datetime(2024, 7, 26)
-"""Date that templates print, fixed so that samples are the same every day; Llama's default."""
+"""Fixed date that templates print, so that samples do not depend on the day. It is Llama's default."""
 KEY = "data.chat_template"
 
 
@@ -62,8 +62,8 @@ def template_source(tokenizer: Any, template_choice: str | None, *, tools: bool 
 
 
 def _chatml(tokenizer: Any) -> str:
-    """Return the ChatML template. Without `<|im_end|>` in the vocabulary a turn ends with EOS, since
-    generation stops at a single token."""
+    """Return the ChatML template. If `<|im_end|>` is not in the vocabulary, turns end with the EOS token,
+    since generation stops at a single token."""
     source = resources.files("weftune.data").joinpath("templates", "chatml.jinja").read_text(encoding="utf-8")
     if "<|im_end|>" in tokenizer.get_vocab() or not tokenizer.eos_token:
         return source
@@ -117,7 +117,7 @@ def _template_facts(source: str, special_tokens: str) -> Any:
 
 
 def _run(function: Callable[..., Any], source: str, *arguments: Any) -> Any:
-    """Run one of the functions at the end of this module in the limited process."""
+    """Call a function of this module in the limited process and return its result."""
     try:
         if source not in _REFUSED_TEMPLATES:
             return run_limited(function, source, *arguments)
@@ -219,7 +219,8 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Generation(jinja2.ext.Extension):
-    """The `{% generation %}` tag, which marks the assistant's text in some templates; it is ignored."""
+    """A Jinja extension that ignores the tag `{% generation %}`, which marks the assistant's text in some
+    templates."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -235,7 +236,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return a value as JSON. Jinja's own filter escapes HTML, which no model was trained on."""
+    """Return a value as JSON. Jinja's own filter would escape HTML, unlike the templates with which models
+    were trained."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

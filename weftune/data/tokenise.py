@@ -81,7 +81,8 @@ class Tokeniser:
         return kept
 
     def _no_supervision_error(self, samples: Sequence[Sample]) -> BadRow:
-        """Return why a row has nothing to train on: it was truncated too early, or no token is supervised."""
+        """Return the error for a row without supervised tokens. It says whether they were lost by
+        truncation."""
         reached = [int(sample.mask[1:].argmax()) + 2 for sample in samples if sample.mask[1:].any()]
         if not reached:
             return BadRow("the row has no supervised token")
@@ -255,7 +256,7 @@ def _unmasked_sample(tokens: NDArray[np.int32]) -> Sample:
 
 
 def _common_prefix(first: NDArray[np.integer], second: NDArray[np.integer]) -> int:
-    """Return the length of the common prefix of two sequences of tokens."""
+    """Return the number of tokens with which both sequences begin."""
     shorter = min(len(first), len(second))
     differing = np.flatnonzero(first[:shorter] != second[:shorter])
     return int(differing[0]) if len(differing) else shorter

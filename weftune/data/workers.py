@@ -31,7 +31,7 @@ SINGLE_CORE_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS":
 """Environment variables that limit the libraries of each worker to one core."""
 
 Work = Callable[[Any, Any], Any]
-"""A module-level function with two arguments: the values shared by all items, and one item."""
+"""Function of a module with two arguments: the values that all items share, and one item."""
 
 
 def worker_count() -> int:
@@ -170,7 +170,8 @@ atexit.register(end_workers)
 
 
 def serve() -> None:
-    """Answer requests in a worker until the caller closes the pipe; the reply is empty if an item fails."""
+    """Answer requests in a worker process until the caller closes the pipe. The reply is empty if an item
+    fails."""
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the parent decides

@@ -23,7 +23,7 @@ from weftune.generate.sampling import GREEDY, Sampling
 from weftune.run.passes.adapted import AdaptedBase
 
 BASE = "base"
-"""Name that stands for the base without an adapter in the list of adapters."""
+"""Placeholder for the base without an adapter in lists of adapters."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +137,7 @@ class Answers:
 
 
 PAGE_SLACK = 64
-"""Extra cache positions per sequence, for virtual tokens and for the unused end of its last page."""
+"""Additional cache positions per sequence, for virtual tokens and for the unused end of the last page."""
 
 
 def cache_budget(device: torch.device) -> int:

@@ -123,8 +123,8 @@ class KeyValueShape:
 
 @dataclass(slots=True)
 class CacheProbe:
-    """A substitute for a cache that records only the shapes of a model's keys and values, from which the size
-    of the real cache is computed."""
+    """A stand-in for a cache that records the shapes of a model's keys and values. The size of the real cache
+    is computed from them."""
 
     pack: Pack
     states: tuple[RecurrentStates, ...]

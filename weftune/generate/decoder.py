@@ -70,8 +70,8 @@ class Generation:
     keys: list[PageKey] = field(default_factory=list)
     """Keys of the prompt's full pages, by which other sequences find these pages."""
     cached_prompt_positions: int = 0
-    """Number of the prompt's positions whose keys and values were already in the cache, computed by an
-    earlier sequence."""
+    """Number of prompt positions whose keys and values an earlier sequence had already computed and
+    cached."""
     cached_positions: int = 0
     """Number of positions whose keys and values are in the cache."""
     state: RecurrentStates = field(default_factory=dict)
@@ -246,7 +246,7 @@ class Decoder:
         return admitted
 
     def _can_share_pages(self, generation: Generation) -> bool:
-        """Whether the pages of the prompt can be shared with other sequences."""
+        """Return whether the pages of the prompt can be shared with other sequences."""
         starts_with_tokens = not generation.inserted_rows and not generation.prefix_keys
         return starts_with_tokens and not self._cache.is_recurrent and not generation.sampling.prompt_logprobs
 

@@ -30,7 +30,7 @@ from weftune.data.formats import (
     has_columns,
     normalise,
     rename_columns,
-    row_kind_of,
+    row_kind_name,
 )
 from weftune.data.prepare import SharedData
 from weftune.data.row import BadRow, Row, Table
@@ -47,14 +47,15 @@ from weftune.objectives.objective import SampleScores, mean_metrics
 from weftune.objectives.reward import Reward
 from weftune.objectives.spec import DpoSpec, RewardSpec
 from weftune.run.passes.plain import Plain
-from weftune.run.passes.rows import DeviceMicrobatch, membership_of, to_device_microbatch
+from weftune.run.passes.rows import DeviceMicrobatch, build_membership, to_device_microbatch
 from weftune.run.passes.scorer import Scorer
 from weftune.run.training.state import EvaluationSums
 
 PASS_ROWS = 4096
 """Maximum number of rows (tokens) of a pass; a longer sample has a pass of its own."""
 ShowProgress = Callable[[str, int, int | None], None]
-"""A callback that receives a description of what is counted, the number done, and the total or None."""
+"""Callback that receives a description of the counted items, the number of finished items, and the total or
+None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,8 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate the adapters of `answers`, given with their folders, and the bare base if `with_base`.
 
-    Every adapter reads the rows with the settings of its own training, and the base reads them as the first
-    adapter does. Answers have up to `max_tokens` tokens; 0 generates none. Rows that cannot be used are an
+    For every adapter, rows are encoded with the settings of its own training, and for the base as for the
+    first adapter. Answers have up to `max_tokens` tokens; 0 generates none. Rows that cannot be used are an
     error unless `skip_bad_rows` or an adapter's training leaves them out.
     """
     table = open_path(data, None, Path(data).name)
@@ -137,9 +138,10 @@ def evaluate(
 
 
 def data_settings(table: Table, adapters: Mapping[str, Path]) -> dict[str, DataSpec]:
-    """Return the data settings (the keys of `data` in a jobs file) with which each adapter reads the table:
-    those of its own training, except that all use the columns and the format of the first adapter whose
-    columns the table has."""
+    """Return, for each adapter, the data settings (the keys of `data` in a jobs file) for reading the table.
+
+    They are those of its own training, except that all adapters use the columns and the format of the first
+    adapter whose columns the table has."""
     recorded = {name: _recorded_settings(folder) for name, folder in adapters.items()}
     fitting = (found for own in recorded.values() if (found := _settings_with_format(table, own)) is not None)
     read = next(fitting, DataSpec())
@@ -178,7 +180,7 @@ def encode_rows(
     if before := adapter.positions_before:
         settings = replace(settings, max_length=settings.max_sample_tokens(context - before))
     encoder = Encoder(answers.tokenizers[name])
-    row_kind = row_kind_of(settings.format)
+    row_kind = row_kind_name(settings.format)
     rules = SharedData(encoder, cache_folder() / "tokens", context).rules(settings, row_kind)
     store = build(
         table, rules, cache_folder() / "tokens", lambda rows: show_progress("rows read", rows, None)
@@ -207,7 +209,7 @@ def encode_rows(
 def rows_with_prompts(table: Table, settings: DataSpec) -> Iterator[AnsweredRow]:
     """Yield the rows that have a prompt. The expected answer is the completion, or the text of the
     assistant's message at the end of a chat."""
-    format = find_format(table, settings, row_kind_of(settings.format))
+    format = find_format(table, settings, row_kind_name(settings.format))
     for row in table.rows():
         try:
             content = normalise(row.value, format, settings)
@@ -239,8 +241,8 @@ def score_pairs(
     adapters: Mapping[str, Path],
     show_progress: ShowProgress,
 ) -> tuple[dict[str, EvaluationSums], dict[str, dict[str, float | None]]]:
-    """Return two maps from each adapter: to the sums over its chosen samples, and to the metrics of its
-    rewards. The reward metrics of the base, which is the reference policy, are None."""
+    """Return two mappings from adapters: one to the sums over the chosen samples, and one to the reward
+    metrics. The reward metrics of the base, which is the reference policy, are None."""
     references = {one.samples.fingerprint: name for name, one in encoded.items() if one.is_base}
     scored = dict(encoded)
     for name, one in encoded.items():
@@ -306,7 +308,7 @@ def run_passes(
     for microbatch in microbatches(encoded):
         with adapted.on_stream():
             laid = to_device_microbatch(microbatch, microbatch.rows, base.device)
-            membership = membership_of(base, banks, laid, adapted.route)
+            membership = build_membership(base, banks, laid, adapted.route)
             yield Plain(base, banks, laid, adapted.route, membership).forward(training=False), laid
         done += len(microbatch.sample_lengths)
         show_progress("samples scored", done, total)
@@ -318,7 +320,8 @@ def run_passes(
 def refuse_mixed_kinds(
     reward_models: Mapping[str, EncodedRows], adapters: Mapping[str, Path], table: Table
 ) -> None:
-    """Raise AdapterError if an adapter is no reward model, DataError unless rows are preference pairs."""
+    """Raise AdapterError if an adapter is not a reward model, and DataError if rows are not preference
+    pairs."""
     first = adapters[next(iter(reward_models))]
     if others := [folder for name, folder in adapters.items() if name not in reward_models]:
         raise AdapterError(

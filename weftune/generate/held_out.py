@@ -34,7 +34,7 @@ class HeldOutPrompts:
     metric_name: str | None
     """Name of the metric that scores the answers. None if the job has no such metric."""
     user_metric: UserMetric | None = None
-    """The user's function, if the metric is a function of the user."""
+    """Function of the user that computes the metric. None for built-in metrics."""
 
     def with_answers(self, answers: Mapping[str, Sequence[str]]) -> list[AnsweredRow]:
         """Return the rows with their answers filled in. `answers` maps each adapter to its answers, in the
@@ -45,8 +45,8 @@ class HeldOutPrompts:
         ]
 
     def scores(self, rows: Sequence[AnsweredRow], adapter: str) -> dict[str, float]:
-        """Return a map from the metric's name to its value; empty if the job has no metric. Raise UserError
-        if the user's function fails."""
+        """Return a mapping from the name of the job's metric to its value. The mapping is empty if the job
+        has no metric. Raise UserError if the user's function fails."""
         if self.metric_name is None:
             return {}
         value = mean_score(adapter, rows, self.user_metric)

@@ -180,7 +180,7 @@ def requested_division(case: PlanCase) -> Division:
 
 
 def train_flags(case: PlanCase, choice: LayoutChoice) -> str:
-    """Return the flags of `weftune train` that request the chosen numbers of workers."""
+    """Return the options of `weftune train` that request the chosen numbers of workers."""
     machine, options = choice.machine, case.options
     flags = machine.division.flags
     if options.gpus is not None and machine.shares == 1:

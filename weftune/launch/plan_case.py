@@ -62,7 +62,7 @@ class PlannedJob:
     """Whether sample lengths are known for the first rows of the dataset only."""
     total: JobTotal
     reference_data: Prepared | None = None
-    """Samples as the job's reference policy reads them. None if the job has no reference policy."""
+    """Samples for the job's reference policy. None if the job has no reference policy."""
     scored_sample_count: int = 0
     """Number of samples that the job's reference policy scores before the first step. It is 0 if an earlier
     job has scored the same samples with the same reference policy."""
@@ -161,9 +161,9 @@ def outline_jobs(
     max_steps: int | None = None,
     averaged_jobs: Collection[str] = (),
 ) -> list[PlannedJob]:
-    """Return what a plan needs to know about each job. Jobs in `averaged_jobs` keep a running mean of their
+    """Return the facts about each job that a plan needs. Jobs in `averaged_jobs` keep a running mean of their
     weights. Raise one DataError with the mistakes of all jobs."""
-    outline_model: list[PlannedJob] = []
+    planned_jobs: list[PlannedJob] = []
     mistakes: list[Mistake] = []
     rounds = OUTLOOK_ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
     rows = min(SAMPLED_ROWS, max(FEWEST_ROWS, ALL_ROWS // len(jobs)))
@@ -191,12 +191,12 @@ def outline_jobs(
             references = reference_data(job, plain, samples)
             scored = 0 if references is None else reader.count_scored_samples(job, references)
             total = _job_total(job, outline, samples, scale, shape, max_steps, bool(scored))
-            outline_model.append(PlannedJob(outline, planned, sampled, total, references, scored))
+            planned_jobs.append(PlannedJob(outline, planned, sampled, total, references, scored))
         except DataError as error:
             mistakes += [mistake.of_job(job.name) for mistake in error.mistakes]
     if mistakes:
         raise DataError(mistakes)
-    return outline_model
+    return planned_jobs
 
 
 def _job_total(

@@ -1,4 +1,4 @@
-"""Checks of the numbers of processes that a run requests, before the processes start."""
+"""Checks of the requested numbers of processes, which run before any process is started."""
 
 from __future__ import annotations
 

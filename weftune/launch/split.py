@@ -59,12 +59,13 @@ from weftune.trainer.train import make_trainer
 from weftune.trainer.trainer import Result, Trainer
 
 SILENT_SECONDS = 30.0
-"""Seconds without a message after which the process of a share counts as lost. The limit is long because
-Python's GIL may delay messages."""
+"""Seconds without a message after which the process of a share counts as lost. It is long because Python's
+GIL may delay messages."""
 USER_ERROR = 2
 """Exit code of a share that was ended by a user error."""
 SAMPLED_BATCHES = 16
-"""Number of global batches, spread over a job's steps, from which the time of all is estimated."""
+"""Number of global batches, spread over a job's steps, from which the time of all its batches is
+estimated."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def _disconnect(heartbeat: Heartbeat) -> None:
 
 
 Main = Callable[[], object]
-"""A function that a worker runs, with its command line in `sys.argv`."""
+"""Function that a worker process runs. It reads its command line from `sys.argv`."""
 WorkerMain = Callable[[int, Mapping[str, str], Connection], object]
 """A function that a worker process runs. Its arguments are the number of earlier starts of its team,
 environment variables with which `connect_workers` finds the other workers of the team, and a connection to

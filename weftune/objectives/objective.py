@@ -34,7 +34,7 @@ class Needs:
     scalar_head: bool = False
     """Whether a trained vector maps the last hidden state of each sample to a scalar value."""
     max_metric_count: int = 0
-    """Number of the last metrics that are maxima over the rows, not sums."""
+    """Number of metrics at the end of the list that are maxima over the rows. All others are sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,10 @@ class SampleScores:
     values_B: Tensor | None = None
     """Output of the scalar head for each sample."""
     desirable: tuple[bool, ...] = ()
-    """Label of each sample, if samples are labelled answers."""
+    """Whether the answer of each sample is desirable. Empty if answers have no labels."""
     kl: float = 0.0
-    """Mean, over the mismatched samples of the global batch or of the held-out samples, by which the
-    log-probability of the current policy exceeds that of the reference policy; at least 0. NaN if they were
-    not scored. 0 unless `Needs.mismatched` is set."""
+    """KL term: the mean log-probability of mismatched samples under the current policy minus that under the
+    reference policy, but at least 0. NaN if they were not scored. 0 unless `Needs.mismatched` is set."""
 
     def sums(self) -> Tensor:
         """Return the sum of the log-probabilities of each sample, [B]."""
@@ -120,7 +119,8 @@ def add_metrics(first_M: Tensor, second_M: Tensor, max_metric_count: int) -> Ten
 
 
 def mean_metrics(metrics_M: Tensor, count: int, max_metric_count: int) -> Tensor:
-    """Return the metrics with all sums divided by `count`; the last `max_metric_count` are no sums."""
+    """Return the metrics with all sums divided by `count`. The last `max_metric_count` metrics are maxima and
+    are not divided."""
     sums = len(metrics_M) - max_metric_count
     return torch.cat([metrics_M[:sums] / count, metrics_M[sums:]])
 

@@ -47,9 +47,9 @@ class ObjectiveSpec:
     implementation: ClassVar[str]
     """`package.module:Class` of the objective. It is imported only for training, because it needs torch."""
     learning_rate: ClassVar[float] = 1e-6
-    """Learning rate of a job that gives none."""
+    """Default learning rate of jobs with this objective."""
     row_kind: ClassVar[RowKind] = "pairs"
-    """Kind of the rows on which the objective trains."""
+    """Kind of rows that the objective requires."""
     prompts: ClassVar[bool] = False
     """Whether the prompt tokens of chosen samples are supervised too."""
     reference: ClassVar[bool] = False
@@ -59,17 +59,17 @@ class ObjectiveSpec:
     metrics: ClassVar[tuple[str, ...]] = PAIR_METRICS
     """Names of the metrics, except the loss."""
     max_metric_count: ClassVar[int] = 0
-    """Number of the last metrics that are maxima over the rows, not means."""
+    """Number of metrics at the end of the list that are maxima over the rows. All others are means."""
 
     kind: str
 
     @property
     def mismatched(self) -> bool:
-        """Whether the objective needs prompts with answers to other prompts."""
+        """Whether the objective needs mismatched samples, which are prompts with answers to other prompts."""
         return False
 
     def faults(self) -> Iterator[tuple[str, str]]:
-        """Yield every key that contradicts another one, with the error message."""
+        """Yield each key that contradicts another key, with the error message."""
         yield from ()
 
     def named_metrics(self, metric_means: Sequence[float]) -> dict[str, float]:

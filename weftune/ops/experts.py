@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from weftune.core.device_class import class_of
+from weftune.core.device_class import get_device_class
 from weftune.ops.lora.table import Group
 
 ALIGNED = 8
@@ -172,4 +172,4 @@ def has_kernel(w_EKN: Tensor) -> bool:
     if not w_EKN.is_cuda or w_EKN.dtype is not torch.bfloat16 or w_EKN.requires_grad:
         return False
     aligned = all(width % ALIGNED == 0 for width in w_EKN.shape[1:])
-    return aligned and class_of(w_EKN.device).has_grouped_mm
+    return aligned and get_device_class(w_EKN.device).has_grouped_mm

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from weftune.core.device_class import TEST_COMMAND, class_of
+from weftune.core.device_class import TEST_COMMAND, get_device_class
 
 REHEARSING = ("cuda",)
 """Device types on which kernels are rehearsed. Triton's interpreter has nothing to compile."""
@@ -120,10 +120,10 @@ def _log_fallback(op: str, device: torch.device, error: Exception) -> None:
     _failed.add(op)
     where = device.type.upper()
     if device.type == "cuda":
-        where = f"{torch.cuda.get_device_name(device)} ({class_of(device).architecture})"
+        where = f"{torch.cuda.get_device_name(device)} ({get_device_class(device).architecture})"
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     warnings.warn(
-        f"The kernel {_kernel_of(error) or op} does not run on {where}: "
+        f"The kernel {_failed_kernel(error) or op} does not run on {where}: "
         f"{reason.rstrip('.')}. From here on, {op} is computed by plain torch, which is slower. Run "
         f"`{TEST_COMMAND}` in a clone of Weftune to test all kernels on this GPU.",
         KernelWarning,
@@ -131,7 +131,7 @@ def _log_fallback(op: str, device: torch.device, error: Exception) -> None:
     )
 
 
-def _kernel_of(error: Exception) -> str | None:
+def _failed_kernel(error: Exception) -> str | None:
     """Return the name "module.kernel" of the launch that raised the error, or None if it is not found."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if found := re.search(r"kernels\.(\w+\.\w+)", frame.line or ""):

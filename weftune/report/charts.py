@@ -32,11 +32,11 @@ _COLOURS = (
 )  # fmt: skip
 _DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_CURVES = len(_COLOURS) * len(_DASHES)
-"""Maximum number of jobs with curves, one per pen: more curves could not be distinguished and would make the
-page slow."""
+"""Maximum number of jobs with curves, each with its own pen. More could not be distinguished and would make
+the page slow."""
 
 _MAX_DROPPED = 200
-"""Maximum number of trials dropped from a sweep that have a curve; all of them share one pen."""
+"""Maximum number of curves of trials that were dropped from a sweep. They all have the same pen."""
 DROPPED_COLOUR = "#9aa3b2"
 GREY_NOTE = " Grey: trials that left their sweep early."
 DROPPED = "left"
@@ -44,7 +44,7 @@ DROPPED = "left"
 MAX_POINTS = 16_000
 """Maximum number of points of all curves of one chart together, about 200 kB."""
 _MAX_LEVELS = 3
-"""Maximum number of base losses that are drawn: each set of validation rows has its own base loss."""
+"""Maximum number of base losses that are drawn. Every set of validation rows has its own base loss."""
 
 _MIN_WINDOWS = 3
 _MEASURED, _PREDICTED = Pen("#3b7ddd"), Pen("#8a94a6", "dash")

@@ -81,7 +81,7 @@ def held_out_tokens(job: JobRecord) -> int | None:
 
 
 def has_enough_rows(job: JobRecord) -> bool:
-    """Return whether the job has enough held-out rows to distinguish a better adapter from a lucky one."""
+    """Return whether the job has enough held-out rows for a comparison with other adapters."""
     rows, tokens = held_out_rows(job), held_out_tokens(job)
     return (rows is None or rows >= MIN_ROWS) and (tokens is None or tokens >= MIN_TOKENS)
 
@@ -111,8 +111,10 @@ def validation_groups(jobs: Sequence[JobRecord]) -> tuple[tuple[JobRecord, ...],
 
 
 def best_jobs(jobs: Sequence[JobRecord]) -> Mapping[str, str]:
-    """Map the name of each best job to the rows it was measured on (empty if all jobs have the same rows). A
-    job is best among at least two on the same rows, if the rows are enough and it is better than the base."""
+    """Return a mapping from each best job to its held-out rows, which are empty if all jobs have the same.
+
+    A job is best if it is the best of at least two with the same rows, there are enough rows, and it is
+    better than the base."""
     groups = validation_groups(jobs)
     return {
         rivals[0].name: validation_rows(rivals[0]) if len(groups) > 1 else ""
@@ -182,7 +184,7 @@ def _spec_section(job: JobRecord, key: str) -> Mapping[str, Any]:
 
 
 _MAX_GROUPS = 4
-"""Maximum number of sets of held-out rows with their own verdict; those with the most jobs are chosen."""
+"""Maximum number of sets of held-out rows that get a verdict. The sets with the most jobs are chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

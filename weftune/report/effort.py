@@ -18,7 +18,7 @@ COLUMNS = (
     "window", "jobs", "passes", "predicted", "measured", "off", "predicted peak", "peak", "off", "",
 )  # fmt: skip
 MIN_WINDOWS, MAX_ERROR = 4, 0.25
-"""Minimum number of windows and maximum mean error for which predictions are mentioned in a headline."""
+"""Minimum number of windows, and maximum mean error, for which a headline mentions the predictions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ COLOURS = (
     "#8a94a6", "#0e9db5", "#9456d6", "#d9a441", "#e8710a", "#a3673f",
     "#d9528f", "#3b7ddd", "#1e9e6a", "#8a8f1a", "#5b6f9d", "#c3c9d3",
 )  # fmt: skip
-"""Colours of the phases, in their order."""
+"""Colours of the phases, in the order of the phases."""
 MIN_SECONDS = 0.05
 """Seconds below which a phase is not shown."""
 

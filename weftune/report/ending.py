@@ -139,7 +139,8 @@ def job_state_table(jobs: Sequence[JobRecord]) -> Table:
 
 
 def _first_and_last_loss(job: JobRecord) -> Losses:
-    """Return the first and the last training loss; the last is None for a job with one step."""
+    """Return the first and the last training loss of a job. The last one is None if the job has made only one
+    step."""
     many = sum(line.loss is not None for line in job.losses) > 1
     return first_loss(job), job.loss if many else None
 

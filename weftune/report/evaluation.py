@@ -40,10 +40,10 @@ def answers_record(adapter: str, step: int, rows: Sequence[AnsweredRow]) -> dict
 
 @dataclass(frozen=True, slots=True)
 class SampleAnswers:
-    """The content of `answers.json`: answers of a job's adapter and of the base to held-out prompts."""
+    """The content of `answers.json`: the answers of a job's adapter and of the base to held-out prompts."""
 
     step: int
-    """Step whose adapter has answered."""
+    """Step of the adapter that has answered."""
     rows: tuple[AnsweredRow, ...]
 
 

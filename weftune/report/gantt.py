@@ -1,5 +1,7 @@
-"""A Program's timeline as a page, and the timelines of a pipeline's last window: a lane for every device and
-stream, drawn by the page's script.
+"""Timelines as HTML: the page of a Program's timeline, and the timelines of a pipeline's last window in the
+report.
+
+There is a lane for every device and stream, drawn by the page's script.
 
 The script gets the actions as data and draws the visible ones: wide actions as bars, narrower ones together
 as columns that show the share of time of each kind. Zooming in turns columns into bars.
@@ -40,7 +42,7 @@ from weftune.report.words import count_noun
 TICKS_PER_WINDOW = 1_000_000
 """Number of ticks in the drawn time; starts and lengths are whole numbers of ticks."""
 MAX_BYTES = 400_000
-"""Maximum bytes of a timeline's data; of a longer timeline, the first actions are drawn. A page has at most
+"""Maximum bytes of a timeline's data. If there are more, only the first actions are drawn. A page has at most
 two timelines."""
 _MAX_TEXT = 160
 COLOURS = {

@@ -90,7 +90,8 @@ def _draw_title(pen: ImageDraw, timeline: Timeline, title: str) -> None:
 
 
 def _lay_out_legend(jobs: Iterable[str]) -> list[tuple[str, int, int]]:
-    """Lay out the jobs' names below the picture: job, line, and distance from the left in pixels."""
+    """Return the positions of the jobs' names below the picture, as (job, line, distance from the left in
+    pixels)."""
     entries, line, across = [], 0, LEFT
     for job in jobs:
         width = 40 + int(_font(14).getlength(f"job {job}"))

@@ -57,7 +57,7 @@ _MAX_ROWS = 500
 _MAX_DETAILS = 200
 """Maximum number of jobs with commands on the page: the first jobs, and those that need the user's action."""
 _MAX_ANSWERS = 8
-"""Maximum number of jobs whose answers to a prompt are shown side by side, the best ones."""
+"""Maximum number of jobs whose answers to a prompt are shown side by side. The best jobs are chosen."""
 _MAX_RUNS = 5
 """Maximum number of runs that are shown. If a folder was resumed more often, only its last runs are shown."""
 _CURVES = ("loss", "validation", "accuracy")
@@ -74,12 +74,13 @@ _NUMBERS = (
 """Columns of numbers: pairs of an attribute of `JobView` and the heading of the column."""
 _STOPPED = ("failed", "cancelled", "paused", "interrupted")
 _MIN_SAVED = 0.05
-"""Minimum share of saved time that is reported. A smaller share is within the error of the time model."""
+"""Minimum fraction of saved time that is reported. Smaller fractions are within the error of the time
+model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One cell of the table: a short text, and a complete text that is shown when the pointer is on it."""
+    """A cell of the table: a short text, and the complete text that is shown on hover."""
 
     key: str
     text: str
@@ -94,7 +95,7 @@ class Number:
     value: float | None = None
     detail: str = ""
     colour_class: str = ""
-    """`good` or `worse`, for the colour of the text."""
+    """CSS class that colours the text: `good` or `worse`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

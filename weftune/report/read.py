@@ -45,7 +45,7 @@ class MetricLine:
     tokens: int = 0
     """Number of tokens that the loss is averaged over; 0 if the folder does not say."""
     accuracy: float | None = None
-    """Share of held-out tokens for which the model's most likely token is correct."""
+    """Fraction of held-out tokens for which the model's most likely token is correct."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Maps the name of each metric, except the loss, to its value. The names have no prefix `eval_`."""
 
@@ -122,12 +122,12 @@ class Run:
 
     @property
     def trials(self) -> frozenset[str]:
-        """The jobs that belong to a sweep."""
+        """Names of the jobs that are trials of a sweep."""
         return frozenset(trial.name for sweep in self.sweeps for trial in sweep.trials)
 
     @property
     def dropped(self) -> frozenset[str]:
-        """The trials that were dropped from their sweep before their end; this is not a failure."""
+        """Names of the trials that were dropped from their sweep. They do not count as failures."""
         return frozenset(
             trial.name for sweep in self.sweeps for trial in sweep.trials if trial.state == "left"
         )
@@ -232,10 +232,10 @@ def _read_curves(lines: list[Mapping[str, Any]]) -> tuple[dict[str, Curve], dict
             # These are losses of other weights than the trained ones, so they are no points of the curve.
             continue
         if "eval_loss" not in line and steps and step <= steps[-1].step:
-            _drop_lines_from(step, steps)
-            _drop_lines_from(step, evaluated)
+            _drop_repeated_lines(step, steps)
+            _drop_repeated_lines(step, evaluated)
         if "eval_loss" in line:
-            _drop_lines_from(step, evaluated)
+            _drop_repeated_lines(step, evaluated)
             evaluated.append(
                 MetricLine(
                     step=step,
@@ -266,7 +266,7 @@ def _line_numbers(line: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str,
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _drop_lines_from(step: int, curve: Curve) -> None:
+def _drop_repeated_lines(step: int, curve: Curve) -> None:
     while curve and curve[-1].step >= step:
         curve.pop()
 
@@ -401,7 +401,7 @@ def _phase_seconds(value: Any) -> float:
 
 
 def _as_number(value: Any) -> float | None:
-    """Return the value if it is a finite number, else None: `json` accepts NaN and 1e400."""
+    """Return the value if it is a finite number, and None otherwise. `json` also parses NaN and 1e400."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)

@@ -37,7 +37,7 @@ def base_spec(job: JobRecord, run: Run) -> BaseSpec | None:
 
 
 VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
-"""Allowed values of vLLM's --max-lora-rank; the first is its default."""
+"""Allowed values of vLLM's `--max-lora-rank`, beginning with the default."""
 UNSERVED_KEYS = (
     "use_dora",
     "rank_pattern",
@@ -215,6 +215,6 @@ def _is_divergence(reason: str) -> bool:
 
 
 def _lower_learning_rate(learning_rate: Any) -> str:
-    """Return a tenth of the job's own learning rate."""
+    """Return a tenth of the given learning rate, as text."""
     known = isinstance(learning_rate, int | float) and learning_rate > 0
     return f"{learning_rate / 10:g}" if known else "1e-5"

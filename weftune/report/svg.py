@@ -69,8 +69,8 @@ def thin_points(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ..
 UNITS = 1000
 """Width and height of a plot in its own coordinates."""
 LOG_RATIO = 10
-"""Ratio of the largest value to the median above which an axis is logarithmic: on a linear axis the other
-values would share a tenth of the height."""
+"""Ratio of the largest value to the median above which an axis is logarithmic. On a linear axis, all other
+values would be in a tenth of the height."""
 MAX_TICKS = 6
 DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "7 3 2 3"}
 
@@ -122,9 +122,9 @@ class Series:
     group: str = ""
     """Name of a group whose series are shown and hidden together by a button of the legend."""
     tooltips: Sequence[str] = ()
-    """Text that the pointer shows at each point instead of its numbers."""
+    """Text that is shown on hover at each point, instead of its numbers."""
     ignores_pointer: bool = False
-    """Whether the pointer ignores the series."""
+    """Whether no value of the series is shown on hover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Figure:
     """Whether the names of the series are shown above the plot."""
     height: int = 260
     unit: str = ""
-    """Unit after a value that the pointer shows."""
+    """Unit of the values that are shown on hover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +341,7 @@ def _series_html(figure: Figure, series: Series) -> Markup:
 
 
 def _svg_path(points: Sequence[tuple[str, str] | None]) -> str:
-    """Return the moves and lines of an SVG path; a gap begins a new line."""
+    """Return the commands of an SVG path through the points. A gap begins a new line."""
     text, pen_down = [], False
     for place in points:
         if place is not None:

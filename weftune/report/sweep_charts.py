@@ -45,7 +45,8 @@ _LEAST_RATIO = 4
 _RUNG_COLOURS = ("#b3bac6", "#7c98cf", "#3b7ddd")
 """Colours of the rungs, from the first rung to the last step."""
 _FURTHEST = 6
-"""Multiple of the median's distance from the best beyond which values are drawn at the axis' end."""
+"""Values are outliers, drawn at the end of the axis, if their distance from the best is more than this
+multiple of the median's distance."""
 _FEWEST = 6
 """Minimum number of values from which outliers are determined."""
 
@@ -231,8 +232,8 @@ def _result_axis(label: str, span: tuple[float, float], *, allows_log_scale: boo
 
 
 def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Scale) -> Series | None:
-    """Return the points of the trials that were measured at a rung. A value beyond the axis is drawn at the
-    end of the axis."""
+    """Return the points of the trials that were measured at a rung. Values outside the range of the axis are
+    drawn at its end."""
     is_last = rung == count - 1
     found = [
         (trial, flat_trial_values(trial).get(key), value)
@@ -306,7 +307,8 @@ def _is_log(sorted_values: Sequence[float]) -> bool:
 def _spaced_ticks(
     min_value: float, max_value: float, candidates: Iterable[float], log: bool
 ) -> tuple[float, ...]:
-    """Return the range's ends and all `candidates` that are not too close to the ends or to each other."""
+    """Return ticks: both ends of the range, and the `candidates` that are not too close to the ends or to
+    each other."""
     along = math.log if log else float
     least = _TICKS_APART * (along(max_value) - along(min_value))
     found = [min_value]

@@ -1,4 +1,4 @@
-"""The section of the report about a sweep: records of formatted text, not yet escaped."""
+"""The section of the report about a sweep, as records of formatted text that is not escaped yet."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from weftune.report.page import JobView
 
 _OPEN_TRIALS = 10
-"""Number of trials that are always shown. If there are more than `_FEW_TRIALS` trials, all further trials are
+"""Number of trials that stay visible if there are more than `_FEW_TRIALS` trials. The others are
 collapsed."""
 _FEW_TRIALS = 14
 SEARCHES = {"grid": "grid", "random": "random search", "tpe": "TPE"}
@@ -86,7 +86,7 @@ class SweepView:
     winners: list[tuple[str, str, str]]
     """Link relative to the page, folder and score of each winner."""
     snippet: str
-    """Python that loads the best adapter; empty before the sweep has ended, as is `command`."""
+    """Python code that loads the best adapter. Empty until the sweep has ended, as is `command`."""
     command: str
 
 

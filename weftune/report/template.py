@@ -21,7 +21,7 @@ from weftune.report.words import split_breakable
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One headline number of a page."""
+    """A number that is shown prominently at the top of a page."""
 
     label: str
     value: str

@@ -58,8 +58,8 @@ _REDRAW_SECONDS = 0.1
 _DRAW_SHARE = 0.05
 """Maximum share of the time that is spent on drawing: a frame with many rows takes long to draw."""
 _MANY = 64
-"""Number of jobs above which output without a terminal has lines about all jobs together; lines about single
-jobs would fill a log and slow down training."""
+"""Maximum number of jobs for which output without a terminal has lines about single jobs. With more, such
+lines would fill a log and slow down training, so lines are about all jobs together."""
 _TOGETHER_SECONDS = 10.0
 """Seconds between two lines about all jobs."""
 _STOPPED = ("failed", "paused", "cancelled")
@@ -237,7 +237,7 @@ class LiveView:
         return replace(record, trials=trials)
 
     def _use_trial_state(self, row: JobRecord) -> JobRecord:
-        """Return the row with a trial's state in its sweep, if that is more specific than the job's state."""
+        """Return the row with the trial's state in its sweep, if that says more than the job's state."""
         state = trial_state_text(self._trials.get(row.name, ""))
         if state in TRIAL_STYLES and row.state in ("queued", "cancelled", "succeeded"):
             return replace(row, state=cast("State", state))
@@ -320,7 +320,7 @@ def _state_style(state: str) -> str:
 
 
 def _sweep_lines(record: SweepRecord) -> list[str]:
-    """Return one line each about the trials' states, the rungs and the leaders of a sweep."""
+    """Return lines about the trials' states, about the rungs, and about the leading trials of a sweep."""
     seats = " · ".join(f"{count} {trial_state_text(state)}" for state, count in counts(record).items())
     rungs = " · ".join(rung_sentence(row) for row in rung_rows(record)[-3:])
     first = leaders(record, _LEADERS)
@@ -332,7 +332,8 @@ def _sweep_lines(record: SweepRecord) -> list[str]:
 
 
 def _reason_lines(rows: Sequence[JobRecord]) -> list[Text]:
-    """Return a line per job that failed, stopped or waits; jobs that need the user's action come first."""
+    """Return a line for each job that failed, stopped or waits. Jobs that need the user's action come
+    first."""
     stopped = ("failed", "paused")
     told = sorted((row for row in rows if row.reason), key=lambda row: row.state not in stopped)[:_REASONS]
     return [

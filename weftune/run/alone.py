@@ -1,5 +1,5 @@
-"""The decisions of a run with a single worker, which holds the whole base: which optimizer steps are made,
-and which events are reported."""
+"""Decisions of a run with a single worker, which holds the whole base: the optimizer steps that are made, and
+the events that are reported."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Alone:
     # -- Steps -------------------------------------------------------------------------------------------
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]:
-        """Make the optimizer steps of several jobs, which the Program lists one after another, together."""
+        """Make consecutive optimizer steps of several jobs together."""
         if self._adapters.needs_previous_outcome:
             yield from self.finish_steps()
         requests = [

@@ -28,7 +28,7 @@ from weftune.run.stream.travelling_adapters import TravellingAdapters
 from weftune.run.stream.weights import ResidentWeights, StreamedWeights
 
 Agrees = Callable[[AdapterState, ActionTimer, Shards | None], Agreement]
-"""A function that returns the worker's `Agreement`: who decides on optimizer steps and events."""
+"""Function that returns the worker's `Agreement`, which decides on optimizer steps and events."""
 
 
 def resident_executor(
@@ -44,10 +44,10 @@ def resident_executor(
     fuses_layers: bool | None = None,
 ) -> Executor:
     """Return an executor for a base that stays on its device, or for this worker's one stage or shard of the
-    base. `team` is given for a shard. If `graphs`, passes are captured as CUDA graphs where possible, at once
-    if `captures_early`, and otherwise only where that saves time. `make` is the function that updates
-    adapters whose master weights and moments are in host memory. `fuses_layers` says whether layers run as
-    fused ops; None fuses them where kernels make that faster."""
+    base. `team` is given for a shard. With `graphs`, passes are captured as CUDA graphs where possible:
+    immediately with `captures_early`, and otherwise only where that saves time. `make` is the function that
+    updates adapters whose master weights and moments are in host memory. `fuses_layers` says whether layers
+    run as fused ops; None fuses them where kernels make that faster."""
     part = part or one_device_layout(base.shape.layers).for_worker(0)
     shards = None if team is None else Shards(base, team)
     adapted = AdaptedBase(base, route, fuses_layers, team)

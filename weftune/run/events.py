@@ -30,7 +30,7 @@ class Evaluated:
     loss: float
     tokens: int
     token_accuracy: float | None
-    """Share of supervised tokens that were predicted. None if no token is supervised."""
+    """Fraction of the supervised tokens that were predicted correctly. None if no token is supervised."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Maps the name of each metric of the job's objective to its mean over the held-out rows."""
 

@@ -205,8 +205,8 @@ class Executor:
         overdue: Callable[[], bool] = lambda: False,
     ) -> Iterator[Event]:
         """Run every action of the Program and yield events. Microbatches that the window leaves in flight are
-        kept for the next window. Once `stop` returns True, the run ends as soon as no global batch is
-        unfinished. If that takes too long, or if `overdue` returns True, nothing more is computed and
+        kept for the next window. After `stop` returns True, the run ends as soon as no global batch is
+        unfinished. If that takes too long, or if `overdue` returns True, the run ends immediately and
         unfinished global batches are dropped."""
         self._check_program(program)
         with self.adapted.on_stream():
@@ -392,7 +392,7 @@ class Executor:
             h_TD = self.overlapped.end_forward(visit)
         else:
             keep = last or self.part.layout.is_pipeline
-            h_TD = self.passes.forward(visit, flight, self._input(visit), keep)
+            h_TD = self.passes.forward(visit, flight, self._stage_input(visit), keep)
         if last:
             leaf_TD, program = h_TD.detach().requires_grad_(), self._program
             flight.scores = self.scorer.score(leaf_TD, flight.laid, program.supervised, program.sample_counts)
@@ -415,7 +415,7 @@ class Executor:
         else:
             scores = flight.scores if stage == self._last_stage else None
             dh_TD = scores.gradient_TD(self.dead) if scores else self.activations.take_gradient(visit)
-            dinput_TD = self.passes.backward(visit, flight, self._input(visit), dh_TD)
+            dinput_TD = self.passes.backward(visit, flight, self._stage_input(visit), dh_TD)
         self.adapters.record_backward(stage, flight.pass_times.plan.jobs)
         if dinput_TD is not None:
             self.activations.drop(visit)
@@ -432,7 +432,7 @@ class Executor:
         flight = self._find_in_flight(visit, type(action))
         self._prepare_stage(visit.stage, plan, before_backward=False)
         if flight is not None:
-            input_TD = self._input(visit)
+            input_TD = self._stage_input(visit)
             h_TD = self.passes.evaluate(visit, flight, input_TD)
             if input_TD is not None:
                 self.activations.drop(visit)
@@ -475,7 +475,7 @@ class Executor:
         if self.weights.make_readable(stage) or waited:
             self._timer.start()
 
-    def _input(self, visit: StageVisit) -> Tensor | None:
+    def _stage_input(self, visit: StageVisit) -> Tensor | None:
         return self.activations.read(visit) if visit.stage else None
 
     def _collect_losses(self, flight: InFlight) -> None:
@@ -511,7 +511,7 @@ class Executor:
     def _find_sample_keys(self, plan: MicrobatchPlan) -> SampleKeys | None:
         """Return the keys and values of the long sample of which the microbatch is a chunk. None if it is not
         a chunk."""
-        if (sample := self._program.sample_of(plan)) is None:
+        if (sample := self._program.whole_sample(plan)) is None:
             return None
         segment = plan.segments[0]
         key = segment.job, segment.step, sample.offset
@@ -529,7 +529,7 @@ class Executor:
         return to_device_microbatch(self._fetch(plan, kind), plan.rows, base.device, base.shape.context)
 
     def _prepare_next(self, number: int) -> None:
-        """Prepare the next microbatch while the GPU computes. Later, an optimizer step makes the host
+        """Prepare the next microbatch while the GPU computes, before an optimizer step makes the host
         wait."""
         self._next = None
         if (
@@ -571,8 +571,8 @@ class Executor:
 
 
 def max_rows_in_flight(program: Program, worker: int = 0) -> int:
-    """Return the maximum number of rows in flight on a worker at a time: those of microbatches between their
-    first forward and their last backward."""
+    """Return the maximum number of rows in flight on a worker at any time. Microbatches are in flight between
+    their first forward and their last backward."""
     actions = program.devices[worker]
     first = min((one.stage for one in actions if isinstance(one, Forward)), default=0)
     rows = max_rows = 0

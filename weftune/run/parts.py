@@ -63,7 +63,7 @@ class Agreement(Protocol):
         """End a window. `waited` is the time that the device has waited for weights since the run began."""
 
     def without_failed_jobs(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """Return the part of a planned microbatch that this worker computes: without the rows of failed jobs,
+        """Return the part of a planned microbatch that this worker computes. Rows of failed jobs are left out
         if no other worker depends on them."""
 
     def receive(self, action: Recv) -> Tensor: ...
@@ -106,8 +106,8 @@ class Agreement(Protocol):
         is the error's message."""
 
     def end_early(self) -> bool:
-        """Stop computing before the window's end, because a stop was requested. Return True if the window
-        ends now, and False if other workers still wait for tensors from this worker."""
+        """Stop computing before the end of the window. Return True if the window ends now, and False if other
+        workers still wait for tensors from this worker."""
 
 
 def fetch_from(program: Program, microbatches: Mapping[int, Microbatch]) -> Fetch:

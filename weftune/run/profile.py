@@ -157,7 +157,7 @@ def _shallow_base(
 
 
 class _Peaks:
-    """The peak bytes in use since the profile began, less the bytes in use before.
+    """The peak bytes in use since the start of the profile, minus the bytes in use before it.
 
     An allocator reuses freed memory, so the peak of a pass is measured only if it exceeds all earlier peaks.
     It then equals the peak of a process that runs no larger pass.
@@ -171,7 +171,7 @@ class _Peaks:
         self._highest = 0
 
     def excess_bytes(self, known_bytes: int) -> int:
-        """Return by how many bytes a new peak exceeds `known_bytes`, or 0 if there has been no new peak."""
+        """Return the bytes by which a new peak exceeds `known_bytes`, or 0 if there has been no new peak."""
         highest = peak_bytes(self._device) - self._before if self._counts else 0
         risen, self._highest = highest > self._highest, max(highest, self._highest)
         return max(0, highest - known_bytes) if risen else 0

@@ -35,7 +35,7 @@ LOADED, ABSENT = "has already been loaded", "cannot be found"
 """Words in vLLM's errors for loading an adapter that is already loaded, and for unloading an adapter that is
 not loaded."""
 
-Tell = Callable[[str, str, Literal["info", "warn"], bool], None]
+Notify = Callable[[str, str, Literal["info", "warn"], bool], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class Announcer:
     owners.
     """
 
-    def __init__(self, url: str, base: BaseSpec, jobs_folder: Path, notify: Tell) -> None:
-        self._url, self._base, self._jobs_folder, self._tell = url, base, jobs_folder, notify
+    def __init__(self, url: str, base: BaseSpec, jobs_folder: Path, notify: Notify) -> None:
+        self._url, self._base, self._jobs_folder, self._notify = url, base, jobs_folder, notify
         self._notices: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
         """Notices in the order in which they are sent. None ends the thread."""
         self._deleted: set[str] = set()
@@ -96,23 +96,23 @@ class Announcer:
         if job in self._deleted:
             return
         if vllm_rank(self._base, folder) is None:
-            self._tell(
+            self._notify(
                 job, "The adapter is not announced to vLLM, which loads no such adapter", "info", False
             )
             return
         status = self._send_notice(notice, {"lora_path": str(folder)}, LOADED)
         if status == 200:
-            self._tell(job, f"vLLM answers with the adapter as {notice.model}", "info", True)
+            self._notify(job, f"vLLM answers with the adapter as {notice.model}", "info", True)
         elif status is not None:
-            self._tell(job, _failure_text(status), "warn", False)
+            self._notify(job, _failure_text(status), "warn", False)
 
     def _unload_adapter(self, notice: Notice) -> None:
         status = self._send_notice(notice, {}, ABSENT)
         if status == 200:
-            self._tell(notice.job, "vLLM does not answer with the deleted adapter", "info", False)
+            self._notify(notice.job, "vLLM does not answer with the deleted adapter", "info", False)
         elif status is not None:
             # It counts as loaded, so that the next start tries again.
-            self._tell(notice.job, _failure_text(status), "warn", True)
+            self._notify(notice.job, _failure_text(status), "warn", True)
 
     def _send_notice(self, notice: Notice, values: Mapping[str, str], ignored_error: str) -> int | None:
         """Send a notice until vLLM accepts or refuses it. Return the HTTP status: 200 also if the response

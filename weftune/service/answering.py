@@ -104,8 +104,8 @@ class AnsweringBase:
         prompt that the chat template refuses."""
         if self._refusal:
             raise ChatError(self._refusal, "unavailable")
-        folder, size = self._folder_of(request)
-        decodes, encodes = self._tokenizer_of(folder)
+        folder, size = self._locate_adapter(request)
+        decodes, encodes = self._load_tokenizers(folder)
         if request.prompt is not None:
             tokens = prompt_tokens(encodes, request.prompt, is_plain_text=True)
         else:
@@ -113,7 +113,7 @@ class AnsweringBase:
             tokens = prompt_tokens(encodes, messages)
         return ChatPrompt(tokens, decodes, folder, size)
 
-    def _folder_of(self, request: ChatRequest) -> tuple[Path | None, int]:
+    def _locate_adapter(self, request: ChatRequest) -> tuple[Path | None, int]:
         """Return the folder of an adapter and its bytes on the device."""
         if request.job is None or (request.step is None and request.job in self._adapted.banks.attached):
             return None, 0
@@ -128,7 +128,9 @@ class AnsweringBase:
             ) from error
         return folder, values * self._adapted.base.dtype.itemsize
 
-    def _tokenizer_of(self, folder: Path | None) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]:
+    def _load_tokenizers(
+        self, folder: Path | None
+    ) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]:
         files = [] if folder is None else [folder / name for name in TOKENIZER_FILES]
         digest = hashlib.sha256()
         for path in files:

@@ -129,7 +129,7 @@ class ServiceInbox:
             return []
         return self._enter_job(submission)
 
-    def _run_command(self, command: Command, is_of_sweep: bool = False) -> list[Request]:
+    def _run_command(self, command: Command, is_sweep_command: bool = False) -> list[Request]:
         """Translate a command into requests to the loop. Commands that the loop does not handle, such as
         deletions, are applied here. A command for a sweep applies to each of its trials."""
         name, id = command.job, str(command.number)
@@ -138,7 +138,9 @@ class ServiceInbox:
             submission = self._requests.submission(None, name)
             if submission is not None and submission.is_sweep:
                 commands = [replace(command, job=one) for one in self._requests.trial_ids([name])[name]]
-                return [request for one in commands for request in self._run_command(one, is_of_sweep=True)]
+                return [
+                    request for one in commands for request in self._run_command(one, is_sweep_command=True)
+                ]
             if submission is None or command.verb not in ("cancel", "pause"):
                 return []
             self._store.admit_submission(submission)
@@ -146,7 +148,7 @@ class ServiceInbox:
         assert row is not None
         if row.state.ended:
             if command.verb == "delete":
-                self._delete(name)
+                self._delete_adapter(name)
             return []
         if command.verb == "priority":
             self._store.set_priority(name, int(command.value))
@@ -155,7 +157,7 @@ class ServiceInbox:
                 case "cancel":
                     return [Cancel(id, name)]
                 case "pause":
-                    return [Pause(id, name, with_sweep=is_of_sweep)]
+                    return [Pause(id, name, with_sweep=is_sweep_command)]
                 case "resume":
                     return [Resume(id, name)]
                 case "priority":
@@ -178,7 +180,7 @@ class ServiceInbox:
                 return self._enter_job(submission)
         return []
 
-    def _delete(self, name: str) -> None:
+    def _delete_adapter(self, name: str) -> None:
         self._store.delete_model(name)
         delete_folder(self._store.output / name)
 

@@ -90,7 +90,7 @@ class Preparer:
     def _record_result(self, submission: Submission, done: Future[Any]) -> None:
         if done.cancelled() or self._closed.is_set():
             return
-        refusal = refusal_of(done.exception())
+        refusal = job_error(done.exception())
         log.info("%s: %s", submission.id, refusal["message"] if refusal else "its rows are tokenised")
         from weftune.service.store.database import StoreUnavailable
 
@@ -104,7 +104,7 @@ class Preparer:
                 return
 
 
-def refusal_of(error: BaseException | None) -> dict[str, Any] | None:
+def job_error(error: BaseException | None) -> dict[str, Any] | None:
     """Return an error of the preparation as the job's error in the API; None if there is no error."""
     if error is None:
         return None
@@ -127,7 +127,7 @@ def refusal_of(error: BaseException | None) -> dict[str, Any] | None:
 def check_file(path: Path, label: str, max_rows: int) -> int:
     """Run all checks on the rows that need no tokenizer, and return the number of rows."""
     from weftune.data.build import check, find_format
-    from weftune.data.formats import detect_format, row_kind_of
+    from weftune.data.formats import detect_format, row_kind_name
     from weftune.data.spec import DataSpec
     from weftune.data.tables import open_path
 
@@ -146,7 +146,7 @@ def check_file(path: Path, label: str, max_rows: int) -> int:
     spec = DataSpec(path=str(path))
     formats = (detect_format(row.value) for row in table.rows() if row.problem is None)
     first = next((found for found in formats if found is not None), None)
-    format = find_format(table, spec, row_kind_of(first))
+    format = find_format(table, spec, row_kind_name(first))
     check(replace(table, rows=count_rows), format, spec)
     return count
 

@@ -25,7 +25,7 @@ BYTES_PER_TOKEN = 4
 """Bytes of an uploaded file per token, for jobs whose rows have not been tokenised."""
 
 
-def policy_for(quotas: Quotas) -> FairShare:
+def make_policy(quotas: Quotas) -> FairShare:
     return FairShare(running_jobs=quotas.running_jobs, tokens_per_day=quotas.tokens_per_day)
 
 
@@ -79,7 +79,7 @@ def rank_queue(
         )
         for tenant in {row.tenant for row in rows} | {job.tenant for job in new_jobs}
     }
-    return policy_for(settings.quotas).rank([*jobs, *new_jobs], usage, now)
+    return make_policy(settings.quotas).rank([*jobs, *new_jobs], usage, now)
 
 
 def _queued_job(

@@ -39,7 +39,7 @@ from weftune.service.chat import ChatServer
 from weftune.service.ids import AdapterName
 from weftune.service.inbox import ServiceInbox
 from weftune.service.job_store import ANNOUNCED, ServiceJobStore
-from weftune.service.queue_order import QUEUE, policy_for, queue_values
+from weftune.service.queue_order import QUEUE, make_policy, queue_values
 from weftune.service.settings import EPOCHS, Envelope, ServiceSettings
 from weftune.service.store.database import StoreUnavailable, open_requests, open_training
 from weftune.service.store.records import JobRow, LeaseLost, TrainingStore, process_name
@@ -152,7 +152,7 @@ class TrainingService:
         self.settings, self.training, self.requests = settings, training, requests
         self.store = ServiceJobStore(settings, training, end_process)
         self.inbox = ServiceInbox(requests, self.store, self.prepare)
-        self.policy = policy_for(settings.quotas)
+        self.policy = make_policy(settings.quotas)
         self._queue: dict[str, Any] = {}
         """Inputs of the policy when it ranked the jobs for the current window."""
         self.loop: Loop | None = None

@@ -99,7 +99,7 @@ class JobAnswers:
     def _is_complete(
         self, evaluations: Mapping[str, Evaluated], rounds: Mapping[Evaluation, frozenset[str]]
     ) -> bool:
-        """Return whether all evaluations of the round have arrived."""
+        """Return whether the evaluations of all jobs in the round have arrived."""
         first = next(iter(evaluations.values()))
         return rounds[first.job, first.step] <= evaluations.keys() | self._executor.dead
 
@@ -178,7 +178,7 @@ class JobAnswers:
     def _generate_answers(
         self, evaluations: Mapping[str, Evaluated], evaluated_trials: Collection[str]
     ) -> Mapping[str, list[str] | str]:
-        """Return a map from each job to its answers, or to the reason why it has no answers."""
+        """Return a mapping from each job to its answers, or to the reason why it has none."""
         try:
             return self._decode_prompts(evaluations, evaluated_trials)
         except Exception as error:

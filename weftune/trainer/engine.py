@@ -1,4 +1,4 @@
-"""The engine of a run: the base, loaded in the chosen layout, and the models that the loop plans with."""
+"""The engine of a run: the base, loaded in the chosen layout, and the time and memory models for planning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weftune.run.executor import Executor
 from weftune.run.measure.memory import set_memory_limit
 from weftune.run.workers.driver import Driver, open_pipeline
 from weftune.run.workers.messages import WorkerControl
-from weftune.run.workers.trace import Trace, timeline_of
+from weftune.run.workers.trace import Trace, make_timeline
 from weftune.trainer.machine import describe_machine, memory_warning, workers_per_device
 from weftune.trainer.options import Options
 
@@ -36,7 +36,8 @@ Price = Callable[[Program], float | None]
 
 
 class TimelineWatcher:
-    """An observer of windows that several workers run; it traces all of them and charts the last one."""
+    """An observer of windows that several workers run. It records a trace of all windows and a timeline of
+    the last one."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -56,7 +57,7 @@ class TimelineWatcher:
         self._trace.add(program, reports)
         if self._predicted is not None and not any(report.shortage for report in reports):
             self._timelines = Timelines(
-                foreseen=self._predicted, measured=prepare_timeline(timeline_of(reports), program)
+                foreseen=self._predicted, measured=prepare_timeline(make_timeline(reports), program)
             )
 
     def close(self, output: Path) -> None:
@@ -72,14 +73,14 @@ class Engine:
     initial_cost_model: CostModel
     """Time model before any window of this run has been measured."""
     timeline: TimelineWatcher | None = None
-    """Observer of the windows of several workers."""
+    """Object that records the timelines of windows. None if a single worker trains."""
     final_notes: Callable[[float], Sequence[str]] = lambda seconds: ()
     """Function that maps the total seconds of all windows to sentences for the end of the run."""
     pacing: Callable[[], Pacing | None] = lambda: None
     """Function that returns the measured speeds of a pipeline's stages; None without a pipeline."""
     price: Callable[[JobShapes], Price | None] = lambda shapes: None
-    """Function that maps the attached jobs to a predictor of windows if several workers share a window;
-    otherwise to None, and the learned model predicts them."""
+    """Function that returns a predictor of the time of windows for the attached jobs, or None if the learned
+    time model predicts it, as with a single worker."""
     other_peak_bytes: Callable[[], Sequence[int]] = tuple
     """Function that returns the peak bytes in use on each other worker."""
     deterministic: bool = False
@@ -170,7 +171,8 @@ def _add_notes(engine: Engine) -> Engine:
 
 
 def _price_function(driver: Driver, choice: LayoutChoice, shapes: JobShapes) -> Price:
-    """Return a predictor based on the measured passes of the stages, at first on the profile."""
+    """Return a predictor of the time of windows. It uses the measured passes of the stages or, before any are
+    measured, the profile."""
 
     def price(program: Program) -> float | None:
         if driver.paces.measured:

@@ -41,7 +41,8 @@ from weftune.jobs.store.job_file import read_job_file, recorded_data
 
 Into = Literal["dequantised", "original"]
 INTO: tuple[Into, ...] = get_args(Into)
-"""The weights of a quantised base that an adapter can be merged into."""
+"""Weights of a quantised base into which an adapter can be merged: the original ones, or the dequantised
+ones."""
 
 
 def write_portable(folder: Path, target_folder: Path) -> int:
@@ -114,7 +115,7 @@ def read_finished_kind(folder: Path) -> PlainKind:
 
 
 def refuse_outside_links(folder: Path) -> None:
-    """Refuse links that lead out of the folder: the export would contain copies of files from elsewhere."""
+    """Refuse links that lead out of the folder, since the export would contain copies of other files."""
     root = folder.resolve()
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and path.is_file() and not path.resolve().is_relative_to(root):
@@ -167,8 +168,8 @@ def fix_generation_config(model: PreTrainedModel) -> None:
 
 
 def merged_losses(folder: Path, base: BaseSpec, dtype: Dtype | None = None) -> dict[str, float]:
-    """Return the mean loss per supervised token of the merged adapter on the job's held-out rows, for each
-    kind of weights it can be merged into; empty if the rows are no longer known."""
+    """Return the mean loss per supervised token on the job's held-out rows, for each kind of weights into
+    which the adapter can be merged. Empty if the rows are not known."""
     samples = evaluation_rows(folder, base)
     if samples is None:
         return {}

@@ -53,8 +53,8 @@ class PreparedJob:
     evaluation of the base."""
 
     reference_data: Prepared | None = None
-    """The samples as the reference policy reads them: without virtual tokens unless the job starts from an
-    adapter. None if the objective needs no reference policy."""
+    """Samples for the reference policy. They have no virtual tokens unless the job starts from an adapter.
+    None if the objective needs no reference policy."""
     prompts: HeldOutPrompts | None = None
     """Held-out prompts that the job answers at each evaluation. None if it generates no answers."""
 
@@ -87,7 +87,7 @@ class PreparedJob:
         return self.curriculum.job_window(step, rounds, is_first_window, self.limit)
 
     def base_window(self, step: int) -> JobWindow:
-        """Return a part of a window: the base without adapters, evaluated on the held-out samples."""
+        """Return a part of a window that only evaluates the base without adapters on the held-out samples."""
         data = replace(self.data, evaluation=self.base_samples)
         planned = replace(self.curriculum, data=data, evaluate_at=frozenset(), save_at=frozenset())
         return planned.job_window(step, 0, is_first_window=True)
@@ -103,7 +103,8 @@ class PreparedJob:
         return self.recipe.steps if self.limit is None else self.limit
 
     def is_requested_evaluation(self, step: int) -> bool:
-        """Whether an evaluation at this step counts for the job's best weights and its early stop."""
+        """Return whether an evaluation at this step counts for the job's best weights and its early
+        stopping."""
         return self.requested_evaluations is None or step in self.requested_evaluations
 
     @property

@@ -110,7 +110,8 @@ class Journal:
         )
 
     def record_kept_loss(self, job: PreparedJob, progress: Progress) -> None:
-        """Record the validation loss of the adapter that a job would keep now, and its best loss so far."""
+        """Record the validation loss of the adapter that a job would keep if it ended now, and the job's best
+        loss so far."""
         keeps_best = job.spec.keep == "best"
         kept = progress.best_loss if keeps_best else progress.evaluated_loss
         score = progress.best_score if keeps_best else progress.evaluated_score
@@ -187,7 +188,7 @@ class Journal:
         self._try_write(lambda: replace_file(self.store.records / name, content))
 
     def read_learned(self) -> Any:
-        """Return the learned time and memory models saved in this output; None if none can be read."""
+        """Return the fitted time and memory models that this output contains. None if they cannot be read."""
         try:
             return json.loads((self.store.records / LEARNED).read_bytes())
         except (OSError, ValueError):
@@ -211,7 +212,7 @@ class Journal:
         self.view.update(self._rows[name])
 
     def forget_job(self, name: str) -> None:
-        """Delete the row that was last shown for a job that has ended."""
+        """Forget the row that was last shown for an ended job."""
         self._rows.pop(name, None)
 
     def flush(self) -> bool:

@@ -51,8 +51,8 @@ from weftune.trainer.windows import Windows
 
 Callback = Callable[[Stepped | Evaluated], None]
 Rank = Callable[[Sequence[JobShape], Sequence[JobShape]], Ranking]
-"""Function that selects, from the waiting and the attached jobs, those that may train now, and sets the
-priorities and the order of their admission."""
+"""Function that selects the waiting and attached jobs that may train now, and sets their priorities and their
+order of admission."""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,8 @@ class TimedWindow:
     steps: list[StateTime] = field(default_factory=list)
     save_times: list[StateTime] = field(default_factory=list)
     other_seconds: float = 0.0
-    """Seconds of the caller's callback and of a decoder's turns, which do not count for the window."""
+    """Seconds spent in the caller's callback and in the turns of a decoder. They do not count as time of the
+    window."""
 
 
 def lost_checkpoint_reason(store: JobStore, name: str, survey: checkpoint.CheckpointSurvey) -> str:
@@ -463,7 +464,7 @@ class Loop:
         return self.inbox.wait(stop)
 
     def _release_ended(self) -> None:
-        """Release the data of jobs that have ended, which are open files."""
+        """Release the data of ended jobs, which keep files open."""
         for name in [name for name in self.jobs if self.store.job(name).state.ended]:
             del self.jobs[name]
             self.journal.forget_job(name)
@@ -510,13 +511,15 @@ class Loop:
         return True
 
     def take_turn(self, action: Callable[[], object]) -> None:
-        """Let a decoder take a turn between two passes, whose seconds do not count for the window."""
+        """Call `action`, with which a decoder runs between two passes. Its seconds do not count as time of
+        the window."""
         began = time.monotonic()
         action()
         self._timed.other_seconds += time.monotonic() - began
 
     def _needs_first_evaluation(self, name: str) -> bool:
-        """Whether the job must be evaluated before its next step: at its start, or after an interruption."""
+        """Return whether the job must be evaluated before its next step, as at its start or after an
+        interruption."""
         job, progress = self.jobs[name], self.executor.attached[name].progress
         if name in self.executor.unfinished.steps:
             return False
@@ -528,7 +531,7 @@ class Loop:
 
     @contextmanager
     def _use_mean_weights(self) -> Iterator[None]:
-        """Use the mean weights of the trials that are being evaluated in the passes of a window."""
+        """Within the context, make passes read the mean weights of the trials that are being evaluated."""
         for name in self._judged:
             self.executor.use_mean_weights(name)
         yield
@@ -700,8 +703,8 @@ class Loop:
 
     @phase(Phase.SAVING)
     def _save_checkpoint(self, name: str, save: Callable[[str, Path], None]) -> None:
-        """Begin a checkpoint once the job's last one is complete, so that at any time all steps but those of
-        one `save_every` are in a complete checkpoint, however slow the disk is."""
+        """Begin a checkpoint after the job's last one is complete. However slow the disk is, a killed run
+        then loses at most the steps of one interval `save_every`."""
         began = time.monotonic()
         self.executor.finish_saves(name)
         self._handle_writes()
@@ -725,8 +728,8 @@ class Loop:
         self._handle_writes()
 
     def _pause_unsaved(self, unsaved: Unsaved) -> None:
-        """Pause a job whose checkpoint could not be written, so that no further training is lost. A job that
-        has made its last step is not paused: if its adapter can be written, it needs no checkpoint."""
+        """Pause a job whose checkpoint could not be written, so that no more training can be lost. A job that
+        has made its last step is not paused, since only its adapter must still be written."""
         name, training = unsaved.job, self.executor.attached.get(unsaved.job)
         if training is None or name in self._endings:
             return
@@ -758,7 +761,7 @@ class Loop:
             else:
                 self.journal.set_state(name, ending.state, ending.reason)
             if ending.leaves_sweep:
-                self.result_writer.drop_checkpoints_of(name)
+                self.result_writer.drop_job_checkpoints(name)
         if self._endings:
             self.journal.flush()
         if self._endings and self.base.device.type == "cpu":
@@ -767,7 +770,7 @@ class Loop:
         self._endings.clear()
 
     def _is_unfinished(self, names: Iterable[str]) -> bool:
-        """Whether the last window left a batch of one of these jobs unfinished."""
+        """Return whether the last window left a batch of one of these jobs unfinished."""
         return not self.executor.unfinished.steps.keys().isdisjoint(names)
 
     def _end_complete_jobs(self) -> None:
@@ -845,4 +848,4 @@ class Loop:
             self._set_ending(name, Ending(State.CANCELLED, reason, leaves_sweep=True))
             return
         self._remove_from_queue(name, State.CANCELLED, reason)
-        self.result_writer.drop_checkpoints_of(name)
+        self.result_writer.drop_job_checkpoints(name)

@@ -29,7 +29,8 @@ UNKNOWN_FLOPS, UNKNOWN_MEMORY, FILE_BANDWIDTH = 1e14, 1e12, 2e9
 """Operations per second and bytes per second of a GPU without a data sheet, and bytes per second of a disk,
 used if nothing may be measured."""
 WARNED_SHARE = 0.9
-"""Share of the planned memory that must be free; with less, a deterministic run prints a warning."""
+"""Minimum fraction of the planned memory that must be free. Otherwise a deterministic run prints a
+warning."""
 
 
 def describe_machine(
@@ -99,7 +100,8 @@ def launcher_machine(
 
 
 def _device_flops(is_required: bool) -> float | None:
-    """Return the operations per second in the data sheet of this machine's GPUs."""
+    """Return the peak FLOP/s of this machine's GPUs according to their data sheet. None if it is unknown, or
+    unless `is_required`."""
     speed = data_sheet_device_speed(on_gpu=True) if is_required else None
     return None if speed is None else speed.flops
 

@@ -51,7 +51,8 @@ class Options:
     profile: Path | None = None
     """File written by `weftune doctor --profile`. None uses the profile in the cache, if there is one."""
     staff: WorkerControl | None = None
-    """The other workers, if the base is split into stages; this process is the first worker."""
+    """Control of the other workers, if several hold the base together and this process is the first of
+    them."""
     deterministic: bool = False
     """Whether two runs of the same jobs on the same device give bitwise equal results."""
     share: int | None = None
@@ -63,9 +64,9 @@ class Options:
     pipeline: int | None = None
     """Number of stages, each in a process that `weftune train` starts; `AUTO` lets the planner choose."""
     replicas: int = 1
-    """Number of copies of the base, or of its stages, that share every batch."""
+    """Number of copies of the base, or of its stages, among which every batch is divided."""
     shards: int = 1
-    """Number of processes that hold a slice of every layer each; `AUTO` lets the planner choose."""
+    """Number of processes among which every layer is divided. `AUTO` lets the planner choose."""
     gpus: int | None = None
     """Number of shares of the jobs, each trained on one device that holds the base, or on as many devices as
     its stages, replicas and shards need. `ALL` means as many shares as the devices suffice for."""
@@ -74,7 +75,7 @@ class Options:
     """Mechanisms of the planner, some of which may be left out to compare plans. None means all of them."""
 
     def __post_init__(self) -> None:
-        """Refuse options that exclude each other."""
+        """Raise an error if options exclude each other."""
         number = "all" if self.gpus == ALL else self.gpus
         if self.gpu_memory is not None and (self.gpus is not None or self.replicas > 1):
             raise UserError(

@@ -26,21 +26,21 @@ from weftune.trainer.job import PreparedJob
 COPY = "references"
 """Name of the file among a job's checkpoints."""
 PROBED_ROWS = 64
-"""Number of rows of a weight whose hash identifies a base, together with the base's name."""
+"""Number of rows of a weight that are hashed to identify a base, in addition to its name."""
 
 
 @dataclass(slots=True)
 class _Unscored:
-    """Reference log-probabilities that are not all known, and the jobs that wait for them."""
+    """Reference log-probabilities of which some are not known yet, and the jobs that wait for them."""
 
     key: str
     """Key of the files: it identifies the samples and the base."""
     numbers: NDArray[np.float64]
-    """NaN for samples that are not scored yet."""
+    """Log-probability of each sample. NaN for samples that are not scored yet."""
     shared_file: Path | None
     """File for all jobs with the same reference policy. None if its adapter is not known."""
     copies: dict[str, Path] = field(default_factory=dict)
-    """Maps each job that waits to the file among its checkpoints."""
+    """Maps each waiting job to its file in the folder of its checkpoints."""
 
     def files(self) -> Iterator[Path]:
         if self.shared_file is not None:

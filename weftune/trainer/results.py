@@ -79,7 +79,7 @@ def read_retries(folder: Path) -> list[dict[str, Any]]:
 
 
 def add_retries(description: dict[str, Any], folder: Path, *more: Retry) -> dict[str, Any]:
-    """Return the description with the retries recorded in the job's folder, followed by `more`."""
+    """Return the content of job.yaml with the retries that the job's folder records, followed by `more`."""
     retries = [*read_retries(folder), *(retry.record() for retry in more)]
     return {**description, "retries": retries} if retries else description
 
@@ -164,7 +164,7 @@ def _changed_value_text(value: Any) -> str:
 
 
 def _overlaps_key(key: str, keys: Collection[str]) -> bool:
-    """Whether `keys` contains a dotted key, a section that contains it, or a key inside it."""
+    """Return whether `keys` contains a dotted key, a section that contains it, or a key inside it."""
     return any(one == key or f"{one}.".startswith(f"{key}.") or key.startswith(f"{one}.") for one in keys)
 
 
@@ -228,7 +228,7 @@ class TokenizerFiles:
 
 
 def prepare_result(job: PreparedJob | None, tokenizer: TokenizerFiles) -> None:
-    """Prepare the slow parts of writing a result that do not depend on the weights."""
+    """Do the slow parts of writing a result that do not depend on the weights in advance."""
     with suppress(ImportError):
         importlib.import_module("peft")
     tokenizer.files_with_template(job)
@@ -293,7 +293,8 @@ class Ending:
     state: State
     reason: str = ""
     leaves_sweep: bool = False
-    """Whether a trial leaves its sweep; then its checkpoints are deleted, since nothing resumes from them."""
+    """Whether the job is a trial that leaves its sweep. Its checkpoints are then deleted, since it never
+    resumes."""
 
 
 class ResultWriter:
@@ -381,7 +382,7 @@ class ResultWriter:
 
         return self._writer.write(snapshot, write)
 
-    def drop_checkpoints_of(self, name: str) -> None:
+    def drop_job_checkpoints(self, name: str) -> None:
         self._spent.append(name)
 
     def record_finished_writes(self) -> None:
@@ -396,7 +397,7 @@ class ResultWriter:
                 ending = Ending(State.PAUSED, reason)
             self._journal.set_state(name, ending.state, ending.reason)
             if ending.state is State.SUCCEEDED:
-                self.drop_checkpoints_of(name)
+                self.drop_job_checkpoints(name)
         if self._spent and (self._store.is_write_due() or not self._begun):
             # Deleted once the states are on disk: one write for all of them.
             if self._journal.flush():

@@ -59,7 +59,8 @@ class Sweeps:
         return replace(job, evaluate_at=job.evaluate_at | rungs, requested_evaluations=requested, limit=limit)
 
     def with_weight_means(self, job: PreparedJob) -> PreparedJob:
-        """Return the job with the weight means that its sweep's rungs evaluate, if any."""
+        """Return the job with the spans over which its weights are averaged, if its sweep compares trials by
+        mean weights."""
         sweep = self._sweep_of_trial.get(job.name)
         if sweep is None or not sweep.evaluates_mean_weights:
             return job
@@ -78,11 +79,12 @@ class Sweeps:
         return sweep is not None and name in sweep.resting
 
     def mark_resting(self, name: str) -> None:
-        """Record that the trial has been saved and detached, and waits for other trials."""
+        """Record that the trial was saved and detached, and now waits for other trials."""
         self._sweep_of_trial[name].resting.add(name)
 
     def is_awaited(self, name: str, step: int) -> bool:
-        """Whether the trial has reached a rung at this step whose metric is not recorded yet."""
+        """Return whether the trial must still be evaluated at this step, at which its sweep compares
+        trials."""
         sweep = self._sweep_of_trial.get(name)
         return sweep is not None and step == sweep.rungs.limit(name) and sweep.rungs.awaits_evaluation(name)
 
@@ -146,11 +148,11 @@ class Sweeps:
             sweep.finish()
 
     def stranded_trials(self) -> Iterator[tuple[str, str]]:
-        """Yield the trials that still wait at a rung when no job is attached, with the reason: a trial that
-        they wait for is paused. Nothing strands in a share, since the launcher trains its trials again."""
+        """Yield the trials that still wait for others when no job is attached, with the reason, such as a
+        paused trial. Yield none if the launcher decides about trials, since it trains them again."""
         for sweep in self.sweeps:
             for name in sorted(sweep.resting - sweep.rungs.ended.keys()) if sweep.decides else ():
-                step, other = sweep.rungs.limit(name), sweep.waiting_for()
+                step, other = sweep.rungs.limit(name), sweep.awaited_trial()
                 yield (
                     name,
                     f"waits at step {step} for {other}, which has not come as far; resume with "

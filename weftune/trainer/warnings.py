@@ -15,7 +15,7 @@ from weftune.run.training.state import StepOutcome
 UNIFORM_TOLERANCE = 1e-3
 """Relative distance from ln(vocabulary) within which all tokens count as equally likely."""
 VANISHED_GRADIENT = 1e-6
-"""Gradient norm up to which an adapter counts as no longer learning."""
+"""Maximum gradient norm for which an adapter counts as no longer learning."""
 LOSS_TOLERANCE = 1e-6
 """Relative difference below which two validation losses count as equal."""
 SLOW = 2.0
@@ -28,7 +28,8 @@ distorts shorter times."""
 
 
 def collapse_warning(outcome: StepOutcome, vocabulary: int) -> str:
-    """Return the warning for an optimizer step with uniform predictions and no gradient; empty otherwise."""
+    """Return a warning if predictions are uniform and there is no gradient at an optimizer step. Otherwise
+    empty."""
     uniform = math.log(vocabulary)
     if outcome.grad_norm > VANISHED_GRADIENT or abs(outcome.loss - uniform) > UNIFORM_TOLERANCE * uniform:
         return ""

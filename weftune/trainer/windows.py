@@ -1,4 +1,5 @@
-"""The planner of windows. Each is planned while the previous one runs, and again if it no longer fits."""
+"""The planner of windows. A window is planned while the previous one runs, and replanned if conditions have
+changed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from weftune.plan.cost.learned import Learned
 from weftune.plan.program.handover import Unfinished, unfinished_work
 from weftune.plan.program.program import Program, Recompute
-from weftune.plan.window.pace import WindowPace, rounds_within, shorten_windows
+from weftune.plan.window.pace import WindowPace, count_fitting_rounds, shorten_windows
 from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import Pacing, plan_window
 from weftune.trainer.engine import Engine
@@ -50,7 +51,7 @@ class WindowAhead:
     pace: WindowPace
     """Predictor of seconds, which limits the number of rounds in the window."""
     unfinished: Unfinished
-    """Batches that the current window was to leave unfinished."""
+    """Batches that the current window leaves unfinished if it runs as planned."""
     future: Future[PlannedWindow]
 
     def is_valid_for(
@@ -61,15 +62,15 @@ class WindowAhead:
         pace: WindowPace,
         unfinished: Unfinished,
     ) -> bool:
-        """Whether the same window would be planned under the present conditions. The pace matters only for
-        its number of rounds."""
+        """Return whether planning under these conditions would give the same window. The pace only determines
+        the number of rounds."""
         alike = (capacity, recompute, unfinished) == (self.capacity, self.recompute, self.unfinished)
         if not alike or not cursors.items() <= self.cursors.items():
             return False
         if pace == self.pace:
             return True
         planned = self.future.result()
-        return rounds_within(planned.job_windows, pace) == planned.rounds
+        return count_fitting_rounds(planned.job_windows, pace) == planned.rounds
 
 
 class Windows:
@@ -170,7 +171,7 @@ class Windows:
         ladder = self._executor.captures is not None and not recompute.tile_rows
         limits = self._choice.mechanisms.packing_limits
         program = plan_window(cut, layout, capacity, ladder, recompute, pacing, unfinished, limits)
-        return PlannedWindow(program, windows, rounds_within(windows, pace))
+        return PlannedWindow(program, windows, count_fitting_rounds(windows, pace))
 
     def _pacing(self, names: Iterable[str], capacity: int, recompute: Recompute) -> Pacing | None:
         """Return the options of a pipeline in which these jobs train, or None for other layouts."""

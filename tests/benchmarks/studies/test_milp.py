@@ -57,7 +57,7 @@ def test_solving_twice_gives_the_same_bins():
 @settings(max_examples=20, deadline=None)
 @given(instances(most=8))
 def test_the_solver_never_makes_a_packing_worse_and_proves_the_fewest_bins(case):
-    plain, solved = (pack(case, leave_room=True) for pack in (pack_instance, pack_with_solver))
+    plain, solved = (pack(case, leaves_room=True) for pack in (pack_instance, pack_with_solver))
     assert_legal(case, [list(chosen) for chosen in solved.bins])
     assert (solved.count, solved.least_rows) <= (plain.count, plain.least_rows)
     assert solved.is_optimal

@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 from tests.ops.lora.site_cases import flat
 from weftune.ops.experts import ExpertPart, ExpertSite, experts_output_reference
 from weftune.ops.lora.experts import lora_experts
-from weftune.ops.lora.table import Group, LowRank, SlotTable, bands_for
+from weftune.ops.lora.table import Group, LowRank, SlotTable, required_bands
 from weftune.ops.lora.tiling import ProductPlan
 
 
@@ -130,7 +130,7 @@ def got(case, device, wants_dx=True, times=1):
     for at, ((inputs, outputs), weight) in enumerate(zip(case.widths, made.frozen, strict=True)):
         aligned = all(width % 8 == 0 for width in (inputs, outputs))
         rank = max([16, *(job.ranks[at] for job in case.jobs)])
-        table = SlotTable.empty(["site"], room * case.experts, device, aligned, bands_for(rank))
+        table = SlotTable.empty(["site"], room * case.experts, device, aligned, required_bands(rank))
         for (site, number), pair in made.factors.items():
             if site == at:
                 totals[site, number] = flat([torch.zeros_like(one) for one in pair], torch.float32)

@@ -13,7 +13,7 @@ from weftune.ops import dropout
 from weftune.ops.dropout import step_key
 from weftune.ops.lora.products import Right
 from weftune.ops.lora.rows import Rows, SlotRows
-from weftune.ops.lora.table import ALIGNMENT, Group, LowRank, SlotTable, bands_for
+from weftune.ops.lora.table import ALIGNMENT, Group, LowRank, SlotTable, required_bands
 from weftune.ops.lora.tiled import backward, forward, lora_linear
 from weftune.ops.lora.tiled_kernels import ds
 from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, product_blocks
@@ -289,7 +289,7 @@ def attached(case: Case, made: Values, tile: int = 64) -> tuple[dict[int, list[L
     present = [job for job in case.jobs if job is not None]
     rank = max((job.rank for job in present), default=16)
     table = SlotTable.empty(
-        case.sites[: len(case.widths)], slots, device, aligned, bands_for(rank), case.first_input
+        case.sites[: len(case.widths)], slots, device, aligned, required_bands(rank), case.first_input
     )
     group = Group(
         case.columns,

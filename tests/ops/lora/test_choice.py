@@ -27,7 +27,7 @@ from weftune.ops.lora.choice import (
 )
 from weftune.ops.lora.choice_trial import JOBS, device_choices, synthetic_site
 from weftune.ops.lora.rows import Rows
-from weftune.ops.lora.table import Group, SlotTable, bands_for
+from weftune.ops.lora.table import Group, SlotTable, required_bands
 from weftune.ops.lora.tiling import ProductPlan, choose_tiling
 
 MACHINE = {
@@ -70,7 +70,7 @@ class Call:
         self.residual = torch.zeros(rows, outputs, device=device) if changes.pop("residual", False) else None
         names = [f"site{part}" for part in range(len(widths))]
         aligned = changes.pop("aligned", True)
-        table = SlotTable.empty(names, slots, torch.device(device), aligned, bands_for(rank))
+        table = SlotTable.empty(names, slots, torch.device(device), aligned, required_bands(rank))
         columns = tuple(pairwise(accumulate(widths, initial=0)))
         self.group = Group(columns, table, rank, changes.pop("drops", False))
         self.rows = Rows.empty(rows, slots, torch.device(device))

@@ -12,7 +12,7 @@ from tests.cases import call_side_by_side, some_of
 from tests.ops.lora.test_choice import Call
 from weftune.ops.lora.choice import choice_file, fastest_plan
 from weftune.ops.lora.choice_trial import device_choices, time_plans
-from weftune.ops.lora.tiling import ProductPlan, plans_for
+from weftune.ops.lora.tiling import ProductPlan, supported_plans
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +37,7 @@ def call(name):
 
 
 def plans(asked):
-    return plans_for(asked.weight, asked.group, DEVICE)
+    return supported_plans(asked.weight, asked.group, DEVICE)
 
 
 def timed(asked):

@@ -20,7 +20,7 @@ from tests.ops.lora.site_cases import (
 )
 from weftune.ops.lora import tiling
 from weftune.ops.lora.tiled import backward, forward
-from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, plans_for
+from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, supported_plans
 
 GPU = torch.device("cuda")
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -46,7 +46,7 @@ CASES = {
 def allowed(case):
     made = values(case)
     _, group, _ = attached(case, made)
-    return plans_for(frozen_weight(case, made).codes(), group, GPU)
+    return supported_plans(frozen_weight(case, made).codes(), group, GPU)
 
 
 def off(got, want):

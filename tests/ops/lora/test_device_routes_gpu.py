@@ -11,7 +11,7 @@ from benchmarks import device_routes
 from benchmarks.site_case import SiteAdapters, made_up_case
 from tests.ops.lora.site_cases import Case, Job, run
 from tests.ops.lora.test_tiled_gpu import BIG, no_worse_than_plain_torch
-from weftune.core.device_class import CLASSES, class_of, pretend_device_class
+from weftune.core.device_class import CLASSES, get_device_class, pretend_device_class
 from weftune.ops.experts import has_kernel
 
 pytestmark = [
@@ -35,7 +35,7 @@ CASES = {
 
 def runnable():
     """Classes whose instructions the GPU at hand has: it must have copy engines for theirs."""
-    own = class_of(torch.device("cuda", 0)) if torch.cuda.is_available() else CLASSES[-1]
+    own = get_device_class(torch.device("cuda", 0)) if torch.cuda.is_available() else CLASSES[-1]
     return [one for one in CLASSES if own.has_copy_engines or not one.has_copy_engines]
 
 

@@ -8,7 +8,7 @@ import torch
 from tests.cases import slow_but
 from tests.ops.lora.site_cases import Case, Job, attached, close, healthy_after, run, truth, values
 from weftune.ops import dropout
-from weftune.ops.lora.tiling import ProductPlan, candidate_plans, plans_for
+from weftune.ops.lora.tiling import ProductPlan, candidate_plans, supported_plans
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -101,7 +101,7 @@ def test_a_cpu_allows_only_the_orders_of_the_librarys_product():
     case = Case([Job(20, rank=4)], widths=(128,), features=128)
     made = values(case)
     _, group, _ = attached(case, made)
-    allowed = plans_for(made.weight.bfloat16(), group, torch.device("cpu"))
+    allowed = supported_plans(made.weight.bfloat16(), group, torch.device("cpu"))
     assert allowed == (ProductPlan.wide, ProductPlan.wide_beside)
     assert candidate_plans(made.weight, group, torch.device("cpu")) == (
         ProductPlan.wide,

@@ -7,7 +7,7 @@ import zlib
 import pytest
 import torch
 
-from weftune.ops.lora.table import BAND, Group, LowRank, SlotTable, bands_for
+from weftune.ops.lora.table import BAND, Group, LowRank, SlotTable, required_bands
 
 CPU = torch.device("cpu")
 SITES = ("model.q", "model.up", "k")
@@ -79,7 +79,7 @@ def test_experts_of_several_bands_are_seated_each_where_its_rows_begin():
 
 @pytest.mark.parametrize(("rank", "bands"), [(1, 1), (BAND, 1), (BAND + 1, 2), (2 * BAND, 2), (300, 3)])
 def test_bands_have_room_for_all_ranks(rank, bands):
-    assert bands_for(rank) == bands
+    assert required_bands(rank) == bands
 
 
 def test_addresses_are_those_of_whole_tensors_with_gradients_in_float32():

@@ -26,7 +26,7 @@ from weftune.ops import dropout
 from weftune.ops.lora import products
 from weftune.ops.lora.table import Group
 from weftune.ops.lora.tiled import backward, forward, lora_linear
-from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, plans_for
+from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, supported_plans
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +74,7 @@ def plans_of(case):
     """The orders that a case allows here."""
     made = values(case)
     _, group, _ = attached(case, made)
-    return plans_for(made.weight, group, GPU)
+    return supported_plans(made.weight, group, GPU)
 
 
 def no_worse_than_plain_torch(got, case, factor=2.0):

@@ -15,7 +15,7 @@ import torch
 from weftune.core import device_class
 from weftune.core.device_class import class_for_capability, pretend_device_class
 from weftune.ops.lora.rows import Rows
-from weftune.ops.lora.table import Group, SlotTable, bands_for
+from weftune.ops.lora.table import Group, SlotTable, required_bands
 from weftune.ops.lora.tiling import (
     KernelLaunch,
     ProductPlan,
@@ -23,9 +23,9 @@ from weftune.ops.lora.tiling import (
     candidate_plans,
     choose_tiling,
     parts_per_program,
-    plans_for,
     product_blocks,
     rank_block,
+    supported_plans,
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -37,7 +37,7 @@ ROOMY, NARROW = 163_840, 163_839
 def group_of(rank=8, widths=(4096,), drops=False, first=0):
     columns = tuple(pairwise(accumulate(widths, initial=first)))
     names = [f"site{part}" for part in widths]
-    return Group(columns, SlotTable.empty(names, 2, CPU, bands=bands_for(rank)), rank, drops)
+    return Group(columns, SlotTable.empty(names, 2, CPU, bands=required_bands(rank)), rank, drops)
 
 
 def tiled(rows=64, features=4096, dtype=HALF, programs=132, shared=ROOMY, piece=1024, **group):
@@ -324,13 +324,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", ALLOWED)
 def test_a_product_of_our_own_is_allowed_where_the_copy_engines_take_it(name, card):
-    assert plans_for(*ALLOWED[name], CUDA) == (*WIDE, *FUSED)
+    assert supported_plans(*ALLOWED[name], CUDA) == (*WIDE, *FUSED)
     assert candidate_plans(*ALLOWED[name], CUDA) == FUSED
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_elsewhere_the_librarys_product_is_taken(name, card):
-    assert plans_for(*REFUSED[name], CUDA) == WIDE
+    assert supported_plans(*REFUSED[name], CUDA) == WIDE
     assert candidate_plans(*REFUSED[name], CUDA) == WIDE
 
 

@@ -18,11 +18,11 @@ SMALL = Limits(max_exchanges=300, max_repackings=30)
 
 @settings(max_examples=100, deadline=None)
 @given(instances(most=16), st.booleans())
-def test_the_best_packing_is_legal_and_never_worse_than_best_fit(case, leave_room):
-    packing, greedy = pack_instance(case, leave_room, SMALL), pack_padded(case)
+def test_the_best_packing_is_legal_and_never_worse_than_best_fit(case, leaves_room):
+    packing, greedy = pack_instance(case, leaves_room, SMALL), pack_padded(case)
     assert_legal(case, [list(chosen) for chosen in packing.bins])
-    assert packing.lower_bound <= packing.count <= packing.greedy_count == len(greedy)
-    if leave_room and packing.count == len(greedy):
+    assert packing.lower_bound <= packing.count <= packing.greedy_bin_count == len(greedy)
+    if leaves_room and packing.count == len(greedy):
         assert packing.least_rows <= least_load(case, greedy)
     loads = [case.load(chosen) for chosen in packing.bins]
     assert loads == sorted(loads, reverse=True)
@@ -38,18 +38,18 @@ def test_what_is_called_proven_cannot_be_done_with_fewer(case):
 
 def test_a_packing_depends_on_nothing_but_its_input():
     lengths = [random.Random(1).randint(100, 1000) for _ in range(60)]
-    assert pack_best(lengths, 2048, leave_room=True) == pack_best(lengths, 2048, leave_room=True)
+    assert pack_best(lengths, 2048, leaves_room=True) == pack_best(lengths, 2048, leaves_room=True)
 
 
 def test_room_is_left_in_the_last_microbatch_where_it_is_asked_for():
     lengths = [45, 40, 40, 35, 25, 25, 10]
-    assert pack_best(lengths, 90, leave_room=True).least_rows == sum(lengths) - 2 * 90
+    assert pack_best(lengths, 90, leaves_room=True).least_rows == sum(lengths) - 2 * 90
     assert pack_best(lengths, 90).least_rows > sum(lengths) - 2 * 90
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_any_number_of_processes_packs_alike(count):
-    random_lengths, pack = random.Random(2), partial(pack_instance, leave_room=True, limits=SMALL)
+    random_lengths, pack = random.Random(2), partial(pack_instance, leaves_room=True, limits=SMALL)
     cases = [make_instance([random_lengths.randint(50, 900) for _ in range(12)], 2048) for _ in range(12)]
     with packers(count) as pool:
         first, second = (pack_many(cases, pack, pool) for _ in range(2))

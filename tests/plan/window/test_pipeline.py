@@ -17,7 +17,7 @@ from weftune.plan.window.pace import StagePace, pace_prices
 from weftune.plan.window.pipeline import (
     PipelineOrder,
     PipelineRules,
-    deal_microbatches,
+    divide_into_microbatches,
     mix_groups,
     order_passes,
     plan_pipeline,
@@ -143,7 +143,7 @@ def test_groups_whose_microbatches_alternate_keep_batches_and_their_order(count)
     courses = [course(job, [[5, 9, 7, 3]] * 3, 0) for job in "abc"]
     batches = [one.batches[turn] for turn in range(3) for one in courses]
     groups = (("a",), ("b", "c")) if count == 2 else (("a",), ("b",), ("c",))
-    apart = deal_microbatches(batches, groups, 12, rules(), moves_samples=False)
+    apart = divide_into_microbatches(batches, groups, 12, rules(), moves_samples=False)
     mixed = mix_groups(apart, groups)
     assert sorted(map(str, mixed.microbatches)) == sorted(
         str(one) for one in apart.microbatches if one.segments

@@ -16,7 +16,7 @@ from weftune.plan.program.program import Backward, Evaluate, Forward, IllegalPro
 from weftune.plan.program.simulate import simulate
 from weftune.plan.window.pace import StagePace, predict_timeline
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
-from weftune.plan.window.replicas import deal_samples
+from weftune.plan.window.replicas import distribute_samples
 
 PACE = StagePace(Line(0.0, 1.0), Line(0.0, 2.0))
 
@@ -87,13 +87,13 @@ def test_samples_are_dealt_evenly_and_each_once(rounds, replicas):
         [BatchSample("a", turn, place, length) for place, length in enumerate(one)]
         for turn, one in enumerate(rounds)
     ]
-    dealt = deal_samples(samples, replicas)
+    dealt = distribute_samples(samples, replicas)
     assert Counter(one for own in dealt for part in own for one in part) == Counter(
         one for part in samples for one in part
     )
     tokens = [sum(one.length for part in own for one in part) for own in dealt]
     assert max(tokens) - min(tokens) <= max(one for part in rounds for one in part)
-    assert dealt == deal_samples(samples, replicas)
+    assert dealt == distribute_samples(samples, replicas)
 
 
 def even_window(replicas, stages=2, jobs=2):

@@ -28,8 +28,8 @@ from weftune.core.batch import Microbatch
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import NOTHING
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, graph_key_of
-from weftune.run.passes.rows import membership_of, to_device_microbatch
+from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, make_graph_key
+from weftune.run.passes.rows import build_membership, to_device_microbatch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here")
 SPECS: dict[str, AdapterSpec] = {
@@ -77,13 +77,13 @@ class ScoredJobs:
 
     def plain(self, microbatch: Microbatch) -> dict[str, Tensor]:
         laid = to_device_microbatch(microbatch, microbatch.rows, bench.CPU)
-        found = membership_of(self.adapted.base, self.adapted.banks, laid, self.adapted.route)
+        found = build_membership(self.adapted.base, self.adapted.banks, laid, self.adapted.route)
         with self.adapted.banks.bound(laid.microbatch, self.adapted.route, True, found.rows):
             return self._passed(self.base.hidden(laid.microbatch, found.pack), microbatch)
 
     def key(self, microbatch: Microbatch) -> GraphKey:
         laid = to_device_microbatch(microbatch, microbatch.rows, bench.CPU)
-        return graph_key_of(laid, self.adapted.banks, NOTHING, self.base.shape.context)
+        return make_graph_key(laid, self.adapted.banks, NOTHING, self.base.shape.context)
 
     def inputs(self, microbatch: Microbatch) -> GraphInputs:
         return GraphInputs(self.adapted.banks, self.key(microbatch), bench.CPU)

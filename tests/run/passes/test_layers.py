@@ -37,7 +37,7 @@ from weftune.run.assemble import streamed_executor
 from weftune.run.events import Failed, Stepped
 from weftune.run.passes import layers as fused_layers
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.rows import membership_of, to_device_microbatch
+from weftune.run.passes.rows import build_membership, to_device_microbatch
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -267,7 +267,7 @@ def test_the_forward_does_not_keep_what_is_recomputed(recompute, kept, monkeypat
         JobAdapter("job", spec, 0), layout, torch.ones(layout.size), torch.zeros(layout.size)
     )
     laid = to_device_microbatch(together(["job"], random_samples((LENGTH,))), LENGTH, bench.CPU)
-    membership = membership_of(base, adapted.banks, laid, adapted.route)
+    membership = build_membership(base, adapted.banks, laid, adapted.route)
     with adapted.banks.bound(laid.microbatch, Route.tiled, True, membership.rows):
         h_TD = base.hidden(laid.microbatch, membership.pack)
     # The interpreter's own objects refer to one another, and to what kernels were called with.

@@ -12,8 +12,8 @@ from weftune.core.deterministic import deterministic_kernels
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import NOTHING
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.graph_inputs import GraphInputs, graph_key_of
-from weftune.run.passes.rows import bucket_pack, membership_of, padded, to_device_microbatch
+from weftune.run.passes.graph_inputs import GraphInputs, make_graph_key
+from weftune.run.passes.rows import bucket_pack, build_membership, padded, to_device_microbatch
 
 
 @pytest.mark.parametrize("lengths", [(5, 6, 7), (5, 6, 7, 8, 9), (6, 6, 6), (5,)])
@@ -25,13 +25,13 @@ def test_a_deterministic_pass_has_the_samples_of_a_captured_one(lengths):
     microbatch = together(["a"] * len(lengths), random_samples(lengths))
     laid = to_device_microbatch(microbatch, microbatch.rows, bench.CPU)
     capture_graph = GraphInputs(
-        adapted.banks, graph_key_of(laid, adapted.banks, NOTHING, base.shape.context), bench.CPU
+        adapted.banks, make_graph_key(laid, adapted.banks, NOTHING, base.shape.context), bench.CPU
     )
-    usual = membership_of(base, adapted.banks, laid, adapted.route)
+    usual = build_membership(base, adapted.banks, laid, adapted.route)
     capture_graph.copy(laid, usual)
     assert usual.pack.boundaries.tolist() == pack(lengths, bench.CPU).boundaries.tolist()
     with deterministic_kernels():
-        strict = membership_of(base, adapted.banks, laid, adapted.route).pack
+        strict = build_membership(base, adapted.banks, laid, adapted.route).pack
     assert strict.boundaries.tolist() == capture_graph.pack.boundaries.tolist()
     assert (strict.longest, strict.has_equal_lengths) == (
         capture_graph.pack.longest,
@@ -45,7 +45,7 @@ def test_no_bucket_is_longer_than_the_context():
     base = bench.base("gpt2")
     microbatch = together(["a", "a"], random_samples((90, 50)))
     laid = to_device_microbatch(microbatch, microbatch.rows, bench.CPU)
-    assert graph_key_of(laid, AdaptedBase(base, Route.tiled).banks, NOTHING, context=100).longest == 100
+    assert make_graph_key(laid, AdaptedBase(base, Route.tiled).banks, NOTHING, context=100).longest == 100
     assert bucket_pack(pack((90, 50), bench.CPU), context=100).longest == 100
     assert bucket_pack(pack((90, 50), bench.CPU), context=2048).longest == 128
 

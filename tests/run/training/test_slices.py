@@ -14,7 +14,7 @@ from weftune.base.spec import BaseSpec
 from weftune.core.shapes import LayerRange
 from weftune.run.training import checkpoint
 from weftune.run.training.checkpoint import drop_partial, finish, partial_folder, write_slice
-from weftune.run.training.snapshot import snapshot_of
+from weftune.run.training.snapshot import make_snapshot
 from weftune.run.training.state import Progress, new_training
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def stepped(training, step=5):
 
 
 def save(folder, trainings, keeps_best=False):
-    slices = {worker: write_slice(folder, snapshot_of(one), worker) for worker, one in enumerate(trainings)}
+    slices = {worker: write_slice(folder, make_snapshot(one), worker) for worker, one in enumerate(trainings)}
     return finish(folder, trainings[0].progress, 1, slices, keeps_best)
 
 
@@ -72,7 +72,7 @@ def test_a_whole_checkpoint_is_read_on_a_stage(ready, tmp_path):
 def test_without_its_last_word_it_is_not_there(ready, tmp_path):
     older = [stepped(slice_training(ready, 0, 2), 3), stepped(slice_training(ready, 2, 4), 3)]
     save(tmp_path, older)
-    write_slice(tmp_path, snapshot_of(stepped(slice_training(ready, 0, 2), 6)), 0)
+    write_slice(tmp_path, make_snapshot(stepped(slice_training(ready, 0, 2), 6)), 0)
     assert partial_folder(tmp_path, 6).is_dir()
     assert checkpoint.newest_progress(tmp_path) == Progress(step=3, trained_tokens=77)
     drop_partial(tmp_path)

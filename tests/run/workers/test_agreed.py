@@ -24,7 +24,7 @@ from weftune.plan.window.pace import StagePace, pace_prices
 from weftune.plan.window.pipeline import (
     PipelineOrder,
     PipelineRules,
-    deal_microbatches,
+    divide_into_microbatches,
     mix_groups,
     order_passes,
     plan_pipeline,
@@ -99,7 +99,7 @@ def pipeline_program(jobs, place, order, rounds=5):
 
 def mixed_program(windows, groups, rules):
     batches = [one.batches[turn] for turn in range(5) for one in windows if turn < len(one.batches)]
-    apart = deal_microbatches(batches, groups, CAPACITY, rules, moves_samples=False)
+    apart = divide_into_microbatches(batches, groups, CAPACITY, rules, moves_samples=False)
     work = mix_groups(apart, groups)
     assert work.microbatches != apart.microbatches
     prices = pace_prices(work.microbatches, rules.paces)

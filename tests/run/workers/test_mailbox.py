@@ -10,7 +10,7 @@ from tests import bench
 from weftune.plan.program.program import Program
 from weftune.run.workers.agreed import WorkerReport
 from weftune.run.workers.driver import Driver
-from weftune.run.workers.mailbox import Outbox, PeerLane, PeerLost, inbox_for
+from weftune.run.workers.mailbox import Outbox, PeerLane, PeerLost, create_inbox
 from weftune.run.workers.messages import RunProgram
 from weftune.run.workers.worker import Worker
 
@@ -28,7 +28,7 @@ def test_a_send_that_failed_is_told_by_the_next_send_and_when_the_outbox_settles
 
 def test_a_receive_between_devices_that_failed_is_told_whenever_something_is_awaited():
     lane = PeerLane(None, 7, announcement_group="no group")
-    inbox = inbox_for(lane, torch.float32, bench.CPU)
+    inbox = create_inbox(lane, torch.float32, bench.CPU)
     inbox.expect([(3,)])
     for _ in range(2):
         with pytest.raises(PeerLost, match=r"^worker 7 is gone: (?!worker)"):
@@ -55,7 +55,7 @@ def test_a_worker_is_through_with_a_window_only_when_what_it_sent_has_settled():
 
 
 def test_a_window_whose_last_message_never_arrived_ends_instead_of_waiting_for_who_is_gone():
-    def as_peer_lost():
+    def to_peer_lost():
         raise PeerLost("worker 1 is gone")
 
     def wait(_):
@@ -67,7 +67,7 @@ def test_a_window_whose_last_message_never_arrived_ends_instead_of_waiting_for_w
         control=SimpleNamespace(workers=[1], command=lambda *_: None, next_answer=wait),
         _window_reports={},
         _own=SimpleNamespace(run=lambda *_, **__: iter(())),
-        _transport=SimpleNamespace(flush=as_peer_lost),
+        _transport=SimpleNamespace(flush=to_peer_lost),
     )
     with pytest.raises(PeerLost, match="worker 1 is gone"):
         list(Driver.run(pipeline, NOTHING, lambda *_: None, lambda: False))

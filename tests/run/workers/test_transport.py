@@ -14,7 +14,7 @@ from weftune.plan.program.program import Forward, Send
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 from weftune.run.parts import fetch_from
 from weftune.run.workers.groups import create_groups
-from weftune.run.workers.mailbox import inbox_for
+from weftune.run.workers.mailbox import create_inbox
 from weftune.run.workers.transport import Transport
 from weftune.trainer.job import collate_plan
 
@@ -97,7 +97,7 @@ def exchange(connections):
         transport.flush()
         return None
     time.sleep(0.3)
-    inbox = inbox_for(connections.incoming_lanes("activation")[0], torch.float64, bench.CPU)
+    inbox = create_inbox(connections.incoming_lanes("activation")[0], torch.float64, bench.CPU)
     inbox.expect([(50, 1000)] * 20)
     taken = [inbox.receive() for _ in range(20)]
     assert all(bool((one == one[0, 0]).all()) for one in taken)
@@ -159,7 +159,7 @@ def settle_each_way(connections):
             elif lanes := connections.incoming_lanes(way):
                 time.sleep(LATE)
                 asked = time.monotonic()
-                inbox = inbox_for(lanes[0], torch.float64, bench.CPU)
+                inbox = create_inbox(lanes[0], torch.float64, bench.CPU)
                 inbox.expect([(4,)])
                 assert inbox.receive().tolist() == [7.0] * 4
         found[way] = settled, asked

@@ -25,7 +25,7 @@ class DiffSpec(TargetSpec):
 
     kind: Literal["diff"] = "diff"
     sparsity: Annotated[float, Bound(above=0, at_most=1)] = 0.005
-    """Share of the elements of a target's weight that differ from the base at the end."""
+    """Fraction of the elements of a target's weight that differ from the base after training."""
     l0_weight: Annotated[float, Bound(at_least=0)] = 1.25e-7
     """Penalty added to the loss per element that is expected to differ."""
     structured: bool = True
@@ -34,7 +34,8 @@ class DiffSpec(TargetSpec):
     """Length of the first phase, in which gates are random: a share of the run if below 1, otherwise a number
     of optimizer steps."""
     mask_lr_ratio: Annotated[float, Bound(above=0)] = 100.0
-    """Factor of the job's learning rate for gate parameters, whose values have to change a lot."""
+    """Factor by which the job's learning rate is multiplied for gate parameters, whose values must change a
+    lot."""
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         matrix = (site.out_features, site.in_features)

@@ -282,7 +282,8 @@ def merge(folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteSh
 
 
 def _merge_experts(module: nn.Module, site: str, count: int, scale: float, a: Tensor, b: Tensor) -> None:
-    """Merge into one expert at a time: all experts of a layer in float64 may not fit in memory."""
+    """Merge the adapter into the experts one at a time, since all experts of a layer may not fit in memory in
+    float64."""
     weight_ENK = getattr(module, site.rpartition(".")[2])
     for weight_NK, a_rK, b_rN in zip(weight_ENK.data, *stack_experts(a, b, count), strict=True):
         change_NK = scale * (b_rN.double().T @ a_rK.double())

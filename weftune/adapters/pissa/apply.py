@@ -102,7 +102,8 @@ has only the first few."""
 
 
 def decompose(site: str, weight_NK: Tensor, rank: int, adapter: JobAdapter) -> Decomposition:
-    """Compute at least the first `rank` singular values of a site's weight, with the SVD of the spec."""
+    """Return a singular value decomposition of a site's weight with at least `rank` singular values. The spec
+    selects an exact or a randomised one."""
     if rank > min(weight_NK.shape):
         raise AdapterError(
             f"adapter.rank is {rank}, but {site} has only {min(weight_NK.shape)} singular values to start "

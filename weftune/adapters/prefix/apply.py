@@ -39,7 +39,8 @@ class PrefixTuning(PlainKind):
     def config(
         self, spec: PrefixSpec, adapted_sites: Sequence[str], sites: Sequence[SiteShape], base: str
     ) -> Any:
-        """Return PEFT's config. PEFT reads the number of layers and the head width from the base."""
+        """Return PEFT's config for the adapter. PEFT reads the number of layers and the head width from the
+        base."""
         return peft_config(
             "PrefixTuningConfig",
             base,

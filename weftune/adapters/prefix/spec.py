@@ -30,7 +30,7 @@ class PrefixSpec(TargetSpec):
     num_virtual_tokens: Annotated[int, SIZE] = 16
 
     def targets_site(self, name: str) -> bool:
-        """Return False: linears are not changed."""
+        """Return False, since prefix tuning changes no linears."""
         return False
 
     def adapts(self, site: SiteShape) -> bool:
@@ -42,8 +42,8 @@ class PrefixSpec(TargetSpec):
         return self.num_virtual_tokens
 
     def copied_values(self, sites: Sequence[SiteShape]) -> int:
-        """Rows with prefix keys have a second copy of queries, keys, values and attention's output, and the
-        output without prefix keys is kept too."""
+        """Return the number of additional values per token. Rows with prefix keys have a second copy of
+        queries, keys, values and attention's output, and the output without prefix keys is kept too."""
         inputs = (*QUERIES_AND_KEYS, VALUE_LINEAR, *FUSED_LINEARS)
         copies = sum(site.out_features for site in sites if any(ends_with(site.name, one) for one in inputs))
         outputs = (site.in_features for site in sites if any(ends_with(site.name, one) for one in ATTENTION))

@@ -62,5 +62,5 @@ class Prompt(PlainKind):
 
 
 def _repeat_tokens(tokens: Sequence[int], count: int) -> Tensor:
-    """Return `count` tokens: the tokens of the text, repeated or cut to this number."""
+    """Return the first `count` tokens of the text, which is repeated if it is shorter."""
     return torch.tensor([tokens[at % len(tokens)] for at in range(count if tokens else 0)], dtype=torch.int64)

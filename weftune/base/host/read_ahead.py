@@ -15,7 +15,8 @@ from weftune.base.spec import BaseSpec
 
 CHUNK_BYTES = 16 << 20
 FREE_SHARE = 0.5
-"""Largest share of the free memory that the files may fill: larger files would evict one another."""
+"""Maximum fraction of the free memory that the files may fill. Larger files would evict one another from the
+page cache."""
 
 
 @contextmanager

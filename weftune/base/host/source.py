@@ -84,7 +84,7 @@ class MappedFile:
         self._advise_kernel(start, stop, mmap.MADV_WILLNEED)
 
     def drop_from_cache(self, size: int) -> None:
-        """Drop the first `size` bytes from the page cache, as memory pressure would, where supported."""
+        """Drop the first `size` bytes of the file from the page cache, if the system supports that."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, size, os.POSIX_FADV_DONTNEED)
 

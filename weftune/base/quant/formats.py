@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from weftune.base.quant.stored import NESTED_BLOCK, NESTED_CODES, NF4_BLOCK, NF4_CODES
 from weftune.base.spec import BaseSpec, Quantize
-from weftune.core.device_class import class_of
+from weftune.core.device_class import get_device_class
 from weftune.core.shapes import SiteSlice
 from weftune.core.shards import indices_in_whole
 from weftune.core.weights import CODES, quantise_rows
@@ -272,4 +272,4 @@ def refuse_without_fp8(spec: BaseSpec, device: torch.device) -> None:
 
 
 def supports_fp8(device: torch.device) -> bool:
-    return device.type == "cuda" and class_of(device).has_fp8
+    return device.type == "cuda" and get_device_class(device).has_fp8

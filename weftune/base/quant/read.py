@@ -81,10 +81,10 @@ class QuantReader:
         path, _, part = name.rpartition(".")
         if path != self._path:
             self._path, self._parts = "", {}
-            self._parts, self._path = self._parts_of(path), path
+            self._parts, self._path = self._read_parts(path), path
         out.copy_(self._parts[part])
 
-    def _parts_of(self, path: str) -> dict[str, Tensor]:
+    def _read_parts(self, path: str) -> dict[str, Tensor]:
         linear, name = self._linears[path], self._names[path]
         assert isinstance(linear, QuantLinear)
         shape = (linear.out_features, linear.in_features)

@@ -120,7 +120,7 @@ def to_json(status: RunStatus) -> dict[str, Any]:
         for name, job in status.jobs.items()
     }
     whole = {"format": FORMAT, **whole}
-    return {**whole, CHECKSUM: checksum_of(whole)}
+    return {**whole, CHECKSUM: status_checksum(whole)}
 
 
 def status_text(status: RunStatus) -> str:
@@ -158,7 +158,7 @@ def from_json(value: Any, path: Path) -> RunStatus:
     if not isinstance(value, dict):
         raise ValueError("it is no status")
     # Checked before the format: a flipped bit there is damage, not a newer Weftune.
-    if CHECKSUM in value and value[CHECKSUM] != checksum_of(value):
+    if CHECKSUM in value and value[CHECKSUM] != status_checksum(value):
         raise ValueError("it does not match its checksum")
     refuse_unknown_format(value.get("format"), path)
     if not isinstance(value.get("jobs"), dict):
@@ -167,7 +167,7 @@ def from_json(value: Any, path: Path) -> RunStatus:
     return validate_record(RunStatus, {**value, "jobs": jobs})
 
 
-def checksum_of(values: Mapping[str, Any]) -> str:
+def status_checksum(values: Mapping[str, Any]) -> str:
     """Return the checksum of `values` without the key `checksum`. It detects flipped bits that leave valid
     JSON."""
     return _text_checksum(json_text({key: value for key, value in values.items() if key != CHECKSUM}))

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from weftune.adapters.folder import CONFIG
 from weftune.core.files import FORMAT, refuse_unknown_format, replace_json
 from weftune.errors import OutputError
-from weftune.jobs.store.status import CHECKSUM, checksum_of, resume_line, validate_record
+from weftune.jobs.store.status import CHECKSUM, resume_line, status_checksum, validate_record
 from weftune.jobs.sweeps.halving import Decision, kept_trial_count, sort_value
 from weftune.jobs.sweeps.spec import Judge, Mode, Search
 
@@ -120,7 +120,7 @@ def write_record(folder: Path, record: SweepRecord) -> None:
     except OSError as error:
         raise OutputError(f"cannot write {folder / SWEEP_FILE}: {error.strerror}") from error
     whole = {"format": FORMAT, **_plain_number_text(record)}
-    replace_json(folder / SWEEP_FILE, {**whole, CHECKSUM: checksum_of(whole)})
+    replace_json(folder / SWEEP_FILE, {**whole, CHECKSUM: status_checksum(whole)})
 
 
 def read_record(folder: Path) -> SweepRecord | None:
@@ -136,7 +136,7 @@ def read_record(folder: Path) -> SweepRecord | None:
     if not isinstance(value, dict):
         raise DamagedSweep(path, "it is no record of a sweep")
     # Checked before the format: a flipped bit there is damage, not a newer Weftune.
-    if CHECKSUM in value and value.pop(CHECKSUM) != checksum_of(value):
+    if CHECKSUM in value and value.pop(CHECKSUM) != status_checksum(value):
         raise DamagedSweep(path, "it does not match its checksum")
     refuse_unknown_format(value.pop("format", None), path)
     try:

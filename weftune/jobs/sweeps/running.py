@@ -548,7 +548,7 @@ class RunningSweep:
 
     # -- after -------------------------------------------------------------------------------------------
 
-    def waiting_for(self) -> str:
+    def awaited_trial(self) -> str:
         """Return the name of a trial for which other trials wait although no job is training any more; empty
         if there is none."""
         living = (name for name in self.trials if name not in self.rungs.ended)

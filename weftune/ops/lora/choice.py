@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from weftune.core.clock import Phase, phase
-from weftune.core.device_class import class_of
+from weftune.core.device_class import get_device_class
 from weftune.core.files import cache_folder
 from weftune.core.weights import CODES
 from weftune.ops.lora.rows import Rows
@@ -309,7 +309,7 @@ def choice_file(device: torch.device) -> ChoiceFile | None:
     return ChoiceFile(
         folder=cache_folder() / "routes",
         device=card.name,
-        capability=".".join(map(str, class_of(device).capability)),
+        capability=".".join(map(str, get_device_class(device).capability)),
         torch=torch.__version__,
         triton=triton.__version__,
         kernels=f"{zlib.crc32(b''.join(source.read_bytes() for source in sources)):08x}",

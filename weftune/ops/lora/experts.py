@@ -31,8 +31,8 @@ from weftune.ops.lora.tiling import (
     DIRECT_RANKS,
     ProductPlan,
     SiteCall,
-    blocks_for,
     can_fuse,
+    choose_product_blocks,
     choose_tiling,
     precision,
 )
@@ -219,7 +219,7 @@ class ExpertLinears:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         (rows, inputs), outputs = left_SM.shape, self.weight_ENK.shape[2 if backward else 1]
-        blocks = blocks_for(rows, ((0, outputs),), left_SM.dtype, left_SM.device)
+        blocks = choose_product_blocks(rows, ((0, outputs),), left_SM.dtype, left_SM.device)
         right = [blocks.inner, blocks.columns] if backward else [blocks.columns, blocks.inner]
         target, call = left_SM.new_empty(rows, outputs), self.call
         kernels.experts.expert_product[(blocks.programs,)](

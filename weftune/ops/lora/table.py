@@ -139,7 +139,7 @@ class SlotTable:
             assert not self.aligned or all(address % ALIGNMENT == 0 for address in addresses), addresses
             factor_PS2[bands, slot] = entry.factor, entry.scale
             threshold_PS[bands, slot] = threshold(entry.dropout)
-            for band in range(bands_for(entry.rank)):
+            for band in range(required_bands(entry.rank)):
                 part = band * len(entries) + site
                 rank_PS[part, slot] = min(BAND, entry.rank - band * BAND)
                 address_PS4[part, slot] = addresses
@@ -157,7 +157,7 @@ class SlotTable:
         strides = [matrix[0].numel() * matrix.element_size() for matrix in entry.matrices]
         assert not self.aligned or all(stride % ALIGNMENT == 0 for stride in strides)
         factor_PS2[:, own], rank_PS[:, own] = entry.scale, 0
-        for band in range(bands_for(rank)):
+        for band in range(required_bands(rank)):
             begin = np.array(entry.addresses) + band * np.array(entry.band_bytes)
             address_PS4[band, own] = begin + np.arange(experts)[:, None] * np.array(strides)
             rank_PS[band, own] = min(BAND, rank - band * BAND)
@@ -167,7 +167,7 @@ class SlotTable:
         copy_to(self.buffer, self.host)
 
 
-def bands_for(rank: int) -> int:
+def required_bands(rank: int) -> int:
     """Return the number of bands that `rank` ranks need."""
     return max(1, -(-rank // BAND))
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weftune.core.device_class import class_of
+from weftune.core.device_class import get_device_class
 from weftune.ops.lora.rows import BLOCK, Rows
 from weftune.ops.lora.table import ALIGNMENT, BAND, Group
 
@@ -235,11 +235,11 @@ def choose_tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -
         launches["ds_db"] = replace(launches["ds_db"], stages=2)
     tiles, narrowest = -(-count // rows.tile), min(high - low for low, high in group.columns)
     programs = MASKING_PROGRAMS if group.has_dropout else PROGRAMS
-    dx = blocks_for(count, ((0, features),), dtype, device)
+    dx = choose_product_blocks(count, ((0, features),), dtype, device)
     return Tiling(
         **launches,
-        y=blocks_for(count, group.columns, dtype, device),
-        dx=replace(dx, programs=_programs_for(dx, count, features)),
+        y=choose_product_blocks(count, group.columns, dtype, device),
+        dx=replace(dx, programs=_balanced_program_count(dx, count, features)),
         split=_split_count(programs // tiles, features, launches["down"]),
         ds_split=_split_count(PROGRAMS // (tiles * len(group.columns)), narrowest, launches["ds"]),
         reads_dy_once=group.rank <= ONE_READ_RANKS,
@@ -256,10 +256,10 @@ def _split_count(max_shares: int, width: int, launch: KernelLaunch) -> int:
 def _is_crowded(rows: Rows, group: Group, launch: KernelLaunch, device: torch.device) -> bool:
     """Return whether several programs share a multiprocessor, which leaves less shared memory for each."""
     blocks = sum(-(-(high - low) // launch.columns) for low, high in group.columns)
-    return blocks * -(-len(rows.token_index_T) // rows.piece) > class_of(device).multiprocessors
+    return blocks * -(-len(rows.token_index_T) // rows.piece) > get_device_class(device).multiprocessors
 
 
-def plans_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[ProductPlan, ...]:
+def supported_plans(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[ProductPlan, ...]:
     """Return the product plans that the weight, the group and the device support."""
     allowed = can_fuse(weight_NK, device) and all(low % FUSED_COLUMNS == 0 for low, _ in group.columns)
     always = ProductPlan.wide, ProductPlan.wide_beside
@@ -272,7 +272,7 @@ def candidate_plans(weight_NK: Tensor, group: Group, device: torch.device) -> tu
     Fused plans are preferred wherever they are supported, since they save writing and reading a float32
     product.
     """
-    if ProductPlan.fused in plans_for(weight_NK, group, device):
+    if ProductPlan.fused in supported_plans(weight_NK, group, device):
         return ProductPlan.fused, ProductPlan.fused_beside
     return ProductPlan.wide, ProductPlan.wide_beside
 
@@ -291,16 +291,16 @@ def _has_whole_rows(weight_NK: Tensor) -> bool:
 
 def _has_copy_engines(device: torch.device) -> bool:
     """Return whether the device has TMA and enough shared memory: a data-centre GPU, Hopper or later."""
-    found = class_of(device)
+    found = get_device_class(device)
     return found.has_copy_engines and found.shared_memory >= FUSED_SHARED_MEMORY
 
 
-def blocks_for(
+def choose_product_blocks(
     rows: int, columns: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device
 ) -> ProductBlocks:
     """Return the launch parameters of a fused product for the block size with the shortest estimated time. No
     block may span two linears."""
-    programs = class_of(device).multiprocessors
+    programs = get_device_class(device).multiprocessors
     fitting = [width for width in (256, 128) if all(low % width == 0 for low, _ in columns)] or [128]
 
     def time(width: int) -> int:
@@ -309,7 +309,7 @@ def blocks_for(
     return product_blocks(min(fitting, key=time), dtype, programs)
 
 
-def _programs_for(blocks: ProductBlocks, rows: int, outputs: int) -> int:
+def _balanced_program_count(blocks: ProductBlocks, rows: int, outputs: int) -> int:
     """Return the smallest number of programs that takes as many waves as `blocks.programs` would. The
     remaining multiprocessors are free for other work."""
     tiles = _tile_count(rows, outputs, blocks.columns)
@@ -336,7 +336,7 @@ def blocks_for_codes(blocks: ProductBlocks, length: int) -> ProductBlocks:
 def _launches_for_16_bits(group: Group, device: torch.device) -> dict[str, KernelLaunch]:
     few = rank_block(group.rank) <= DIRECT_RANKS
     launches = _launches_for_few_ranks(group) if few else _launches_for_many_ranks(group)
-    if class_of(device).shared_memory < LARGE_SHARED_MEMORY:
+    if get_device_class(device).shared_memory < LARGE_SHARED_MEMORY:
         # Consumer GPUs: half the columns and less prefetching.
         for name, launch in launches.items():
             launches[name] = replace(launch, columns=launch.columns // 2, stages=min(2, launch.stages))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weftune.core.clock import Phase, reassign_seconds
-from weftune.core.device_class import class_of
+from weftune.core.device_class import get_device_class
 
 MODULES = (
     *("adamw", "computed", "dequantise", "experts", "few_rows", "fp8", "large", "logprobs", "norm"),
@@ -35,7 +35,7 @@ def kernels_available(x: Tensor) -> bool:
 
 
 def kernels_available_on(device: torch.device, dtype: torch.dtype) -> bool:
-    compiles = device.type == "cuda" and class_of(device).has_kernels
+    compiles = device.type == "cuda" and get_device_class(device).has_kernels
     return dtype in DTYPES and (compiles or os.environ.get("TRITON_INTERPRET") == "1") and _is_installed()
 
 

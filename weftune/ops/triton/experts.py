@@ -148,12 +148,12 @@ def expert_product(
                         ranks = tl.load(rank + slot)
                     # If a slot has no ranks, its s has not been written.
                     if ranks > 0:
-                        mine_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))
+                        is_own_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))
                         added_MH = low_rank_product(
-                            s, None, None, address, ranks, None, None, slot, 0, row_M, mine_M, n_H,
+                            s, None, None, address, ranks, None, None, slot, 0, row_M, is_own_M, n_H,
                             0, N, stop, 0 if BACKWARD else 1, S, 1, R, False, ALIGNMENT, PRECISION,
                         )  # fmt: skip
-                        y_MH += tl.where(mine_M[:, None], added_MH, 0.0)
+                        y_MH += tl.where(is_own_M[:, None], added_MH, 0.0)
                     turn += 1
             # The rows after these belong to another expert, so a copy engine must not write.
             at_MH = row_M.to(tl.int64)[:, None] * N + n_H[None, :]

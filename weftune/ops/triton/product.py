@@ -92,7 +92,7 @@ def own_rank_product(
     slot,
     part,
     row_M,
-    mine_M,
+    is_own_M,
     column_H,
     low,
     high,
@@ -112,7 +112,7 @@ def own_rank_product(
         other=0.0,
     )
     s_at_MR = row_M.to(tl.int64)[:, None] * (P * R) + part * R + r_R[None, :]
-    s_MR = tl.load(s + s_at_MR, mask=mine_M[:, None], other=0.0)
+    s_MR = tl.load(s + s_at_MR, mask=is_own_M[:, None], other=0.0)
     added_MH = product_by_warps(s_MR, weight_RH, PRECISION)
     if DROPS:
         drops = tl.load(threshold + part * S + slot)
@@ -137,7 +137,7 @@ def low_rank_product(
     slot,
     part,
     row_M,
-    mine_M,
+    is_own_M,
     column_H,
     low,
     high,
@@ -158,12 +158,12 @@ def low_rank_product(
     weight = matrix_pointer(address, part * S + slot, WHICH, s.dtype.element_ty, ALIGNMENT)
     if R > 32 and ranks <= 16:
         added_MH = own_rank_product(
-            s, key, token_index, weight, ranks, threshold, crc, slot, part, row_M, mine_M, column_H,
+            s, key, token_index, weight, ranks, threshold, crc, slot, part, row_M, is_own_M, column_H,
             low, high, T, S, P, 16, R, DROPS, PRECISION,
         )  # fmt: skip
     else:
         added_MH = own_rank_product(
-            s, key, token_index, weight, ranks, threshold, crc, slot, part, row_M, mine_M, column_H,
+            s, key, token_index, weight, ranks, threshold, crc, slot, part, row_M, is_own_M, column_H,
             low, high, T, S, P, R if R < DIRECT else DIRECT, R, DROPS, PRECISION,
         )  # fmt: skip
     return added_MH
@@ -199,7 +199,7 @@ def scale_runs(
     turn = first
     while turn < end:
         run = runs + turn * 3
-        mine_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))
+        is_own_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))
         entry = part * S + tl.load(run + 2)
         if is_scaled(scales, entry):
             g_H = scale_at(scales, entry, n_H - low, n_H < high, s.dtype.element_ty)
@@ -208,7 +208,7 @@ def scale_runs(
                 changes_H = (n_H < high) & (tl.load(with_bias + entry) != 0)
                 bias_H = tl.load(bias + n_H, mask=changes_H, other=0.0).to(tl.float32)
                 scaled_MH += (bias_H * (g_H - 1.0))[None, :]
-            y_MH = tl.where(mine_M[:, None], scaled_MH, y_MH)
+            y_MH = tl.where(is_own_M[:, None], scaled_MH, y_MH)
         turn += 1
     return y_MH
 
@@ -301,7 +301,7 @@ def product(
             # Not a for loop, which would be fused with the outer loop.
             while turn < end:
                 run = runs + turn // PARTS * 3
-                mine_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))
+                is_own_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))
                 slot = tl.load(run + 2)
                 if BACKWARD:
                     part = turn % PARTS
@@ -310,15 +310,15 @@ def product(
                 if LARGE:
                     large = is_large(rank, part, slot, S, P, BANDS, R)
                     some = some | large
-                    large_M = large_M | (mine_M & large)
+                    large_M = large_M | (is_own_M & large)
                     direct = direct & (not large)
                 if direct:
                     added_MH = low_rank_product(
                         s, key, token_index, address, ranks, threshold, crc,
-                        slot, part, row_M, mine_M, n_H, low, high, T,
+                        slot, part, row_M, is_own_M, n_H, low, high, T,
                         0 if BACKWARD else 1, S, P, R, DROPS, ALIGNMENT, PRECISION,
                     )  # fmt: skip
-                    y_MH += tl.where(mine_M[:, None], added_MH, 0.0)
+                    y_MH += tl.where(is_own_M[:, None], added_MH, 0.0)
                 turn += 1
             if LARGE and some:
                 written_MH = target.load([row_block * M, column]).to(tl.float32)

@@ -42,7 +42,7 @@ class Speed:
     source: str
     """Text for the user that says where these numbers come from."""
     attention_flops: float = 0.0
-    """FLOP/s that attention reaches. 0 means the same as `flops`."""
+    """FLOP/s that attention reaches. 0 selects `flops`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,8 @@ def layer_bytes(shape: ModelShape) -> int:
 
 
 def dequantised_bytes(shape: ModelShape) -> int:
-    """Return the bytes that a pass over one layer moves to read quantised weights and to write and read the
-    dequantised ones: the maximum over all layers, or 0 if weights are not dequantised."""
+    """Return the maximum bytes per layer that a pass moves in order to read quantised weights and to write
+    and read dequantised ones. Return 0 if weights are not dequantised."""
     return max(_moved_bytes(layer) if layer.matrix_bytes else 0 for layer in _inner_layers(shape))
 
 

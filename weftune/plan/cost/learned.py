@@ -22,13 +22,12 @@ from weftune.plan.program.program import Program
 _FIT = {"state": float, "activations": float, "slack": float, "head": float, "error": int}
 
 EVALUATION_SHARE = 1 / 3
-"""Time of an evaluated row relative to that of a trained row, whose backward takes twice as long as its
-forward."""
+"""Assumed ratio of the time of an evaluated row to that of a trained row, whose backward takes twice as long
+as its forward."""
 RECENT = 20
 """Number of the latest windows from which the seconds per row are computed."""
 RECENT_PASSES = 50
-"""Number of the latest passes from whose mean composition (lengths, samples, jobs) that of the next passes is
-predicted."""
+"""Number of recent passes whose mean counts (tokens, samples, jobs) predict those of the next passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Outcome:
 
     seconds: float
     peak_bytes: int
-    is_own_peak: bool
+    is_window_peak: bool
     """Whether the peak was measured in this window alone rather than since the start of the run."""
     passes: Sequence[PassTime]
     steps: Sequence[StateTime]
@@ -167,7 +166,7 @@ class Learned:
         times.saves += outcome.saves
         times.forget()
         self.cost = refit(self.initial_cost, times)
-        if outcome.is_own_peak or not self.peaks or outcome.peak_bytes > self.peaks[-1].measured_bytes:
+        if outcome.is_window_peak or not self.peaks or outcome.peak_bytes > self.peaks[-1].measured_bytes:
             need = window_need(self.memory, list(shapes.values()), program)
             need = replace(need, resident_bytes=need.resident_bytes - self.unused_decoder_bytes())
             self.peaks.append(Peak(need, outcome.peak_bytes))
@@ -238,8 +237,8 @@ class Learned:
 
 
 def _window_content(program: Program) -> object:
-    """Return the names of the jobs and the sorted sample lengths in each pass of a window, for comparison
-    with those of another window."""
+    """Return the jobs and the sorted sample lengths of each pass in a window. Windows with equal content take
+    equally long."""
     return [
         [
             (segment.job, sorted(placed.length for placed in segment.samples))

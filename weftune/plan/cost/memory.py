@@ -99,8 +99,7 @@ class MemoryNeed:
 
 
 ADVISED_SHARE = 0.1
-"""Minimum share of a job's bytes that a setting must affect before the user is advised to lower the
-setting."""
+"""Minimum fraction of a job's bytes that depends on a setting for which the user is advised to lower it."""
 SPARE = 1
 """Number of spare microbatches: those in flight in a pipeline in addition to those of the 1F1B schedule, so
 that a late input does not leave a stage idle. Admission and the token capacity leave memory for them."""
@@ -209,8 +208,8 @@ class MemoryModel:
         return self.master_bytes / self.shape.bytes_per_value
 
     def logit_bytes(self, supervised: float) -> int:
-        """Return the bytes of the logits that exist at a time: those of `supervised` rows, or of one chunk of
-        rows if a chunk has fewer."""
+        """Return the maximum bytes of logits at any time. Logits are computed for `supervised` rows, one
+        chunk of rows at a time."""
         rows = min(supervised, logit_rows("cuda" if self.uses_fused_ops else "cpu", self.shape.vocabulary))
         return int(LOGIT_COPIES * rows * 4 * self.shape.vocabulary)
 
@@ -245,7 +244,7 @@ class MemoryModel:
         parts = zip(self._stage_ranges, self._part_shapes, states, activations, strict=True)
         return [
             MemoryNeed(
-                resident_bytes=self._process_bytes_of(worker)
+                resident_bytes=self._worker_process_bytes(worker)
                 + part.base_bytes
                 + matrix_bytes(self.shape, self.uses_fused_ops)
                 + self.decoder_bytes,
@@ -279,7 +278,7 @@ class MemoryModel:
         ring = optimizer_ring_bytes((job.trainable_parameters for job in jobs), value)
         return (self.bytes_per_parameter - optimizer_bytes(value)) * parameters + ring
 
-    def _process_bytes_of(self, worker: int) -> int:
+    def _worker_process_bytes(self, worker: int) -> int:
         """Return the bytes that a worker's process holds before anything of the run is loaded."""
         return self.process_bytes if worker == 0 else self.process_bytes - self.first_only_bytes
 
@@ -294,7 +293,7 @@ class MemoryModel:
             sizes, resident, worker_layout.slot_count, worker_layout.worker, len(worker_layout.stages)
         )
         return MemoryNeed(
-            resident_bytes=self._process_bytes_of(worker_layout.worker) + weights,
+            resident_bytes=self._worker_process_bytes(worker_layout.worker) + weights,
             state_bytes=state,
             activation_bytes=activations,
             slack_bytes=self.slack_bytes,
@@ -366,7 +365,7 @@ class MemoryModel:
     # -- what fits ---------------------------------------------------------------------------------------
 
     def peak_bytes(self, jobs: Sequence[JobShape], capacity: int, recompute: Recompute = NOTHING) -> int:
-        """Return the predicted peak bytes, to which `fit.error` is added when checking whether jobs fit."""
+        """Return the predicted peak bytes. Checks of whether jobs fit add `fit.error` to them."""
         return self.predict_need(jobs, capacity, recompute).total_bytes(self.fit)
 
     def choose_recompute(self, jobs: Sequence[JobShape], max_tokens: int) -> Recompute:
@@ -541,8 +540,8 @@ def _key_value_width(sites: Sequence[SiteShape], shape: ModelShape) -> int:
 
 
 def answers_bytes(shape: ModelShape, jobs: Iterable[JobShape]) -> int:
-    """Return the bytes of cached keys and values for generating the answers to all evaluation prompts of a
-    job at once: the maximum over the jobs, since jobs take turns."""
+    """Return the bytes of cached keys and values that the answers to evaluation prompts need. A job generates
+    all its answers at once, and jobs take turns, so this is the maximum over the jobs."""
     return decoder_row_bytes(shape) * max((job.answer_positions for job in jobs), default=0)
 
 

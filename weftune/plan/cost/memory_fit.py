@@ -107,16 +107,17 @@ def _rows_of_forward(program: Program, number: int, key_share: float) -> float:
 
 
 def _gradient_rows(program: Program, number: int, gradient_share: float) -> float:
-    """Return the rows that the gradients of keys and values count as, if this microbatch is the last chunk of
-    a sample, whose backward allocates them. Return 0 for any other microbatch."""
+    """Return the gradients of a sample's keys and values, in the number of rows with as many bytes, if the
+    microbatch is the sample's last chunk. Its backward allocates them. Return 0 for any other microbatch."""
     chunk, rows = program.microbatches[number].chunk, _sample_rows(program, number)
     is_last = chunk is not None and (chunk.chunk_start or 0) + chunk.length == rows
     return gradient_share * rows if is_last else 0.0
 
 
 def _sample_rows(program: Program, number: int) -> int:
-    """Return the number of rows of the whole sample of which a microbatch is a chunk, or 0 if it is none."""
-    sample = program.sample_of(program.microbatches[number])
+    """Return the number of rows of the sample of which the microbatch is a chunk, or 0 if it is not a
+    chunk."""
+    sample = program.whole_sample(program.microbatches[number])
     return 0 if sample is None else sample.length
 
 
@@ -147,5 +148,5 @@ def fit_memory(peaks: Sequence[Peak], initial_fit: MemoryFit = UNFITTED) -> Memo
 
 
 def larger_factors(first: MemoryFit, second: MemoryFit) -> MemoryFit:
-    """Return the correction factors that are, one by one, the larger ones of two fits."""
+    """Return the element-wise maximum of the correction factors of two fits."""
     return MemoryFit(**{name: max(getattr(first, name), value) for name, value in asdict(second).items()})

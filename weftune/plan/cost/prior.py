@@ -14,9 +14,9 @@ from weftune.plan.cost.estimate import ADAPTER_BACKWARD, ATTENTION_BACKWARD, bas
 from weftune.plan.cost.time import CostModel, Rate, Terms
 
 FIXED_ROWS = 16
-"""Fixed time of a pass, expressed as the number of rows that take equally long."""
+"""Fixed time of a pass, as the number of rows that take as long."""
 SEGMENT_ROWS = 2
-"""Fixed time that each job adds to a pass, expressed as the number of rows that take equally long."""
+"""Fixed time that each job adds to a pass, as the number of rows that take as long."""
 ADAPTER_COST = 4.0
 """Time per operation of an adapter relative to the base: the matrix products of adapters are narrow."""
 HEAD_PASSES = 2.0

@@ -59,7 +59,8 @@ recompute them."""
 LOG_SUMS = 1 / 64
 """Bytes of the softmax statistics (log-sum-exp) that attention keeps, relative to those of its output."""
 ON_THE_WAY = 4
-"""Maximum number of full microbatches whose activations or gradients wait on a stage to be sent or used."""
+"""Maximum number of full microbatches whose activations or gradients are on a stage's device to be sent or
+used."""
 
 
 def token_bytes(

@@ -61,22 +61,24 @@ def improve_by_moves(buckets: Buckets, latencies: Sequence[float]) -> Buckets:
     return tuple(tuple(np.flatnonzero(home == number).tolist()) for number in range(len(buckets)))
 
 
-def _best_change(latencies: NDArray[np.float64], bucket_of: NDArray[np.int_], count: int) -> dict[int, int]:
+def _best_change(
+    latencies: NDArray[np.float64], bucket_indices: NDArray[np.int_], count: int
+) -> dict[int, int]:
     """Return the best move or swap of latencies, as a dict from the index of each moved latency to its new
     bucket. The dict is empty if no change reduces the sum of squares."""
-    held = np.bincount(bucket_of, weights=latencies, minlength=count)
+    held = np.bincount(bucket_indices, weights=latencies, minlength=count)
     # Moving d from a bucket of sum A to one of sum B changes the squares by 2d(B − A + d).
-    moves = 2 * latencies[:, None] * (held[None, :] - held[bucket_of][:, None] + latencies[:, None])
-    moves[np.bincount(bucket_of, minlength=count)[bucket_of] == 1] = np.inf
+    moves = 2 * latencies[:, None] * (held[None, :] - held[bucket_indices][:, None] + latencies[:, None])
+    moves[np.bincount(bucket_indices, minlength=count)[bucket_indices] == 1] = np.inf
     apart = latencies[:, None] - latencies[None, :]
-    swaps = 2 * apart * (held[bucket_of][None, :] - held[bucket_of][:, None] + apart)
+    swaps = 2 * apart * (held[bucket_indices][None, :] - held[bucket_indices][:, None] + apart)
     if min(moves.min(), swaps.min()) >= -SMALLEST_GAIN * float(held @ held):
         return {}
     if moves.min() <= swaps.min():
         index, number = divmod(int(moves.argmin()), count)
         return {index: number}
     one, other = divmod(int(swaps.argmin()), len(latencies))
-    return {one: int(bucket_of[other]), other: int(bucket_of[one])}
+    return {one: int(bucket_indices[other]), other: int(bucket_indices[one])}
 
 
 class _Search:

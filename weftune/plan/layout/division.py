@@ -30,16 +30,18 @@ if TYPE_CHECKING:
     from weftune.plan.layout.choose import LayoutChoice
 
 AUTO = 0
-"""Value that stands for a number in a `Division` that the search is to choose."""
+"""Placeholder for a number in a `Division` that the search chooses."""
 
 SAME_SPEED = 0.01
 """Relative difference of speeds below which the simpler of two divisions is chosen."""
 SHOWN = 3
 """Number of candidates that are reported to the user."""
 ROUND_TOKENS = 64
-"""Number of which token capacities are multiples, unless the longest sample needs more tokens."""
+"""Token capacities are multiples of this number, except a capacity that is the length of the longest
+sample."""
 SMALL_LOSS = 0.05
-"""Share of the devices' time below which lost time is not reported as the limit of a candidate's speed."""
+"""Minimum fraction of the devices' time that must be lost for the loss to be reported as the limit of a
+candidate's speed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,14 +260,14 @@ class _Microbatches:
     capacity: int
     least_capacity: int
     single_tokens: int
-    """Tokens of the only microbatch of a round, if microbatches should overlap. 0 if they need not, or if a
-    round has several."""
+    """Tokens of a round's single microbatch, which must be split so that microbatches can overlap. 0 if they
+    do not overlap, or if a round has several microbatches."""
 
     @property
     def smaller_capacity(self) -> int:
-        """Token capacity of about half that should be tried too, since layers are recomputed to make room for
-        the full capacity, or since a round has only one microbatch, which cannot overlap. 0 if there is no
-        such reason, or if the longest sample needs the full capacity."""
+        """A second token capacity to try, about half of the first. Layers may then need no recomputation, or
+        a round may have two microbatches that overlap. 0 if neither applies, or if the longest sample needs
+        the full capacity."""
         if self.single_tokens:
             half = -(-self.single_tokens // (2 * ROUND_TOKENS)) * ROUND_TOKENS
         elif self.recompute.recomputed_layers:

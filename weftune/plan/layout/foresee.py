@@ -72,7 +72,8 @@ class StageTimes:
     exchanges_row_maxima: bool = False
     """Whether shards exchange the largest values of rows that they round to 8-bit floats together."""
     attention_share: float = 0.0
-    """Share of attention in those parts of a layer's time that grow with its weights. Set for shards only."""
+    """Fraction of attention in the part of a layer's time that is proportional to its weights. Set for shards
+    only."""
 
     def for_shards(self, shape: ModelShape, shards: int) -> StageTimes:
         """Return the predictor for a base each of whose layers is divided among `shards` workers. The fixed
@@ -237,7 +238,7 @@ class StageTimes:
 
 
 def _attention_share(shape: ModelShape) -> float:
-    """Return the share of attention in the weights of a layer."""
+    """Return the fraction of a layer's weights that belongs to attention."""
     weights = {site.name: site.active_weights for site in shape.sites if layer_number(site.name) is not None}
     attention = sum(count for name, count in weights.items() if ATTENTION in name)
     return attention / max(1, sum(weights.values()))

@@ -26,7 +26,7 @@ class Topology:
         return sum(self.root_sizes)
 
     @property
-    def root_of(self) -> tuple[int, ...]:
+    def gpu_roots(self) -> tuple[int, ...]:
         return tuple(root for root, size in enumerate(self.root_sizes) for _ in range(size))
 
 
@@ -40,8 +40,8 @@ def contention(order: Sequence[int], topology: Topology, stages: int) -> float:
 
     Pairs of stages on one GPU are excluded, since they are never uploaded at the same time.
     """
-    root_of = topology.root_of
-    roots = [root_of[gpu] for gpu in order]
+    gpu_roots = topology.gpu_roots
+    roots = [gpu_roots[gpu] for gpu in order]
     return _contention(roots, topology, _proximity(topology.gpus, stages))
 
 
@@ -82,7 +82,7 @@ def _root_orders(sizes: tuple[int, ...], roots: tuple[int, ...]) -> Iterator[tup
 
 def _assign_gpus(roots: Sequence[int], topology: Topology) -> tuple[int, ...]:
     under: list[list[int]] = [[] for _ in topology.root_sizes]
-    for gpu, root in enumerate(topology.root_of):
+    for gpu, root in enumerate(topology.gpu_roots):
         under[root].append(gpu)
     return tuple(under[root].pop(0) for root in roots)
 

@@ -106,8 +106,7 @@ def _streamed_partition(cuts: tuple[int, ...]) -> StreamPartition:
 
 
 def _largest_that_fit(problem: _Problem) -> StreamPartition:
-    """Return streamed stages that are filled up to a limit of bytes, which is lowered until adapter state
-    fits beside them."""
+    """Return a partition into streamed stages, as large as possible, that leave room for adapter state."""
     limit = problem.host.memory_bytes
     while True:
         cuts = [0]
@@ -162,7 +161,7 @@ def _starting_partitions(problem: _Problem) -> Iterator[StreamPartition]:
 
 
 def _fill_resident(problem: _Problem, cuts: tuple[int, ...]) -> StreamPartition:
-    """Return the partition with these cuts in which as many of the first stages as fit are resident."""
+    """Return the partition with these cuts. As many of the first stages as fit are resident."""
     draft = _streamed_partition(cuts)
     for number in range(len(draft.resident)):
         longer = _toggle_resident(draft, number)

@@ -48,7 +48,7 @@ class MobiusVisit:
 
     seconds: float
     """Seconds of computation per microbatch."""
-    hop_bytes: int = 0
+    received_bytes: int = 0
     """Bytes of the activation or gradient that is received from the preceding stage. 0 with a single GPU."""
     upload_bytes: int = 0
     late_bytes: int = 0
@@ -123,7 +123,7 @@ def pass_seconds(visits: Sequence[MobiusVisit], host: Host, microbatches: int) -
     for number, visit in enumerate(visits):
         start = final = 0.0
         if number:
-            before = visits[number - 1].seconds + visit.hop_bytes / host.bandwidth
+            before = visits[number - 1].seconds + visit.received_bytes / host.bandwidth
             start, final = first[-1] + before, last[-1] + before
         if number >= host.gpus:
             above = number - host.gpus
@@ -143,12 +143,12 @@ def _visits(
 ) -> MobiusVisits:
     count, gpus = len(stages), host.gpus
 
-    def visit(number: int, seconds: float, hop_bytes: int, previous_on_gpu: int) -> MobiusVisit:
+    def visit(number: int, seconds: float, received_bytes: int, previous_on_gpu: int) -> MobiusVisit:
         """Return the visit of a stage. `previous_on_gpu` is the number of the stage that ran before on the
         same GPU; a number out of range means that there is none."""
         weights = 0 if resident[number] or not 0 <= previous_on_gpu < count else stages[number].weight_bytes
         late = max(0, weights - stage_free_bytes[previous_on_gpu]) if weights else 0
-        return MobiusVisit(seconds, hop_bytes if gpus > 1 else 0, weights, late)
+        return MobiusVisit(seconds, received_bytes if gpus > 1 else 0, weights, late)
 
     forward = [
         visit(j, stages[j].forward, stages[j - 1].activation_bytes if j else 0, j - gpus)

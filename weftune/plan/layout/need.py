@@ -213,8 +213,8 @@ class StreamCase:
         return not self.excess_bytes(draft)
 
     def excess_bytes(self, draft: LayoutDraft) -> int:
-        """Return the bytes that are lacking for the draft: on the fullest device and in host memory together.
-        0 means that the draft fits."""
+        """Return the missing bytes on the fullest device plus the missing bytes in host memory. 0 means that
+        the draft fits."""
         host = max([case.host_bytes(draft) for case in (self, *self.later_cases)])
         lacking = self.peak_bytes(draft) - self.device.budget_bytes, host - self.device.host_budget_bytes
         return sum([count for count in lacking if count > 0])
@@ -275,7 +275,7 @@ class StreamCase:
         return self.fitting_seconds(draft) if self.fits(draft) else math.inf
 
     def fitting_seconds(self, draft: LayoutDraft) -> float:
-        """Return the predicted seconds of a round with a draft that is known to fit."""
+        """Return the predicted seconds of a round, without checking whether the draft fits in memory."""
         if self.workers > 1:
             return self._pipeline_round_seconds(draft, self.device.bandwidth)
         rounds = self.stage_rounds(draft.layer_counts)
@@ -326,7 +326,7 @@ class StreamCase:
 
     @cached_property
     def _first_stage_rounds(self) -> list[StageRound]:
-        """Times and bytes of the first stage in a round, for every number of layers that it may have."""
+        """Times and bytes of the first stage in a round, indexed by its number of layers."""
         once, sums = self.layer_seconds, self.sum_seconds
         again = (1.0 + self.device.backward_ratio) * once + 2 * sums
         return [

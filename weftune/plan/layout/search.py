@@ -287,7 +287,7 @@ def _layer_ring(case: StreamCase) -> int:
 
 
 def filled_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
-    """Yield drafts with stages of equal size, of which as many as fit are resident on each worker."""
+    """Yield drafts with stages of equal size. On each worker, as many stages as fit are resident."""
     for count in _stage_counts(case):
         for slots in SLOTS:
             if slots <= math.ceil(count / case.workers):
@@ -434,7 +434,8 @@ def _other_sizes(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
 def _replace_stages(
     draft: LayoutDraft, number: int, removed_stages: int, sizes: tuple[int, ...], resident: tuple[bool, ...]
 ) -> LayoutDraft:
-    """Return the draft with `removed_stages` stages from `number` on replaced by stages of these sizes."""
+    """Return the draft with `removed_stages` consecutive stages, the first of which is `number`, replaced by
+    stages of these sizes."""
     after = number + removed_stages
     return LayoutDraft(
         (*draft.layer_counts[:number], *sizes, *draft.layer_counts[after:]),

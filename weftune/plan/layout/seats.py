@@ -102,7 +102,7 @@ class _Seating:
         end = len(waiting_jobs)
         if count < len(run):
             end, self._left = tried[count]
-            self._leave_out(waiting_jobs[end], waiting_jobs[end + 1 :])
+            self._reject_job(waiting_jobs[end], waiting_jobs[end + 1 :])
         taken = {job.name for job in run[:count]}
         self.seated += run[:count]
         self._crowded = self._crowded or not taken <= self._present
@@ -110,8 +110,8 @@ class _Seating:
         return list(waiting_jobs[end + 1 :])
 
     def _possible_positions(self, waiting_jobs: Sequence[JobShape]) -> list[tuple[int, float]]:
-        """Return the positions in `waiting_jobs` of the jobs that may get a seat if all jobs before them fit.
-        Each has the number of jobs that may still be admitted before a waiting job when its turn comes."""
+        """Return pairs for the jobs that may run if all jobs before them fit: the position in `waiting_jobs`,
+        and the number of jobs that may still overtake a waiting job at that position."""
         left, found = self._left, []
         for at, job in enumerate(waiting_jobs):
             waits = job.name not in self._present
@@ -125,10 +125,10 @@ class _Seating:
         return found
 
     def _remaining_overtakes(self, job: JobShape) -> float:
-        """Return how many more jobs may be admitted before this job, which has no seat."""
+        """Return how many more jobs may be admitted before this waiting job."""
         return MAX_OVERTAKES - self._overtaken.get(job.name, 0)
 
-    def _leave_out(self, job: JobShape, later_jobs: Sequence[JobShape]) -> None:
+    def _reject_job(self, job: JobShape, later_jobs: Sequence[JobShape]) -> None:
         known = self._as_large
         known |= {other.name for other in later_jobs if other.name not in known and _is_as_large(other, job)}
         known.add(job.name)

@@ -21,7 +21,7 @@ from weftune.plan.window.window import Mechanisms
 
 ALONE, PIPED = "one after another", "1F1B per job"
 TRAINED_PASSES = 2.0
-"""Time of a forward and a backward without recomputation, relative to the time of a forward."""
+"""Ratio of the time of a forward and a backward, without recomputation, to the time of a forward."""
 FEW_ROUNDS = 2
 """Number of global batches per job with which alternatives are predicted."""
 JobWindowOf = Callable[[str, int, bool], JobWindow]

@@ -24,7 +24,7 @@ class StreamOutlook:
 
     choice: LayoutChoice
     case: StreamCase
-    """The base, jobs and device for which the choice was made."""
+    """Base, jobs and device for which the layout was chosen."""
     forecast: Forecast
     """Forecast of a round: one global batch of every job."""
     alternatives: tuple[Forecast, ...]

@@ -37,7 +37,7 @@ class Packing:
     fullest first."""
 
     bins: tuple[tuple[int, ...], ...]
-    greedy_count: int
+    greedy_bin_count: int
     """Number of microbatches that the best-fit heuristic alone needs."""
     lower_bound: int
     """Lower bound on the number of microbatches. It may not be reachable."""
@@ -57,46 +57,48 @@ def pack_best(
     capacity: int,
     multiple: int = 1,
     jobs: Sequence[int] | None = None,
-    leave_room: bool = False,
+    leaves_room: bool = False,
     limits: Limits = LIMITS,
 ) -> Packing:
     """Pack samples of the given lengths into few microbatches of at most `capacity` rows, and never into more
     than the best-fit heuristic needs.
 
-    With `leave_room`, the rows of the last microbatch are also minimised, so that samples of the next round
+    With `leaves_room`, the rows of the last microbatch are also minimised, so that samples of the next round
     can be added to it. The rows of each job in a microbatch are padded to a multiple of `multiple`. `jobs`
     contains the number of each sample's job; None means that all samples belong to one job.
     """
-    return pack_instance(make_instance(lengths, capacity, multiple, jobs), leave_room, limits)
+    return pack_instance(make_instance(lengths, capacity, multiple, jobs), leaves_room, limits)
 
 
-def pack_instance(case: Instance, leave_room: bool = False, limits: Limits = LIMITS) -> Packing:
+def pack_instance(case: Instance, leaves_room: bool = False, limits: Limits = LIMITS) -> Packing:
     greedy, fewest = pack_padded(case), lower_bound(case)
     bins = greedy
     method: PackingMethod = "greedy"
 
-    def keep(candidate: Bins, found_by: PackingMethod) -> None:
+    def keep_if_better(candidate: Bins, candidate_method: PackingMethod) -> None:
         nonlocal bins, method
         fewer, equal = len(candidate) < len(bins), len(candidate) == len(bins)
         if fewer or (equal and least_load(case, candidate) < least_load(case, bins)):
-            bins, method = candidate, found_by
+            bins, method = candidate, candidate_method
 
     def can_free_rows() -> bool:
         """Return whether the lower bounds allow at least the shortest sample to be removed from the least
         full bin."""
         spare = least_load(case, bins) - least_possible_load(case, len(bins))
-        return leave_room and spare >= min(case.lengths, default=1)
+        return leaves_room and spare >= min(case.lengths, default=1)
 
     if len(bins) > fewest:
-        keep(exchange_samples(case, bins, fewest, limits.max_exchanges), "swap")
+        keep_if_better(exchange_samples(case, bins, fewest, limits.max_exchanges), "swap")
     if len(bins) > fewest:
-        keep(repack_randomly(case, bins, fewest, limits.max_repackings, limits.max_exchanges), "shake")
+        keep_if_better(
+            repack_randomly(case, bins, fewest, limits.max_repackings, limits.max_exchanges), "shake"
+        )
     if can_free_rows():
-        keep(exchange_samples(case, bins, fewest, limits.max_exchanges), "swap")
+        keep_if_better(exchange_samples(case, bins, fewest, limits.max_exchanges), "swap")
     ordered = sorted((sorted(chosen) for chosen in bins), key=lambda one: (-case.load(one), one))
     return Packing(
         bins=tuple(tuple(chosen) for chosen in ordered),
-        greedy_count=len(greedy),
+        greedy_bin_count=len(greedy),
         lower_bound=fewest,
         least_rows=least_load(case, ordered),
         method=method,

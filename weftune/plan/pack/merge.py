@@ -72,7 +72,7 @@ def merge(
     becomes longer. The sequence can become longer, because a shorter round brings a job's next batch closer
     to its previous one, which may require no-ops.
     """
-    alone = [_pack(samples, rules) for samples in rounds]
+    alone = [_pack_samples(samples, rules) for samples in rounds]
     plain = _concatenate(rounds, alone, rules, previous, move_samples=False)
     merged = _concatenate(rounds, alone, rules, previous, move_samples=True) if move_samples else plain
     best = merged if len(merged.microbatches) <= len(plain.microbatches) else plain
@@ -94,7 +94,7 @@ def verify(
     ends: dict[tuple[str, int], int] = {}
     newest: dict[str, int] = {}
     for number, microbatch in enumerate([*previous, *microbatches], start=-len(previous)):
-        if number >= 0 and _load(microbatch, rules.multiple) > rules.capacity:
+        if number >= 0 and _padded_rows(microbatch, rules.multiple) > rules.capacity:
             raise IllegalProgram(f"microbatch {number} is over the capacity of {rules.capacity}")
         for one in microbatch:
             if one.batch < newest.setdefault(one.job, one.batch):
@@ -124,7 +124,7 @@ def _concatenate(
         if move_samples and len(line.microbatches) > len(previous):
             chosen = line.best_fill(samples)
             taken = set(chosen)
-            rest = _pack([one for one in samples if one not in taken], rules)
+            rest = _pack_samples([one for one in samples if one not in taken], rules)
             if len(rest) <= len(packed):
                 line.microbatches[-1] += tuple(chosen)
                 line.record_batches(chosen)
@@ -142,14 +142,14 @@ class _Sequence:
         self.microbatches: list[Microbatch] = []
         self.ends: dict[tuple[str, int], int] = {}
         for microbatch in previous:
-            self._append(microbatch)
+            self._append_microbatch(microbatch)
 
     def best_fill(self, samples: Sequence[BatchSample]) -> list[BatchSample]:
         """Return the samples that fill the last microbatch best, among those that are allowed to run in
         it."""
         free = [one for one in samples if self._may_run(one, len(self.microbatches) - 1)]
-        room = self.rules.capacity - _load(self.microbatches[-1], self.rules.multiple)
-        case = _case(free, self.rules)
+        room = self.rules.capacity - _padded_rows(self.microbatches[-1], self.rules.multiple)
+        case = _packing_instance(free, self.rules)
         return [free[index] for index in best_fill(case, range(len(free)), room)]
 
     def record_batches(self, samples: Sequence[BatchSample]) -> None:
@@ -166,37 +166,37 @@ class _Sequence:
             chosen = next(ready, NO_OP)
             if chosen:
                 remaining.remove(chosen)
-            self._append(chosen)
+            self._append_microbatch(chosen)
 
     def _may_run(self, sample: BatchSample, number: int) -> bool:
         """Return whether a sample may run in microbatch `number`."""
         end = self.ends.get((sample.job, sample.batch - 1))
         return end is None or number >= earliest_microbatch(end, self.rules.stages)
 
-    def _append(self, microbatch: Microbatch) -> None:
+    def _append_microbatch(self, microbatch: Microbatch) -> None:
         self.microbatches.append(microbatch)
         self.record_batches(microbatch)
 
 
-def _pack(samples: Sequence[BatchSample], rules: MergeRules) -> list[Microbatch]:
-    packing = _packing(_case(samples, rules), rules.limits)
+def _pack_samples(samples: Sequence[BatchSample], rules: MergeRules) -> list[Microbatch]:
+    packing = _find_packing(_packing_instance(samples, rules), rules.limits)
     return [tuple(samples[index] for index in chosen) for chosen in packing.bins]
 
 
 @lru_cache(maxsize=1024)
-def _packing(case: Instance, limits: Limits) -> Packing:
+def _find_packing(case: Instance, limits: Limits) -> Packing:
     """Return a packing of the samples. Results are cached, since the plans that are compared often contain
     the same rounds."""
-    return pack_instance(case, leave_room=True, limits=limits)
+    return pack_instance(case, leaves_room=True, limits=limits)
 
 
-def _case(samples: Sequence[BatchSample], rules: MergeRules) -> Instance:
+def _packing_instance(samples: Sequence[BatchSample], rules: MergeRules) -> Instance:
     names = {job: number for number, job in enumerate(dict.fromkeys(one.job for one in samples))}
     jobs = [names[one.job] for one in samples]
     return make_instance([one.length for one in samples], rules.capacity, rules.multiple, jobs)
 
 
-def _load(microbatch: Microbatch, multiple: int) -> int:
+def _padded_rows(microbatch: Microbatch, multiple: int) -> int:
     rows: Counter[str] = Counter()
     for one in microbatch:
         rows[one.job] += one.length
@@ -277,12 +277,12 @@ def group_jobs(jobs: Sequence[JobLengths], capacity: int, stages: int) -> Groupi
     """
     assert jobs, "there is a job to group"
     choices = [
-        _grouping(head_tail_groups(jobs, count), capacity, stages) for count in range(1, len(jobs) + 1)
+        _evaluate_groups(head_tail_groups(jobs, count), capacity, stages) for count in range(1, len(jobs) + 1)
     ]
     return min(choices, key=lambda one: (sum(one.microbatches) + one.no_ops, len(one.groups)))
 
 
-def _grouping(groups: Sequence[Sequence[JobLengths]], capacity: int, stages: int) -> Grouping:
+def _evaluate_groups(groups: Sequence[Sequence[JobLengths]], capacity: int, stages: int) -> Grouping:
     needed = tuple(-(-sum(job.tokens for job in members) // capacity) for members in groups)
     return Grouping(
         groups=tuple(tuple(job.job for job in members) for members in groups),

@@ -86,11 +86,11 @@ class _SwapSearch:
             for giver in range(len(self.bins) - 1, taker, -1):
                 if self.tries == 0 or held[taker] == self.case.capacity:
                     break
-                changed |= self._exchange(taker, giver, held)
+                changed |= self._exchange_in_pair(taker, giver, held)
         self.bins = [chosen for chosen in self.bins if chosen]
         return changed
 
-    def _exchange(self, receiver: int, donor: int, bin_tokens: list[int]) -> bool:
+    def _exchange_in_pair(self, receiver: int, donor: int, bin_tokens: list[int]) -> bool:
         """Exchange samples between two bins if `receiver` becomes fuller than either bin was, and update
         `bin_tokens`. Return whether samples were exchanged."""
         if not self.bins[donor] or not self.bins[receiver]:
@@ -149,7 +149,7 @@ def best_fill(case: Instance, pool: Sequence[int], free_rows: int) -> list[int]:
     choices, longer samples are preferred, because short ones are easier to place later."""
     if len({case.jobs[index] for index in pool}) <= 1:
         sums = _Sums(case, pool, free_rows // case.multiple * case.multiple)
-        return sums.subset_of(sums.largest(sums.room))
+        return sums.find_subset(sums.largest(sums.room))
     return _best_padded_fill(case, pool, free_rows)
 
 
@@ -172,7 +172,7 @@ class _Sums:
         total."""
         return (self.reach[-1] & ((1 << (free_rows + 1)) - 1)).bit_length() - 1
 
-    def subset_of(self, tokens: int) -> list[int]:
+    def find_subset(self, tokens: int) -> list[int]:
         """Return samples with exactly `tokens` tokens in total."""
         taken = []
         for count in range(len(self.order) - 1, -1, -1):
@@ -213,6 +213,6 @@ def _best_padded_fill(case: Instance, pool: Sequence[int], free_rows: int) -> li
     remaining_units = int(tokens.argmax())
     for of_job, share in zip(reversed(sums), reversed(shares), strict=True):
         count = int(share[remaining_units])
-        taken += of_job.subset_of(of_job.largest(count * case.multiple))
+        taken += of_job.find_subset(of_job.largest(count * case.multiple))
         remaining_units -= count
     return taken

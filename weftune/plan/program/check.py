@@ -224,8 +224,8 @@ class _DeviceCheck:
         self.arrived |= self._arrived_inputs(number, progress)
 
     def _arrived_inputs(self, number: int, progress: Inherited) -> set[Recv]:
-        """Return the Recv of the input that has arrived on this device for the next pass of a microbatch, as
-        a set with one element, or an empty set."""
+        """Return the Recv that has already brought the input of a microbatch's next pass to this device. The
+        set is empty if there is none."""
         arrival = progress.arrival(len(self.homes))
         if arrival is None or arrival[0] not in self.own_stages:
             return set()
@@ -614,8 +614,8 @@ class _TransportCheck:
 
 
 HANDED_OUT: dict[Reduced, Reduced] = {"norm": "gradient", "kl": "scores"}
-"""Maps the payload of a Reduce that adds the sums of other replicas to the payload of the Reduces with which
-those replicas send their sums."""
+"""Maps the payload of a Reduce that adds sums of other replicas to the payload of the Reduce with which a
+replica sends its sums."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,8 +84,8 @@ def closed_batches(program: Program) -> set[tuple[str, int]]:
 
 
 def pass_counts(program: Program) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the numbers of stages that have run the forward and the backward of each microbatch at the end
-    of the window."""
+    """Return, for each microbatch, how many stages have run its forward at the end of the window, and how
+    many its backward."""
     forwards, backwards = [0] * len(program.microbatches), [0] * len(program.microbatches)
     for number, one in enumerate(program.inherited):
         forwards[number], backwards[number] = one.forwards, one.backwards

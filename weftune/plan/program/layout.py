@@ -27,14 +27,13 @@ class StageLayers:
 
 
 OFFLOADED_ROUNDS = OFFLOADED_MICROBATCHES = 2
-"""Numbers of rounds and of additional microbatches whose rows are on the device at the peak if the inputs of
-stages are offloaded. A round is one global batch of every job. The peak is in a backward: the device then has
-the gradients, and the inputs of the current stage, which are replaced one by one by those of the previous
-stage. Each of the two needs one microbatch more than a round, since one arrives before another leaves."""
+"""Peak number of rows on the device if inputs of stages are offloaded: that many rounds (one global batch of
+every job), and additional microbatches. The peak is in a backward: the device then holds gradients and stage
+inputs, each for a round and one more microbatch, which arrives before another one leaves."""
 BUFFERED = 2
 """Number of microbatches whose hidden states are buffered as inputs and outputs of CUDA graphs."""
 RUNGS = 16
-"""Number of sizes between two powers of two to which microbatches are padded for CUDA graphs."""
+"""Number of microbatch sizes per power of two to which rows are padded for CUDA graphs."""
 
 
 def padded_rows(tokens: int, captures_graphs: bool) -> int:
@@ -60,8 +59,8 @@ class Layout:
     adapters_travel: bool = False
     """Whether adapters are also kept in host memory, and loaded and evicted with their stage."""
     offloaded_rows: int = 0
-    """Number of rows per round for which host memory has room to keep the inputs of stages. 0 means that the
-    inputs stay on the device."""
+    """Number of rows per round whose stage inputs fit in host memory. 0 means that inputs stay on the
+    device."""
     replicas: int = 1
     """Number of copies of all stages, each on its own workers."""
     offloads_optimizer: bool = False

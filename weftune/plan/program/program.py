@@ -147,7 +147,7 @@ class GlobalBatch:
     supervised_tokens: int
     """Number of supervised tokens in the whole batch, by which the job's loss is divided."""
     prefix_rows: int = 0
-    """Number of rows (virtual tokens) that the job's adapter inserts before all samples together."""
+    """Total number of rows (virtual tokens) that the job's adapter inserts before the samples."""
     mismatched: tuple[PlacedSample, ...] = ()
     """Mismatched prompt and answer pairs, which are scored after the previous step for the KL term of the
     batch's loss (as in KTO)."""
@@ -366,9 +366,9 @@ class Inherited:
     number: int
     """Index of the microbatch in the Program of the window before."""
     forwards: int
-    """Number of stages, from the first, that have run its forward."""
+    """Number of stages that have run its forward, counted from the first stage."""
     backwards: int
-    """Number of stages, from the last, that have run its backward."""
+    """Number of stages that have run its backward, counted from the last stage."""
 
     def has_forward(self, stage: int) -> bool:
         return stage < self.forwards
@@ -475,7 +475,7 @@ class Program:
         """Maps (job, step) to the batch, for quick lookup with thousands of jobs."""
         return {(batch.job, batch.step): batch for batch in self.batches}
 
-    def sample_of(self, microbatch: MicrobatchPlan) -> PlacedSample | None:
+    def whole_sample(self, microbatch: MicrobatchPlan) -> PlacedSample | None:
         """Return the whole sample of which the microbatch is a chunk, or None if its samples are whole."""
         if (chunk := microbatch.chunk) is None:
             return None

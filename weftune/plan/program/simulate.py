@@ -379,8 +379,8 @@ class _Simulation:
         return half.sum * self.program.half_layers if half else 0.0
 
     def _seconds_of_halves(self, action: Compute) -> float:
-        """Return the seconds of the half layers and of their sums that the price of a pass includes. They are
-        over before the action itself begins."""
+        """Return the part of a pass's price, in seconds, that belongs to its half layers and their sums. They
+        end before the action itself begins."""
         half, count = self._half_price(action), self.program.half_layers
         return half.computed_seconds(count) + self._sums_of_halves(action) if half else 0.0
 
@@ -390,7 +390,7 @@ class _Simulation:
         return by_stage[device % self.program.devices_per_replica] if by_stage else 0.0
 
     def _begin_action(self, device: int, action: Action) -> None:
-        if isinstance(action, Compute) and (result := self._result_of(action, device)):
+        if isinstance(action, Compute) and (result := self._sent_result(action, device)):
             self._change_memory(device, self._message_bytes(result))
         match action:
             case ForwardHalf(number, stage, 0):
@@ -423,7 +423,7 @@ class _Simulation:
             self._change_memory(device, -self.prices.passes[action.microbatch][action.stage].working_bytes)
         if isinstance(action, Backward) and (wanted := self._awaited_input(action, device)) is not None:
             self._change_memory(device, -self._message_bytes(wanted))
-        if isinstance(action, Compute) and (result := self._result_of(action, device)):
+        if isinstance(action, Compute) and (result := self._sent_result(action, device)):
             self.lanes[device].results.add(result)
         self._start_lanes(device)
 
@@ -442,7 +442,7 @@ class _Simulation:
         self._record_event(device, Lane.sum, action, start)
         self._start_lanes(device)
 
-    def _result_of(self, action: Compute, device: int) -> Arrival | None:
+    def _sent_result(self, action: Compute, device: int) -> Arrival | None:
         """Return the result that this pass sends to another device, or None."""
         back = isinstance(action, Backward)
         taker = action.stage - 1 if back else action.stage + 1

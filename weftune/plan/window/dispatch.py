@@ -38,7 +38,7 @@ class DispatchRules:
     """Seconds for which replicas exchange the gradients of a batch after its last backward."""
 
 
-def chunks_before(microbatches: Sequence[MicrobatchPlan]) -> dict[int, int]:
+def previous_chunks(microbatches: Sequence[MicrobatchPlan]) -> dict[int, int]:
     """Return a mapping from each microbatch that is a chunk of a sample to the microbatch of the previous
     chunk. First chunks are left out. The chunks of a sample must be in order."""
     last: dict[tuple[str, int, int], int] = {}
@@ -113,7 +113,7 @@ class Dispatch:
         """For each microbatch, the batches whose optimizer steps must come before it."""
         for first, numbers in zip(self.devices[:: len(rules.max_in_flight)], launches, strict=True):
             first.ready_forward.extend(numbers)
-        self._chunk_before = chunks_before(microbatches)
+        self._chunk_before = previous_chunks(microbatches)
         self._chunk_behind = {before: number for number, before in self._chunk_before.items()}
         self.delayed: set[int] = set()
         """Stages on which a microbatch had to wait for memory."""
@@ -126,14 +126,14 @@ class Dispatch:
         ]
         """For each device, the devices on which a pass may become ready when this device has ended a pass."""
         for number, progress in enumerate(inherited):
-            self._inherit(number, progress)
+            self._inherit_microbatch(number, progress)
         self._ends: list[tuple[float, int, int, Forward | Backward | BatchClosed]] = []
         self._number = count()
 
     def run(self) -> list[list[Action]]:
         """Run the simulation and return the passes of every device, in order."""
         now = 0.0
-        self._start(range(len(self.devices)), now)
+        self._start_passes(range(len(self.devices)), now)
         while self._ends:
             now = self._ends[0][0]
             # An idle device can begin a pass only after it or a neighbour has ended one.
@@ -141,16 +141,16 @@ class Dispatch:
             while self._ends and self._ends[0][0] == now:
                 _, _, device, end = heapq.heappop(self._ends)
                 if isinstance(end, BatchClosed):
-                    self._close(end)
+                    self._close_batch(end)
                 else:
-                    self._end(device, end, now)
+                    self._end_pass(device, end, now)
                 touched |= self._near[device]
-            self._start(sorted(touched), now)
+            self._start_passes(sorted(touched), now)
         stuck = [number for one in self.devices for number in one.ready_forward]
         assert not stuck, f"microbatch {stuck[0]} never runs: it waits for a batch behind it, or for room"
         return [one.actions for one in self.devices]
 
-    def _inherit(self, number: int, progress: Inherited) -> None:
+    def _inherit_microbatch(self, number: int, progress: Inherited) -> None:
         """Add a microbatch that the previous window has begun: it is in flight, or waits for the rest of its
         batch."""
         stages = self.last + 1
@@ -169,10 +169,10 @@ class Dispatch:
         elif progress.forwards == stages and progress.backwards < stages:
             self.devices[self.last - progress.backwards].ready_backward.append(number)
 
-    def _start(self, devices: Iterable[int], now: float) -> None:
+    def _start_passes(self, devices: Iterable[int], now: float) -> None:
         for device in devices:
             one = self.devices[device]
-            if not one.is_busy and (action := self._choose(one)) is not None:
+            if not one.is_busy and (action := self._choose_pass(one)) is not None:
                 one.is_busy = True
                 one.actions.append(action)
                 self.log.append(PassBegan(device, action))
@@ -185,7 +185,7 @@ class Dispatch:
                 seconds = price.forward if forward else price.backward
                 heapq.heappush(self._ends, (now + seconds, next(self._number), device, action))
 
-    def _choose(self, device_state: _Device) -> Forward | Backward | None:
+    def _choose_pass(self, device_state: _Device) -> Forward | Backward | None:
         if device_state.ready_backward and not self.rules.forward_first[device_state.stage]:
             return Backward(device_state.ready_backward.popleft(), device_state.stage)
         number = self._next_microbatch(device_state)
@@ -204,17 +204,17 @@ class Dispatch:
             return None
         if (chunk := device_state.next_chunk) is not None:
             # Parts of two samples might leave no room to finish either of them.
-            ready = chunk in device_state.ready_forward and self._fits(device_state, chunk)
+            ready = chunk in device_state.ready_forward and self._has_memory(device_state, chunk)
             return chunk if ready else None
         blocked: set[str] = set()
         for number in device_state.ready_forward:
             closed = self._open[device_state.stage].isdisjoint(self.before[number])
             if closed and blocked.isdisjoint(self.jobs[number]):
-                return number if self._fits(device_state, number) else None
+                return number if self._has_memory(device_state, number) else None
             blocked |= self.jobs[number]
         return None
 
-    def _fits(self, device_state: _Device, number: int) -> bool:
+    def _has_memory(self, device_state: _Device, number: int) -> bool:
         if not self.rules.max_bytes:
             return True
         kept = self.prices.passes[number][device_state.stage].kept_bytes
@@ -223,7 +223,7 @@ class Dispatch:
             self.delayed.add(device_state.stage)
         return fits
 
-    def _end(self, device: int, action: Forward | Backward, now: float) -> None:
+    def _end_pass(self, device: int, action: Forward | Backward, now: float) -> None:
         one = self.devices[device]
         one.is_busy = False
         if isinstance(action, Forward):
@@ -244,12 +244,12 @@ class Dispatch:
                         self._ends, (now + self.rules.exchange_seconds, next(self._number), device, closed)
                     )
                 else:
-                    self._close(closed)
+                    self._close_batch(closed)
         if one.stage == self.last and action.microbatch in self._chunk_before:
             one.ready_backward.appendleft(self._chunk_before[action.microbatch])
         if one.stage > 0:
             self.devices[device - 1].ready_backward.append(action.microbatch)
 
-    def _close(self, closed: BatchClosed) -> None:
+    def _close_batch(self, closed: BatchClosed) -> None:
         self._open[closed.stage].remove((closed.job, closed.step))
         self.log.append(closed)

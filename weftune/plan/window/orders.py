@@ -85,14 +85,15 @@ def chunked_multi_job(work: Work, stages: int, prices: Prices, max_rows: int) ->
     not microbatches: to the bytes that each stage keeps in 1F1B with microbatches of `max_rows` rows."""
     rules, numbers = multi_job_rules(stages), work.filled_microbatches
     max_bytes = tuple(
-        count * max(_bytes_of(max_rows, work.microbatches[one], prices.passes[one][stage]) for one in numbers)
+        count
+        * max(_kept_bytes(max_rows, work.microbatches[one], prices.passes[one][stage]) for one in numbers)
         for stage, count in enumerate(rules.max_in_flight)
     )
     limited = replace(rules, max_in_flight=(len(numbers),) * stages, max_bytes=max_bytes)
     return assemble(work, Dispatch(work.microbatches, [numbers], prices, limited).run())
 
 
-def _bytes_of(rows: int, microbatch: MicrobatchPlan, price: PassPrice) -> int:
+def _kept_bytes(rows: int, microbatch: MicrobatchPlan, price: PassPrice) -> int:
     """Return the bytes that a stage keeps for `rows` rows, in proportion to the bytes of a microbatch."""
     return -(-rows * price.kept_bytes // microbatch.rows)
 
@@ -181,10 +182,12 @@ def assemble(
     """
     stages = tuple(stage_devices) or tuple(range(len(device_passes)))
     passes = [list(actions) for actions in device_passes]
-    closed = _closed_batches(work, passes[stages[0]], stages)
-    lists = [device_actions(work, actions, device, stages, closed) for device, actions in enumerate(passes)]
+    closed_batches = _closed_batches(work, passes[stages[0]], stages)
+    lists = [
+        device_actions(work, actions, device, stages, closed_batches) for device, actions in enumerate(passes)
+    ]
     if hands_over:
-        receive_sent(lists)
+        add_final_receives(lists)
     program = Program(
         capacity=work.capacity,
         microbatches=work.microbatches,
@@ -240,15 +243,15 @@ def _remaining_samples(work: Work, device: int, stages: Sequence[int]) -> Counte
 
 
 def device_actions(
-    work: Work, passes: Iterable[Action], device: int, stage_devices: Sequence[int], closed: Batches
+    work: Work, passes: Iterable[Action], device: int, stage_devices: Sequence[int], closed_batches: Batches
 ) -> list[Action]:
     """Return the actions of one device: its passes with the Steps, Reduces, Sends and Recvs that belong to
     them.
 
-    `stage_devices` contains the device of each stage. `closed` are the batches whose Steps are in this
-    window.
+    `stage_devices` contains the device of each stage. `closed_batches` are the batches whose Steps are in
+    this window.
     """
-    stepped = _with_steps(work, passes, device, stage_devices, closed)
+    stepped = _insert_steps(work, passes, device, stage_devices, closed_batches)
     arrived = {
         (number, *arrival)
         for number, one in enumerate(work.inherited)
@@ -257,7 +260,7 @@ def device_actions(
     return list(insert_transfers(stepped, stage_devices, arrived))
 
 
-def receive_sent(lists: Sequence[list[Action]]) -> None:
+def add_final_receives(lists: Sequence[list[Action]]) -> None:
     """Add Recvs at the ends of the devices' lists of actions for everything that is sent but not received in
     the window, so that no message is in transit between two windows."""
     received = {
@@ -286,12 +289,12 @@ def _alternating_order(work: Work, stage: int, stages: int) -> list[Action]:
     actions: list[Action] = []
     back = 0
 
-    def blocked(number: int) -> bool:
+    def must_wait(number: int) -> bool:
         segments = work.microbatches[number].segments
         return any(remaining[segment.job, segment.step - 1] > 0 for segment in segments)
 
     while waiting or back < len(flying):
-        if waiting and len(flying) - back < stages - stage and not blocked(waiting[-1]):
+        if waiting and len(flying) - back < stages - stage and not must_wait(waiting[-1]):
             flying.append(waiting.pop())
             actions.append(Forward(flying[-1], stage))
             continue
@@ -303,10 +306,10 @@ def _alternating_order(work: Work, stage: int, stages: int) -> list[Action]:
     return actions
 
 
-def _with_steps(
-    work: Work, actions: Iterable[Action], device: int, stages: Sequence[int], closed: Batches
+def _insert_steps(
+    work: Work, actions: Iterable[Action], device: int, stages: Sequence[int], closed_batches: Batches
 ) -> Iterable[Action]:
-    """Yield the actions of a device together with the optimizer steps (Steps) of the `closed` batches. A Step
+    """Yield the actions of a device together with the optimizer steps (Steps) of the closed batches. A Step
     follows the last Backward of its batch, or is at the start if that Backward is in the previous window.
 
     With several devices, a Reduce comes between that Backward and the Step. On all devices but the first, the
@@ -315,7 +318,7 @@ def _with_steps(
     """
     remaining, several = _remaining_samples(work, device, stages), len(set(stages)) > 1
     pending: dict[str, Step] = {}
-    for key in [key for key, count in remaining.items() if not count and key in closed]:
+    for key in [key for key, count in remaining.items() if not count and key in closed_batches]:
         yield Reduce(*key)
         pending[key[0]] = Step(*key)
     for action in actions:
@@ -328,7 +331,7 @@ def _with_steps(
             for segment in work.microbatches[action.microbatch].segments:
                 key = segment.job, segment.step
                 remaining[key] -= len(segment.samples)
-                if not remaining[key] and key in closed:
+                if not remaining[key] and key in closed_batches:
                     if several:
                         yield Reduce(*key)
                     pending[segment.job] = Step(*key)
@@ -339,7 +342,9 @@ def _with_steps(
 
 
 def insert_transfers(
-    actions: Iterable[Action], homes: Sequence[int], arrived: Collection[tuple[int, int, Payload]] = ()
+    actions: Iterable[Action],
+    stage_devices: Sequence[int],
+    arrived: Collection[tuple[int, int, Payload]] = (),
 ) -> Iterable[Action]:
     """Yield the actions with a Recv before each pass whose input comes from another device, and a Send
     after each pass whose output goes to another device. Inputs in `arrived` were received in the previous
@@ -348,18 +353,22 @@ def insert_transfers(
         match action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
                 is_here = (number, stage, "activation") in arrived
-                if stage > 0 and homes[stage - 1] != homes[stage] and not is_here:
-                    yield Recv(number, stage, "activation", homes[stage - 1])
+                if stage > 0 and stage_devices[stage - 1] != stage_devices[stage] and not is_here:
+                    yield Recv(number, stage, "activation", stage_devices[stage - 1])
                 yield action
-                if stage + 1 < len(homes) and homes[stage + 1] != homes[stage]:
-                    yield Send(number, stage + 1, "activation", homes[stage + 1])
+                if stage + 1 < len(stage_devices) and stage_devices[stage + 1] != stage_devices[stage]:
+                    yield Send(number, stage + 1, "activation", stage_devices[stage + 1])
             case Backward(number, stage):
                 is_here = (number, stage, "gradient") in arrived
-                if stage + 1 < len(homes) and homes[stage + 1] != homes[stage] and not is_here:
-                    yield Recv(number, stage, "gradient", homes[stage + 1])
+                if (
+                    stage + 1 < len(stage_devices)
+                    and stage_devices[stage + 1] != stage_devices[stage]
+                    and not is_here
+                ):
+                    yield Recv(number, stage, "gradient", stage_devices[stage + 1])
                 yield action
-                if stage > 0 and homes[stage - 1] != homes[stage]:
-                    yield Send(number, stage - 1, "gradient", homes[stage - 1])
+                if stage > 0 and stage_devices[stage - 1] != stage_devices[stage]:
+                    yield Send(number, stage - 1, "gradient", stage_devices[stage - 1])
             case _:
                 yield action
 
@@ -403,7 +412,7 @@ def template_order(work: Work, queues: Sequence[Queue], max_bytes: Sequence[int]
     dispatch = _dispatch(work, launches, queue_prices(work, queues), max_bytes)
     program = assemble(work, dispatch.run())
     scarce = [f"stage {stage} has no memory for an earlier launch" for stage in sorted(dispatch.delayed)]
-    return PipelineTemplate(program, tuple(order), (*_violations(work, sorted_queues), *scarce))
+    return PipelineTemplate(program, tuple(order), (*_violated_premises(work, sorted_queues), *scarce))
 
 
 def eager_passes(work: Work, prices: Prices, max_bytes: Sequence[int]) -> Passes:
@@ -426,7 +435,7 @@ def queue_prices(work: Work, queues: Sequence[Queue]) -> Prices:
     return Prices(tuple(by_number.get(number, idle) for number in range(len(work.microbatches))))
 
 
-def _violations(work: Work, queues: Sequence[Queue]) -> list[str]:
+def _violated_premises(work: Work, queues: Sequence[Queue]) -> list[str]:
     """Return a sentence for each premise of the template order that `queues` violate. The queues are in the
     order in which they run."""
     broken: list[str] = []

@@ -152,7 +152,7 @@ def _vary_prices(program: Program, prices: Prices, paces: Sequence[StagePace], r
     passes = [list(row) for row in prices.passes]
     moment = random.random()
     for actions in program.devices:
-        factors = [_factors(pace.spread, moment) for pace in paces]
+        factors = [_time_factors(pace.spread, moment) for pace in paces]
         for action in actions:
             if isinstance(action, Compute):
                 price, factor = passes[action.microbatch][action.stage], next(factors[action.stage])
@@ -164,7 +164,7 @@ def _vary_prices(program: Program, prices: Prices, paces: Sequence[StagePace], r
     return replace(prices, passes=tuple(tuple(row) for row in passes))
 
 
-def _factors(spread: Sequence[float], moment: float) -> Iterator[float]:
+def _time_factors(spread: Sequence[float], moment: float) -> Iterator[float]:
     """Return an endless iterator over the measured factors of pass times, in order.
 
     It starts at `moment`, a fraction of the number of factors. All stages should use the same one, since slow
@@ -189,7 +189,7 @@ def shorten_windows(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobW
     """Return the jobs' windows, shortened to the number of rounds that is predicted to fit in
     `WINDOW_SECONDS`, but at least one. Samples to be scored are limited in the same way, and the samples of
     the first jobs are kept."""
-    rounds, scored_rows = rounds_within(windows, pace), 0.0
+    rounds, scored_rows = count_fitting_rounds(windows, pace), 0.0
     max_rows = WINDOW_SECONDS / (EVALUATION_SHARE * pace.row_seconds) if pace.row_seconds else math.inf
     cut = []
     for window in windows:
@@ -203,7 +203,7 @@ def shorten_windows(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobW
     return cut
 
 
-def rounds_within(windows: Sequence[JobWindow], pace: WindowPace) -> int:
+def count_fitting_rounds(windows: Sequence[JobWindow], pace: WindowPace) -> int:
     """Return how many rounds are predicted to fit in `WINDOW_SECONDS`, but at least 1."""
     longest = max((len(window.batches) for window in windows), default=0)
     ends = accumulate(_round_seconds(windows, turn, pace) for turn in range(longest))

@@ -51,7 +51,7 @@ from weftune.plan.window.orders import (
 )
 from weftune.plan.window.overlap import overlap_microbatches
 from weftune.plan.window.pace import StagePace, pace_prices
-from weftune.plan.window.replicas import Rounds, deal_evaluation, deal_samples, order_replicas
+from weftune.plan.window.replicas import Rounds, distribute_evaluation, distribute_samples, order_replicas
 from weftune.plan.window.rounds import JobWindow, mismatched_segments
 
 Groups = tuple[tuple[str, ...], ...]
@@ -147,10 +147,10 @@ def plan_pipeline(
     ones.
     """
     step = {window.job: window.step for window in windows}
-    beginners = [window for window in windows if window.begins_run]
-    evaluating = [window for window in beginners if window.starts_with_evaluation]
+    starting_windows = [window for window in windows if window.begins_run]
+    evaluating = [window for window in starting_windows if window.starts_with_evaluation]
     # A job that evaluates at its start needs the result before its first batch; no job trains meanwhile.
-    parts = [] if evaluating else _batches(windows)
+    parts = [] if evaluating else _window_batches(windows)
     hands_over = hands_over and _may_hand_over(parts, windows, rules)
     lists = ((),) * (rules.stages * rules.replicas)
     program = Program(rules.capacity, (), (), lists, tuple(range(rules.stages)), replicas=rules.replicas)
@@ -160,9 +160,9 @@ def plan_pipeline(
         joins = len(parts) == 1 and not scored and not mismatched_segments(parts[0])
         first = parts.pop() if joins else []
         program = _plan_training(first, windows, rules, inherited, hands_over and joins)
-    program = _with_passes(program, Score, scored, rules)
+    program = _append_passes(program, Score, scored, rules)
     for batches in parts:
-        program = _with_mismatched(program, mismatched_segments(batches), rules)
+        program = _append_mismatched_scores(program, mismatched_segments(batches), rules)
         program = program.followed_by(_plan_training(batches, windows, rules, hands_over=hands_over))
     last = {batch.job: batch.step for batch in program.batches}
     evaluated = evaluating or [one for one in windows if one.evaluates_at(last.get(one.job, -1))]
@@ -171,10 +171,10 @@ def plan_pipeline(
     for_held_out = [
         SegmentPlan(one.job, after[one.job], one.mismatched) for one in evaluated if one.mismatched
     ]
-    program = _with_mismatched(program, for_held_out, rules)
-    program = _with_passes(program, Evaluate, held_out, rules)
+    program = _append_mismatched_scores(program, for_held_out, rules)
+    program = _append_passes(program, Evaluate, held_out, rules)
     # A job that waits meanwhile begins in the next window, and must not save at the same step in both.
-    program = _with_saves(program, windows, evaluating or beginners)
+    program = _insert_saves(program, windows, evaluating or starting_windows)
     program = replace(program, recompute=rules.recompute)
     if rules.overlapped_layers:
         program = overlap_microbatches(program, rules.overlapped_layers)
@@ -193,7 +193,7 @@ def _may_hand_over(
     return not any(batch.mismatched or by_job[batch.job].evaluates_at(batch.step) for batch in parts[0])
 
 
-def _batches(windows: Sequence[JobWindow]) -> list[list[GlobalBatch]]:
+def _window_batches(windows: Sequence[JobWindow]) -> list[list[GlobalBatch]]:
     """Return the batches of the window in the order of rounds, up to and including the first round in which a
     job evaluates. A new part begins at every round with mismatched samples (for a KL term), because these are
     scored with the weights after the previous round."""
@@ -279,9 +279,9 @@ class _WindowSearch:
     def choose_size(self) -> int:
         """Find the best size of microbatches for groups that are chosen by a formula, and return it."""
         best_size, unimproved = self.rules.capacity, 0
-        for size in self._sizes():
+        for size in self._candidate_sizes():
             groups = group_jobs(self.lengths, size, self.rules.batch_distance).groups if self.batches else ()
-            if self._keep(self._fastest(groups, size)):
+            if self._keep_if_faster(self._fastest_in_any_order(groups, size)):
                 best_size, unimproved = size, 0
             else:
                 unimproved += 1
@@ -298,40 +298,44 @@ class _WindowSearch:
                 tuple(job.job for job in members) for members in head_tail_groups(self.lengths, count)
             )
             for turns in order_turns(groups, self.batches, self.inherited):
-                self._keep(self._run(turns, size, PipelineOrder.multi_job))
+                self._keep_if_faster(self._plan_in_order(turns, size, PipelineOrder.multi_job))
             if count > 1:
-                self._keep(self._run_mixed(groups, size))
+                self._keep_if_faster(self._plan_mixed_groups(groups, size))
 
-    def _sizes(self) -> Iterator[int]:
+    def _candidate_sizes(self) -> Iterator[int]:
         """Yield the sizes of microbatches that are tried, the largest first."""
-        longest = max((_tokens(run) for one in self.batches for run in sample_groups(one.samples)), default=0)
+        longest = max(
+            (_token_count(run) for one in self.batches for run in sample_groups(one.samples)), default=0
+        )
         tried = [-(-self.rules.capacity // factor) for factor in SPLITS]
         if self.rules.min_rows:
             finer = (-(-self.rules.capacity // factor) for factor in FINER_SPLITS)
             tried += [rows for rows in finer if rows >= self.rules.min_rows]
         yield from dict.fromkeys(max(longest, rows) for rows in tried)
 
-    def _fastest(self, groups: Groups, size: int) -> Timed:
+    def _fastest_in_any_order(self, groups: Groups, size: int) -> Timed:
         """Return the fastest program for these groups, in any order of groups and of passes."""
         orders = CUT_ORDERS if self.rules.order is None else [self.rules.order]
         all_turns = order_turns(groups, self.batches, self.inherited)
         if self.rules.replicas > 1:
-            return self._run_replicas(all_turns[0], size)
+            return self._plan_replicas(all_turns[0], size)
         return min(
-            (self._run(turns, size, order) for turns in all_turns for order in orders),
+            (self._plan_in_order(turns, size, order) for turns in all_turns for order in orders),
             key=lambda one: one.seconds,
         )
 
-    def _run(self, groups: Groups, size: int, order: PipelineOrder) -> Timed:
-        work = deal_microbatches(self.batches, groups, size, self.rules, self.inherited)
-        return self._time(work, groups, order)
+    def _plan_in_order(self, groups: Groups, size: int, order: PipelineOrder) -> Timed:
+        work = divide_into_microbatches(self.batches, groups, size, self.rules, self.inherited)
+        return self._simulate_work(work, groups, order)
 
-    def _run_mixed(self, groups: Groups, size: int) -> Timed:
+    def _plan_mixed_groups(self, groups: Groups, size: int) -> Timed:
         (turns, *_) = order_turns(groups, self.batches, self.inherited)
-        work = deal_microbatches(self.batches, turns, size, self.rules, self.inherited, moves_samples=False)
-        return self._time(mix_groups(work, turns), turns, PipelineOrder.multi_job)
+        work = divide_into_microbatches(
+            self.batches, turns, size, self.rules, self.inherited, moves_samples=False
+        )
+        return self._simulate_work(mix_groups(work, turns), turns, PipelineOrder.multi_job)
 
-    def _time(self, work: Work, groups: Groups, order: PipelineOrder) -> Timed:
+    def _simulate_work(self, work: Work, groups: Groups, order: PipelineOrder) -> Timed:
         self.microbatches += len(work.microbatches)
         prices = pace_prices(work.microbatches, self.rules.paces)
         program = order_passes(order, work, prices, groups, self.rules)
@@ -339,9 +343,9 @@ class _WindowSearch:
             program = cut_passes(program, work, prices)
         return Timed(program, window_seconds(program, prices))
 
-    def _run_replicas(self, groups: Groups, size: int) -> Timed:
+    def _plan_replicas(self, groups: Groups, size: int) -> Timed:
         rules = self.rules
-        work = deal_microbatches(self.batches, groups, size, rules, self.inherited)
+        work = divide_into_microbatches(self.batches, groups, size, rules, self.inherited)
         prices = pace_prices(work.microbatches, rules.paces)
         patient, eager = (
             Timed(program, window_seconds(program, prices))
@@ -353,7 +357,7 @@ class _WindowSearch:
         # The patient order hides links that the prices omit, unless waiting itself costs time.
         return patient if patient.seconds <= PATIENCE * eager.seconds else eager
 
-    def _keep(self, found: Timed) -> bool:
+    def _keep_if_faster(self, found: Timed) -> bool:
         """Keep a program if it is faster than the best one so far, and return whether it is."""
         is_faster = self._best is None or found.seconds < self._best.seconds
         if is_faster:
@@ -379,8 +383,10 @@ def _choose_chunk_rows(
         first.setdefault(batch.job, batch)
     round_batches = list(first.values())
     runs = [(batch, together) for batch in batches for together in sample_groups(batch.samples)]
-    longest = max((_tokens(together) for batch, together in runs if batch.may_be_cut), default=0)
-    longest_whole = max((_tokens(together) for batch, together in runs if not batch.may_be_cut), default=0)
+    longest = max((_token_count(together) for batch, together in runs if batch.may_be_cut), default=0)
+    longest_whole = max(
+        (_token_count(together) for batch, together in runs if not batch.may_be_cut), default=0
+    )
     # The rows that an adapter inserts before a sample are all in its first chunk.
     inserted = max(batch.prefix_rows // len(batch.samples) for batch in batches)
     least = max(rules.min_chunk_rows, longest_whole, inserted + 1)
@@ -407,9 +413,9 @@ def _plan_cut(
     batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules, rows: int
 ) -> Timed:
     """Return the program in which longer samples are cut into chunks of at most `rows` rows."""
-    longest = max(_tokens(together) for batch in batches for together in sample_groups(batch.samples))
+    longest = max(_token_count(together) for batch in batches for together in sample_groups(batch.samples))
     groups = choose_groups(batches, [window.job for window in windows], rows, rules)
-    work = cut_long_samples(deal_microbatches(batches, groups, rows, rules), rows)
+    work = cut_long_samples(divide_into_microbatches(batches, groups, rows, rules), rows)
     prices = pace_prices(work.microbatches, rules.paces)
     program = chunked_multi_job(work, rules.stages, prices, max(longest, rows))
     return Timed(program, window_seconds(program, prices))
@@ -495,7 +501,7 @@ def order_turns(groups: Groups, batches: Sequence[GlobalBatch], inherited: Unfin
     return found
 
 
-def deal_microbatches(
+def divide_into_microbatches(
     batches: Sequence[GlobalBatch],
     groups: Groups,
     max_tokens: int,
@@ -517,7 +523,7 @@ def deal_microbatches(
     ]
     laid = [
         merge(rounds, merging, previous, move_samples=shift).microbatches
-        for rounds in deal_samples(_rounds(batches, groups, max_tokens), rules.replicas)
+        for rounds in distribute_samples(_group_rounds(batches, groups, max_tokens), rules.replicas)
     ]
     starts = accumulate((len(one) for one in laid), initial=0)
     numbers = tuple(
@@ -534,7 +540,7 @@ def deal_microbatches(
     )
 
 
-def _rounds(batches: Sequence[GlobalBatch], groups: Groups, max_tokens: int) -> Rounds:
+def _group_rounds(batches: Sequence[GlobalBatch], groups: Groups, max_tokens: int) -> Rounds:
     """Return rounds, each with the samples of one batch of every job of a group. The groups alternate.
     Samples of more than `max_tokens` tokens count as `max_tokens`."""
     by_job: dict[str, list[GlobalBatch]] = {}
@@ -545,7 +551,7 @@ def _rounds(batches: Sequence[GlobalBatch], groups: Groups, max_tokens: int) -> 
         for members in groups:
             turns = [by_job[job][turn] for job in members if turn < len(by_job[job])]
             samples = [
-                BatchSample(batch.job, batch.step, number, min(_tokens(together), max_tokens))
+                BatchSample(batch.job, batch.step, number, min(_token_count(together), max_tokens))
                 for batch in turns
                 for number, together in enumerate(sample_groups(batch.samples))
             ]
@@ -553,7 +559,7 @@ def _rounds(batches: Sequence[GlobalBatch], groups: Groups, max_tokens: int) -> 
     return rounds
 
 
-def _tokens(samples: Iterable[PlacedSample]) -> int:
+def _token_count(samples: Iterable[PlacedSample]) -> int:
     return sum(placed.length for placed in samples)
 
 
@@ -589,10 +595,10 @@ def order_passes(
         case PipelineOrder.multi_job:
             return multi_job(work, stages, prices, rules.spare_microbatches)
         case PipelineOrder.template:
-            return template_order(work, _queues(work, prices, groups, stages)).program
+            return template_order(work, _template_queues(work, prices, groups, stages)).program
 
 
-def _queues(work: Work, prices: Prices, groups: Groups, stages: int) -> list[Queue]:
+def _template_queues(work: Work, prices: Prices, groups: Groups, stages: int) -> list[Queue]:
     """Return one bucket per group of jobs for the template order. All microbatches of a bucket get their mean
     cost, since the template requires equal costs."""
     home = {job: number for number, members in enumerate(groups) for job in members}
@@ -614,7 +620,7 @@ def _queues(work: Work, prices: Prices, groups: Groups, stages: int) -> list[Que
 # -- evaluation and checkpoints --------------------------------------------------------------------------
 
 
-def _with_passes(
+def _append_passes(
     program: Program,
     kind: type[Evaluate] | type[Score],
     segments: Sequence[SegmentPlan],
@@ -624,7 +630,7 @@ def _with_passes(
     samples are divided among the replicas."""
     packed = pack_segments(segments, _evaluation_capacity(segments, rules))
     before = len(program.microbatches)
-    shares = deal_evaluation(packed, rules.replicas)
+    shares = distribute_evaluation(packed, rules.replicas)
     passes = [[before + index for index in own] for own in shares]
     devices: list[tuple[Action, ...]] = []
     for device, actions in enumerate(program.devices):
@@ -635,10 +641,12 @@ def _with_passes(
     return replace(program, microbatches=(*program.microbatches, *packed), devices=tuple(devices))
 
 
-def _with_mismatched(program: Program, segments: Sequence[SegmentPlan], rules: PipelineRules) -> Program:
+def _append_mismatched_scores(
+    program: Program, segments: Sequence[SegmentPlan], rules: PipelineRules
+) -> Program:
     """Return the program followed by passes that score mismatched samples, and by the exchange of the summed
     scores between replicas."""
-    program = _with_passes(program, Score, segments, rules)
+    program = _append_passes(program, Score, segments, rules)
     if rules.replicas == 1:
         return program
     sent = [Reduce(one.job, one.step, "scores") for one in segments]
@@ -655,18 +663,22 @@ def _evaluation_capacity(segments: Sequence[SegmentPlan], rules: PipelineRules) 
     """Return a microbatch capacity that is small enough to divide the samples among all replicas."""
     if rules.replicas == 1 or not segments:
         return rules.capacity
-    longest = max(_tokens(together) for segment in segments for together in sample_groups(segment.samples))
+    longest = max(
+        _token_count(together) for segment in segments for together in sample_groups(segment.samples)
+    )
     even = -(-sum(segment.tokens for segment in segments) // rules.replicas)
     return min(rules.capacity, max(longest, even))
 
 
-def _with_saves(program: Program, windows: Sequence[JobWindow], beginners: Sequence[JobWindow]) -> Program:
+def _insert_saves(
+    program: Program, windows: Sequence[JobWindow], starting_windows: Sequence[JobWindow]
+) -> Program:
     """Return the program with Saves right after the Steps that they save. A job that begins is also saved at
     its current step. Only the devices of the first replica save, since all replicas hold the same weights."""
     at = {window.job: window.save_steps for window in windows}
-    begin = [Save(window.job, window.step) for window in beginners if window.step in window.save_steps]
+    begin = [Save(window.job, window.step) for window in starting_windows if window.step in window.save_steps]
 
-    def saved(actions: Sequence[Action]) -> tuple[Action, ...]:
+    def insert_saves(actions: Sequence[Action]) -> tuple[Action, ...]:
         found: list[Action] = [*begin]
         for action in actions:
             found.append(action)
@@ -678,4 +690,4 @@ def _with_saves(program: Program, windows: Sequence[JobWindow], beginners: Seque
         program.devices[: program.devices_per_replica],
         program.devices[program.devices_per_replica :],
     )
-    return replace(program, devices=(*(saved(actions) for actions in saving), *others))
+    return replace(program, devices=(*(insert_saves(actions) for actions in saving), *others))

@@ -29,7 +29,7 @@ from weftune.plan.window.orders import Work, insert_transfers, multi_job_rules
 Rounds = list[list[BatchSample]]
 
 
-def deal_samples(rounds: Sequence[Sequence[BatchSample]], replicas: int) -> list[Rounds]:
+def distribute_samples(rounds: Sequence[Sequence[BatchSample]], replicas: int) -> list[Rounds]:
     """Return, for each replica, its samples of each round. Total tokens are kept even between the
     replicas."""
     tokens = [0] * replicas
@@ -52,7 +52,7 @@ def _assign_to_replicas(sizes: Sequence[int], totals: list[int]) -> list[int]:
     return home
 
 
-def deal_evaluation(microbatches: Sequence[MicrobatchPlan], replicas: int) -> list[list[int]]:
+def distribute_evaluation(microbatches: Sequence[MicrobatchPlan], replicas: int) -> list[list[int]]:
     """Return, for each replica, the indices of the evaluation microbatches that it runs. Their rows are
     divided evenly."""
     home = _assign_to_replicas([one.rows for one in microbatches], [0] * replicas)
@@ -98,10 +98,12 @@ class _StepInserter:
     def __init__(self, work: Work, stages: int) -> None:
         self.microbatches, self.stages = work.microbatches, stages
         self.lists: list[list[Action]] = [[] for _ in range(len(work.by_replica) * stages)]
-        shares = [batch_samples(self.microbatches[number] for number in own) for own in work.by_replica]
-        self.shares = [frozenset(share) for share in shares]
+        sample_counts = [
+            batch_samples(self.microbatches[number] for number in own) for own in work.by_replica
+        ]
+        self.replica_batches = [frozenset(counts) for counts in sample_counts]
         """For each replica, the batches of which it trains at least one sample."""
-        self.remaining = [shares[device // stages].copy() for device in range(len(self.lists))]
+        self.remaining = [sample_counts[device // stages].copy() for device in range(len(self.lists))]
         self.pending: list[dict[str, Step]] = [{} for _ in self.lists]
         """For each device, the Steps that are not inserted yet, by job. Steps are inserted as late as
         possible."""
@@ -110,26 +112,26 @@ class _StepInserter:
         for moment in log:
             match moment:
                 case PassBegan(device, Forward() as action):
-                    self._forward(device, action)
+                    self._insert_forward(device, action)
                 case PassBegan(device, Backward() as action):
-                    self._backward(device, action)
+                    self._insert_backward(device, action)
                 case BatchClosed(stage, job, step):
-                    self._close(stage, job, step)
+                    self._close_batch(stage, job, step)
         for device, pending in enumerate(self.pending):
             self.lists[device] += pending.values()
         return self.lists
 
-    def _forward(self, device: int, action: Forward) -> None:
+    def _insert_forward(self, device: int, action: Forward) -> None:
         for segment in self.microbatches[action.microbatch].segments:
             if action.stage == 0:
                 # Replicas without samples of this batch execute the previous Step once the others have begun.
                 for other in range(len(self.lists)):
-                    if (segment.job, segment.step) not in self.shares[other // self.stages]:
-                        self._step(other, segment.job)
-            self._step(device, segment.job)
+                    if (segment.job, segment.step) not in self.replica_batches[other // self.stages]:
+                        self._insert_step(other, segment.job)
+            self._insert_step(device, segment.job)
         self.lists[device].append(action)
 
-    def _backward(self, device: int, action: Backward) -> None:
+    def _insert_backward(self, device: int, action: Backward) -> None:
         """Add a Backward to the device's actions. If it is the last one of a batch on this device, also add
         the Reduce that sends the gradient to other replicas."""
         self.lists[device].append(action)
@@ -139,14 +141,14 @@ class _StepInserter:
             if not self.remaining[device][key]:
                 self.lists[device].append(Reduce(*key, "gradient"))
 
-    def _close(self, stage: int, job: str, step: int) -> None:
+    def _close_batch(self, stage: int, job: str, step: int) -> None:
         """Add the Reduces that sum the gradients, once all replicas have ended a batch."""
         for device in range(stage, len(self.lists), self.stages):
             self.lists[device].append(Reduce(job, step))
             self.pending[device][job] = Step(job, step)
         if stage == 0:
-            self._step(0, job)
+            self._insert_step(0, job)
 
-    def _step(self, device: int, job: str) -> None:
+    def _insert_step(self, device: int, job: str) -> None:
         if (step := self.pending[device].pop(job, None)) is not None:
             self.lists[device].append(step)

@@ -112,15 +112,15 @@ class _LaidRounds:
         self.rounds: list[Round] = []
         step = {window.job: window.step for window in windows}
         scored = [SegmentPlan(one.job, one.step, one.scored) for one in windows if one.scored]
-        self._add([], [window for window in windows if window.begins_run], step, scored)
+        self._add_round([], [window for window in windows if window.begins_run], step, scored)
         for turn in range(max((len(window.batches) for window in windows), default=0)):
             moving = [window for window in windows if turn < len(window.batches)]
             batches = [window.batches[turn] for window in moving]
             mismatched = mismatched_segments(batches)
             step |= {batch.job: batch.step for batch in batches}
-            self._add(batches, moving, step, mismatched)
+            self._add_round(batches, moving, step, mismatched)
 
-    def _add(
+    def _add_round(
         self,
         batches: Sequence[GlobalBatch],
         windows: Sequence[JobWindow],
@@ -128,30 +128,32 @@ class _LaidRounds:
         scored_segments: Sequence[SegmentPlan] = (),
     ) -> None:
         """Add a round with these batches. `step` maps each job to its step after the round."""
-        scored = self._pack(scored_segments)
-        trained = self._train(batches)
+        scored = self._add_packed(scored_segments)
+        trained = self._add_training(batches)
         evaluating = [one for one in windows if one.evaluates_at(step[one.job])]
-        mismatched = self._pack(
+        mismatched = self._add_packed(
             SegmentPlan(one.job, step[one.job], one.mismatched) for one in evaluating if one.mismatched
         )
-        evaluated = self._pack(SegmentPlan(one.job, step[one.job], one.evaluation) for one in evaluating)
+        evaluated = self._add_packed(
+            SegmentPlan(one.job, step[one.job], one.evaluation) for one in evaluating
+        )
         saves = tuple(Save(one.job, step[one.job]) for one in windows if step[one.job] in one.save_steps)
         self.rounds.append(Round(scored, trained, mismatched, evaluated, saves))
 
-    def _pack(self, segments: Iterable[SegmentPlan]) -> tuple[int, ...]:
-        return tuple(map(self._number, pack_segments([*segments], self.capacity)))
+    def _add_packed(self, segments: Iterable[SegmentPlan]) -> tuple[int, ...]:
+        return tuple(map(self._add_microbatch, pack_segments([*segments], self.capacity)))
 
-    def _train(self, batches: Sequence[GlobalBatch]) -> tuple[TrainedMicrobatch, ...]:
+    def _add_training(self, batches: Sequence[GlobalBatch]) -> tuple[TrainedMicrobatch, ...]:
         if len(self.groups) < 2:
-            return self._train_group(batches)
+            return self._add_group_training(batches)
         parts = [[batch for batch in batches if batch.job in group] for group in self.groups]
         found: list[TrainedMicrobatch] = []
-        for group in (self._train_group(part) for part in parts if part):
+        for group in (self._add_group_training(part) for part in parts if part):
             found += [replace(one, steps=()) for one in group]
             found[-1] = replace(group[-1], steps=tuple(step for one in group for step in one.steps))
         return tuple(found)
 
-    def _train_group(self, batches: Sequence[GlobalBatch]) -> tuple[TrainedMicrobatch, ...]:
+    def _add_group_training(self, batches: Sequence[GlobalBatch]) -> tuple[TrainedMicrobatch, ...]:
         segments = [SegmentPlan(batch.job, batch.step, batch.samples) for batch in batches]
         packed = pack_segments(segments, self.capacity, self.ladder, self.limits)
         last = {job: index for index, microbatch in enumerate(packed) for job in microbatch.jobs}
@@ -159,10 +161,11 @@ class _LaidRounds:
         for batch in batches:
             steps[last[batch.job]].append(Step(batch.job, batch.step))
         return tuple(
-            TrainedMicrobatch(self._number(one), tuple(own)) for one, own in zip(packed, steps, strict=True)
+            TrainedMicrobatch(self._add_microbatch(one), tuple(own))
+            for one, own in zip(packed, steps, strict=True)
         )
 
-    def _number(self, microbatch: MicrobatchPlan) -> int:
+    def _add_microbatch(self, microbatch: MicrobatchPlan) -> int:
         self.microbatches.append(microbatch)
         return len(self.microbatches) - 1
 

@@ -1,5 +1,5 @@
-"""Measurements of bandwidths (from host memory, from files, and of the device's own memory) and of the speed
-of matrix products, from which the plan of a streamed base is computed."""
+"""Measurements for plans of a streamed base: the bandwidths of host memory, files and device memory, and the
+speed of matrix products."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _measure_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _fastest_seconds(device: torch.device, function: Callable[[], object], repeats: int = 4) -> float:
-    """Return the smallest of `repeats` durations of the function in seconds. The first one includes setup."""
+    """Return the shortest time of `repeats` calls of the function, in seconds."""
     found = []
     for _ in range(repeats):
         watch = Stopwatch(device)

@@ -1,4 +1,4 @@
-"""The devices of this machine and their memory in bytes: the budget of a run, current use and peak."""
+"""Memory of this machine's devices in bytes: the budget of a run, the current use, and the peak."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def release(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error is a memory shortage, even if one at the end of a capture replaced it."""
+    """Return whether an error, or an earlier error that it replaced at the end of a graph capture, is a
+    memory shortage."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if not isinstance(error, RuntimeError):
@@ -96,7 +97,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def visible_gpus(device: str | None) -> int:
-    """Return the number of GPUs that a run may use with this `--device`: one if it names a certain GPU."""
+    """Return the number of GPUs that a run may use with this value of `--device`: one if it names a single
+    GPU."""
     if device not in (None, "cuda"):
         return int(str(device).startswith("cuda"))
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

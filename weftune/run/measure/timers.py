@@ -1,4 +1,5 @@
-"""Points in time and durations on a device. On a GPU they are CUDA events, since it works asynchronously."""
+"""Points in time and durations on a device. On a GPU, which works asynchronously, they are measured with CUDA
+events."""
 
 from __future__ import annotations
 
@@ -77,11 +78,11 @@ class ActionTimer:
         self._clock = DeviceClock(self._device)
 
     def start(self) -> None:
-        """Start the time of an action. A second call excludes the time spent waiting for other workers."""
+        """Start timing an action. A second call restarts the time, to exclude waits for other workers."""
         self._began = self._clock.mark()
 
     def await_start(self) -> None:
-        """Wait until the device has begun the action, which means that it has finished all work before."""
+        """Wait until the device has begun the action, after all earlier work."""
         if not isinstance(self._began, float):
             self._began.synchronize()
 
@@ -130,8 +131,8 @@ class Waited:
     """Pairs of CUDA events: when the device was ready for a copy, and when the copy arrived."""
 
     def note(self, ready_event: torch.cuda.Event, arrived_event: torch.cuda.Event) -> None:
-        """Note a wait that may not have happened yet. Earlier waits that are over are added to `seconds`, so
-        that a long run does not accumulate marks."""
+        """Record a wait, which may still be in the future. Finished waits are added to `seconds`, so that
+        events do not accumulate in a long run."""
         while self.marks and all(mark.query() for mark in self.marks[0]):
             self._add_wait(*self.marks.pop(0))
         self.marks.append((ready_event, arrived_event))

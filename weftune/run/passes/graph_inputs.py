@@ -93,7 +93,7 @@ class Gathering:
             pack=Pack((laid,), boundaries_B.to(device), self._longest),
             source_Z=torch.zeros(laid, dtype=torch.int64, device=device),
             is_row_Z=torch.zeros(laid, dtype=torch.bool, device=device),
-            keys_at=tuple(
+            prefix_key_indices=tuple(
                 torch.zeros(one.keys * one.samples, dtype=torch.int64, device=device)
                 for one in self._prefixed
             ),
@@ -123,7 +123,7 @@ class Gathering:
         source_Z = torch.zeros(len(prefixes.source_Z), dtype=torch.int64)
         is_row_Z = torch.zeros(len(source_Z), dtype=torch.bool)
         behind, places, boundaries, begin = list[Tensor](), list[Tensor](), [0], 0
-        for job, keys_at in zip(self._prefixed, prefixes.keys_at, strict=True):
+        for job, prefix_key_indices in zip(self._prefixed, prefixes.prefix_key_indices, strict=True):
             end, row = begin + job.rows_with_prefixes, segments[job.job].start
             count = segments[job.job].stop - row
             source_Z[begin:end] = row + torch.arange(job.rows_with_prefixes) % count
@@ -138,10 +138,10 @@ class Gathering:
             behind.append(segments[job.job].start + number_R)
             places.append((begin + is_row_Z[begin:end].nonzero()[:, 0])[number_R])
             # Keys of absent samples, in the rest of the job's room; no row attends to them.
-            keys += range(at, at + len(keys_at) - len(keys))
+            keys += range(at, at + len(prefix_key_indices) - len(keys))
             boundaries += [*range(at + self._longest, end, self._longest), end]
             boundaries += [end] * (first + self._max_samples(job) - len(boundaries))
-            copy_to(keys_at, torch.tensor(keys))
+            copy_to(prefix_key_indices, torch.tensor(keys))
             begin = end
         copy_to(prefixes.source_Z, source_Z)
         copy_to(prefixes.is_row_Z, is_row_Z)
@@ -161,7 +161,7 @@ class GraphKey:
     gathered: tuple[GatheredJob, ...] = ()
 
 
-def graph_key_of(laid: DeviceMicrobatch, banks: Banks, recompute: Recompute, context: int) -> GraphKey:
+def make_graph_key(laid: DeviceMicrobatch, banks: Banks, recompute: Recompute, context: int) -> GraphKey:
     lengths = laid.microbatch.sample_lengths
     even = len(set(lengths)) == 1
     return GraphKey(
@@ -211,8 +211,8 @@ class GraphInputs:
         self.gathering.fill(laid.microbatch)
 
     def copy(self, laid: DeviceMicrobatch, membership: Membership) -> None:
-        """Copy a microbatch that is already on the device into the tensors, unless they still hold it from
-        the previous stage."""
+        """Copy a microbatch from the device into the tensors, unless they still contain it from the previous
+        stage."""
         if self._held is laid:
             return
         assert membership.rows is not None

@@ -31,7 +31,7 @@ from weftune.plan.program.program import NOTHING, Program
 from weftune.run.measure.memory import release
 from weftune.run.measure.timers import DeviceClock, DeviceSpan, Moment
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, graph_key_of
+from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, make_graph_key
 from weftune.run.passes.payback import Payback, WatchedPass
 from weftune.run.passes.plain import PlainPasses
 from weftune.run.passes.rows import DeviceMicrobatch, InFlight, StageVisit, renumber_visits
@@ -90,7 +90,7 @@ class CapturedPasses:
         if self._recompute.tile_rows or not capturable:
             return self._plain.forward(visit, flight, input_TD, keep)
         context = self.adapted.base.shape.context
-        key = graph_key_of(flight.laid, self._banks, self._recompute, context)
+        key = make_graph_key(flight.laid, self._banks, self._recompute, context)
         is_new = (key, visit.stage) not in self._seen
         self._seen.add((key, visit.stage))
         before = self._captures
@@ -234,7 +234,7 @@ class Pool(Protocol):
         """Capture the work and return a function that replays it. The work itself may or may not run now."""
 
     def has_room(self) -> bool:
-        """Return whether work that runs uncaptured fits beside the pool: it needs about as much free memory
+        """Return whether there is enough free memory to run work uncaptured, which needs about as much memory
         as the pool has."""
 
     def clear(self) -> None:

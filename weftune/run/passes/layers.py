@@ -122,8 +122,8 @@ class Layers:
             self._angles = None
 
     def skips_layer(self, angle: Angle) -> bool:
-        """Return whether a layer is to return its input, since only the inputs of layers are computed. If so,
-        record the angles of its rotary embedding."""
+        """Return whether a layer must return its input unchanged, because only the inputs of the first layer
+        are needed. If so, record the angles of its rotary embedding."""
         if self._angles is not None:
             self._angles.append(angle)
         return self._angles is not None
@@ -227,7 +227,7 @@ class FusedLayer:
             project_qkv=lambda h, rows: self.project_qkv(h, cos_TE[rows], sin_TE[rows], recomputes=True),
             attend=lambda qkv: attend_with_prefixes(*qkv, pack, self._rule, self._layer),
             finish_layer=lambda h, seen, graph_only: self.finish_layer(h, seen, keep.keeps_all, graph_only),
-            adapters_of=self._banks.bind_tile,
+            tile_adapters=self._banks.bind_tile,
         )
         tiles = row_tiles(len(h_TD), recompute.tile_rows)
         return tiled_layer(h_TD, self._banks.anchor, parts, tiles, keep)
@@ -235,9 +235,8 @@ class FusedLayer:
     def project_qkv(
         self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, recomputes: bool
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Compute the front of the layer: the norm, q, k, v and their rotation. Return the residual, which is
-        h itself, and queries, keys and values. `recomputes` says whether the norm's output is
-        recomputed."""
+        """Compute the norm, the q, k and v projections and the rotation. Return the residual, which is h
+        itself, and queries, keys and values. `recomputes` says whether the norm's output is recomputed."""
         h_TD, qkv_TN = self._norm_and_project(h_TD, self._before_attention, self._qkv, recomputes)
         norms = head_norms(*self._head_norms) if self._head_norms else None
         return h_TD, rotary_split(qkv_TN, cos_TE, sin_TE, self._heads, self._groups, norms)

@@ -70,10 +70,10 @@ class _OpenPass:
     """Residual to which the result of `sum` will be added; in the backward, the gradient of the residual."""
     sum: _StartedSum | None = None
     """Sum over the shards that the last half layer has started. None before the first half layer."""
-    joints: list[_Graph] = field(default_factory=list)
+    norm_graphs: list[_Graph] = field(default_factory=list)
     """For each half layer, the graph of the residual addition and the norm. The last graph is that of the
     final norm."""
-    halves: list[_Graph] = field(default_factory=list)
+    half_graphs: list[_Graph] = field(default_factory=list)
     """For each half layer, the graph of its linears, from the normalised input to the output."""
 
     def finished_sum(self) -> Tensor:
@@ -107,25 +107,25 @@ class OverlappedPasses:
         """Compute half a layer and start the sum of its output. The first half also computes the
         embeddings."""
         if index == 0:
-            self._open[visit] = self._begin(flight)
+            self._open[visit] = self._begin_pass(flight)
         one, layer, is_feed_forward = self._open[visit], self._layers.fused[index // 2], index % 2 == 1
-        h_TD, leaves = self._join(one, index)
+        h_TD, leaves = self._add_residual(one, index)
         skip_TD, n_TD = layer.normalise_half(is_feed_forward, h_TD)
-        one.joints.append(_Graph(leaves, (get_gradient_edge(skip_TD), get_gradient_edge(n_TD))))
+        one.norm_graphs.append(_Graph(leaves, (get_gradient_edge(skip_TD), get_gradient_edge(n_TD))))
         given_TD = n_TD.detach().requires_grad_()
-        with self._bound(one):
+        with self._apply_adapters(one):
             y_TD = layer.run_half(is_feed_forward, given_TD, one.angles[index // 2], one.membership.pack)
-        one.halves.append(_Graph((given_TD,), (get_gradient_edge(y_TD),)))
+        one.half_graphs.append(_Graph((given_TD,), (get_gradient_edge(y_TD),)))
         one.residual_TD = skip_TD.detach()
-        one.sum = self._start(y_TD.detach().clone(memory_format=torch.contiguous_format))
+        one.sum = self._launch_sum(y_TD.detach().clone(memory_format=torch.contiguous_format))
 
     def end_forward(self, visit: StageVisit) -> Tensor:
         """End the forward and return the last hidden states, after the final norm."""
         one, norm = self._open[visit], self._layers.final_norm
         assert norm is not None, "the only stage has the final norm"
-        h_TD, leaves = self._join(one, len(one.halves))
+        h_TD, leaves = self._add_residual(one, len(one.half_graphs))
         n_TD = norm(h_TD)
-        one.joints.append(_Graph(leaves, (get_gradient_edge(n_TD),)))
+        one.norm_graphs.append(_Graph(leaves, (get_gradient_edge(n_TD),)))
         one.sum = None
         return n_TD
 
@@ -137,21 +137,21 @@ class OverlappedPasses:
         """Add the gradients of the adapters in half a layer to their jobs' gradients, and start the sum of
         the gradient of its input over the shards."""
         one = self._open[visit]
-        one.residual_TD, dy_TD = self._join_backward(one)
-        with self._bound(one):
-            (dgiven_TD,) = one.halves.pop().backward((dy_TD,))
-        assert len(one.halves) == index, "half layers run backwards in the reverse order"
-        one.sum = self._start(dgiven_TD.contiguous())
+        one.residual_TD, dy_TD = self._add_residual_backward(one)
+        with self._apply_adapters(one):
+            (dgiven_TD,) = one.half_graphs.pop().backward((dy_TD,))
+        assert len(one.half_graphs) == index, "half layers run backwards in the reverse order"
+        one.sum = self._launch_sum(dgiven_TD.contiguous())
 
     def end_backward(self, visit: StageVisit) -> None:
         """End the backward at the embeddings."""
         one = self._open.pop(visit)
-        (dh_TD,) = self._join_backward(one)
+        (dh_TD,) = self._add_residual_backward(one)
         if one.embedded is not None:
-            with self._bound(one):
+            with self._apply_adapters(one):
                 torch.autograd.backward((one.embedded,), (dh_TD,))
 
-    def _begin(self, flight: InFlight) -> _OpenPass:
+    def _begin_pass(self, flight: InFlight) -> _OpenPass:
         membership = flight.membership(self._adapted)
         banks, microbatch = self._adapted.banks, flight.laid.microbatch
         with banks.bound(microbatch, self._adapted.route, True, membership.rows):
@@ -159,7 +159,7 @@ class OverlappedPasses:
         embedded = get_gradient_edge(h_TD) if h_TD.requires_grad else None
         return _OpenPass(flight, membership, embedded, angles, h_TD.detach())
 
-    def _join(self, one: _OpenPass, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _add_residual(self, one: _OpenPass, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the residual plus the summed output of the previous half layer, which is the input of the
         next norm, and the leaves of the graph that computes it."""
         residual_TD = one.residual_TD.detach().requires_grad_()
@@ -170,14 +170,14 @@ class OverlappedPasses:
         h_TD = self._layers.fused[before // 2].add_half(before % 2 == 1, residual_TD, y_TD)
         return h_TD, (residual_TD, y_TD)
 
-    def _join_backward(self, one: _OpenPass) -> tuple[Tensor, ...]:
-        """Run the backward of the last graph in `joints`. Return the gradients of the residual and of the
+    def _add_residual_backward(self, one: _OpenPass) -> tuple[Tensor, ...]:
+        """Run the backward of the last graph in `norm_graphs`. Return the gradients of the residual and the
         summed output."""
-        joint, dn_TD = one.joints.pop(), one.finished_sum()
+        joint, dn_TD = one.norm_graphs.pop(), one.finished_sum()
         ends_with_norm = len(joint.ends) == 1
         return joint.backward((dn_TD,) if ends_with_norm else (one.residual_TD, dn_TD))
 
-    def _start(self, values_TD: Tensor) -> _StartedSum:
+    def _launch_sum(self, values_TD: Tensor) -> _StartedSum:
         return _StartedSum(values_TD, self._start_sum(values_TD))
 
     @property
@@ -192,7 +192,7 @@ class OverlappedPasses:
         assert self._adapted.layers is not None
         return self._adapted.layers
 
-    def _bound(self, one: _OpenPass) -> AbstractContextManager[None]:
+    def _apply_adapters(self, one: _OpenPass) -> AbstractContextManager[None]:
         """Apply the adapters of the jobs in this microbatch within the context."""
         adapted = self._adapted
         return adapted.banks.bound(one.flight.laid.microbatch, adapted.route, True, one.membership.rows)

@@ -30,7 +30,7 @@ class WatchedPass:
 
 class Payback:
     def __init__(self, always_captures: bool) -> None:
-        """If `always_captures`, always capture, as in measurements and tests."""
+        """With `always_captures`, every pass is captured, as in measurements and tests."""
         self._at_once = always_captures
         self._captures = 0
         self._capture_seconds = 0.0
@@ -52,7 +52,7 @@ class Payback:
         self._capture_seconds += seconds
 
     def watch(self, watched_pass: WatchedPass) -> None:
-        """Count the time of this pass later, once the device has finished it."""
+        """Add a pass whose time is counted after the device has finished it."""
         if not self._at_once:
             self._under_way.append(watched_pass)
 

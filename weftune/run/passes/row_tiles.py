@@ -24,11 +24,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from weftune.run.passes.host_copies import HostStore
 
 ROW_MULTIPLE = 128
-"""Number of which the number of rows of every tile is a multiple, except for the last tile of a
-microbatch."""
+"""The number of rows in a tile is a multiple of this number, except in the last tile of a microbatch."""
 
 Fetch = Callable[[], Tensor]
-"""A function that returns on the device a tensor that was kept on the device or the host."""
+"""Function that returns a kept tensor on the device. The tensor may have been kept on the host."""
 Qkv = tuple[Tensor, Tensor, Tensor]
 """Queries [T, H, E], keys and values [T, G, E]."""
 
@@ -45,7 +44,7 @@ class TiledParts:
     finish_layer: Callable[[Tensor, Tensor, bool], Tensor]
     """Function of a tile's residual and output of attention, which returns the output of the layer. If the
     flag is set, only the autograd graph of the output is needed, and its values may be arbitrary."""
-    adapters_of: Callable[[slice], AbstractContextManager[None]]
+    tile_adapters: Callable[[slice], AbstractContextManager[None]]
     """Function that returns a context in which the adapters apply to a tile's rows."""
 
 
@@ -104,7 +103,7 @@ class _TiledLayer(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _FrontGraph:
-    """The autograd graph of the front of one tile."""
+    """The autograd graph of one tile for the part of the layer before attention."""
 
     rows: slice
     h_TD: Tensor
@@ -115,7 +114,7 @@ class _FrontGraph:
 
 @dataclass(slots=True)
 class _RestGraph:
-    """The autograd graph of the rest of one tile."""
+    """The autograd graph of one tile for the part of the layer after attention."""
 
     rows: slice
     h_TD: Tensor
@@ -197,12 +196,12 @@ class _LayerPass:
         return dh_TD
 
     def _run_fronts(self, h_TD: Tensor, graphs: list[_FrontGraph] | None = None) -> Qkv:
-        """Run the front of all tiles. Return queries, keys and values of all rows, and append the autograd
-        graph of every tile to `graphs` if given."""
+        """Compute the part of the layer before attention, tile by tile. Return queries, keys and values of
+        all rows, and append the autograd graph of every tile to `graphs` if given."""
         whole: list[Tensor] = []
         for rows in self._tiles:
             leaf_TD = _detach_leaf(h_TD[rows])
-            with self._parts.adapters_of(rows):
+            with self._parts.tile_adapters(rows):
                 residual_TD, parts = self._parts.project_qkv(leaf_TD, rows)
             whole = whole or [part.new_empty(len(h_TD), *part.shape[1:]) for part in parts]
             for into, part in zip(whole, parts, strict=True):
@@ -218,7 +217,7 @@ class _LayerPass:
     ) -> Iterator[_RestGraph]:
         for rows in self._tiles:
             leaf_TD, seen = _detach_leaf(h_TD[rows]), _detach_leaf(attention_THE[rows])
-            with self._parts.adapters_of(rows):
+            with self._parts.tile_adapters(rows):
                 output_TD = self._parts.finish_layer(leaf_TD, seen, graph_only)
             yield _RestGraph(rows, leaf_TD, seen, output_TD)
 

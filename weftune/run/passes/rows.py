@@ -98,7 +98,7 @@ class Membership:
     pack: Pack
 
 
-def membership_of(
+def build_membership(
     base: Base, banks: Banks, laid: DeviceMicrobatch, route: Route, in_tiles: bool = False
 ) -> Membership:
     """Return the assignment of rows to jobs and the sample boundaries, which are the same for every stage. If
@@ -155,7 +155,7 @@ def longest_bucket(longest: int, context: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StageVisit:
-    """A pass of a microbatch over a stage, given by the index of each."""
+    """A pass of a microbatch over a stage: the indices of both."""
 
     microbatch: int
     stage: int
@@ -165,7 +165,8 @@ Held = TypeVar("Held")
 
 
 def renumber_visits(visits: Mapping[StageVisit, Held], numbers: Mapping[int, int]) -> dict[StageVisit, Held]:
-    """Return the map with new indices of microbatches as keys; `numbers` maps each old index to a new one."""
+    """Return the mapping with new microbatch indices in its keys. `numbers` maps each old index to the new
+    one."""
     return {StageVisit(numbers[at.microbatch], at.stage): one for at, one in visits.items()}
 
 
@@ -177,8 +178,8 @@ class TimedPass:
     plan: MicrobatchPlan
     training: bool
     settled: bool = True
-    """Whether nothing was compiled or captured during the pass, so that its time is typical of such
-    passes."""
+    """Whether the time of the pass is typical. False if kernels were compiled or a graph was captured during
+    the pass."""
     forward: list[DeviceSpan] = field(default_factory=list)
     backward: list[DeviceSpan] = field(default_factory=list)
 
@@ -198,7 +199,7 @@ class InFlight:
     def membership(self, adapted: AdaptedBase, in_tiles: bool = False) -> Membership:
         """Return the assignment of rows to jobs and the sample boundaries, computed at first use."""
         if self._membership is None:
-            found = membership_of(adapted.base, adapted.banks, self.laid, adapted.route, in_tiles)
+            found = build_membership(adapted.base, adapted.banks, self.laid, adapted.route, in_tiles)
             self._membership = (
                 found if self.sample_keys is None else self._add_earlier_keys(found, adapted.banks)
             )

@@ -26,7 +26,7 @@ from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import NOTHING, Forward, Program
 from weftune.run.measure.memory import is_out_of_memory
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, graph_key_of
+from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, make_graph_key
 from weftune.run.passes.graphs import Pool
 from weftune.run.passes.plain import PlainPasses
 from weftune.run.passes.rows import DeviceMicrobatch, InFlight, Membership, StageVisit
@@ -37,7 +37,7 @@ MOST_KEYS = 8
 
 class VisitKind(Enum):
     forward = auto()
-    """A forward of which only the output is kept."""
+    """A forward from which only the output is kept."""
     turn = auto()
     """A pass over the last stage: a forward that keeps activations, head and loss, then the backward."""
     backward = auto()
@@ -50,7 +50,7 @@ GraphVisit = tuple[VisitKind, int]
 
 @dataclass(slots=True)
 class _Known:
-    """The state of one key: its input tensors, the round in which each pass first occurred, and its
+    """The state of one graph key: its input tensors, the round in which each pass first occurred, and its
     graphs."""
 
     inputs: GraphInputs
@@ -89,13 +89,13 @@ class StageGraphs:
         """Return the graph for a microbatch's pass over a stage, or None if it runs uncaptured. The time of a
         pass that compiles or captures is marked as not typical (`TimedPass.settled`)."""
         laid, visit = flight.laid, (kind, stage)
-        key = graph_key_of(laid, self._banks, NOTHING, self._whole.shape.context)
+        key = make_graph_key(laid, self._banks, NOTHING, self._whole.shape.context)
         if not self._banks.is_capturable(laid.microbatch):
             self.free_memory()
             return None
         if key in self.failed_captures:
             return None
-        known = self._state_of(key)
+        known = self._get_state(key)
         if (
             known.first_rounds.setdefault(visit, self._round) == self._round
             or self._plain_round == self._round
@@ -114,13 +114,14 @@ class StageGraphs:
             self.clear()
 
     def clear(self) -> None:
-        """Drop all graphs and their memory; in the next round they are captured again as needed."""
+        """Drop all graphs and their memory. They are captured again when they are needed, from the next round
+        on."""
         for known in self._known.values():
             known.graphs.clear()
         self._pool.clear()
         self._plain_round = self._round
 
-    def _state_of(self, key: GraphKey) -> _Known:
+    def _get_state(self, key: GraphKey) -> _Known:
         if key not in self._known:
             if len(self._known) >= MOST_KEYS:
                 del self._known[next(iter(self._known))]

@@ -76,8 +76,8 @@ class KeptActivations:
         self._gradients = renumber_visits(self._gradients, numbers)
 
     def forget(self) -> None:
-        """Drop everything that belongs to an unfinished round, except tensors computed for other workers,
-        which are still sent."""
+        """Drop all tensors of an unfinished round, except those computed for other workers, which are still
+        sent."""
         self._here.clear()
         self._gradients.clear()
 

@@ -194,7 +194,7 @@ class HostSteps:
         return (job, stage) in self._pending
 
     def pending_pairs(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return those of the pairs (job, stage) whose Steps have pieces that have not been started."""
+        """Return the pairs (job, stage) whose Steps have pieces that have not been started."""
         return [pair for pair in pairs if pair in self._pending]
 
     def all_pending_pairs(self) -> list[JobStage]:
@@ -227,7 +227,7 @@ class HostSteps:
             torch.cuda.current_stream().wait_event(event)
 
     def read_outcomes(self, run: StepRun) -> None:
-        """Start to copy the outcomes of Steps, all of whose pieces have been started, to the host."""
+        """Start to copy the outcomes of Steps to the host. All pieces of the Steps must have been started."""
         assert not any(part.run is run for part in self._pending.values()), "a Step is not all made"
         with self.ring.updating():
             # Not on the stream of the passes: those of the next round may already be queued there.
@@ -325,14 +325,14 @@ class HostSteps:
             )
 
     def _vectors_to_device(self, states: Sequence[AdamState]) -> list[Tensor]:
-        """Return the vectors of each state that are copied to the device. New weights are not among them,
-        since they are computed there."""
+        """Return the vectors of each state that are copied to the device: all except the new weights, which
+        are computed there."""
         count = 3 if self._device_weights is None else 4
         return [vector for state in states for vector in state.vectors[:count]]
 
     def _vectors_to_host(self, states: Sequence[AdamState]) -> list[Tensor]:
-        """Return the vectors of each state that are copied back to the host. Gradients are not among them,
-        since they are no longer needed."""
+        """Return the vectors of each state that are copied back to the host: all except the gradients, which
+        are no longer needed."""
         moved = [vector for state in states for vector in state.vectors[:3]]
         return moved if self._device_weights is None else [*moved, *(state.weights for state in states)]
 
@@ -411,8 +411,8 @@ class PieceRing:
 
     @contextmanager
     def copying_in(self, buffer: Buffer) -> Iterator[None]:
-        """Run the context on the stream of copies to the device, once the buffer is free. Updates launched
-        later wait for these copies."""
+        """Within the context, launch work on the stream of copies to the device, after the buffer is free.
+        Updates that are launched later wait for these copies."""
         if self.lanes is None:
             yield
             return
@@ -423,12 +423,13 @@ class PieceRing:
         self.lanes.update.wait_stream(self.lanes.copy_in)
 
     def updating(self) -> AbstractContextManager[object]:
-        """Return a context that runs on the stream of updates."""
+        """Return a context in which work is launched on the stream of updates."""
         return nullcontext() if self.lanes is None else torch.cuda.stream(self.lanes.update)
 
     @contextmanager
     def copying_out(self, buffer: Buffer) -> Iterator[None]:
-        """Run the context on the stream of copies to the host, after which the buffer is free."""
+        """Within the context, launch work on the stream of copies to the host. The buffer is free after these
+        copies."""
         if self.lanes is None:
             yield
             return

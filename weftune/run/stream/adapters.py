@@ -28,7 +28,7 @@ from weftune.run.stream.adapter_steps import JobStage, StagePart
 from weftune.run.training.state import Training
 
 OUTSIDE_STAGE = -1
-"""Number that stands for the sites before the first layer or after the last one, which stay on the device."""
+"""Stage number of the sites before the first layer and after the last one, which stay on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,8 @@ class AdapterTransfers:
         return adapter
 
     def _allocate(self, parts: Mapping[int, StagePart], dtype: torch.dtype) -> dict[int, Tensor]:
-        """Return device memory for each stage's part. Stages that take turns in a slot share memory."""
+        """Allocate device memory for each stage's part of the adapter. Stages that use the same slot share
+        memory."""
         shared: dict[tuple[str, int], list[int]] = {}
         for stage in parts:
             resident = stage == OUTSIDE_STAGE or self.part.stages[stage].is_resident
@@ -194,7 +195,7 @@ class AdapterTransfers:
             }
 
     def _find_gradients(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return those of the pairs that have a gradient on the device."""
+        """Return the pairs (job, stage) that have a gradient on the device."""
         return [
             pair
             for pair in pairs

@@ -101,8 +101,8 @@ class OffloadedOptimizer:
         return self._resident.sums(training)
 
     def step(self, requests: Sequence[StepRequest]) -> StepsUnderway:
-        """Register optimizer steps. Those of jobs in the next pass are made just before it, others during
-        it."""
+        """Register optimizer steps. Steps of jobs in the next pass are made just before the pass, and all
+        others during it."""
         return self._begin_steps(requests, gradient_norms([request.training.state for request in requests]))
 
     def make(self, request: StepRequest, sums: BatchSums) -> Outcome:

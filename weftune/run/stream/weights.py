@@ -23,7 +23,7 @@ EVICTED_BYTE = 0xFF
 format, so that reading an evicted stage is noticed."""
 
 StageCallback = Callable[[int], None]
-"""A function of a stage's index that launches work on the stream of the stage's copy."""
+"""Function that is called with a stage's index and launches work on the stream that copies the stage."""
 
 
 class ResidentWeights:

@@ -30,7 +30,7 @@ from torch import Tensor
 from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.core.files import FORMAT, refuse_unknown_format
 from weftune.core.tensor_file import write_hashed_tensors
-from weftune.run.training.snapshot import MOMENTS, Snapshot, snapshot_of
+from weftune.run.training.snapshot import MOMENTS, Snapshot, make_snapshot
 from weftune.run.training.state import Progress, Training
 
 TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "SHA256SUMS"
@@ -39,7 +39,7 @@ KEPT_CHECKPOINTS = 2
 
 def save(folder: Path, training: Training) -> Path:
     """Write a checkpoint of the job under `folder`, and return its path after it has been written."""
-    return write(folder, snapshot_of(training))
+    return write(folder, make_snapshot(training))
 
 
 def write(folder: Path, snapshot: Snapshot) -> Path:

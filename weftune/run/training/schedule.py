@@ -25,8 +25,7 @@ class Recipe:
     clip: float | None = 1.0
     seed: int = 0
     averaged: tuple[tuple[int, int], ...] = ()
-    """Spans of steps, each given by first and last step, over which the mean of the master weights is
-    computed."""
+    """Spans of steps, as (first step, last step), over each of which the master weights are averaged."""
     objective: ObjectiveSpec = SFT_SPEC
 
 

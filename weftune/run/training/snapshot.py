@@ -51,7 +51,7 @@ class Snapshot:
         return self.vectors
 
 
-def snapshot_of(training: Training, vectors: Mapping[str, Tensor] | None = None) -> Snapshot:
+def make_snapshot(training: Training, vectors: Mapping[str, Tensor] | None = None) -> Snapshot:
     """Return a snapshot with these vectors, by default with all vectors of a checkpoint. Vectors on the host
     are not copied, so they must not change before they are written."""
     vectors = vectors or {name: value.cpu() for name, value in checkpoint_vectors(training).items()}
@@ -61,7 +61,7 @@ def snapshot_of(training: Training, vectors: Mapping[str, Tensor] | None = None)
 def weights_snapshot(training: Training) -> Snapshot:
     """Return a snapshot with the master weights, and with the best weights if the job keeps them."""
     vectors = {"master": training.master, "best": training.best}
-    return snapshot_of(training, {name: one.cpu() for name, one in vectors.items() if one is not None})
+    return make_snapshot(training, {name: one.cpu() for name, one in vectors.items() if one is not None})
 
 
 def checkpoint_vectors(training: Training) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ class Snapshots:
         copied = self._copy_vectors(vectors, copies)
         if training.master.is_cuda:
             training.copied = copied
-        return replace(snapshot_of(training, copies), memory=memory, copied=copied)
+        return replace(make_snapshot(training, copies), memory=memory, copied=copied)
 
     def release(self, snapshot: Snapshot) -> None:
         """Release the snapshot's memory for reuse."""

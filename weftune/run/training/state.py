@@ -86,7 +86,7 @@ class EvaluationSums:
     """Number of tokens, samples or pairs over which the loss and the metrics are summed."""
     metrics: tuple[float, ...] = ()
     maxima: int = 0
-    """Number of metrics, the last ones, that are maxima over the samples. All others are sums."""
+    """Number of metrics at the end of the list that are maxima over the samples. All others are sums."""
 
     def __add__(self, other: EvaluationSums) -> EvaluationSums:
         return EvaluationSums(
@@ -109,7 +109,7 @@ class EvaluationSums:
         return len(self.metrics) - self.maxima
 
     def mean_metrics(self) -> list[float]:
-        """Return the metrics by position: sums are divided by `count`, maxima returned as they are."""
+        """Return the means of metrics that are sums, and the values of metrics that are maxima, in order."""
         return [total / self.count for total in self.metrics[: self._sums]] + [*self.metrics[self._sums :]]
 
 
@@ -236,7 +236,7 @@ class Training:
 
 
 def _evaluation_order(loss: float, score: float | None) -> tuple[float, float]:
-    """Return numbers by which evaluations are compared: lower is better, and the first number counts more."""
+    """Return a sort key of an evaluation. Better evaluations have smaller keys."""
     return (loss, loss) if score is None else (-score, loss)
 
 

@@ -33,7 +33,8 @@ class StepRequest:
     supervised: int
 
     def token_accuracy(self, correct: float) -> float | None:
-        """Return the share of supervised tokens that were predicted. None if no token is supervised."""
+        """Return the fraction of the supervised tokens that were predicted correctly. None if no token is
+        supervised."""
         return correct / self.supervised if self.supervised else None
 
 
@@ -195,15 +196,15 @@ def clip_factors(trainings: Sequence[Training], sums_JS: Tensor, norm_J: Tensor)
 
 
 def batch_sums(training: Training) -> BatchSums:
-    """Return the sums of the open batch; waits for the device once."""
+    """Return the sums over a job's open global batch. Waits for the device."""
     norm_J = gradient_norms([training.state])
     norm, loss, correct, *metrics = torch.cat([norm_J, open_batch_sums([training])[0]]).tolist()
     return BatchSums(loss=loss, norm=norm, correct=correct, metrics=metrics)
 
 
 def open_batch_sums(trainings: Sequence[Training]) -> Tensor:
-    """Return the sums of all open batches, with few kernel launches: loss, correct predictions, and the
-    metrics padded with zeros to MAX_METRICS, as float64 [J, 2 + MAX_METRICS]."""
+    """Return loss, correct predictions and metrics of all open batches, as float64 [J, 2 + MAX_METRICS].
+    Metrics are padded with zeros. This takes only a few kernel launches."""
     batches = [_open_batch(training) for training in trainings]
     loss_J = torch.stack([batch.loss for batch in batches]).double()
     correct_J = torch.stack([batch.correct for batch in batches]).double()
@@ -247,8 +248,8 @@ def make_step_from_sums(request: StepRequest, sums: BatchSums) -> Outcome:
 
 
 def outcome_over_workers(outcome: Outcome, request: StepRequest, sums: BatchSums) -> Outcome:
-    """Return the outcome of a step with the loss and the accuracy over all workers, which replace those of
-    this worker."""
+    """Return the outcome of a step, with this worker's loss and accuracy replaced by those over all
+    workers."""
     if isinstance(outcome, str):
         return outcome
     return replace(

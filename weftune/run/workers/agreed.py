@@ -72,7 +72,7 @@ class WorkerReport:
 
 
 class Agreed:
-    """The `Agreement` of one worker with the other workers."""
+    """The `Agreement` implementation of a worker that decides together with other workers."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class Agreed:
             self._accumulate_sums(action.job, action.step)
 
     def _send_share(self, job: str, step: int) -> None:
-        """Send the gradient and the sums of this replica's share of a batch to the other replicas."""
+        """Send the gradient and the sums of this replica's part of a batch to the other replicas."""
         training = self._roster.trainings[job]
         gradient_N = training.gradient
         if job in self._roster.dead or self.shortage:
@@ -269,8 +269,7 @@ class Agreed:
             self._ran.append((action, self._timer.stop()))
 
     def _agree_on_dead_jobs(self, steps: Sequence[Step], shards: Shards) -> None:
-        """Mark jobs as failed that have failed on any shard. Only one shard has a caller that may end
-        jobs."""
+        """Mark a job as failed on all shards if it has failed on any of them."""
         dead = shards.any_over_shards([step.job in self._roster.dead for step in steps])
         for step, is_dead in zip(steps, dead, strict=True):
             if is_dead and step.job not in self._roster.dead:

@@ -139,8 +139,8 @@ def _build_record(kind: type, values: list[Any]) -> Any:
 
 @cache
 def records_in(kind: Any) -> Mapping[str, type]:
-    """Return a map from name to type of all records that can occur in a value of this type, according to its
-    annotations."""
+    """Return a mapping from names to classes of all records that a value of this type can contain, according
+    to its annotations."""
     found: dict[str, type] = {}
     _collect_records(kind, found)
     return found

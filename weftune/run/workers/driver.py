@@ -459,8 +459,8 @@ def microbatch_seconds(reports: Sequence[WorkerReport], kinds: type | UnionType)
 
 
 def _assemble_training(own_training: Training, parts: Sequence[Snapshot], layout: VectorLayout) -> Training:
-    """Return the training state of the whole job, without moments, since the job is not trained any further.
-    `own_training` is that of this worker, `parts` are the snapshots of all stages."""
+    """Return the training state of the whole job, assembled from `own_training`, which is this worker's part,
+    and the snapshots `parts` of all stages. It has no moments, since the job is not trained any further."""
     stored = VectorLayout(tuple(parameter for part in parts for parameter in part.layout.parameters))
     master, best = (
         layout.slice_vector(stored, torch.cat([part.vectors[name] for part in parts]))

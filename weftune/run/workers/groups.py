@@ -345,7 +345,7 @@ def find_interface(host: str) -> str | None:
     Return None if the interface is not known: `host` is unknown, or it is the loopback and there are several
     other interfaces.
     """
-    own = _own_address_for(host)
+    own = _find_own_address(host)
     held = _addresses()
     outward = [name for name, addresses in held.items() if not all(map(_is_loopback, addresses))]
     if own is None or _is_loopback(own):
@@ -362,7 +362,7 @@ def _addresses() -> dict[str, set[str]]:
     }
 
 
-def _own_address_for(host: str) -> str | None:
+def _find_own_address(host: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Nothing is sent: connecting a datagram socket only determines its own address.

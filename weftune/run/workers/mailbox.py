@@ -56,9 +56,9 @@ class PeerLane:
         except PeerLost:
             raise
         except RuntimeError as error:
-            raise self.as_peer_lost(error) from error
+            raise self.to_peer_lost(error) from error
 
-    def as_peer_lost(self, error: BaseException) -> PeerLost:
+    def to_peer_lost(self, error: BaseException) -> PeerLost:
         return PeerLost(f"worker {self.peer} is gone: {error}")
 
 
@@ -158,7 +158,7 @@ class DirectInbox:
                 while (posted := self._queue.get()) is not None:
                     self._started.put(self._start(*posted))
             except Exception as error:
-                self._started.put(self._lane.as_peer_lost(error))
+                self._started.put(self._lane.to_peer_lost(error))
 
     def _start(self, buffer: Tensor, free_event: torch.cuda.Event | None) -> Any:
         """Wait for the announcement of a tensor, and start to receive it in `buffer` once the event
@@ -208,7 +208,7 @@ class Outbox:
 
     def _raise_failure(self) -> None:
         if self._error is not None:
-            raise self._lane.as_peer_lost(self._error) from self._error
+            raise self._lane.to_peer_lost(self._error) from self._error
 
     def _serve(self) -> None:
         is_direct, number = self._lane.announcement_group is not None, 0
@@ -241,7 +241,7 @@ class Outbox:
         self._started.append((tensor, dist.isend(tensor, self._lane.peer, group=self._lane.group)))
 
 
-def inbox_for(lane: PeerLane, dtype: torch.dtype, device: torch.device) -> Inbox | DirectInbox:
+def create_inbox(lane: PeerLane, dtype: torch.dtype, device: torch.device) -> Inbox | DirectInbox:
     made = Inbox if lane.announcement_group is None else DirectInbox
     return made(lane, dtype, device)
 
@@ -256,5 +256,5 @@ def _record_event(tensor: Tensor) -> torch.cuda.Event | None:
 
 
 def _separate_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which a thread's work on a GPU runs on a stream of its own."""
+    """Return a context in which a thread's work on a GPU runs on a separate stream."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()

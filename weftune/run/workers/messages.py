@@ -90,7 +90,7 @@ Command = Begin | Attach | RunProgram | JobCommand | End
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The answer that the part of the base is loaded, or why it is refused."""
+    """The answer to `Begin`: the worker's part of the base is loaded, or the reason why it is refused."""
 
     refusal: str = ""
     """A sentence about a user's mistake that only this worker could see, shown by the first worker. Empty if
@@ -99,7 +99,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last answer of a worker, after the command to end."""
+    """The last answer of a worker, which follows the command to end."""
 
 
 Answer = Begun | Slice | Unsaved | WorkerReport | Snapshot | Ended

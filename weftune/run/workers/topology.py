@@ -13,8 +13,8 @@ from weftune.plan.layout.mapping import Topology, cross_order
 
 PCI = Path("/sys/bus/pci/devices")
 STAGES = 4
-"""Stages per GPU that are assumed when orders are compared. The real number is not known yet when workers
-choose their GPUs."""
+"""Assumed number of stages per GPU for the comparison of orders. The real number is not known yet when
+workers choose their GPUs."""
 
 
 def assign_gpus(count: int) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class Trace:
         path.write_text(json.dumps({"traceEvents": [*names, *self._events], "displayTimeUnit": "ms"}))
 
 
-def timeline_of(reports: Sequence[WorkerReport]) -> Timeline:
+def make_timeline(reports: Sequence[WorkerReport]) -> Timeline:
     """Return the measured timeline of a window in the form of the simulator's. A worker is busy in its passes
     and its optimizer steps."""
     passes = [

@@ -20,7 +20,7 @@ from weftune.objectives.spec import MAX_METRICS
 from weftune.plan.program.program import Program, Recv, Reduce, Reduced, Send, Step
 from weftune.run.training.state import master_dtype
 from weftune.run.workers.groups import Purpose, WorkerConnections
-from weftune.run.workers.mailbox import DirectInbox, Inbox, Outbox, PeerLane, inbox_for
+from weftune.run.workers.mailbox import DirectInbox, Inbox, Outbox, PeerLane, create_inbox
 
 DECISION_VALUES = 2
 """Number of values in a decision: the batch's index in the Program, and the norm of its gradient."""
@@ -58,7 +58,7 @@ class Transport:
 
         def inbox(purpose: Purpose, dtype: torch.dtype, device: torch.device) -> AnyInbox | None:
             lane = _single_lane(connections.incoming_lanes(purpose))
-            return None if lane is None else inbox_for(lane, dtype, device)
+            return None if lane is None else create_inbox(lane, dtype, device)
 
         def outbox(purpose: Purpose, device: torch.device, delay: float) -> Outbox | None:
             lane = _single_lane(connections.outgoing_lanes(purpose))
@@ -161,7 +161,7 @@ class _Replica:
         self.worker, self._payload = lane.peer // shards, payload
         """Index of the worker's list of actions, and the payload of those Reduce actions that send
         messages."""
-        self.inbox = inbox_for(lane, dtype, device)
+        self.inbox = create_inbox(lane, dtype, device)
         self._expected: deque[StepKey] = deque()
         self._received: dict[StepKey, Tensor] = {}
 

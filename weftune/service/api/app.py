@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 import weftune
 from weftune.service.api import chat as chats
 from weftune.service.api import errors, files, jobs, models, native, page, sweeps
-from weftune.service.api.context import Service, service_of
+from weftune.service.api.context import Service, get_service
 from weftune.service.api.guard import Guard, Keys, RequestLimits, unauthorized
 from weftune.service.api.telemetry import Telemetry
 from weftune.service.chat import ChatClient
@@ -85,7 +85,7 @@ def add_health(app: FastAPI, telemetry: Telemetry) -> None:
     def readyz(request: Request) -> JSONResponse:
         """Answer 200 if the stores answer, the base is loaded and jobs can train; 503 with the reasons
         otherwise."""
-        reasons = readiness(service_of(request))
+        reasons = readiness(get_service(request))
         status = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
         return JSONResponse(status, 503 if reasons else 200, {"Retry-After": "2"} if reasons else {})
 

@@ -205,8 +205,8 @@ async def complete_chat(body: ChatBody, tenant: Tenant, service: ServiceHere) ->
         sampling=_read_sampling(body, body.max_completion_tokens),
     )
     if body.stream:
-        return await _stream(service, request, body, _chat_chunk)
-    text, end = await _whole(service.chat.ask(request))
+        return await _stream_answer(service, request, body, _chat_chunk)
+    text, end = await _collect_answer(service.chat.ask(request))
     return ChatCompletion(
         id=request.id,
         created=int(time.time()),
@@ -230,8 +230,8 @@ async def complete_text(body: TextBody, tenant: Tenant, service: ServiceHere) ->
         sampling=_read_sampling(body, COMPLETION_TOKENS if body.max_tokens is None else None),
     )
     if body.stream:
-        return await _stream(service, request, body, _text_chunk)
-    text, end = await _whole(service.chat.ask(request))
+        return await _stream_answer(service, request, body, _text_chunk)
+    text, end = await _collect_answer(service.chat.ask(request))
     return TextCompletion(
         id=request.id,
         created=int(time.time()),
@@ -279,14 +279,14 @@ def token_usage(end: ChatEnd) -> Usage:
     )
 
 
-async def _first(pieces: AsyncIterator[str | ChatEnd]) -> str | ChatEnd:
+async def _first_piece(pieces: AsyncIterator[str | ChatEnd]) -> str | ChatEnd:
     try:
         return await anext(pieces)
     except ChatError as error:
         raise api_error(error) from None
 
 
-async def _whole(pieces: Any) -> tuple[str, ChatEnd]:
+async def _collect_answer(pieces: Any) -> tuple[str, ChatEnd]:
     text: list[str] = []
     try:
         async with aclosing(pieces):
@@ -324,15 +324,17 @@ def _text_chunk(text: str, finish_reason: str | None, is_first_chunk: bool) -> d
     return {"object": "text_completion", "choices": [choice]}
 
 
-async def _stream(service: Service, request: ChatRequest, body: SamplingBody, chunk: Chunk) -> Any:
+async def _stream_answer(service: Service, request: ChatRequest, body: SamplingBody, chunk: Chunk) -> Any:
     pieces = service.chat.ask(request)
     # The first piece is awaited, so that an error is an answer with its status.
-    first = await _first(pieces)
-    events = _events({"id": request.id, "model": body.model}, chunk, first, pieces, body.stream_options)
+    first = await _first_piece(pieces)
+    events = _answer_events(
+        {"id": request.id, "model": body.model}, chunk, first, pieces, body.stream_options
+    )
     return StreamingResponse(events, media_type="text/event-stream", headers=UNCACHED)
 
 
-async def _events(
+async def _answer_events(
     ids: dict[str, Any], chunk: Chunk, first: str | ChatEnd, pieces: Any, options: StreamOptions | None
 ) -> AsyncIterator[str]:
     """Yield the answer as server-sent events in the format of OpenAI's chunks."""

@@ -32,20 +32,20 @@ class Service:
     preparer: Preparer
 
 
-def _tenant(request: Request) -> str:
+def _request_tenant(request: Request) -> str:
     # Guard has refused every request to these paths that has no key.
     tenant: str = request.state.tenant
     return tenant
 
 
-def service_of(request: Request) -> Service:
+def get_service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 
 
-Tenant = Annotated[str, Depends(_tenant)]
+Tenant = Annotated[str, Depends(_request_tenant)]
 """The tenant that the request's API key belongs to."""
-ServiceHere = Annotated[Service, Depends(service_of)]
+ServiceHere = Annotated[Service, Depends(get_service)]
 BEARER = Depends(HTTPBearer(auto_error=False, description="A key that `weftune keys create` has printed."))
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": Error, "description": "The request is refused."},

@@ -627,13 +627,13 @@ async def stream(request: Request, tenant: Tenant, service: ServiceHere) -> Stre
         raise quota_error(f"You have {MAX_STREAMS} open streams; close one.", "streams_quota_exceeded", 5)
     key = request.headers["authorization"].partition(" ")[2].strip()
     return StreamingResponse(
-        _events(service, tenant, key, streams),
+        _stream_events(service, tenant, key, streams),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
 
 
-async def _events(service: Service, tenant: str, key: str, streams: Streams) -> AsyncIterator[str]:
+async def _stream_events(service: Service, tenant: str, key: str, streams: Streams) -> AsyncIterator[str]:
     streams.open[tenant] += 1
     try:
         seen = await asyncio.to_thread(Seen.now, service, tenant)

@@ -137,12 +137,12 @@ def sweep_record(settings: ServiceSettings, sweep: str) -> SweepRecord | None:
     admitted, or if the file cannot be read."""
     folder = settings.jobs / sweep
     with suppress(OSError, OutputError):
-        return _read_version(folder, (folder / SWEEP_FILE).stat().st_mtime_ns)
+        return _read_cached_record(folder, (folder / SWEEP_FILE).stat().st_mtime_ns)
     return None
 
 
 @lru_cache(maxsize=512)
-def _read_version(folder: Path, changed_at: int) -> SweepRecord | None:
+def _read_cached_record(folder: Path, changed_at: int) -> SweepRecord | None:
     """Read the record of a sweep. Results are cached by `changed_at`, the time at which the file was last
     written."""
     return read_record(folder)
@@ -163,7 +163,7 @@ def _sweep_row(
     first = next((row for row in known if not row.state.ended), known[0])
     status = JobStatus(
         state=state,
-        reason=_reason(known, len(ids)),
+        reason=_count_text(known, len(ids)),
         step=sum(row.status.step for row in known),
         steps=sum(row.status.step if row.state.ended else row.status.steps for row in known),
         trained_tokens=sum(row.status.trained_tokens for row in known),
@@ -202,7 +202,7 @@ def _sweep_state(trials: Sequence[JobRow | None], record: SweepRecord | None) ->
     return State.PAUSED if is_paused else State.QUEUED
 
 
-def _reason(known: Sequence[JobRow], count: int) -> str:
+def _count_text(known: Sequence[JobRow], count: int) -> str:
     """Return a sentence that gives the number of trials in each state."""
     left = sum(row.status.reason.startswith(LEFT) for row in known)
     numbers = {

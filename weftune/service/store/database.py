@@ -98,7 +98,7 @@ def upgrade_store(settings: ServiceSettings, folder: Path = MIGRATIONS) -> None:
     The supervisor calls this before it starts processes, so that every process finds all tables.
     """
     for tables in ("requests", "training"):
-        writer = _writer(settings, tables, UPGRADE_SECONDS)
+        writer = _open_writer(settings, tables, UPGRADE_SECONDS)
         try:
             _upgrade_schema(writer, settings, tables, folder)
         finally:
@@ -110,13 +110,13 @@ def _open_database(
 ) -> Database:
     writer = None
     if writable:
-        writer = _writer(settings, tables, busy_seconds)
+        writer = _open_writer(settings, tables, busy_seconds)
         try:
             _upgrade_schema(writer, settings, tables, MIGRATIONS)
         except BaseException:
             writer.dispose()
             raise
-    return Database(_readers(settings, tables, busy_seconds), writer, busy_seconds)
+    return Database(_open_readers(settings, tables, busy_seconds), writer, busy_seconds)
 
 
 # -- engines ---------------------------------------------------------------------------------------------
@@ -126,10 +126,10 @@ def sqlite_path(settings: ServiceSettings, tables: TableSet) -> Path:
     return settings.store / f"{tables}.db"
 
 
-def _readers(settings: ServiceSettings, tables: TableSet, busy_seconds: float) -> Engine:
+def _open_readers(settings: ServiceSettings, tables: TableSet, busy_seconds: float) -> Engine:
     keys = {"pool_size": READERS, "max_overflow": 0, "pool_timeout": busy_seconds}
     if settings.database is not None:
-        return _postgres(settings.database, busy_seconds, isolation_level="AUTOCOMMIT", **keys)
+        return _postgres_engine(settings.database, busy_seconds, isolation_level="AUTOCOMMIT", **keys)
     path = sqlite_path(settings, tables).absolute()
 
     def connect() -> sqlite3.Connection:
@@ -146,10 +146,10 @@ def _readers(settings: ServiceSettings, tables: TableSet, busy_seconds: float) -
     return create_engine("sqlite://", creator=connect, poolclass=QueuePool, json_serializer=json_text, **keys)
 
 
-def _writer(settings: ServiceSettings, tables: TableSet, busy_seconds: float) -> Engine:
+def _open_writer(settings: ServiceSettings, tables: TableSet, busy_seconds: float) -> Engine:
     keys = {"pool_size": 1, "max_overflow": 0, "pool_timeout": busy_seconds}
     if settings.database is not None:
-        return _postgres(settings.database, busy_seconds, **keys)
+        return _postgres_engine(settings.database, busy_seconds, **keys)
     path = sqlite_path(settings, tables)
     try:
         # The folder holds what tenants have uploaded: no other user of the machine may read it.
@@ -179,7 +179,7 @@ def _writer(settings: ServiceSettings, tables: TableSet, busy_seconds: float) ->
     return engine
 
 
-def _postgres(url: str, busy_seconds: float, **keys: Any) -> Engine:
+def _postgres_engine(url: str, busy_seconds: float, **keys: Any) -> Engine:
     parsed = make_url(url)
     if parsed.get_backend_name() != "postgresql":
         raise UserError(

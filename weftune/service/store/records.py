@@ -348,7 +348,7 @@ class TrainingStore:
             query = query.where(jobs.c.tenant == tenant)
         with self._database.read() as connection:
             row = connection.execute(query).first()
-        return None if row is None else _job_of(row)
+        return None if row is None else _to_job_row(row)
 
     def jobs_by_id(self, ids: Iterable[str]) -> dict[str, JobRow]:
         """Return a mapping from id to job, for all given jobs that the training process has recorded."""
@@ -356,7 +356,7 @@ class TrainingStore:
         with self._database.read() as connection:
             for some in _id_batches(list(ids)):
                 rows = connection.execute(select(jobs).where(jobs.c.id.in_(some)))
-                found |= {row.id: _job_of(row) for row in rows}
+                found |= {row.id: _to_job_row(row) for row in rows}
         return found
 
     def jobs(
@@ -376,14 +376,14 @@ class TrainingStore:
             query = query.where(jobs.c.state.in_([str(state) for state in states]))
         query = start_after_row(query, jobs, after, "desc", tenant).limit(limit)
         with self._database.read() as connection:
-            return [_job_of(row) for row in connection.execute(query)]
+            return [_to_job_row(row) for row in connection.execute(query)]
 
     def unfinished_jobs(self) -> list[JobRow]:
         """Return every job that has not ended, the oldest first."""
         unfinished = [str(state) for state in State if not state.ended]
         query = select(jobs).where(jobs.c.state.in_(unfinished)).order_by(jobs.c.number)
         with self._database.read() as connection:
-            return [_job_of(row) for row in connection.execute(query)]
+            return [_to_job_row(row) for row in connection.execute(query)]
 
     def transitions(self, job: str) -> list[Transition]:
         """Return every change of a job's state, the oldest first."""
@@ -490,7 +490,7 @@ def _job_values(job: JobRow) -> dict[str, Any]:
     return {**to_values(job), "state": str(job.state), "status": status}
 
 
-def _job_of(row: Row[Any]) -> JobRow:
+def _to_job_row(row: Row[Any]) -> JobRow:
     found = dict(row._mapping)
     status = job_from_json({**found["status"], "state": found.pop("state")})
     return JobRow(**{**found, "status": status})
