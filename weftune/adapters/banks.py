@@ -49,7 +49,7 @@ class AttachedJob:
     read: Parameters
     """The parameters in `weights` and the constants of the adapter's kind, on the device."""
     totals: Parameters
-    """The gradient accumulators in `gradient`, on the device."""
+    """Views of `gradient` into which gradients are accumulated, on the device."""
     groups: tuple[SiteGroup | ExpertGroup, ...]
     """Groups of sites to which the job's adapter is attached."""
     serial: int

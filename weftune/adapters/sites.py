@@ -71,7 +71,7 @@ class SiteGroup:
     frozen: Frozen
     current_pass: CurrentPass
     banks: dict[str, SiteBank] = field(default_factory=dict)
-    """Maps the name of each kind to its bank."""
+    """Maps the name of each kind of adapter to the object that holds the parameters of its jobs."""
     tiled: TiledBank | None = None
     """Adapters that the tiled kernels compute, of all kinds. None until the first is attached."""
     adds_residual: bool = False

@@ -46,8 +46,8 @@ class Base:
     all_sites: tuple[SiteShape, ...] = ()
     """Sites of all stages, and whole linears where shards are local. Empty if the whole base is local."""
     stored: Callable[[str], Tensor | None] | None = None
-    """Function that returns by name a parameter that is not whole on the device: a streamed one, or one that
-    is divided among shards. It returns None for other parameters. None if there are none of these."""
+    """Function that takes the name of a parameter and returns the full parameter if it is streamed or divided
+    among shards, and None otherwise. The field is None if the model has no such parameters."""
     slices: Mapping[str, SiteSlice] = field(default_factory=dict)
     """Maps each site to the part of it that is local, if every layer is divided into shards. `shape` has the
     sizes of the local parts."""

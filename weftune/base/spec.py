@@ -39,7 +39,7 @@ class RopeScaling:
     high_freq_factor: Annotated[float | None, Bound(above=0)] = None
 
     def values(self) -> dict[str, Any]:
-        """Return the keys that are given."""
+        """Return the keys that are not None, with their values."""
         found = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in found.items() if value is not None}
 

@@ -115,7 +115,7 @@ def store_folder(chosen: Path | None) -> Path:
 
 
 def read_jobs_file(jobs: Path) -> RunSpec:
-    """Read the jobs file, and raise the mistakes that can be found with the config of its base."""
+    """Read the jobs file. Raise all mistakes in it that can be found with the config of its base."""
     from weftune.jobs.spec.read import read_run
 
     run = read_run(jobs, read_model_shape)

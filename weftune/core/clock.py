@@ -143,8 +143,8 @@ def phase(name: Phase) -> Iterator[None]:
 
 @contextmanager
 def count_imports() -> Iterator[None]:
-    """Count the context as imports, with garbage collection disabled, which would repeatedly traverse all
-    imported definitions. These never become garbage, so later collections skip them."""
+    """Count the time in the context as imports. Garbage collection is off, since it would repeatedly traverse
+    all imported definitions. These never become garbage, so later collections skip them."""
     collects = gc.isenabled()
     gc.disable()
     try:

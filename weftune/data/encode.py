@@ -82,7 +82,7 @@ class Encoder:
         return [np.array(part.ids, dtype=np.int32) for part in parts]
 
     def continuations(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Return the tokens of users' texts that continue another text, without an added leading space."""
+        """Tokenise texts that are appended to other texts, so that the tokenizer adds no leading space."""
         if not self._prefixes:
             return self.texts(texts)
         return [part.tokens for part in self._encode_continuations(texts, parse=False)]

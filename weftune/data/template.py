@@ -305,7 +305,8 @@ def print_check(source: str, special_tokens: str) -> PrintCheck:
 def _render_row(
     chat: Chat, template: SandboxedTemplate, end_strings: Collection[str] | None, check: PrintCheck
 ) -> tuple[Rendered, ...]:
-    """Render the first of the chat's forms that the template prints completely."""
+    """Return the chat as rendered in the first of its equivalent forms that the template prints
+    completely."""
     problems: list[BadRow] = []
     for form in equivalent_chats(chat):
         try:

@@ -31,7 +31,8 @@ SINGLE_CORE_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS":
 """Environment variables that limit the libraries of each worker to one core."""
 
 Work = Callable[[Any, Any], Any]
-"""Function of a module with two arguments: the values that all items share, and one item."""
+"""Module-level function that workers call for each item, with the values that all items share and the
+item."""
 
 
 def worker_count() -> int:

@@ -51,7 +51,7 @@ class ExpertSite:
 
     weight_ENK: Tensor
     group: Group | None = None
-    """Adapters in the form of the GPU kernels, or None if no job has an adapter on this linear. Slot n · E +
+    """Adapters in the layout that the GPU kernels expect, or None if no job has an adapter here. Slot n · E +
     e of the group's table holds the n-th adapter at expert e."""
     parts: Sequence[ExpertPart] = ()
     """Adapters for the implementation in plain torch; empty for the GPU kernels."""

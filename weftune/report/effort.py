@@ -31,8 +31,8 @@ class Errors:
 
 
 def prediction_errors(windows: Sequence[WindowLine], *, includes_compilation: bool) -> Errors:
-    """Return the errors of changed windows, either of windows that compiled kernels or captured graphs, or of
-    all other windows."""
+    """Return the relative errors of the times that were predicted for windows whose jobs or sample lengths
+    had changed: of those that compiled kernels or captured graphs, or of all others."""
     counted = [
         window
         for window in windows

@@ -69,8 +69,8 @@ def thin_points(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ..
 UNITS = 1000
 """Width and height of a plot in its own coordinates."""
 LOG_RATIO = 10
-"""Ratio of the largest value to the median above which an axis is logarithmic. On a linear axis, all other
-values would be in a tenth of the height."""
+"""An axis is logarithmic if the largest value divided by the median exceeds this ratio. On a linear axis,
+half of the values would be in the lowest tenth of the height."""
 MAX_TICKS = 6
 DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "7 3 2 3"}
 

@@ -68,7 +68,8 @@ class TimedWindow:
 
 
 def lost_checkpoint_reason(store: JobStore, name: str, survey: checkpoint.CheckpointSurvey) -> str:
-    """Return why a job that has begun cannot resume from its checkpoints; the user may have copies."""
+    """Return why a job that has begun cannot resume from its checkpoints, and how the user can continue
+    it."""
     what = "none of its checkpoints is whole" if survey.damaged else "its checkpoints are gone"
     names = f" ({', '.join(path.name for path in survey.damaged)})" if survey.damaged else ""
     return f"{what}{names}; put back a copy of one, or restart it with {store.resume_line(restart=[name])}"

@@ -204,7 +204,8 @@ def _spec_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token_indices(value: Any) -> tuple[int, ...]:
-    """Return token ids from PEFT's list, or from a dict with the embedding as its only key."""
+    """Return the ids in PEFT's `trainable_token_indices`: a list, or a dict with the embedding as its only
+    key."""
     if isinstance(value, Mapping):
         if len(value) != 1 or not next(iter(value)).endswith(tuple(EMBEDDINGS.values())):
             raise ValueError(

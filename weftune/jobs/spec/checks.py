@@ -422,7 +422,7 @@ def _source_cycle(name: str, sources: Mapping[str, str]) -> list[str]:
 def check_names(
     jobs: Sequence[JobSpec], known_names: Sequence[str], locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return what `name_faults` finds as mistakes, for jobs created in Python."""
+    """Return the mistakes in the names of jobs that were created in Python."""
     return [Mistake(locate(name, *SOURCE), sentence) for name, sentence in name_faults(jobs, known_names)]
 
 

@@ -119,7 +119,7 @@ class Rungs:
     """Groups of trials that are compared with one another. `tpe` trains several groups, one after another."""
     decisions: list[Decision] = field(default_factory=list)
     values: dict[str, dict[int, float | None]] = field(default_factory=dict)
-    """Maps each trial to its values by the step of a rung; the first value measured there counts."""
+    """Maps each trial to its metric at each rung, by the rung's step. Only the first measurement is kept."""
     ended: dict[str, EndedTrial] = field(default_factory=dict)
     _steps: dict[str, int] = field(default_factory=dict)
     _generation: dict[str, int] = field(default_factory=dict)

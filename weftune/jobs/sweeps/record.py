@@ -50,8 +50,8 @@ class TrialRecord:
     """Maps each step at which trials are compared to the trial's metric there. None if the metric was not
     finite."""
     score: float | None = None
-    """Metric of the trial: of its adapter if it is finished, at the rung where it was dropped, or else at its
-    last evaluation."""
+    """Metric of the trial: that of its adapter if the trial has finished, that of the rung at which it was
+    dropped, or otherwise that of its last evaluation."""
     score_step: int | None = None
     """Step of the weights for which `score` was measured."""
     warning: str = ""

@@ -524,8 +524,8 @@ class RunningSweep:
         return SampleCount(trained, everything)
 
     def score(self, name: str) -> float | None:
-        """Return a trial's metric: of its adapter if it is finished, at the rung where it was dropped, or
-        else at its last evaluation."""
+        """Return a trial's metric: that of its adapter if the trial has finished, that of the rung at which
+        it was dropped, or otherwise that of its last evaluation."""
         return self._score_and_step(self.rungs, name)[0]
 
     def _score_and_step(self, rungs: Rungs, name: str) -> tuple[float | None, int | None]:

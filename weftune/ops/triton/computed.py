@@ -65,9 +65,9 @@ def add_pair_gradients(
     WIDTHS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients from dA and dB, and zero dA and dB. The gradient of e is Σ over ranks of dB ⊙ its
-    constant, for C columns per program. The gradient of d is Σ over columns of dA ⊙ its constant; its ranks
-    are distributed over the programs."""
+    """Compute the gradients of the vectors d and e from dA and dB, and zero dA and dB. The gradient of e is
+    the sum over ranks of dB times the constant B, for C columns per program. The gradient of d is the sum
+    over columns of dA times the constant A; the ranks are distributed over the programs."""
     entry = tl.program_id(0)
     ranks = tl.load(strides + entry * 3)
     if ranks == 0:

@@ -104,7 +104,8 @@ class Learned:
     """Function that returns the number of bytes that are reserved for text generation but not in use. Plans
     count these bytes, although no measured peak contains them."""
     least_error: int = 0
-    """Minimum bytes by which predicted peaks are assumed to be too low, set after a shortage of memory."""
+    """Minimum number of bytes that are added to every predicted peak. It is set after a device ran out of
+    memory."""
     _last_content: object = None
 
     def __post_init__(self) -> None:

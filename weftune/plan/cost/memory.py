@@ -512,7 +512,8 @@ class MemoryModel:
         return max(0, tile_bytes(part, recompute, jobs) - int(tokens * attention_backward_bytes(part)))
 
     def _max_host_tokens(self, jobs: Sequence[JobShape], recompute: Recompute) -> int:
-        """Return the tokens of the largest microbatch whose offloaded tensors fit in host memory."""
+        """Return the number of tokens of the largest microbatch whose offloaded tensors fit in host
+        memory."""
         if not recompute.offloaded_layers:
             return sys.maxsize
         return (self.host_budget_bytes - self.host_bytes(jobs)) // offloaded_token_bytes(

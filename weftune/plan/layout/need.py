@@ -227,7 +227,7 @@ class StreamCase:
 
     @cached_property
     def layer_seconds(self) -> float:
-        """Seconds of the forward of all tokens of a round through one layer."""
+        """Forward time of one layer for all tokens of a round, in seconds."""
         arithmetic = layer_flops(self.shape) * self.round_tokens / self.device.flops
         each = (
             self.device.device_launch_seconds + dequantised_bytes(self.shape) / self.device.memory_bandwidth

@@ -35,7 +35,7 @@ best result. A time limit would make the plan depend on the clock."""
 PREFIXES = 2000
 """Maximum number of prefixes that `search_partition` examines."""
 HIDDEN = 0.005
-"""Fraction of a round spent waiting below which Mobius's partition, which reduces waits, is not tried."""
+"""Minimum fraction of a round spent waiting for which Mobius's partition, which reduces waits, is tried."""
 CLOSE = 1 - 1e-9
 """Maximum ratio of two times for the shorter one to count as better. Larger ratios are rounding errors."""
 

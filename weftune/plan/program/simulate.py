@@ -210,9 +210,9 @@ class _Lanes:
     decisions: set[StepMessage] = field(default_factory=set)
     """Messages about Reduces and Steps that this device has received from other devices."""
     summed_microbatches: set[int] = field(default_factory=set)
-    """Microbatches with a sum in the sum lane, or waiting for it."""
+    """Microbatches whose sum over shards is being computed or waits for an earlier sum."""
     sums_end: float = 0.0
-    """Time at which the sum lane is free."""
+    """Time at which all sums over shards that have been started have ended."""
     waiting_senders: deque[int] = field(default_factory=deque)
     """Devices whose send lane waits for this device's receive lane."""
     memory_changes: list[Level] = field(default_factory=list)

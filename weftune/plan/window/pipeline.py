@@ -599,8 +599,8 @@ def order_passes(
 
 
 def _template_queues(work: Work, prices: Prices, groups: Groups, stages: int) -> list[Queue]:
-    """Return one bucket per group of jobs for the template order. All microbatches of a bucket get their mean
-    cost, since the template requires equal costs."""
+    """Return one bucket per group of jobs for MuxTune's template, which repeats one order of passes. All
+    microbatches of a bucket get their mean cost, since the template requires equal costs."""
     home = {job: number for number, members in enumerate(groups) for job in members}
     held: dict[int, list[int]] = {}
     for number in work.filled_microbatches:

@@ -291,8 +291,8 @@ class HostSteps:
     def _update(
         self, buffer: Buffer, buffered_pieces: Sequence[_BufferedPiece], device_states: Sequence[AdamState]
     ) -> None:
-        """Update the pieces in the buffer, and the weights that passes read. `device_states` is the state of
-        each piece in the buffer."""
+        """Apply the optimizer step to the slices of adapter weights in the buffer, and to the weights that
+        passes read. `device_states` contains the optimizer state of each slice."""
         factors = [
             one.part.run.factor_J[one.part.job_index]
             for one in buffered_pieces

@@ -34,7 +34,7 @@ from weftune.run.training.steps import (
 
 class TravellingAdapters:
     def __init__(self, adapted: AdaptedBase, weights: StreamedWeights, make: Make = update) -> None:
-        """`make` is the function that applies updates on the device."""
+        """`make` is the function that applies optimizer updates on the device."""
         self._adapted, self._resident = adapted, ResidentAdapters(adapted)
         self.roster = self._resident.roster
         base, self._weights, self._part = adapted.base, weights, weights.base.part

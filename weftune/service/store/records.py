@@ -200,9 +200,8 @@ class TrainingStore:
 
         `holder` is `process_name()`. Raise LeaseHeld if the lease is not available within `wait_seconds`. A
         lease is available if it was released, if its holder was a process of this machine that has ended, or
-        if this object has observed it for somewhat longer than its seconds without a renewal, by a monotonic
-        clock. A caller therefore repeats the call or passes `wait_seconds`.
-        """
+        if this object has seen no renewal for slightly longer than the lease lasts, by a monotonic clock.
+        Since that must be observed, repeat the call or pass `wait_seconds`."""
         deadline = time.monotonic() + wait_seconds
         while True:
             lease = self.lease()
