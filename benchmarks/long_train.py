@@ -23,7 +23,7 @@ from benchmarks.folder import ranked_jobs, read_lines, write_base, write_jobs, w
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, toy_size
 from weftune.bench.timing import Hardware, bench_hardware, reset_memory
-from weftune.jobs.store.status import PROMISE
+from weftune.jobs.store.status import PREDICTION
 
 RANK = 16
 GIB = 2**30
@@ -83,7 +83,7 @@ def run(case: Case, folder: Path, size: Size, hardware: Hardware, words: list[st
     losses = [line["loss"] for line in read_lines(output / "metrics.jsonl") if "loss" in line]
     if not windows:
         return LongRun(case, found.exit_code, found.seconds, None, None, None, "", ())
-    promise = json.loads(next(output.rglob(PROMISE)).read_text())
+    promise = json.loads(next(output.rglob(PREDICTION)).read_text())
     plan = {key: promise[key] for key in ("recomputed_layers", "tile_rows", "offloaded_layers")}
     round_tokens = case.jobs * case.tokens
     return LongRun(

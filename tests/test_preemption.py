@@ -29,7 +29,7 @@ def settled(monkeypatch):
     """What the process holds is not the same twice; a budget to the byte wants it left out, and what a window
     teaches too."""
     monkeypatch.setattr("weftune.trainer.machine.bytes_before_base", lambda device: 0)
-    monkeypatch.setattr("weftune.plan.cost.learned.Learned.adopt_fitted_models", lambda self: False)
+    monkeypatch.setattr("weftune.plan.cost.fitted.FittedModels.adopt_fitted_models", lambda self: False)
 
 
 def job(name, steps, **keys):

@@ -160,7 +160,8 @@ def test_a_run_in_python_refuses_what_a_file_refuses(base, tmp_path):
 
 def test_its_source_gives_way_to_a_higher_priority_and_both_go_on(base, tmp_path, by_folders, monkeypatch):
     monkeypatch.setattr(
-        "weftune.plan.cost.learned.Learned.misfit_reason", lambda self, jobs: "no" if len(jobs) > 1 else None
+        "weftune.plan.cost.fitted.FittedModels.misfit_reason",
+        lambda self, jobs: "no" if len(jobs) > 1 else None,
     )
     output = tmp_path / "out"
     trainer = bench.trainer(base, output, [B, A], options=Options())

@@ -104,7 +104,7 @@ def cancelling_main(moment: tuple[str, int, str], notes: Path) -> None:
 def urgent_main(moment: tuple[str, int], keys: dict[str, Any]) -> None:
     """The first worker adds a job at a moment, which is another's step; there is room for two at a time."""
     from weftune import JobSpec
-    from weftune.plan.cost.learned import Learned
+    from weftune.plan.cost.fitted import FittedModels
     from weftune.trainer.trainer import Trainer
 
     train = Trainer.run
@@ -119,7 +119,7 @@ def urgent_main(moment: tuple[str, int], keys: dict[str, Any]) -> None:
     def two_at_a_time(_self: Any, jobs: Any) -> str | None:
         return None if len(jobs) <= 2 else "there is room for two at a time"
 
-    Trainer.run, Learned.misfit_reason = with_addition, two_at_a_time
+    Trainer.run, FittedModels.misfit_reason = with_addition, two_at_a_time
     _main()
 
 

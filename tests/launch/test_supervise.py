@@ -23,7 +23,7 @@ from weftune.launch.supervise import (
     Supervisor,
     Team,
     TeamEnd,
-    end_unguarded_script,
+    exit_unguarded_script,
     fork_context,
 )
 from weftune.launch.workers import launch
@@ -136,9 +136,9 @@ def test_a_script_that_would_train_in_its_processes_gets_a_sentence_and_they_end
 def test_only_a_process_that_imports_the_script_that_has_started_it_is_ended(monkeypatch):
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    end_unguarded_script()
+    exit_unguarded_script()
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-    end_unguarded_script()
+    exit_unguarded_script()
     assert codes == [UNGUARDED]
 
 

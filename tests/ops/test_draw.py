@@ -11,7 +11,7 @@ import torch
 
 from tests.ops.test_dropout import fmix32
 from weftune.ops import draw
-from weftune.ops.draw import fill_uniform, fill_uniform_alike, parameter_key
+from weftune.ops.draw import fill_uniform, fill_uniform_batch, parameter_key
 
 SITES = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.up_proj")
 COUNT = 1 << 20
@@ -38,7 +38,7 @@ def test_many_parameters_drawn_at_once_have_the_bits_of_each_by_itself(size, dty
     # Three at a time of those of 300.
     monkeypatch.setattr(draw, "CPU_CHUNK", 1000)
     values = [torch.full((1, size), math.nan, dtype=dtype) for _ in keys]
-    fill_uniform_alike(values, keys, 0.0221)
+    fill_uniform_batch(values, keys, 0.0221)
     for value, key in zip(values, keys, strict=True):
         assert torch.equal(value[0], drawn(key, size, bound=0.0221, dtype=dtype))
 
@@ -48,7 +48,7 @@ def test_hundreds_of_matrices_of_an_adapter_take_as_many_launches_as_one(monkeyp
     mixed = draw.mix_bits
     monkeypatch.setattr(draw, "mix_bits", lambda value: (launched.append(value.shape), mixed(value))[1])
     values = [torch.empty(4, 8) for _ in range(200)]
-    fill_uniform_alike(values, list(range(200)), 1.0)
+    fill_uniform_batch(values, list(range(200)), 1.0)
     assert launched == [(200, 32)]
 
 
@@ -57,7 +57,7 @@ def test_many_parameters_drawn_at_once_on_a_gpu_have_the_bits_of_a_cpu():
     keys = [parameter_key(7, f"site.{at}", "a_rK") for at in range(70)]
     for home in ("cuda", "cpu"):
         values = [torch.full((8, 2048), math.nan, device=home) for _ in keys]
-        fill_uniform_alike(values, keys, 0.0221, draw_device=torch.device("cuda", 0))
+        fill_uniform_batch(values, keys, 0.0221, draw_device=torch.device("cuda", 0))
         for value, key in zip(values, keys, strict=True):
             assert torch.equal(value.flatten().cpu(), drawn(key, 8 * 2048, bound=0.0221, dtype=torch.float32))
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests import bench, oracle
 from weftune import JobSpec, Options
-from weftune.plan.cost.learned import Learned
+from weftune.plan.cost.fitted import FittedModels
 from weftune.run.events import Stepped
 
 LONGEST = 20
@@ -21,7 +21,7 @@ def trained(output, monkeypatch, limits, **options):
     trainer = bench.trainer(bench.base(), output, [job], options=Options(capacity=200, **options))
 
     limit = None
-    monkeypatch.setattr(Learned, "tokens_within", lambda self, seconds: limit)
+    monkeypatch.setattr(FittedModels, "tokens_within", lambda self, seconds: limit)
 
     def change(event):
         nonlocal limit

@@ -58,7 +58,7 @@ class _Parts:
     """Number of parameters outside the layers: embeddings, untied output layer, last norm."""
     layers_path: str = "model.layers"
     """Module path of the list of layers."""
-    outer_sites: tuple[SiteShape, ...] = ()
+    embedding_projections: tuple[SiteShape, ...] = ()
     """Sites outside the layers. They precede the sites of the layers."""
 
 
@@ -204,7 +204,7 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
     except (TypeError, ValueError, ArithmeticError):
         raise BaseModelError(f"The config.json of {name} has sizes that are no whole numbers.") from None
     sites = [
-        *parts.outer_sites,
+        *parts.embedding_projections,
         *(
             replace(
                 site,
@@ -217,7 +217,7 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
     ]
     if wrapped:
         sites = [replace(site, name=name_with_wrapper(site.name)) for site in sites]
-    outer_site_weights = sum(site.weight_count for site in parts.outer_sites)
+    outer_site_weights = sum(site.weight_count for site in parts.embedding_projections)
     return ModelShape(
         layers=len(parts.layers),
         hidden=parts.hidden,
@@ -318,7 +318,7 @@ def _opt_parts(config: Config) -> _Parts:
         (layer,) * int(config["num_hidden_layers"]),
         _end_parameters(config, word) + positions + last,
         layers_path="model.decoder.layers",
-        outer_sites=projections if word != hidden else (),
+        embedding_projections=projections if word != hidden else (),
     )
 
 

@@ -40,7 +40,7 @@ class Base:
     shape: ModelShape
     device: torch.device
     dtype: torch.dtype
-    held: LayerRange | None = None
+    local_layers: LayerRange | None = None
     """The local layers; None if all layers are local. `shape` counts only these. With several local stages,
     the range extends from the beginning of the first to the end of the last."""
     all_sites: tuple[SiteShape, ...] = ()
@@ -58,12 +58,12 @@ class Base:
     def first(self) -> bool:
         """Whether this is the first stage, whose input is tokens. Later stages get the hidden states of the
         previous stage."""
-        return self.held is None or self.held.is_first
+        return self.local_layers is None or self.local_layers.is_first
 
     @property
     def last(self) -> bool:
         """Whether this is the last stage, which has the head."""
-        return self.held is None or self.held.is_last
+        return self.local_layers is None or self.local_layers.is_last
 
     @property
     def tied(self) -> bool:

@@ -125,25 +125,25 @@ def local_shape(model: PreTrainedModel, whole_shape: ModelShape, layers: int) ->
     return replace(whole_shape, layers=layers, parameters=values(model), sites=tuple(model_sites(model)))
 
 
-def keep_stages(model: PreTrainedModel, *held: LayerRange) -> None:
+def keep_stages(model: PreTrainedModel, *layer_ranges: LayerRange) -> None:
     """Replace all modules that no stage of the worker needs by `Elsewhere`. The stages are given in order."""
     ends = ENDS[model.config.model_type]
     decoder = find_decoder(model)
     layers = cast(nn.ModuleList, getattr(decoder, ends.layers))
     here: set[int] = set()
-    for one in held:
+    for one in layer_ranges:
         assert len(layers) == one.base_layers, f"the base has {len(layers)} layers, not {one.base_layers}"
         assert 0 <= one.start < one.stop <= one.base_layers, f"a stage holds at least one layer, got {one}"
         here |= set(range(one.start, one.stop))
     for index in range(len(layers)):
         if index not in here:
             layers[index] = Elsewhere()
-    if not held[0].is_first:
+    if not layer_ranges[0].is_first:
         setattr(decoder, ends.embedding, Elsewhere())
         if ends.positions is not None:
             setattr(decoder, ends.positions, NoPositions())
         _replace_children(decoder, ends.before_layers)
-    if not held[-1].is_last:
+    if not layer_ranges[-1].is_last:
         _replace_children(decoder, ends.after_layers)
         model.set_output_embeddings(cast(nn.Module, Elsewhere()))
 

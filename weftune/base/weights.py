@@ -304,10 +304,10 @@ def refuse_other_shape(name: str, stored: torch.Size, shape: torch.Size) -> None
 def create_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Create the buffers that files do not contain, such as rotary frequencies, as transformers does."""
     for module in model.modules():
-        held = dict(module.named_buffers(recurse=False))
-        if not held:
+        buffers = dict(module.named_buffers(recurse=False))
+        if not buffers:
             continue
-        for name, buffer in held.items():
+        for name, buffer in buffers.items():
             module.register_buffer(name, torch.empty_like(buffer, device=device), persistent=False)
         model._init_weights(module)
 

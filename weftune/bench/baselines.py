@@ -89,11 +89,11 @@ def peft_one_by_one(
     quantises the base with bitsandbytes (QLoRA). No activations are recomputed.
     """
     model = peft_model(size, work.rank, hardware, float32_adapters, nf4)
-    held = sum(value.nbytes for name, value in model.named_parameters() if "lora_" not in name)
+    base_bytes = sum(value.nbytes for name, value in model.named_parameters() if "lora_" not in name)
     step = job_step(model, random_ids(size, work.batch, work.length, hardware))
     one = measure(repeat_step(step), hardware, repeats)
     assert one.seconds is not None
-    return MeasuredStep(one.seconds * work.jobs, one.peak_bytes, base_bytes=held)
+    return MeasuredStep(one.seconds * work.jobs, one.peak_bytes, base_bytes=base_bytes)
 
 
 def quantise_nf4(model: PreTrainedModel) -> PreTrainedModel:

@@ -152,8 +152,9 @@ def refuse_base(base: BaseSpec) -> None:
         refuse_missing_base(base)
 
 
-def check_row_files(jobs: Iterable[JobSpec], names_jobs: bool) -> None:
-    """Refuse invalid rows of small files, of all jobs at once; `names_jobs` adds the job to each mistake."""
+def check_row_files(jobs: Iterable[JobSpec], includes_job_names: bool) -> None:
+    """Refuse invalid rows of small files, of all jobs at once. With `includes_job_names`, each mistake names
+    its job."""
     from weftune.data.prepare import check_rows
 
     known: list[tuple[DataSpec, EvalSpec | None, RowKind, tuple[Mistake, ...]]] = []
@@ -168,7 +169,7 @@ def check_row_files(jobs: Iterable[JobSpec], names_jobs: bool) -> None:
             except DataError as error:
                 found = error.mistakes
             known.append((job.data, job.eval, row_kind, found))
-        mistakes.update(dict.fromkeys(one.of_job(job.name) if names_jobs else one for one in found))
+        mistakes.update(dict.fromkeys(one.of_job(job.name) if includes_job_names else one for one in found))
     if mistakes:
         raise DataError(mistakes)
 

@@ -66,7 +66,7 @@ def plan(
     )
     run = early.read_jobs_file(jobs)
     refuse_kinds_on_shards(run.jobs, options.shards)
-    early.check_row_files(early.one_trial_per_sweep(run), names_jobs=True)
+    early.check_row_files(early.one_trial_per_sweep(run), includes_job_names=True)
     found = read_cluster(cluster, options.gpu_memory, uses_cpu=device == "cpu")
 
     from rich.console import Console

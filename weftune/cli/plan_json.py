@@ -26,7 +26,7 @@ def plan_numbers(plan: Plan) -> dict[str, Any]:
                     "jobs": share.jobs,
                     "predicted_seconds": share.seconds,
                     "tokens_per_second": part.forecast.tokens_per_second,
-                    "needs_bytes": part.window.promise.peak_bytes,
+                    "needs_bytes": part.window.prediction.peak_bytes,
                     "budget_bytes": part.choice.memory.budget_bytes,
                 }
                 for share, part in zip(plan.shares.shares, plan.shares.parts, strict=True)

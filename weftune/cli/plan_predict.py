@@ -24,6 +24,7 @@ from weftune.plan.layout.choose import (
 )
 from weftune.plan.outlook.ablate import ablate, compare
 from weftune.plan.outlook.explain import explain, explain_streamed_plan
+from weftune.plan.outlook.first_window import FirstWindow, first_window
 from weftune.plan.outlook.forecast import (
     Ablation,
     Forecast,
@@ -32,7 +33,6 @@ from weftune.plan.outlook.forecast import (
     predict_window,
     share_outlook,
 )
-from weftune.plan.outlook.promise import FirstWindow, first_window
 from weftune.plan.outlook.streamed import StreamOutlook, ablate_streamed_plan, round_timeline, stream_outlook
 from weftune.plan.outlook.whole_run import WholeRun, job_ends, rounds_at_rate
 from weftune.plan.program.program import Program
@@ -156,7 +156,7 @@ def _predict_whole_run(
     for part, names in zip(parts, waiting_jobs, strict=True):
         rate = rounds_at_rate(case.totals, part.forecast.tokens_per_second)
         ends |= job_ends(case.totals, part.window.shapes, names, rate)
-    need_bytes = max(part.window.promise.peak_bytes for part in parts)
+    need_bytes = max(part.window.prediction.peak_bytes for part in parts)
     return WholeRun(ends, need_bytes, max(part.choice.memory.budget_bytes for part in parts))
 
 

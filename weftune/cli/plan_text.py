@@ -115,11 +115,11 @@ def _show_resident(console: Console, plan: Plan, prediction: Prediction) -> None
         highlight=False,
         markup=False,
     )
-    # Its seconds only with a profile, since without one a run predicts none.
-    promise, rounds = plan.window.promise, count_noun(prediction.forecast.steps, "round")
-    time = "" if promise.seconds is None else f"{duration_text(promise.seconds)} and "
+    # Seconds are shown only with a profile, since without one a run predicts none.
+    expected, rounds = plan.window.prediction, count_noun(prediction.forecast.steps, "round")
+    time = "" if expected.seconds is None else f"{duration_text(expected.seconds)} and "
     console.print(
-        f"The first window, {rounds}: {time}{format_bytes(promise.peak_bytes)}, as the run will predict.",
+        f"The first window, {rounds}: {time}{format_bytes(expected.peak_bytes)}, as the run will predict.",
         highlight=False,
     )
     _show_sampling_note(console, plan.case)
@@ -144,7 +144,7 @@ def _show_shares(console: Console, plan: Plan, outlook: ShareOutlook) -> None:
             ", ".join(_collapse_trial_names(share.jobs, plan.case)),
             duration_text(share.seconds),
             f"{part.forecast.tokens_per_second:,.0f}",
-            format_bytes(part.window.promise.peak_bytes),
+            format_bytes(part.window.prediction.peak_bytes),
             format_bytes(part.choice.memory.budget_bytes),
         )
     console.print(table)
@@ -235,7 +235,7 @@ def _device_text(case: PlanCase, number: int) -> str:
 
 
 def stage_table(prediction: Prediction, case: PlanCase) -> Table:
-    peak, capacity = format_bytes(prediction.window.promise.peak_bytes), f"{prediction.program.capacity:,}"
+    peak, capacity = format_bytes(prediction.window.prediction.peak_bytes), f"{prediction.program.capacity:,}"
     caption = (
         f"Needs at most: if every microbatch is filled to the token capacity of {capacity}. With the samples "
         f"of the first window the peak is {peak}."

@@ -47,7 +47,7 @@ def preview(
     trials of sweeps. No weights are loaded."""
     run = read_jobs_file(file)
     chosen = select_jobs(run, job)
-    check_row_files(chosen, names_jobs=False)
+    check_row_files(chosen, includes_job_names=False)
     sweeps = [sweep for sweep in run.sweeps if job in (None, sweep.name)]
 
     from rich.console import Console

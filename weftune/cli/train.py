@@ -138,7 +138,7 @@ def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
     check_trackers(run.report_to)
     refuse_output(run.output, options.resume, options.command)
     with phase(Phase.TOKENISING):
-        early.check_row_files(early.one_trial_per_sweep(run), names_jobs=True)
+        early.check_row_files(early.one_trial_per_sweep(run), includes_job_names=True)
     return run
 
 

@@ -119,7 +119,7 @@ class Decoder:
         a single prompt is longer."""
         base = adapted_base.base
         self._adapted, self._base, self._max_prompt_rows = adapted_base, base, max_prompt_rows
-        if base.held is not None or base.stored is not None:
+        if base.local_layers is not None or base.stored is not None:
             raise UserError(
                 "Text is generated on one device that holds the whole base; this run divides or streams it."
             )
@@ -175,10 +175,10 @@ class Decoder:
         if sampling.max_tokens > room:
             new.sampling = replace(sampling, max_tokens=room)
         if self._acquire_pages(new) > self._cache.pool.pages:
-            held = self._cache.pool.pages * PAGE_ROWS
+            cached_rows = self._cache.pool.pages * PAGE_ROWS
             raise UserError(
                 f"The prompt and its answer need {new.max_positions:,} positions, and the cache has room for "
-                f"{held:,}; lower --max-tokens."
+                f"{cached_rows:,}; lower --max-tokens."
             )
         self._waiting.append(new)
         return new

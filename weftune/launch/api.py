@@ -21,7 +21,7 @@ from weftune.jobs.sweeps.record import read_record
 from weftune.launch.choice import choose_processes, is_division_free
 from weftune.launch.requests import requested_shares
 from weftune.launch.split import train_in_processes
-from weftune.launch.supervise import end_unguarded_script
+from weftune.launch.supervise import exit_unguarded_script
 from weftune.report.ending import print_ending
 from weftune.report.read import read_run as read_records
 from weftune.report.terminal import LiveView
@@ -84,7 +84,7 @@ def train(
     Terminals and notebooks show the progress and, at the end, the table of `weftune train`, unless `progress`
     is False or a `view` is given, which receives the progress instead.
     """
-    end_unguarded_script()
+    exit_unguarded_script()
     if isinstance(jobs, Mapping):
         run = parse_run(plain_values(jobs), Path.cwd())
     else:

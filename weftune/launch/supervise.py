@@ -149,7 +149,7 @@ class Supervisor:
                     self._handle_messages([one for number in numbers for one in self._processes[number]])
                     for number in numbers:
                         if number not in self._ended:
-                            self._check_team(number)
+                            self._check_worker_team(number)
             finally:
                 for processes in self._processes:
                     kill_processes(processes)
@@ -190,7 +190,7 @@ class Supervisor:
             # The process has closed its side of the connection, so it is ending.
             process.process.join()
 
-    def _check_team(self, number: int) -> None:
+    def _check_worker_team(self, number: int) -> None:
         """Check one team: record how it ended, restart it if a process was lost, or kill silent processes."""
         first, *others = self._processes[number]
         if UNGUARDED in (one.code for one in self._processes[number]):
@@ -212,8 +212,8 @@ class Supervisor:
             self._kill_silent_processes(number)
 
     def _kill_silent_processes(self, number: int) -> None:
-        """Kill the processes of a team that have sent no message for too long. The next `_check_team` then
-        restarts the team."""
+        """Kill the processes of a team that have sent no message for too long. The next call of
+        `_check_worker_team` restarts the team."""
         patience = self._teams[number].silent_seconds or math.inf
         for one in self._processes[number]:
             if one.code is None and time.monotonic() - one.last_message_time > patience:
@@ -281,7 +281,7 @@ def _thread_count(neighbours: int) -> int:
     return max(1, (os.cpu_count() or 1) // neighbours)
 
 
-def end_unguarded_script() -> None:
+def exit_unguarded_script() -> None:
     """End this process if it was started for training and is now importing the script that started it, whose
     call of `weftune.train` would start further processes."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):

@@ -159,16 +159,16 @@ def _launch_update(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor
     sizes, device = [state.master.numel() for state in states], states[0].gradient.device
     blocks = max(-(-size // BLOCK) for size in sizes)
     finite_JB = torch.ones(len(states), blocks, dtype=torch.bool, device=device)
-    numbers_J8 = to_device(
+    factors_J8 = to_device(
         torch.tensor([_update_scalars(one) for one in updates], dtype=torch.float32), device
     )
     if factor_J is not None:
-        numbers_J8[:, 0] = factor_J
+        factors_J8[:, 0] = factor_J
     dtypes = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     with torch.cuda.device_of(finite_JB):
         kernels.adamw.update[(blocks, len(states))](
             _address_table([state.vectors for state in states]),
-            numbers_J8,
+            factors_J8,
             finite_JB,
             WEIGHT=dtypes[states[0].weights.dtype],
             EVEN=all(size % 16 == 0 for size in sizes),

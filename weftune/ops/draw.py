@@ -44,7 +44,7 @@ def fill_uniform(
         part.copy_(_draw_block(start + low, len(part), to_signed(key), bound, device))
 
 
-def fill_uniform_alike(
+def fill_uniform_batch(
     values: Sequence[Tensor], keys: Sequence[int], bound: float, draw_device: torch.device | None = None
 ) -> None:
     """Apply `fill_uniform` to many tensors of equal size with few launches. An adapter has hundreds of small

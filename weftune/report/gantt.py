@@ -165,7 +165,7 @@ def _chart_data(
         by_lane.setdefault(bar.row, []).extend((start, length, KINDS.index(bar.kind), text, bar.microbatch))
     side_lanes = tuple(f" {other}" for other in Lane if other is not Lane.compute)
     colours = job_colours(program) if program else {}
-    held = {bar.microbatch for bar in bars if bar.microbatch >= 0} if program else set()
+    shown_numbers = {bar.microbatch for bar in bars if bar.microbatch >= 0} if program else set()
     jobs = {name: at for at, name in enumerate(colours)}
     return {
         "seconds": seconds,
@@ -181,7 +181,7 @@ def _chart_data(
             for name, numbers in by_lane.items()
         ],
         "texts": list(texts),
-        "microbatches": {number: _segments(program, number, jobs) for number in sorted(held)}
+        "microbatches": {number: _segments(program, number, jobs) for number in sorted(shown_numbers)}
         if program
         else {},
     }
@@ -260,8 +260,8 @@ def action_text(action: Action, program: Program) -> str:
     if not isinstance(action, Compute | HalfPass | Transport):
         return str(action)
     microbatch = program.microbatches[action.microbatch]
-    held = ", ".join(f"{one.job} step {one.step}: {one.tokens}" for one in microbatch.segments)
-    return f"{action_kind(action)} of microbatch {action.microbatch}, stage {action.stage} (tokens: {held})"
+    tokens = ", ".join(f"{one.job} step {one.step}: {one.tokens}" for one in microbatch.segments)
+    return f"{action_kind(action)} of microbatch {action.microbatch}, stage {action.stage} (tokens: {tokens})"
 
 
 TIMELINES = "timelines.json"

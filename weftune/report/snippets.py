@@ -108,7 +108,7 @@ def load_snippet(base: BaseSpec, folder: Path) -> str:
     rope_lines = []
     if base.rope_scaling is not None:
         imports.insert(0, "AutoConfig")
-        rope_lines = _rope_lines(base.rope_scaling, located)
+        rope_lines = _rope_scaling_lines(base.rope_scaling, located)
         arguments.append("config=config")
     if base.quantize == "nf4":
         imports.append("BitsAndBytesConfig")
@@ -127,7 +127,7 @@ def load_snippet(base: BaseSpec, folder: Path) -> str:
     )
 
 
-def _rope_lines(scaling: RopeScaling, load_arguments: str) -> list[str]:
+def _rope_scaling_lines(scaling: RopeScaling, load_arguments: str) -> list[str]:
     """Return lines that load the base's config with the rope scaling that the adapter was trained with. They
     also fit families whose layers differ in their rope, of which only full attention is scaled."""
     return [

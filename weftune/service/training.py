@@ -205,7 +205,9 @@ class TrainingService:
             )
             stack.callback(chat.close)
             executor.offer_turn = partial(loop.take_turn, chat.turn)
-            loop.learned.unused_decoder_bytes = lambda: chat.unused_adapter_bytes + loop.answers.unused_bytes
+            loop.fitted_models.unused_decoder_bytes = lambda: (
+                chat.unused_adapter_bytes + loop.answers.unused_bytes
+            )
             loop.windows.is_decoding = partial(chat.was_active_within, CHAT_REST_SECONDS)
             self.inbox.serve_idle = partial(serve_chat, chat)
             log.info("ready to train on %s", settings.base_name)
@@ -365,9 +367,9 @@ class TrainingService:
             for tenant in {job.tenant for job in jobs}
         }
         self._queue = queue_values(jobs, usage)
-        held = self._suspects_that_wait(waiting, attached)
-        found = self.policy.rank([job for job in jobs if job.shape.name not in held], usage, now)
-        return replace(found, hold_reasons={**found.hold_reasons, **held})
+        suspects = self._suspects_that_wait(waiting, attached)
+        found = self.policy.rank([job for job in jobs if job.shape.name not in suspects], usage, now)
+        return replace(found, hold_reasons={**found.hold_reasons, **suspects})
 
     def _remaining_seconds(self, name: str, current_time: float) -> float:
         row = self.store.row(name)
@@ -392,7 +394,7 @@ class TrainingService:
 
     def _record_pass(self, event: Passed) -> None:
         assert self.loop is not None
-        cost, one = self.loop.learned.cost, event.time
+        cost, one = self.loop.fitted_models.cost, event.time
         predict = cost.pass_seconds if one.training else cost.evaluation
         predicted = predict(one.work) if cost.measured else None
         self.store.record_pass(event.microbatch, one.seconds, predicted, one.training)
@@ -400,7 +402,7 @@ class TrainingService:
     def _describe_device(self) -> dict[str, Any]:
         """Return the device's name, its memory in bytes by purpose, and the queue."""
         assert self.loop is not None
-        memory, device = self.loop.learned.memory, self.loop.base.device
+        memory, device = self.loop.fitted_models.memory, self.loop.base.device
         attached = [self.loop.jobs[name].shape for name in self.loop.executor.attached]
         return {
             QUEUE: self._queue,

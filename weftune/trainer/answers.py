@@ -80,21 +80,21 @@ class JobAnswers:
             yield from events
             return
         rounds = _evaluation_rounds(program, asked)
-        held: dict[str, Evaluated] = {}
+        delayed: dict[str, Evaluated] = {}
         try:
             for event in events:
                 if isinstance(event, Evaluated) and event.job in asked:
-                    held[event.job] = event
+                    delayed[event.job] = event
                 else:
                     yield event
                 # After an event has been handled, too: that may have ended a job.
-                if held and self._is_complete(held, rounds):
-                    yield from self._add_answer_metrics(held, evaluated_trials)
-                    held.clear()
+                if delayed and self._is_complete(delayed, rounds):
+                    yield from self._add_answer_metrics(delayed, evaluated_trials)
+                    delayed.clear()
         except OutOfMemory:
-            yield from self._add_answer_metrics(held, evaluated_trials)
+            yield from self._add_answer_metrics(delayed, evaluated_trials)
             raise
-        yield from self._add_answer_metrics(held, evaluated_trials)
+        yield from self._add_answer_metrics(delayed, evaluated_trials)
 
     def _is_complete(
         self, evaluations: Mapping[str, Evaluated], rounds: Mapping[Evaluation, frozenset[str]]

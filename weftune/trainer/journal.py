@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from weftune.core.evaluation import AnsweredRow
 from weftune.core.files import json_text, replace_file, replace_json
 from weftune.errors import OutputError
-from weftune.jobs.store.status import BASE_LOSS, LEARNED, PROMISE, RUNG_LOSS, State
+from weftune.jobs.store.status import BASE_LOSS, FITTED_MODELS, PREDICTION, RUNG_LOSS, State
 from weftune.jobs.store.store import JobStore
 from weftune.jobs.sweeps.record import SweepRecord
-from weftune.plan.cost.learned import Outcome, Promise
+from weftune.plan.cost.fitted import Outcome, WindowPrediction
 from weftune.plan.cost.time import CostModel, JobShapes
 from weftune.plan.program.handover import closed_batches
 from weftune.plan.program.program import Program
@@ -138,7 +138,7 @@ class Journal:
         self,
         program: Program,
         shapes: JobShapes,
-        promise: Promise,
+        prediction: WindowPrediction,
         outcome: Outcome,
         cost: CostModel,
         worker_peaks: Sequence[int],
@@ -159,16 +159,16 @@ class Journal:
             "microbatches": len(outcome.passes),
             "shared": program.shared_count(),
             "jobs": len(program.jobs),
-            "changed": promise.changed,
+            "changed": prediction.changed,
             "unsettled": sum(not one.settled for one in outcome.passes),
             "seconds": outcome.seconds,
-            "predicted_seconds": promise.seconds,
+            "predicted_seconds": prediction.seconds,
             "peak_bytes": outcome.peak_bytes,
             **({"worker_peak_bytes": list(worker_peaks)} if len(worker_peaks) > 1 else {}),
-            "predicted_peak_bytes": promise.peak_bytes,
-            "peak_error_bytes": promise.error_bytes,
-            "profile": promise.version,
-            "source": promise.source,
+            "predicted_peak_bytes": prediction.peak_bytes,
+            "peak_error_bytes": prediction.error_bytes,
+            "profile": prediction.version,
+            "source": prediction.source,
             "time": time.time(),
         }
         self._try_write(lambda: self.store.append_window(line))
@@ -181,21 +181,21 @@ class Journal:
     def record_prediction(self, numbers: Mapping[str, Any]) -> None:
         """Write the predictions for this process's first window before it runs."""
         if self._windows == 0:
-            self._write_json(PROMISE, numbers)
+            self._write_json(PREDICTION, numbers)
 
     def _write_json(self, name: str, values: Mapping[str, Any]) -> None:
         content = json_text(values, indent=1).encode()
         self._try_write(lambda: replace_file(self.store.records / name, content))
 
-    def read_learned(self) -> Any:
+    def read_fitted_models(self) -> Any:
         """Return the fitted time and memory models that this output contains. None if they cannot be read."""
         try:
-            return json.loads((self.store.records / LEARNED).read_bytes())
+            return json.loads((self.store.records / FITTED_MODELS).read_bytes())
         except (OSError, ValueError):
             return None
 
-    def save_learned(self, record: Mapping[str, Any]) -> None:
-        self._write_json(LEARNED, record)
+    def save_fitted_models(self, record: Mapping[str, Any]) -> None:
+        self._write_json(FITTED_MODELS, record)
 
     def set_state(self, name: str, state: State, reason: str = "") -> None:
         """Record a job's new state. The state is written to disk soon, or immediately by `flush`."""

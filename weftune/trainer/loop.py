@@ -25,11 +25,11 @@ from weftune.jobs.store.policy import Ranking
 from weftune.jobs.store.scheduler import admit_jobs
 from weftune.jobs.store.status import ON_REQUEST, State
 from weftune.jobs.store.store import JobStore
-from weftune.plan.cost.learned import Learned, Outcome
+from weftune.plan.cost.fitted import FittedModels, Outcome
 from weftune.plan.cost.memory import max_sample_tokens
 from weftune.plan.cost.time import PassTime, StateTime
 from weftune.plan.layout.split import cpu_sheet_cost
-from weftune.plan.outlook.promise import promise_numbers
+from weftune.plan.outlook.first_window import prediction_numbers
 from weftune.plan.program.program import Program
 from weftune.report.words import count_noun
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Scored, Stepped
@@ -102,7 +102,7 @@ class Loop:
         self.writer = engine.executor.writer
         self.store = store
         self.journal = journal
-        self.learned = Learned(
+        self.fitted_models = FittedModels(
             initial_cost=engine.initial_cost_model,
             memory=replace(engine.choice.memory, uses_fused_ops=self.executor.fused),
             first_seconds=engine.choice.first_pass_seconds,
@@ -111,14 +111,14 @@ class Loop:
         """Total seconds of all windows."""
         if not engine.deterministic:
             with suppress(ValueError):
-                self.learned.restore(journal.read_learned())
+                self.fitted_models.restore(journal.read_fitted_models())
         self.jobs: dict[str, PreparedJob] = {}
         self.waiting: dict[str, PreparedJob] = {}
         self.programs_run: list[Program] | None = None
         """Executed Programs; None unless a test or a benchmark requests them by setting a list."""
         self._endings: dict[str, Ending] = {}
         self.result_writer = ResultWriter(engine, tokenizer, store, journal)
-        self.windows = Windows(engine, self.learned, self.jobs)
+        self.windows = Windows(engine, self.fitted_models, self.jobs)
         self.answers = JobAnswers(engine, tokenizer, journal, self.jobs)
         self.references = References(engine.base, cache_folder() / "tokens", journal.note)
         self._slow_run = (
@@ -241,7 +241,7 @@ class Loop:
     def _remove_from_queue(self, name: str, state: State, reason: str = "") -> None:
         """Record the new state of a job that waits in the queue or at a rung of its sweep."""
         self.waiting.pop(name, None)
-        self.sweeps.remove_resting(name)
+        self.sweeps.remove_resting_trial(name)
         self.journal.set_state(name, state, reason)
 
     def _admit_jobs(self) -> None:
@@ -253,16 +253,16 @@ class Loop:
         decision = admit_jobs(
             ranking.waiting_jobs, ranking.attached_jobs, self._misfit_reason, self._overtaken
         )
-        held = [name for name in self.executor.attached if name in ranking.hold_reasons]
-        if self.executor.unfinished.batches and (decision.admitted_names or decision.preempted or held):
+        held_names = [name for name in self.executor.attached if name in ranking.hold_reasons]
+        if self.executor.unfinished.batches and (decision.admitted_names or decision.preempted or held_names):
             self._drain()
             self._detach_ended()
             self._admit_jobs()
             return
         self._overtaken = decision.overtake_counts
-        self._requeue_jobs({name: ranking.hold_reasons[name] for name in held})
+        self._requeue_jobs({name: ranking.hold_reasons[name] for name in held_names})
         for name, reason in decision.too_large.items():
-            advice = self.learned.memory.advice(self.waiting.pop(name).shape)
+            advice = self.fitted_models.memory.advice(self.waiting.pop(name).shape)
             self.journal.set_state(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
         self._preempted_by |= decision.preempted
         priorities = {name: self.jobs[name].shape.priority for name in decision.preempted.values()}
@@ -319,7 +319,7 @@ class Loop:
                 self.journal.set_state(name, State.PAUSED, source_stopped_reason(self.store, source, state))
 
     def _misfit_reason(self, jobs: Sequence[JobShape]) -> str | None:
-        return self._max_jobs_reason if len(jobs) > self._max_jobs else self.learned.misfit_reason(jobs)
+        return self._max_jobs_reason if len(jobs) > self._max_jobs else self.fitted_models.misfit_reason(jobs)
 
     def _attach_job(self, job: PreparedJob, pending_write: Future[None] | None) -> None:
         """Attach a job to the executor. `pending_write` is the unfinished write of its job file, if there is
@@ -566,14 +566,16 @@ class Loop:
 
     def _execute_program(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         attached = {name: self.jobs[name].shape for name in self.executor.attached}
-        promise = self.learned.promise(program, attached, self.engine.price(attached))
-        taken = self.learned.memory.process_bytes
-        self.journal.record_prediction(promise_numbers(self.choice.layout, program, attached, promise, taken))
+        prediction = self.fitted_models.predict_window(program, attached, self.engine.price(attached))
+        taken = self.fitted_models.memory.process_bytes
+        self.journal.record_prediction(
+            prediction_numbers(self.choice.layout, program, attached, prediction, taken)
+        )
         self._timed = TimedWindow()
         own_peak, peak_before = reset_peak(self.base.device), max(self._peak_bytes())
         if not own_peak:
             # The measured value will be the highest peak so far, so that is what is predicted.
-            promise = replace(promise, peak_bytes=max(peak_before, promise.peak_bytes))
+            prediction = replace(prediction, peak_bytes=max(peak_before, prediction.peak_bytes))
         if self.engine.timeline is not None:
             self.engine.timeline.begin(program)
         fitted, began = True, time.monotonic()
@@ -596,10 +598,10 @@ class Loop:
         seconds = time.monotonic() - began - timed.other_seconds - self.answers.window_seconds
         peaks = self._peak_bytes()
         outcome = Outcome(seconds, max(peaks), own_peak, timed.pass_times, timed.steps, timed.save_times)
-        self.learned.learn(program, attached, outcome)
-        if not self.engine.deterministic and self.learned.adopt_fitted_models():
-            self.journal.save_learned(self.learned.state_record())
-        self.journal.record_window(program, attached, promise, outcome, self.learned.cost, peaks)
+        self.fitted_models.record_outcome(program, attached, outcome)
+        if not self.engine.deterministic and self.fitted_models.adopt_fitted_models():
+            self.journal.save_fitted_models(self.fitted_models.state_record())
+        self.journal.record_window(program, attached, prediction, outcome, self.fitted_models.cost, peaks)
         if self._slow_run is not None and len(program.devices) == 1:
             planned = self._planned_cost.program_seconds(program, attached)
             if sentence := self._slow_run.add(planned, seconds):
@@ -623,7 +625,7 @@ class Loop:
                 f"{self.windows.max_tokens}.{self._changed_results_warning()}"
             )
             return
-        if self.learned.recompute_more(shapes, self.windows.max_tokens):
+        if self.fitted_models.recompute_more(shapes, self.windows.max_tokens):
             self.journal.note(
                 f"Out of memory with {capacity} tokens per microbatch: more is recomputed from here "
                 f"on.{self._changed_results_warning()}"
@@ -633,7 +635,9 @@ class Loop:
         attached = count_noun(len(shapes), "attached job")
         reason = f"out of memory with {attached} and {capacity} tokens per microbatch"
         if len(shapes) == 1:
-            self._set_ending(last, Ending(State.FAILED, f"{reason}; {self.learned.memory.advice(shapes[0])}"))
+            self._set_ending(
+                last, Ending(State.FAILED, f"{reason}; {self.fitted_models.memory.advice(shapes[0])}")
+            )
             return
         self._max_jobs = len(shapes) - 1
         self._max_jobs_reason = f"{reason}; it resumes when another job has ended"

@@ -160,7 +160,7 @@ class Sweeps:
                 )
             sweep.resting.clear()
 
-    def remove_resting(self, name: str) -> None:
+    def remove_resting_trial(self, name: str) -> None:
         """Record that a trial that waited at a rung has been cancelled or paused."""
         if (sweep := self._sweep_of_trial.get(name)) is not None:
             sweep.resting.discard(name)

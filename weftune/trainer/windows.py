@@ -11,7 +11,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from weftune.plan.cost.learned import Learned
+from weftune.plan.cost.fitted import FittedModels
 from weftune.plan.program.handover import Unfinished, unfinished_work
 from weftune.plan.program.program import Program, Recompute
 from weftune.plan.window.pace import WindowPace, count_fitting_rounds, shorten_windows
@@ -76,7 +76,7 @@ class WindowAhead:
 class Windows:
     """A planner of windows, which plans the next one in a background thread."""
 
-    def __init__(self, engine: Engine, learned: Learned, jobs: Mapping[str, PreparedJob]) -> None:
+    def __init__(self, engine: Engine, fitted_models: FittedModels, jobs: Mapping[str, PreparedJob]) -> None:
         self.max_tokens = engine.choice.capacity
         """Maximum number of tokens in a microbatch, unless a sample is longer."""
         self.is_decoding: Callable[[], bool] = lambda: False
@@ -85,7 +85,7 @@ class Windows:
         self._decoding_limit: int | None = None
         """Maximum number of tokens in a microbatch while sequences are decoded. None if there are none."""
         self._engine, self._executor, self._choice = engine, engine.executor, engine.choice
-        self._learned = learned
+        self._fitted_models = fitted_models
         self._jobs = jobs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="planner")
         self._ahead: WindowAhead | None = None
@@ -175,7 +175,7 @@ class Windows:
 
     def _pacing(self, names: Iterable[str], capacity: int, recompute: Recompute) -> Pacing | None:
         """Return the options of a pipeline in which these jobs train, or None for other layouts."""
-        pacing, memory = self._engine.pacing(), self._learned.memory
+        pacing, memory = self._engine.pacing(), self._fitted_models.memory
         shapes = [self._jobs[name].shape for name in names]
         if pacing is None or not shapes:
             return pacing
@@ -184,7 +184,7 @@ class Windows:
     def _capacity(self) -> tuple[int, Recompute]:
         """Return the token capacity of microbatches, and the activations that are recomputed to reach it."""
         shapes = [self._jobs[name].shape for name in self._executor.attached]
-        memory, max_tokens = self._learned.memory, self._max_tokens()
+        memory, max_tokens = self._fitted_models.memory, self._max_tokens()
         recompute = memory.choose_recompute(shapes, max_tokens)
         return memory.choose_capacity(shapes, max_tokens, recompute), recompute
 
@@ -193,7 +193,7 @@ class Windows:
         neither a forward nor a backward is predicted to take longer than `TURN_SECONDS`, once passes have
         been measured."""
         is_limited = self.is_decoding() and not self._engine.deterministic
-        estimate = self._learned.tokens_within(TURN_SECONDS) if is_limited else None
+        estimate = self._fitted_models.tokens_within(TURN_SECONDS) if is_limited else None
         limit = self._decoding_limit
         if estimate is None or limit is None or abs(estimate - limit) > SAME_LIMIT * limit:
             limit = self._decoding_limit = estimate
@@ -203,5 +203,5 @@ class Windows:
         if self._engine.deterministic:
             # Windows have all their rounds: which job joins at which step depends on no prediction.
             return WindowPace()
-        recorded = self._learned.row_seconds
+        recorded = self._fitted_models.row_seconds
         return self._choice.first_pace if recorded is None else WindowPace(recorded)

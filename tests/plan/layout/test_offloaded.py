@@ -11,7 +11,7 @@ from tests.plan.layout.test_choose import GIB, gpu, shapes
 from tests.plan.outlooks import SHAPE
 from weftune.core.shapes import JobShape
 from weftune.jobs.store.scheduler import admit_jobs
-from weftune.plan.cost.learned import Learned
+from weftune.plan.cost.fitted import FittedModels
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
@@ -55,7 +55,7 @@ def test_a_run_and_a_plan_admit_the_jobs_that_it_was_chosen_for():
     asked = jobs(32)
     found = choose_layout(SHAPE, asked, gpu(30))
     assert found.layout == OFFLOADED
-    known = Learned(initial_cost=arithmetic(SHAPE), memory=found.memory)
+    known = FittedModels(initial_cost=arithmetic(SHAPE), memory=found.memory)
     for fits in (found.memory.misfit_reason, known.misfit_reason):
         assert admit_jobs(asked, [], fits).admitted_names == tuple(job.name for job in found.attached_jobs)
 

@@ -1,4 +1,4 @@
-"""How a base is streamed: what is promised fits, and nothing that fits is faster by more than a little."""
+"""How a base is streamed: what is predicted fits, and nothing that fits is faster by more than a little."""
 
 import math
 from dataclasses import replace

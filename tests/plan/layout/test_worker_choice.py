@@ -1,4 +1,4 @@
-"""How several workers stream a base: what is promised fits, is legal, and no cut that fits is much faster."""
+"""How several workers stream a base: what is predicted fits and is legal, no cut that fits is much faster."""
 
 import math
 from dataclasses import replace

@@ -11,7 +11,7 @@ from tests.plan.outlooks import SHAPE, outline
 from weftune.plan.layout.choose import Machine, choose_layout
 from weftune.plan.layout.need import StreamDevice, draft_from_layout, gpu_device
 from weftune.plan.outlook.explain import explain_streamed_plan
-from weftune.plan.outlook.promise import first_window
+from weftune.plan.outlook.first_window import first_window
 from weftune.plan.outlook.streamed import (
     StreamOutlook,
     ablate_streamed_plan,

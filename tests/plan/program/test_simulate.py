@@ -122,7 +122,7 @@ def test_loads_under_one_root_complex_share_its_bandwidth_and_others_do_not():
             host_link=Link(10.0),
             device_roots=tuple(roots),
             root_bandwidths=(10.0, 10.0),
-            queues_loads=queued,
+            serializes_loads=queued,
         )
         timeline = simulate(loaded, prices, cluster)
         return [event.stop for at in (0, 1) for event in timeline.events_of(at, Lane.load)]

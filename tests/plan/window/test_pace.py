@@ -89,7 +89,7 @@ def steps_of(programs):
 def test_a_slow_run_has_short_windows_and_a_resumed_one_the_same(jobs, tmp_path, monkeypatch):
     """The pace is pretended: no step takes so long."""
     model = bench.base()
-    monkeypatch.setattr("weftune.plan.cost.learned.Outcome.row_seconds", lambda self: 1000.0)
+    monkeypatch.setattr("weftune.plan.cost.fitted.Outcome.row_seconds", lambda self: 1000.0)
     undisturbed = bench.trainer(model, tmp_path / "undisturbed", jobs)
     undisturbed.run()
     assert steps_of(undisturbed.programs) == [4, 1, 1, 1, 1, 1], "the first window was planned by the sheet"
@@ -103,7 +103,7 @@ def test_a_slow_run_has_short_windows_and_a_resumed_one_the_same(jobs, tmp_path,
 
     with pytest.raises(KeyboardInterrupt):
         bench.trainer(model, output, jobs).run(crash)
-    monkeypatch.setattr("weftune.plan.cost.learned.Outcome.row_seconds", lambda self: None)
+    monkeypatch.setattr("weftune.plan.cost.fitted.Outcome.row_seconds", lambda self: None)
     resumed = bench.trainer(model, output, jobs, options=bench.Options(resume=True))
     resumed.run()
     assert steps_of(resumed.programs) == [1] * len(resumed.programs)

@@ -329,7 +329,9 @@ def test_the_mean_is_counted_in_the_memory_of_trials_and_of_nobody_else(base, jo
         def callback(event):
             loop = trainer.loop
             seen[judge] = {name: job.shape.mean_vectors for name, job in loop.jobs.items()}
-            seen[judge, "bytes"] = loop.learned.memory.state_bytes(job.shape for job in loop.jobs.values())
+            seen[judge, "bytes"] = loop.fitted_models.memory.state_bytes(
+                job.shape for job in loop.jobs.values()
+            )
             seen[judge, "mean"] = loop.executor.attached[jobs[0].name].mean
             seen["sizes"] = [loop.jobs[job.name].shape.trainable_parameters for job in jobs]
             raise Crash

@@ -137,11 +137,13 @@ class JobLimit:
     """At most so many jobs aboard: as if memory held no more."""
 
     def __init__(self, monkeypatch, most):
-        from weftune.plan.cost.learned import Learned
+        from weftune.plan.cost.fitted import FittedModels
 
-        real = Learned.misfit_reason
+        real = FittedModels.misfit_reason
         monkeypatch.setattr(
-            Learned, "misfit_reason", lambda self, jobs: "no seat" if len(jobs) > most else real(self, jobs)
+            FittedModels,
+            "misfit_reason",
+            lambda self, jobs: "no seat" if len(jobs) > most else real(self, jobs),
         )
 
 

@@ -40,7 +40,7 @@ from weftune.adapters.plain import PlainKind
 from weftune.adapters.token_rows import fill_tokens
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
-from weftune.ops.draw import fill_uniform_alike
+from weftune.ops.draw import fill_uniform_batch
 from weftune.ops.dropout import key
 from weftune.ops.lora.routes import Block, Blocks, add_lora
 from weftune.ops.lora.table import LowRank
@@ -96,7 +96,7 @@ def draw_lora(new: NewAdapter) -> None:
     for shape, names in alike.items():
         values = [new.parameters[site, A] for site in names]
         keys = [new.key(site, A) for site in names]
-        fill_uniform_alike(values, keys, bound=shape[-1] ** -0.5, draw_device=new.draw_device)
+        fill_uniform_batch(values, keys, bound=shape[-1] ** -0.5, draw_device=new.draw_device)
 
 
 class Lora(PlainKind):

@@ -167,10 +167,10 @@ def stream_model(
     part = layout.for_worker(worker)
     shard = None if team is None else cut_model(model, spec, team, _layers_per_stage(part))
     whole = _drop_other_stages(model, part) if shard is None else shard.whole
-    held = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
 
     def fill(name: str, out: Tensor) -> None:
-        out.copy_(held.pop(name))
+        out.copy_(parameters.pop(name))
 
     return streamed_base(model, whole, spec, device, part, fill, shard=shard)
 
@@ -205,7 +205,7 @@ def streamed_base(
     refuse_modules(model, spec.model)
     own = _layers_per_stage(part)
     shape = local_shape(model, whole, sum(one.stop - one.start for one in own))
-    held = LayerRange(own[0].start, own[-1].stop, layers)
+    local_layers = LayerRange(own[0].start, own[-1].stop, layers)
     _use_expandable_segments(device)
     pieces = {stage: _weight_pieces(model, part.stage_range(stage)) for stage in part.streamed_stages}
     sizes = {stage: found[-1].stop for stage, found in pieces.items()}
@@ -221,7 +221,7 @@ def streamed_base(
     )
     _load_resident(model, device, {piece.name for found in pieces.values() for piece in found}, fill)
     if shard is not None:
-        return StreamedBase(shard_base(model, spec, device, shard, held), part, sources, arena)
+        return StreamedBase(shard_base(model, spec, device, shard, local_layers), part, sources, arena)
     model.eval().requires_grad_(False)
     own_config(model)
     isolate_samples(model)
@@ -233,7 +233,7 @@ def streamed_base(
         piece, source = kept[name]
         return source.read(piece.start, piece.stop).view(piece.dtype).view(piece.shape)
 
-    base = Base(model, spec, shape, device, matrix_dtype(model), held, whole.sites, stored)
+    base = Base(model, spec, shape, device, matrix_dtype(model), local_layers, whole.sites, stored)
     return StreamedBase(base, part, sources, arena)
 
 
@@ -256,10 +256,10 @@ def _stages_in_memory(
     buffer = allocate_host_bytes(total, device)
     sources: dict[int, StageSource] = {}
     for stage, found in pieces.items():
-        held = buffer[starts[stage] : starts[stage] + found[-1].stop]
+        stage_buffer = buffer[starts[stage] : starts[stage] + found[-1].stop]
         for piece in found:
-            fill(piece.name, piece.view(held))
-        sources[stage] = HostStage(held)
+            fill(piece.name, piece.view(stage_buffer))
+        sources[stage] = HostStage(stage_buffer)
     return sources
 
 
@@ -272,8 +272,8 @@ def _stages_in_files(
         parts: list[SourcePart] = []
         for piece in found:
             start = piece.start
-            for held in mapped_weights[piece.name]:
-                parts.append(SourcePart(start, held))
+            for mapped in mapped_weights[piece.name]:
+                parts.append(SourcePart(start, mapped))
                 start = parts[-1].stop
         sources[stage] = MappedStage(tuple(parts), staging)
     return sources
@@ -345,7 +345,7 @@ def make_stage_view(base: Base, layer_range: LayerRange) -> Base:
     sites = tuple(site for site in base.shape.sites if site.name in own)
     layers = layer_range.stop - layer_range.start
     shape = replace(base.shape, layers=layers, parameters=values(model), sites=sites)
-    return replace(base, model=model, shape=shape, held=layer_range, all_sites=base.whole_sites)
+    return replace(base, model=model, shape=shape, local_layers=layer_range, all_sites=base.whole_sites)
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:

@@ -123,8 +123,8 @@ def _nest_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in changes.items():
         section, _, last = key.rpartition(".")
         if section:
-            held = values.get(section)
-            values[section] = {**(held if isinstance(held, dict) else {}), last: value}
+            section_values = values.get(section)
+            values[section] = {**(section_values if isinstance(section_values, dict) else {}), last: value}
         else:
             values[key] = value
     return values

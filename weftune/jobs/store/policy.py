@@ -105,7 +105,7 @@ class FairShare:
             key=lambda job: (*self._aged_priority(job, current_time), not job.is_attached, job.submitted),
         ):
             by_tenant[job.tenant].append(job)
-        held: dict[str, str] = {}
+        hold_reasons: dict[str, str] = {}
         positions: dict[str, tuple[float, float]] = {}
         for tenant, own in by_tenant.items():
             weight = self.weights.get(tenant, 1.0)
@@ -113,16 +113,16 @@ class FairShare:
             tokens, training = 0.0, 0
             for job in own:
                 if reason := self._hold_reason(training, tenant_usage.get(tenant, nothing)):
-                    held[job.shape.name] = reason
+                    hold_reasons[job.shape.name] = reason
                     continue
                 training += 1
                 tokens += max(1, job.shape.batch_tokens) / weight
                 positions[job.shape.name] = turns, tokens
-        allowed = [job for job in jobs if job.shape.name not in held]
+        allowed = [job for job in jobs if job.shape.name not in hold_reasons]
         found = ranking(
             allowed, lambda job: (*self._aged_priority(job, current_time), *positions[job.shape.name])
         )
-        return replace(found, hold_reasons=held)
+        return replace(found, hold_reasons=hold_reasons)
 
     def _aged_priority(self, job: QueuedJob, current_time: float) -> tuple[int, bool]:
         """Return a sort key: the job's negated priority with ageing, and whether the job can wait without

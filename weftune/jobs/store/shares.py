@@ -19,7 +19,7 @@ from typing import Any
 from weftune.core.files import filtered_lines, replace_file, replace_json, sync_folder
 from weftune.errors import OutputError
 from weftune.jobs.store.status import (
-    LEARNED,
+    FITTED_MODELS,
     METRICS,
     WINDOWS,
     RunStatus,
@@ -61,8 +61,8 @@ def create_shares(output: Path, status: RunStatus, shares: Sequence[DeviceShare]
         folder = fresh / str(number)
         folder.mkdir(parents=True)
         replace_file(folder / METRICS, _share_lines(output, share.jobs))
-        if (output / LEARNED).exists():
-            shutil.copyfile(output / LEARNED, folder / LEARNED)
+        if (output / FITTED_MODELS).exists():
+            shutil.copyfile(output / FITTED_MODELS, folder / FITTED_MODELS)
         jobs = {name: status.jobs[name] for name in share.jobs}
         write_status(folder, replace(status, device="", dtype="", notes=(), jobs=jobs))
     record = {
@@ -168,9 +168,9 @@ def _read_windows(folders: Sequence[Path]) -> bytes:
 
 def _save_learned(output: Path, folders: Sequence[Path]) -> None:
     """Copy the fitted time and memory models of the share with the most windows to the output."""
-    found = [folder / LEARNED for folder in folders if (folder / LEARNED).exists()]
+    found = [folder / FITTED_MODELS for folder in folders if (folder / FITTED_MODELS).exists()]
     if found:
-        replace_file(output / LEARNED, max(found, key=_count_learned_windows).read_bytes())
+        replace_file(output / FITTED_MODELS, max(found, key=_count_learned_windows).read_bytes())
 
 
 def _save_seconds(output: Path, shares: Sequence[RunStatus]) -> None:

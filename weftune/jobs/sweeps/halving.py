@@ -195,12 +195,12 @@ class Rungs:
         return all(trial in self.ended for trial in self.trials)
 
     def ranking(
-        self, scores: Mapping[str, float | None], doubtful_losses: Mapping[str, float | None] | None = None
+        self, scores: Mapping[str, float | None], collapsed_losses: Mapping[str, float | None] | None = None
     ) -> list[str]:
-        """Return the finished trials, the best first. `doubtful_losses` maps each trial that has collapsed,
+        """Return the finished trials, the best first. `collapsed_losses` maps each trial that has collapsed,
         or is no better than the base, to its validation loss. These trials follow all others, the lowest loss
         first."""
-        doubtful = doubtful_losses or {}
+        doubtful = collapsed_losses or {}
 
         def key(trial: str) -> tuple[bool, float]:
             if trial in doubtful:

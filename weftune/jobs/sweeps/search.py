@@ -197,10 +197,10 @@ def _distinguishing_locations(key: str, choices: Sequence[Any]) -> list[Loc]:
 
 
 def _trial_name(sweep: str, locations: Sequence[Loc], values: Mapping[str, Any]) -> str:
-    held = {
+    value_at = {
         loc: value for key, value in values.items() for loc, value in leaf_values(location_of(key), value)
     }
-    tail = "-".join(part for loc in locations if loc in held and (part := _name_part(loc, held[loc])))
+    tail = "-".join(part for loc in locations if loc in value_at and (part := _name_part(loc, value_at[loc])))
     head = sweep[: max(LEAST_OF_SWEEP, MAX_NAME_LETTERS - 1 - len(tail))]
     return f"{head}-{tail}"[:MAX_NAME_LETTERS].rstrip("-.") if tail else head
 

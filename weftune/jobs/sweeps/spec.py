@@ -106,8 +106,10 @@ def nest_values(values: Mapping[str, Any]) -> dict[str, Any]:
         inner = whole
         for part in above:
             inner = inner.setdefault(str(part), {})
-        held = inner.get(str(last))
-        inner[str(last)] = _merge_values(held, value) if isinstance(held, dict) else _copy_value(value)
+        previous = inner.get(str(last))
+        inner[str(last)] = (
+            _merge_values(previous, value) if isinstance(previous, dict) else _copy_value(value)
+        )
     return whole
 
 
@@ -133,8 +135,8 @@ def _merge_values(first_values: dict[str, Any], second_values: Any) -> Any:
         return second_values
     whole = dict(first_values)
     for name, value in second_values.items():
-        held = whole.get(name)
-        whole[name] = _merge_values(held, value) if isinstance(held, dict) else _copy_value(value)
+        previous = whole.get(name)
+        whole[name] = _merge_values(previous, value) if isinstance(previous, dict) else _copy_value(value)
     return whole
 
 

@@ -45,7 +45,7 @@ def squares(table_J2, squares_JB, EVEN: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def update(
     table_J6,
-    numbers_J8,
+    factors_J8,
     finite_JB,
     WEIGHT: tl.constexpr,
     EVEN: tl.constexpr,
@@ -56,7 +56,7 @@ def update(
     job's end are left unchanged."""
     job, block = tl.program_id(1), tl.program_id(0)
     table_J6 += job * 6
-    numbers_J8 += job * 8
+    factors_J8 += job * 8
     size = _vector_size(table_J6 + SIZE, EVEN)
     # There are as many programs per job as the largest job has blocks, so most programs of a small job end
     # here.
@@ -70,7 +70,7 @@ def update(
     exp_avg_sq = tl.multiple_of(tl.load(table_J6 + EXP_AVG_SQ).to(float_ptr), 16) + at_B
     gradient = tl.multiple_of(tl.load(table_J6 + GRADIENT).to(float_ptr), 16) + at_B
     weights = tl.multiple_of(tl.load(table_J6 + WEIGHTS).to(tl.pointer_type(WEIGHT)), 16) + at_B
-    factor = tl.load(numbers_J8 + FACTOR)
+    factor = tl.load(factors_J8 + FACTOR)
     if factor < 0.0:
         tl.store(gradient, tl.zeros((BLOCK,), tl.float32), mask=inside_B)
         tl.store(finite_JB + job * tl.num_programs(0) + block, True)
@@ -79,10 +79,10 @@ def update(
     m_B = tl.load(exp_avg, mask=inside_B, other=0.0)
     v_B = tl.load(exp_avg_sq, mask=inside_B, other=0.0)
     w_B = tl.load(master, mask=inside_B, other=0.0)
-    m_B += tl.load(numbers_J8 + REST1) * (g_B - m_B)
-    v_B = tl.load(numbers_J8 + BETA2) * v_B + tl.load(numbers_J8 + REST2) * g_B * g_B
-    bottom_B = tl.sqrt_rn(v_B) / tl.load(numbers_J8 + ROOT) + tl.load(numbers_J8 + EPS)
-    w_B = w_B * tl.load(numbers_J8 + KEPT) - tl.load(numbers_J8 + RATE) * m_B / bottom_B
+    m_B += tl.load(factors_J8 + REST1) * (g_B - m_B)
+    v_B = tl.load(factors_J8 + BETA2) * v_B + tl.load(factors_J8 + REST2) * g_B * g_B
+    bottom_B = tl.sqrt_rn(v_B) / tl.load(factors_J8 + ROOT) + tl.load(factors_J8 + EPS)
+    w_B = w_B * tl.load(factors_J8 + KEPT) - tl.load(factors_J8 + RATE) * m_B / bottom_B
     tl.store(exp_avg, m_B, mask=inside_B)
     tl.store(exp_avg_sq, v_B, mask=inside_B)
     tl.store(master, w_B, mask=inside_B)

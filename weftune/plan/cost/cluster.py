@@ -78,7 +78,7 @@ class Cluster:
             host_link=self.host_link,
             device_roots=tuple(root for root, size in enumerate(self.root_sizes) for _ in range(size)),
             root_bandwidths=(self.host_link.bandwidth,) * len(self.root_sizes),
-            queues_loads=True,
+            serializes_loads=True,
         )
 
 

@@ -149,11 +149,13 @@ def _inner_layer(
 ) -> BaseLayer:
     flops = 2 * sum(site.active_weights for site in sites)
     flops = round(flops / CODED_SPEED) if shape.multiplies_stored_format else flops
-    held = round(sum(site.weight_count for site in sites) * shape.weight_bytes_per_value)
+    weight_bytes = round(sum(site.weight_count for site in sites) * shape.weight_bytes_per_value)
     # Attention makes two products as wide as all heads, half of each masked; that width is close to the
     # hidden size.
     matrices = sum(site.weight_count for site in sites) * shape.bytes_per_value if shape.matrix_bytes else 0
-    return BaseLayer("layer", flops, 2 * shape.hidden, held, kept_bytes, output_bytes, sites, matrices)
+    return BaseLayer(
+        "layer", flops, 2 * shape.hidden, weight_bytes, kept_bytes, output_bytes, sites, matrices
+    )
 
 
 def adapter_flops(layer: BaseLayer, job: JobOutline) -> int:
@@ -212,17 +214,17 @@ class StageCost:
 
 def stage_cost(layers: Sequence[LayerCost], start: int, stop: int) -> StageCost:
     assert 0 <= start < stop <= len(layers), "a stage holds at least one layer"
-    held = layers[start:stop]
+    stage_layers = layers[start:stop]
     return StageCost(
         start,
         stop,
-        forward=sum(layer.forward for layer in held),
-        backward=sum(layer.backward for layer in held),
-        weight_bytes=sum(layer.weight_bytes for layer in held),
-        activation_bytes=held[-1].activation_bytes,
-        gradient_bytes=held[0].gradient_bytes,
-        state_bytes=sum(layer.state_bytes for layer in held),
-        kept_bytes=sum(layer.kept_bytes for layer in held),
+        forward=sum(layer.forward for layer in stage_layers),
+        backward=sum(layer.backward for layer in stage_layers),
+        weight_bytes=sum(layer.weight_bytes for layer in stage_layers),
+        activation_bytes=stage_layers[-1].activation_bytes,
+        gradient_bytes=stage_layers[0].gradient_bytes,
+        state_bytes=sum(layer.state_bytes for layer in stage_layers),
+        kept_bytes=sum(layer.kept_bytes for layer in stage_layers),
     )
 
 

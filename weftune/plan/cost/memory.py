@@ -186,12 +186,12 @@ class MemoryModel:
     ) -> MemoryNeed:
         """Return the predicted bytes of the pipeline worker that needs the most memory. Worker i keeps the
         activations of `rows[i]` rows at a time, and `supervised` rows of a microbatch go through the head."""
-        held = [
+        activation_bytes = [
             int(count * token_bytes(part, self.shape.layers, self.uses_fused_ops, recompute, jobs))
             + self._tile_bytes(part, count, recompute, jobs)
             for part, count in zip(self._part_shapes, rows, strict=True)
         ]
-        return self._largest_need(self._needs_with_activations(jobs, held, supervised, recompute))
+        return self._largest_need(self._needs_with_activations(jobs, activation_bytes, supervised, recompute))
 
     def key_shares(self, jobs: Sequence[JobShape], recompute: Recompute) -> list[float]:
         """Return, for each worker of a pipeline, the share of the activation bytes of a row that is taken by
@@ -225,8 +225,8 @@ class MemoryModel:
     @cached_property
     def _part_shapes(self) -> list[ModelShape]:
         """Sizes of the part of the base that each worker holds."""
-        held = self._stage_ranges
-        return [self.shape] if len(held) == 1 else [stage_shape(self.shape, one) for one in held]
+        ranges = self._stage_ranges
+        return [self.shape] if len(ranges) == 1 else [stage_shape(self.shape, one) for one in ranges]
 
     @cached_property
     def _stage_ranges(self) -> list[LayerRange]:
@@ -253,9 +253,9 @@ class MemoryModel:
                 slack_bytes=min(self.slack_bytes, TILED_SLACK_BYTES)
                 if recompute.tile_rows
                 else self.slack_bytes,
-                logit_bytes=self.logit_bytes(supervised) if held.is_last else 0,
+                logit_bytes=self.logit_bytes(supervised) if layers.is_last else 0,
             )
-            for worker, (held, part, state, kept) in enumerate(parts)
+            for worker, (layers, part, state, kept) in enumerate(parts)
         ]
 
     def _resident_states(self, jobs: Sequence[JobShape]) -> list[int]:
@@ -263,7 +263,7 @@ class MemoryModel:
         since searches ask for the same jobs again and again."""
         known_jobs, states = self.__dict__.get("_last_states", ((), []))
         if known_jobs != (asked := tuple(jobs)) or not states:
-            states = [self._resident_state_bytes(jobs, held) for held in self._stage_ranges]
+            states = [self._resident_state_bytes(jobs, layers) for layers in self._stage_ranges]
             self.__dict__["_last_states"] = asked, states
         return states
 

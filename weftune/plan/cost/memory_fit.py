@@ -71,26 +71,26 @@ def rows_in_flight(memory: MemoryModel, program: Program, key_shares: Sequence[f
     most = [0.0] * len(program.devices)
     for device, actions in enumerate(program.devices):
         share = key_shares[device % program.devices_per_replica]
-        held = sum(
+        held_rows = sum(
             _rows_of_forward(program, number, share)
             for number, one in enumerate(program.inherited)
             if one.is_in_flight(device % program.devices_per_replica, len(program.stages))
         )
-        most[device] = held
+        most[device] = held_rows
         for action in actions:
             match action:
                 case Forward(number):
-                    held += _rows_of_forward(program, number, share)
-                    most[device] = max(most[device], held)
+                    held_rows += _rows_of_forward(program, number, share)
+                    most[device] = max(most[device], held_rows)
                 case Backward(number):
-                    held += _gradient_rows(program, number, memory.sum_ratio * share)
-                    held -= _rows_of_forward(program, number, share)
-                    most[device] = max(most[device], held)
+                    held_rows += _gradient_rows(program, number, memory.sum_ratio * share)
+                    held_rows -= _rows_of_forward(program, number, share)
+                    most[device] = max(most[device], held_rows)
                     if (chunk := program.microbatches[number].chunk) is not None and chunk.chunk_start == 0:
-                        held -= _sample_rows(program, number) * memory.sum_ratio * share
+                        held_rows -= _sample_rows(program, number) * memory.sum_ratio * share
                 case Evaluate(microbatch) | Score(microbatch):
                     passing = program.microbatches[microbatch].rows / memory.pass_layers
-                    most[device] = max(most[device], held + passing)
+                    most[device] = max(most[device], held_rows + passing)
     return [
         max(most[device] for device in program.group(worker)) for worker in range(program.devices_per_replica)
     ]

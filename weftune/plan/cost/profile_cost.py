@@ -88,12 +88,14 @@ def fit_profile_memory(profile: Profile, memory: MemoryModel) -> MemoryFit:
         return memory.fit
     per_layer = memory.bytes_per_token() / memory.shape.layers
     most_slack = memory.predict_need((), 0).slack_bytes
-    held = np.array([_predicted_bytes(one, per_layer, memory, most_slack) for one in passes], dtype=float)
+    predicted_bytes = np.array(
+        [_predicted_bytes(one, per_layer, memory, most_slack) for one in passes], dtype=float
+    )
     peaks = np.array([one.peak_bytes for one in passes], dtype=float)
     # If an allocator reserved memory ahead, no peak changes, and tokens would appear to take nothing.
     floor = FLOOR * np.array([memory.fit.activations, memory.fit.head, memory.fit.slack])
-    found = floor + solve_nnls(held / peaks[:, None], (peaks - held @ floor) / peaks)
-    missed = peaks - held @ found
+    found = floor + solve_nnls(predicted_bytes / peaks[:, None], (peaks - predicted_bytes @ floor) / peaks)
+    missed = peaks - predicted_bytes @ found
     activations, head, slack = (float(factor) for factor in found)
     error = int(max(0.0, missed.max()))
     return MemoryFit(activations=activations, head=head, slack=slack, error=error)

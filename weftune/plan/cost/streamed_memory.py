@@ -255,14 +255,14 @@ class StreamedMemory:
         """Return the bytes of weights on a worker's device: `layers` layers, and embedding and head if the
         worker has them. All norms and biases are counted on every worker, since the shape does not say where
         they are. `stages` is the number of stages of all workers."""
-        held = layers * self.layer_bytes + matrix_bytes(self.shape, self.uses_fused_ops)
+        weight_bytes = layers * self.layer_bytes + matrix_bytes(self.shape, self.uses_fused_ops)
         if self.workers == 1:
-            return held + self.embedding_head_bytes
+            return weight_bytes + self.embedding_head_bytes
         matrix = self.shape.hidden * self.shape.vocabulary * self.shape.bytes_per_value
         tied = self.embedding_head_bytes < 2 * matrix
         beside = max(0, self.embedding_head_bytes - (matrix if tied else 2 * matrix))
         first, last = worker == 0, (stages - 1) % self.workers == worker
-        return held + beside + matrix * (1 if first and last and tied else first + last)
+        return weight_bytes + beside + matrix * (1 if first and last and tied else first + last)
 
     def ring_bytes(self, largest_stage: int) -> int:
         """Return the device bytes of the buffers for optimizer steps of streamed adapters, or 0 if adapters

@@ -66,13 +66,17 @@ def _best_change(
 ) -> dict[int, int]:
     """Return the best move or swap of latencies, as a dict from the index of each moved latency to its new
     bucket. The dict is empty if no change reduces the sum of squares."""
-    held = np.bincount(bucket_indices, weights=latencies, minlength=count)
+    bucket_sums = np.bincount(bucket_indices, weights=latencies, minlength=count)
     # Moving d from a bucket of sum A to one of sum B changes the squares by 2d(B − A + d).
-    moves = 2 * latencies[:, None] * (held[None, :] - held[bucket_indices][:, None] + latencies[:, None])
+    moves = (
+        2
+        * latencies[:, None]
+        * (bucket_sums[None, :] - bucket_sums[bucket_indices][:, None] + latencies[:, None])
+    )
     moves[np.bincount(bucket_indices, minlength=count)[bucket_indices] == 1] = np.inf
     apart = latencies[:, None] - latencies[None, :]
-    swaps = 2 * apart * (held[bucket_indices][None, :] - held[bucket_indices][:, None] + apart)
-    if min(moves.min(), swaps.min()) >= -SMALLEST_GAIN * float(held @ held):
+    swaps = 2 * apart * (bucket_sums[bucket_indices][None, :] - bucket_sums[bucket_indices][:, None] + apart)
+    if min(moves.min(), swaps.min()) >= -SMALLEST_GAIN * float(bucket_sums @ bucket_sums):
         return {}
     if moves.min() <= swaps.min():
         index, number = divmod(int(moves.argmin()), count)

@@ -51,7 +51,7 @@ from weftune.plan.layout.stream_choice import StreamChoice, choose_for_jobs, cho
 from weftune.plan.program.layout import Layout, one_device_layout, pipeline_layout
 from weftune.plan.program.prices import Link
 from weftune.plan.program.program import Program
-from weftune.plan.window.pace import LoadPace, StagePace, WindowPace, data_sheet_pace, first_pace
+from weftune.plan.window.pace import LoadPace, StagePace, WindowPace, first_pace, pace_from_data_sheet
 from weftune.plan.window.window import ALL_MECHANISMS, Mechanisms, Pacing
 
 WINDOW_ROUNDS, PIPELINE_ROUNDS = 4, 16
@@ -270,7 +270,7 @@ class LayoutChoice:
         if machine.on_gpu and machine.device_flops is not None and not cost.measured:
             # A shard has a part of every matrix product. Stages and replicas work at the same time.
             workers = self.layout.workers * self.layout.replicas
-            return data_sheet_pace(self.shape, workers * machine.device_flops)
+            return pace_from_data_sheet(self.shape, workers * machine.device_flops)
         # Processes on a CPU share it, so that stages are assumed to work one after another.
         return first_pace(cost, self.shape, on_gpu=machine.on_gpu, max_tokens=self.capacity)
 
@@ -590,11 +590,11 @@ def _memory_fit(shape: ModelShape, machine: Machine) -> MemoryFit:
 def _choose_pipeline(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice:
     """Return a choice in which each worker holds one stage, or a shard or replica of it, without
     streaming."""
-    held, note = _cut_stages(shape, machine), ""
-    counts = " + ".join(str(one.stop - one.start) for one in held)
+    stage_ranges, note = _cut_stages(shape, machine), ""
+    counts = " + ".join(str(one.stop - one.start) for one in stage_ranges)
     if machine.workers > 1 and machine.profile is not None:
         note = f"The stages hold {counts} layers, alike by times {profile_source(machine.profile)}."
-    memory = _pipeline_memory(shape, machine, held)
+    memory = _pipeline_memory(shape, machine, stage_ranges)
     together = fitting_jobs(jobs, memory)
     return LayoutChoice(
         machine=machine,

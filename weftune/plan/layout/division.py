@@ -204,8 +204,8 @@ class Workload:
         """Return the space of the search. It contains all possible values for each number that is `AUTO` in
         `fixed`, and only the given value for each other number."""
 
-        def values_up_to(number: int, max_number: int) -> Sequence[int]:
-            return range(1, max_number + 1) if number == AUTO else (number,)
+        def values_up_to(number: int, max_count: int) -> Sequence[int]:
+            return range(1, max_count + 1) if number == AUTO else (number,)
 
         return DivisionSpace(
             shares=values_up_to(fixed.shares, self.max_shares or len(self.seconds)),

@@ -131,7 +131,7 @@ class StageTimes:
         return max(computed, summed) if overlaps else computed + summed
 
     def _action_prices(self, program: Program, layout: Layout, shapes: JobShapes) -> Prices:
-        held = [LayerRange(stage.start, stage.stop, self.layers) for stage in layout.stages]
+        layer_ranges = [LayerRange(stage.start, stage.stop, self.layers) for stage in layout.stages]
         actions = chain.from_iterable(program.devices)
         evaluated = {action.microbatch for action in actions if isinstance(action, ForwardOnly)}
         passes, met = [], active_parameters_by_job(shapes)
@@ -144,7 +144,7 @@ class StageTimes:
                     else self._training_price(
                         one, work, self._recomputed_share(one, layout, program.recompute)
                     )
-                    for one in held
+                    for one in layer_ranges
                 )
             )
         jobs = {batch.job for batch in program.batches}
@@ -152,8 +152,10 @@ class StageTimes:
         return Prices(
             tuple(passes),
             step=step / layout.workers,
-            adapter_bytes={job: self._exchanged_bytes(shapes[job], held, layout.replicas) for job in jobs},
-            gradient_sums={job: self._gradient_sums(shapes[job], held) for job in jobs},
+            adapter_bytes={
+                job: self._exchanged_bytes(shapes[job], layer_ranges, layout.replicas) for job in jobs
+            },
+            gradient_sums={job: self._gradient_sums(shapes[job], layer_ranges) for job in jobs},
         )
 
     def _evaluation_price(self, layer_range: LayerRange, work: PassWork) -> PassPrice:

@@ -153,14 +153,14 @@ def _starting_partitions(problem: _Problem) -> Iterator[StreamPartition]:
     for stages in range(1, count + 1):
         cuts = tuple(round(count * number / stages) for number in range(stages + 1))
         yield _streamed_partition(cuts)
-        yield _fill_resident(problem, cuts)
+        yield _make_stages_resident(problem, cuts)
     try:
         yield _largest_that_fit(problem)
     except PlanError:
         return
 
 
-def _fill_resident(problem: _Problem, cuts: tuple[int, ...]) -> StreamPartition:
+def _make_stages_resident(problem: _Problem, cuts: tuple[int, ...]) -> StreamPartition:
     """Return the partition with these cuts. As many of the first stages as fit are resident."""
     draft = _streamed_partition(cuts)
     for number in range(len(draft.resident)):
@@ -322,8 +322,8 @@ class Bounds:
         """Return the prefix with one more stage, or None if the stage does not fit in memory."""
         number = len(prefix.resident)
         gpu = number % self.host.gpus
-        held = self.host.stage_bytes + stage.state_bytes + (stage.weight_bytes if resident else 0)
-        fixed = _replace_at(prefix.fixed_bytes, gpu, prefix.fixed_bytes[gpu] + held)
+        own_bytes = self.host.stage_bytes + stage.state_bytes + (stage.weight_bytes if resident else 0)
+        fixed = _replace_at(prefix.fixed_bytes, gpu, prefix.fixed_bytes[gpu] + own_bytes)
         passing = _replace_at(
             prefix.passing_bytes, gpu, max(prefix.passing_bytes[gpu], passing_bytes(stage, resident))
         )

@@ -90,8 +90,8 @@ def free_bytes(stages: Sequence[StageCost], resident: Sequence[bool], host: Host
     that the stage does not fit."""
     fixed = [0] * host.gpus
     for number, stage in enumerate(stages):
-        held = host.stage_bytes + stage.state_bytes + resident[number] * stage.weight_bytes
-        fixed[number % host.gpus] += held
+        own_bytes = host.stage_bytes + stage.state_bytes + resident[number] * stage.weight_bytes
+        fixed[number % host.gpus] += own_bytes
     return [
         host.memory_bytes - fixed[number % host.gpus] - passing_bytes(stage, resident[number])
         for number, stage in enumerate(stages)

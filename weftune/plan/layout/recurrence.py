@@ -68,8 +68,8 @@ def slotted_seconds(
     second of the link in each direction."""
     streamed = [number for number, stays in enumerate(resident) if not stays]
     slot_of = {stage: place % slots for place, stage in enumerate(streamed)}
-    held = {slot_of[stage]: stage for stage in streamed[:slots]}
-    freed = dict.fromkeys(held, 0.0)
+    stage_in_slot = {slot_of[stage]: stage for stage in streamed[:slots]}
+    freed = dict.fromkeys(stage_in_slot, 0.0)
     home = [0.0] * len(stages)
     last = len(stages) - 1
     now = link = leaving = began = asked = 0.0
@@ -81,13 +81,13 @@ def slotted_seconds(
         begins = max(link, freed[slot], home[stage])
         behind = max(0.0, inputs - max(0.0, begins - max(link, began))) if inputs else 0.0
         link = begins + (stages[stage].load_bytes + copies) / bandwidth + behind
-        held[slot] = stage
+        stage_in_slot[slot] = stage
 
     for stage, one in enumerate(stages):
         slot, off = slot_of.get(stage), 0.0
         if one.input_bytes and stage != last:
             off = leaving = max(leaving, now) + one.input_bytes / bandwidth
-        if slot is not None and held[slot] != stage:
+        if slot is not None and stage_in_slot[slot] != stage:
             load_stage(stage, slot)
         link += one.step_bytes / bandwidth
         # Loads use the link until the state for the Step is requested.
@@ -102,7 +102,7 @@ def slotted_seconds(
     for stage in range(last, -1, -1):
         one, slot = stages[stage], slot_of.get(stage)
         inputs = one.input_bytes / bandwidth
-        if slot is not None and held[slot] != stage:
+        if slot is not None and stage_in_slot[slot] != stage:
             load_stage(stage, slot, one.adapter_bytes, inputs)
         else:
             link += inputs

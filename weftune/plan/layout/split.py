@@ -55,8 +55,8 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
 
     def passes(step: int, samples: Sequence[PlacedSample]) -> list[MicrobatchPlan]:
         chosen = pack([placed.length for placed in samples], room)
-        held = (tuple(samples[index] for index in some) for some in chosen)
-        return [MicrobatchPlan((SegmentPlan(job.shape.name, step, some),)) for some in held]
+        sample_lists = (tuple(samples[index] for index in some) for some in chosen)
+        return [MicrobatchPlan((SegmentPlan(job.shape.name, step, some),)) for some in sample_lists]
 
     trained = [one for batch in job.batches for one in passes(batch.step, batch.samples)]
     step = sum(cost.pass_seconds(pass_work(one, met)) for one in trained) / max(1, len(job.batches))
@@ -94,10 +94,10 @@ def share_jobs(
     buckets = assign_longest_first(each, devices)
     if len(each) > devices:
         buckets = improve_by_moves(buckets, each)
-    held = [{name for index in bucket for name in families[index]} for bucket in buckets]
+    job_names = [{name for index in bucket for name in families[index]} for bucket in buckets]
     return tuple(
         DeviceShare(tuple(name for name in seconds if name in names), sum(each[index] for index in bucket))
-        for names, bucket in zip(held, buckets, strict=True)
+        for names, bucket in zip(job_names, buckets, strict=True)
     )
 
 

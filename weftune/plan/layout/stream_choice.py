@@ -323,13 +323,13 @@ def _workers_text(case: StreamCase) -> str:
 def _workers_reason(evaluated: EvaluatedDraft, unstreamed_bytes: int) -> str:
     case, cut = evaluated.case, evaluated.draft.make_layout(adapters_travel=False)
     sizes, stay = evaluated.draft.layer_counts, sum(evaluated.draft.resident_stages)
-    held = "all of them resident"
+    placement = "all of them resident"
     if stay < len(sizes):
         slots = _range_text([count for count in cut.slot_counts if count], "slot")
-        held = f"{stay} of them resident, the others in {slots} of their worker"
+        placement = f"{stay} of them resident, the others in {slots} of their worker"
     return (
         f"streamed over {_workers_text(case)} in {len(sizes)} stages of {_range_text(sizes, 'layer')}, "
-        f"{held}, since a worker's part of the base, an adapter and the passes of a pipeline would need "
+        f"{placement}, since a worker's part of the base, an adapter and the passes of a pipeline would need "
         f"{format_bytes(unstreamed_bytes)} of a device that has {format_bytes(case.device.budget_bytes)} "
         "for a run; adapters and "
         f"inputs of stages stay on their worker's device, a microbatch has up to {case.capacity:,} tokens, "

@@ -17,6 +17,7 @@ from weftune.core.shapes import JobShape, LayerRange
 from weftune.plan.cost.memory import max_sample_tokens
 from weftune.plan.layout.choose import LayoutChoice
 from weftune.plan.layout.foresee import StageTimes
+from weftune.plan.outlook.first_window import FirstWindow, first_window, plan_predicted_window
 from weftune.plan.outlook.forecast import (
     Ablation,
     Forecast,
@@ -25,7 +26,6 @@ from weftune.plan.outlook.forecast import (
     scale_to_window,
     sum_forecasts,
 )
-from weftune.plan.outlook.promise import FirstWindow, first_window, plan_predicted_window
 from weftune.plan.program.handover import FINISHED, join_windows, unfinished_work
 from weftune.plan.program.layout import pipeline_layout
 from weftune.plan.window.pace import shorten_windows, simulated_paces
@@ -139,11 +139,11 @@ def _forecast_windows(windows: Sequence[FirstWindow], times: StageTimes) -> Fore
     """Return the forecast of consecutive windows together."""
     if not windows[0].program.hands_over:
         return sum_forecasts([forecast_window(one, times) for one in windows])
-    # The promised seconds are those of one window; without them, the forecast has the simulated ones.
-    peak = max(one.promise.peak_bytes for one in windows)
-    promise = replace(windows[0].promise, seconds=None, peak_bytes=peak)
+    # The predicted seconds are those of one window; without them, the forecast has the simulated ones.
+    peak = max(one.prediction.peak_bytes for one in windows)
+    prediction = replace(windows[0].prediction, seconds=None, peak_bytes=peak)
     program = join_windows([one.program for one in windows])
-    return forecast_window(replace(windows[0], program=program, promise=promise), times)
+    return forecast_window(replace(windows[0], program=program, prediction=prediction), times)
 
 
 def _even_stages_choice(choice: LayoutChoice) -> LayoutChoice:

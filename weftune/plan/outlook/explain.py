@@ -23,7 +23,7 @@ def explain(prediction: Prediction, source: str) -> list[str]:
     sentences = [
         f"Times are {source}.",
         f"Token capacity {program.capacity:,}{smaller}: the first window needs "
-        f"{format_bytes(prediction.window.promise.peak_bytes)} of the "
+        f"{format_bytes(prediction.window.prediction.peak_bytes)} of the "
         f"{format_bytes(choice.memory.budget_bytes)} that may be taken "
         "of the fullest device.",
         recomputed_sentence(program.recompute),

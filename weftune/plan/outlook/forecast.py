@@ -12,7 +12,7 @@ from weftune.plan.layout.choose import LayoutChoice
 from weftune.plan.layout.division import WindowPrice
 from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.layout.split import DeviceShare, share_jobs
-from weftune.plan.outlook.promise import FirstWindow, first_window
+from weftune.plan.outlook.first_window import FirstWindow, first_window
 from weftune.plan.program.program import ForwardOnly, Program
 from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pipeline import PipelineOrder
@@ -152,8 +152,8 @@ def _simulate_window(window: FirstWindow, times: StageTimes) -> Timeline:
 
 
 def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:
-    program, promise = window.program, window.promise
-    seconds = timeline.makespan if promise.seconds is None else promise.seconds
+    program, prediction = window.program, window.prediction
+    seconds = timeline.makespan if prediction.seconds is None else prediction.seconds
     counts = Counter(batch.job for batch in program.batches)
     # Each list of actions is run by all shards of its layers.
     shards = window.choice.layout.shards
@@ -166,8 +166,8 @@ def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:
         busy_seconds=shards * sum(timeline.busy_shares()) * seconds,
         sum_seconds=shards * timeline.sum_seconds,
         devices=shards * timeline.devices,
-        peaks=(promise.peak_bytes,) * shards * timeline.devices,
-        fits=promise.peak_bytes <= window.choice.memory.budget_bytes,
+        peaks=(prediction.peak_bytes,) * shards * timeline.devices,
+        fits=prediction.peak_bytes <= window.choice.memory.budget_bytes,
         capacity=program.capacity,
     )
 

@@ -91,8 +91,10 @@ def pack_padded(case: Instance) -> Bins:
         job, length = case.jobs[index], case.lengths[index]
         best, best_key = len(bins), (0, 0)
         for number, load in enumerate(loads):
-            held = rows[number].get(job, 0)
-            after = load + pad_rows(held + length, case.multiple) - pad_rows(held, case.multiple)
+            rows_before = rows[number].get(job, 0)
+            after = (
+                load + pad_rows(rows_before + length, case.multiple) - pad_rows(rows_before, case.multiple)
+            )
             # Choose the bin that ends up fullest; among equals the one that grows least: it uses up padding.
             if after <= case.capacity and (after, load) > best_key:
                 best, best_key = number, (after, load)

@@ -56,12 +56,12 @@ def pack_segments(
 def _microbatch(
     segments: Sequence[SegmentPlan], pieces: Iterable[tuple[int, tuple[PlacedSample, ...]]]
 ) -> MicrobatchPlan:
-    held: dict[int, list[PlacedSample]] = {}
+    samples_of_microbatch: dict[int, list[PlacedSample]] = {}
     for number, together in sorted(pieces, key=lambda piece: (piece[0], piece[1][0].offset)):
-        held.setdefault(number, []).extend(together)
+        samples_of_microbatch.setdefault(number, []).extend(together)
     return MicrobatchPlan(
         tuple(
             SegmentPlan(segments[number].job, segments[number].step, tuple(samples))
-            for number, samples in held.items()
+            for number, samples in samples_of_microbatch.items()
         )
     )

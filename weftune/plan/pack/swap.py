@@ -81,12 +81,12 @@ class _SwapSearch:
         tokens = self.case.tokens
         self.bins.sort(key=lambda chosen: (-tokens(chosen), sorted(chosen)))
         changed = False
-        held = [tokens(chosen) for chosen in self.bins]
+        token_counts = [tokens(chosen) for chosen in self.bins]
         for taker in range(len(self.bins)):
             for giver in range(len(self.bins) - 1, taker, -1):
-                if self.tries == 0 or held[taker] == self.case.capacity:
+                if self.tries == 0 or token_counts[taker] == self.case.capacity:
                     break
-                changed |= self._exchange_in_pair(taker, giver, held)
+                changed |= self._exchange_in_pair(taker, giver, token_counts)
         self.bins = [chosen for chosen in self.bins if chosen]
         return changed
 
@@ -196,12 +196,12 @@ def _best_padded_fill(case: Instance, pool: Sequence[int], free_rows: int) -> li
     for job in sorted(jobs):
         of_job = _Sums(case, jobs[job], units * case.multiple)
         best, share = tokens.copy(), np.zeros(units + 1, dtype=np.int64)
-        held = 0
+        previous = 0
         for count in range(1, units + 1):
             added = of_job.largest(count * case.multiple)
-            if added == held:
+            if added == previous:
                 continue
-            held = added
+            previous = added
             with_job = tokens[: units + 1 - count] + added
             better = with_job > best[count:]
             best[count:][better] = with_job[better]

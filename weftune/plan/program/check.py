@@ -684,21 +684,21 @@ def check_slots(program: Program, part: WorkerLayout) -> None:
         )
     slot_of = {stage: part.slot_of_stage(stage) for stage in part.streamed_stages}
     waiting = {slot_of[stage]: stage for stage in part.initial_stages}
-    held = dict(waiting)
+    stage_in_slot = dict(waiting)
     for action in program.devices[part.worker]:
         match action:
             case Load(stage) | Evict(stage) if stage not in slot_of:
                 raise IllegalProgram(f"{action} moves a resident stage")
             case Load(stage):
-                if slot_of[stage] in held:
-                    raise IllegalProgram(f"{action} finds stage {held[slot_of[stage]]} in its slot")
-                held[slot_of[stage]] = stage
+                if slot_of[stage] in stage_in_slot:
+                    raise IllegalProgram(f"{action} finds stage {stage_in_slot[slot_of[stage]]} in its slot")
+                stage_in_slot[slot_of[stage]] = stage
             case Evict(stage):
-                if held.get(slot_of[stage]) != stage:
+                if stage_in_slot.get(slot_of[stage]) != stage:
                     raise IllegalProgram(f"{action} gives up a stage that is not in its slot")
-                del held[slot_of[stage]]
+                del stage_in_slot[slot_of[stage]]
             case Forward(_, stage) | Backward(_, stage) | Evaluate(_, stage) | Score(_, stage):
-                if stage in slot_of and held.get(slot_of[stage]) != stage:
+                if stage in slot_of and stage_in_slot.get(slot_of[stage]) != stage:
                     raise IllegalProgram(f"{action} uses a stage that is not in its slot")
-    if held != waiting:
+    if stage_in_slot != waiting:
         raise IllegalProgram("the slots end with other stages than those that wait for the next window")

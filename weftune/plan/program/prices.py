@@ -116,6 +116,6 @@ class PricedCluster:
     """Index of the PCIe root complex of each device. Empty means that all devices share the first one."""
     root_bandwidths: tuple[float, ...] = (math.inf,)
     """Bandwidth of each root complex in bytes per second, shared by its concurrent Loads."""
-    queues_loads: bool = False
+    serializes_loads: bool = False
     """Whether concurrent Loads run one after another instead of sharing the bandwidth equally. The Load that
     began first is needed first, so a queue does not delay it for a later one."""

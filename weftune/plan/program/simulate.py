@@ -519,7 +519,7 @@ class _Simulation:
     def _divide_bandwidth(self, root: int) -> None:
         """Update the progress of all Loads under a PCIe root complex, and divide its bandwidth among them."""
         flows = self.flows[root]
-        moving = flows[:1] if self.cluster.queues_loads else flows
+        moving = flows[:1] if self.cluster.serializes_loads else flows
         for flow in flows:
             if flow.remaining_bytes and self.now > flow.updated_at:
                 flow.remaining_bytes -= flow.rate * (self.now - flow.updated_at)

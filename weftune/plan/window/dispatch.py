@@ -76,8 +76,8 @@ class _Device:
     next_chunk: int | None = None
     """Microbatch with the next chunk of the sample whose forward is in progress. None if no sample is
     unfinished."""
-    ready_forward: deque[int] = field(default_factory=deque)
-    ready_backward: deque[int] = field(default_factory=deque)
+    ready_forwards: deque[int] = field(default_factory=deque)
+    ready_backwards: deque[int] = field(default_factory=deque)
     in_flight: int = 0
     kept_bytes: int = 0
     is_busy: bool = False
@@ -112,7 +112,7 @@ class Dispatch:
         ]
         """For each microbatch, the batches whose optimizer steps must come before it."""
         for first, numbers in zip(self.devices[:: len(rules.max_in_flight)], launches, strict=True):
-            first.ready_forward.extend(numbers)
+            first.ready_forwards.extend(numbers)
         self._chunk_before = previous_chunks(microbatches)
         self._chunk_behind = {before: number for number, before in self._chunk_before.items()}
         self.delayed: set[int] = set()
@@ -146,7 +146,7 @@ class Dispatch:
                     self._end_pass(device, end, now)
                 touched |= self._near[device]
             self._start_passes(sorted(touched), now)
-        stuck = [number for one in self.devices for number in one.ready_forward]
+        stuck = [number for one in self.devices for number in one.ready_forwards]
         assert not stuck, f"microbatch {stuck[0]} never runs: it waits for a batch behind it, or for room"
         return [one.actions for one in self.devices]
 
@@ -165,9 +165,9 @@ class Dispatch:
                     if not self._remaining[stage][key]:
                         self._open[stage].remove(key)
         if 0 < progress.forwards < stages:
-            self.devices[progress.forwards].ready_forward.append(number)
+            self.devices[progress.forwards].ready_forwards.append(number)
         elif progress.forwards == stages and progress.backwards < stages:
-            self.devices[self.last - progress.backwards].ready_backward.append(number)
+            self.devices[self.last - progress.backwards].ready_backwards.append(number)
 
     def _start_passes(self, devices: Iterable[int], now: float) -> None:
         for device in devices:
@@ -186,15 +186,15 @@ class Dispatch:
                 heapq.heappush(self._ends, (now + seconds, next(self._number), device, action))
 
     def _choose_pass(self, device_state: _Device) -> Forward | Backward | None:
-        if device_state.ready_backward and not self.rules.forward_first[device_state.stage]:
-            return Backward(device_state.ready_backward.popleft(), device_state.stage)
+        if device_state.ready_backwards and not self.rules.forward_first[device_state.stage]:
+            return Backward(device_state.ready_backwards.popleft(), device_state.stage)
         number = self._next_microbatch(device_state)
         if number is not None:
-            device_state.ready_forward.remove(number)
+            device_state.ready_forwards.remove(number)
             return Forward(number, device_state.stage)
         return (
-            Backward(device_state.ready_backward.popleft(), device_state.stage)
-            if device_state.ready_backward
+            Backward(device_state.ready_backwards.popleft(), device_state.stage)
+            if device_state.ready_backwards
             else None
         )
 
@@ -204,10 +204,10 @@ class Dispatch:
             return None
         if (chunk := device_state.next_chunk) is not None:
             # Parts of two samples might leave no room to finish either of them.
-            ready = chunk in device_state.ready_forward and self._has_memory(device_state, chunk)
+            ready = chunk in device_state.ready_forwards and self._has_memory(device_state, chunk)
             return chunk if ready else None
         blocked: set[str] = set()
-        for number in device_state.ready_forward:
+        for number in device_state.ready_forwards:
             closed = self._open[device_state.stage].isdisjoint(self.before[number])
             if closed and blocked.isdisjoint(self.jobs[number]):
                 return number if self._has_memory(device_state, number) else None
@@ -228,9 +228,9 @@ class Dispatch:
         one.is_busy = False
         if isinstance(action, Forward):
             if one.stage < self.last:
-                self.devices[device + 1].ready_forward.append(action.microbatch)
+                self.devices[device + 1].ready_forwards.append(action.microbatch)
             elif action.microbatch not in self._chunk_behind:
-                one.ready_backward.append(action.microbatch)
+                one.ready_backwards.append(action.microbatch)
             return
         one.in_flight -= 1
         one.kept_bytes -= self.prices.passes[action.microbatch][one.stage].kept_bytes
@@ -246,9 +246,9 @@ class Dispatch:
                 else:
                     self._close_batch(closed)
         if one.stage == self.last and action.microbatch in self._chunk_before:
-            one.ready_backward.appendleft(self._chunk_before[action.microbatch])
+            one.ready_backwards.appendleft(self._chunk_before[action.microbatch])
         if one.stage > 0:
-            self.devices[device - 1].ready_backward.append(action.microbatch)
+            self.devices[device - 1].ready_backwards.append(action.microbatch)
 
     def _close_batch(self, closed: BatchClosed) -> None:
         self._open[closed.stage].remove((closed.job, closed.step))

@@ -24,7 +24,7 @@ from weftune.core.shapes import ModelShape
 from weftune.errors import PlanError
 from weftune.plan.cost.cluster import detect_cluster
 from weftune.plan.cost.estimate import Speed, data_sheet_speed
-from weftune.plan.cost.learned import EVALUATION_SHARE
+from weftune.plan.cost.fitted import EVALUATION_SHARE
 from weftune.plan.cost.time import CostModel, Line, PassWork
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import Backward, Compute, Forward, MicrobatchPlan, Program
@@ -230,10 +230,10 @@ def first_pace(cost: CostModel, shape: ModelShape, on_gpu: bool, max_tokens: int
         )
         return WindowPace(cost.pass_seconds(full) / max_tokens)
     speed = data_sheet_device_speed(on_gpu)
-    return data_sheet_pace(shape, speed.flops) if speed else WindowPace()
+    return pace_from_data_sheet(shape, speed.flops) if speed else WindowPace()
 
 
-def data_sheet_pace(shape: ModelShape, flops: float) -> WindowPace:
+def pace_from_data_sheet(shape: ModelShape, flops: float) -> WindowPace:
     """Return the predicted pace of devices that together reach `flops` FLOP/s."""
     return WindowPace(ROW_FLOPS * shape.active_parameters / flops)
 

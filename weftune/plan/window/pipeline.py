@@ -527,10 +527,10 @@ def divide_into_microbatches(
     ]
     starts = accumulate((len(one) for one in laid), initial=0)
     numbers = tuple(
-        tuple(start + index for index, held in enumerate(one) if held)
+        tuple(start + index for index, samples in enumerate(one) if samples)
         for start, one in zip(starts, laid, strict=False)
     )
-    microbatches = _microbatches([held for one in laid for held in one], batches)
+    microbatches = _microbatches([samples for one in laid for samples in one], batches)
     return Work(
         rules.capacity,
         (*inherited.microbatches, *microbatches),
@@ -568,9 +568,9 @@ def _microbatches(
 ) -> tuple[MicrobatchPlan, ...]:
     placed = {(batch.job, batch.step): sample_groups(batch.samples) for batch in batches}
     microbatches = []
-    for held in packed:
+    for samples in packed:
         segments: dict[tuple[str, int], list[int]] = {}
-        for one in held:
+        for one in samples:
             segments.setdefault((one.job, one.batch), []).append(one.sample)
         microbatches.append(
             MicrobatchPlan(
@@ -602,9 +602,9 @@ def _template_queues(work: Work, prices: Prices, groups: Groups, stages: int) ->
     """Return one bucket per group of jobs for MuxTune's template, which repeats one order of passes. All
     microbatches of a bucket get their mean cost, since the template requires equal costs."""
     home = {job: number for number, members in enumerate(groups) for job in members}
-    held: dict[int, list[int]] = {}
+    queued: dict[int, list[int]] = {}
     for number in work.filled_microbatches:
-        held.setdefault(home[work.microbatches[number].jobs[0]], []).append(number)
+        queued.setdefault(home[work.microbatches[number].jobs[0]], []).append(number)
 
     def mean(numbers: Sequence[int], stage: int) -> PassPrice:
         passes = [prices.passes[number][stage] for number in numbers]
@@ -613,7 +613,7 @@ def _template_queues(work: Work, prices: Prices, groups: Groups, stages: int) ->
 
     return [
         Queue(tuple(numbers), tuple(mean(numbers, stage) for stage in range(stages)))
-        for numbers in held.values()
+        for numbers in queued.values()
     ]
 
 

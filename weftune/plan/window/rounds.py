@@ -209,7 +209,7 @@ def plan_rounds(
     windows = _cut_after_evaluation(windows) if layout.workers * layout.shards > 1 else windows
     laid = _LaidRounds(windows, capacity, ladder, layout.job_group_count, packing_limits)
     room = _evaluation_rows(laid, layout, capacity)
-    runs = [_forward_runs(one, laid, room) for one in laid.rounds]
+    runs = [_list_forward_runs(one, laid, room) for one in laid.rounds]
     program = Program(
         capacity,
         tuple(laid.microbatches),
@@ -260,7 +260,7 @@ def _evaluation_rows(laid_rounds: _LaidRounds, layout: Layout, capacity: int) ->
     return len(layout.stages) // layout.workers * max(capacity, largest)
 
 
-def _forward_runs(one: Round, laid_rounds: _LaidRounds, max_rows: int) -> _RoundRuns:
+def _list_forward_runs(one: Round, laid_rounds: _LaidRounds, max_rows: int) -> _RoundRuns:
     before, scored, evaluated = (
         _split_runs(numbers, laid_rounds, max_rows)
         for numbers in (one.scored, one.scored_for_evaluation, one.evaluated)

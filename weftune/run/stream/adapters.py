@@ -228,7 +228,7 @@ class AdapterTransfers:
 
 def _stage_parts(layout: VectorLayout, part: WorkerLayout) -> Iterator[tuple[int, StagePart]]:
     """Return pairs of a stage and its part of the flat vector, whose sites are in the order of layers."""
-    homes = [stage for stage, held in enumerate(part.stages) for _ in range(held.start, held.stop)]
+    homes = [stage for stage, layers in enumerate(part.stages) for _ in range(layers.start, layers.stop)]
     found: dict[int, StagePart] = {}
     at = 0
     for parameter in layout.parameters:

@@ -82,7 +82,7 @@ class _Packer:
                 [self.to_json(getattr(value, one.name)) for one in fields(value)],
             ]
         if isinstance(value, Mapping):
-            return ["map", [[self.to_json(key), self.to_json(held)] for key, held in value.items()]]
+            return ["map", [[self.to_json(key), self.to_json(item)] for key, item in value.items()]]
         for kind, tag in ((tuple, "tuple"), (list, "list"), (Set, "set")):
             if isinstance(value, kind):
                 return [tag, [self.to_json(one) for one in value]]
@@ -109,23 +109,23 @@ def _read_tensor(payload: bytearray, name: str, shape: list[int], start: int) ->
 def _decode_value(json_value: Any, tensors: list[Tensor], records: Mapping[str, type]) -> Any:
     if not isinstance(json_value, list):
         return json_value
-    tag, *held = json_value
+    tag, *content = json_value
     match tag:
         case "tensor":
-            return tensors[held[0]]
+            return tensors[content[0]]
         case "path":
-            return Path(held[0])
+            return Path(content[0])
         case "record":
-            name, values = held
+            name, values = content
             return _build_record(records[name], [_decode_value(one, tensors, records) for one in values])
         case "map":
-            pairs = held[0]
+            pairs = content[0]
             return {
                 _decode_value(key, tensors, records): _decode_value(one, tensors, records)
                 for key, one in pairs
             }
         case _:
-            made = [_decode_value(one, tensors, records) for one in held[0]]
+            made = [_decode_value(one, tensors, records) for one in content[0]]
             return {"tuple": tuple, "list": list, "set": frozenset}[tag](made)
 
 

@@ -79,12 +79,12 @@ class _PendingCheckpoint:
     own_slice: Future[Slice]
     """Future of this worker's own slice."""
     slices: dict[int, Slice] = field(default_factory=dict)
-    rename_future: Future[Path] | None = None
+    final_rename: Future[Path] | None = None
 
     @property
     def pending_write(self) -> Future[Any] | None:
         """Future of this worker's write for the checkpoint that is still in progress, or None."""
-        under_way = self.rename_future or self.own_slice
+        under_way = self.final_rename or self.own_slice
         return None if under_way.done() else under_way
 
 
@@ -406,14 +406,14 @@ class Driver:
                 self._advance_save(key, pending)
 
     def _advance_save(self, key: tuple[str, int], pending: _PendingCheckpoint) -> None:
-        if (trouble := find_disk_error(pending.rename_future or pending.own_slice)) is not None:
+        if (trouble := find_disk_error(pending.final_rename or pending.own_slice)) is not None:
             self._drop_checkpoint(key, trouble)
-        elif pending.rename_future is not None:
+        elif pending.final_rename is not None:
             del self._pending[key]
         elif len(pending.slices) == self.stages - 1 and key not in self._awaited_evaluations:
             slices = {0: pending.own_slice.result(), **pending.slices}
             done = partial(finish, pending.folder, pending.progress, pending.seed, slices, pending.keeps_best)
-            pending.rename_future = self.writer.run(key[0], done)
+            pending.final_rename = self.writer.run(key[0], done)
 
     def _drop_checkpoint(self, key: tuple[str, int], reason: str) -> None:
         del self._pending[key]

@@ -346,12 +346,12 @@ def find_interface(host: str) -> str | None:
     other interfaces.
     """
     own = _find_own_address(host)
-    held = _addresses()
-    outward = [name for name, addresses in held.items() if not all(map(_is_loopback, addresses))]
+    addresses_by_name = _addresses()
+    outward = [name for name, addresses in addresses_by_name.items() if not all(map(_is_loopback, addresses))]
     if own is None or _is_loopback(own):
         # The machine's own name is its loopback address; others may know it by another address.
         return outward[0] if len(outward) == 1 else None
-    return next((name for name in outward if own in held[name]), None)
+    return next((name for name in outward if own in addresses_by_name[name]), None)
 
 
 def _addresses() -> dict[str, set[str]]:

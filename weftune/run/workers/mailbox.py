@@ -123,7 +123,7 @@ class DirectInbox:
         about workers that wait for one another in a circle."""
         self._post_receive()
         with self._lane.record_wait(description):
-            work = self._take_started()
+            work = self._next_started()
             if isinstance(work, PeerLost):
                 self._started.put(work)
                 raise work
@@ -143,7 +143,7 @@ class DirectInbox:
             self._posted.append(buffer)
             self._queue.put((buffer, _record_event(buffer)))
 
-    def _take_started(self) -> Any:
+    def _next_started(self) -> Any:
         if self._lane.watch is None:
             return self._started.get()
         while True:

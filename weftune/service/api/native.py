@@ -379,8 +379,10 @@ def _job_changes(service: Service, submissions: Sequence[Submission], names: Nam
     queue: list[str] = []
     if any(row.state is State.QUEUED for row in unfinished):
         ranking = rank_queue(service.settings, service.training, unfinished)
-        held = [row.id for row in unfinished if row.state is State.QUEUED and row.id in ranking.hold_reasons]
-        queue = [*ordered_names(ranking.waiting_jobs), *held]
+        held_ids = [
+            row.id for row in unfinished if row.state is State.QUEUED and row.id in ranking.hold_reasons
+        ]
+        queue = [*ordered_names(ranking.waiting_jobs), *held_ids]
     places = {id: place for place, id in enumerate(queue)}
     rows = job_rows(service, submissions)
     jobs = []

@@ -1,4 +1,4 @@
-"""Every window of a run is promised before it runs; what plans are made by is recorded and found again."""
+"""Every window of a run is predicted before it runs; what plans are made by is recorded and found again."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from tests import bench
 from tests.outputs import lines
 from weftune import JobSpec, Options
 from weftune.errors import UserError
-from weftune.jobs.store.status import LEARNED
+from weftune.jobs.store.status import FITTED_MODELS
 from weftune.plan.cost.profile import write_profile
 from weftune.report.read import read_run
 from weftune.run.profile import measure_profile
@@ -43,7 +43,7 @@ def test_every_window_after_the_first_has_a_time_and_every_window_a_peak(trained
 def test_the_version_that_plans_are_made_by_is_in_every_line_and_in_the_record(trained) -> None:
     told = [json.loads(line) for line in (trained / "windows.jsonl").read_text().splitlines()]
     assert [line["profile"] for line in told] == [0, 1, 2, 2, 3, 3]
-    record = json.loads((trained / LEARNED).read_text())
+    record = json.loads((trained / FITTED_MODELS).read_text())
     assert (record["version"], record["windows"]) == (3, 4)
 
 
@@ -53,7 +53,7 @@ def test_the_report_shows_predicted_beside_measured(trained) -> None:
     assert "whose jobs or lengths changed" in page
 
 
-def test_where_only_the_highest_peak_so_far_can_be_measured_no_lower_one_is_promised(
+def test_where_only_the_highest_peak_so_far_can_be_measured_no_lower_one_is_predicted(
     tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr("weftune.trainer.loop.reset_peak", lambda device: False)
@@ -69,11 +69,11 @@ def test_a_resumed_run_goes_on_with_the_recorded_version_and_a_torn_record_costs
 ) -> None:
     base, output, seen = bench.base(), tmp_path / "out", []
     bench.trainer(base, output, [job("a", 1)]).run()
-    record = json.loads((output / LEARNED).read_text())
+    record = json.loads((output / FITTED_MODELS).read_text())
     if torn:
-        (output / LEARNED).write_text("{")
+        (output / FITTED_MODELS).write_text("{")
     trainer = bench.trainer(base, output, [job("a", 1), job("b", 2)], options=Options(resume=True))
-    trainer.run(lambda event: seen.append(trainer.loop.learned.version))
+    trainer.run(lambda event: seen.append(trainer.loop.fitted_models.version))
     assert seen[0] == (0 if torn else record["version"])
     assert len(lines(output)) == 48
 

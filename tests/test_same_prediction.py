@@ -1,5 +1,5 @@
-"""What `weftune plan --json` promises of the first window is what `weftune train` with the same options
-promises before it begins: layout, capacity, who is aboard, seconds and bytes. Twelve cases drawn by seed,
+"""What `weftune plan --json` predicts of the first window is what `weftune train` with the same options
+predicts before it begins: layout, capacity, who is aboard, seconds and bytes. Twelve cases drawn by seed,
 over all modes.
 
 One process trains for a step or two; where several would, the run's own choice is asked without them, and in
@@ -28,7 +28,7 @@ from weftune.cli.plan_json import plan_numbers
 from weftune.cli.plan_predict import predict
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.store.scheduler import admit_jobs
-from weftune.jobs.store.status import PROMISE
+from weftune.jobs.store.status import PREDICTION
 from weftune.launch.plan_case import read_case
 from weftune.plan.cost import cluster
 from weftune.plan.cost.memory import SLACK_BYTES
@@ -41,7 +41,7 @@ from weftune.plan.cost.profile import (
     write_profile,
 )
 from weftune.plan.layout.choose import PROCESS_BYTES, choose_layout
-from weftune.plan.outlook.promise import first_window
+from weftune.plan.outlook.first_window import first_window
 from weftune.run.workers.groups import WorkerPosition
 from weftune.trainer.job import prepare_job
 from weftune.trainer.machine import describe_machine
@@ -105,7 +105,7 @@ def _job(dice: random.Random, number: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = deep_folder(tmp_path_factory.mktemp("promises"), [])
+    place = deep_folder(tmp_path_factory.mktemp("first-windows"), [])
     for name, least, most in (("short", 3, 12), ("long", 12, 26)):
         dice = random.Random(name)
         rows = [" ".join(["w7"] * dice.randint(least, most)) for _ in range(30)]
@@ -160,7 +160,7 @@ def trained(case: Case, file, output) -> dict[str, Any]:
     options = Options(device="cpu", memory=case.memory, gpu_memory=case.gpu_memory)
     trainer = make_trainer(read_run(file), output=output, options=options)
     trainer.run(lambda event: [trainer.cancel(name) for name in trainer.loop.executor.attached])
-    return json.loads((output / PROMISE).read_text())
+    return json.loads((output / PREDICTION).read_text())
 
 
 def asked_alone(case: Case, file) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def test_several_workers_promise_what_was_planned_for_them(seed, folder, written
         more = ["--device", "cpu", "--max-steps", "2"] if words[0] == "train" else ["--max-steps", "2"]
         assert forks.weftune(*words, *case.words, *more, cwd=folder) == 0, (folder / "log").read_text()
     plan = json.loads((folder / "plan.json").read_text())["first_window"]
-    run = json.loads((folder / f"{seed}" / PROMISE).read_text())
+    run = json.loads((folder / f"{seed}" / PREDICTION).read_text())
     # Without a profile nobody knows how large a process is.
     assert {**plan, "process_bytes": 0} == {**run, "process_bytes": 0}
 

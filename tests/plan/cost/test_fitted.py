@@ -1,4 +1,4 @@
-"""A run promises its windows by what it has learned, plans by a recorded version of it, and resumes that."""
+"""A run predicts its windows by fitted models, plans by a recorded version of these, and resumes with it."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 from tests.plan.costs import SHAPE, TRUTH, measured, program, work
 from tests.plan.program.test_check import course
 from weftune.core.shapes import JobShape, LayerRange, ModelShape, SiteShape
-from weftune.plan.cost.learned import Learned, Outcome
+from weftune.plan.cost.fitted import FittedModels, Outcome
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
 from weftune.plan.cost.memory_fit import Peak, fit_memory, larger_factors, rows_in_flight, window_need
 from weftune.plan.cost.prior import arithmetic
@@ -37,8 +37,8 @@ def memory(**changes) -> MemoryModel:
     return replace(MemoryModel(SHAPE, budget_bytes=4 << 30, process_bytes=100 << 20), **changes)
 
 
-def learned(**changes) -> Learned:
-    return Learned(initial_cost=arithmetic(SHAPE), memory=memory(**changes))
+def fitted_models(**changes) -> FittedModels:
+    return FittedModels(initial_cost=arithmetic(SHAPE), memory=memory(**changes))
 
 
 def outcome(one: Program, slower: float = 1.0, peak: int | None = None, own_peak: bool = True) -> Outcome:
@@ -56,15 +56,15 @@ def outcome(one: Program, slower: float = 1.0, peak: int | None = None, own_peak
 
 
 def test_the_first_window_has_a_time_only_with_a_profile() -> None:
-    assert learned().promise(program(30, 50), SHAPES).seconds is None
-    known = Learned(initial_cost=TRUTH, memory=memory())
-    assert known.promise(program(30, 50), SHAPES).seconds == pytest.approx(
+    assert fitted_models().predict_window(program(30, 50), SHAPES).seconds is None
+    known = FittedModels(initial_cost=TRUTH, memory=memory())
+    assert known.predict_window(program(30, 50), SHAPES).seconds == pytest.approx(
         TRUTH.program_seconds(program(30, 50), SHAPES)
     )
 
 
 def test_a_microbatch_of_the_returned_tokens_takes_the_given_seconds_in_its_slower_direction() -> None:
-    run = Learned(initial_cost=TRUTH, memory=memory())
+    run = FittedModels(initial_cost=TRUTH, memory=memory())
     assert run.tokens_within(0.5) is None, "nothing has been measured"
     run.times.passes += [measured(work([length] * 2)) for length in (10, 30, 50)]
     long = work([60] * 4)
@@ -76,25 +76,25 @@ def test_a_microbatch_of_the_returned_tokens_takes_the_given_seconds_in_its_slow
 
 def test_reserved_bytes_that_a_decoder_does_not_use_are_in_no_peak_but_in_every_plan() -> None:
     unused, one = 64 << 20, program(30, 50)
-    usual, idle = learned(decoder_bytes=unused), learned(decoder_bytes=unused)
+    usual, idle = fitted_models(decoder_bytes=unused), fitted_models(decoder_bytes=unused)
     idle.unused_decoder_bytes = lambda: unused
-    predicted = usual.promise(one, SHAPES).peak_bytes
-    assert idle.promise(one, SHAPES).peak_bytes == predicted - unused
-    usual.learn(one, SHAPES, outcome(one, peak=predicted))
-    idle.learn(one, SHAPES, outcome(one, peak=predicted - unused))
+    predicted = usual.predict_window(one, SHAPES).peak_bytes
+    assert idle.predict_window(one, SHAPES).peak_bytes == predicted - unused
+    usual.record_outcome(one, SHAPES, outcome(one, peak=predicted))
+    idle.record_outcome(one, SHAPES, outcome(one, peak=predicted - unused))
     assert idle.fitted.fit.activations == pytest.approx(usual.fitted.fit.activations)
     assert idle.fitted.fit.state == pytest.approx(usual.fitted.fit.state)
     # The decoder may use them while the jobs train that are admitted now.
-    assert idle.memory.least_bytes(JOBS) == learned().memory.least_bytes(JOBS) + unused
+    assert idle.memory.least_bytes(JOBS) == fitted_models().memory.least_bytes(JOBS) + unused
 
 
 def test_the_first_pass_of_a_process_is_part_of_the_first_window_alone() -> None:
     one = program(30, 50)
-    run = Learned(initial_cost=TRUTH, memory=memory(), first_seconds=2.0)
-    first = run.promise(one, SHAPES).seconds
+    run = FittedModels(initial_cost=TRUTH, memory=memory(), first_seconds=2.0)
+    first = run.predict_window(one, SHAPES).seconds
     assert first == pytest.approx(TRUTH.program_seconds(one, SHAPES) + 2.0)
-    run.learn(one, SHAPES, outcome(one))
-    second = run.promise(one, SHAPES).seconds
+    run.record_outcome(one, SHAPES, outcome(one))
+    second = run.predict_window(one, SHAPES).seconds
     assert second is not None
     assert second < 1.0 + TRUTH.program_seconds(one, SHAPES)
 
@@ -118,29 +118,29 @@ def test_a_pipelines_window_needs_what_its_workers_hold_at_a_time() -> None:
 
 
 def test_after_some_windows_another_is_promised_as_it_comes() -> None:
-    run = learned()
+    run = fitted_models()
     for lengths in ((30, 50), (20, 20, 60), (64, 10), (33, 44, 55), (12, 13, 14, 15)):
         one = program(*lengths)
-        run.promise(one, SHAPES)
-        run.learn(one, SHAPES, outcome(one))
+        run.predict_window(one, SHAPES)
+        run.record_outcome(one, SHAPES, outcome(one))
     other = program(60, 40, 50)
-    promise, truth = run.promise(other, SHAPES), outcome(other)
-    assert promise.seconds == pytest.approx(truth.seconds, rel=0.1)
-    assert promise.peak_bytes == pytest.approx(truth.peak_bytes, rel=0.02)
-    assert "refitted" in promise.source
+    prediction, truth = run.predict_window(other, SHAPES), outcome(other)
+    assert prediction.seconds == pytest.approx(truth.seconds, rel=0.1)
+    assert prediction.peak_bytes == pytest.approx(truth.peak_bytes, rel=0.02)
+    assert "refitted" in prediction.source
 
 
 def test_a_window_has_changed_when_its_jobs_or_its_lengths_have() -> None:
-    run = learned()
-    assert run.promise(program(30, 50), SHAPES).changed
-    assert not run.promise(program(30, 50), SHAPES).changed
-    assert run.promise(program(30, 51), SHAPES).changed
+    run = fitted_models()
+    assert run.predict_window(program(30, 50), SHAPES).changed
+    assert not run.predict_window(program(30, 50), SHAPES).changed
+    assert run.predict_window(program(30, 51), SHAPES).changed
 
 
 def test_plans_change_their_model_only_when_the_windows_have_doubled_and_each_time_is_counted() -> None:
-    run, one, versions = learned(), program(30, 50), []
+    run, one, versions = fitted_models(), program(30, 50), []
     for _ in range(9):
-        run.learn(one, SHAPES, outcome(one))
+        run.record_outcome(one, SHAPES, outcome(one))
         before = run.memory
         assert run.adopt_fitted_models() == (run.memory != before or run.windows in (1, 2, 4, 8))
         versions.append(run.version)
@@ -148,36 +148,36 @@ def test_plans_change_their_model_only_when_the_windows_have_doubled_and_each_ti
 
 
 def test_a_resumed_run_plans_by_what_was_recorded() -> None:
-    run, one = learned(), program(30, 50)
-    run.learn(one, SHAPES, outcome(one))
+    run, one = fitted_models(), program(30, 50)
+    run.record_outcome(one, SHAPES, outcome(one))
     run.adopt_fitted_models()
-    again = learned()
+    again = fitted_models()
     again.restore(run.state_record())
     assert again.memory == run.memory
     assert (again.version, again.windows) == (run.version, run.windows)
     assert again.row_seconds == run.row_seconds == pytest.approx(outcome(one).row_seconds())
-    older = learned()
+    older = fitted_models()
     older.restore({key: value for key, value in run.state_record().items() if key != "row_seconds"})
     assert older.row_seconds is None, "a run that was begun before has not recorded its pace"
     for wrong in (None, {}, {"version": 1, "windows": 1, "memory": {}}, {"memory": 3}):
         with pytest.raises(ValueError, match="no record of a run's models"):
-            learned().restore(wrong)
+            fitted_models().restore(wrong)
 
 
 def test_whether_a_job_can_run_alone_is_not_judged_by_the_noise_of_a_run() -> None:
     one = program(30, 50)
-    tight = learned(budget_bytes=memory().peak_bytes(JOBS, 60))
+    tight = fitted_models(budget_bytes=memory().peak_bytes(JOBS, 60))
     assert tight.misfit_reason(JOBS) is None
-    tight.learn(one, SHAPES, outcome(one, peak=8 << 30))
+    tight.record_outcome(one, SHAPES, outcome(one, peak=8 << 30))
     tight.adopt_fitted_models()
     assert tight.memory.misfit_reason(JOBS) is not None
     assert tight.misfit_reason(JOBS) is None
 
 
 def test_fused_layers_never_count_for_less_than_was_known() -> None:
-    one, plain, fused = program(30, 50), learned(), learned(uses_fused_ops=True)
+    one, plain, fused = program(30, 50), fitted_models(), fitted_models(uses_fused_ops=True)
     for run in (plain, fused):
-        run.learn(one, SHAPES, outcome(one, peak=SHAPE.base_bytes + (110 << 20)))
+        run.record_outcome(one, SHAPES, outcome(one, peak=SHAPE.base_bytes + (110 << 20)))
         run.adopt_fitted_models()
     assert plain.memory.fit.activations < 1.0
     assert fused.memory.fit.activations == 1.0
@@ -186,9 +186,9 @@ def test_fused_layers_never_count_for_less_than_was_known() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_plans_keep_the_slack_that_was_known_whatever_the_process_gathers(fused: bool) -> None:
     one, known = program(30, 50), MemoryFit(slack=0.7)
-    run = learned(uses_fused_ops=fused, fit=known)
+    run = fitted_models(uses_fused_ops=fused, fit=known)
     for _ in range(2):
-        run.learn(one, SHAPES, outcome(one, peak=8 << 30))
+        run.record_outcome(one, SHAPES, outcome(one, peak=8 << 30))
         assert run.adopt_fitted_models()
     assert run.fitted.fit.slack > 1.5 * known.slack
     assert run.memory.fit.slack == known.slack
@@ -197,9 +197,9 @@ def test_plans_keep_the_slack_that_was_known_whatever_the_process_gathers(fused:
 
 
 def test_a_peak_that_is_the_highest_so_far_teaches_only_when_it_rises() -> None:
-    run, one = learned(), program(30, 50)
+    run, one = fitted_models(), program(30, 50)
     for peak in (10**9, 10**9, 2 * 10**9):
-        run.learn(one, SHAPES, outcome(one, peak=peak, own_peak=False))
+        run.record_outcome(one, SHAPES, outcome(one, peak=peak, own_peak=False))
     assert [seen.measured_bytes for seen in run.peaks] == [10**9, 2 * 10**9]
 
 
@@ -232,7 +232,7 @@ def test_logits_that_a_profile_has_measured_are_not_learned_again_as_activations
 
 
 def test_a_run_that_was_begun_before_the_head_was_counted_alone_goes_on() -> None:
-    run = learned(fit=MemoryFit(head=0.5))
+    run = fitted_models(fit=MemoryFit(head=0.5))
     older = run.state_record()
     assert older["memory"]["head"] == 0.5
     del older["memory"]["head"]
@@ -265,24 +265,24 @@ def test_after_a_shortage_more_is_recomputed_until_nothing_more_can_be() -> None
     shape = ModelShape(10, 100, 50, 10**6, 2, sites, context=10**6)
     memory = MemoryModel(shape, 6 << 30, uses_fused_ops=True)
     long = [JobShape("a", 0, 0, 1000, 100_000)]
-    learned = Learned(initial_cost=arithmetic(shape), memory=memory)
+    fitted_models = FittedModels(initial_cost=arithmetic(shape), memory=memory)
     before, found = memory.choose_recompute(long, 8192), []
-    while learned.recompute_more(long, 8192):
-        found.append(learned.memory.choose_recompute(long, 8192))
+    while fitted_models.recompute_more(long, 8192):
+        found.append(fitted_models.memory.choose_recompute(long, 8192))
         assert len(found) < 100
     assert found
     assert found[0] != before
     assert [one.recomputed_layers for one in found] == sorted(one.recomputed_layers for one in found)
     assert found[-1].recomputed_layers == 10
-    learned.adopt_fitted_models()
-    assert learned.memory.choose_recompute(long, 8192) == found[-1]
+    fitted_models.adopt_fitted_models()
+    assert fitted_models.memory.choose_recompute(long, 8192) == found[-1]
 
 
 def test_a_process_that_holds_most_of_the_memory_does_not_lead_to_recomputation_that_frees_nothing() -> None:
     small = [JobShape("a", 0, 0, 10, 100)]
     memory = MemoryModel(SHAPE, 40 << 30, process_bytes=38 << 30)
-    learned = Learned(initial_cost=arithmetic(SHAPE), memory=memory)
-    assert not learned.recompute_more(small, 20)
+    fitted_models = FittedModels(initial_cost=arithmetic(SHAPE), memory=memory)
+    assert not fitted_models.recompute_more(small, 20)
     assert memory.misfit_reason(small) is None
 
 

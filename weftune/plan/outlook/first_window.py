@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from weftune.core.shapes import JobShape
-from weftune.plan.cost.learned import Learned, Promise
+from weftune.plan.cost.fitted import FittedModels, WindowPrediction
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import JobShapes
 from weftune.plan.layout.choose import LayoutChoice
@@ -24,8 +24,8 @@ from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import Pacing, plan_window
 
 
-def promise_numbers(
-    layout: Layout, program: Program, shapes: JobShapes, promise: Promise, process_bytes: int
+def prediction_numbers(
+    layout: Layout, program: Program, shapes: JobShapes, prediction: WindowPrediction, process_bytes: int
 ) -> dict[str, Any]:
     """Return the prediction as a JSON-compatible dict. `process_bytes` is the number of bytes that a process
     holds before anything is loaded."""
@@ -48,10 +48,10 @@ def promise_numbers(
         "aboard": list(shapes),
         "global_batches": len(program.batches),
         "microbatches": len(program.microbatches),
-        "seconds": promise.seconds,
-        "bytes": promise.peak_bytes - process_bytes,
+        "seconds": prediction.seconds,
+        "bytes": prediction.peak_bytes - process_bytes,
         "process_bytes": process_bytes,
-        "source": promise.source,
+        "source": prediction.source,
     }
 
 
@@ -60,14 +60,14 @@ class FirstWindow:
     """The first window of a run, or a later one, with its predicted time and memory."""
 
     program: Program
-    promise: Promise
+    prediction: WindowPrediction
     shapes: JobShapes
     choice: LayoutChoice
 
     @property
     def numbers(self) -> dict[str, Any]:
         taken = self.choice.memory.process_bytes
-        return promise_numbers(self.choice.layout, self.program, self.shapes, self.promise, taken)
+        return prediction_numbers(self.choice.layout, self.program, self.shapes, self.prediction, taken)
 
 
 def first_window(
@@ -117,9 +117,9 @@ def plan_predicted_window(
         choice.mechanisms.packing_limits,
     )
     known = choice.cost_model or arithmetic(choice.shape)
-    learned = Learned(initial_cost=known, memory=memory, first_seconds=choice.first_pass_seconds)
+    fitted_models = FittedModels(initial_cost=known, memory=memory, first_seconds=choice.first_pass_seconds)
     return FirstWindow(
-        program, learned.promise(program, shapes, _price_program(choice, shapes)), shapes, choice
+        program, fitted_models.predict_window(program, shapes, _price_program(choice, shapes)), shapes, choice
     )
 
 

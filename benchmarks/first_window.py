@@ -1,6 +1,6 @@
-"""What `weftune plan` promises of a run's first window, what `weftune train` promises, what is measured.
+"""What `weftune plan` predicts of a run's first window, what `weftune train` predicts, what is measured.
 
-python -m benchmarks.promises [--base BASE] [--cases 12] [--modes ...] [--json FILE]
+python -m benchmarks.first_window [--base BASE] [--cases 12] [--modes ...] [--json FILE]
 
 The profiles are fresh: one with all threads for a single process, one with as many as each of two workers
 has. Every case is two commands in processes of their own, with the same options: jobs of drawn ranks, lengths
@@ -37,17 +37,17 @@ WORKERS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A first window: promised by the plan, promised by the run, measured."""
+    """A first window: predicted by the plan, predicted by the run, measured."""
 
     mode: str
     jobs: int
     same: bool
-    """Whether plan and run promise the same layout, capacity, jobs aboard, seconds and bytes."""
+    """Whether plan and run predict the same layout, capacity, jobs aboard, seconds and bytes."""
     planned_seconds: float
-    promised_seconds: float
+    predicted_seconds: float
     seconds: float
     planned_bytes: int
-    promised_bytes: int
+    predicted_bytes: int
     peak_bytes: int
 
     @property
@@ -118,10 +118,10 @@ def measured(folder: Path, seed: int, mode: str, words: list[str], steps: int) -
         jobs=len(told["aboard"]),
         same=all(told[key] == said[key] for key in told if key != "process_bytes"),
         planned_seconds=told["seconds"] or 0.0,
-        promised_seconds=said["seconds"] or 0.0,
+        predicted_seconds=said["seconds"] or 0.0,
         seconds=window["seconds"],
         planned_bytes=told["bytes"] + told["process_bytes"],
-        promised_bytes=said["bytes"] + said["process_bytes"],
+        predicted_bytes=said["bytes"] + said["process_bytes"],
         peak_bytes=window["peak_bytes"],
     )
 
@@ -147,11 +147,11 @@ def table(rows: list[Row]) -> str:
                 row.mode,
                 str(row.jobs),
                 f"{row.planned_seconds:.2f} s",
-                f"{row.promised_seconds:.2f} s",
+                f"{row.predicted_seconds:.2f} s",
                 f"{row.seconds:.2f} s",
                 f"{row.error:+.0%}",
                 f"{row.planned_bytes / 2**20:.0f}",
-                f"{row.promised_bytes / 2**20:.0f}",
+                f"{row.predicted_bytes / 2**20:.0f}",
                 f"{row.peak_bytes / 2**20:.0f}",
                 f"{row.byte_error:+.0%}",
                 "yes" if row.same else "no",
@@ -166,7 +166,7 @@ def main() -> None:
     config = json.loads((Path(asked.base) / "config.json").read_text())
     weights = inspect(BaseSpec(model=str(asked.base), dtype="float32"), torch.device("cpu")).base_bytes
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="weftune-promises-") as name:
+    with tempfile.TemporaryDirectory(prefix="weftune-first-window-") as name:
         folder = Path(name)
         weftune(folder, "doctor", "--profile", "--base", str(asked.base), "--device", "cpu")
         threads = cpu_threads(neighbours=WORKERS)
@@ -184,7 +184,7 @@ def main() -> None:
     print("\n" + table(rows), "\n")
     kept = [row for row in rows if abs(row.error) <= BAR and abs(row.byte_error) <= BAR]
     alike = sum(row.same for row in rows)
-    print(f"Plan and run promise the same in {alike} of {len(rows)} cases.")
+    print(f"Plan and run predict the same in {alike} of {len(rows)} cases.")
     print(
         f"Seconds and bytes of the plan are within {BAR:.0%} of the measured in {len(kept)} of {len(rows)}."
     )

@@ -31,7 +31,7 @@ RECENT_PASSES = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class WindowPrediction:
     """Predicted time and memory of a window, made before it runs."""
 
     seconds: float | None
@@ -76,7 +76,7 @@ memory, plans leave as many parts unused as it takes to recompute more activatio
 
 
 @dataclass(slots=True)
-class Learned:
+class FittedModels:
     """The time and memory models of a run, with the measurements that they are fitted to."""
 
     initial_cost: CostModel
@@ -136,9 +136,9 @@ class Learned:
         self.memory = replace(self.memory, fit=fit)
         self.fitted = self.memory
 
-    def promise(
+    def predict_window(
         self, program: Program, shapes: JobShapes, price: Callable[[Program], float | None] | None = None
-    ) -> Promise:
+    ) -> WindowPrediction:
         """Predict time and memory of a window. `price` is a function that returns the predicted seconds; None
         uses the time model."""
         content = _window_content(program)
@@ -147,7 +147,7 @@ class Learned:
         seconds = price(program) if price else self.cost.program_seconds(program, shapes)
         if seconds is not None and not self.windows:
             seconds += self.first_seconds
-        return Promise(
+        return WindowPrediction(
             seconds=seconds,
             peak_bytes=need.total_bytes(self.fitted.fit) - self.unused_decoder_bytes(),
             error_bytes=self.fitted.fit.error,
@@ -156,7 +156,7 @@ class Learned:
             changed=changed,
         )
 
-    def learn(self, program: Program, shapes: JobShapes, outcome: Outcome) -> None:
+    def record_outcome(self, program: Program, shapes: JobShapes, outcome: Outcome) -> None:
         """Refit the prediction models with the measurements of an executed window."""
         times = self.times
         if times.passes:
