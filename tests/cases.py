@@ -56,19 +56,21 @@ LOOP_SECONDS = 0.13
 
 
 def takes_less(seconds: float, call: Callable[[], object], tries: int = 3) -> bool:
-    """Whether the call takes less processor time than that, or on a slower core as much more time as two
-    million additions take there. What runs beside it makes some calls slower: the first that is fast enough
-    counts."""
+    """Whether the call takes less processor time than that, on a slower core `core_slowness()` times as much.
+    What runs beside it makes some calls slower: the first that is fast enough counts."""
+    return any(processor_seconds(call) < seconds * core_slowness() for _ in range(tries))
+
+
+def core_slowness() -> float:
+    """How many times as long two million additions take here as on the cores for which bounds of seconds were
+    chosen, at least 1."""
 
     def add() -> None:
         total = 0
         for number in range(2_000_000):
             total += number
 
-    return any(
-        processor_seconds(call) < seconds * max(1.0, processor_seconds(add) / LOOP_SECONDS)
-        for _ in range(tries)
-    )
+    return max(1.0, processor_seconds(add) / LOOP_SECONDS)
 
 
 def processor_seconds(call: Callable[[], object]) -> float:
