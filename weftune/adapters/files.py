@@ -31,7 +31,8 @@ def peft_config(name: str, base: str | None, **keys: Any) -> Any:
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> None:
-    """Write tensors under PEFT's names, and a config: PEFT's, or a mapping for a kind that PEFT lacks."""
+    """Write an adapter folder with `tensors`, by their names in the file, and `config`: a PEFT config, or a
+    mapping for a kind that PEFT does not have."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{WEIGHTS}.partial"
     # A tensor that is contiguous on the host already is not copied.
@@ -91,7 +92,8 @@ def target_modules(
 
 
 def layers_to_transform(spec: TargetSpec, modules: str | Sequence[str]) -> list[int] | None:
-    """Return PEFT's `layers_to_transform`. None if the module names already contain layer numbers."""
+    """Return PEFT's `layers_to_transform`, the adapted layers. None if all layers are adapted, or if the
+    module names already contain layer numbers."""
     if spec.layers is None or any(layer_number(name) is not None for name in modules):
         return None
     return sorted(layer_numbers(spec.layers))
