@@ -30,7 +30,7 @@ Parameters = Mapping[tuple[str, str], Tensor]
 all linears share."""
 
 WeightOf = Callable[[str], Tensor]
-"""Function that returns the frozen weight [N, K] of a linear by its name, wherever the weight is stored."""
+"""Function that returns the frozen weight [N, K] of a module by its name, wherever the weight is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class NewAdapter:
 
     adapter: JobAdapter
     parameters: Parameters
-    """Parameters at all adapted linears, or at those of one pipeline stage, on any device."""
+    """Parameters at all adapted linears, or at those of one stage (a range of layers), on any device."""
     draw_device: torch.device | None = None
     """Device on which random numbers are drawn. None draws them on the device of the parameters."""
     frozen: WeightOf | None = None

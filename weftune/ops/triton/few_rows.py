@@ -37,8 +37,8 @@ def down_share(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute a share of xAᵀ for a tile of rows and one part, over one of SPLITS ranges of the inputs.
-    Nothing is written for rows without a job and for parts in which the job has no ranks."""
+    """Compute a partial sum (share) of xAᵀ for a tile of rows and one part, over one of SPLITS ranges of the
+    inputs. Nothing is written for rows without a job and for parts in which the job has no ranks."""
     tile, share, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(tiles + tile * 3)
     stop = tl.load(tiles + tile * 3 + 1)
@@ -166,7 +166,7 @@ def sum_shares(
     M: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Return factor · the sum of the shares of one part. It is 0 in ranks above the job's."""
+    """Return factor · the sum of the shares (partial sums) of one part. It is 0 in ranks above the job's."""
     r_R = tl.arange(0, R)
     s_MR = tl.full((M, R), 0.0, tl.float32)
     for share in tl.static_range(SPLITS):
