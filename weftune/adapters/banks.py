@@ -56,11 +56,11 @@ class AttachedJob:
     groups: tuple[SiteGroup | ExpertGroup, ...]
     """Groups of linears (with a shared input) and of experts that the job's adapter changes."""
     serial: int
-    """Number of this attachment. A job that is attached again gets a new number, since its tensors may lie
-    elsewhere in memory."""
+    """Number of this attachment: new if a job is attached again, since its tensors may lie elsewhere in
+    memory."""
     version: int
-    """Version of the weights that passes read: the number of the optimizer step that computed them, negative
-    for a mean of several steps' weights, and 0 for an adapter that is not trained."""
+    """Version of the weights that passes read: the step that computed them, negative for a mean of several
+    steps' weights, 0 without training."""
     tiled: bool
     """Whether the kernels of the tiled route compute all parts of the job's adapter."""
     gathers_rows: bool
@@ -94,12 +94,12 @@ class Banks:
         tiled: bool = True,
         sum_over_shards: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """Replace the forwards of the modules of `sites`, the local linears and experts that adapters may
-        change. `whole_sites` are those of the whole base, if it has more. `groups` are names of linears with
-        a shared input. `embedding` is the module that inserts virtual tokens and trained token embeddings. It
-        is None if it is on another stage, or if no job has such rows. If the embedding is `tied` to the head,
-        trained rows are used in the head, too. `tiled` says whether passes may use the tiled kernels.
-        `sum_over_shards` is given if linears are divided among workers."""
+        """Replace the forwards of the modules of `sites`, the local linears and experts. `whole_sites` are
+        those of the whole base, if it has more. `groups` are names of linears with a shared input.
+        `embedding` is the module that inserts virtual tokens and trained token embeddings; None if it is on
+        another stage or no job has such rows. If it is `tied` to the head, trained rows are used there, too.
+        `tiled` says whether passes may use the tiled kernels. `sum_over_shards` is given if linears are
+        divided among workers."""
         self.attached: dict[str, AttachedJob] = {}
         self.slots = SLOTS
         self.choices = device_choices(example.device)
@@ -109,15 +109,14 @@ class Banks:
         """Heap of the slots freed by detached jobs, all lower than the slots that were never used."""
         self._like, self._embedding, self._tied, self._tiled = example, embedding, tied, tiled
         self.anchor = torch.zeros((), device=example.device, requires_grad=True)
-        """A scalar that requires a gradient but never gets one. It makes the outputs of adapted linears
-        require a gradient."""
+        """A scalar that requires a gradient but gets none. It makes outputs of linears require a gradient."""
         self._compiled: set[Hashable] = set()
         self._sum_over_shards = sum_over_shards
         self._whole_sites = tuple(whole_sites or sites)
         self._is_partial = len(self._whole_sites) > len(sites)
         self._constants: dict[tuple[str, Hashable], Parameters] = {}
-        """Maps (kind, key) to the tensors that jobs with this key share, such as VeRA's random matrices. They
-        are kept while an attached job uses them."""
+        """Maps (kind, key) to tensors that jobs share, such as VeRA's random matrices, while an attached job
+        uses them."""
         self._current = CurrentPass()
         self._tiles: dict[int, CurrentPass] = {}
         """Maps the first row of each range of rows in `bind_tile` to the pass of these rows alone."""
@@ -156,9 +155,9 @@ class Banks:
         read: Parameters | None = None,
         totals: Parameters | None = None,
     ) -> None:
-        """Attach a job, so that passes apply its adapter. Passes read the flat vector `weights` and add
-        gradients to the flat vector `gradient`. If these are on the host, `read` and `totals` are the
-        corresponding parameters and gradients on the device."""
+        """Attach a job. Passes read the flat vector `weights` and add gradients to the flat vector
+        `gradient`. If these are on the host, `read` and `totals` are the corresponding tensors on the
+        device."""
         assert weights.dtype == self._like.dtype
         self._refuse_shared_parameters(adapter, layout, in_host_memory=read is not None)
         kind, spec, slot = get_kind(adapter.spec.kind), adapter.spec, self._free_slot()
@@ -228,8 +227,8 @@ class Banks:
         return None if shared or _has_partial_lengths(groups, found) else found
 
     def _linear_groups(self, kind: PlainKind, spec: Any) -> list[SiteGroup]:
-        """Return the groups of linears that an adapter changes. In groups without a bank (the parameters of
-        all jobs of one kind) for the adapter's kind, create it."""
+        """Return the groups of linears that an adapter changes. Create the missing banks of its kind
+        there."""
         adapted = {id(group) for site, group in self._groups.items() if kind.adapts(spec, site)}
         groups = [group for group in self._all_groups if id(group) in adapted]
         for group in groups:
@@ -248,10 +247,10 @@ class Banks:
     def _refuse_shared_parameters(
         self, adapter: JobAdapter, layout: VectorLayout, in_host_memory: bool
     ) -> None:
-        """Raise AdapterError if all linears share parameters of the adapter, and the base is divided or
-        adapters are kept in host memory: the gradient of such parameters is a sum over all linears. Virtual
-        tokens are allowed, since they get their gradient at the embedding alone. So are trained rows of the
-        embedding unless they are tied to the head."""
+        """Raise AdapterError if all linears share parameters, whose gradient is a sum over all linears, and
+        the base is divided or adapters are in host memory. Virtual tokens are allowed: they get their
+        gradient at the embedding alone. So are trained rows of the embedding unless they are tied to the
+        head."""
         names = {parameter.name for parameter in layout.parameters if parameter.site == SHARED}
         in_both = self._tied and any(parameter.name == TOKENS for parameter in layout.parameters)
         if not (self._is_partial or in_host_memory) or (not in_both and names <= {ROWS}):
@@ -277,8 +276,8 @@ class Banks:
             self._constants = {key: found for key, found in self._constants.items() if key in read}
 
     def _shared_constants(self, spec: Any) -> Parameters:
-        """Return the constant tensors of an adapter's kind, such as VeRA's random matrices. They are computed
-        once for all jobs that share them."""
+        """Return the kind's constants, such as VeRA's random matrices, computed once for all jobs that share
+        them."""
         if (key := _constants_key(spec)) is None:
             return {}
         if key not in self._constants:
@@ -287,8 +286,7 @@ class Banks:
         return self._constants[key]
 
     def _free_slot(self) -> int:
-        """Return the lowest free slot (index in the kernels' tables). Double the size of the tables if all
-        are taken."""
+        """Return the lowest free slot (index in the kernels' tables), after doubling full tables."""
         slot = self._free[0] if self._free else len(self.attached)
         if slot >= self.slots:
             self.slots *= 2
@@ -307,10 +305,10 @@ class Banks:
         return self.slots, tuple(bank.limits() for bank in self._tiled_banks())
 
     def is_capturable(self, microbatch: Microbatch, gathers_rows: bool = False) -> bool:
-        """Return whether a CUDA graph can run the microbatch. A graph is captured before its jobs are known,
-        so the tiled kernels must compute every adapter or, if `gathers_rows`, the adapter must apply to rows
-        selected by index. If kernels have failed, the result is False: plain torch reads the rows of each job
-        on the host."""
+        """Return whether a CUDA graph can run the microbatch. A graph is captured before its jobs are known:
+        the tiled kernels must compute every adapter, or if `gathers_rows`, the adapter must apply to rows
+        selected by index. False if kernels have failed, since plain torch reads each job's rows on the
+        host."""
         if has_failed(OP):
             return False
         found = self._segments(microbatch)
@@ -453,8 +451,8 @@ class Banks:
         self.choices.compile_ahead(one for one in found if one is not None)
 
     def linear(self, site: str, adds_residual: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
-        """Return the function that maps (x_TK, residual_TN or None) to the residual plus the concatenated
-        outputs of the linears that are computed together with `site`."""
+        """Return the function that maps (x_TK, residual_TN or None) to the residual plus the outputs of the
+        linears in the group of `site`."""
         self._groups[site].adds_residual = adds_residual
         return self._groups[site].linear
 
@@ -476,8 +474,7 @@ class Banks:
         return h
 
     def rows_in_head(self, segment: Segment) -> HeadRows | None:
-        """Return the trained embeddings of a segment's job, which replace rows of the head if it is tied to
-        the embedding. None if there are none. No pass needs to be bound."""
+        """Return the trained embeddings of a segment's job if they replace rows of a tied head, else None."""
         attached = self.attached.get(segment.adapter_job or "")
         if not self._tied or attached is None or attached.tokens is None:
             return None

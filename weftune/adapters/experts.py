@@ -47,8 +47,8 @@ class ExpertBank:
         self._slots_by_job: dict[str, _ExpertSlot] = {}
         self._slots, self._rank = MIN_SLOTS, MIN_RANK
         self._tables: dict[str, SlotTable] = {}
-        """Maps each stacked weight of the experts (a site) to the kernels' table of adapters. Emptied when a
-        job is attached or detached."""
+        """Maps each stacked weight of the experts to its table. Emptied when a job is attached or
+        detached."""
         self._adapter_indices: dict[tuple[str | None, ...], Tensor] = {}
 
     def attach(self, adapter: JobAdapter, weights: Parameters, totals: Parameters) -> None:
@@ -74,8 +74,8 @@ class ExpertBank:
         return any(segment.adapter_job in self._slots_by_job for segment in bound.microbatch.segments)
 
     def parts(self, site: str, bound: Pass) -> Iterator[ExpertPart]:
-        """Yield, for each segment (range of one job's rows), the adapter at one stacked weight of the
-        experts. Autograd adds its gradients to the job's accumulators."""
+        """Yield each segment's (range of a job's rows) adapter at one stacked weight. Autograd accumulates
+        its gradients."""
         for segment in bound.microbatch.segments:
             slot = self._slots_by_job.get(segment.adapter_job or "")
             if slot is None or (site, A) not in slot.weights:

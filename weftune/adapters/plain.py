@@ -278,8 +278,8 @@ class PlainKind:
         return self.part(at) if self.adapts(at.adapter.spec, at.site.name) else JobPart()
 
     def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
-        """Return a bank that holds all jobs' adapters on the experts of a layer. It is called only if an
-        adapter's layout has parameters at experts."""
+        """Return a bank for all jobs' adapters on a layer's experts. Called only if a layout has parameters
+        there."""
         raise AssertionError(f"a {self.name} adapter has no parameters at experts")
 
     def is_tiled(self, spec: Any) -> bool:

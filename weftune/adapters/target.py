@@ -145,8 +145,8 @@ class TargetSpec:
         return False
 
     def shapes_outside(self, sites: Sequence[SiteShape]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes, by name, of the adapter's parameters that belong to no single linear, such as
-        virtual tokens. `sites` are the linears of the base or of one stage."""
+        """Return the shapes of parameters that belong to no linear, such as virtual tokens, for a base or
+        stage with the linears `sites`."""
         return {}
 
     def shapes_in_embedding(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
@@ -223,8 +223,7 @@ def layer_numbers(layers: Layers) -> frozenset[int]:
 
 
 def embedding_path(sites: Sequence[SiteShape]) -> str | None:
-    """Return the path of the embedding in a base with the linears `sites`. None if none of them is in layer
-    0."""
+    """Return the module path of the embedding. None if `sites` has no linear of layer 0."""
     first = next(_first_layer(sites), None)
     if first is None:
         return None
@@ -234,15 +233,14 @@ def embedding_path(sites: Sequence[SiteShape]) -> str | None:
 
 
 def embedding_width(sites: Sequence[SiteShape]) -> int:
-    """Return the width of the embedding in a base with the linears `sites`: the input width of most linears
-    of layer 0. 0 if none of them is in layer 0."""
+    """Return the width of the embedding: the input width of most linears of layer 0. 0 if `sites` has none of
+    them."""
     return _most_common_width(_first_layer(sites))
 
 
 def last_width(sites: Sequence[SiteShape]) -> int:
-    """Return the width of the last hidden states of a base with the linears `sites`: the input width of most
-    linears of the last layer, or the output width of a projection after it (OPT). 0 if none of them is in the
-    last layer."""
+    """Return the width of the last hidden states: the input width of most linears of the last layer, or the
+    output width of a projection after it (OPT). 0 if `sites` has no linear of the last layer."""
     width = _most_common_width(site for site in sites if site.in_last_layer)
     projections = (site.out_features for site in sites if ends_with(site.name, PROJECTION))
     return next(projections, width) if width else 0

@@ -1,5 +1,5 @@
-"""The adapters that the tiled kernels compute: all kinds that have the form of LoRA with scales. Each
-attached job has a slot, its index in the kernels' tables.
+"""The adapters that the tiled kernels compute: all kinds that have the form of LoRA with scales. A slot is a
+job's index in the kernels' tables.
 
 Shapes: T rows, K inputs, N outputs, r rank of a job.
 """
@@ -56,9 +56,8 @@ class TiledBank:
 
     def _raise_limits(self, job: str, parts: Sequence[TiledPart | None]) -> None:
         """Raise the limits for which kernels are launched, such as the rank, to include a job. Limits only
-        grow, so that detaching a job does not invalidate a CUDA graph. Large ranks are an exception: they
-        count only while a job with one is attached, so that there are two limits, and graphs of both are
-        kept."""
+        grow, so that detaching a job does not invalidate a CUDA graph. But large ranks count only while a job
+        has one: there are two limits, and graphs of both are kept."""
         before = self._band_count, self._table_flags
         largest = max((part.low_rank.rank for part in parts if part and part.low_rank), default=1)
         rank = 1 << (largest - 1).bit_length()
@@ -91,8 +90,7 @@ class TiledBank:
         return self._scales_out, self._scales_in, self._lengths, self._computes
 
     def resize(self, slots: int) -> None:
-        """Set the number of jobs for which the tables have room. The tables are rebuilt before the next
-        pass."""
+        """Set the number of jobs that fit the tables, which are rebuilt before the next pass."""
         self._slots, self._tables = slots, None
 
     def send_tables(self) -> None:

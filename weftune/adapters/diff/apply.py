@@ -1,12 +1,11 @@
-"""Diff-Pruning: a trained difference is added to W. Its elements are multiplied by random hard-concrete gates
-in the first phase, and by a fixed mask afterwards.
+"""Diff-Pruning: a trained difference to W, multiplied by hard-concrete gates, later by a fixed mask.
 
 In the optimizer step that ends the first phase, the largest elements of every target linear are chosen: their
 gates stay open from then on, and all others stay shut. This is written into the gates' own parameters, so
 that checkpoints contain it. Each target is pruned separately, since a worker has only its own targets.
 
 The L0 penalty belongs to no row. Its gradient is added once per global batch: in the pass with the first row
-of the batch, wherever that row was packed.
+of the batch.
 
 Evaluation and export use the gates' means and the largest elements in both phases, so that the evaluated
 adapter is the one that would be saved.

@@ -44,8 +44,8 @@ MAX_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class PlanTrial:
-    """The configuration of a trial that measures the fastest product plan for a linear: everything on which
-    its result depends, except the machine."""
+    """The configuration of a trial of product plans: everything on which its result depends, except the
+    machine."""
 
     plans: tuple[ProductPlan, ...]
     """Product plans that the trial compares."""

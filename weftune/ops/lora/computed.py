@@ -27,8 +27,8 @@ RANK_COLUMNS = 2048
 
 @dataclass(frozen=True, slots=True)
 class ComputedPair:
-    """One job's VeRA parameters and constants at one linear. The kernels' table has only their addresses, so
-    the job must keep the tensors alive."""
+    """One job's VeRA parameters and constants at one linear. The job must keep these tensors alive, since the
+    kernels' table has only their addresses."""
 
     d_R: Tensor
     e_N: Tensor

@@ -61,8 +61,8 @@ class SortedChoices:
     used_blocks_1: Tensor
     """Number of blocks in `blocks_G5` that have rows."""
     rows: Rows
-    """The assignment of rows to programs of the LoRA kernels. Each run, the rows of one job at one expert, is
-    a single piece (`ops.lora.rows`) and is split into tiles."""
+    """The tiles of the LoRA kernels. Each run (rows of one job at one expert) is a single piece
+    (`ops.lora.rows`)."""
 
     def sorted_tokens(self, x_TD: Tensor) -> Tensor:
         """Return the row of x for the token of each choice, in the sorted order, [S, D]."""
@@ -72,9 +72,9 @@ class SortedChoices:
 def sort_choices(
     chosen_Tk: Tensor, owner_T: Tensor, numbers_J: Tensor, experts: int, slots: int
 ) -> SortedChoices:
-    """Sort the choices (pairs of a token and one of its experts) by expert and job, and assign them to
-    programs, without synchronising host and device. `owner_T` is the index of each token's job, and
-    `numbers_J` the number of each job's adapter, −1 for none."""
+    """Sort the choices (pairs of a token and an expert) by expert and job, and assign them to programs,
+    without synchronising host and device. `owner_T` is the index of each token's job, and `numbers_J` each
+    job's adapter index, −1 for none."""
     count, device = len(numbers_J), chosen_Tk.device
     key_S, order_S = (chosen_Tk.int() * count + owner_T[:, None]).flatten().sort(stable=True)
     rows, runs = len(key_S), experts * count
@@ -143,10 +143,9 @@ def lora_experts(
     adapters.
 
     `sites` are the fused gate and up linear, and the down linear. `owner_T` is the int32 index of each
-    token's job, and `numbers_J` the number of each job's adapter in the tables of the sites, −1 for none. The
-    backward adds dA and dB to the jobs' accumulators. `anchor` is a scalar with `requires_grad` that gets no
-    gradient: it makes autograd call the backward even if x needs no gradient. Raises KernelsFailed if the
-    kernels do not run on the device.
+    token's job, and `numbers_J` the index of each job's adapter in the tables of the sites, −1 for none. The
+    backward adds dA and dB to the jobs' accumulators. `anchor` makes autograd call it even if x needs no
+    gradient (`ops.accumulate`). Raises KernelsFailed if the kernels do not run on the device.
     """
 
     def output(x_TD: Tensor, weights_Tk: Tensor, numbers_J: Tensor) -> Tensor:

@@ -103,9 +103,8 @@ def wide_y(
     u_TN: Tensor | None,
     call: SiteCall,
 ) -> Tensor:
-    """Return residual + bias + g ⊙ (xWᵀ + sB) by the `wide` plan, where s is the adapters' factor ·
-    drop(x)Aᵀ, and g are the scales of a job's outputs (1 without scales). If a job scales its outputs, also
-    write xWᵀ + sB to u."""
+    """Return residual + bias + g ⊙ (xWᵀ + sB) by the `wide` plan, with s = factor · drop(x)Aᵀ and the scales
+    g of the job's outputs (1 without scales). If a job scales its outputs, also write xWᵀ + sB to u."""
     operands = forward_operands(x_TK, weight)
     y_TN = x_TK.new_empty(operands.shape)
     for span in spans(call.group.columns, call.tiling.up.columns, len(y_TN)):
@@ -126,8 +125,8 @@ def wide_y(
 
 
 def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
-    """Return the gradient of x by the `wide` plan: dyW + the sum of ds · A, with the dropout mask applied,
-    over all linears and bands of ranks."""
+    """Return the gradient of x by the `wide` plan: dyW + all adapters' ds · A with the dropout mask
+    applied."""
     operands = backward_operands(dy_TN, weight)
     dx_TK = dy_TN.new_empty(operands.shape)
     for span in spans(((0, dx_TK.shape[1]),), call.tiling.up.columns, len(dx_TK)):
@@ -155,16 +154,15 @@ def fused_y(
     u_TN: Tensor | None,
     call: SiteCall,
 ) -> Tensor:
-    """Return residual + bias + g ⊙ (xWᵀ + sB) by the `fused` plan, where s is the adapters' factor ·
-    drop(x)Aᵀ, and g are the scales of a job's outputs (1 without scales). If a job scales its outputs, also
-    write xWᵀ + sB to u."""
+    """Return residual + bias + g ⊙ (xWᵀ + sB) by the `fused` plan, with s = factor · drop(x)Aᵀ and the scales
+    g of the job's outputs (1 without scales). If a job scales its outputs, also write xWᵀ + sB to u."""
     operands = forward_operands(x_TK, weight)
     return _fused_product(operands, bias_N, residual_TN, s_TPR, u_TN, call, call.tiling.y, backward=False)
 
 
 def fused_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
-    """Return the gradient of x by the `fused` plan: dyW + the sum of ds · A, with the dropout mask applied,
-    over all linears and bands of ranks."""
+    """Return the gradient of x by the `fused` plan: dyW + all adapters' ds · A with the dropout mask
+    applied."""
     operands = backward_operands(dy_TN, weight)
     return _fused_product(operands, None, None, ds_TPR, None, call, call.tiling.dx, backward=True)
 

@@ -29,8 +29,8 @@ Columns = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class SiteScale:
-    """One job's scales g of the inputs or outputs of one linear. The kernels' table has only the tensors'
-    addresses, so the job must keep the tensors alive."""
+    """One job's scales g at one linear. The job must keep the tensors alive: the table has only their
+    addresses."""
 
     value_M: Tensor
     total_M: Tensor

@@ -29,16 +29,15 @@ from weftune.ops.lora.rows import split_buffer, word_count
 ALIGNMENT = 16
 """Bytes that a kernel loads with one instruction, if all addresses are multiples of this number."""
 BAND = 128
-"""Maximum number of ranks that a program processes at a time; larger ranks are split into bands. The
-registers for a tile of 64 rows or 128 columns limit it."""
+"""Maximum number of ranks in a band, limited by the registers for a tile of 64 rows or 128 columns."""
 NEVER = -(1 << 31)
 """Dropout threshold that keeps every value."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """One job's LoRA at one linear: A, B, and the accumulators of their gradients. The kernels' table has
-    only their addresses, so the job must keep the tensors alive."""
+    """One job's LoRA at one linear: A, B, and the accumulators of their gradients. The job must keep these
+    tensors alive, since the kernels' table has only their addresses."""
 
     a_RK: Tensor
     b_RN: Tensor
@@ -80,8 +79,7 @@ class SlotTable:
     aligned: bool
     """Whether every address is a multiple of ALIGNMENT."""
     bands: int
-    """Number of bands into which the ranks are split at every linear. It is enough for the largest rank that
-    a job may have."""
+    """Number of bands into which ranks are split. It is enough for the largest rank that a job may have."""
     host: Tensor
     host_views: tuple[np.ndarray, ...]
     """Views of `host`, the copy of the table in host memory, corresponding to the views of `buffer` below."""
@@ -92,8 +90,8 @@ class SlotTable:
     """Factors of s = xAᵀ, as float32: in training (`LowRank.factor`), then in evaluation
     (`LowRank.scale`)."""
     rank_PS: Tensor
-    """Number of ranks of each job in each part (band of ranks of one linear). It is 0 if the slot is empty,
-    if its job has no adapter at the linear, or if the job has no ranks in this band."""
+    """Number of ranks of each job in each part (a band of one linear): 0 for an empty slot, without an
+    adapter at the linear, or without ranks in this band."""
     threshold_PS: Tensor
     crc_P: Tensor
     """Checksums of the names of the linears. The last element is the index of the first input in the whole
@@ -123,14 +121,13 @@ class SlotTable:
         return table
 
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Write a job's entries to the table at its index `slot`, on host and device. There is one entry per
-        linear, None if the job has no adapter there."""
+        """Write a job's entries, one per linear, to the index `slot` on host and device. None means no
+        adapter there."""
         self.set_slot(slot, entries)
         self.copy_to_device()
 
     def set_slot(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Write a job's entries to the table at its index `slot`, on the host only; `copy_to_device` copies
-        all changes."""
+        """Write a job's entries to the index `slot` on the host only; `copy_to_device` copies all changes."""
         address_PS4, factor_PS2, rank_PS, threshold_PS, _ = self.host_views
         assert len(entries) * self.bands == len(rank_PS)
         for site, entry in enumerate(entries):
@@ -216,8 +213,7 @@ class AddressTable:
         return self.address_PSA.shape[1]
 
     def set_slot(self, slot: int, entries: Sequence[AddressEntry | None]) -> None:
-        """Write a job's entries to the table at its index `slot`, one per linear, on the host only;
-        `copy_to_device` copies them."""
+        """Write a job's entries, one per linear, to the index `slot` on the host only."""
         for site, entry in enumerate(entries):
             addresses, numbers = (0, 0) if entry is None else entry
             self.host_address_PSA[site, slot], self.host_number_PSn[site, slot] = addresses, numbers
@@ -258,8 +254,8 @@ class Group:
         return self.columns, self.rank, self.has_dropout, self.bands, self.table.aligned, *tables
 
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Write a job's entries to the table at its index `slot`, on host and device. There is one entry per
-        linear, None if the job has no adapter there."""
+        """Write a job's entries, one per linear, to the index `slot` on host and device. None means no
+        adapter there."""
         present = [entry for entry in entries if entry is not None]
         assert all(entry.rank <= self.rank for entry in present)
         assert self.has_dropout or all(entry.dropout == 0.0 for entry in present)

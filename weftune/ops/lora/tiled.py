@@ -1,10 +1,9 @@
 """Frozen linears of a group and all jobs' adapters as one autograd node, with Triton kernels (the tiled
 route).
 
-The kernels of the low-rank products find each job by its slot (`ops.lora.table`). The frozen product is
-either `torch.mm` in float32, to which kernels add the adapters' output before rounding, or, if the device
-supports it, a fused kernel that adds the adapters' output itself. No shape, address or launch depends on the
-jobs, so all work can be captured in a CUDA graph.
+The kernels of the low-rank products find each job by its slot (`ops.lora.table`), and `ops.lora.products` has
+the frozen product. No shape, address or launch depends on the jobs, so all work can be captured in a CUDA
+graph.
 
 Besides LoRA, adapters may have vectors that scale outputs or inputs (DoRA, IA³), and matrices that are
 computed from vectors (VeRA).
@@ -75,9 +74,9 @@ def lora_linear(
     g of its job.
 
     The backward adds dA and dB to the jobs' accumulators. For a group of several linears it may overwrite dy.
-    `anchor` is a scalar with `requires_grad` that gets no gradient: it makes autograd call the backward even
-    if x needs no gradient. If `graph_only`, y may have arbitrary values, since only the backward is used.
-    Raises KernelsFailed if the kernels do not run on the device.
+    `anchor` makes autograd call the backward even if x needs no gradient (`ops.accumulate`). If `graph_only`,
+    y may have arbitrary values, since only the backward is used. Raises KernelsFailed if the kernels do not
+    run on the device.
     """
     assert x_TK.shape[0] == len(rows.token_index_T)
     right = multiplied_form(weight)
@@ -102,8 +101,7 @@ def lora_linear(
 def _rehearse_tiles(
     x_TK: Tensor, right: Right, bias_N: Tensor | None, residual_TN: Tensor | None, call: SiteCall
 ) -> None:
-    """Run forward and backward once for each set of launch parameters, on rows that belong to no job, to find
-    out whether the kernels run on the device."""
+    """Launch the kernels once per set of launch parameters, on rows of no job, to test whether they run."""
     rows, lying = call.rows, _stored_tensor(right)
     # The kernels depend on the number of rows only through their tiling and the alignment of that number.
     tiling = replace(
@@ -136,8 +134,7 @@ def _rehearse_tiles(
 def _warm_up_few_rows(
     x_TK: Tensor, right: Right, bias_N: Tensor | None, residual_TN: Tensor | None, group: Group, rows: Rows
 ) -> None:
-    """Run the kernels for few rows once for each set of launch parameters, on rows that belong to no job, to
-    find out whether they run on the device."""
+    """Launch the kernels for few rows once per set of launch parameters, on rows of no job, as a test."""
     lying, slots = _stored_tensor(right), len(rows.key_S)
     key = (
         *("few rows", x_TK.device, x_TK.dtype, lying.shape, lying.dtype, lying.stride(0) == 1),

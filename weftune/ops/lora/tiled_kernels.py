@@ -106,7 +106,7 @@ def up(
     scale_N: Tensor | None = None,
 ) -> None:
     """Write y = g ⊙ (frozen ⊙ scales + sB) + bias + residual in the columns of the span. `frozen_TW` has just
-    these columns of xWᵀ. `scale_T` and `scale_N` are the scales of 8-bit operands."""
+    these columns of xWᵀ. The scales are those of 8-bit operands."""
     launch, table = call.tiling.up, call.group.table
     kernels.site.up[(span.blocks, len(call.rows.tiles_G3))](
         s_TPR,

@@ -57,8 +57,7 @@ class ProductPlan(StrEnum):
     dA and dB are computed concurrently with the frozen product of the backward, not before it; this costs a
     second read of dy.
 
-    All plans sum in float32 and round once. The output of a newly initialised adapter is smaller than the
-    last digit of the frozen product, so rounding before the addition would lose it.
+    All plans sum in float32 and round once, since rounding earlier would lose the output of a new adapter.
     """
 
     wide = "wide"
@@ -221,14 +220,14 @@ def precision(operand: Tensor) -> str:
 
 
 def rank_block(rank: int) -> int:
-    """Return the number of ranks that a program processes at a time, at most BAND, rounded up to a power of
-    two that tensor cores support."""
+    """Return the size of a block of ranks: at most BAND, rounded up to a power of two that tensor cores
+    support."""
     return max(MIN_RANK, 1 << (min(rank, BAND) - 1).bit_length())
 
 
 def parts_per_program(group: Group) -> int:
-    """Return the number of parts (bands of ranks of one linear) per program: one part of each linear of the
-    group if their ranks fit the registers, else 1."""
+    """Return the number of parts per program: one per linear of the group if their ranks fit the registers,
+    else 1."""
     sites = len(group.columns)
     return sites if sites * rank_block(group.rank) <= TOGETHER_RANKS else 1
 

@@ -1,9 +1,8 @@
-"""Kernels that add adapters to a linear of few rows, such as those of a decode step.
+"""Kernels that add adapters to a linear of few rows, such as those of a decode step (`ops.lora.few_rows`).
 
-The first kernel computes partial sums of xAᵀ (shares); the second one adds them up, multiplies by B and adds
-the frozen product. Every program reads thousands of values of A or B, since with few rows the time is that of
-reading the adapters. A program works on the rows of one slot (the table index of a job) only. Values outside
-its rows, its job's rank or a width are loaded as zero, so no sum can include another job's NaN.
+Every program reads thousands of values of A or B, since with few rows the time is that of reading the
+adapters. A program works on the rows of one slot (the table index of a job) only. Values outside its rows,
+its job's rank or a width are loaded as zero, so no sum can include another job's NaN.
 
 Shapes: M rows of a program, C columns per iteration (of the input or of the output), R the largest rank of a
 part (`ops.lora.table`) rounded up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N

@@ -1,7 +1,6 @@
-"""Kernels for large slots. A slot is the table index of a job; it is large if its job has more ranks than a
-fused product has registers for. These kernels write the adapter's output of large slots to the output tensor,
-and the fused product then adds the values that it finds there to its own sum. Rows of all other slots are not
-touched.
+"""Kernels for large slots: jobs with more ranks than a fused product has registers for. They write the
+adapter's output to the output tensor; the fused product then adds the values that it finds there to its own
+sum. Rows of all other slots are not touched. A slot is the table index of a job.
 
 A program processes the rows of one slot in a block of M rows, and SPAN columns, C of them at a time. It keeps
 its part of s = xAᵀ in registers. SPAN is large, so that few programs find no large slot.

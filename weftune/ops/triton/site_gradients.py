@@ -120,13 +120,13 @@ def ds_db(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dB in C columns for a piece (range of a job's rows), and the contribution of these columns to
-    ds, from one read of dy.
+    """Compute dB in C columns for a piece (range of a job's rows), and these columns' part of ds, from one
+    read of dy.
 
     dB is accumulated transposed, columns by ranks, so that the tensor cores can read both products from the
     same copy of dy in shared memory for any rank. Small ranks have a separate code path if other jobs have
-    larger ones; it needs no more registers or shared memory than the path for large ranks. Programs of the
-    bands of the same columns are adjacent: the second finds dy in the cache.
+    larger ones; it needs no more registers or shared memory. Programs of the bands of the same columns are
+    adjacent: the second finds dy in the cache.
     """
     slot = tl.load(pieces + tl.program_id(1) * 4 + 2)
     if slot < 0:
