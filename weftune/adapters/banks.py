@@ -1,4 +1,5 @@
-"""The adapters of all attached jobs on one base, applied to the rows of one microbatch in each pass."""
+"""The adapters of all attached jobs on one base. In each pass, every adapter is applied to its job's rows of
+the microbatch."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ SLOTS = 64
 
 @dataclass(slots=True)
 class AttachedJob:
-    """An attached job and its flat vectors: its weights and its accumulated gradient."""
+    """A job whose adapter is applied in passes, with the flat vectors of its weights and its accumulated
+    gradient."""
 
     adapter: JobAdapter
     layout: VectorLayout
@@ -47,27 +49,31 @@ class AttachedJob:
     weights: Tensor
     gradient: Tensor
     read: Parameters
-    """The parameters in `weights` and the constants of the adapter's kind, on the device."""
+    """Tensors on the device that passes read: the parameters in `weights`, and constants of the adapter's
+    kind."""
     totals: Parameters
     """Views of `gradient` into which gradients are accumulated, on the device."""
     groups: tuple[SiteGroup | ExpertGroup, ...]
-    """Groups of sites to which the job's adapter is attached."""
+    """Groups of linears (with a shared input) and of experts that the job's adapter changes."""
     serial: int
-    """Serial number of the attachment, which is new if a job is attached again, with different memory."""
+    """Number of this attachment: new if a job is attached again, since its tensors may lie elsewhere in
+    memory."""
     version: int
-    """Optimizer step that computed the current weights; 0 for an adapter that is not trained."""
+    """Version of the weights that passes read: the step that computed them, negative for a mean of several
+    steps' weights, 0 without training."""
     tiled: bool
-    """Whether the tiled kernels compute the job's whole adapter."""
+    """Whether the kernels of the tiled route compute all parts of the job's adapter."""
     gathers_rows: bool
-    """Whether a captured pass can apply the adapter to rows selected by index (`PlainKind.gathers`)."""
+    """Whether a CUDA graph can apply the adapter to rows selected by index (`PlainKind.gathers`)."""
     tiled_linears: bool
-    """Whether the tiled kernels compute the adapter's part at linears."""
+    """Whether these kernels compute the adapter at all linears. It may have other parts, such as virtual
+    tokens."""
     rows_before: Tensor | None
-    """Virtual-token embeddings that the job inserts before every sample, [rows, D]."""
+    """Virtual-token embeddings that the job inserts before every sample, [rows, D]. None if it has none."""
     prefix_sites: Mapping[int, str]
-    """Maps each layer to the site whose parameters are the job's prefix keys and values."""
+    """Maps each layer's number to the linear under whose name the job's prefix keys and values are stored."""
     tokens: TrainedTokens | None
-    """The job's trained rows of the embedding."""
+    """The rows of the embedding that the job trains. None if it trains none."""
 
     @property
     def keys(self) -> int:
@@ -88,11 +94,12 @@ class Banks:
         tiled: bool = True,
         sum_over_shards: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """Replace the forwards of the modules of `sites`, the local sites; `whole_sites` are those of the
-        whole base, if it has more. `embedding` is the module that inserts virtual tokens and trained token
-        embeddings. It is None if it is on another stage, or if no job has such rows. If the embedding is
-        `tied` to the head, trained rows are used in the head, too. `tiled` says whether passes may use the
-        tiled kernels. `sum_over_shards` is given if linears are divided among workers."""
+        """Replace the forwards of the modules of `sites`, the local linears and experts. `whole_sites` are
+        those of the whole base, if it has more. `groups` are names of linears with a shared input.
+        `embedding` is the module that inserts virtual tokens and trained token embeddings; None if it is on
+        another stage or no job has such rows. If it is `tied` to the head, trained rows are used there, too.
+        `tiled` says whether passes may use the tiled kernels. `sum_over_shards` is given if linears are
+        divided among workers."""
         self.attached: dict[str, AttachedJob] = {}
         self.slots = SLOTS
         self.choices = device_choices(example.device)
@@ -102,17 +109,17 @@ class Banks:
         """Heap of the slots freed by detached jobs, all lower than the slots that were never used."""
         self._like, self._embedding, self._tied, self._tiled = example, embedding, tied, tiled
         self.anchor = torch.zeros((), device=example.device, requires_grad=True)
-        """A scalar that requires a gradient, so that the outputs of sites require a gradient. It never gets a
-        gradient itself."""
+        """A scalar that requires a gradient but gets none. It makes outputs of linears require a gradient."""
         self._compiled: set[Hashable] = set()
         self._sum_over_shards = sum_over_shards
         self._whole_sites = tuple(whole_sites or sites)
         self._is_partial = len(self._whole_sites) > len(sites)
         self._constants: dict[tuple[str, Hashable], Parameters] = {}
-        """Maps (kind, key) to constants, which are kept as long as an attached job uses them."""
+        """Maps (kind, key) to tensors that jobs share, such as VeRA's random matrices, while an attached job
+        uses them."""
         self._current = CurrentPass()
         self._tiles: dict[int, CurrentPass] = {}
-        """Maps the first row of each tile to the part of the bound pass with the tile's rows."""
+        """Maps the first row of each range of rows in `bind_tile` to the pass of these rows alone."""
         self._groups = site_groups(modules, sites, groups, self._current)
         self._all_groups = list({id(group): group for group in self._groups.values()}.values())
         self._experts = expert_groups(modules, sites, self._current)
@@ -148,8 +155,9 @@ class Banks:
         read: Parameters | None = None,
         totals: Parameters | None = None,
     ) -> None:
-        """Attach a job to a slot. Passes read the flat vector `weights` and add to the flat `gradient`. If
-        these vectors are on the host, `read` and `totals` are the corresponding parameters on the device."""
+        """Attach a job. Passes read the flat vector `weights` and add gradients to the flat vector
+        `gradient`. If these are on the host, `read` and `totals` are the corresponding tensors on the
+        device."""
         assert weights.dtype == self._like.dtype
         self._refuse_shared_parameters(adapter, layout, in_host_memory=read is not None)
         kind, spec, slot = get_kind(adapter.spec.kind), adapter.spec, self._free_slot()
@@ -205,8 +213,8 @@ class Banks:
         views: Parameters,
         totals: Parameters,
     ) -> list[list[TiledPart | None]] | None:
-        """Return the adapter at each site of each group in the form of the tiled kernels. None if its kind
-        does not have this form."""
+        """Return, for every linear of each group, the adapter in the form that the tiled kernels compute.
+        None if they cannot compute it."""
         if not (self._tiled and kind.is_tiled(adapter.spec)):
             return None
         scratch: dict[Hashable, Tensor] = {}
@@ -219,8 +227,8 @@ class Banks:
         return None if shared or _has_partial_lengths(groups, found) else found
 
     def _linear_groups(self, kind: PlainKind, spec: Any) -> list[SiteGroup]:
-        """Return the groups of linears to which an adapter attaches, after creating the banks of the
-        adapter's kind that are missing in these groups."""
+        """Return the groups of linears that an adapter changes. Create the missing banks of its kind
+        there."""
         adapted = {id(group) for site, group in self._groups.items() if kind.adapts(spec, site)}
         groups = [group for group in self._all_groups if id(group) in adapted]
         for group in groups:
@@ -239,9 +247,10 @@ class Banks:
     def _refuse_shared_parameters(
         self, adapter: JobAdapter, layout: VectorLayout, in_host_memory: bool
     ) -> None:
-        """Raise if parameters are shared by all sites but only some sites are local: their gradient is a sum
-        over all sites. Virtual tokens get their gradient at the embedding alone, and so do trained rows of
-        the embedding unless they are tied to the head."""
+        """Raise AdapterError if all linears share parameters, whose gradient is a sum over all linears, and
+        the base is divided or adapters are in host memory. Virtual tokens are allowed: they get their
+        gradient at the embedding alone. So are trained rows of the embedding unless they are tied to the
+        head."""
         names = {parameter.name for parameter in layout.parameters if parameter.site == SHARED}
         in_both = self._tied and any(parameter.name == TOKENS for parameter in layout.parameters)
         if not (self._is_partial or in_host_memory) or (not in_both and names <= {ROWS}):
@@ -267,7 +276,8 @@ class Banks:
             self._constants = {key: found for key, found in self._constants.items() if key in read}
 
     def _shared_constants(self, spec: Any) -> Parameters:
-        """Return the kind's constants for all sites, computed once for all jobs that share them."""
+        """Return the kind's constants, such as VeRA's random matrices, computed once for all jobs that share
+        them."""
         if (key := _constants_key(spec)) is None:
             return {}
         if key not in self._constants:
@@ -276,7 +286,7 @@ class Banks:
         return self._constants[key]
 
     def _free_slot(self) -> int:
-        """Return the lowest free slot."""
+        """Return the lowest free slot (index in the kernels' tables), after doubling full tables."""
         slot = self._free[0] if self._free else len(self.attached)
         if slot >= self.slots:
             self.slots *= 2
@@ -290,14 +300,14 @@ class Banks:
     # -- passes ------------------------------------------------------------------------------------------
 
     def limits(self) -> tuple[object, ...]:
-        """Return the properties that a captured pass depends on besides its rows: slots, ranks, and whether
-        there is dropout."""
+        """Return the properties of the attached jobs on which a CUDA graph depends: the size of the kernels'
+        tables, ranks, and whether there is dropout."""
         return self.slots, tuple(bank.limits() for bank in self._tiled_banks())
 
     def is_capturable(self, microbatch: Microbatch, gathers_rows: bool = False) -> bool:
-        """Return whether a captured pass can run the microbatch. A pass is captured before its jobs are
-        known, so every adapter must be in the form of the tiled kernels or, if `gathers_rows`, apply to rows
-        selected by index. If kernels have failed, plain torch reads the segments of each microbatch on the
+        """Return whether a CUDA graph can run the microbatch. A graph is captured before its jobs are known:
+        the tiled kernels must compute every adapter, or if `gathers_rows`, the adapter must apply to rows
+        selected by index. False if kernels have failed, since plain torch reads each job's rows on the
         host."""
         if has_failed(OP):
             return False
@@ -305,16 +315,17 @@ class Banks:
         return all(attached.tiled or (gathers_rows and attached.gathers_rows) for _, attached in found)
 
     def is_decode_capturable(self, microbatch: Microbatch) -> bool:
-        """Whether a captured decode step can run the microbatch: every adapter must be in the form of the
-        tiled kernels, or change nothing behind its sample's first row. Trained embeddings are looked up on
-        the host."""
+        """Return whether a CUDA graph can run a decode step with this microbatch. The tiled kernels must
+        compute every adapter that changes linears. Trained token embeddings are not allowed, since they are
+        looked up on the host."""
         found = [attached for _, attached in self._segments(microbatch)]
         return not has_failed(OP) and all(
             attached.tokens is None and (attached.tiled_linears or not attached.groups) for attached in found
         )
 
     def gathered_segments(self, microbatch: Microbatch) -> list[tuple[Segment, AttachedJob]]:
-        """Return the jobs whose rows a captured pass selects by index, each with one segment of its rows."""
+        """Return the jobs whose rows a CUDA graph selects by index. Each has one segment, from its first row
+        to its last."""
         found: dict[str, tuple[Segment, AttachedJob]] = {}
         for segment, attached in self._segments(microbatch):
             if not attached.tiled:
@@ -323,7 +334,8 @@ class Banks:
         return list(found.values())
 
     def _segments(self, microbatch: Microbatch) -> Iterator[tuple[Segment, AttachedJob]]:
-        """Yield each segment whose rows pass through an adapter, with the attached job of that adapter."""
+        """Yield each segment (range of one job's rows) that an adapter changes, with the attached job of that
+        adapter."""
         for segment in microbatch.segments:
             if (
                 segment.adapter_job is not None
@@ -332,9 +344,9 @@ class Banks:
                 yield segment, attached
 
     def slot_rows(self, microbatch: Microbatch) -> list[SlotRows]:
-        """Return the slot of each range of rows, for the tiled kernels; the rows of a slot are contiguous.
-        Every pass calls this before it begins, so it also copies changed tables to the device, once for any
-        number of attached and detached jobs."""
+        """Return each job's range of rows with its slot (index in the tables of the tiled kernels). First
+        copy changed tables to the device, once for all jobs that were attached or detached since the last
+        pass."""
         for bank in self._tiled_banks():
             bank.send_tables()
         seats: list[SlotRows] = []
@@ -357,7 +369,7 @@ class Banks:
         in_tiles: bool = False,
     ) -> Iterator[None]:
         """Apply the adapters of `microbatch` in every forward within the context, also in recomputation. The
-        rows of the jobs in `gathered_rows` are selected by index, not by segment. If `in_tiles`, linears run
+        rows of the jobs in `gathered_rows` are selected by index, not as a range. If `in_tiles`, linears run
         only within `bind_tile`."""
         assert self._current.bound is None, "a pass is already bound"
         own = all(segment.adapter_job in (segment.job, None) for segment in microbatch.segments)
@@ -373,7 +385,8 @@ class Banks:
 
     @contextmanager
     def bind_tile(self, rows: slice) -> Iterator[None]:
-        """Apply the adapters of the bound pass to a part of its rows in every forward within the context."""
+        """Within the context, let forwards compute only the rows `rows` of the bound pass, with their
+        adapters."""
         bound = self._current.bound
         assert bound is not None, "no pass is bound"
         if rows.start not in self._tiles:
@@ -388,7 +401,7 @@ class Banks:
 
     @contextmanager
     def graph_only(self) -> Iterator[None]:
-        """Let linears within the context return arbitrary values where their backward does not need them."""
+        """Within the context, let linears return arbitrary outputs where only their backward is needed."""
         bound, untiled = self._current.bound, self._current.untiled_pass
         assert bound is not None, "no pass is bound"
         whole = self._current.replace(CurrentPass(replace(bound, graph_only=True), untiled))
@@ -429,7 +442,8 @@ class Banks:
         return CurrentPass(bound, replace(bound, microbatch=replace(microbatch, segments=plain)))
 
     def _compile_ahead(self, bound: Pass, launches: Hashable) -> None:
-        """Compile the kernels for the sites of a pass, unless an earlier pass had the same `launches`."""
+        """Compile the kernels for the linears of a pass. Do nothing if an earlier pass had the same key
+        `launches`."""
         if launches in self._compiled or not self.choices.can_compile:
             return
         self._compiled.add(launches)
@@ -437,7 +451,8 @@ class Banks:
         self.choices.compile_ahead(one for one in found if one is not None)
 
     def linear(self, site: str, adds_residual: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
-        """Return a function (x_TK, residual_TN or None) that adds the group's outputs to the residual."""
+        """Return the function that maps (x_TK, residual_TN or None) to the residual plus the outputs of the
+        linears in the group of `site`."""
         self._groups[site].adds_residual = adds_residual
         return self._groups[site].linear
 
@@ -459,15 +474,15 @@ class Banks:
         return h
 
     def rows_in_head(self, segment: Segment) -> HeadRows | None:
-        """Return the job's trained rows, which replace rows of the tied head for a segment. It may be called
-        outside of a pass."""
+        """Return the trained embeddings of a segment's job if they replace rows of a tied head, else None."""
         attached = self.attached.get(segment.adapter_job or "")
         if not self._tied or attached is None or attached.tokens is None:
             return None
         return attached.tokens.head_rows(self.anchor)
 
     def keys_before(self, microbatch: Microbatch) -> list[tuple[Segment, int]]:
-        """Return the segments whose jobs have prefix keys and values, each with the number of its keys."""
+        """Return the segments (ranges of rows) whose jobs have prefix keys and values, each with the number
+        of keys."""
         return [(segment, attached.keys) for segment, attached in self._segments(microbatch) if attached.keys]
 
     def read_keys(self, layer: int) -> list[tuple[Tensor, Tensor]]:
@@ -487,8 +502,8 @@ class Banks:
 def _has_partial_lengths(
     groups: Sequence[SiteGroup], tiled_parts: Sequence[Sequence[TiledPart | None]]
 ) -> bool:
-    """Return whether an adapter divides by row lengths although a shard has only some of the inputs of these
-    rows. The kernels do not sum lengths over shards."""
+    """Return whether an adapter divides by norms of weight rows (DoRA) at a linear of which this shard has
+    only some inputs. The kernels do not sum norms over shards."""
     parts = (
         (site, part)
         for group, own in zip(groups, tiled_parts, strict=True)

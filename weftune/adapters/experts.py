@@ -1,4 +1,4 @@
-"""A bank of LoRA matrices A and B for every expert of a layer.
+"""The LoRA matrices A and B of all attached jobs for every expert of a layer.
 
 Shapes: E experts, r rank of the adapter of one expert, K inputs, N outputs.
 """
@@ -47,12 +47,13 @@ class ExpertBank:
         self._slots_by_job: dict[str, _ExpertSlot] = {}
         self._slots, self._rank = MIN_SLOTS, MIN_RANK
         self._tables: dict[str, SlotTable] = {}
-        """Maps each site to its table. Emptied when a job is attached or detached."""
+        """Maps each stacked weight of the experts to its table. Emptied when a job is attached or
+        detached."""
         self._adapter_indices: dict[tuple[str | None, ...], Tensor] = {}
 
     def attach(self, adapter: JobAdapter, weights: Parameters, totals: Parameters) -> None:
-        """Attach a job with its parameters and the accumulators of their gradients. Its number in the
-        kernels' tables counts only jobs with adapters on these experts."""
+        """Attach a job with its parameters and the accumulators of their gradients. Its index in the kernels'
+        tables counts only jobs with adapters on these experts."""
         taken = {slot.index for slot in self._slots_by_job.values()}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         self._slots_by_job[adapter.job] = _ExpertSlot(adapter, number, weights, totals)
@@ -69,11 +70,12 @@ class ExpertBank:
         self._tables, self._adapter_indices = {}, {}
 
     def has_expert_rows(self, bound: Pass) -> bool:
-        """Whether a job of this bank has rows in the pass."""
+        """Return whether a job with adapters on these experts has rows in the pass."""
         return any(segment.adapter_job in self._slots_by_job for segment in bound.microbatch.segments)
 
     def parts(self, site: str, bound: Pass) -> Iterator[ExpertPart]:
-        """Yield each segment's adapter at one parameter of the experts, whose gradients are accumulated."""
+        """Yield each segment's (range of a job's rows) adapter at one stacked weight. Autograd accumulates
+        its gradients."""
         for segment in bound.microbatch.segments:
             slot = self._slots_by_job.get(segment.adapter_job or "")
             if slot is None or (site, A) not in slot.weights:
@@ -94,8 +96,8 @@ class ExpertBank:
         return self._adapter_indices[jobs]
 
     def group(self, site: str, device: torch.device) -> Group | None:
-        """Return all adapters at a parameter of the experts in the form of the tiled kernels: slot n · E + e
-        is adapter n at expert e. None if there are no adapters."""
+        """Return all adapters at one stacked weight of the experts as a table for the tiled kernels, in which
+        entry n · E + e is adapter n at expert e. None if there are no adapters."""
         if not any((site, A) in slot.weights for slot in self._slots_by_job.values()):
             return None
         shape = self._sites[site]

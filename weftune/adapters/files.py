@@ -31,7 +31,8 @@ def peft_config(name: str, base: str | None, **keys: Any) -> Any:
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> None:
-    """Write tensors under PEFT's names, and a config: PEFT's, or a mapping for a kind that PEFT lacks."""
+    """Write a folder with `tensors` by stored name and `config`: PEFT's, or a mapping for a kind that PEFT
+    lacks."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{WEIGHTS}.partial"
     # A tensor that is contiguous on the host already is not copied.
@@ -73,9 +74,9 @@ def target_modules(
     spec: TargetSpec, adapted_sites: Sequence[str], sites: Sequence[SiteShape]
 ) -> str | list[str]:
     """Return the user's targets, with `all-linear` replaced by the shortest equivalent list of names. A
-    regular expression is also replaced if the base has experts, because PEFT would match it against experts
-    and routers, or if only some layers are adapted, because PEFT selects layers only for lists. In a
-    multimodal wrapper every module is named: a shorter name could also match modules of its vision tower."""
+    regular expression is replaced too if the base has experts, as PEFT would match it against experts and
+    routers, or if only some layers are adapted, as PEFT selects layers only for lists. In a multimodal
+    wrapper every module is named, since a shorter name could match modules of its vision tower."""
     if any(is_name_in_wrapper(name) for name in adapted_sites):
         return sorted(adapted_sites)
     if not isinstance(spec.targets, str):
@@ -91,7 +92,8 @@ def target_modules(
 
 
 def layers_to_transform(spec: TargetSpec, modules: str | Sequence[str]) -> list[int] | None:
-    """Return PEFT's `layers_to_transform`. None if the module names already contain layer numbers."""
+    """Return PEFT's `layers_to_transform`. None for all layers, or if the module names contain layer
+    numbers."""
     if spec.layers is None or any(layer_number(name) is not None for name in modules):
         return None
     return sorted(layer_numbers(spec.layers))

@@ -54,7 +54,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def wrap_config_errors(folder: Path) -> Iterator[None]:
-    """Turn exceptions from config values that do not match their keys into one AdapterError."""
+    """Within the context, raise AdapterError in place of exceptions due to missing keys or invalid values of
+    the config."""
     try:
         yield
     except KeyError as error:
@@ -86,8 +87,8 @@ def target_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_scalar_head(config: Mapping[str, Any]) -> bool:
-    """Return whether the config describes an adapter with a scalar head and no other saved modules. PEFT also
-    names `classifier`, which no family here has."""
+    """Return whether the config describes an adapter with a scalar head (of a reward model) and no other
+    saved modules. PEFT also lists `classifier`, which no supported model has."""
     saved = config.get("modules_to_save") or ()
     return config.get("task_type") == SEQUENCE_TASK and SCORE in saved and set(saved) <= {SCORE, "classifier"}
 

@@ -1,4 +1,5 @@
-"""The data classes that adapter kinds, their banks and the sites (adapted linears) exchange.
+"""The data classes that adapter kinds exchange with banks (the parameters of all jobs of a kind) and sites
+(adapted linears).
 
 Shapes: T rows, K inputs, N outputs of a site.
 """
@@ -25,10 +26,11 @@ from weftune.ops.lora.table import LowRank
 from weftune.ops.site import GatheredRows, RowScale, unrounded_product
 
 Parameters = Mapping[tuple[str, str], Tensor]
-"""Maps (site, name) to a tensor, as `parameter_views`. Shared parameters have the site SHARED."""
+"""Maps (site, name) to a parameter of an adapter. A site is an adapted linear, or SHARED for parameters that
+all linears share."""
 
 WeightOf = Callable[[str], Tensor]
-"""Function that returns the frozen weight [N, K] of a site by its name, wherever the weight is stored."""
+"""Function that returns the frozen weight [N, K] of a module by its name, wherever the weight is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +52,33 @@ class NewAdapter:
 
     adapter: JobAdapter
     parameters: Parameters
-    """Parameters of all sites of the adapter, or of the sites of one stage, on any device."""
+    """Parameters at all adapted linears, or at those of one stage (a range of layers), on any device."""
     draw_device: torch.device | None = None
     """Device on which random numbers are drawn. None draws them on the device of the parameters."""
     frozen: WeightOf | None = None
-    """Function that returns the base's weight at a site, for kinds that are initialised from it."""
+    """Function that returns the base's weight of a linear, for kinds that are initialised from it."""
 
     @property
     def sites(self) -> list[str]:
         return list(dict.fromkeys(site for site, _ in self.parameters))
 
     def key(self, site: str, name: str) -> int:
-        """Return the random key of a parameter, from the job's seed, the site and the parameter's name."""
+        """Return the random key of a parameter, a hash of the job's seed, the linear and the parameter's
+        name."""
         return parameter_key(self.adapter.seed, site, name)
 
     def weight_at(self, site: str) -> Tensor:
-        """Return the base's weight [N, K] at a site."""
+        """Return the base's weight [N, K] of a linear."""
         assert self.frozen is not None, "the weights of the base are not known"
         return self.frozen(site)
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """The base's weights and biases at a group of sites, stacked."""
+    """The base's weights and biases of linears that share their input, stacked."""
 
     weight: Weight
-    """Stacked weights of all sites of the group, [N, K]."""
+    """Stacked weights of all linears of the group, [N, K]."""
     bias_N: Tensor | None
 
     def product(self, x_TK: Tensor) -> Tensor:
@@ -83,7 +86,7 @@ class Frozen:
         return frozen_product(x_TK, self.weight, self.bias_N)
 
     def summed(self, x_TK: Tensor) -> Tensor:
-        """Compute xWᵀ without the bias, in at least float32. The kinds add to the result in place."""
+        """Compute xWᵀ without the bias, in at least float32. Adapter kinds add to the result in place."""
         return unrounded_product(x_TK, self.weight)
 
     def part(self, low: int, high: int) -> Frozen:
@@ -93,13 +96,13 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The current pass: its microbatch, and how sites compute it."""
+    """One pass through the base: its microbatch, and how adapted linears (sites) compute it."""
 
     microbatch: Microbatch
     route: Route
     training: bool
     anchor: Tensor
-    """A scalar that requires a gradient, so that the outputs of sites do, too; see
+    """A scalar that requires a gradient, so that the outputs of adapted linears do, too; see
     `ops.lora.routes.Blocks`."""
     totals: Mapping[str, Parameters]
     """Maps each job to the accumulators of its gradients."""
@@ -108,7 +111,7 @@ class Pass:
     choices: Choices | None = None
     """Measured choices between kernels on this device."""
     gathered_rows: Mapping[str, GatheredRows] = field(default_factory=dict)
-    """Maps jobs whose rows a captured pass selects by index, not by segment, to these rows."""
+    """Maps each job whose rows a CUDA graph selects by index, not as a range, to these rows."""
     sum_over_shards: Callable[[Tensor], None] | None = None
     """Function that replaces a tensor by its sum over all shards. None if linears are not divided."""
     graph_only: bool = False
@@ -117,8 +120,8 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class SiteParts:
-    """The changes by the jobs of one kind at one site in one pass, each to the job's rows: y = residual +
-    after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added outputs) + b). Any part may be absent."""
+    """The changes that all jobs of one kind make to a linear in one pass, each to its own rows: y = residual
+    + after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added outputs) + b). Any of them may be absent."""
 
     add: Callable[[Tensor, Tensor], Tensor] | None = None
     """Function (x_TK, y_TN) that returns y_TN plus every job's output for x_TK. May overwrite y_TN."""
@@ -129,7 +132,7 @@ class SiteParts:
 
 
 class SiteBank:
-    """The parameters of all attached adapters of one kind at a group of sites that share their input."""
+    """The parameters of all attached adapters of one kind at linears that share their input."""
 
     def __init__(self, sites: Sequence[SiteShape]) -> None:
         self._sites = {site.name: site for site in sites}
@@ -144,18 +147,19 @@ class SiteBank:
         del self._attached[job]
 
     def segments(self, bound: Pass) -> list[Segment]:
-        """Return the segments of the pass whose adapters are in this bank."""
+        """Return the segments (ranges of one job's rows) of the pass whose adapters are in this bank."""
         return [segment for segment in bound.microbatch.segments if segment.adapter_job in self._attached]
 
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
-        """Return the changes by this bank's jobs at one site, where the base has the weights `frozen`."""
+        """Return the changes that this bank's jobs make to the linear `site`, whose weights in the base are
+        `frozen`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class TiledPart:
-    """A job's adapter at one site in the form of the tiled kernels, LoRA with scales: y = g_out ⊙ ((x ⊙
-    g_in)Wᵀ + scale · drop(x)AᵀB) + b. Parts may be absent."""
+    """A job's adapter at one linear in the form that the tiled kernels compute, LoRA with scales: y = g_out ⊙
+    ((x ⊙ g_in)Wᵀ + scale · drop(x)AᵀB) + b. Fields are None for terms that are absent."""
 
     low_rank: LowRank | None = None
     g_out: SiteScale | None = None
@@ -166,7 +170,7 @@ class TiledPart:
 
 @dataclass(frozen=True, slots=True)
 class SiteTensors:
-    """A job's tensors at one site, from which its kind builds a `TiledPart`."""
+    """A job's tensors at one linear, from which its kind builds a `TiledPart`."""
 
     adapter: JobAdapter
     site: SiteShape
@@ -175,7 +179,7 @@ class SiteTensors:
     totals: Parameters
     """Accumulators of the gradients."""
     scratch: dict[Hashable, Tensor] = field(default_factory=dict)
-    """Buffers shared by all sites of the job. Each is used only between two kernels of one site."""
+    """Temporary tensors that the job's linears share, by keys of the kind."""
 
     def weight(self, name: str) -> Tensor:
         return self.weights[self.site.name, name]

@@ -49,7 +49,7 @@ KIND, BASE = "weftune_kind", "base_model_name_or_path"
 
 @dataclass(frozen=True, slots=True)
 class JobAt:
-    """The adapter of a job at one site in one pass: its rows, and access to its weights with gradients."""
+    """A job's adapter at one linear in one pass: the job's rows, and access to its weights with gradients."""
 
     adapter: JobAdapter
     site: SiteShape
@@ -61,19 +61,19 @@ class JobAt:
     """Maps (site, name) to a cached tensor; see `once`."""
 
     def trained(self, name: str) -> Tensor:
-        """Return a parameter of this site. Autograd accumulates its gradient."""
+        """Return a parameter of this linear. Autograd accumulates its gradient."""
         return self._trainable_weight(self.site.name, name)
 
     def shared(self, name: str) -> Tensor:
-        """Return a parameter that all sites share. Autograd accumulates its gradient."""
+        """Return a parameter that all linears share. Autograd accumulates its gradient."""
         return self._trainable_weight(SHARED, name)
 
     def detached_parameter(self, name: str) -> Tensor:
-        """Return a parameter of this site without autograd. Its gradient is added with `add_gradient`."""
+        """Return a parameter of this linear without autograd. Its gradient is added with `add_gradient`."""
         return self.weights[self.site.name, name]
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """Add to the accumulated gradient of a parameter of this site."""
+        """Add `gradient` to the accumulated gradient of a parameter of this linear."""
         self.bound.totals[self.adapter.job][self.site.name, name].add_(gradient)
 
     def constant(self, name: str) -> Tensor:
@@ -81,13 +81,15 @@ class JobAt:
         return self.weights[SHARED, name]
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `make`, computed once from the frozen weight of the site and then cached."""
+        """Return the result of `make`, which is computed once from the frozen weight of the linear and then
+        cached."""
         if (self.site.name, name) not in self.cache:
             self.cache[self.site.name, name] = make()
         return self.cache[self.site.name, name]
 
     def over_all_inputs(self, sum_N: Tensor) -> Tensor:
-        """Return a sum over all inputs of the site, given the sum over the local inputs."""
+        """Return a sum over all inputs of the linear, given the sum over the inputs that are on this
+        shard."""
         if not self.site.sums_outputs:
             return sum_N
         assert self.bound.sum_over_shards is not None, "the site is divided among shards"
@@ -116,7 +118,8 @@ class JobAt:
 
 @dataclass(frozen=True, slots=True)
 class JobPart:
-    """A job's changes to its rows: y = after(g_out ⊙ ((x ⊙ g_in)Wᵀ + add(x)) + b); any part may be absent."""
+    """A job's changes to its rows of a linear: y = after(g_out ⊙ ((x ⊙ g_in)Wᵀ + add(x)) + b); any may be
+    absent."""
 
     add: Callable[[Tensor], Tensor] | None = None
     """Function that returns from x_LK the values to add, [L, N]."""
@@ -162,14 +165,14 @@ class PlainBank(SiteBank):
 
 @dataclass(frozen=True, slots=True)
 class MergeAt:
-    """A site of the base into which a trained adapter is merged. All tensors are float64."""
+    """A linear of the base and the trained adapter to merge into it. All tensors are float64."""
 
     spec: Any
     site: SiteShape
     weight_NK: Tensor
     bias_N: Tensor | None
     own: Mapping[str, Tensor]
-    """Maps names to the adapter's parameters at this site and to the kind's constants."""
+    """Maps names to the adapter's parameters at this linear and to the kind's constants."""
 
 
 class PlainKind:
@@ -181,7 +184,7 @@ class PlainKind:
     # -- what a kind defines -----------------------------------------------------------------------------
 
     def part(self, at: JobAt) -> JobPart:
-        """Return a job's changes to its rows at a site that it adapts."""
+        """Return the changes that a job's adapter makes to the job's rows at one adapted linear."""
         raise NotImplementedError
 
     def start(self, new: NewAdapter) -> None:
@@ -189,7 +192,7 @@ class PlainKind:
         raise NotImplementedError
 
     def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and the bias of a site with the adapter merged into them."""
+        """Return the weight and the bias of a linear with the adapter merged into them."""
         raise self._unmergeable_error()
 
     # -- how it is stored: as in PEFT, if PEFT has the kind ----------------------------------------------
@@ -246,20 +249,21 @@ class PlainKind:
         return 1.0
 
     def adapts(self, spec: Any, site: str) -> bool:
-        """Whether the adapter changes the outputs of this site."""
+        """Return whether the adapter changes the outputs of this linear."""
         return bool(spec.targets_site(site))
 
     def rows_before(self, spec: Any) -> int:
         """Return the number of virtual tokens that the adapter inserts before every sample. Their embeddings
-        are the rows of its parameter ROWS, which all sites share."""
+        are the adapter's parameter ROWS."""
         return int(spec.rows_before)
 
     def constants_key(self, spec: Any) -> Hashable | None:
-        """Return the key of the constants, which jobs with equal keys share. None if there are none."""
+        """Return a key of the kind's constant tensors, which jobs with equal keys share. None if there are
+        none."""
         return None
 
     def constants(self, spec: Any, sites: Sequence[SiteShape], like: Tensor) -> Mapping[str, Tensor]:
-        """Return the kind's constants by name: tensors that all sites read and that are neither trained nor
+        """Return the kind's constants by name: tensors that all linears read and that are neither trained nor
         saved, in the dtype and on the device of `like`."""
         return {}
 
@@ -274,26 +278,28 @@ class PlainKind:
         return self.part(at) if self.adapts(at.adapter.spec, at.site.name) else JobPart()
 
     def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
-        """Return a bank for experts. Called only if an adapter's layout has parameters at experts."""
+        """Return a bank for all jobs' adapters on a layer's experts. Called only if a layout has parameters
+        there."""
         raise AssertionError(f"a {self.name} adapter has no parameters at experts")
 
     def is_tiled(self, spec: Any) -> bool:
-        """Whether the tiled kernels can compute adapters of this spec. Other adapters are computed in plain
-        torch from `part`."""
+        """Return whether the tiled kernels can compute adapters of this spec. Other adapters are computed in
+        plain torch from `part`."""
         return False
 
     def tiled_part(self, at: SiteTensors) -> TiledPart | None:
-        """Return the adapter at one site as the tiled kernels' input, or None if the site is not adapted."""
+        """Return the adapter at one linear as input of the tiled kernels, or None if the linear is not
+        adapted."""
         raise AssertionError(f"a {self.name} adapter is not tiled")
 
     def gathers(self, spec: Any) -> bool:
-        """Whether passes with adapters of this spec can be captured although they are not tiled: at linears
-        they only change outputs, with an `ops.site.RowChange`."""
+        """Return whether a CUDA graph can contain adapters of this spec although the tiled kernels do not
+        compute them. At linears, such adapters only change outputs, with an `ops.site.RowChange`."""
         return False
 
     def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
         """Initialise the parameters of a new adapter from its job's seed or from its `init_from`; `sites` are
-        those of the whole base. The scalar head is drawn unless it is in the folder `init_from`."""
+        the linears of the whole base. The scalar head is drawn unless it is in the folder `init_from`."""
         fill_head(new)
         if new.adapter.spec.init_from is None:
             self.start(new)
@@ -304,7 +310,8 @@ class PlainKind:
                 value.copy_(found[site, name])
 
     def check_start(self, spec: Any, sites: Sequence[SiteShape]) -> None:
-        """Raise AdapterError if the folder in `init_from` cannot initialise an adapter on these sites."""
+        """Raise AdapterError if the folder in `init_from` cannot initialise an adapter on the linears
+        `sites`."""
         if isinstance(spec.init_from, str):
             self.read_start(spec, sites)
 
@@ -314,7 +321,8 @@ class PlainKind:
         return self.read(Path(spec.init_from), spec, sites)
 
     def read(self, folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """Return the parameters in an adapter folder except a scalar head, in the shapes that a bank uses."""
+        """Return the parameters in an adapter folder except a scalar head, in the shapes that training
+        uses."""
         tensors = read_tensors(folder)
         parameters = (one for one in self.layout(spec, sites).parameters if one.name != HEAD)
         own = {self.stored_name(one.site, one.name): one for one in parameters}
@@ -334,7 +342,8 @@ class PlainKind:
     def refuse_other_tensors(
         self, folder: Path, spec: Any, stored_names: Set[str], own_names: Set[str]
     ) -> None:
-        """Raise if the folder's tensor names, `stored_names`, differ from the adapter's `own_names`."""
+        """Raise AdapterError if the folder's tensor names, `stored_names`, differ from the adapter's
+        `own_names`."""
         if not (odd := sorted(stored_names ^ own_names)):
             return
         where = "only in the folder" if odd[0] in stored_names else "not in the folder"
@@ -364,15 +373,16 @@ class PlainKind:
         write_folder(folder, {**tensors, **more}, config)
 
     def portable(self, folder: Path, target: Path) -> int:
-        """Write an equivalent of the adapter in `folder` with the same rank and alpha at all sites, for
-        servers that do not support other adapters. Return the rank."""
+        """Write to `target` an equivalent of the adapter in `folder` with the same rank and alpha at all
+        linears, for servers that do not support other adapters. Return the rank."""
         remedy = "nor can it be merged into a model that they load"
         if KINDS[self.name].is_mergeable:
             remedy = "for a model that they load, run weftune export --merged"
         raise AdapterError(f"{folder} is a {self.name} adapter, which servers do not load; {remedy}")
 
     def merge(self, folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
-        """Merge the adapter in `folder` into the weights of `modules`, the base's modules by site."""
+        """Merge the adapter in `folder` into the weights of `modules`, which maps names of linears to the
+        base's modules."""
         if not KINDS[self.name].is_mergeable:
             raise self._unmergeable_error()
         spec = self.spec_of(folder)

@@ -26,7 +26,8 @@ STORED_HEAD = f"base_model.model.{SCORE}.weight"
 
 
 def fill_head(new: NewAdapter) -> None:
-    """Draw a scalar head, if the adapter has one, from the normal distribution of transformers."""
+    """Draw the scalar head, if the adapter has one, from the normal distribution that transformers uses for
+    it."""
     if (head_D := new.parameters.get((SCORE, HEAD))) is not None:
         fill_normal(head_D, new.key(SCORE, HEAD))
         head_D.mul_(new.weight_at(SCORE).to(head_D))

@@ -1,4 +1,4 @@
-"""The part of an adapter's parameters that passes over one shard of a base use."""
+"""The part of an adapter's parameters that one shard of a divided base uses."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def shard_positions(
     slices: Mapping[str, SiteSlice],
     whole_sites: Sequence[SiteShape],
 ) -> Tensor:
-    """Return the index of each value of the shard's flat vector in the flat vector of the whole adapter.
-    `local` and `whole` are the layouts of the two vectors. `slices` maps each site to its local part."""
+    """Return, for each value in the flat vector of a shard's parameters, its index in the flat vector of the
+    whole adapter. `local` and `whole` are the layouts of the two vectors. `slices` maps each linear to its
+    part on this shard."""
     position = whole.parameter_views(torch.arange(whole.size))
     outputs = {site.name: site.out_features for site in whole_sites}
     found = []

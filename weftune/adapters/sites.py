@@ -49,7 +49,7 @@ class CurrentPass:
     untiled_pass: Pass | None = None
     """The pass with only the segments of jobs whose adapters the tiled kernels do not compute."""
     row_jobs: tuple[Tensor, tuple[str | None, ...]] | None = None
-    """The jobs of the pass, and the index of each row's job among them. They are computed when the first
+    """For each row of the pass, the index of its job; and the jobs by this index. Computed when the first
     layer with experts needs them."""
 
     def replace(self, new_pass: CurrentPass) -> CurrentPass:
@@ -65,7 +65,7 @@ class CurrentPass:
 
 @dataclass(slots=True)
 class SiteGroup:
-    """Sites that share their input, with the adapters attached to them."""
+    """Linears that share their input, with the adapters attached to them."""
 
     sites: tuple[SiteShape, ...]
     frozen: Frozen
@@ -83,13 +83,13 @@ class SiteGroup:
         return None if self.tiled is None else self.tiled.timing_trial(self.frozen, self.adds_residual, bound)
 
     def forward(self, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Compute the module of the group's only site, with adapters if a pass is bound."""
+        """Compute the group's only linear, with adapters if a pass is bound."""
         if self.current_pass.bound is None or not self.banks:
             return plain(x)
         return self.linear(x.flatten(0, -2), None).view(*x.shape[:-1], -1)
 
     def linear(self, x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
-        """Return residual + the concatenated outputs of all sites."""
+        """Return residual + the concatenated outputs of all linears of the group."""
         bound = self.current_pass.bound
         if bound is not None and bound.route is Route.tiled:
             found = self._tiled_output(x_TK, residual_TN, bound)
@@ -150,7 +150,8 @@ class SiteGroup:
 
 
 def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Tensor:
-    """Compute after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added outputs) + b); for several kinds, in at least float32."""
+    """Compute a linear with the changes by all kinds: after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added outputs) + b). With
+    scales or several kinds, sums are in at least float32."""
     g_in = [scale for part in parts for scale in part.g_in]
     g_out = [scale for part in parts for scale in part.g_out]
     alone = len(parts) <= 1 and not g_in and not g_out

@@ -30,16 +30,17 @@ TOKENS = "token_rows_nD"
 HEAD = "head_D"
 """Name of the parameter with the scalar head, whose site is SCORE."""
 STORED_TOKENS = "token_adapter.trainable_tokens_delta"
-"""PEFT's name of the parameter TOKENS, which follows the path of the embedding."""
+"""Name of the parameter TOKENS in PEFT's files, where it follows the path of the embedding."""
 PROJECTION = "project_out"
 """Name of a linear that some models have between the last layer and the output layer."""
 EMBEDDINGS = {"layers": "embed_tokens", "h": "wte"}
-"""Maps a family's name of the list of layers to its name of the embedding in the same module."""
+"""Maps the name that a model gives its list of layers to the name of the embedding in the same module."""
 
 
 @dataclass(frozen=True, slots=True)
 class FromJob:
-    """The finished adapter of another job, from which a job is initialised and for which it waits."""
+    """Reference to another job. The job that has it waits for the other job and starts from its finished
+    adapter."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -68,8 +69,8 @@ class TargetSpec:
     served: ClassVar[bool] = False
     """Whether vLLM loads the adapter files of the kind."""
     runs_on_shards: ClassVar[bool] = False
-    """Whether the kind supports layers that are divided into shards. Its parameters at a site are then
-    divided as the site is. For parameters that are not divided, each shard computes a part of the
+    """Whether the kind supports layers that are divided into shards. Its parameters at a linear are then
+    divided as the linear is. For parameters that are not divided, each shard computes a part of the
     gradient."""
     unused_keys: ClassVar[frozenset[str]] = frozenset()
     """Keys of this class that the kind does not use."""
@@ -96,15 +97,16 @@ class TargetSpec:
         return {("targets",): str(self.targets)} if is_one else {}
 
     def adapts(self, site: SiteShape) -> bool:
-        """Whether the adapter has parameters at the site. Kinds that support experts override this."""
+        """Return whether the adapter has parameters at the linear. Kinds that support experts override
+        this."""
         return not site.experts and self.targets_site(site.name)
 
     def shapes_at(self, site: SiteShape) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes, by name, of the adapter's parameters at a site that it adapts."""
+        """Return the shapes, by name, of the adapter's parameters at a linear that it adapts."""
         raise NotImplementedError
 
     def parameters_at(self, site: SiteShape) -> int:
-        """Return the number of trained values at the site."""
+        """Return the number of trained values at the linear."""
         return sum(map(math.prod, self.shapes_at(site).values()))
 
     @property
@@ -143,28 +145,31 @@ class TargetSpec:
         return False
 
     def shapes_outside(self, sites: Sequence[SiteShape]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the adapter's parameters outside the given sites of a base or stage."""
+        """Return the shapes of parameters that belong to no linear, such as virtual tokens, for a base or
+        stage with the linears `sites`."""
         return {}
 
     def shapes_in_embedding(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """Return the shapes of parameters that replace rows of the embedding, by its path and their name."""
+        """Return the shapes of trained rows of the embedding: {path of the embedding: {name: shape}}."""
         path = embedding_path(sites) if self.trained_tokens else None
         return {} if path is None else {path: {TOKENS: (len(self.trained_tokens), embedding_width(sites))}}
 
     def shapes_in_head(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """Return the scalar head's shape by its site and name, if the given sites include the last layer."""
+        """Return the scalar head's shape, {module: {name: shape}}. Empty unless `sites` include the last
+        layer."""
         width = last_width(sites) if self.scalar_head else 0
         return {SCORE: {HEAD: (width,)}} if width else {}
 
     def parameter_counts(self, sites: Sequence[SiteShape]) -> Iterator[tuple[str, int]]:
-        """Yield (site, number of trained values). The name is empty for values that belong to no site."""
+        """Yield (module, number of trained values). The module is empty for values that belong to no single
+        one."""
         yield "", sum(map(math.prod, self.shapes_outside(sites).values()))
         for path, shapes in {**self.shapes_in_embedding(sites), **self.shapes_in_head(sites)}.items():
             yield path, sum(map(math.prod, shapes.values()))
         yield from ((site.name, self.parameters_at(site)) for site in sites if self.adapts(site))
 
     def scales_outputs(self, site: SiteShape) -> bool:
-        """Whether the adapter scales the base's outputs at a site that it adapts."""
+        """Return whether the adapter scales the base's outputs at a linear that it adapts."""
         return False
 
     def scaled_outputs(self, sites: Sequence[SiteShape]) -> int:
@@ -176,8 +181,9 @@ class TargetSpec:
         return sum(site.out_features for site in sites if _shared_input_key(site) in beside)
 
     def copied_values(self, sites: Sequence[SiteShape]) -> int:
-        """Return the number of values per token that fused layers keep in addition to the base's activations
-        and to scaled outputs, over all layers and if every row belongs to the job."""
+        """Return the number of values per token that fused layers save for the adapter's backward, besides
+        the base's activations and scaled outputs. All layers are counted, as if every row belonged to the
+        job."""
         return 0
 
     def rank_at(self, name: str) -> int:
@@ -186,7 +192,7 @@ class TargetSpec:
 
 
 def _shared_input_key(site: SiteShape) -> tuple[str, int]:
-    """Return a key that is equal for sites of one parent module that may share their input."""
+    """Return a key that is equal for linears of one parent module that may share their input."""
     return site.name.rpartition(".")[0], site.in_features
 
 
@@ -217,7 +223,7 @@ def layer_numbers(layers: Layers) -> frozenset[int]:
 
 
 def embedding_path(sites: Sequence[SiteShape]) -> str | None:
-    """Return the path of the embedding in a base with these sites. None if layer 0 is not among them."""
+    """Return the module path of the embedding. None if `sites` has no linear of layer 0."""
     first = next(_first_layer(sites), None)
     if first is None:
         return None
@@ -227,15 +233,14 @@ def embedding_path(sites: Sequence[SiteShape]) -> str | None:
 
 
 def embedding_width(sites: Sequence[SiteShape]) -> int:
-    """Return the width of the embedding in a base with these sites: the input width of most linears of
-    layer 0. 0 if layer 0 is not among them."""
+    """Return the width of the embedding: the input width of most linears of layer 0. 0 if `sites` has none of
+    them."""
     return _most_common_width(_first_layer(sites))
 
 
 def last_width(sites: Sequence[SiteShape]) -> int:
-    """Return the width of the last hidden states of a base with these sites: the input width of most linears
-    of the last layer, or the output width of a projection after it (OPT). 0 if the sites are not in the last
-    layer."""
+    """Return the width of the last hidden states: the input width of most linears of the last layer, or the
+    output width of a projection after it (OPT). 0 if `sites` has no linear of the last layer."""
     width = _most_common_width(site for site in sites if site.in_last_layer)
     projections = (site.out_features for site in sites if ends_with(site.name, PROJECTION))
     return next(projections, width) if width else 0

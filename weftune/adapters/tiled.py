@@ -1,4 +1,5 @@
-"""The adapters that the tiled kernels compute, by slot: all kinds that have the form of LoRA with scales.
+"""The adapters that the tiled kernels compute: all kinds that have the form of LoRA with scales. A slot is a
+job's index in the kernels' tables.
 
 Shapes: T rows, K inputs, N outputs, r rank of a job.
 """
@@ -23,14 +24,15 @@ from weftune.ops.lora.tiling import DIRECT_RANKS, MIN_RANK
 
 
 class TiledBank:
-    """All attached adapters that the tiled kernels compute at a group of sites with the same input. The
-    kernels read the job of each row from `Pass.rows`, so that a captured pass works for any jobs."""
+    """All attached adapters that the tiled kernels compute at linears with the same input. The kernels read
+    the job of each row from `Pass.rows`, so that a CUDA graph works for any jobs."""
 
     def __init__(self, sites: Sequence[SiteShape], slots: int) -> None:
         self.sites = tuple(sites)
         self._slots = slots
         self._parts: dict[str, tuple[int, Sequence[TiledPart | None]]] = {}
-        """Maps each job to its slot and its parts, which keep the tensors alive that the tables point to."""
+        """Maps each job to its slot and its adapter at each linear. The adapters keep the tensors alive to
+        which the tables point."""
         self._tables: Group | None = None
         """The tables that the kernels read. None before a pass needs them and after a change of sizes."""
         self._needs_copy = False
@@ -42,7 +44,7 @@ class TiledBank:
         self._columns = tuple(zip([0, *stops[:-1]], stops, strict=True))
 
     def attach(self, job: str, slot: int, parts: Sequence[TiledPart | None]) -> None:
-        """Attach a job with one part per site, None for a site without an adapter."""
+        """Attach a job. `parts` are its adapter at each linear, None for a linear without an adapter."""
         self._parts[job] = slot, parts
         self._raise_limits(job, parts)
         self._write_slot(slot, parts)
@@ -53,9 +55,9 @@ class TiledBank:
         self._write_slot(slot, [None] * len(self.sites))
 
     def _raise_limits(self, job: str, parts: Sequence[TiledPart | None]) -> None:
-        """Raise the limits to include a job. Limits only grow, so that detaching a job does not invalidate a
-        captured graph. Large ranks are an exception: they count only while a job with one is attached, so
-        that there are two limits, and graphs of both are kept."""
+        """Raise the limits for which kernels are launched, such as the rank, to include a job. Limits only
+        grow, so that detaching a job does not invalidate a CUDA graph. But large ranks count only while a job
+        has one: there are two limits, and graphs of both are kept."""
         before = self._band_count, self._table_flags
         largest = max((part.low_rank.rank for part in parts if part and part.low_rank), default=1)
         rank = 1 << (largest - 1).bit_length()
@@ -88,7 +90,7 @@ class TiledBank:
         return self._scales_out, self._scales_in, self._lengths, self._computes
 
     def resize(self, slots: int) -> None:
-        """Set the number of slots. The tables are rebuilt."""
+        """Set the number of jobs that fit the tables, which are rebuilt before the next pass."""
         self._slots, self._tables = slots, None
 
     def send_tables(self) -> None:
@@ -98,8 +100,8 @@ class TiledBank:
             self._needs_copy = False
 
     def _write_slot(self, slot: int, parts: Sequence[TiledPart | None]) -> None:
-        """Write a slot to the tables on the host. They are copied to the device later, since more jobs may
-        change before the next pass."""
+        """Write a job's entries to the tables on the host. They are copied to the device later, since more
+        jobs may change before the next pass."""
         if self._tables is not None:
             self._set_slot_parts(self._tables, slot, parts)
             self._tables = replace(self._tables, rank=self._rank_limit, has_dropout=self._drops)
@@ -121,7 +123,8 @@ class TiledBank:
         return self._rank_limit, self._band_count, self._drops, self._table_flags
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
-        """Compute the frozen products of all sites, concatenated, with every job's adapter."""
+        """Compute the concatenated outputs of all linears of the group, with every job's adapter, plus the
+        residual."""
         assert bound.rows is not None, "the rows have no slots"
         return lora_linear(
             x_TK,

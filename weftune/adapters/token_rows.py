@@ -31,7 +31,8 @@ class TrainedTokens:
     total_nD: Tensor
 
     def head_rows(self, anchor: Tensor) -> HeadRows:
-        """Return the rows for a head that is tied to the embedding."""
+        """Return the trained rows as replacements of rows of an output layer that is tied to the
+        embedding."""
         return HeadRows(self.ids_n, accumulate_gradient(self.rows_nD, self.total_nD, anchor))
 
     def replace_embeddings(

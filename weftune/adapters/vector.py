@@ -12,12 +12,12 @@ from torch import Tensor
 from weftune.ops.adamw import RateRun
 
 SHARED = ""
-"""Site name of parameters that all sites of an adapter share."""
+"""Name in place of a linear's name for parameters that all linears of an adapter share."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """One parameter of an adapter: its site, its name at the site, and its shape in the bank."""
+    """One parameter of an adapter: the linear (site) to which it belongs, its name there, and its shape."""
 
     site: str
     name: str
@@ -25,7 +25,7 @@ class ParameterShape:
     rate: float = field(default=1.0, compare=False)
     """Factor by which the job's learning rate is multiplied. Layouts that differ only in it are equal."""
     active_experts: int | None = field(default=None, compare=False)
-    """Number of experts (first dimension) that one token uses. None if the site has no experts."""
+    """Number of experts, of those along the first dimension, that one token uses. None without experts."""
 
     @property
     def size(self) -> int:
@@ -63,9 +63,9 @@ class VectorLayout:
 
     @cached_property
     def _contiguous_runs(self) -> list[list[tuple[int, int]]]:
-        """All parameters, as (index, start), in runs of parameters with one shape at equal distances, usually
-        those of one module in every layer. One call creates the views of a whole run, which is faster: an
-        adapter has hundreds of parameters."""
+        """All parameters, as (index, start), in runs of equal shape and equal distance, usually those of one
+        module in every layer. The views of a whole run are created by one call, which is faster: an adapter
+        has hundreds of parameters."""
         alike: dict[tuple[tuple[int, ...], str, str], list[tuple[int, int]]] = {}
         runs, start = [], 0
         for index, parameter in enumerate(self.parameters):
@@ -94,8 +94,8 @@ class VectorLayout:
         return {(one.site, one.name): view for one, view in zip(self.parameters, found, strict=True)}
 
     def slice_vector(self, other_layout: VectorLayout, vector: Tensor) -> Tensor:
-        """Return a vector of this layout, taken from `vector`, whose layout `other_layout` contains all
-        parameters of this layout."""
+        """Return a flat vector of this layout with the values from `vector`. `other_layout`, the layout of
+        `vector`, contains all parameters of this layout."""
         if other_layout == self:
             return vector
         views = other_layout.parameter_views(vector)

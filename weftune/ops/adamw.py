@@ -114,8 +114,8 @@ def gradient_norms(states: Sequence[AdamState]) -> Tensor:
 
 
 def square_sums(vectors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each vector, float64 [J]: partial sums of a long vector can be added in
-    that precision."""
+    """Return the sum of squares of each vector in float64, [J], so that sums of parts of a long vector can be
+    added."""
     return run_with_fallback(OP, vectors[0].device, _launch_squares, _plain_squares, vectors)
 
 
@@ -138,7 +138,7 @@ def _launch_squares(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
-    """Apply every step. Return whether each job's weights are finite afterwards, bool [J].
+    """Apply one optimizer step per job. Return whether each job's weights are finite afterwards, bool [J].
 
     On a GPU, `factor_J` may replace `Update.factor` by values on the device. For a job with a negative factor
     no step is made, and its gradient is zeroed.
@@ -257,8 +257,8 @@ def _torch_adamw(update: Update, vectors: Sequence[Tensor]) -> None:
 
 
 def _update_scalars(update: Update) -> tuple[float, ...]:
-    """Return a job's row of the kernel's table of numbers. 1 − β is computed here in float64, because in
-    float32 the result for β = 0.999 would be off by 5e-5."""
+    """Return the scalars of a job's step in the order of the kernel's table. 1 − β is computed here in
+    float64, because in float32 the result for β = 0.999 would be off by 5e-5."""
     beta1, beta2 = update.betas
     return (
         update.factor,

@@ -78,8 +78,8 @@ def _chunk_size(device: torch.device) -> int:
 
 
 def _draw_block(start: int, size: int, key: int | Tensor, bound: float, device: torch.device) -> Tensor:
-    """Return `size` numbers in ±bound from index `start` on, float64. If `key` is a tensor [P, 1] of keys,
-    return one row for each, [P, size]."""
+    """Return the `size` random numbers in ±bound with the indices from `start` on, in float64. If `key` is a
+    tensor [P, 1] of keys, return one row for each, [P, size]."""
     count = torch.arange(start + 1, start + 1 + size, dtype=torch.int32, device=device)
     bits = mix_bits(count * to_signed(STRIDE) ^ key)
     # Shifted arithmetically, the top 24 bits are a whole number from −2²³ up to 2²³.

@@ -28,12 +28,12 @@ FEW = 1 << 14
 
 
 def key(seed: int, step: int, site: str) -> int:
-    """Return the hash key of a job's dropout mask at one step and site."""
+    """Return the hash key of a job's dropout mask at one optimizer step and one linear (site)."""
     return mix_int(step_key(seed, step) ^ zlib.crc32(site.encode()))
 
 
 def step_key(seed: int, step: int) -> int:
-    """Return the hash of a job's seed and step, from which the keys of all sites are derived."""
+    """Return the hash of a job's seed and optimizer step, from which the keys of all linears are derived."""
     mixed = mix_int(seed & 0xFFFFFFFF)
     mixed = mix_int(mixed ^ (seed >> 32 & 0xFFFFFFFF))
     return mix_int(mixed ^ (step & 0xFFFFFFFF))
@@ -121,7 +121,8 @@ def mix_bits(value: Tensor) -> Tensor:
 
 
 def _fold_bits(value: Tensor, bit_count: int) -> Tensor:
-    """Return value ^ (value >>> places). torch shifts int32 arithmetically, so sign bits are masked off."""
+    """Return value ^ (value >>> bit_count). torch shifts int32 arithmetically, so sign bits are masked
+    off."""
     return value ^ ((value >> bit_count) & (1 << 32 - bit_count) - 1)
 
 

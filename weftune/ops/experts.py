@@ -31,8 +31,8 @@ Tokens = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """One job's LoRA on a linear of every expert. It adds scale · xAᵀB, with the matrices of the token's
-    expert, to the outputs of the tokens `start` to `stop`."""
+    """One job's LoRA on a linear of every expert. To the outputs of the tokens `start` to `stop`, it adds
+    scale · xAᵀB with A and B of the expert that computes them."""
 
     start: int
     stop: int
@@ -51,21 +51,22 @@ class ExpertSite:
 
     weight_ENK: Tensor
     group: Group | None = None
-    """Adapters in the layout that the GPU kernels expect, or None if no job has an adapter here. Slot n · E +
-    e of the group's table holds the n-th adapter at expert e."""
+    """Adapters in the layout that the GPU kernels expect, or None if no job has an adapter here. Entry n · E
+    + e of the group's table holds the n-th adapter at expert e."""
     parts: Sequence[ExpertPart] = ()
     """Adapters for the implementation in plain torch; empty for the GPU kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The routing of a microbatch: the choices of experts, sorted by expert."""
+    """The routing of a microbatch: its choices (pairs of a token and one of its experts), sorted by
+    expert."""
 
     experts_S: Tensor
     stops_E: Tensor
     """Index after the last row of each expert among the sorted choices."""
     order_S: Tensor
-    """Maps each position in the sorted order to the index of a choice, which is token · k + the choice's
+    """Maps each position in the sorted order to the index of a choice: k times the token plus the choice's
     number."""
     sorted_index_Tk: Tensor
     """Maps each choice to its position in the sorted order."""
@@ -78,11 +79,12 @@ class Routes:
         return cls(experts_S, _expert_stops(experts_S, count), order_S, places_S.view(chosen_Tk.shape))
 
     def rows(self, x_TD: Tensor) -> Tensor:
-        """Return x of the token of each choice, in the sorted order, [S, D]."""
+        """Return the row of x for the token of each choice, in the sorted order, [S, D]."""
         return x_TD[self.order_S // self.sorted_index_Tk.shape[1]]
 
     def job_choices(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return a job's choices' sorted positions, and each expert's index after its last row among them."""
+        """Return the positions of a job's choices in the sorted order, and the number of these choices up to
+        and including each expert's, [E]."""
         start, stop = tokens
         places_s = self.sorted_index_Tk[start:stop].flatten().sort().values
         return places_s, _expert_stops(self.experts_S[places_s], len(self.stops_E))
@@ -158,7 +160,8 @@ def _token_output(x_K: Tensor, token: int, expert_index: int, site: ExpertSite) 
 
 
 def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
-    """Return each row of x times the matrix of its expert. If `has_kernel`, one kernel serves all experts."""
+    """Return each row of x times the matrix of its expert. If `has_kernel`, one kernel computes all
+    experts."""
     if has_kernel(w_EKN):
         return grouped_mm(x_SK, w_EKN, offs=stops_E)
     rows = stops_E.diff(prepend=stops_E.new_zeros(1)).tolist()
@@ -167,8 +170,8 @@ def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
 
 
 def has_kernel(w_EKN: Tensor) -> bool:
-    """Return whether `torch.nn.functional.grouped_mm` can be used. It is not used for trained matrices,
-    because it leaves the gradient of an expert without rows uninitialised."""
+    """Return whether `torch.nn.functional.grouped_mm` can multiply by these matrices. It is not used for
+    trained matrices, because it leaves the gradient of an expert without rows uninitialised."""
     if not w_EKN.is_cuda or w_EKN.dtype is not torch.bfloat16 or w_EKN.requires_grad:
         return False
     aligned = all(width % ALIGNED == 0 for width in w_EKN.shape[1:])

@@ -79,11 +79,11 @@ def run_with_fallback(
 def rehearse_kernels(
     op: str, key: Hashable, device: torch.device, launch_kernels: Callable[[], object]
 ) -> None:
-    """Call `launch_kernels`, which launches the kernels of an op without effect, before their first use with
-    the launch parameters in `key`.
+    """Call `launch_kernels`, which launches the kernels of an op without any effect, once for the launch
+    parameters in `key`, before these are first used.
 
-    Raises KernelsFailed if one of them fails, and at every later call with this key. During a capture nothing
-    is rehearsed: passes are captured only after the same pass has run uncaptured.
+    Raises KernelsFailed if one of the kernels fails, and at every later call with this key. During a capture
+    nothing is rehearsed: passes are captured only after the same pass has run uncaptured.
     """
     if key not in _rehearsed:
         if device.type not in REHEARSING:

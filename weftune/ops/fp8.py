@@ -67,7 +67,8 @@ def multiply(
     dtype: torch.dtype,
     whole_maxima: WholeMaxima | None = None,
 ) -> Tensor:
-    """Implement `core.weights.MultiplyCodes`, the product with an 8-bit weight, on a GPU."""
+    """Return left · codesᵀ with its scales, the product with an 8-bit weight, on a GPU. This implements
+    `core.weights.MultiplyCodes`."""
     if left_TM.dtype is torch.float64 or not supports_library_product(codes_LM):
         return multiply_codes(left_TM, codes_LM, scale_M, scale_L, dtype, whole_maxima)
     left_TM, scale_T = row_codes(left_TM, scale_M, whole_maxima)

@@ -62,7 +62,8 @@ def uniform_noise(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
 
 
 def gate_with_slope(alpha: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the gate z and its derivative dz/dα. If u is None, the gate has no noise, as in evaluation."""
+    """Return the gate z and its derivative dz/dα. If `noise` (u) is None, the gate has no noise, as in
+    evaluation."""
     s = torch.sigmoid(alpha if noise is None else alpha + torch.logit(noise))
     stretched = s * (UPPER - LOWER) + LOWER
     inside = (stretched > 0) & (stretched < 1)

@@ -15,8 +15,8 @@ from weftune.ops.triton import kernels_available
 ROWS = 64
 """Cached rows that a program reads at a time."""
 PROGRAMS = 512
-"""Number of programs that keep a GPU busy. If there are fewer pairs of a sequence and a head, the rows of
-each are split among several programs."""
+"""Number of programs that keep a GPU busy. If there are fewer pairs of a sequence and a key head, the rows of
+each sequence are split among several programs."""
 MAX_SHARES = 16
 
 

@@ -20,7 +20,8 @@ class SideStream:
 
     @contextmanager
     def done(self) -> Iterator[None]:
-        """Launch the work inside the context on the second stream. Later work on the main stream waits.
+        """Launch the work inside the context on the second stream. Later work on the main stream waits for
+        its end.
 
         The context must not allocate memory: the allocator does not track use by the second stream.
         """

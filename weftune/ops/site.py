@@ -33,8 +33,8 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class RowScale:
-    """The vector `values_M`, maybe tracked by autograd, that scales columns of a job's rows `start` to
-    `stop`."""
+    """A vector `values_M` by which a job's rows `start` to `stop` are multiplied. Autograd may track the
+    vector."""
 
     start: int
     stop: int
@@ -49,8 +49,8 @@ def scaled_rows(x_TM: Tensor, scales: Sequence[RowScale]) -> Tensor:
 
 
 def scaled_outputs(y_TN: Tensor, bias_N: Tensor | None, scales: Sequence[RowScale]) -> Tensor:
-    """Return the scaled rows of y plus the bias. The bias is added before the scaling if `scales_bias` is
-    set, else after it."""
+    """Return y with each job's rows multiplied by the job's values, plus the bias. The bias is added before
+    the multiplication if `scales_bias` is set, else after it."""
     if bias_N is None:
         return scaled_rows(y_TN, scales)
 
@@ -90,7 +90,7 @@ def replace_rows(y_TN: Tensor, values: Sequence[tuple[slice, Tensor]]) -> Tensor
 class GatheredRows:
     """The row indices of one job in a tensor, so that a captured CUDA graph can use them in any microbatch.
 
-    The length R is fixed. After the job's rows, the same rows are repeated as padding.
+    The length R is fixed. If the job has fewer rows, they are repeated as padding.
     """
 
     index_R: Tensor
@@ -119,8 +119,9 @@ Change = tuple[slice | GatheredRows, slice, Callable[[Tensor], Tensor]]
 
 
 def zero_where_changed(residual_TN: Tensor, changes: Sequence[Change]) -> Tensor:
-    """Return the residual that the caller adds to y before `change_rows`. It is detached, and zero where y
-    will be changed; `change_rows` adds those values and passes on the whole gradient of the residual."""
+    """Return a detached copy of the residual, with zeros in the rows and columns of all changes. The caller
+    adds the copy to y. `change_rows` then adds the missing values, and passes on the whole gradient of the
+    residual."""
     residual_TN = residual_TN.detach().clone()
     for rows, columns, _ in changes:
         _zero_rows(residual_TN[:, columns], rows)
@@ -207,7 +208,8 @@ def _zero_rows(x_TM: Tensor, rows: slice | GatheredRows) -> None:
 
 
 def unrounded_product(x_TK: Tensor, weight: Weight) -> Tensor:
-    """Return xWᵀ before rounding: in float32 for 16-bit operands, so that terms added later are not lost."""
+    """Return xWᵀ without rounding to the dtype of x: in float32 for 16-bit operands, so that terms added
+    later are not lost."""
     if is_coded(weight):
         return quantised_product(x_TK, weight, accumulation_dtype(x_TK.dtype))
     if x_TK.dtype in HALVES:

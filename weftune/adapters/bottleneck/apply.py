@@ -49,7 +49,8 @@ class Bottleneck(PlainKind):
 
 @dataclass(frozen=True, slots=True)
 class NarrowLayer:
-    """The computation y + act(yDᵀ + d)Uᵀ + u of one job at one site; see `ops.site.RowChange`."""
+    """The function y + act(yDᵀ + d)Uᵀ + u that one job applies to its outputs y of a linear; see
+    `ops.site.RowChange`."""
 
     at: JobAt
     activation: Activation

@@ -1,11 +1,11 @@
-"""Diff-Pruning: a difference to W whose elements are gated by hard-concrete gates, later by a fixed mask.
+"""Diff-Pruning: a trained difference to W, multiplied by hard-concrete gates, later by a fixed mask.
 
-In the optimizer step that ends the first phase, the largest elements of every target are chosen: their gates
-stay open from then on, and all others stay shut. This is written into the gates' own parameters, so that
-checkpoints contain it. Each target is pruned separately, since a worker has only its own targets.
+In the optimizer step that ends the first phase, the largest elements of every target linear are chosen: their
+gates stay open from then on, and all others stay shut. This is written into the gates' own parameters, so
+that checkpoints contain it. Each target is pruned separately, since a worker has only its own targets.
 
-The penalty belongs to no row. Its gradient is added once per global batch: in the pass with the first row of
-the batch, wherever that row was packed.
+The L0 penalty belongs to no row. Its gradient is added once per global batch: in the pass with the first row
+of the batch.
 
 Evaluation and export use the gates' means and the largest elements in both phases, so that the evaluated
 adapter is the one that would be saved.
@@ -90,7 +90,7 @@ class Diff(PlainKind):
         write_folder(folder, tensors, self.config(spec, adapted_sites, sites, base))
 
     def read(self, folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """Return the differences stored in a folder as dense matrices, by site."""
+        """Return the differences stored in a folder as dense matrices, by (linear, DELTA)."""
         tensors = read_tensors(folder, integer_suffix=INDICES)
         adapted = {site.name: site for site in sites if spec.adapts(site)}
         expected = {f"{PREFIX}{name}.{part}" for name in adapted for part in (INDICES, VALUES)}

@@ -12,13 +12,13 @@ from weftune.core.bounds import RUN_SHARE, Bound
 from weftune.core.shapes import SiteShape
 
 W, ALPHA, GROUP = "w_NK", "alpha_NK", "group_alpha"
-"""Number of parameters: differences, a gate parameter for each, and a gate parameter for the whole tensor."""
+"""Names of the parameters: the differences, a gate parameter for each, and one for the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffSpec(TargetSpec):
     """Diff-Pruning: y = x(W + z ⊙ w)ᵀ, where w and the distribution of the gates z are trained. In the second
-    phase a fixed share of the gates is open."""
+    phase, the fraction `sparsity` of the gates is fixed at 1, and all others at 0."""
 
     implementation: ClassVar[str] = "weftune.adapters.diff.apply:Diff"
     dense: ClassVar[bool] = True
@@ -31,8 +31,8 @@ class DiffSpec(TargetSpec):
     structured: bool = True
     """Whether each target has a gate for its whole weight in addition to the gates of single elements."""
     relaxed: Annotated[float, RUN_SHARE] = 0.5
-    """Length of the first phase, in which gates are random: a share of the run if below 1, otherwise a number
-    of optimizer steps."""
+    """Length of the first phase, in which gates are random: a fraction of the run if below 1, otherwise a
+    number of optimizer steps."""
     mask_lr_ratio: Annotated[float, Bound(above=0)] = 100.0
     """Factor by which the job's learning rate is multiplied for gate parameters, whose values must change a
     lot."""

@@ -1,9 +1,9 @@
 """DoRA: y = g ⊙ (xWᵀ + scale · xAᵀBᵀ) + b with g = m / ‖W + scale · BA‖, row by row.
 
-The length of the rows is a constant to the gradient, as in the paper and in PEFT. With dropout, PEFT keeps
-xWᵀ + b and applies dropout to what is added: y = xWᵀ + b + (g − 1) ⊙ x̃Wᵀ + g ⊙ scale · x̃AᵀBᵀ.
+The norms of rows are constants in the backward, as in the paper and in PEFT. With dropout, PEFT keeps xWᵀ + b
+and applies dropout only to the terms that are added: y = xWᵀ + b + (g − 1) ⊙ x̃Wᵀ + g ⊙ scale · x̃AᵀBᵀ.
 
-Shapes: K inputs, N outputs of a site, r ranks; L rows of one job.
+Shapes: K inputs, N outputs of a site (an adapted linear), r ranks; L rows of one job.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Dora(PlainKind):
         return JobPart(add=add)
 
     def is_tiled(self, spec: DoraSpec) -> bool:
-        """Whether the tiled kernels apply: they support neither dropout on xWᵀ (as PEFT) nor large ranks."""
+        """Return whether the tiled kernels can compute the adapter. They support neither dropout, which
+        applies to xWᵀ too as in PEFT, nor large ranks."""
         ranks = (spec.rank, *spec.rank_pattern.values())
         return spec.dropout == 0.0 and max(ranks) <= DIRECT_RANKS
 
@@ -64,7 +65,7 @@ class Dora(PlainKind):
         return TiledPart(low_rank=low_rank(at), g_out=g_out)
 
     def start(self, new: NewAdapter) -> None:
-        """Initialise A, B and m. B is zero, so m is the length of each row of W."""
+        """Initialise A, B and m. B is zero, so m is the norm of each row of W."""
         draw_lora(new)
         fill_tokens(new)
         for (site, name), value in new.parameters.items():
@@ -106,7 +107,8 @@ class Dora(PlainKind):
 
 
 def _row_lengths(at: JobAt, scale: float, a_rK: Tensor, b_rN: Tensor) -> Tensor:
-    """Compute each row's ‖W + scale · BA‖ from products of rank r: ‖w‖² + 2 scale w·(BA) + scale² ‖BA‖²."""
+    """Compute the norm ‖W + scale · BA‖ of each row from products of rank r: ‖w‖² + 2 scale w·(BA) + scale²
+    ‖BA‖²."""
     weight_NK = weight_matrix(at.frozen.weight)
     summed = torch.promote_types(weight_NK.dtype, torch.float32)
     own_N = at.once("row_lengths", lambda: weight_NK.to(summed).square().sum(dim=1))

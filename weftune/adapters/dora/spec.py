@@ -13,7 +13,7 @@ MAGNITUDE = "m_N"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoraSpec(LoraSpec):
-    """DoRA: W + scale · BA with every row scaled to a trained length."""
+    """DoRA: every row of W + scale · BA is scaled to a trained norm."""
 
     implementation: ClassVar[str] = "weftune.adapters.dora.apply:Dora"
     runs_on_shards: ClassVar[bool] = True

@@ -84,5 +84,5 @@ class Ia3(PlainKind):
 
 
 def _used_names(modules: Sequence[str], sites: Sequence[str]) -> list[str]:
-    """Return the names in `modules` that are the ending of at least one of the sites."""
+    """Return the names in `modules` with which the path of at least one of the linears `sites` ends."""
     return [one for one in modules if any(ends_with(site, one) for site in sites)]

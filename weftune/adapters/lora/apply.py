@@ -1,4 +1,4 @@
-"""LoRA: the matrices A and B of every job at a group of sites.
+"""LoRA: the matrices A and B of every job at linears (sites) that share their input.
 
 Shapes: T rows, K inputs, N outputs, r rank of a job. B is stored transposed, [r, N], so that each row of
 either matrix belongs to one rank.
@@ -79,7 +79,8 @@ def _lora_block(
 
 
 def low_rank(at: SiteTensors) -> LowRank:
-    """Return A, B and the accumulators of their gradients for the tiled kernels."""
+    """Return a job's A and B at one linear, and the accumulators of their gradients, for the tiled
+    kernels."""
     spec: LoraSpec = at.adapter.spec
     scale = spec.scale_at(at.site.name)
     return LowRank(at.weight(A), at.weight(B), at.total(A), at.total(B), scale, spec.dropout)

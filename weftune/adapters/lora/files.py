@@ -41,7 +41,7 @@ from weftune.core.shapes import SCORE, SiteShape
 from weftune.errors import AdapterError
 
 Weights = Mapping[str, tuple[Tensor, Tensor]]
-"""Maps each site to (A [r, K], B [N, r])."""
+"""Maps the name of each adapted linear to (A [r, K], B [N, r])."""
 
 
 # PEFT calls adapters on experts `target_parameters`: one A [E · r, K] and one B [N, r · E] for all experts of
@@ -55,7 +55,8 @@ def stack_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def flatten_experts(a_ErK: Tensor, b_ErN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return PEFT's two matrices for all experts, the inverse of `stack_experts`."""
+    """Return PEFT's two matrices for all experts from A [E, r, K] and B [E, r, N]: the inverse of
+    `stack_experts`."""
     return a_ErK.flatten(0, 1), b_ErN.permute(2, 1, 0).flatten(1)
 
 
@@ -172,7 +173,7 @@ def read_weights(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
-    """Return the weights in the folder `init_from`, which must have the sites and ranks of the spec."""
+    """Return the weights in the folder `init_from`, which must have the linears and ranks of the spec."""
     assert isinstance(spec.init_from, str), "the adapter of a job has a folder when it is read"
     folder = Path(spec.init_from)
     before, weights = read_adapter(folder)
@@ -222,7 +223,8 @@ def refuse_other_shape(folder: Path, site: SiteShape, a_rK: Tensor, b_Nr: Tensor
 
 
 def write_portable(folder: Path, target: Path) -> int:
-    """Write the adapter in `folder` with one rank and the scale 1 everywhere, and return the rank."""
+    """Write the adapter in `folder` to `target` with the same rank and the scale 1 at all linears. Return the
+    rank."""
     spec, weights = read_adapter(folder)
     config = read_config(folder)
     if spec.target_parameters:

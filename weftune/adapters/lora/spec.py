@@ -24,7 +24,8 @@ from weftune.core.shapes import EXPERT_PARAMETERS, SCORE, SiteShape
 from weftune.errors import AdapterError
 
 A, B = "a_rK", "b_rN"
-"""Names of the parameters at a site. At experts, one parameter holds the matrices of all experts."""
+"""Names of the parameters A and B of an adapted linear. For experts, one parameter holds the matrices of
+all."""
 EXPERTS, WRAPPED = ".experts", ".base_layer"
 UNSUPPORTED_KEYS = (
     "modules_to_save",
@@ -76,11 +77,12 @@ class LoraSpec(TargetSpec):
         return bool(self.modules_to_save)
 
     def adapts(self, site: SiteShape) -> bool:
-        """Whether the adapter has parameters at the site. Experts are adapted only by `target_parameters`."""
+        """Return whether the adapter has parameters at the linear. Experts are adapted only by
+        `target_parameters`."""
         return self.targets_parameter(site.name) if site.experts else self.targets_site(site.name)
 
     def targets_parameter(self, name: str) -> bool:
-        """Whether PEFT would adapt the experts' parameter `name`."""
+        """Return whether PEFT would adapt the experts' parameter `name`."""
         return any(ends_with(name, target) for target in self.target_parameters)
 
     def expressions(self) -> dict[tuple[str, ...], str]:
@@ -102,7 +104,8 @@ class LoraSpec(TargetSpec):
 
 
 def find_pattern(patterns: Iterable[str], name: str) -> str:
-    """Return the first pattern that matches the end of the module path, as in PEFT, or else the path."""
+    """Return the first pattern that matches the end of the module path `name`, as in PEFT, or `name` if none
+    does."""
     for pattern in patterns:
         if re.match(rf"(.*\.)?({pattern})$", name):
             return pattern
@@ -110,15 +113,17 @@ def find_pattern(patterns: Iterable[str], name: str) -> str:
 
 
 def stored_path(site: str, adapted: Collection[str]) -> str:
-    """Return the path at which PEFT stores the weights at an expert site, if the sites `adapted` have
-    adapters: PEFT wraps the experts' module once per adapted parameter, with the first innermost."""
+    """Return the path at which PEFT stores the A and B of `site`, a parameter of experts, if the parameters
+    `adapted` have adapters. PEFT wraps the experts' module once per adapted parameter, with the first
+    innermost."""
     module, _, name = site.rpartition(".")
     outside = EXPERT_PARAMETERS[EXPERT_PARAMETERS.index(name) + 1 :]
     return module + WRAPPED * sum(f"{module}.{other}" in adapted for other in outside)
 
 
 def site_at_path(path: str, spec: LoraSpec) -> str:
-    """Return the site whose weights PEFT stores at a path: the path itself, except for experts."""
+    """Return the linear whose A and B PEFT stores at a path: the path itself, except for parameters of
+    experts."""
     module = path.replace(WRAPPED, "")
     if not module.endswith(EXPERTS):
         return path

@@ -66,7 +66,8 @@ class Pissa(PlainKind):
         return {B: spec.loraplus_lr_ratio, FIRST_A: 0.0, FIRST_B: 0.0}.get(name, 1.0)
 
     def read_start(self, spec: PissaSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """Return the parameters in the folder of a saved PiSSA job."""
+        """Return the parameters A, A₀, B and B₀ from the LoRA adapter of rank 2r in the folder
+        `init_from`."""
         found: dict[tuple[str, str], Tensor] = {}
         for site, (both_RK, both_NR) in read_start(spec.as_lora(), sites).items():
             (a_rK, first_a_rK), (b_Nr, first_b_Nr) = both_RK.chunk(2), both_NR.chunk(2, dim=1)
@@ -102,8 +103,8 @@ has only the first few."""
 
 
 def decompose(site: str, weight_NK: Tensor, rank: int, adapter: JobAdapter) -> Decomposition:
-    """Return a singular value decomposition of a site's weight with at least `rank` singular values. The spec
-    selects an exact or a randomised one."""
+    """Return a singular value decomposition of a linear's weight with at least `rank` singular values. The
+    spec selects an exact or a randomised one."""
     if rank > min(weight_NK.shape):
         raise AdapterError(
             f"adapter.rank is {rank}, but {site} has only {min(weight_NK.shape)} singular values to start "

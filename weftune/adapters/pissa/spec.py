@@ -15,7 +15,8 @@ FIRST_A, FIRST_B = "first_a_rK", "first_b_rN"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PissaSpec(LoraSpec):
-    """y = xWᵀ + scale · (drop(x)AᵀBᵀ − xA₀ᵀB₀ᵀ); A and B start at A₀ and B₀, the principal part of W."""
+    """PiSSA: y = xWᵀ + scale · (drop(x)AᵀBᵀ − xA₀ᵀB₀ᵀ). A and B start at A₀ and B₀, the principal part of
+    W."""
 
     implementation: ClassVar[str] = "weftune.adapters.pissa.apply:Pissa"
     runs_on_shards: ClassVar[bool] = True

@@ -34,7 +34,8 @@ class PrefixSpec(TargetSpec):
         return False
 
     def adapts(self, site: SiteShape) -> bool:
-        """Whether the site computes a layer's values. The layer's prefix is stored under this site's name."""
+        """Return whether the linear computes a layer's values. The layer's prefix is stored under its
+        name."""
         return any(ends_with(site.name, ending) for ending in (VALUE_LINEAR, *FUSED_LINEARS))
 
     @property

@@ -1,4 +1,5 @@
-"""VeRA: two trained vectors at every site, combined with two frozen random matrices that all sites share.
+"""VeRA: two trained vectors at every site (an adapted linear), combined with two frozen random matrices that
+all sites share.
 
 Shapes: K inputs, N outputs of a site, r rank.
 """
@@ -37,7 +38,8 @@ class Vera(PlainKind):
         return True
 
     def tiled_part(self, at: SiteTensors) -> TiledPart | None:
-        """Return LoRA with A = d ⊙ a constant and B = e ⊙ another, both recomputed at every site."""
+        """Return the adapter as LoRA, with A = d ⊙ a random constant and B = e ⊙ another one. Both are
+        recomputed for every linear."""
         if (at.site.name, D) not in at.weights:
             return None
         d_r, e_N, spec = at.weight(D), at.weight(E), at.adapter.spec
@@ -68,12 +70,14 @@ class Vera(PlainKind):
         return spec.rank, spec.projection_prng_key, spec.targets, spec.layers
 
     def constants(self, spec: VeraSpec, sites: Sequence[SiteShape], like: Tensor) -> dict[str, Tensor]:
-        """Return the random matrices A and B. B is transposed, with one row per rank, as in LoRA."""
+        """Return the random matrices A and B that all linears share. B is transposed, with one row per rank,
+        as in LoRA."""
         drawn = self._draw_matrices(spec, sites)
         return {A: drawn[A].to(like), B: drawn[B].T.contiguous().to(like)}
 
     def _draw_matrices(self, spec: VeraSpec, sites: Sequence[SiteShape]) -> dict[str, Tensor]:
-        """Draw A, then B, in float32 on the CPU, as PEFT does. They are as wide as the widest site."""
+        """Draw A, then B, in float32 on the CPU, as PEFT does. They are as wide as the widest adapted
+        linear."""
         own = [site for site in sites if spec.adapts(site)]
         generator = torch.Generator().manual_seed(spec.projection_prng_key)
         inputs, outputs = max(site.in_features for site in own), max(site.out_features for site in own)
@@ -125,7 +129,8 @@ class Vera(PlainKind):
 
 
 def _local_columns(site: SiteShape, a_rK: Tensor, b_rN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the columns of both random matrices for the local inputs and the local outputs of a site."""
+    """Return the columns of both random matrices for the inputs and outputs of a linear that are on this
+    shard."""
     first = site.first_input
     parts = [b_rN[:, start:stop] for start, stop in site.output_ranges]
     return (

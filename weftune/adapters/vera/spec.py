@@ -14,7 +14,7 @@ D, E = "lambda_d", "lambda_b"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VeraSpec(TargetSpec):
-    """VeRA: y = xWᵀ + e ⊙ (d ⊙ drop(x)Aᵀ)Bᵀ with trained d and e, and A and B drawn once for all sites."""
+    """VeRA: y = xWᵀ + e ⊙ (d ⊙ drop(x)Aᵀ)Bᵀ with trained d and e. A and B are drawn once for all linears."""
 
     implementation: ClassVar[str] = "weftune.adapters.vera.apply:Vera"
     runs_on_shards: ClassVar[bool] = True

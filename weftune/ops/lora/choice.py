@@ -1,4 +1,5 @@
-"""The fastest product plan of the tiled kernels for a linear: measured on this device, then cached in a file.
+"""The choice of the fastest product plan (method of the tiled kernels) for a linear: measured on this device,
+then cached in a file.
 
 dA and dB can be computed concurrently with the frozen product of the backward, or before it. Which is faster
 depends on the GPU: on idle multiprocessors, the cache size and the occupancy. No formula predicts that, so a
@@ -43,7 +44,8 @@ MAX_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class PlanTrial:
-    """The configuration of a trial: everything on which its result depends, except the machine."""
+    """The configuration of a trial of product plans: everything on which its result depends, except the
+    machine."""
 
     plans: tuple[ProductPlan, ...]
     """Product plans that the trial compares."""
@@ -54,7 +56,7 @@ class PlanTrial:
     rows: int
     """Number of rows of the microbatch, rounded up to a power of two to limit the number of trials."""
     ranks: int
-    """Number of ranks that are processed together, rounded up to a power of two that tensor cores support."""
+    """Number of ranks that a kernel processes together, a power of two that tensor cores support."""
     bands: int
     """Number of bands of each linear. Large ranks are split into bands (`ops.lora.table`)."""
     slots: int
@@ -131,7 +133,7 @@ class Choices:
         self._compile = compile
         self.pinned = pinned
         self.forced: ProductPlan | None = None
-        """Product plan to use for every linear without a trial, for benchmarks. None runs trials."""
+        """Product plan that every linear uses without a trial, for benchmarks. None runs trials."""
         self._compiled: set[PlanTrial] = set()
         self._plans: dict[PlanTrial, ProductPlan] = {}
 

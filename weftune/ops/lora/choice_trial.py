@@ -40,8 +40,8 @@ HEAD_START = 4_000_000
 
 
 def device_choices(device: torch.device) -> Choices:
-    """Return the object that chooses product plans on this device. It is pinned to the first allowed plan if
-    kernels must be deterministic."""
+    """Return the object that chooses the product plan of each linear on this device. It is pinned to the
+    first allowed plan if kernels must be deterministic."""
     return Choices(
         partial(time_plans, device=device),
         choice_file(device),
@@ -76,7 +76,7 @@ def time_plans(trial: PlanTrial, device: torch.device) -> dict[ProductPlan, floa
 
 @dataclass(frozen=True, slots=True)
 class TrialSite:
-    """A synthetic group of linears with up to eight jobs."""
+    """Synthetic linears with a shared input and up to eight jobs, on which a trial times product plans."""
 
     x_TK: Tensor
     dy_TN: Tensor

@@ -27,8 +27,8 @@ RANK_COLUMNS = 2048
 
 @dataclass(frozen=True, slots=True)
 class ComputedPair:
-    """One job's VeRA parameters and constants at one site. The table has only their addresses, so the job
-    must keep the tensors alive."""
+    """One job's VeRA parameters and constants at one linear. The job must keep these tensors alive, since the
+    kernels' table has only their addresses."""
 
     d_R: Tensor
     e_N: Tensor
@@ -36,9 +36,9 @@ class ComputedPair:
     de_N: Tensor
     """Accumulator of the gradient of e."""
     a_RK: Tensor
-    """Random constant from which A is computed, with at least as many columns as the site has inputs."""
+    """Random constant from which A is computed, with at least as many columns as the linear has inputs."""
     b_RN: Tensor
-    """Random constant from which B is computed, with at least as many columns as the site has outputs."""
+    """Random constant from which B is computed, with at least as many columns as the linear has outputs."""
 
 
 def computed_table(sites: int, slots: int, device: torch.device) -> AddressTable:
@@ -48,8 +48,8 @@ def computed_table(sites: int, slots: int, device: torch.device) -> AddressTable
 
 
 def set_computed_pairs(table: AddressTable, slot: int, pairs: Sequence[ComputedPair | None]) -> None:
-    """Set the table entries of a slot (the table index of a job), one per site. An entry is None if the job
-    has no VeRA at the site."""
+    """Set the table entries of the job with the table index `slot`, one per linear. An entry is None if the
+    job has no VeRA there."""
     table.set_slot(slot, [None if pair is None else _table_entry(pair) for pair in pairs])
 
 
@@ -60,7 +60,8 @@ def _table_entry(pair: ComputedPair) -> AddressEntry:
 
 
 def write_pairs(like_TK: Tensor, table: AddressTable, group: Group) -> None:
-    """Write A and B of all VeRA adapters, in the dtype of `like_TK`."""
+    """Write the A and B of all VeRA adapters to the addresses in the slot table, in the dtype of
+    `like_TK`."""
     _launch_kernel(kernels.computed.write_pairs, like_TK, table, group)
 
 

@@ -46,10 +46,11 @@ COLUMNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class SortedChoices:
-    """The choices of a microbatch, sorted by expert and job, and their assignment to kernel programs."""
+    """The choices of a microbatch (pairs of a token and one of its experts), sorted by expert and job, and
+    their assignment to kernel programs."""
 
     order_S: Tensor
-    """Maps each position in the sorted order to the index of a choice, which is token · k + the choice's
+    """Maps each position in the sorted order to the index of a choice: k times the token plus the choice's
     number."""
     sorted_index_Tk: Tensor
     """Maps each choice to its position in the sorted order."""
@@ -60,18 +61,20 @@ class SortedChoices:
     used_blocks_1: Tensor
     """Number of blocks in `blocks_G5` that have rows."""
     rows: Rows
-    """The runs, split into tiles for the LoRA kernels. Each run is a single piece (`ops.lora.rows`)."""
+    """The tiles of the LoRA kernels. Each run (rows of one job at one expert) is a single piece
+    (`ops.lora.rows`)."""
 
     def sorted_tokens(self, x_TD: Tensor) -> Tensor:
-        """Return x of the token of each choice, in the sorted order, [S, D]."""
+        """Return the row of x for the token of each choice, in the sorted order, [S, D]."""
         return x_TD.index_select(0, self.order_S // self.sorted_index_Tk.shape[1])
 
 
 def sort_choices(
     chosen_Tk: Tensor, owner_T: Tensor, numbers_J: Tensor, experts: int, slots: int
 ) -> SortedChoices:
-    """Sort the choices and assign them to programs, without synchronising host and device. `owner_T` is the
-    index of each token's job, and `numbers_J` the number of each job's adapter, −1 for none."""
+    """Sort the choices (pairs of a token and an expert) by expert and job, and assign them to programs,
+    without synchronising host and device. `owner_T` is the index of each token's job, and `numbers_J` each
+    job's adapter index, −1 for none."""
     count, device = len(numbers_J), chosen_Tk.device
     key_S, order_S = (chosen_Tk.int() * count + owner_T[:, None]).flatten().sort(stable=True)
     rows, runs = len(key_S), experts * count
@@ -121,8 +124,8 @@ def sort_choices(
 
 
 def _split_run_ends(edges: Tensor, max_rows: int) -> Tensor:
-    """Return the cumulative number of parts if every run is split into parts of at most `max_rows` rows.
-    `edges` are the boundaries of the runs."""
+    """Split every run of rows into parts of at most `max_rows` rows, and return the cumulative number of
+    parts after each run. `edges` are the boundaries of the runs."""
     return ((edges.diff() + (max_rows - 1)) // max_rows).cumsum(dim=0, dtype=torch.int32)
 
 
@@ -140,10 +143,9 @@ def lora_experts(
     adapters.
 
     `sites` are the fused gate and up linear, and the down linear. `owner_T` is the int32 index of each
-    token's job, and `numbers_J` the number of each job's adapter in the tables of the sites, −1 for none. The
-    backward adds dA and dB to the jobs' accumulators. `anchor` is a scalar with `requires_grad` that gets no
-    gradient: it makes autograd call the backward even if x needs no gradient. Raises KernelsFailed if the
-    kernels do not run on the device.
+    token's job, and `numbers_J` the index of each job's adapter in the tables of the sites, −1 for none. The
+    backward adds dA and dB to the jobs' accumulators. `anchor` makes autograd call it even if x needs no
+    gradient (`ops.accumulate`). Raises KernelsFailed if the kernels do not run on the device.
     """
 
     def output(x_TD: Tensor, weights_Tk: Tensor, numbers_J: Tensor) -> Tensor:
@@ -200,7 +202,7 @@ class ExpertLinears:
         return y_SN, s_SR
 
     def ds(self, dy_SN: Tensor, s_SR: Tensor | None) -> Tensor | None:
-        """Return the gradient of s = xAᵀ, and add dB to the jobs' accumulators."""
+        """Return the gradient of xAᵀ, and add dB to the jobs' accumulators."""
         return None if self.call is None or s_SR is None else ds_db(dy_SN, s_SR, self.call)[0]
 
     def add_da(self, x_SK: Tensor, ds_SR: Tensor | None) -> None:
@@ -255,8 +257,8 @@ def _all_columns(y_SN: Tensor, call: SiteCall) -> ColumnSpan:
 
 
 def best_plan(site: ExpertSite) -> ProductPlan:
-    """Return the fused plan if the device supports it, since that plan adds the adapters' output before
-    rounding, else the wide plan."""
+    """Return the product plan for a linear of experts: `fused` if the device supports it, since it adds the
+    adapters' output before rounding, else `wide`."""
     weight_NK, rank = site.weight_ENK.flatten(0, 1), site.group.rank if site.group else 1
     aligned = site.weight_ENK.shape[1] % 8 == 0
     fused = aligned and rank <= DIRECT_RANKS and can_fuse(weight_NK, weight_NK.device)

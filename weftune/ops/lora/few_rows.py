@@ -87,7 +87,7 @@ def few_rows_linear(
 
 
 def share_count(features: int) -> int:
-    """Return the number of shares (partial sums) into which a sum over `features` inputs is split."""
+    """Return the number of partial sums (shares) into which a sum over `features` inputs is split."""
     return max(1, min(MAX_SHARES, -(-features // SHARE_INPUTS)))
 
 

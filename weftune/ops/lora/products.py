@@ -103,8 +103,8 @@ def wide_y(
     u_TN: Tensor | None,
     call: SiteCall,
 ) -> Tensor:
-    """Return residual + bias + g ⊙ (xWᵀ + sB), by the `wide` plan. g are the scales of a job's outputs (1
-    without scales). If a job scales its outputs, also write xWᵀ + sB to u."""
+    """Return residual + bias + g ⊙ (xWᵀ + sB) by the `wide` plan, with s = factor · drop(x)Aᵀ and the scales
+    g of the job's outputs (1 without scales). If a job scales its outputs, also write xWᵀ + sB to u."""
     operands = forward_operands(x_TK, weight)
     y_TN = x_TK.new_empty(operands.shape)
     for span in spans(call.group.columns, call.tiling.up.columns, len(y_TN)):
@@ -125,7 +125,8 @@ def wide_y(
 
 
 def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
-    """Return dyW + Σ over all parts of ds · A with the dropout mask applied, by the `wide` plan."""
+    """Return the gradient of x by the `wide` plan: dyW + all adapters' ds · A with the dropout mask
+    applied."""
     operands = backward_operands(dy_TN, weight)
     dx_TK = dy_TN.new_empty(operands.shape)
     for span in spans(((0, dx_TK.shape[1]),), call.tiling.up.columns, len(dx_TK)):
@@ -134,8 +135,8 @@ def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Ten
 
 
 def spans(parts: tuple[tuple[int, int], ...], columns: int, rows: int) -> Iterator[ColumnSpan]:
-    """Split every part, a range of columns, into blocks of `columns` columns, and yield the blocks as spans:
-    ranges of consecutive blocks, as few as `SPAN_BYTES` allows."""
+    """Split the ranges of columns `parts` into blocks of `columns` columns, and yield spans: groups of
+    consecutive blocks. There are as few spans as `SPAN_BYTES` allows."""
     edges = [(at, min(at + columns, high)) for low, high in parts for at in range(low, high, columns)]
     max_blocks = max(1, SPAN_BYTES // (torch.float32.itemsize * rows * columns))
     count = -(-len(edges) // max_blocks)
@@ -153,14 +154,15 @@ def fused_y(
     u_TN: Tensor | None,
     call: SiteCall,
 ) -> Tensor:
-    """Return residual + bias + g ⊙ (xWᵀ + sB), by the `fused` plan. g are the scales of a job's outputs (1
-    without scales). If a job scales its outputs, also write xWᵀ + sB to u."""
+    """Return residual + bias + g ⊙ (xWᵀ + sB) by the `fused` plan, with s = factor · drop(x)Aᵀ and the scales
+    g of the job's outputs (1 without scales). If a job scales its outputs, also write xWᵀ + sB to u."""
     operands = forward_operands(x_TK, weight)
     return _fused_product(operands, bias_N, residual_TN, s_TPR, u_TN, call, call.tiling.y, backward=False)
 
 
 def fused_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
-    """Return dyW + Σ over all parts of ds · A with the dropout mask applied, by the `fused` plan."""
+    """Return the gradient of x by the `fused` plan: dyW + all adapters' ds · A with the dropout mask
+    applied."""
     operands = backward_operands(dy_TN, weight)
     return _fused_product(operands, None, None, ds_TPR, None, call, call.tiling.dx, backward=True)
 

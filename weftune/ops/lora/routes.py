@@ -41,8 +41,8 @@ class Block:
     key: int
     """Key of the dropout mask: `ops.dropout.key` of the job's seed, the step and the site."""
     first_feature: int = 0
-    """Index of the first input of `x` in the whole linear: not 0 if a shard holds a later part of the
-    inputs."""
+    """Index of the first column of x among the inputs of the whole linear. It is not 0 on a shard that has
+    later inputs."""
 
     @property
     def rows(self) -> slice:
@@ -51,12 +51,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """All jobs at one site in one microbatch."""
+    """All jobs with adapters at one linear in one microbatch."""
 
     blocks: tuple[Block, ...]
     token_index_T: Tensor
     anchor: Tensor
-    """Scalar with `requires_grad` but no gradient. It makes autograd record sites whose input needs none."""
+    """Scalar with `requires_grad` but no gradient. It makes autograd record linears whose input needs no
+    gradient."""
 
     def keep_mask(self, block: Block, features: int) -> Tensor | None:
         """Return the mask of the values of x that dropout keeps in the block's rows; None without dropout."""

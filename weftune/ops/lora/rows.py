@@ -30,7 +30,7 @@ BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class SlotRows:
-    """The rows `start` to `stop` of a microbatch, which belong to the job in `slot`."""
+    """The rows `start` to `stop` of a microbatch, which belong to the job with the table index `slot`."""
 
     start: int
     stop: int
@@ -46,10 +46,10 @@ class Rows:
     tile: int
     piece: int
     max_runs: int
-    """Maximum number of runs, for which the tensors have room."""
+    """Maximum number of runs (ranges of rows of one job), for which the tensors have room."""
     buffer: Tensor
     tiles_G3: Tensor
-    """(start, stop, slot) of each tile. Tiles have at most `tile` rows and cover all. Slot −1 means no
+    """(start, stop, slot) of each tile. Tiles have at most `tile` rows and cover all rows. Slot −1 means no
     adapter."""
     pieces_Q4: Tensor
     """(start, stop, slot, alone) of each piece. Pieces have at most `piece` rows and cover all rows. First
@@ -58,9 +58,10 @@ class Rows:
     sums_M3: Tensor
     """(slot, first piece, index after the last piece) of each slot with several pieces."""
     runs_U3: Tensor
-    """(start, stop, slot) of the runs of all slots, in order, cut where a block of BLOCK rows ends."""
+    """(start, stop, slot) of the rows of all slots, in order, split at multiples of BLOCK rows."""
     edges_V: Tensor
-    """Index of each block's first cut run: block b of BLOCK rows has the runs edges[b] up to edges[b + 1]."""
+    """Index in `runs_U3` of the first entry of each block of BLOCK rows: block b has the entries edges[b] to
+    edges[b + 1] − 1."""
     key_S: Tensor
     token_index_T: Tensor
 
@@ -74,8 +75,8 @@ class Rows:
         max_runs: int | None = None,
     ) -> Rows:
         """Return an assignment for microbatches of up to `rows` rows, all of which are padding at first.
-        Kernels have programs for at most `max_runs` runs. The default allows one run of every slot, with rows
-        without a slot before, between and after them."""
+        Kernels have programs for at most `max_runs` runs (ranges of rows of one slot or of none). The default
+        allows one run of every slot, and rows without a slot before, between and after these."""
         max_runs = 2 * slots + 1 if max_runs is None else max_runs
         shapes = _row_shapes(rows, slots, tile, piece, max_runs)
         buffer = torch.empty(word_count(shapes), dtype=torch.int32, device=device)
@@ -85,12 +86,12 @@ class Rows:
 
     @property
     def max_pieces(self) -> int:
-        """Maximum total number of pieces of those slots that have several pieces."""
+        """Maximum total number of pieces of the slots whose rows are split into several pieces."""
         return 2 * len(self.sums_M3)
 
     def fill(self, slot_rows: Sequence[SlotRows], token_index: np.ndarray) -> None:
         """Replace the content by the assignment of another microbatch, which may be smaller, in one
-        asynchronous copy. `slot_rows` are the rows of each slot, and `token_index` the counters of rows for
+        asynchronous copy. `slot_rows` are the rows of each job, and `token_index` numbers the rows for
         dropout."""
         rows, slots = len(self.token_index_T), len(self.key_S)
         assert len({seat.slot for seat in slot_rows}) == len(slot_rows), (

@@ -29,7 +29,8 @@ Columns = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class SiteScale:
-    """One job's g at one site. The table has only its addresses, so the job must keep the tensors alive."""
+    """One job's scales g at one linear. The job must keep the tensors alive: the table has only their
+    addresses."""
 
     value_M: Tensor
     total_M: Tensor
@@ -40,13 +41,14 @@ class SiteScale:
 
 
 def scale_table(sites: int, slots: int, device: torch.device) -> AddressTable:
-    """Return an empty table. An entry has the addresses of `value_M`, `total_M` and `inverse_M` (0 for None),
-    and one number, `scales_bias`."""
+    """Return an empty table of the scales of jobs at linears. An entry has the addresses of `value_M`,
+    `total_M` and `inverse_M` (0 for None), and one number, `scales_bias`."""
     return AddressTable.empty(sites, slots, device, addresses=3, numbers=1)
 
 
 def set_scales(table: AddressTable, slot: int, scales: Sequence[SiteScale | None]) -> None:
-    """Set a slot's scales, one per site. A scale is None if the job has none at the site."""
+    """Set the scales of the job with the table index `slot`, one per linear. A scale is None if the job has
+    none there."""
     table.set_slot(slot, [None if one is None else (_addresses(one), (one.scales_bias,)) for one in scales])
 
 
@@ -59,7 +61,7 @@ def _addresses(scale: SiteScale) -> tuple[int, int, int]:
 
 
 def scale_rows(x_TM: Tensor, table: AddressTable, columns: Columns, rows: Rows) -> Tensor:
-    """Return x ⊙ g, where each row is multiplied by the g of its job. Rows of jobs without g are copied."""
+    """Return x ⊙ g, where g are the scales of the row's job. Rows of jobs without scales are copied."""
     out_TM = torch.empty_like(x_TM)
     kernels.scales.scale[(_count_blocks(columns), len(rows.tiles_G3))](
         x_TM,

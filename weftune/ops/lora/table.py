@@ -27,17 +27,17 @@ from weftune.ops.dropout import threshold, to_signed
 from weftune.ops.lora.rows import split_buffer, word_count
 
 ALIGNMENT = 16
-"""Bytes that a kernel loads with one instruction, if all widths are multiples of this number."""
+"""Bytes that a kernel loads with one instruction, if all addresses are multiples of this number."""
 BAND = 128
-"""Maximum number of ranks of a part. The registers for a tile of 64 rows or 128 columns limit it."""
+"""Maximum number of ranks in a band, limited by the registers for a tile of 64 rows or 128 columns."""
 NEVER = -(1 << 31)
 """Dropout threshold that keeps every value."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """One job's LoRA at one site: A, B, and the accumulators of their gradients. The table has only their
-    addresses, so the job must keep the tensors alive."""
+    """One job's LoRA at one linear: A, B, and the accumulators of their gradients. The job must keep these
+    tensors alive, since the kernels' table has only their addresses."""
 
     a_RK: Tensor
     b_RN: Tensor
@@ -73,12 +73,13 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class SlotTable:
-    """The table of the LoRA matrices of each slot at each site of a group."""
+    """The table of the LoRA matrices of all jobs (by slot, the job's table index) at linears that share their
+    input."""
 
     aligned: bool
     """Whether every address is a multiple of ALIGNMENT."""
     bands: int
-    """Number of bands of every site. It is enough for the largest rank that a job may have."""
+    """Number of bands into which ranks are split. It is enough for the largest rank that a job may have."""
     host: Tensor
     host_views: tuple[np.ndarray, ...]
     """Views of `host`, the copy of the table in host memory, corresponding to the views of `buffer` below."""
@@ -89,11 +90,11 @@ class SlotTable:
     """Factors of s = xAᵀ, as float32: in training (`LowRank.factor`), then in evaluation
     (`LowRank.scale`)."""
     rank_PS: Tensor
-    """Number of ranks of each part. It is 0 if the slot is empty, if its job has no adapter at the site, or
-    if the job has no ranks in this band."""
+    """Number of ranks of each job in each part (a band of one linear): 0 for an empty slot, without an
+    adapter at the linear, or without ranks in this band."""
     threshold_PS: Tensor
     crc_P: Tensor
-    """Checksums of the names of the sites. The last element is the index of the first input in the whole
+    """Checksums of the names of the linears. The last element is the index of the first input in the whole
     linears (a shard may hold a part of the inputs). Dropout masks depend on both."""
 
     @staticmethod
@@ -120,13 +121,13 @@ class SlotTable:
         return table
 
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Assign a job to a slot, on host and device. There is one entry per site, None if the job has no
-        adapter at the site."""
+        """Write a job's entries, one per linear, to the index `slot` on host and device. None means no
+        adapter there."""
         self.set_slot(slot, entries)
         self.copy_to_device()
 
     def set_slot(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Assign a job to a slot in the host's copy only; `copy_to_device` copies all changes."""
+        """Write a job's entries to the index `slot` on the host only; `copy_to_device` copies all changes."""
         address_PS4, factor_PS2, rank_PS, threshold_PS, _ = self.host_views
         assert len(entries) * self.bands == len(rank_PS)
         for site, entry in enumerate(entries):
@@ -147,9 +148,9 @@ class SlotTable:
                     address_PS4[part, slot] += [band * step for step in entry.band_bytes]
 
     def set_experts(self, first: int, entry: LowRank) -> None:
-        """Assign one job's adapters of all experts to consecutive slots from `first` on, in the host's copy
-        only. The table must have one site. The matrices of all experts are stacked, [experts, R, K] and
-        [experts, R, N]."""
+        """Write one job's adapters of all experts to consecutive slots from `first` on, on the host only. The
+        table must have one linear. The matrices of all experts are stacked, [experts, R, K] and [experts, R,
+        N]."""
         address_PS4, factor_PS2, rank_PS, _, _ = self.host_views
         experts, rank, _ = entry.a_RK.shape
         assert rank <= self.bands * BAND == len(rank_PS) * BAND
@@ -178,20 +179,20 @@ def _table_views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Ten
 
 
 AddressEntry = tuple[Sequence[int], Sequence[int]]
-"""Addresses and numbers of one slot at one site."""
+"""Addresses and numbers of one job at one linear."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddressTable:
-    """A table with addresses of other tensors than LoRA's matrices, such as scales, for each site and slot.
-    An entry may also have numbers."""
+    """A table with addresses of other tensors than LoRA's matrices, such as scales, for each linear and job
+    (by slot, its table index). An entry may also have numbers."""
 
     host: Tensor
     host_address_PSA: np.ndarray
     host_number_PSn: np.ndarray
     buffer: Tensor
     address_PSA: Tensor
-    """Addresses as int64. All addresses of an entry are 0 if the slot has no such tensors at the site."""
+    """Addresses as int64. All addresses of an entry are 0 if the job has no such tensors at the linear."""
     number_PSn: Tensor
 
     @staticmethod
@@ -212,7 +213,7 @@ class AddressTable:
         return self.address_PSA.shape[1]
 
     def set_slot(self, slot: int, entries: Sequence[AddressEntry | None]) -> None:
-        """Set a slot's entries, one per site, in the host's copy only; `copy_to_device` copies them."""
+        """Write a job's entries, one per linear, to the index `slot` on the host only."""
         for site, entry in enumerate(entries):
             addresses, numbers = (0, 0) if entry is None else entry
             self.host_address_PSA[site, slot], self.host_number_PSn[site, slot] = addresses, numbers
@@ -223,19 +224,20 @@ class AddressTable:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group of sites: linears with one input and concatenated frozen weights, such as q, k and v."""
+    """Linears with one input and concatenated frozen weights, such as q, k and v, and the tables of their
+    adapters."""
 
     columns: tuple[tuple[int, int], ...]
-    """First column and end of each site in the concatenated output."""
+    """First column, and the column after the last, of each linear in the concatenated output."""
     table: SlotTable
     rank: int
     """Upper bound on the ranks of all jobs."""
     has_dropout: bool
-    """Whether a job may use dropout at the group's sites."""
+    """Whether a job may use dropout at the group's linears."""
     g_out: AddressTable | None = None
     """Table of the scales of outputs (`ops.lora.scales`). None until a job has such scales."""
     g_in: AddressTable | None = None
-    """Table of the scales of inputs. Only a group of a single site can have it."""
+    """Table of the scales of inputs. Only a group of a single linear can have it."""
     has_row_lengths: bool = False
     """Whether a job may use DoRA, whose output scales include the inverse row norms of W + scale · BA."""
     computed_table: AddressTable | None = None
@@ -252,8 +254,8 @@ class Group:
         return self.columns, self.rank, self.has_dropout, self.bands, self.table.aligned, *tables
 
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Assign a job to a slot, on host and device. There is one entry per site, None if the job has no
-        adapter at the site."""
+        """Write a job's entries, one per linear, to the index `slot` on host and device. None means no
+        adapter there."""
         present = [entry for entry in entries if entry is not None]
         assert all(entry.rank <= self.rank for entry in present)
         assert self.has_dropout or all(entry.dropout == 0.0 for entry in present)

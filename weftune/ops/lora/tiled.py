@@ -1,10 +1,9 @@
 """Frozen linears of a group and all jobs' adapters as one autograd node, with Triton kernels (the tiled
 route).
 
-The kernels of the low-rank products find each job by its slot (`ops.lora.table`). The frozen product is
-either `torch.mm` in float32, to which kernels add the adapters' output before rounding, or, if the device
-supports it, a fused kernel that adds the adapters' output itself. No shape, address or launch depends on the
-jobs, so all work can be captured in a CUDA graph.
+The kernels of the low-rank products find each job by its slot (`ops.lora.table`), and `ops.lora.products` has
+the frozen product. No shape, address or launch depends on the jobs, so all work can be captured in a CUDA
+graph.
 
 Besides LoRA, adapters may have vectors that scale outputs or inputs (DoRA, IA³), and matrices that are
 computed from vectors (VeRA).
@@ -74,10 +73,10 @@ def lora_linear(
     """Return y = residual + bias + g_out ⊙ ((x ⊙ g_in)Wᵀ + factor · drop(x)AᵀB), where each row has A, B and
     g of its job.
 
-    The backward adds dA and dB to the jobs' accumulators. For a group of several sites it may overwrite dy.
-    `anchor` is a scalar with `requires_grad` that gets no gradient: it makes autograd call the backward even
-    if x needs no gradient. If `graph_only`, y may have arbitrary values, since only the backward is used.
-    Raises KernelsFailed if the kernels do not run on the device.
+    The backward adds dA and dB to the jobs' accumulators. For a group of several linears it may overwrite dy.
+    `anchor` makes autograd call the backward even if x needs no gradient (`ops.accumulate`). If `graph_only`,
+    y may have arbitrary values, since only the backward is used. Raises KernelsFailed if the kernels do not
+    run on the device.
     """
     assert x_TK.shape[0] == len(rows.token_index_T)
     right = multiplied_form(weight)
@@ -102,9 +101,9 @@ def lora_linear(
 def _rehearse_tiles(
     x_TK: Tensor, right: Right, bias_N: Tensor | None, residual_TN: Tensor | None, call: SiteCall
 ) -> None:
-    """Run forward and backward once for each set of launch parameters, on rows that belong to no job."""
+    """Launch the kernels once per set of launch parameters, on rows of no job, to test whether they run."""
     rows, lying = call.rows, _stored_tensor(right)
-    # What the kernels compute depends on the number of rows by their tiling only, apart from its alignment.
+    # The kernels depend on the number of rows only through their tiling and the alignment of that number.
     tiling = replace(
         call.tiling, y=replace(call.tiling.y, programs=0), dx=replace(call.tiling.dx, programs=0)
     )
@@ -135,7 +134,7 @@ def _rehearse_tiles(
 def _warm_up_few_rows(
     x_TK: Tensor, right: Right, bias_N: Tensor | None, residual_TN: Tensor | None, group: Group, rows: Rows
 ) -> None:
-    """Run the kernels for few rows once for each set of launch parameters, on rows that belong to no job."""
+    """Launch the kernels for few rows once per set of launch parameters, on rows of no job, as a test."""
     lying, slots = _stored_tensor(right), len(rows.key_S)
     key = (
         *("few rows", x_TK.device, x_TK.dtype, lying.shape, lying.dtype, lying.stride(0) == 1),
@@ -150,7 +149,8 @@ def _warm_up_few_rows(
 
 
 def multiplied_form(weight: Weight) -> Right:
-    """Return the form of a weight that products read: the weight itself if stored in fp8, else its matrix."""
+    """Return the form of a weight that products read: the weight itself if it is stored in fp8, else its
+    matrix."""
     return weight if is_coded(weight) else weight_matrix(weight)
 
 
@@ -192,8 +192,8 @@ class _LoraLinear(torch.autograd.Function):
 def forward(
     x_TK: Tensor, weight: Right, bias_N: Tensor | None, residual_TN: Tensor | None, call: SiteCall
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (y, s, u), where s = factor · drop(x)Aᵀ, and u are the outputs before scaling, None without
-    scales. The backward needs s and u."""
+    """Return (y, s, u) for the backward: the outputs y, s = factor · drop(x)Aᵀ, and the outputs u before they
+    are scaled, None if no job scales outputs."""
     group = call.group
     with torch.cuda.device_of(x_TK):
         if group.computed_table is not None:
@@ -222,7 +222,7 @@ def backward(
     u_TN: Tensor | None = None,
     bias_N: Tensor | None = None,
 ) -> Tensor | None:
-    """Return dx, or None unless `needs_dx`, and add the adapters' gradients to the jobs' accumulators."""
+    """Return dx if `needs_dx`, else None, and add the adapters' gradients to the jobs' accumulators."""
     group = call.group
     with torch.cuda.device_of(x_TK):
         if group.computed_table is not None:
@@ -246,8 +246,8 @@ def backward(
 def _low_rank_backward(
     dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, call: SiteCall, needs_dx: bool
 ) -> Tensor | None:
-    """Add dA and dB to the jobs' accumulators, and return dx, or None unless `needs_dx`. dx depends only on
-    ds, so dA and dB are computed concurrently with dx if `plan.uses_side_stream`."""
+    """Add dA and dB to the jobs' accumulators. Return dx if `needs_dx`, else None. dx depends only on ds, so
+    dA and dB are computed concurrently with dx if `plan.uses_side_stream`."""
     product = fused_dx if call.plan.is_fused else wide_dx
     if not needs_dx or not call.plan.uses_side_stream:
         ds_TPR, partial_db_QLN = ds_db(dy_TN, s_TPR, call)

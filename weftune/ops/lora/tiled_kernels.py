@@ -19,12 +19,12 @@ from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.tiling import DIRECT_RANKS, SiteCall, precision
 
 LENGTH_ROWS, LENGTH_COLUMNS, LENGTH_RANKS = 64, 128, 64
-"""Number of rows and of columns of W that a program of `row_lengths` processes at a time, and the total
-number of ranks of the slots that the program processes."""
+"""Numbers of rows and of columns of W that a program of `row_lengths` processes at a time, and the total
+number of ranks of the jobs that it processes."""
 LENGTH_WARPS, LENGTH_STAGES = 4, 3
 LARGE_SPAN = 1024
-"""Columns per program of `large_y` and `large_dx`. They are many, because most programs find no large slot
-and end at once."""
+"""Columns per program of `large_y` and `large_dx`. The number is large, because most programs find no job
+with a large rank and end at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class ColumnSpan:
 
 
 def down(x_TK: Tensor, call: SiteCall) -> Tensor:
-    """Return s = factor · drop(x)Aᵀ [T, P·R]. Ranks above the job's and rows without a job are zero."""
+    """Return s = factor · drop(x)Aᵀ [T, P·R]. It is zero in ranks above the job's, and in rows without a
+    job."""
     (rows, features), tiling, table = x_TK.shape, call.tiling, call.group.table
     s_TPR = x_TK.new_empty(rows, call.parts * call.ranks)
     partial = s_TPR
@@ -72,7 +73,8 @@ def down(x_TK: Tensor, call: SiteCall) -> Tensor:
 
 
 def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], call: SiteCall) -> None:
-    """Write s = factor · the sum of the partial sums in `partial_CTR`, of which each part has `shares`."""
+    """Write s: the sum of the partial sums in `partial_CTR`, multiplied by the adapters' factor. `shares[p]`
+    is the number of partial sums of part p."""
     step = min(call.rows.tile, max(1, 1024 // call.ranks))
     kernels.site.sum_rows[(len(call.rows.tiles_G3), -(-call.rows.tile // step))](
         partial_CTR,
@@ -104,7 +106,7 @@ def up(
     scale_N: Tensor | None = None,
 ) -> None:
     """Write y = g ⊙ (frozen ⊙ scales + sB) + bias + residual in the columns of the span. `frozen_TW` has just
-    these columns of xWᵀ."""
+    these columns of xWᵀ. The scales are those of 8-bit operands."""
     launch, table = call.tiling.up, call.group.table
     kernels.site.up[(span.blocks, len(call.rows.tiles_G3))](
         s_TPR,
@@ -131,8 +133,8 @@ def up(
 
 
 def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]:
-    """Return ds = factor · dyBᵀ and partial sums of dB for slots with several pieces. For slots with a single
-    piece, add dB to the accumulator."""
+    """Return ds = factor · dyBᵀ, the gradient of drop(x)Aᵀ, and partial sums of dB for jobs whose rows are
+    split into several pieces. For other jobs, add dB to the accumulator."""
     partial_db_QLN = allocate_db(dy_TN, call)
     if not call.tiling.reads_dy_once:
         db(dy_TN, s_TPR, partial_db_QLN, call)
@@ -146,7 +148,8 @@ def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]
 
 
 def allocate_db(dy_TN: Tensor, call: SiteCall) -> Tensor:
-    """Return uninitialised memory for the partial sums of dB of slots with several pieces."""
+    """Return uninitialised memory for the partial sums of dB of jobs whose rows are split into several
+    pieces."""
     shape = call.rows.max_pieces, call.bands * call.ranks, dy_TN.shape[1]
     return dy_TN.new_empty(shape, dtype=torch.float32)
 
@@ -158,8 +161,8 @@ def db(
     call: SiteCall,
     partial_ds_CTR: Tensor | None = None,
 ) -> None:
-    """Compute dB. Add it to the accumulators, or write partial sums for slots with several pieces. If
-    `partial_ds_CTR` is given, also write partial sums of ds; dy is read only once."""
+    """Compute dB. Add it to the accumulators, or write partial sums for jobs whose rows are split into
+    several pieces. If `partial_ds_CTR` is given, also write partial sums of ds; dy is read only once."""
     (rows, outputs), tiling, table = dy_TN.shape, call.tiling, call.group.table
     launch = tiling.db if partial_ds_CTR is None else tiling.ds_db
     blocks = call.bands * sum(call.blocks(launch.columns))
@@ -182,7 +185,7 @@ def db(
 
 
 def ds(dy_TN: Tensor, call: SiteCall) -> Tensor:
-    """Return ds = factor · dyBᵀ, without computing dB."""
+    """Return ds = factor · dyBᵀ, the gradient of drop(x)Aᵀ, without computing dB."""
     launch, split, table = call.tiling.ds, call.tiling.ds_split, call.group.table
     rows, outputs = dy_TN.shape
     ds_TPR = dy_TN.new_empty(rows, call.parts * call.ranks)
@@ -212,13 +215,15 @@ def ds(dy_TN: Tensor, call: SiteCall) -> Tensor:
 
 
 def allocate_da(x_TK: Tensor, call: SiteCall) -> Tensor:
-    """Return uninitialised memory for the partial sums of dA of slots with several pieces."""
+    """Return uninitialised memory for the partial sums of dA of jobs whose rows are split into several
+    pieces."""
     shape = call.rows.max_pieces, call.parts, call.ranks, x_TK.shape[1]
     return x_TK.new_empty(shape, dtype=torch.float32)
 
 
 def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, call: SiteCall) -> None:
-    """Compute dA. Add it to the accumulators, or write partial sums for slots with several pieces."""
+    """Compute dA. Add it to the accumulators, or write partial sums for jobs whose rows are split into
+    several pieces."""
     launch = call.tiling.da
     blocks = -(-x_TK.shape[1] // launch.columns)
     kernels.site_gradients.da[(blocks, len(call.rows.pieces_Q4), call.parts // launch.parts_per_program)](
@@ -264,7 +269,8 @@ def add_dx(
 
 
 def large_y(s_TPR: Tensor, y_TN: Tensor, call: SiteCall) -> None:
-    """Write sB of large slots (`SiteCall.has_large`) to their rows of y. Other rows are left unchanged."""
+    """Write sB to the rows of y whose jobs have a rank that is too large for a fused product. Other rows are
+    left unchanged."""
     launch, table = call.tiling.large_y, call.group.table
     kernels.large.large_y[(sum(call.blocks(LARGE_SPAN)), len(call.rows.runs_U3))](
         s_TPR,
@@ -282,8 +288,8 @@ def large_y(s_TPR: Tensor, y_TN: Tensor, call: SiteCall) -> None:
 
 
 def large_dx(ds_TPR: Tensor, dx_TK: Tensor, call: SiteCall) -> None:
-    """Write ds · A, with the dropout mask applied, of large slots (`SiteCall.has_large`) to their rows of dx.
-    Other rows are left unchanged."""
+    """Write ds · A, with the dropout mask applied, to the rows of dx whose jobs have a rank that is too large
+    for a fused product. Other rows are left unchanged."""
     launch, features = call.tiling.large_dx, dx_TK.shape[1]
     kernels.large.large_dx[(-(-features // LARGE_SPAN), len(call.rows.runs_U3))](
         ds_TPR,
@@ -300,7 +306,8 @@ def large_dx(ds_TPR: Tensor, dx_TK: Tensor, call: SiteCall) -> None:
 
 
 def add_gradients(partial_da_QPRK: Tensor, partial_db_QLN: Tensor, call: SiteCall) -> None:
-    """Add the partial sums of dA and dB of slots with several pieces to the jobs' accumulators."""
+    """Add the partial sums of dA and dB to the accumulators of the jobs whose rows are split into several
+    pieces."""
     features, outputs = partial_da_QPRK.shape[-1], partial_db_QLN.shape[-1]
     columns = max(32, 4096 // call.ranks)
     blocks = call.parts * -(-features // columns) + call.bands * sum(call.blocks(columns))
@@ -324,7 +331,7 @@ def add_gradients(partial_da_QPRK: Tensor, partial_db_QLN: Tensor, call: SiteCal
 
 
 def row_lengths(weight_NK: Tensor, call: SiteCall) -> None:
-    """Write 1 / ‖W + scale · BA‖ for each row of W, for the slots that use DoRA."""
+    """Write 1 / ‖W + scale · BA‖ for each row of W and each job that uses DoRA."""
     table, g_out = call.group.table, call.group.g_out
     assert g_out is not None
     ranks = min(call.ranks, DIRECT_RANKS)

@@ -28,15 +28,18 @@ TOGETHER_RANKS = 256
 LARGE_SHARED_MEMORY = 160 << 10
 """Bytes of shared memory on the GPUs for which the block sizes for 16-bit dtypes were tuned."""
 PROGRAMS = 128
-"""Number of programs that saturate a large GPU's memory bandwidth. Sums over many columns are split."""
+"""Number of programs that saturate a large GPU's memory bandwidth. Sums over many columns are split to have
+about as many."""
 MASKING_PROGRAMS = 512
 """Number of programs that saturate the memory bandwidth if they also compute dropout masks."""
 DIRECT_RANKS = 64
-"""Maximum rank for which a fused product has registers. Beyond it, separate kernels compute sB and ds · A."""
+"""Maximum rank for which a fused product has registers. For larger ranks, separate kernels compute sB and ds
+· A."""
 FUSED_SHARED_MEMORY = 227 << 10
 """Bytes of shared memory that a fused product needs."""
 BESIDE_COLUMNS = 32
-"""Fixed cost of one wave of programs of a fused product, in units of the time that one more column takes."""
+"""Fixed cost of one wave of programs of a fused product. The unit is the time for one column more per
+program."""
 FUSED_COLUMNS = 128
 """A fused product requires every linear to start at a multiple of this number of columns."""
 CODED_INNER = 128
@@ -49,13 +52,12 @@ of 256 columns have no registers."""
 
 
 class ProductPlan(StrEnum):
-    """The method by which the tiled kernels compute a linear. `wide`: kernels add the adapters' output to a
-    product that `torch.mm` has written in float32. `fused`: one kernel computes both. `beside`: dA and dB are
-    computed concurrently with the frozen product of the backward, not before it; this costs a second read of
-    dy.
+    """The method by which the tiled kernels compute a linear with adapters. `wide`: kernels add the adapters'
+    output to a product that `torch.mm` has written in float32. `fused`: one kernel computes both. `beside`:
+    dA and dB are computed concurrently with the frozen product of the backward, not before it; this costs a
+    second read of dy.
 
-    All plans sum in float32 and round once. The output of a newly initialised adapter is smaller than the
-    last digit of the frozen product, so rounding before the addition would lose it.
+    All plans sum in float32 and round once, since rounding earlier would lose the output of a new adapter.
     """
 
     wide = "wide"
@@ -80,10 +82,11 @@ class KernelLaunch:
     warps: int
     stages: int
     rows: int = 64
-    """Rows per iteration in kernels that loop over the rows of a piece. All other kernels process one tile of
-    rows per program."""
+    """Rows per iteration in kernels that loop over a longer range of rows. All other kernels process one tile
+    of rows per program."""
     parts_per_program: int = 1
-    """Number of parts per program in kernels that read x once for several parts."""
+    """Number of parts (bands of ranks of one linear) per program in kernels that read x once for several
+    parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ class Tiling:
     concurrently with a product."""
     da: KernelLaunch
     large_y: KernelLaunch
-    """Launch parameters of the kernel that writes sB of large slots before a fused product."""
+    """Launch parameters of the kernel that writes sB of jobs with large ranks before a fused product."""
     large_dx: KernelLaunch
     y: ProductBlocks
     dx: ProductBlocks
@@ -129,7 +132,7 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class SiteCall:
-    """The arguments of the kernels for one group of linears and one microbatch."""
+    """The arguments of the kernels for linears that share their input, and one microbatch."""
 
     group: Group
     rows: Rows
@@ -153,12 +156,12 @@ class SiteCall:
 
     @property
     def ranks(self) -> int:
-        """Rank of one part, rounded up to a power of two."""
+        """Number of ranks that a program processes at a time, rounded up to a power of two."""
         return rank_block(self.group.rank)
 
     @property
     def has_large(self) -> bool:
-        """Whether the group may have large slots, whose rank exceeds the registers of a fused product."""
+        """Whether a job may have a large rank, which exceeds the registers of a fused product."""
         return self.group.rank > DIRECT_RANKS
 
     @property
@@ -176,8 +179,8 @@ class SiteCall:
 
     @property
     def adapters(self) -> tuple[Tensor, ...]:
-        """Arguments of kernels: dropout keys of slots, token indices of rows, and the addresses, ranks,
-        dropout thresholds and site checksums of adapters."""
+        """Arguments of kernels: dropout keys of jobs, token indices of rows, and the addresses, ranks,
+        dropout thresholds and name checksums of adapters."""
         rows, table = self.rows, self.group.table
         own = table.address_PS4, table.rank_PS, table.threshold_PS, table.crc_P
         return rows.key_S, rows.token_index_T, *own
@@ -190,7 +193,7 @@ class SiteCall:
         return (None, None) if scales is None else (scales.address_PSA, scales.number_PSn)
 
     def blocks(self, columns: int) -> list[int]:
-        """Return the number of blocks of `columns` columns in each site's output."""
+        """Return the number of blocks of `columns` columns in each linear's output."""
         return [-(-(high - low) // columns) for low, high in self.group.columns]
 
     def alignment(self, operand: Tensor) -> int:
@@ -217,12 +220,14 @@ def precision(operand: Tensor) -> str:
 
 
 def rank_block(rank: int) -> int:
-    """Return the rank of a part, at most BAND, rounded up to a power of two that tensor cores support."""
+    """Return the size of a block of ranks: at most BAND, rounded up to a power of two that tensor cores
+    support."""
     return max(MIN_RANK, 1 << (min(rank, BAND) - 1).bit_length())
 
 
 def parts_per_program(group: Group) -> int:
-    """Return the number of parts per program: one for each linear of the group if their ranks fit, else 1."""
+    """Return the number of parts per program: one per linear of the group if their ranks fit the registers,
+    else 1."""
     sites = len(group.columns)
     return sites if sites * rank_block(group.rank) <= TOGETHER_RANKS else 1
 
@@ -385,7 +390,8 @@ def _launches_for_many_ranks(group: Group) -> dict[str, KernelLaunch]:
 
 
 def _launches_for_32_bits(group: Group) -> dict[str, KernelLaunch]:
-    """Return launch parameters by kernel with small blocks, since exact float32 leaves few registers."""
+    """Return the launch parameters by kernel for 32-bit dtypes. Blocks are small, since exact float32 leaves
+    few registers."""
     launch = KernelLaunch(32, warps=8, stages=1, rows=32)
     reader = replace(launch, parts_per_program=parts_per_program(group))
     others = dict.fromkeys(("up", "ds", "ds_db", "db", "large_y", "large_dx"), launch)

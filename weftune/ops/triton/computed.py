@@ -22,7 +22,7 @@ def pair_pointer(pairs, entry, WHICH: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def site_width(site, WIDTHS: tl.constexpr, P: tl.constexpr):
-    """Return the number of outputs (columns of B) of a site."""
+    """Return the number of outputs (columns of B) of a linear."""
     width = WIDTHS[0]
     for p in tl.static_range(1, P):
         width = tl.where(site == p, WIDTHS[p], width)
@@ -34,8 +34,8 @@ def write_pairs(
     like, pairs, strides, matrices, K,
     WIDTHS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Write A (the rows of one constant, scaled by d) and B (the columns of the other constant, scaled by e),
-    C columns of both, for a slot that uses VeRA."""
+    """Write C columns of A (one constant, whose rows are scaled by d) and of B (another constant, whose
+    columns are scaled by e) for a job that uses VeRA."""
     entry = tl.program_id(0)
     ranks = tl.load(strides + entry * 3)
     if ranks == 0:

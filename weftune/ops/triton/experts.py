@@ -163,7 +163,8 @@ def expert_product(
 
 @triton.jit
 def gate_and_up(gate_up, row, column_B, inside_B, WIDTH: tl.constexpr):
-    """Load B columns of gate and of up from a row of `gate_up`, which holds gate first and up after it."""
+    """Load B columns of gate and of up from a row of `gate_up`, which holds first all of gate, then all of
+    up."""
     at_B = gate_up + row * (2 * WIDTH) + column_B
     gate_B = tl.load(at_B, mask=inside_B, other=0.0).to(tl.float32)
     return gate_B, tl.load(at_B + WIDTH, mask=inside_B, other=0.0).to(tl.float32)
@@ -209,7 +210,8 @@ def gated_backward(dact, gate_up, weight, act, dgate_up, dweight, WIDTH: tl.cons
 
 @triton.jit
 def summed_choices(y, places, total, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute B columns of the sum over a token's experts, in the order of the token's choices."""
+    """Compute B columns of the sum of the outputs of a token's experts, in the order of the token's
+    choices."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     column_B = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)

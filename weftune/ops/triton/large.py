@@ -1,7 +1,6 @@
-"""Kernels for large slots. A slot is the table index of a job; it is large if its job has more ranks than a
-fused product has registers for. These kernels write the adapter's output of large slots to the output tensor,
-and the fused product then adds the values that it finds there to its own sum. Rows of all other slots are not
-touched.
+"""Kernels for large slots: jobs with more ranks than a fused product has registers for. They write the
+adapter's output to the output tensor; the fused product then adds the values that it finds there to its own
+sum. Rows of all other slots are not touched. A slot is the table index of a job.
 
 A program processes the rows of one slot in a block of M rows, and SPAN columns, C of them at a time. It keeps
 its part of s = xAᵀ in registers. SPAN is large, so that few programs find no large slot.
@@ -42,7 +41,7 @@ def load_low_rank_rows(s, row_M, stop, part, ranks, P: tl.constexpr, R: tl.const
 
 @triton.jit
 def load_weight_columns(weight, column_C, width, ranks, R: tl.constexpr):
-    """Load C columns of A or B of a part that is `width` columns wide. Ranks beyond the slot's are zero."""
+    """Load C columns of A or B of a part that is `width` columns wide. Ranks beyond the job's are zero."""
     r_R = tl.arange(0, R)
     owned_RC = (r_R < ranks)[:, None] & (column_C < width)[None, :]
     return tl.load(weight + r_R[:, None] * width + column_C[None, :], mask=owned_RC, other=0.0)
@@ -67,7 +66,7 @@ def large_y(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write sB of a large slot to its rows of y, in SPAN columns of one site."""
+    """Write sB of a job with a large rank to its rows of y, in SPAN columns of one linear."""
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, SITES, SPAN)
     run = runs + tl.program_id(1) * 3
@@ -109,7 +108,8 @@ def large_y(
 
 @triton.jit
 def large_ranks(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.constexpr, R: tl.constexpr):
-    """Return the number of ranks of a slot in the first band of a site if the slot is large there, else 0."""
+    """Return the number of ranks of a job in the first band of a linear if the job's rank is large there,
+    else 0."""
     ranks = tl.load(rank + site * S + slot)
     return tl.where(is_large(rank, site, slot, S, P, BANDS, R), ranks, 0)
 
@@ -118,7 +118,7 @@ def large_ranks(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.co
 def kept_values(
     sum_MC, key, token_index, threshold, crc, slot, site, row_M, stop, k_C, S: tl.constexpr, P: tl.constexpr
 ):
-    """Return the values that the site's dropout mask keeps, and zero for the others."""
+    """Return `sum_MC` with zeros where the dropout mask of a job at a linear drops values."""
     token_M = tl.load(token_index + row_M, mask=row_M < stop, other=0)
     drawn = site_key(key, crc, slot, site)
     feature_C = first_input(crc, P) + k_C
@@ -149,7 +149,8 @@ def large_dx(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write ds · A with dropout masks, summed over all sites where the slot is large, in SPAN columns."""
+    """Write ds · A with dropout masks, summed over all linears where the job's rank is large, in SPAN
+    columns."""
     SITES: tl.constexpr = P // BANDS
     run = runs + tl.program_id(1) * 3
     start = tl.load(run)

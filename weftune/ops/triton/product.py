@@ -43,8 +43,8 @@ def tile_blocks(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 @triton.jit
 def part_bounds(column, N, COLUMNS: tl.constexpr, P: tl.constexpr):
-    """Return (part, first column of the part, end of the part) for a column. If there is a single part,
-    `COLUMNS` is not used."""
+    """Return the part (range of columns) that a column belongs to, as (index, first column, end). If there is
+    a single part, `COLUMNS` is not used."""
     part = 0
     low = 0
     high = N if P == 1 else COLUMNS[1]
@@ -104,7 +104,7 @@ def own_rank_product(
     DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `low_rank_product` for a slot that has at most OWN ranks in the part."""
+    """Compute `low_rank_product` for a job that has at most OWN ranks in the part."""
     r_R = tl.arange(0, OWN)
     weight_RH = tl.load(
         weight + r_R[:, None] * (high - low) + (column_H - low)[None, :],
@@ -150,10 +150,10 @@ def low_rank_product(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return the product of s and a slot's B (WHICH 1) or A (WHICH 0) of a part, which the caller adds to the
-    slot's own rows. The result in other rows is undefined.
+    """Return the product of s and a job's B (WHICH 1) or A (WHICH 0) of a part, which the caller adds to the
+    job's own rows. The result in other rows is undefined.
 
-    Small ranks have a separate code path if other slots have much larger ones.
+    Small ranks have a separate code path if other jobs have much larger ones.
     """
     weight = matrix_pointer(address, part * S + slot, WHICH, s.dtype.element_ty, ALIGNMENT)
     if R > 32 and ranks <= 16:
@@ -181,7 +181,7 @@ def add_residual_and_bias(y_MH, residual, bias, n_H, row, column, N):
 
 @triton.jit
 def has_scaled_outputs(runs, first, end, scales, part, S: tl.constexpr):
-    """Return whether one of the runs belongs to a slot that scales outputs."""
+    """Return whether one of the runs (ranges of rows of one job) belongs to a job that scales outputs."""
     some = False
     turn = first
     while turn < end:
@@ -194,8 +194,8 @@ def has_scaled_outputs(runs, first, end, scales, part, S: tl.constexpr):
 def scale_runs(
     y_MH, runs, first, end, bias, scales, with_bias, part, row_M, n_H, low, high, S: tl.constexpr, s
 ):
-    """Return y with the rows of every run scaled by the g of the run's slot. For a slot that also scales the
-    bias, the bias is adjusted accordingly."""
+    """Return y with the rows of every run multiplied by the scales g of the run's job. For a job that also
+    scales the bias, the bias is adjusted accordingly."""
     turn = first
     while turn < end:
         run = runs + turn * 3

@@ -18,7 +18,8 @@ from weftune.ops.triton.slots import column_block
 
 @triton.jit
 def scale_at(address, entry, column_C, inside_C, TYPE: tl.constexpr):
-    """Return the scale g of a slot that has one: its trained vector, multiplied by any factor of DoRA."""
+    """Return the scales g of a job that has them: its trained vector, multiplied by DoRA's factor if it has
+    one."""
     value = tl.load(address + entry * 3).to(tl.pointer_type(TYPE))
     g_C = tl.load(value + column_C, mask=inside_C, other=0.0).to(tl.float32)
     return g_C * inverse_at(address, entry, column_C, inside_C)
@@ -44,7 +45,7 @@ def scale(
     x, out, tiles, address, N,
     COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Compute out = x ⊙ g, with the g of the tile's slot. x is copied if the slot has no scale."""
+    """Compute out = x ⊙ g, where g are the scales of the tile's job. x is copied if the job has no scales."""
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
     tile = tl.program_id(1)
     start = tl.load(tiles + tile * 3)
@@ -71,9 +72,9 @@ def unscale(
     IN_PLACE: tl.constexpr, COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Compute du = dy ⊙ g of the piece's slot, or dy if the slot has no scale; du is dy if IN_PLACE. The
-    piece's share of the gradient of the trained vector, Σ dy · u · inverse, is added to the accumulator if
-    the slot has no other piece, and written to `partial` otherwise."""
+    """Compute du = dy ⊙ g for a piece (range of a job's rows), or copy dy if the job has no scales g. If
+    IN_PLACE, du is dy. The piece's part of the gradient of the trained vector, Σ dy · u · inverse, is added
+    to the accumulator if the job has no other piece, and written to `partial` otherwise."""
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
     piece = tl.program_id(1)
     start = tl.load(pieces + piece * 4)
@@ -123,7 +124,8 @@ def add_shares(
     partial, sums, address, N,
     COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients in `partial`, of slots with several pieces, to the slots' accumulators."""
+    """Add the partial gradients of jobs with several pieces (ranges of rows) from `partial` to the
+    accumulators."""
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
     which = tl.program_id(1)
     slot = tl.load(sums + which * 3)
@@ -141,7 +143,8 @@ def add_shares(
 
 @triton.jit
 def nth_slots(scales, site, nth_Z, S: tl.constexpr):
-    """Return the n-th of the slots whose scale has DoRA's factor, or −1 if there are fewer."""
+    """Return the n-th slot (table index of a job) among those with DoRA's factor, or −1 if there are
+    fewer."""
     slot_S = tl.arange(0, S)
     asks_S = tl.load(scales + (site * S + slot_S) * 3 + 2) != 0
     number_S = tl.cumsum(asks_S.to(tl.int32), axis=0) - 1

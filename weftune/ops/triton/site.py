@@ -60,7 +60,7 @@ def down_of_tile(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `down` for a slot with at most OWN ranks in each part, which alone are multiplied and
+    """Compute `down` for a job with at most OWN ranks in each part. Only OWN ranks are multiplied and
     written."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     first = tl.program_id(2) * TOGETHER
@@ -145,7 +145,8 @@ def down_by_ranks(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `down` of a tile. Small ranks have a code path of their own beside much larger ones."""
+    """Compute `down` of a tile of rows. Small ranks have a separate code path if other jobs have much larger
+    ones."""
     if R > 32 and max_ranks <= 16:
         down_of_tile(
             x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
@@ -185,10 +186,10 @@ def down(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute s = factor · drop(x)Aᵀ of a tile of rows for TOGETHER parts, with x read once. If SPLIT,
-    compute a partial sum, over a range of the inputs, without the factor.
+    """Compute s = factor · drop(x)Aᵀ of a tile of rows for TOGETHER parts (bands of ranks of one linear),
+    with x read once. If SPLIT, compute a partial sum, over a range of the inputs, without the factor.
 
-    Nothing is written for parts in which the slot has no ranks, and masks are drawn only for slots with
+    Nothing is written for parts in which the job has no ranks, and masks are drawn only for jobs with
     dropout.
     """
     tile = tl.program_id(0)
@@ -237,7 +238,8 @@ def sum_rows(
     M: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """Compute s or ds as factor · the sum of partial sums, SHARES[p] up to SHARES[p + 1] for part p."""
+    """Compute s or ds: the factor times the sum of partial sums. Those of part p have the indices from
+    SHARES[p] up to SHARES[p + 1]."""
     tile = tl.program_id(0)
     start = tl.load(tiles + tile * 3) + tl.program_id(1) * M
     stop = tl.load(tiles + tile * 3 + 1)

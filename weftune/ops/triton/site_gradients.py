@@ -54,7 +54,7 @@ def ds_db_of_piece(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `ds_db` for a slot with at most OWN ranks. Only OWN ranks are multiplied; tensors keep the
+    """Compute `ds_db` for a job with at most OWN ranks. Only OWN ranks are multiplied; tensors keep the
     layout for R ranks."""
     piece = tl.program_id(1)
     band, block = tl.program_id(0) % BANDS, tl.program_id(0) // BANDS
@@ -120,12 +120,13 @@ def ds_db(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dB of some columns over a piece, and these columns' contribution to ds, from one read of dy.
+    """Compute dB in C columns for a piece (range of a job's rows), and these columns' part of ds, from one
+    read of dy.
 
-    dB is accumulated transposed, columns by ranks: so the tensor cores read both products from the same copy
-    of dy in shared memory, whatever the rank. Small ranks have a separate code path if other slots have
-    larger ones; it needs no more registers or shared memory than the path for large ranks. Programs of the
-    bands of the same columns are adjacent: the second finds dy in the cache.
+    dB is accumulated transposed, columns by ranks, so that the tensor cores can read both products from the
+    same copy of dy in shared memory for any rank. Small ranks have a separate code path if other jobs have
+    larger ones; it needs no more registers or shared memory. Programs of the bands of the same columns are
+    adjacent: the second finds dy in the cache.
     """
     slot = tl.load(pieces + tl.program_id(1) * 4 + 2)
     if slot < 0:
@@ -173,7 +174,7 @@ def ds_of_tile(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `ds_alone` for a slot that has at most OWN ranks. Only OWN ranks are multiplied and written."""
+    """Compute `ds_alone` for a job that has at most OWN ranks. Only OWN ranks are multiplied and written."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     part = tl.program_id(2)
     row_M = (start + tl.arange(0, M)).to(tl.int64)
@@ -227,10 +228,10 @@ def ds_alone(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute ds = factor · dyBᵀ of a tile and a part, without dB. If SPLIT, compute a partial sum, over a
-    range of the outputs, without the factor.
+    """Compute ds = factor · dyBᵀ for a tile of rows and a part (a band of ranks of one linear), without dB.
+    If SPLIT, compute a partial sum, over a range of the outputs, without the factor.
 
-    Nothing is written for parts in which the slot has no ranks.
+    Nothing is written for parts in which the job has no ranks.
     """
     tile, part = tl.program_id(0), tl.program_id(2)
     low = 0
@@ -291,7 +292,7 @@ def da_of_piece(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `da` for a slot that has at most OWN ranks in each part. Only OWN ranks are multiplied."""
+    """Compute `da` for a job that has at most OWN ranks in each part. Only OWN ranks are multiplied."""
     piece = tl.program_id(1)
     first = tl.program_id(2) * TOGETHER
     start = tl.load(pieces + piece * 4)
@@ -371,7 +372,8 @@ def da_by_ranks(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `da` of a piece. Small ranks have a separate code path if other slots have much larger ones."""
+    """Compute `da` of a piece (range of a job's rows). Small ranks have a separate code path if other jobs
+    have much larger ones."""
     if R > 32 and max_ranks <= 16:
         da_of_piece(
             x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, K,
@@ -407,11 +409,11 @@ def da(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dA of some columns over a piece for TOGETHER parts, with x read once.
+    """Compute dA in C columns for a piece (range of a job's rows) and TOGETHER parts, with x read once.
 
-    The tile of x is transposed, columns by rows: so the tensor cores accept it whatever the rank. Values in
-    ds beyond a slot's ranks only affect columns of the sum that are not stored. Masks are drawn only for
-    slots with dropout.
+    The tile of x is transposed, columns by rows, so that the tensor cores accept it for any rank. Values in
+    ds beyond a job's ranks only affect columns of the sum that are not stored. Masks are drawn only for jobs
+    with dropout.
     """
     first = tl.program_id(2) * TOGETHER
     slot = tl.load(pieces + tl.program_id(1) * 4 + 2)
@@ -452,7 +454,7 @@ def dx_of_part(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return the given sum plus ds · A of one part."""
+    """Return `sum_MC` plus ds · A of one part (a band of ranks of one linear)."""
     r_R = tl.arange(0, R)
     entry = part * S + slot
     ranks = tl.load(rank + entry)
@@ -559,8 +561,8 @@ def add_gradients(
     C: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """Add the gradients of the pieces of a slot, in order, to the slot's accumulators. It is launched for
-    slots with several pieces."""
+    """Add the partial sums of dA and dB of a job's pieces (ranges of its rows), in order, to the job's
+    accumulators. The kernel is launched for jobs with several pieces."""
     slot = tl.load(sums + tl.program_id(1) * 3)
     first = tl.load(sums + tl.program_id(1) * 3 + 1)
     end = tl.load(sums + tl.program_id(1) * 3 + 2)

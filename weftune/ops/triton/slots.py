@@ -18,8 +18,8 @@ SECOND = tl.constexpr(0xC2B2AE35)
 STRIDE = tl.constexpr(0x9E3779B9)
 NEVER = tl.constexpr(-(1 << 31))
 DIRECT = tl.constexpr(64)
-"""Maximum ranks of a part that a fused product adds by itself. For slots with more, the module `large` writes
-the adapter's output."""
+"""Maximum rank that a fused product adds by itself. For jobs with more, the module `large` writes the
+adapter's output."""
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def hash_bits(value):
 
 @triton.jit
 def site_key(key, crc, slot, part):
-    """Return the dropout key of a slot's seed and step at one site, as `ops.dropout.key` does."""
+    """Return the dropout key of a job's seed and step at one linear, as `ops.dropout.key` does."""
     return hash_bits((tl.load(key + slot) ^ tl.load(crc + part)).to(tl.uint32, bitcast=True))
 
 
@@ -65,15 +65,16 @@ def keep_mask(row, column, threshold):
 
 @triton.jit
 def matrix_pointer(address, entry, WHICH: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Return the pointer to A (WHICH 0), B (1), dA (2) or dB (3) of a table entry."""
+    """Return the pointer to A (WHICH 0), B (1), dA (2) or dB (3) of one job at one linear, from the table's
+    entry."""
     pointer = tl.load(address + entry * 4 + WHICH).to(tl.pointer_type(TYPE))
     return tl.multiple_of(pointer, ALIGNMENT)
 
 
 @triton.jit
 def padded_rank_mask(r_R, rank):
-    """Return the mask of the ranks to load: those of a job, rounded up to a multiple of 8. No more is
-    transferred, still 16 bytes at a time.
+    """Return the mask of the ranks to load: those of a job, rounded up to a multiple of 8, so that no others
+    are transferred and each load still has 16 bytes.
 
     Up to 16 ranks are all transferred: a mask would cost more than it saves.
     """
@@ -85,7 +86,8 @@ def padded_rank_mask(r_R, rank):
 
 @triton.jit
 def largest_rank(rank, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
-    """Return the largest number of ranks that a slot has in any of TOGETHER parts."""
+    """Return the largest number of ranks that a job has in any of TOGETHER parts (bands of ranks of one
+    linear)."""
     max_ranks = tl.load(rank + first * S + slot)
     for i in tl.static_range(1, TOGETHER):
         max_ranks = tl.maximum(max_ranks, tl.load(rank + (first + i) * S + slot))
@@ -94,7 +96,7 @@ def largest_rank(rank, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
 
 @triton.jit
 def has_dropout_in_any(threshold, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
-    """Return whether a slot uses dropout in any of TOGETHER parts."""
+    """Return whether a job uses dropout in any of TOGETHER parts (bands of ranks of one linear)."""
     highest = tl.load(threshold + first * S + slot)
     for i in tl.static_range(1, TOGETHER):
         highest = tl.maximum(highest, tl.load(threshold + (first + i) * S + slot))
@@ -103,7 +105,7 @@ def has_dropout_in_any(threshold, first, slot, S: tl.constexpr, TOGETHER: tl.con
 
 @triton.jit
 def band_count(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.constexpr):
-    """Return the number of bands in which a slot has ranks at a site (bands split large ranks)."""
+    """Return the number of bands in which a job has ranks at a linear (large ranks are split into bands)."""
     bands = 0
     for band in tl.static_range(BANDS):
         bands += (tl.load(rank + (band * (P // BANDS) + site) * S + slot) > 0).to(tl.int32)
@@ -112,7 +114,7 @@ def band_count(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.con
 
 @triton.jit
 def is_large(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.constexpr, R: tl.constexpr):
-    """Return whether a slot has more ranks at a site than a fused product adds by itself."""
+    """Return whether a job has more ranks at a linear than a fused product adds by itself."""
     if BANDS > 1 and R <= DIRECT:
         return tl.load(rank + (P // BANDS + site) * S + slot) > 0
     else:
