@@ -1,5 +1,6 @@
-"""The config.json and the tokenizer of a base, and the rule for its weights: only safetensors inside the
-base's folder are opened. This module does not import torch, for commands that only count.
+"""Reading of the config.json and the tokenizer of a base, and the rule that only safetensors files inside the
+base's folder are opened for weights. This module does not import torch, since commands that only compute
+sizes do not need it.
 
 A pickle (`pytorch_model.bin`) can run its author's code as soon as it is opened, and `weights_only` has been
 circumvented more than once. Therefore pickles are not opened, and the error message says how to convert them.
@@ -121,7 +122,8 @@ def _fetch_from_hub(spec: BaseSpec) -> Path:
 
 
 def convert_command(model: str) -> str:
-    """Return a shell command that writes the same model as safetensors to a folder beside it."""
+    """Return a shell command that converts a model to safetensors. The new folder is beside the model's
+    folder or, for a Hub id, in the current directory."""
     target = f"{Path(model).name}-safetensors" if not Path(model).is_dir() else f"{model}-safetensors"
     return f'python -c "{CONVERT}" {shlex.quote(model)} {shlex.quote(target)}'
 
@@ -152,7 +154,8 @@ def no_safetensors(name: str, found_format: str | None = None) -> BaseModelError
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Return a dict from tensor to file from a sharded model's index. Files must be in the index's folder."""
+    """Read the index of a model whose weights are in several files, and return a dict from tensor name to
+    file name. Raise BaseModelError if the index is damaged or names a file outside its folder."""
     try:
         values: Any = json.loads(index.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -62,7 +62,9 @@ class QuantLinear(nn.Linear):
         by kernels."""
         self.input_maxima: WholeMaxima | None = None
         self.output_maxima: WholeMaxima | None = None
-        """Functions for the rows of inputs and of outputs, if shards divide them."""
+        """`input_maxima` and `output_maxima` are functions that turn the largest values of the local parts of
+        rows of inputs, or of output gradients, into those of whole rows. None unless shards divide these
+        rows."""
         stored = weight_format.parts(*shape)
         self._parts = tuple(stored)
         for name, part in stored.items():
@@ -103,7 +105,8 @@ class QuantLinear(nn.Linear):
 
 @dataclass(frozen=True, slots=True)
 class QuantWeight:
-    """The weight of a QuantLinear, whose tensors may be replaced between reads."""
+    """The weight of a `QuantLinear`. It looks up the module's tensors on every use, since they may be
+    replaced."""
 
     module: QuantLinear
 

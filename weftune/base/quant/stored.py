@@ -1,5 +1,5 @@
 """The quantisation of a base, from its spec or its config, and the size of its weights in bytes. This module
-does not import torch, for commands that only count."""
+does not import torch, since commands that only compute sizes do not need it."""
 
 from __future__ import annotations
 
