@@ -32,8 +32,8 @@ _Linears = Sequence[tuple[str, int, int, bool]]
 
 
 _Layer = tuple[tuple[SiteShape, ...], int]
-"""The sites (linears that adapters can change) of a layer, named by their paths inside the layer, and the
-number of all parameters of the layer."""
+"""The sites (adaptable linears) of a layer, named by their paths inside the layer, and the layer's parameter
+count."""
 
 
 def _layer_sites(
@@ -51,7 +51,7 @@ def _layer_sites(
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The layers of a family's model, and the sites and parameters outside them."""
+    """The layers of a model, and its sites (adaptable linears) and parameters outside the layers."""
 
     hidden: int
     layers: tuple[_Layer, ...]
@@ -60,7 +60,7 @@ class _Parts:
     layers_path: str = "model.layers"
     """Module path of the list of layers."""
     outer_sites: tuple[SiteShape, ...] = ()
-    """Sites outside the layers. They precede the sites of the layers."""
+    """Sites outside the layers. In the order of sites, they come first."""
 
 
 DEFAULTS: Mapping[str, Config] = {

@@ -275,8 +275,8 @@ class _LaidAgain(torch.autograd.Function):
 
 
 class _Replaced(torch.autograd.Function):
-    """An autograd function that takes attention computed without prefix keys, and replaces it by attention
-    with prefix keys in the rows of samples that have them."""
+    """An autograd function that replaces attention without prefix keys by attention with prefix keys, in the
+    rows of samples that have them."""
 
     @staticmethod
     def forward(ctx: Any, prefixes: GatheredPrefixes, unprefixed_THD: Tensor, attended_ZHD: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Rules for which models can be a base: the known families, the refused kinds, and a check at load that
-packed samples get the same logits as transformers computes for each sample alone.
+"""Rules for which models can be a base: known families, refused kinds, and a check at load that packed
+samples get the same logits as transformers computes for each sample alone.
 
 Shapes: T rows of the pack, L rows of one sample, V vocabulary.
 """
@@ -46,8 +46,8 @@ that attend to another sample, or have a wrong position, exceed this limit by fa
 of eager attention, stay far below it."""
 
 CHEAP_WINDOW = 64
-"""Largest sliding window, in tokens, that the check at load covers for a known family. Tests cover the longer
-windows of known families."""
+"""Largest sliding window of a known family, in tokens, that the check at load covers. Tests cover longer
+ones."""
 MAX_WINDOW = 8192
 
 
@@ -101,8 +101,8 @@ def find_unsupported_kind(config: PretrainedConfig) -> str | None:
 @phase(Phase.CHECKING)
 @torch.no_grad()
 def check_packing(base: Base, plain: str) -> None:
-    """Raise BaseModelError if a forward of packed samples gives other logits than a separate forward of each
-    sample with `plain`, an attention implementation of transformers."""
+    """Raise BaseModelError if a forward of packed samples gives other logits than a forward of each sample
+    with transformers' attention `plain`."""
     name, known = base.spec.model, base.model.config.model_type in KNOWN
     samples = [sample_tokens(length, base) for length in sample_lengths(base, known)]
     routing = Routing(base.model)
@@ -134,8 +134,8 @@ def check_packing(base: Base, plain: str) -> None:
 
 
 def sample_lengths(base: Base, is_known_family: bool) -> tuple[int, ...]:
-    """Return the lengths in tokens of three samples with which packing is checked. One of them is longer than
-    the sliding window if the check has to cover the window."""
+    """Return the lengths in tokens of the three samples of the check. One is longer than the sliding window
+    if the check has to cover the window."""
     config, context = base.model.config, base.shape.context
     window = getattr(config, "sliding_window", None)
     longest = 12
@@ -168,8 +168,8 @@ def make_microbatch(samples: list[Tensor]) -> Microbatch:
 
 
 def logit_distance(a_LV: Tensor, b_LV: Tensor) -> float:
-    """Return the norm of the difference between the logits `a_LV` and `b_LV`, divided by the norm of the
-    deviations of `b_LV` from the mean of each row. NaN if a value is not finite."""
+    """Return the norm of `a_LV` − `b_LV`, divided by the norm of `b_LV` after subtracting its row means. NaN
+    if a value is not finite."""
     a_LV, b_LV = a_LV.double(), b_LV.double()
     spread = (b_LV - b_LV.mean(dim=-1, keepdim=True)).norm()
     return ((a_LV - b_LV).norm() / spread).item()

@@ -138,7 +138,7 @@ DECODERS: Mapping[str, DecoderFacts] = {
 
 
 def extra_value_count(family: str, sites: Sequence[SiteShape]) -> int:
-    """Return the number of values per token that a fused layer of this family keeps beyond those of a Llama
+    """Return how many more values per token a fused layer of this family keeps for its backward than a Llama
     layer with the same linears. 0 if the family's layers are not fused."""
     if (facts := DECODERS.get(family)) is None:
         return 0

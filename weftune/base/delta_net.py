@@ -40,8 +40,8 @@ def separate_samples(model: PreTrainedModel) -> None:
 
 
 class PackedDeltaNet:
-    """A replacement for the forward of a Gated DeltaNet layer, with transformers' signature, that keeps
-    packed samples separate. Without a pack it calls the original forward."""
+    """A forward of a Gated DeltaNet layer, with transformers' signature, that keeps packed samples separate.
+    Without a pack it calls the original forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
@@ -168,8 +168,7 @@ def summations_not_supported() -> AbstractContextManager[object]:
 
 
 def have_equal_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Return the indices of samples, grouped by the samples' numbers of chunks, so that a batch of one group
-    needs no extra padding."""
+    """Return the indices of samples, grouped by number of chunks, so that batches need no extra padding."""
     found: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         found.setdefault(-(-length // CHUNK), []).append(index)

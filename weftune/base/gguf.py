@@ -67,8 +67,7 @@ MAX_LENGTH = 2**27
 
 
 def convert_cached(file: Path) -> Path:
-    """Return the model folder converted from a GGUF file. The file is converted on the first call, and the
-    folder is kept in the cache."""
+    """Return the model folder converted from a GGUF file. The folder is kept in the cache."""
     if not file.is_file():
         raise BaseModelError(f"There is no GGUF file {file}.")
     return convert_into(cache_folder() / "gguf" / f"{file.stem}-{fingerprint(file)}", file)
@@ -203,8 +202,8 @@ def cache_reads(gguf: Any) -> Iterator[None]:
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
 
     class PlainReader(reader):  # type: ignore[misc, valid-type]
-        """A GGUF reader that keeps the file's data as a plain array, because it takes a million slices, and
-        slices of a memory map are slow."""
+        """A GGUF reader that keeps the file's data as a plain array, since a million slices of a memory map
+        are slow."""
 
         def __setattr__(self, key: str, value: Any) -> None:
             super().__setattr__(key, np.asarray(value) if key == "data" else value)
@@ -219,8 +218,8 @@ def cache_reads(gguf: Any) -> Iterator[None]:
 
 
 def write_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write the config and the weights of a model to a folder, as `save_pretrained` would if it did not
-    refuse models that were read from GGUF files."""
+    """Write a model's config and weights to a folder. `save_pretrained` refuses models read from GGUF
+    files."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.config.save_pretrained(folder)

@@ -211,8 +211,8 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
 def _load_tensors(
     spec: BaseSpec, config: BaseConfig, files: WeightFiles, device: torch.device
 ) -> PreTrainedModel:
-    """Load a model tensor by tensor from safetensors files, which may hold quantised weights or a multimodal
-    model with a text tower."""
+    """Load a model tensor by tensor from safetensors files. The weights may be quantised, and the model may
+    be the text tower of a multimodal one."""
     model = empty_model(config, base_dtype(spec, device), files)
     missing = missing_parameters(model, files)
     if missing and config.quantisation and not (config.is_wrapped or config.quantisation.stored):

@@ -41,19 +41,18 @@ class Base:
     device: torch.device
     dtype: torch.dtype
     held: LayerRange | None = None
-    """Range of the layers on this worker. None if all layers are on this worker. `shape` counts only the
-    layers on this worker. If the worker has several stages, the range extends from the start of its first
-    stage to the end of its last one."""
+    """Range of the layers on this worker, or None for all layers. `shape` counts only layers on this worker.
+    With several stages, the range extends from the start of the worker's first stage to the end of its
+    last."""
     all_sites: tuple[SiteShape, ...] = ()
-    """Sites (linears that adapters can change) of all stages, each with the sizes of the whole linear even if
-    this worker holds only a shard of it. Empty if the whole base is on this worker."""
+    """Sites (adaptable linears) of all stages, with the sizes of whole linears also where layers are sharded.
+    Empty if the whole base is on this worker."""
     stored: Callable[[str], Tensor | None] | None = None
-    """Function that takes the name of a parameter and returns the full parameter if it is streamed or divided
-    among shards, and None otherwise. The field is None if the model has no such parameters."""
+    """Function from the name of a parameter to its whole value if it is streamed or divided among shards, and
+    to None otherwise. The field is None if no parameter is streamed or divided."""
     slices: Mapping[str, SiteSlice] = field(default_factory=dict)
-    """Maps the name of each site (a linear that adapters can change) to the part of its weight on this
-    worker, if layers are divided into shards (tensor parallelism). `shape` then has the sizes of these parts.
-    Empty without shards."""
+    """Maps each site (an adaptable linear) to the part of it on this worker, if layers are divided into
+    shards (tensor parallelism). `shape` then has the sizes of these parts. Empty without shards."""
     vocabulary_shard: VocabularyShard | None = None
     """Tokens whose rows of the embedding and of the head are on this worker. None if these rows are not
     divided among shards."""
@@ -80,8 +79,8 @@ class Base:
 
     @property
     def trained_sites(self) -> tuple[SiteShape, ...]:
-        """Sites whose adapter parameters this worker stores and updates, namely the sites of its layers. Each
-        has the sizes of the whole linear, even if this worker holds only a shard of the linear."""
+        """Sites (adaptable linears) whose adapter parameters this worker stores and updates: those of its
+        layers, with the sizes of whole linears also where layers are sharded."""
         if not self.slices:
             return self.shape.sites
         return tuple(site for site in self.all_sites if site.name in self.slices)
@@ -105,15 +104,15 @@ class Base:
         return base
 
     def sites(self) -> dict[str, nn.Module]:
-        """Return a dict from the path of each site to its module: first the linears that adapters can change,
-        in the model's order, then experts, by the paths of their parameters."""
+        """Return a dict from the path of each site to its module: first adaptable linears, in the model's
+        order, then experts, by the paths of their parameters."""
         return site_modules(self.model)
 
     def weight_reader(self) -> Callable[[str], Tensor]:
-        """Return a function that takes the path of a site or of the embedding and returns its weight [N, K]
-        from the device or the host. For the embedding's path with `.embed_scale` appended, the function
-        returns the factor by which embeddings are multiplied; for the path of a scalar head, the standard
-        deviation of the head's initial values."""
+        """Return a function from the path of a site or of the embedding to its weight [N, K], on the device
+        or the host. For the embedding's path with `.embed_scale` appended, it returns the factor by which
+        embeddings are multiplied; for the path of a scalar head, the standard deviation of the head's initial
+        values."""
         modules: dict[str, nn.Module] = {}
 
         def read(site: str) -> Tensor:
@@ -145,7 +144,8 @@ class Base:
         return read
 
     def _read_parameter(self, site: str, name: str, default: Tensor) -> Tensor:
-        """Return a site's parameter from the host if it is streamed or divided, otherwise `default`."""
+        """Return a parameter of a site (an adaptable linear) from `stored` if it is streamed or divided among
+        shards, otherwise `default`."""
         stored = None if self.stored is None else self.stored(f"{site}.{name}")
         if stored is None and self.slices:
             raise BaseModelError(
@@ -201,8 +201,8 @@ def isolate_samples(model: PreTrainedModel) -> None:
 
 
 def plain_attention(config: PretrainedConfig) -> str:
-    """Return the name of the attention implementation that transformers would use. For a model with a
-    soft-cap it is `eager`, since sdpa in older versions of transformers ignores soft-caps."""
+    """Return the name of the attention implementation that transformers would use. With a soft-cap it is
+    `eager`, since sdpa in older versions ignores soft-caps."""
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return "eager" if capped else str(config._attn_implementation)
 
@@ -217,8 +217,8 @@ def logit_multiplier(config: PretrainedConfig) -> float:
 
 
 def own_config(model: PreTrainedModel) -> None:
-    """Replace the model's config, which transformers shares by reference, by a copy, and set options of
-    mixtures of experts in the copy."""
+    """Replace the model's config, which transformers shares by reference, by a copy with options for mixtures
+    of experts."""
     shared, own = model.config, copy.deepcopy(model.config)
     if own.model_type in MIXTURES:
         # There is no loss on the routers' logits, and torch has no grouped products in float64.

@@ -30,8 +30,7 @@ def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def experts(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return a dict from module path to the module with all experts of a layer. It is empty unless the model
-    is a mixture of experts."""
+    """Return a dict from path to the module with all experts of a layer; empty without experts."""
     if model.config.model_type not in MIXTURES:
         return {}
     return {name: module for name, module in model.named_modules() if name.endswith(f".{EXPERTS}")}
@@ -51,8 +50,8 @@ def embedding_module(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def model_sites(model: PreTrainedModel) -> Iterator[SiteShape]:
-    """Yield the shape of every site (a linear, or the linears of a layer's experts, that adapters can
-    change), in the model's own order."""
+    """Yield the shape of every site (an adaptable linear, or the experts of a layer), in the model's own
+    order."""
     found, mixed = linears(model), experts(model)
     last_layer = model.config.num_hidden_layers - 1
     for name, _ in model.named_modules():

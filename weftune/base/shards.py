@@ -327,8 +327,8 @@ def _site_slices(facts: DecoderFacts, sizes: _Sizes, team: ShardTeam) -> dict[st
 
 
 def _key_heads(sizes: _Sizes, team: ShardTeam) -> tuple[int, int]:
-    """Return the first key/value head of this worker's shard, and the head after the shard's last one. If
-    there are fewer heads than shards, several shards have the same head."""
+    """Return the first key/value head of this worker's shard, and the one after its last. If there are fewer
+    heads than shards, several shards have the same head."""
     if sizes.key_heads % team.shards == 0:
         return team.part(sizes.key_heads)
     own = team.shard * sizes.key_heads // team.shards
@@ -360,8 +360,8 @@ def _cut_bias(bias: nn.Parameter | None, part: SiteSlice) -> nn.Parameter | None
 
 
 def _set_head_counts(attention: nn.Module, sizes: _Sizes, team: ShardTeam) -> None:
-    """Set the head counts of an attention module, and those in its config, to the counts of this worker's
-    shard, since some families read them."""
+    """Set the head counts of an attention module and its config to those of the shard, since some families
+    read them."""
     first, last = _key_heads(sizes, team)
     counts = {"num_attention_heads": sizes.heads // team.shards, "num_key_value_heads": last - first}
     config = copy.copy(attention.config)

@@ -37,8 +37,7 @@ from weftune.errors import BaseModelError
 
 @dataclass(frozen=True, slots=True)
 class EndModules:
-    """Names of the layers of a family's decoder, and of the modules before and after the layers, as
-    attributes of the decoder."""
+    """Names of the layers, and of the modules before and after them, as attributes of a family's decoder."""
 
     layers: str = "layers"
     embedding: str = "embed_tokens"
@@ -126,8 +125,7 @@ def make_stage_base(
 
 
 def local_shape(model: PreTrainedModel, whole_shape: ModelShape, layers: int) -> ModelShape:
-    """Return the shape of a base of which `model` has only `layers` layers. `whole_shape` is the shape of all
-    layers."""
+    """Return the shape of a base of which `model` contains only `layers` layers."""
     return replace(whole_shape, layers=layers, parameters=values(model), sites=tuple(model_sites(model)))
 
 

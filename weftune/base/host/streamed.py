@@ -1,5 +1,5 @@
-"""A streamed base: its layers are in host memory or in files, and are copied in turn to slots, which are a
-few fixed ranges of device memory.
+"""A streamed base: its layers are in host memory or in files, and are copied in turn to slots, a few fixed
+ranges of device memory.
 
 Every streamed stage (consecutive layers) is a contiguous range of bytes on the host and is always copied to
 the same slot. The parameters of its layers are views of the slot, so no address ever changes.
@@ -85,13 +85,12 @@ class WeightPiece:
 @dataclass(frozen=True, eq=False)
 class StreamedBase:
     whole: Base
-    """All stages of this worker as one base. The parameters of streamed layers are views of their slots,
-    which are ranges of device memory."""
+    """All stages of this worker as one base. Parameters of streamed layers are views of ranges of `arena`."""
     part: WorkerLayout
     sources: Mapping[int, StageSource]
     """Maps each streamed stage to the source of its bytes. Resident stages are absent."""
     arena: Tensor
-    """Slots on the device, [slots, bytes]."""
+    """Device memory of all slots, uint8 [slots, bytes]. Each holds one streamed stage at a time."""
 
     @cached_property
     def stages(self) -> tuple[Base, ...]:
@@ -101,7 +100,7 @@ class StreamedBase:
         )
 
     def slot(self, stage: int) -> Tensor:
-        """Return the slot of a streamed stage on the device."""
+        """Return the device memory that holds the parameters of a streamed stage while it is loaded."""
         return self.arena[self.part.slot_of_stage(stage), : self.sources[stage].size]
 
     def refuse_copies(self) -> None:
@@ -121,8 +120,8 @@ def load_streamed(
     worker: int = 0,
     team: ShardTeam | None = None,
 ) -> StreamedBase:
-    """Load a worker's stages from the base's files. If `team` is given, load only the worker's shard of these
-    stages. Each tensor is read directly to its final location: the device, or host memory if streamed. With
+    """Load a worker's stages from the base's files. If `team` is given, load only its shard of them. Each
+    tensor is read directly to its final location: the device, or host memory if streamed. With
     `keeps_files_mapped`, streamed tensors stay in the files."""
     if team is not None:
         refuse_sharding(spec, team.shards)
@@ -163,8 +162,8 @@ def stream_model(
     worker: int = 0,
     team: ShardTeam | None = None,
 ) -> StreamedBase:
-    """Build a streamed base from a worker's stages of a model in memory, which is consumed. If `team` is
-    given, use only the worker's shard of these stages."""
+    """Build a streamed base from a worker's stages (its shard of them if `team` is given) of a model in
+    memory, which is consumed."""
     refuse_unknown_family(model.config, spec.model)
     part = layout.for_worker(worker)
     shard = None if team is None else cut_model(model, spec, team, _layers_per_stage(part))
@@ -250,8 +249,8 @@ def _use_expandable_segments(device: torch.device) -> None:
 def _stages_in_memory(
     pieces: Mapping[int, Sequence[WeightPiece]], device: torch.device, fill: Fill
 ) -> dict[int, StageSource]:
-    """Load the streamed stages into one buffer of host memory, each into a contiguous range. Return a dict
-    from stage number to range."""
+    """Load the streamed stages into one buffer of host memory, each into a contiguous range. Return these
+    ranges by stage number."""
     starts, total = {}, 0
     for stage, found in pieces.items():
         starts[stage] = total

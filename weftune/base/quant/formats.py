@@ -1,4 +1,4 @@
-"""The formats of quantised weights: tensors that represent a matrix, and the conversion both ways.
+"""Formats of quantised weights: the tensors of a quantised matrix, quantisation and dequantisation.
 
 nf4 is stored as bitsandbytes stores it: four bits per value, blocks of 64 with one maximum each, and the
 maxima quantised in turn (double quantisation). W = code[bits] · maximum of the block, which is

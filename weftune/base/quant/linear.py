@@ -62,9 +62,8 @@ class QuantLinear(nn.Linear):
         by kernels."""
         self.input_maxima: WholeMaxima | None = None
         self.output_maxima: WholeMaxima | None = None
-        """`input_maxima` and `output_maxima` are functions that turn the largest values of the local parts of
-        rows of inputs, or of output gradients, into those of whole rows. None unless shards divide these
-        rows."""
+        """Functions that combine the largest values of rows over all shards: of rows of inputs, and of rows
+        of output gradients. None unless shards divide these rows."""
         stored = weight_format.parts(*shape)
         self._parts = tuple(stored)
         for name, part in stored.items():
