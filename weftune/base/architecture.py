@@ -32,7 +32,8 @@ _Linears = Sequence[tuple[str, int, int, bool]]
 
 
 _Layer = tuple[tuple[SiteShape, ...], int]
-"""The sites of a layer, named by their paths inside it, and the number of all its parameters."""
+"""The sites (adaptable linears) of a layer, named by their paths inside the layer, and the layer's parameter
+count."""
 
 
 def _layer_sites(
@@ -50,7 +51,7 @@ def _layer_sites(
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The layers of a family's model, and the sites and parameters outside them."""
+    """The layers of a model, and its sites (adaptable linears) and parameters outside the layers."""
 
     hidden: int
     layers: tuple[_Layer, ...]
@@ -59,7 +60,7 @@ class _Parts:
     layers_path: str = "model.layers"
     """Module path of the list of layers."""
     embedding_projections: tuple[SiteShape, ...] = ()
-    """Sites outside the layers. They precede the sites of the layers."""
+    """Sites outside the layers. In the order of sites, they come first."""
 
 
 DEFAULTS: Mapping[str, Config] = {
@@ -123,8 +124,8 @@ def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelSha
 
 
 def refuse_shards(spec: BaseSpec, config: Config, shards: int) -> None:
-    """Raise BaseModelError if the layers of a base with this config.json cannot be divided into so many
-    shards."""
+    """Raise BaseModelError if the layers of a base with this config.json cannot be divided into `shards`
+    shards (tensor parallelism)."""
     if shards == 1:
         return
     text = text_values(config) if config.get("model_type") in WRAPPERS else config
@@ -138,9 +139,9 @@ def refuse_shards(spec: BaseSpec, config: Config, shards: int) -> None:
 
 
 def refuse_repeated_heads(quantisation: Quantised | None, key_heads: int, name: str, shards: int) -> None:
-    """Raise BaseModelError if several shards would have the same key/value heads of a base whose format
-    rounds gradients. Each of them has a part of a head's gradient, and rounded parts differ from the rounded
-    sum."""
+    """Raise BaseModelError if several shards would hold the same key/value head and the quantisation format
+    (fp8) rounds gradients. Each shard would round its part of the head's gradient, and the sum of rounded
+    parts differs from the rounded sum."""
     if quantisation is not None and quantisation.quantize in MULTIPLIED_AS_STORED and key_heads % shards:
         raise BaseModelError(
             f"{name} in {quantisation.quantize} has {key_heads} key/value heads, and {shards} shards would "
@@ -159,8 +160,9 @@ def can_be_sharded(spec: BaseSpec, config: Config, shards: int) -> bool:
 
 
 def has_half_layers(config: Config) -> bool:
-    """Return whether the layers of a base with this config.json can run one half at a time, so that the sums
-    over shards of a microbatch overlap with the computation of another. Fused layers can."""
+    """Return whether the layers of a base with this config.json can run in two halves (attention and
+    feed-forward), so that the sums over shards of one microbatch overlap with the computation of another.
+    Only fused layers can."""
     text = text_values(config) if config.get("model_type") in WRAPPERS else config
     facts = DECODERS.get(str(text.get("model_type")))
     return facts is not None and text.get(facts.activation_key, facts.activations[0]) in facts.activations
@@ -175,8 +177,8 @@ def refuse_family_on_shards(family: str, name: str) -> None:
 
 
 def refuse_uneven_shards(heads: int, key_heads: int, intermediate_size: int, name: str, shards: int) -> None:
-    """Raise BaseModelError if shards cannot have equal parts. `intermediate_size` is the width of the
-    feed-forward."""
+    """Raise BaseModelError if the heads or the feed-forward, whose width is `intermediate_size`, cannot be
+    divided evenly among the shards."""
     if heads % shards or intermediate_size % shards or (key_heads % shards and shards % key_heads):
         raise BaseModelError(
             f"{name} has {heads} attention heads, {key_heads} key/value heads and a feed-forward of "
@@ -237,7 +239,8 @@ def _configured_values(config: Config) -> dict[str, Any]:
 
 
 def _decoder_parts(facts: DecoderFacts, config: Config) -> _Parts:
-    """Return the parts of a Llama-like model: q, k, v and o, then gate, up and down."""
+    """Return the layers and other parameters of a Llama-like model. Each layer has q, k, v and o, then gate,
+    up and down."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     bias = facts.uses_biases and bool(config["mlp_bias"])
     gate_up = (inner, inner) if len(facts.gate_up) == 2 else (2 * inner,)
@@ -269,8 +272,8 @@ def _norm_parameters(facts: DecoderFacts, config: Config) -> int:
 
 
 def _mixture_parts(facts: MixtureFacts, config: Config) -> _Parts:
-    """Return the parts of a model with Llama-like attention, then a router and experts. Some layers may have
-    an MLP instead, which cannot be adapted."""
+    """Return the layers and other parameters of a mixture of experts. Each layer has Llama-like attention,
+    then a router and experts or, in some models, an MLP that cannot be adapted."""
     hidden, inner, layers = (int(config[key]) for key in ("hidden_size", facts.inner, "num_hidden_layers"))
     count = int(config.get("num_experts") or config["num_local_experts"])
     active = int(config["num_experts_per_tok"])
@@ -339,8 +342,8 @@ def _gpt2_parts(config: Config) -> _Parts:
 
 
 def _qwen3_5_parts(config: Config) -> _Parts:
-    """Return the parts of a model with Gated DeltaNet in most layers and attention with a gated q in all
-    other layers."""
+    """Return the layers and other parameters of a model with Gated DeltaNet in most layers and attention with
+    a gated q in all other layers."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     head, wide, narrow = _head_counts(config)
     bias = bool(config["attention_bias"])

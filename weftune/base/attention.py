@@ -78,16 +78,16 @@ class Prefixes:
 
 @dataclass(frozen=True, slots=True)
 class GatheredPrefixes:
-    """Prefix keys and values in a pass that is captured as a CUDA graph, which selects samples by index. The
-    samples with prefix keys are copied to Z separate rows, together with their prefix keys and with unused
-    rows of zeros."""
+    """Prefix keys and values for a pass that is captured as a CUDA graph, in which index tensors select the
+    samples. The samples with prefix keys are copied to Z separate rows, together with their prefix keys and
+    with unused rows of zeros."""
 
     read: ReadKeys
     pack: Pack
     """Boundaries of the samples, with their prefix keys, in the Z rows."""
     source_Z: Tensor
-    """Index of the row of the pack that each of the Z rows copies. It is arbitrary for rows that are no copy.
-    """
+    """For each of the Z rows, the index of the pack's row that it copies. Arbitrary for rows that are not a
+    copy."""
     is_row_Z: Tensor
     """Whether each of the Z rows is a copy of a row of the pack."""
     prefix_key_indices: tuple[Tensor, ...]
@@ -251,7 +251,8 @@ def _attend_gathered(
 
 
 class _LaidAgain(torch.autograd.Function):
-    """Returns the given tensors, and a copy of those rows whose samples have prefix keys.
+    """An autograd function that returns the given tensors, and copies of the rows of samples that have prefix
+    keys.
 
     `_Replaced` discards the attention of the original rows, so their gradients are zero. The backward
     therefore overwrites these zeros with the gradients of the copy, instead of adding two tensors of the size
@@ -274,7 +275,8 @@ class _LaidAgain(torch.autograd.Function):
 
 
 class _Replaced(torch.autograd.Function):
-    """Replaces the attention of rows whose samples have prefix keys by attention that includes these."""
+    """An autograd function that replaces attention without prefix keys by attention with prefix keys, in the
+    rows of samples that have them."""
 
     @staticmethod
     def forward(ctx: Any, prefixes: GatheredPrefixes, unprefixed_THD: Tensor, attended_ZHD: Tensor) -> Tensor:
@@ -411,7 +413,8 @@ def attend_within_capped(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: R
 
 def visible_key_mask(rows: int, length: int, window: int | None, device: torch.device) -> Tensor:
     """Return a boolean mask, [rows, L], that says which of a sample's L keys each of its last `rows` rows
-    attends to. `window` limits them to the latest ones, the row itself included."""
+    attends to. `window` is the maximum number of keys per row: the most recent ones, including the row's
+    own."""
     row_L = torch.arange(length, device=device)
     distance_LL = row_L[length - rows :, None] - row_L
     return (distance_LL >= 0) & (distance_LL < (length if window is None else window))

@@ -1,5 +1,5 @@
-"""The models that can be a base: known families, refused kinds, and the check at load that packed samples get
-the same logits as transformers computes for each sample alone.
+"""Rules for which models can be a base: known families, refused kinds, and a check at load that packed
+samples get the same logits as transformers computes for each sample alone.
 
 Shapes: T rows of the pack, L rows of one sample, V vocabulary.
 """
@@ -41,11 +41,13 @@ RECURRENT = frozenset(
 )
 OTHER_MODALITIES = {"vision_config": "vision", "audio_config": "audio"}
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
-"""Maps a dtype to the tolerance relative to the logits' spread. Rows that attend to another sample, or have a
-wrong position, exceed it by far; rounding errors, also of eager attention, stay far below it."""
+"""Maps the base's dtype to the largest allowed `logit_distance` between packed and separate samples. Rows
+that attend to another sample, or have a wrong position, exceed this limit by far; rounding errors, also those
+of eager attention, stay far below it."""
 
 CHEAP_WINDOW = 64
-"""Largest sliding window of a known family that the check at load covers; the tests cover longer ones."""
+"""Largest sliding window of a known family, in tokens, that the check at load covers. Tests cover longer
+ones."""
 MAX_WINDOW = 8192
 
 
@@ -64,7 +66,8 @@ def refuse_config(config: PretrainedConfig, name: str) -> None:
 
 
 def recurrent_layers(config: PretrainedConfig) -> str | None:
-    """Return the config's name of layers with a recurrent state, or None if the model has no such layers."""
+    """Return the type of the model's first layer with a recurrent state, in words for a message. None if the
+    model has no such layer."""
     kinds = [str(kind) for key in LAYER_KINDS for kind in getattr(config, key, None) or ()]
     found = [kind for kind in kinds if kind in RECURRENT]
     if not found and getattr(config, "state_size", None) is not None:
@@ -98,7 +101,8 @@ def find_unsupported_kind(config: PretrainedConfig) -> str | None:
 @phase(Phase.CHECKING)
 @torch.no_grad()
 def check_packing(base: Base, plain: str) -> None:
-    """Raise if a packed forward differs from forwards of each sample under the attention `plain`."""
+    """Raise BaseModelError if a forward of packed samples gives other logits than a forward of each sample
+    with transformers' attention `plain`."""
     name, known = base.spec.model, base.model.config.model_type in KNOWN
     samples = [sample_tokens(length, base) for length in sample_lengths(base, known)]
     routing = Routing(base.model)
@@ -130,7 +134,8 @@ def check_packing(base: Base, plain: str) -> None:
 
 
 def sample_lengths(base: Base, is_known_family: bool) -> tuple[int, ...]:
-    """Return three sample lengths, one beyond the sliding window if the check has to cover the window."""
+    """Return the lengths in tokens of the three samples of the check. One is longer than the sliding window
+    if the check has to cover the window."""
     config, context = base.model.config, base.shape.context
     window = getattr(config, "sliding_window", None)
     longest = 12
@@ -163,7 +168,8 @@ def make_microbatch(samples: list[Tensor]) -> Microbatch:
 
 
 def logit_distance(a_LV: Tensor, b_LV: Tensor) -> float:
-    """Return the distance of the logits relative to their spread. NaN if a value is not finite."""
+    """Return the norm of `a_LV` − `b_LV`, divided by the norm of `b_LV` after subtracting its row means. NaN
+    if a value is not finite."""
     a_LV, b_LV = a_LV.double(), b_LV.double()
     spread = (b_LV - b_LV.mean(dim=-1, keepdim=True)).norm()
     return ((a_LV - b_LV).norm() / spread).item()
@@ -180,7 +186,7 @@ def use_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 Decision = tuple[Tensor, ...]
-"""Output of a router: logits, and weights and indices of the chosen experts of every token."""
+"""Output of a router for every token: its logits, and the weights and indices of the chosen experts."""
 
 
 class Routing:
@@ -207,7 +213,8 @@ class Routing:
 
     @contextmanager
     def replay_decisions(self) -> Iterator[None]:
-        """Make a pass over all tokens of the recorded passes, concatenated, use the recorded decisions."""
+        """Within the context, make the routers return the recorded decisions. A pass must then have the
+        tokens of all recorded passes, concatenated."""
 
         def replace_decision(router: nn.Module, _: Any, __: Decision) -> Decision:
             return tuple(torch.cat(parts) for parts in zip(*self._decisions[router], strict=True))

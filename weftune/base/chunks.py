@@ -29,7 +29,7 @@ class LayerKeys:
     keys_LGD: Tensor
     values_LGD: Tensor
     requires_gradient: bool = False
-    """Whether the keys and values of some chunk so far depend on a trained parameter."""
+    """Whether the keys and values of any chunk written so far depend on a trained parameter."""
     gradients: tuple[Tensor, Tensor] | None = None
     """Gradients of keys and values, summed over the backwards so far. None before the first backward."""
 

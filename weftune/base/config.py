@@ -1,5 +1,6 @@
-"""The config.json and the tokenizer of a base, and the rule for its weights: only safetensors inside the
-base's folder are opened. This module does not import torch, for commands that only count.
+"""Reading of the config.json and the tokenizer of a base, and the rule that only safetensors files inside the
+base's folder are opened for weights. This module does not import torch, which commands that only compute
+sizes do not need.
 
 A pickle (`pytorch_model.bin`) can run its author's code as soon as it is opened, and `weights_only` has been
 circumvented more than once. Therefore pickles are not opened, and the error message says how to convert them.
@@ -39,7 +40,7 @@ CONVERT = (
 
 
 def read_config(spec: BaseSpec) -> dict[str, Any]:
-    """Return the values of config.json. Whether the model can be a base is checked only when it is loaded."""
+    """Return the values of the base's config.json. This does not check whether the model can be a base."""
     folder = model_folder(spec)
     file = Path(folder) / CONFIG if Path(folder).is_dir() else _fetch_from_hub(spec)
     try:
@@ -121,14 +122,15 @@ def _fetch_from_hub(spec: BaseSpec) -> Path:
 
 
 def convert_command(model: str) -> str:
-    """Return a shell command that writes the same model as safetensors to a folder beside it."""
+    """Return a shell command that converts a model to safetensors, in a folder beside its own or, for a Hub
+    id, in the current directory."""
     target = f"{Path(model).name}-safetensors" if not Path(model).is_dir() else f"{model}-safetensors"
     return f'python -c "{CONVERT}" {shlex.quote(model)} {shlex.quote(target)}'
 
 
 def refuse_unsafe(folder: Path, name: str) -> None:
-    """Raise if all weights in a folder are pickles, or if it is an adapter folder. The message calls the
-    folder `name`."""
+    """Raise BaseModelError if the only weights in a folder are pickles, or if it is an adapter folder. `name`
+    is the folder's name in the message."""
     if (folder / ADAPTER_CONFIG).is_file():
         raise BaseModelError(
             f"The folder {name} holds an {ADAPTER_CONFIG}: as a base, name the model that the adapter is for."
@@ -152,7 +154,8 @@ def no_safetensors(name: str, found_format: str | None = None) -> BaseModelError
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Return a dict from tensor to file from a sharded model's index. Files must be in the index's folder."""
+    """Read the index of a model whose weights are in several files, and return a dict from tensor name to
+    file name. Raise BaseModelError if the index is damaged or names a file outside its folder."""
     try:
         values: Any = json.loads(index.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -170,7 +173,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. If it is empty or truncated, raise an error with its name."""
+    """Open a safetensors file. Raise BaseModelError with the file's name if it is empty or damaged."""
     try:
         file = safe_open(path, framework="pt")
     except SafetensorError as error:

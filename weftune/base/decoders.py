@@ -18,7 +18,8 @@ from weftune.core.shapes import EXPERT_PARAMETERS, TEXT_TOWER, SiteShape, is_nam
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderFacts:
     """The structure of a layer: norm → q,k,v → rotary → attention → o, and norm → gate,up → activation →
-    down, each branch around a residual. Names are module paths inside a layer; the defaults are Llama's."""
+    down, each branch with a residual connection. Names are module paths inside a layer; the defaults are
+    Llama's."""
 
     config: Mapping[str, Any]
     """Default values of keys that the family's config.json may omit."""
@@ -137,7 +138,7 @@ DECODERS: Mapping[str, DecoderFacts] = {
 
 
 def extra_value_count(family: str, sites: Sequence[SiteShape]) -> int:
-    """Return the number of values per token that a fused layer of this family keeps beyond those of a Llama
+    """Return how many more values per token a fused layer of this family keeps for its backward than a Llama
     layer with the same linears. 0 if the family's layers are not fused."""
     if (facts := DECODERS.get(family)) is None:
         return 0
@@ -248,7 +249,8 @@ ROTATES_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 def text_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a wrapper's config values for its text tower, as a config of the family that computes it."""
+    """Return the config of a multimodal model's text tower, with the model type of the family that computes
+    the same on text."""
     own = {key: value for key, value in (config.get("text_config") or {}).items() if value is not None}
     kind = str(own.get("model_type") or WRAPPERS[config["model_type"]])
     tied = config.get("tie_word_embeddings")
@@ -262,7 +264,7 @@ def text_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_with_wrapper(name: str) -> str:
-    """Return the name of a module or weight of the text model in the multimodal wrapper."""
+    """Return the name that a module or weight of the text model has in the multimodal model."""
     return f"{TEXT_TOWER}.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 

@@ -40,7 +40,8 @@ def separate_samples(model: PreTrainedModel) -> None:
 
 
 class PackedDeltaNet:
-    """The forward of a layer, with transformers' signature. Without a pack it calls the original forward."""
+    """A forward of a Gated DeltaNet layer, with transformers' signature, that keeps packed samples separate.
+    Without a pack it calls the original forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
@@ -96,8 +97,8 @@ class PackedDeltaNet:
         lengths: Sequence[int],
         states: Sequence[dict[int, tuple[Tensor, Tensor]]],
     ) -> Tensor:
-        """Continue every sample from its state of the earlier pass, and replace that state: the last inputs
-        of the convolution, and the matrix of the recurrence."""
+        """Continue every sample from the state of its previous pass, return the outputs, and replace the
+        state, which consists of the last inputs of the convolution and the matrix of the recurrence."""
         module, found = self._module, []
         samples = self._samples(qkv_TN, b_TH, a_TH, lengths)
         for (qkv_LN, beta_LH, decay_LH), state in zip(samples, states, strict=True):
@@ -120,8 +121,9 @@ class PackedDeltaNet:
         earlier_inputs: int = 0,
         matrix: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the outputs of the recurrence and its last state. The first `earlier_inputs` inputs of the
-        convolution are of an earlier pass, whose recurrence ended with the state `matrix`."""
+        """Return the outputs of the recurrence and its last state. The first `earlier_inputs` rows belong to
+        an earlier pass and are inputs of the convolution only; `matrix` is the state of the recurrence after
+        that pass."""
         module = self._module
         weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
         qkv_SLN = self._convolve(qkv_SLN.mT, weight, bias, activation=module.activation).mT[
@@ -146,8 +148,9 @@ class PackedDeltaNet:
 
 
 class SumsByProducts(TorchFunctionMode):
-    """A mode that computes cumulative sums of floats as products with a triangular matrix of ones: on a GPU
-    torch has no other deterministic cumulative sum, and the backward is a cumulative sum, too."""
+    """A torch function mode that computes cumulative sums of floats as products with a triangular matrix of
+    ones. Torch has no deterministic cumulative sum on a GPU, and the backward of a cumulative sum needs one
+    too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -165,7 +168,7 @@ def summations_not_supported() -> AbstractContextManager[object]:
 
 
 def have_equal_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Return groups of samples with equal numbers of chunks, so that batches need no extra padding."""
+    """Return the indices of samples, grouped by number of chunks, so that batches need no extra padding."""
     found: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         found.setdefault(-(-length // CHUNK), []).append(index)

@@ -62,19 +62,20 @@ MAX_TENSORS = 100_000
 MAX_KEY_BYTES = 65_535
 MAX_DIMENSIONS = 4
 LENGTH_KEYS = ("context_length", "window")
-"""Parts of the names of sizes in the header that are not dimensions of a tensor."""
+"""Substrings of the names of header keys whose values are lengths in tokens, not dimensions of a tensor."""
 MAX_LENGTH = 2**27
 
 
 def convert_cached(file: Path) -> Path:
-    """Return the model folder converted from `file`. It is cached."""
+    """Return the model folder converted from a GGUF file. The folder is kept in the cache."""
     if not file.is_file():
         raise BaseModelError(f"There is no GGUF file {file}.")
     return convert_into(cache_folder() / "gguf" / f"{file.stem}-{fingerprint(file)}", file)
 
 
 def fingerprint(file: Path) -> str:
-    """Return a hash of the file's size, time and first MiB, since hashing a whole GGUF file is too slow."""
+    """Return a hash of a GGUF file's size, modification time and first MiB. Hashing the whole file would be
+    too slow."""
     status = file.stat()
     with file.open("rb") as stream:
         start = hashlib.sha256(stream.read(1 << 20)).hexdigest()
@@ -120,7 +121,8 @@ def find_damaged_file(folder: Path) -> str:
 
 @cache
 def _find_damaged(folder: Path, file_states: tuple[tuple[str, int, int], ...]) -> str:
-    """Return the result of `find_damaged_file`, which is cached in the process until a file changes."""
+    """Return the result of `find_damaged_file`. It is cached in this process until `file_states`, the name,
+    size and modification time of each file, changes."""
     try:
         record = json.loads((folder / CHECKSUMS).read_bytes())
         if not {"config.json", "model.safetensors"} <= record.keys():
@@ -144,7 +146,7 @@ def file_checksums(path: Path) -> list[int]:
 
 
 def delete_gguf_cache(folder: Path) -> None:
-    """Rename the folder before deleting it, so that no process finds it half deleted."""
+    """Delete a converted folder. It is renamed first, so that no process finds it half deleted."""
     aside = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
     with suppress(FileNotFoundError):
         folder.rename(aside)
@@ -182,7 +184,7 @@ def wrap_read_errors(file: Path) -> Iterator[None]:
 
 
 def refuse_oversized_header(file: Path) -> None:
-    """Raise if the header of a file describes a larger model than the file's tensors."""
+    """Raise ValueError if the header of a GGUF file describes a larger model than the file's tensors."""
     sizes = [prod(shape) for shape in read_header(file).tensors.values()]
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     with torch.device("meta"):
@@ -200,7 +202,8 @@ def cache_reads(gguf: Any) -> Iterator[None]:
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
 
     class PlainReader(reader):  # type: ignore[misc, valid-type]
-        """A reader that uses a plain array, since each of a million slices of a memory map would be slow."""
+        """A GGUF reader that keeps the file's data as a plain array, since a million slices of a memory map
+        are slow."""
 
         def __setattr__(self, key: str, value: Any) -> None:
             super().__setattr__(key, np.asarray(value) if key == "data" else value)
@@ -215,7 +218,8 @@ def cache_reads(gguf: Any) -> Iterator[None]:
 
 
 def write_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write the model as `save_pretrained` would, which refuses a model that was read from a GGUF file."""
+    """Write a model's config and weights to a folder. `save_pretrained` refuses models read from GGUF
+    files."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.config.save_pretrained(folder)
@@ -227,7 +231,8 @@ def write_model(model: PreTrainedModel, folder: Path) -> None:
 
 
 def restore_tokenizer_rule(tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, file: Path) -> None:
-    """Restore the pre-tokenizer rule of the GGUF file that transformers drops."""
+    """Restore the pre-tokenizer rule of the GGUF file, which transformers drops. Raise BaseModelError if
+    Weftune does not know the rule."""
     backend = tokenizer.backend_tokenizer
     if pre_tokenizer in SINGLE_DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)

@@ -1,5 +1,6 @@
 """Loading of a base, its shape or its tokenizer. The user names the base as the demo, a GGUF file, a local
-folder, or a Hub id. Of a multimodal wrapper, only the text tower is loaded, with the wrapper's names."""
+folder, or a Hub id. Of a multimodal model, only the text tower is loaded; its modules keep the names that
+they have in the multimodal model."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ class BaseConfig:
 
 
 class Tower(nn.Module):
-    """A replacement for a wrapper's inner model that has only the text tower."""
+    """A replacement for the inner model of a multimodal model that contains only the text tower."""
 
     def __init__(self, language_model: nn.Module) -> None:
         super().__init__()
@@ -210,7 +211,8 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
 def _load_tensors(
     spec: BaseSpec, config: BaseConfig, files: WeightFiles, device: torch.device
 ) -> PreTrainedModel:
-    """Load weights tensor by tensor: quantised weights, and the weights of a wrapper's text tower."""
+    """Load a model tensor by tensor from safetensors files. The weights may be quantised, and the model may
+    be the text tower of a multimodal one."""
     model = empty_model(config, base_dtype(spec, device), files)
     missing = missing_parameters(model, files)
     if missing and config.quantisation and not (config.is_wrapped or config.quantisation.stored):
@@ -254,7 +256,7 @@ def _refuse_missing(spec: BaseSpec, config: BaseConfig, names: Collection[str]) 
 
 
 def load_config(spec: BaseSpec, location: str) -> BaseConfig:
-    """Return the config of the trained model, which for a wrapper is its text tower."""
+    """Return the config of the model that is trained. For a multimodal model, this is its text tower."""
     with wrap_load_errors(spec):
         config = AutoConfig.from_pretrained(location, revision=spec.revision, trust_remote_code=False)
         found = _base_config(config, spec, location)

@@ -1,4 +1,4 @@
-"""The frozen base, or one stage of it, which computes the last hidden states of packed samples.
+"""The frozen base model, or one pipeline stage of it. It computes the last hidden states of packed samples.
 
 Shapes: T rows of the pack, D width of the last hidden state.
 """
@@ -41,18 +41,21 @@ class Base:
     device: torch.device
     dtype: torch.dtype
     local_layers: LayerRange | None = None
-    """The local layers; None if all layers are local. `shape` counts only these. With several local stages,
-    the range extends from the beginning of the first to the end of the last."""
+    """Range of the layers on this worker, or None for all layers. `shape` counts only layers on this worker.
+    With several stages, the range extends from the start of the worker's first stage to the end of its
+    last."""
     all_sites: tuple[SiteShape, ...] = ()
-    """Sites of all stages, and whole linears where shards are local. Empty if the whole base is local."""
+    """Sites (adaptable linears) of all stages, with the sizes of whole linears also where layers are sharded.
+    Empty if the whole base is on this worker."""
     stored: Callable[[str], Tensor | None] | None = None
-    """Function that takes the name of a parameter and returns the full parameter if it is streamed or divided
-    among shards, and None otherwise. The field is None if the model has no such parameters."""
+    """Function from the name of a parameter to its whole value if it is streamed or divided among shards, and
+    to None otherwise. The field is None if no parameter is streamed or divided."""
     slices: Mapping[str, SiteSlice] = field(default_factory=dict)
-    """Maps each site to the part of it that is local, if every layer is divided into shards. `shape` has the
-    sizes of the local parts."""
+    """Maps each site (an adaptable linear) to the part of it on this worker, if layers are divided into
+    shards (tensor parallelism). `shape` then has the sizes of these parts. Empty without shards."""
     vocabulary_shard: VocabularyShard | None = None
-    """Tokens whose rows of embedding and head are local, if these rows are divided among shards."""
+    """Tokens whose rows of the embedding and of the head are on this worker. None if these rows are not
+    divided among shards."""
 
     @property
     def first(self) -> bool:
@@ -76,8 +79,8 @@ class Base:
 
     @property
     def trained_sites(self) -> tuple[SiteShape, ...]:
-        """Sites whose adapter parameters this worker keeps and updates: those of its layers. Where layers are
-        divided into shards, every worker keeps the parameters of whole linears."""
+        """Sites (adaptable linears) whose adapter parameters this worker stores and updates: those of its
+        layers, with the sizes of whole linears also where layers are sharded."""
         if not self.slices:
             return self.shape.sites
         return tuple(site for site in self.all_sites if site.name in self.slices)
@@ -101,14 +104,15 @@ class Base:
         return base
 
     def sites(self) -> dict[str, nn.Module]:
-        """Return all linears that can be adapted, by module path, in the model's own order, then experts, by
-        the paths of their parameters."""
+        """Return a dict from the path of each site to its module: first adaptable linears, in the model's
+        order, then experts, by the paths of their parameters."""
         return site_modules(self.model)
 
     def weight_reader(self) -> Callable[[str], Tensor]:
-        """Return a function that reads the weight [N, K] of a site or of the embedding by its path, from the
-        device or the host. For the embedding's path with `.embed_scale` appended, it returns the factor of
-        the embeddings, and for a scalar head the standard deviation of its initial values."""
+        """Return a function from the path of a site or of the embedding to its weight [N, K], on the device
+        or the host. For the embedding's path with `.embed_scale` appended, it returns the factor by which
+        embeddings are multiplied; for the path of a scalar head, the standard deviation of the head's initial
+        values."""
         modules: dict[str, nn.Module] = {}
 
         def read(site: str) -> Tensor:
@@ -140,7 +144,8 @@ class Base:
         return read
 
     def _read_parameter(self, site: str, name: str, default: Tensor) -> Tensor:
-        """Return a site's parameter from the host if it is streamed or divided, otherwise `default`."""
+        """Return a parameter of a site (an adaptable linear) from `stored` if it is streamed or divided among
+        shards, otherwise `default`."""
         stored = None if self.stored is None else self.stored(f"{site}.{name}")
         if stored is None and self.slices:
             raise BaseModelError(
@@ -196,14 +201,15 @@ def isolate_samples(model: PreTrainedModel) -> None:
 
 
 def plain_attention(config: PretrainedConfig) -> str:
-    """Return the attention that transformers would use, but eager with a soft-cap, which older versions' sdpa
-    ignores."""
+    """Return the name of the attention implementation that transformers would use. With a soft-cap it is
+    `eager`, since sdpa in older versions ignores soft-caps."""
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return "eager" if capped else str(config._attn_implementation)
 
 
 def logit_multiplier(config: PretrainedConfig) -> float:
-    """Return the factor of the logits. Cohere's config has a multiplier, Granite's a divisor."""
+    """Return the factor by which logits are multiplied. Cohere's config has a multiplier, Granite's a
+    divisor."""
     scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
     if scale is not None:
         return float(scale)
@@ -211,7 +217,8 @@ def logit_multiplier(config: PretrainedConfig) -> float:
 
 
 def own_config(model: PreTrainedModel) -> None:
-    """Replace the model's config by a copy, since transformers shares it by reference."""
+    """Replace the model's config, which transformers shares by reference, by a copy with options for mixtures
+    of experts."""
     shared, own = model.config, copy.deepcopy(model.config)
     if own.model_type in MIXTURES:
         # There is no loss on the routers' logits, and torch has no grouped products in float64.

@@ -23,9 +23,8 @@ SCALING_KEYS = {"type", *(key for keys in ROPE_KEYS.values() for key in keys)}
 
 
 def context_length(config: Config) -> int:
-    """Return the largest sample length for which a sample's positions do not depend on others in the pack.
-    LongRoPE changes the rotation of all rows if the longest sample exceeds the original length, which is
-    therefore the limit for such a base."""
+    """Return the maximum number of tokens per sample. For a base with LongRoPE this is the original context,
+    since a longer sample would change the rotation of all rows of a pack."""
     longest, rope = _position_count(config), _rope_values(config)
     for one in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:
         if _rope_type(one) in LONG_ROPE:
@@ -34,15 +33,16 @@ def context_length(config: Config) -> int:
 
 
 def unscaled_context(config: Config) -> int | None:
-    """Return the context before any rope scaling, which `factor` of a rope scaling multiplies. None if the
-    context cannot be extended."""
+    """Return the context in tokens before any rope scaling. The `factor` of a rope scaling multiplies this
+    number. None if the context cannot be extended."""
     if config.get("model_type") in (*LEARNED, *LONG_ROPE_ONLY):
         return None
     return round(_original_context(config))
 
 
 def scaled_rope_values(config: Config, spec: BaseSpec) -> dict[str, Any]:
-    """Return the values of a config that the base's rope scaling changes."""
+    """Return the new values of the config keys that `spec.rope_scaling` changes. The dict is empty if the
+    spec has no rope scaling."""
     scaling = spec.rope_scaling
     if scaling is None:
         return {}

@@ -18,8 +18,9 @@ from weftune.core.weights import Weight, WeightHolder, is_coded, stored_bytes
 
 
 def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return all linears except the output layer, by module path. In a mixture of experts, only those of
-    attention: PEFT would take the names of other linears, which a few layers may have, for experts' names."""
+    """Return a dict from module path to linear, without the output layer. In a mixture of experts, linears
+    outside attention, which a few layers may have, are left out: PEFT would take their names for those of
+    experts."""
     output, mixes = model.get_output_embeddings(), model.config.model_type in MIXTURES
     return {
         name: module
@@ -29,14 +30,15 @@ def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def experts(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the experts of each layer of a mixture, by module path."""
+    """Return a dict from path to the module with all experts of a layer; empty without experts."""
     if model.config.model_type not in MIXTURES:
         return {}
     return {name: module for name, module in model.named_modules() if name.endswith(f".{EXPERTS}")}
 
 
 def site_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the module of every site: a linear, or the experts of a layer."""
+    """Return a dict from the name of each site to its module: a linear, or the module with all experts of a
+    layer."""
     mixed = {f"{path}.{name}": module for path, module in experts(model).items() for name in (GATE_UP, DOWN)}
     return linears(model) | mixed
 
@@ -48,7 +50,8 @@ def embedding_module(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def model_sites(model: PreTrainedModel) -> Iterator[SiteShape]:
-    """Yield every site that an adapter can have, in the model's own order."""
+    """Yield the shape of every site (an adaptable linear, or the experts of a layer), in the model's own
+    order."""
     found, mixed = linears(model), experts(model)
     last_layer = model.config.num_hidden_layers - 1
     for name, _ in model.named_modules():
@@ -113,7 +116,7 @@ def values(model: PreTrainedModel) -> int:
 
 
 def _site_bytes(modules: Collection[nn.Module]) -> float | None:
-    """Return the mean bytes per value of the sites' weights. None if no site is quantised."""
+    """Return the mean bytes per weight value of these linears. None if no linear is quantised."""
     if not any(isinstance(module, WeightHolder) for module in modules):
         return None
     stored = 0

@@ -61,8 +61,9 @@ class _Sizes:
 
 
 ReadWhole = Callable[[str], Tensor | None]
-"""Function that returns the whole weight of a site (an adaptable linear) or of the embedding by its name, for
-kinds of adapters that are initialised from it, or None for any other parameter."""
+"""Function from the name of a parameter to its whole weight, from which some kinds of adapters are
+initialised. It returns None for parameters other than the embedding and the weights of sites (adaptable
+linears)."""
 
 
 def _read_no_weight(_: str) -> None:
@@ -71,13 +72,13 @@ def _read_no_weight(_: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """The cut of a model to one shard of some of its layers."""
+    """A record of how a model is cut to one shard (tensor-parallel slice) of some of its layers."""
 
     team: ShardTeam
     whole: ModelShape
     """Sizes of the whole base."""
     slices: Mapping[str, SiteSlice]
-    """Maps each site of the layers to the part that this shard keeps."""
+    """Maps each site (an adaptable linear) of these layers to the part that this shard keeps."""
     read_whole: ReadWhole = _read_no_weight
 
     @property
@@ -101,7 +102,8 @@ class StoredWeights:
             self._shapes[path] = outputs, inputs
 
     def read_whole(self, name: str) -> Tensor | None:
-        """Return the whole weight of a site or of the embedding, or None for any other parameter."""
+        """Return the whole weight of a site (an adaptable linear) or of the embedding, or None for any other
+        parameter."""
         path = name.removesuffix(".weight")
         if path in self._quantised:
             return self._quantised[path].build_matrix(self._read_quantised(path))
@@ -122,8 +124,9 @@ class StoredWeights:
         return parts
 
     def part_reader(self, model: PreTrainedModel, shard: ModelShard) -> Fill:
-        """Return a function that writes a parameter of `model`, which has been cut to the shard, by its name
-        into a tensor. The tensors of a quantised weight should be requested in succession."""
+        """Return a function (name, tensor) that writes the shard's part of a parameter into the tensor.
+        `model` has already been cut to the shard. The tensors of a quantised weight should be requested one
+        after another, since only those of the latest weight are cached."""
         slices = dict(_parameter_slices(model, shard))
         read_plain = file_reader(model, self._files, self._device, slices)
         assert read_plain is not None, "the files hold the parameters of the whole model"
@@ -204,7 +207,8 @@ def cut_model(
     kept_layers: Sequence[LayerRange],
     read_whole: ReadWhole = _read_no_weight,
 ) -> ModelShard:
-    """Cut `model`, which may be without weights, in place to one shard of the given stages."""
+    """Cut `model` in place to one shard of the stages `kept_layers`, and return a record of the cut. The
+    model may be without weights."""
     _refuse_config(model.config, spec.model, team.shards)
     refuse_modules(model, spec.model)
     whole = model_shape(model, matrix_dtype(model))
@@ -220,8 +224,8 @@ def cut_model(
 def shard_base(
     model: PreTrainedModel, spec: BaseSpec, device: torch.device, shard: ModelShard, kept_layers: LayerRange
 ) -> Base:
-    """Return a model that has been cut to `shard` as a base whose layers sum over the shards. `kept_layers`
-    extends from the first of its layers to the last."""
+    """Return a base for a model that has been cut to `shard`, after making its layers sum their outputs over
+    the shards. `kept_layers` is the range from the first layer of the model to the last one."""
     layers = _layers(model)
     for layer in layers:
         _sum_over_shards(layer, DECODERS[model.config.model_type], shard.team.sum_over_shards)
@@ -269,7 +273,7 @@ def _parameter_slices(model: PreTrainedModel, shard: ModelShard) -> Iterator[tup
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers that this worker holds."""
+    """Return the layers of `model` that are on this worker."""
     layers = cast(nn.ModuleList, getattr(find_decoder(model), ENDS[model.config.model_type].layers))
     return [layer for layer in layers if not isinstance(layer, Elsewhere)]
 
@@ -323,8 +327,8 @@ def _site_slices(facts: DecoderFacts, sizes: _Sizes, team: ShardTeam) -> dict[st
 
 
 def _key_heads(sizes: _Sizes, team: ShardTeam) -> tuple[int, int]:
-    """Return the first key/value head of a shard and the one after its last. If there are fewer heads than
-    shards, several shards have the same head."""
+    """Return the first key/value head of this worker's shard, and the one after its last. If there are fewer
+    heads than shards, several shards have the same head."""
     if sizes.key_heads % team.shards == 0:
         return team.part(sizes.key_heads)
     own = team.shard * sizes.key_heads // team.shards
@@ -356,7 +360,8 @@ def _cut_bias(bias: nn.Parameter | None, part: SiteSlice) -> nn.Parameter | None
 
 
 def _set_head_counts(attention: nn.Module, sizes: _Sizes, team: ShardTeam) -> None:
-    """Give an attention module the head counts of its shard, for families that read them."""
+    """Set the head counts of an attention module and its config to those of the shard, since some families
+    read them."""
     first, last = _key_heads(sizes, team)
     counts = {"num_attention_heads": sizes.heads // team.shards, "num_key_value_heads": last - first}
     config = copy.copy(attention.config)

@@ -18,8 +18,8 @@ DEMO_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """A change of the rotary positions that extends the context, in the form of transformers. Keys that are
-    not given keep the value of the base's config."""
+    """RoPE scaling, which extends the context of the base. The fields have the names of transformers; fields
+    that are None keep the value of the base's config."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -28,7 +28,7 @@ class RopeScaling:
     """Factor by which the context is extended."""
     rope_theta: Annotated[float | None, Bound(above=0)] = None
     original_max_position_embeddings: Annotated[int | None, Bound(at_least=1, at_most=MAX_COUNT)] = None
-    """Context that `factor` multiplies. None selects the context of the base's config."""
+    """Context in tokens that `factor` multiplies. None selects the context of the base's config."""
     attention_factor: Annotated[float | None, Bound(above=0)] = None
     beta_fast: Annotated[float | None, Bound(above=0)] = None
     beta_slow: Annotated[float | None, Bound(above=0)] = None
@@ -70,7 +70,8 @@ class BaseSpec:
     rope_scaling: RopeScaling | None = None
     """Extension of the context. None keeps the positions of the base's config."""
     written: str | None = None
-    """The user's original name if `model` is its absolute path. It is never a key of jobs.yaml."""
+    """Name of the model as the user wrote it, if `model` is its absolute path. Users cannot set this field in
+    jobs.yaml."""
 
     @property
     def published_name(self) -> str:
@@ -93,4 +94,4 @@ class BaseSpec:
 
 
 BASE_KEYS = ("model", "dtype", "revision", "quantize", "rope_scaling")
-"""Keys that identify a base, apart from the path that the user wrote."""
+"""Keys that identify a base. The path as the user wrote it (`written`) is not one of these keys."""

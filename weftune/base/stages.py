@@ -1,4 +1,5 @@
-"""One stage of a base: consecutive layers, the first with the embedding, the last with final norm and head.
+"""Cutting of a base into pipeline stages. A stage consists of consecutive layers; the first stage also has
+the embedding, and the last one the final norm and the head.
 
 Modules of other stages are replaced by modules that return their input, so that module paths, layer indices
 and the family's own forward stay the same.
@@ -36,7 +37,7 @@ from weftune.errors import BaseModelError
 
 @dataclass(frozen=True, slots=True)
 class EndModules:
-    """Names of a family's modules before and after its layers, as children of the decoder."""
+    """Names of the layers, and of the modules before and after them, as attributes of a family's decoder."""
 
     layers: str = "layers"
     embedding: str = "embed_tokens"
@@ -61,14 +62,15 @@ ENDS = {
 
 
 class Elsewhere(nn.Module):
-    """A replacement for a module of another stage that returns its input."""
+    """A placeholder that returns its input, in place of a module that belongs to another stage."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
 
 
 class NoPositions(nn.Module):
-    """A replacement for learned positions, which only the first stage adds."""
+    """A placeholder that returns 0, in place of learned position embeddings, which only the first stage
+    adds."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         return torch.zeros(())
@@ -90,7 +92,8 @@ def load_stage(spec: BaseSpec, device: torch.device, layer_range: LayerRange) ->
 
 
 def outline_model(spec: BaseSpec, device: torch.device) -> tuple[PreTrainedModel, WeightFiles | None]:
-    """Return a model that can be cut, as on `device` but without its weights, and its weight files."""
+    """Return the base's model on the meta device, with the dtype for `device`, and its weight files, or None
+    if there are no safetensors files. Raise BaseModelError if the model cannot be cut into stages."""
     source = model_source(spec)
     config = load_config(spec, source)
     refuse_unknown_family(config.text, spec.model)
@@ -110,7 +113,8 @@ def refuse_unknown_family(config: PretrainedConfig, name: str) -> None:
 def make_stage_base(
     model: PreTrainedModel, spec: BaseSpec, device: torch.device, local_layers: LayerRange, whole: ModelShape
 ) -> Base:
-    """Return a frozen base, with Weftune's attention, for a model that `keep_stages` reduced to one stage."""
+    """Return a frozen base, with Weftune's attention, for a model that `keep_stages` reduced to the stage
+    `local_layers`. `whole` is the shape of the whole base."""
     refuse_modules(model, spec.model)
     nn.Module.to(model, device)
     model.eval().requires_grad_(False)
@@ -121,12 +125,13 @@ def make_stage_base(
 
 
 def local_shape(model: PreTrainedModel, whole_shape: ModelShape, layers: int) -> ModelShape:
-    """Return the shape of a base of which only `layers` layers are local."""
+    """Return the shape of a base of which `model` contains only `layers` layers."""
     return replace(whole_shape, layers=layers, parameters=values(model), sites=tuple(model_sites(model)))
 
 
 def keep_stages(model: PreTrainedModel, *layer_ranges: LayerRange) -> None:
-    """Replace all modules that no stage of the worker needs by `Elsewhere`. The stages are given in order."""
+    """Replace all modules outside the stages `layer_ranges` of this worker by placeholders. The stages are given in
+    order."""
     ends = ENDS[model.config.model_type]
     decoder = find_decoder(model)
     layers = cast(nn.ModuleList, getattr(decoder, ends.layers))

@@ -45,12 +45,13 @@ EXTRA_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Names of files in a wrapper's folder that are not weights, config or tokenizer."""
+"""Names of files in a multimodal model's folder that are not weights, config or tokenizer."""
 
 Fill = Callable[[str, Tensor], None]
 """Function (name of a parameter, tensor) that writes the values of the parameter into the tensor."""
 StoredNames = Mapping[str, tuple[str, ...]]
-"""Maps each parameter of a model to the names of its parts in the files, usually one."""
+"""Maps the name of each parameter of a model to the names of the tensors in files that it consists of,
+usually one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,8 @@ def file_reader(
     slices: Mapping[str, ParameterSlice] | None = None,
 ) -> Fill | None:
     """Return a function that writes a parameter of `model`, by its name, into a tensor. None if parameters
-    are missing in the files. Weights are quantised on `device`. Of plain parameters in `slices`, by name,
-    only parts are read."""
+    are missing in the files. Weights are quantised on `device`. `slices` maps the names of parameters that
+    are not quantised to the part of them that is read."""
     known = stored_names(model, files)
     if known is None:
         return None
@@ -169,7 +170,8 @@ def stored_names(model: PreTrainedModel, files: WeightFiles) -> StoredNames | No
 
 
 def _stored_parts(model: PreTrainedModel, name: str) -> list[str]:
-    """Return the parts of a parameter in files, which hold every expert's linears as separate tensors."""
+    """Return the names of the tensors in files that a parameter consists of. Files hold the linears of every
+    expert as separate tensors, and the model has one parameter for all experts."""
     facts = MIXTURES.get(model.config.model_type)
     if facts is None:
         return [name]
@@ -186,8 +188,8 @@ def _stored_parts(model: PreTrainedModel, name: str) -> list[str]:
 def quantised_formats(
     model: PreTrainedModel, chosen: Quantised, files: WeightFiles | None
 ) -> dict[str, WeightFormat]:
-    """Return the formats of the linears of `model` to quantise, by path: all linears in layers or, if the
-    files are already quantised, those that they hold quantised."""
+    """Return a dict from the path of each linear to quantise to its format. These are all linears in layers
+    or, if the base's files are already quantised, the linears that are quantised in the files."""
     found = [path for path in linears(model) if layer_number(path) is not None]
     if files is None or not chosen.stored:
         return dict.fromkeys(found, FORMATS[chosen.quantize])
@@ -260,7 +262,7 @@ def missing_parameters(model: PreTrainedModel, files: WeightFiles) -> list[str]:
 
 
 def has_stored_head(files: WeightFiles) -> bool:
-    """Whether a wrapper's files contain the weight of the output layer."""
+    """Return whether the weight files of a multimodal model contain the weight of the output layer."""
     return any(name in files.files for name in (HEAD, old_module_name(HEAD)))
 
 
@@ -330,7 +332,8 @@ def stored_dtype(files: WeightFiles) -> torch.dtype | None:
 
 
 def write_wrapper(model: PreTrainedModel, spec: BaseSpec, source: str, target: Path) -> None:
-    """Write the whole wrapper with `model` as its text tower, in the dtype of `model`, one file at a time."""
+    """Write a whole multimodal model to the folder `target`. `model` is its text tower; all other weights are
+    read from `source`, one file at a time, and converted to the dtype of `model`."""
     files = weight_files(source, spec.revision)
     assert files is not None
     sizes = {file: _write_file(model, files, file, target) for file in sorted(set(files.files.values()))}
@@ -354,7 +357,8 @@ def write_wrapper(model: PreTrainedModel, spec: BaseSpec, source: str, target: P
 
 
 def _write_file(model: PreTrainedModel, files: WeightFiles, file: str, target: Path) -> int:
-    """Write one file with the weights of `model` in it, and return the size of its tensors in bytes."""
+    """Write one weight file of a multimodal model, with the weights of its text tower `model`. Return the
+    size of the file's tensors in bytes."""
     names = stored_names(model, files)
     assert names is not None, "the tower was read from these files"
     found = [(name, parts, part) for name, parts in names.items() for part in parts]

@@ -83,7 +83,7 @@ def peft_one_by_one(
     float32_adapters: bool,
     nf4: bool = False,
 ) -> MeasuredStep:
-    """Measure one job's step and multiply it by the number of jobs.
+    """Measure one job's step in PEFT, and multiply its seconds by the number of jobs.
 
     With `float32_adapters`, adapters are in float32, PEFT's default; otherwise in the base's dtype. `nf4`
     quantises the base with bitsandbytes (QLoRA). No activations are recomputed.

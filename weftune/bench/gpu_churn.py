@@ -1,10 +1,10 @@
 """A test of whether memory grows or CUDA graphs are captured again while jobs are attached to and detached
 from one executor at random.
 
-First the largest adapters fill all places; then jobs are attached and detached in three walks, with other
-ranks in each. A graph is captured when its shapes occur for the second time, so all graphs exist after the
-second walk. The memory in use with no job attached is compared before and after the third walk, each time
-with an empty allocator cache, since captures empty it too and the third walk makes none.
+First, as many jobs as allowed are attached, with the largest adapters. Then jobs are attached and detached in
+three random walks with different ranks. A graph is captured when its shapes occur for the second time, so all
+graphs exist after the second walk. The memory in use with no job attached is compared before and after the
+third walk. The allocator cache is emptied both times: captures empty it too, and the third walk makes none.
 
 python -m benchmarks.gpu_churn [--shape 1b|8b] [--changes N] [--places N] [--json FILE]
 """
@@ -29,7 +29,7 @@ from weftune.bench.weftune_side import AttachedJobs, resident_jobs
 ALLOWED_GROWTH = 0.01
 MAX_RANK = 64
 SAMPLES, TOKENS = (1, 2, 4), (16, 64, 192, 512)
-"""Possible numbers of samples per batch and of tokens per sample of a job."""
+"""Numbers of samples per batch, and of tokens per sample, from which those of a job are drawn."""
 PROGRESS_INTERVAL = 20
 """Number of attached or detached jobs between two lines of progress."""
 
@@ -54,7 +54,8 @@ class Churn:
         self.came = self.left = 0
 
     def fill(self) -> None:
-        """Attach as many jobs as allowed, with the largest adapters, so that no bank must grow later."""
+        """Attach as many jobs as allowed, with the largest adapters, so that no adapter memory must grow
+        later."""
         for _ in range(self.max_jobs):
             self._attach_job(MAX_RANK, max(SAMPLES), max(TOKENS))
         self._train_round()
@@ -62,7 +63,7 @@ class Churn:
     def attach_and_detach(self, changes: int, seed: int) -> None:
         """Start with no job; then repeatedly attach or detach a job and make a step of all attached jobs.
 
-        The batch sizes are the same in every walk with this number of changes; the ranks depend on the seed.
+        Walks with the same number of changes have the same batch sizes; the ranks depend on the seed.
         """
         sizes, ranks = random.Random(0), random.Random(seed)
         self.came = self.left = 0

@@ -1,8 +1,9 @@
-"""Jobs with real sample lengths: useful tokens per second and the share of padding, in Weftune and PEFT.
+"""Jobs with real sample lengths: useful tokens per second and the fraction of padding, in Weftune and PEFT.
 
 Each of gsm8k, OpenBookQA, SST-2 and RTE provides the lengths for a quarter of the jobs (lengths.json); the
 tokens are random and all supervised. PEFT pads every batch to its longest sample and runs one job after
-another. Useful tokens are those of the samples; padding is a share of all rows that the base computes.
+another. Useful tokens are those of the samples. Padding is given as a fraction of all rows that the base
+computes.
 
     python -m benchmarks.gpu_lengths [--shape 1b|8b] [--jobs N] [--batch-size N] [--rank R] [--json FILE]
 """
@@ -45,7 +46,7 @@ class LengthsRow:
     name: str
     measured: MeasuredStep
     padding: float | None
-    """Share of the computed rows that are padding."""
+    """Fraction of the computed rows that are padding."""
 
 
 def draw_rounds(count: int, jobs: int, batch_size: int) -> list[Round]:

@@ -1,8 +1,8 @@
 """One optimizer step of many jobs on one GPU: Weftune, the frozen base alone, and PEFT.
 
 All linears have adapters, including those of experts, all tokens are supervised, and the weights are random
-in the real shapes. All numbers of a table come from the same run, since GPUs of one model differ. The time is
-that of a round: one step of every job. ρ is the minimum time of the arithmetic, at the measured rate of a
+in the real shapes. All numbers of a table come from the same run, since GPUs of one model differ. Times are
+per round, which is one step of every job. ρ is the minimum time of the arithmetic, at the measured rate of a
 large matrix product, divided by the measured time. `python -m benchmarks.gpu_step` has more options.
 """
 
@@ -41,7 +41,7 @@ class StepRow:
 
 
 def attach_jobs(attached: AttachedJobs, size: Size, work: BaselineWork) -> None:
-    """Attach every job to one executor."""
+    """Attach all jobs of the benchmark to one executor, each with a LoRA adapter and random samples."""
     experts = tuple(EXPERTS) if size.experts else ()
     for at, (rank, dropout) in enumerate(zip(work.job_ranks, work.job_dropouts, strict=True)):
         adapter = LoraSpec(rank=rank, alpha=2.0 * rank, dropout=dropout, target_parameters=experts)
@@ -65,7 +65,7 @@ def measured_row(name: str, task: ProcessTask, floor: float, run: Callable[[], M
 
 
 def rows(task: ProcessTask, baselines: Sequence[str], rate: float) -> Iterator[StepRow]:
-    """Yield the measured rows, Weftune's last: it replaces the model's attention, so no row may follow."""
+    """Yield the measured rows. Weftune's row is last, because Weftune replaces the model's attention."""
     yield from baseline_rows(task, baselines, rate)
     floor = floor_seconds(task.size, rate, task.work.lengths, task.work.mean_rank)
     yield measured_row(WEFTUNE, task, floor, lambda: weftune_step(task))

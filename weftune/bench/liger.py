@@ -21,7 +21,7 @@ from weftune.bench.timing import Hardware, MeasuredStep, measure, repeat_step, r
 
 
 def peft_with_liger(task: ProcessTask) -> MeasuredStep:
-    """Measure one job's step and multiply it by the number of jobs.
+    """Measure one job's step, and multiply its seconds by the number of jobs.
 
     Called in a separate process, since Liger modifies the classes of transformers.
     """
@@ -77,7 +77,8 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
 
 
 def packed_step(model: Any, task: ProcessTask) -> Callable[[], None]:
-    """Return a step on the job's samples in one row; positions that restart at 0 separate the samples.
+    """Return a function that makes an optimizer step on the job's samples, concatenated in one row. Positions
+    that restart at 0 separate the samples.
 
     flash_attention_2 in transformers supports such a row directly, but needs a package that is seldom
     installed; SDPA gets a block mask, and no mask for a single sample.

@@ -25,7 +25,7 @@ WAIT_SECONDS = 150.0
 """Seconds that processes wait for one another before the measurement is abandoned."""
 CONTEXT_BYTES = 700 << 20
 SLACK = 1.12
-"""Memory that a process uses in addition to its tensors: bytes of the CUDA context, and a safety factor."""
+"""Safety factor for the memory of a process's tensors. `CONTEXT_BYTES` is the size of its CUDA context."""
 OUT_OF_MEMORY, PEER_TIMEOUT = "out of memory", "another process did not come"
 
 
@@ -47,7 +47,7 @@ class Answer:
 
 
 def peft_in_processes(task: ProcessTask, job_peak_bytes: int | None) -> MeasuredStep:
-    """Measure every job in a separate process, all at once; if memory is short, as many at a time as fit.
+    """Measure all jobs at once, each in a separate process. If memory is short, run as many at a time as fit.
 
     `job_peak_bytes` is the peak in bytes of a single job. Every process has its own copy of the weights.
     """

@@ -46,9 +46,9 @@ class Size:
 
     @property
     def sites(self) -> tuple[tuple[int, int], ...]:
-        """In and out features of the linears that a token passes through in a layer.
+        """In and out features of the linears that each token passes through in one layer.
 
-        There are seven, or four if some are fused; each active expert has two.
+        A dense layer has seven linears, or four if some are fused; each active expert has two.
         """
         kv, o = self.head_width * self.kv_heads, (self.wide, self.hidden)
         down = (self.intermediate, self.hidden)
@@ -278,9 +278,9 @@ def floor_seconds(
 ) -> float:
     """Return the minimum seconds of one step on samples of these lengths at `rate` operations per second.
 
-    Counted are forward and dX of the frozen linears and the head; causal attention, whose backward costs 2.5
-    times its forward; and the six products of the adapters' two factors. Rank 0 means the base alone.
-    `recomputed_share` is the share of the layers whose forward is computed twice.
+    The operations counted are the forward and dX of the frozen linears and the head; causal attention, whose
+    backward costs 2.5 times its forward; and the six products of the adapters' two factors. Rank 0 means the
+    base alone. `recomputed_share` is the fraction of the layers whose forward is computed twice.
     """
     tokens = sum(lengths)
     linears = size.layers * sum(k * n for k, n in size.sites)

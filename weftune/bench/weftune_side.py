@@ -39,7 +39,7 @@ from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
 
 Lengths = Sequence[Sequence[int]]
-"""Lengths of the samples of each global batch of a job; after the last batch, the first one follows."""
+"""Lengths in tokens of a job's samples, one list per global batch. The first batch follows the last one."""
 
 RECIPE = Recipe(steps=10**9, learning_rate=1e-4, schedule="constant")
 
@@ -65,7 +65,7 @@ class JobSamples:
 
 
 class AttachedJobs:
-    """Jobs attached to one executor."""
+    """An executor, and the samples and losses of the jobs attached to it."""
 
     def __init__(self, executor: Executor) -> None:
         self.base = executor.base
@@ -115,8 +115,8 @@ class AttachedJobs:
         return self._plan_window(courses, capacity)
 
     def score_references(self, capacity: int) -> list[Passed]:
-        """Score all samples by the base alone, keep the results as the jobs' reference log-probabilities, and
-        return every pass."""
+        """Score all samples with the base alone, store the results as the jobs' reference log-probabilities,
+        and return every pass over the base."""
         windows = []
         for job, stock in self.stocks.items():
             count = len(stock.samples)
@@ -183,7 +183,7 @@ class AttachedJobs:
 def resident_jobs(
     model: PreTrainedModel, device: torch.device, optimizer_offloaded: bool = False
 ) -> AttachedJobs:
-    """Return an executor with the whole base on the device.
+    """Return an `AttachedJobs` without jobs, whose executor has the whole base on the device.
 
     `optimizer_offloaded` keeps the adapters' master weights and moments in host memory.
     """
@@ -192,7 +192,7 @@ def resident_jobs(
 
 
 def jobs_of_base(base: Base, optimizer_offloaded: bool = False) -> AttachedJobs:
-    """Return an executor to which jobs of this base can be attached, on the device of the base."""
+    """Return an `AttachedJobs` without jobs, whose executor runs on the device of this base."""
     layout = one_device_layout(base.shape.layers, optimizer_offloaded)
     return AttachedJobs(resident_executor(base, part=layout.for_worker(0)))
 

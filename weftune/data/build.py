@@ -73,8 +73,8 @@ def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], Non
 
 
 def find_format(table: Table, spec: DataSpec, row_kind: RowKind = "answers") -> Format:
-    """Return the format that the spec names, or the first format whose columns a row has. `row_kind` is the
-    kind of rows that the job's objective needs."""
+    """Return the format that the spec names or, if it names none, the format detected from the table's
+    columns. `row_kind` is the kind of rows that the job's objective needs."""
     if spec.format != "auto":
         check_trainable(spec.format, table.label, row_kind)
         return spec.format
@@ -146,8 +146,8 @@ class _SimilarRows:
 
 
 class _BadRowReport:
-    """A report of invalid rows: the first ones, with one entry for all rows that are invalid for the same
-    reason, and the number of all others."""
+    """A report of invalid rows. It lists the first ones, with a single entry for rows that are invalid for a
+    common reason, and counts the others."""
 
     def __init__(self) -> None:
         self._found: list[_SimilarRows] = []
@@ -180,7 +180,7 @@ class _BadRowReport:
         raise DataError([*mistakes, *([Mistake("", remainder)] if remainder else [])])
 
     def reasons(self, count: int) -> tuple[list[str], int]:
-        """Return at most `count` sentences, and the number of rows that they are about."""
+        """Return at most `count` sentences about invalid rows, and the number of rows that they cover."""
         first = self._found[:count]
         return [str(alike.message(includes_remedy=False)) for alike in first], sum(a.count for a in first)
 
@@ -210,7 +210,8 @@ def _write_store(
 def _tokenise_chunks(
     chunks: Iterator[list[Row]], format: Format, rules: Rules
 ) -> Iterator[tuple[list[Row], TokenisedChunk]]:
-    """Yield each chunk with its result, in order; workers tokenise once they have started."""
+    """Yield each chunk of rows with its samples, in order. This process tokenises chunks until worker
+    processes have started."""
     # Workers get the rows of each chunk, so all rows from Python need not be sent.
     shared = replace(rules, spec=replace(rules.spec, rows=None)), format
     count = worker_count()

@@ -36,7 +36,8 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The text of one sample of a chat. A row has several if each of its turns becomes a separate sample."""
+    """The text of one sample, rendered from a chat. A chat has several if each of its turns becomes a
+    sample."""
 
     text: str
     spans: tuple[tuple[int, int], ...] | None

@@ -20,7 +20,8 @@ from weftune.data.samples import Samples
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One sample of a microbatch: `index` among the samples of `job`, in its global batch `step`."""
+    """One sample of a microbatch. `index` is its index among the samples of `job`, and `step` its global
+    batch."""
 
     job: str
     step: int
@@ -29,11 +30,11 @@ class Part:
     offset: int
     """Number of tokens before this sample in the job's global batch, regardless of packing."""
     rows_before: int = 0
-    """Number of rows that the adapter inserts before the sample; the last one predicts the first token."""
+    """Number of virtual tokens that the adapter inserts before the sample. The last one predicts the sample's
+    first token."""
     first_position: int = 0
     rows: slice | None = None
-    """Rows of the sample that this part contains if it is only a chunk of the sample. Rows that the adapter
-    inserts are counted."""
+    """Rows of the sample in this microbatch, counted from the first virtual token. None for all rows."""
 
 
 def collate(parts: Sequence[Part]) -> Microbatch:

@@ -136,7 +136,8 @@ class Encoder:
         return [_to_encoded(part.ids, part.offsets) for part in parts]
 
     def _reset_tokenizer(self, parse: bool) -> Any:
-        """Return the Rust tokenizer with its settings reset, since they persist between calls."""
+        """Reset the settings of the Rust tokenizer, which persist between calls, and return it. It parses
+        special tokens only if `parse`, and neither truncates nor pads."""
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = not parse

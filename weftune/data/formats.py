@@ -92,7 +92,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Tokens and the mask of those that are supervised."""
+    """The tokens of one training sample, and a mask of the supervised ones."""
 
     tokens: NDArray[np.integer]
     mask: NDArray[np.bool_]
@@ -196,7 +196,8 @@ def check_trainable(format: Format, label: str, row_kind: RowKind) -> None:
 
 
 def normalise(value: Mapping[str, Any], format: Format, spec: DataSpec) -> Content:
-    """Check a row and convert it to its content. Raise BadRow if it is invalid."""
+    """Check a row and convert it to a chat, text, pair, labelled answer or tokenised sample. Raise BadRow if
+    it is invalid."""
     row = rename_columns(value, spec.columns)
     if not has_columns(row, format):
         missing = next(name for name in REQUIRED_COLUMNS[format][0] if row.get(name) is None)
@@ -351,7 +352,8 @@ def _require_integers(value: object, name: str) -> NDArray[np.int64]:
 
 
 def _to_sample(row: Mapping[str, Any]) -> Sample:
-    """Return tokens and mask. Labels are dropped: the label of a supervised token is the token itself."""
+    """Convert a row with tokens to a sample. Its labels become a mask, since each label must be -100 or equal
+    to its token."""
     tokens = _require_integers(row["input_ids"], "input_ids")
     labels = _require_integers(row["labels"], "labels") if row.get("labels") is not None else tokens
     shown = row.get("attention_mask")

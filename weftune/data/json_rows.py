@@ -144,7 +144,8 @@ class _TextWindow:
         self._text = ""
         self._at = 0
         self._line_start = 0
-        """Offset of the current line's beginning from the start of the text in memory; often negative."""
+        """Offset of the current line's first character in the text in memory. Negative if that character is
+        no longer in memory."""
         self.line = 1
 
     def raise_mistake(self, sentence: str) -> NoReturn:

@@ -1,8 +1,8 @@
 """Checks of Parquet files before they are read, since a few bytes can expand to gigabytes.
 
-One long text in the dictionary of a column with a repeat count is enough for that. The sizes that a file
-states bound its content if they are true and small. If they are large, the file is read once in a limited
-process, which counts the resulting bytes and keeps nothing.
+For example, a column can store one long text in its dictionary and repeat it many times. The sizes stated in
+a file bound its content if they are true. If they are large, the file is read once in a process with limited
+memory and time, which counts the resulting bytes and keeps nothing.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Prepared:
     train: Samples
     evaluation: Samples | None
     notes: tuple[str, ...]
-    """Sentences for the report."""
+    """Sentences for the user, for example about skipped rows."""
     evaluates_trained: bool = False
     """Whether every evaluation row is also a training row."""
 
@@ -59,8 +59,8 @@ class Prepared:
 
     def add_mismatched(self, batch_size: int, seed: int, max_tokens: int) -> Prepared:
         """Return the samples together with mismatched ones for KTO, which are prompts with the answers of
-        other samples. For training, they follow the row order of the first epoch; for held-out rows, the
-        order of the rows."""
+        other samples in the same batch. Batches of training rows are those of the first epoch; held-out rows
+        are taken in their own order."""
         rows = SampleOrder(len(self.train), batch_size, seed).rows_of_epoch(0)
         held_out = self.evaluation
         if held_out is not None:
@@ -69,7 +69,7 @@ class Prepared:
         return replace(self, train=train, evaluation=held_out)
 
     def add_prefix(self, rows: int, keys: int) -> Prepared:
-        """Return the samples, each preceded by `rows` rows or `keys` keys of the adapter."""
+        """Return the samples, each preceded by `rows` virtual tokens or `keys` prefix keys of the adapter."""
         held_out = None if self.evaluation is None else self.evaluation.add_prefix(rows, keys)
         return replace(self, train=self.train.add_prefix(rows, keys), evaluation=held_out)
 
@@ -318,7 +318,8 @@ def _make_samples(shares: Sequence[Share], fingerprint: str, row_kind: RowKind) 
 def _split_rows(
     sample_stores: Sequence[SampleStore], weights: Sequence[float], fraction: float, row_kind: RowKind
 ) -> tuple[Samples, Samples]:
-    """Split by the hash of the row: jobs with the same file hold out the same rows, whatever the seed."""
+    """Split the samples by the hash of each row into training and held-out ones. Jobs with the same file hold
+    out the same rows, whatever their seeds."""
     border = _hash_threshold(np.concatenate([store.rows for store in sample_stores]), fraction)
     identity = [[store.key for store in sample_stores], list(weights), fraction]
 

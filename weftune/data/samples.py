@@ -30,7 +30,7 @@ class Samples:
     def __init__(
         self, shares: Sequence[Share], fingerprint: str, group_size: int = 1, has_labels: bool = False
     ) -> None:
-        """`has_labels` is whether the samples are answers with a label."""
+        """Combine the samples of `shares`. `has_labels` says whether the samples are answers with a label."""
         self.fingerprint = fingerprint
         self.together = group_size
         """Number of consecutive samples that are made from one row: 2 for preference pairs, otherwise 1."""
@@ -39,9 +39,11 @@ class Samples:
         self.supervises_prompts = False
         """Whether the first sample of each pair is supervised from its first token."""
         self.before = 0
-        """Number of adapter rows before every sample, which count towards its length and have no tokens."""
+        """Number of virtual tokens that the adapter inserts before every sample. They count towards its
+        length."""
         self.first_position = 0
-        """First position of every sample; earlier positions belong to the keys and values of an adapter."""
+        """Position of the first token of every sample. Earlier positions belong to the prefix keys of an
+        adapter."""
         self.references: NDArray[np.float64] | None = None
         """Sum of the reference policy's log-probabilities over the supervised tokens of each sample. None if
         they are not known, or if the job has no reference policy."""
@@ -52,7 +54,7 @@ class Samples:
         self.mismatched: Samples | None = None
         """For each sample, its prompt with another sample's answer. None if the job does not need them."""
         self._partners: NDArray[np.int64] | None = None
-        """Index of the sample whose answer replaces that of each sample. None if all have their own
+        """For each sample, the index of the sample whose answer it has. None if all samples have their own
         answers."""
         self.lengths = np.concatenate([share.store.lengths[share.row_indices] for share in shares])
         self._stored_lengths = self.lengths
@@ -78,7 +80,7 @@ class Samples:
         return len(self) // self.together
 
     def row_hashes(self) -> NDArray[np.uint64]:
-        """Return the `row_hash` of the row of every sample."""
+        """Return, for every sample, the `row_hash` of the row from which it was made."""
         return np.concatenate([rows[chosen] for rows, chosen in self._rows])
 
     def sample_order(self, batch_size: int, seed: int) -> SampleOrder:
@@ -102,9 +104,9 @@ class Samples:
         return changed
 
     def add_mismatched(self, rows: NDArray[np.int64], batch_size: int, max_tokens: int) -> Samples:
-        """Return the samples with `mismatched`, as in TRL: among every `batch_size` consecutive rows of
-        `rows`, each prompt gets the answer of the previous row, and the first prompt gets the answer of the
-        last row. A sample has at most `max_tokens` tokens."""
+        """Return the samples with the field `mismatched` filled in, as in TRL: among every `batch_size`
+        consecutive samples of `rows`, each prompt gets the previous sample's answer, and the first prompt
+        gets the last one's. A sample has at most `max_tokens` tokens."""
         assert self.together == 1
         assert self.before == 0
         partners = np.arange(len(self))
@@ -127,8 +129,8 @@ class Samples:
         return int(self._stored_row(index)[1].sum())
 
     def add_prefix(self, rows: int, keys: int = 0) -> Samples:
-        """Return samples that are preceded by `rows` rows or `keys` keys of an adapter. The last of these
-        rows predicts the first token, which is then supervised like the others."""
+        """Return the samples, each preceded by `rows` virtual tokens or `keys` prefix keys of an adapter. The
+        last virtual token predicts the sample's first token, which can therefore be supervised."""
         if rows == keys == 0:
             return self
         moved = copy.copy(self)
@@ -211,8 +213,9 @@ def _sample_labels(share: Share) -> NDArray[np.bool_]:
 
 
 class SampleOrder:
-    """A job's global batches, a pure function of its seed and the epoch. Every epoch has a new permutation of
-    the rows; its last batch may be smaller. A row is one sample, or the `group_size` samples of a pair.
+    """The order of a job's samples in global batches, a pure function of the seed and the epoch. Every epoch
+    has a new permutation of the rows; its last batch may be smaller. A row is one sample, or the `group_size`
+    samples of a pair.
 
     A weight of 2 shows a sample twice per epoch. With a weight of 0.5, one half of the samples is shown in
     one epoch and the other half in the next: each epoch continues in a fixed, seeded cycle of those samples.
@@ -271,8 +274,8 @@ class SampleOrder:
 
 
 def _sampling_cycles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[NDArray[np.int64], int], ...]:
-    """Return, for each fractional weight, a random cycle of its samples, and the number of samples per
-    epoch."""
+    """Return, for each weight with a fractional part, its samples in random order, and the number of them
+    that each epoch shows because of this part."""
     circles = []
     for number, weight in enumerate(np.unique(weights)):
         part = float(weight) - float(np.floor(weight))

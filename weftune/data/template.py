@@ -88,7 +88,7 @@ class Template:
         prompt: bool,
         uses_current_date: bool = False,
     ) -> str:
-        """Return the messages as text, with `prompt` followed by the generation prompt. The template sees the
+        """Return the messages as text, followed by the generation prompt if `prompt`. The template sees the
         date `FIXED_DATE` or, with `uses_current_date`, the current date."""
         reply = _run(render_one, self.source, self._special, messages, tools, prompt, uses_current_date)
         if "bad" in reply:
@@ -162,7 +162,7 @@ class SandboxedTemplate:
         prompt: bool,
         uses_current_date: bool = False,
     ) -> str:
-        """Return the messages as text, with `prompt` followed by the generation prompt. The template sees the
+        """Return the messages as text, followed by the generation prompt if `prompt`. The template sees the
         date `FIXED_DATE` or, with `uses_current_date`, the current date."""
         limit_seconds(SECONDS)
         pieces: list[str] = []

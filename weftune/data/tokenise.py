@@ -32,7 +32,7 @@ Outcome = tuple[Sample, ...] | BadRow
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Everything, except the rows, that determines the samples."""
+    """The settings that determine, together with the rows, the samples of a job."""
 
     spec: DataSpec
     encoder: Encoder
@@ -51,7 +51,7 @@ class Tokeniser:
         self._supervises_all = rules.spec.train_on == "all"
 
     def outcomes(self, contents: Sequence[Content]) -> Iterator[Outcome]:
-        """Yield the outcome of each row, in order."""
+        """Yield the samples of each row, or the reason why the row is unusable, in order."""
         chats = iter(
             self._encode_chats([chat for content in contents for chat in _chats_in_content(content)])
         )
@@ -270,9 +270,10 @@ def prompt_tokens(
     tools: list[Any] | None = None,
     now: bool = True,
 ) -> list[int]:
-    """Return the tokens of a prompt, which the tokenizer's chat template renders up to the answer. A text is
-    the user's message, but plain text if `is_plain_text` or if the tokenizer has no template. `tokenizer` may
-    be an `Encoder`. The template sees the current date or, without `now`, the date that it sees in training.
+    """Return the tokens of a prompt, which the tokenizer's chat template renders up to the answer. A string
+    is the user's message of a chat; it is tokenised as plain text if `is_plain_text` or if the tokenizer has
+    no template. `tokenizer` may be an `Encoder`. The template sees the current date or, without `now`, the
+    date that it sees in training.
 
     With a template these are the tokens of `apply_chat_template`, but control tokens in the prompt stay text.
     """

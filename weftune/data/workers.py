@@ -31,8 +31,8 @@ SINGLE_CORE_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS":
 """Environment variables that limit the libraries of each worker to one core."""
 
 Work = Callable[[Any, Any], Any]
-"""Module-level function that workers call for each item, with the values that all items share and the
-item."""
+"""Module-level function that workers call for each item. Its arguments are the values shared by all items,
+and the item."""
 
 
 def worker_count() -> int:
@@ -55,7 +55,8 @@ class Workers:
             self._idle.put(worker)
 
     def start(self, function: Work, shared: Any) -> None:
-        """Start all workers, once, with the shared values, without waiting for them."""
+        """Start all worker processes without waiting for them, and send them the shared values. Later calls
+        have no effect."""
         if not self._is_started:
             self._is_started = True
             known = _pickle_or_empty((function.__module__, function.__qualname__, shared))

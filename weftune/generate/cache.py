@@ -186,8 +186,8 @@ class CachedSequence:
 
 
 class CachedRows:
-    """The cache as one pass uses it: the cache rows that the pass writes, and those that each sequence
-    attends to."""
+    """A view of the cache for one pass: the cache rows that the pass writes, and the cache rows that each
+    sequence attends to."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class CachedRows:
 
 
 class DecodedRows:
-    """The cache as a pass with one new row per sequence uses it. Its tensors are filled in place for every
+    """A view of the cache for passes with one new row per sequence. Its tensors are filled in place for every
     pass, so a captured CUDA graph can read them."""
 
     states: tuple[RecurrentStates, ...] = ()

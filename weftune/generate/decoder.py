@@ -1,4 +1,4 @@
-"""The decoder, which generates text for many adapters, and for the base alone, in shared passes.
+"""The decoder, which generates text with many adapters, and with the base alone, in shared passes.
 
 A call of `run_pass` runs one pass. It processes either the prompts of newly admitted sequences or one more
 token of every running sequence. Sequences of one adapter are adjacent, so a pass is a microbatch like those
@@ -47,7 +47,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One sequence: its prompt, and what the decoder has generated so far."""
+    """One sequence: its prompt, and the tokens generated so far."""
 
     adapter: str | None
     """Name of the attached adapter. None selects the base alone."""
@@ -390,7 +390,8 @@ class Decoder:
 
     @contextmanager
     def _run_whole_layers(self) -> Iterator[None]:
-        """Run each layer over all rows at once, even if the current training window uses tiles of rows."""
+        """Within the context, run each layer over all rows at once, even if training currently uses tiles of
+        rows."""
         layers = self._adapted.layers
         if layers is None:
             yield

@@ -140,8 +140,8 @@ def evaluate(
 def data_settings(table: Table, adapters: Mapping[str, Path]) -> dict[str, DataSpec]:
     """Return, for each adapter, the data settings (the keys of `data` in a jobs file) for reading the table.
 
-    They are those of its own training, except that all adapters use the columns and the format of the first
-    adapter whose columns the table has."""
+    An adapter's settings are those of its training, except that all adapters use the columns and the format
+    of the first adapter whose columns the table has."""
     recorded = {name: _recorded_settings(folder) for name, folder in adapters.items()}
     fitting = (found for own in recorded.values() if (found := _settings_with_format(table, own)) is not None)
     read = next(fitting, DataSpec())
@@ -482,8 +482,8 @@ def adapter_scores(
 
 
 def mean_score(adapter: str, rows: Sequence[AnsweredRow], metric: UserMetric | None = None) -> float | None:
-    """Return the mean of the user's metric over the rows or, without a metric, the share of rows whose answer
-    is the expected one. Rows without an expected answer do not count there. None if there is nothing to
+    """Return the mean of the user's metric over the rows or, without a metric, the fraction of rows whose
+    answer equals the expected one, among rows that have an expected answer. None if there is nothing to
     score."""
     if metric is None:
         values = [float(row.is_match(adapter)) for row in rows if row.expected is not None]

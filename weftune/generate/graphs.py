@@ -1,8 +1,8 @@
 """CUDA graphs of decode steps, which compute logits from token ids with one launch.
 
 A graph is captured for each key: the number of sequences, of adapters and of pages (each rounded up), and the
-size limits of the adapter banks. The graph reads from tensors which sequences and adapters take part, so they
-can change without another capture.
+size limits of the buffers for adapters. The graph reads the indices of sequences and adapters from tensors,
+so these can change without another capture.
 
 Shapes: B sequences, V vocabulary.
 """

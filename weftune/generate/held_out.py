@@ -55,8 +55,9 @@ class HeldOutPrompts:
 
 
 def read_held_out(spec: JobSpec, prepared: Prepared, encoder: Encoder, context: int) -> HeldOutPrompts | None:
-    """Return the held-out prompts that a job answers, or None if it generates no answers. Raise DataError if
-    its held-out rows have no prompts or lack what its metric needs."""
+    """Return the held-out prompts that a job answers at evaluations, or None if it generates no answers.
+    Raise DataError if no held-out row has a prompt that is short enough, or an expected answer for
+    `exact_match`."""
     if spec.eval is None or spec.eval.generate is None:
         return None
     own = _set_template(encoder, spec.data.chat_template)

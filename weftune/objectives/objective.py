@@ -30,16 +30,18 @@ class Needs:
     """Whether each sample is also scored, without gradients and before the job's first step, by the reference
     policy: the base with the adapter that the job starts from, or the base alone."""
     generates_rows: bool = False
-    """Whether the current adapter generates a batch's samples. A window then holds at most one such batch."""
+    """Whether the current adapter generates a batch's samples. A window (the microbatches that are planned
+    together) then has at most one such batch."""
     scalar_head: bool = False
     """Whether a trained vector maps the last hidden state of each sample to a scalar value."""
     max_metric_count: int = 0
-    """Number of metrics at the end of the list that are maxima over the rows. All others are sums."""
+    """Number of metrics, at the end of the objective's metrics, that are maxima over rows. All others are
+    sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleScores:
-    """The log-probabilities and other scores of the samples of one segment."""
+    """The log-probabilities and other scores of one segment, which is a job's samples in one microbatch."""
 
     logprobs_S: Tensor
     counts: tuple[int, ...]
@@ -75,7 +77,7 @@ class SampleScores:
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """Properties of the whole global batch that are needed for the loss of a segment."""
+    """Properties of a whole global batch that are needed to compute the loss of a part of it."""
 
     supervised: int
     counts: tuple[int, ...] = ()
@@ -88,7 +90,7 @@ class BatchFacts:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutSums:
-    """Sum of the loss over a segment of held-out samples, which is reported divided by `count`."""
+    """The sum of the loss over held-out samples of one microbatch. Reported losses are divided by `count`."""
 
     loss: Tensor
     count: int
@@ -99,15 +101,16 @@ class Objective(Protocol):
     needs: Needs
 
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
-        """Return a segment's part of its job's loss, which is the sum over all segments of a global batch."""
+        """Return the contribution of a segment (the job's samples in one microbatch) to the loss of a global
+        batch, which is the sum over its segments."""
 
     def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
-        """Return the sums over the held-out samples of a segment."""
+        """Return the sums over a job's held-out samples in one microbatch."""
 
     def metrics(self, scores: SampleScores) -> Tensor | None:
-        """Return the sums of the metrics that the objective's spec names over a segment, without gradients,
-        [M], or None if there are none. The last `Needs.max_metric_count` metrics are maxima instead of
-        sums."""
+        """Return the metrics named by the objective's spec, each summed over a job's samples in one
+        microbatch, [M], without gradients. None if the spec names none. The last `Needs.max_metric_count`
+        metrics are maxima instead of sums."""
 
 
 def add_metrics(first_M: Tensor, second_M: Tensor, max_metric_count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The parts that objectives over preference pairs share. Samples 2n and 2n + 1 of a segment are the chosen
+"""Functions that objectives over preference pairs share. Samples 2n and 2n + 1 of a segment are the chosen
 and the rejected sample of a pair.
 
 Shapes: B samples of a segment, P pairs of them, M metrics.
@@ -16,7 +16,7 @@ from weftune.objectives.objective import BatchFacts, HeldOutSums, SampleScores
 
 @dataclass(frozen=True, slots=True)
 class PairScores:
-    """Log-probabilities of the answers of a segment's pairs."""
+    """Scores of the chosen and of the rejected answers of preference pairs, such as log-probabilities."""
 
     chosen_P: Tensor
     rejected_P: Tensor
@@ -41,14 +41,14 @@ def split_pairs(values_B: Tensor) -> PairScores:
 
 
 def chosen_loss(scores: SampleScores, batch: BatchFacts) -> Tensor:
-    """Return a segment's part of the mean negative log-probability of the supervised tokens of all chosen
-    samples of the global batch."""
+    """Return the contribution of a segment (the job's samples in one microbatch) to the mean negative
+    log-probability of supervised tokens, over all chosen samples of the global batch."""
     return -scores.sums()[0::2].sum() / sum(batch.counts[0::2])
 
 
 def held_out_chosen_loss(scores: SampleScores) -> Tensor:
-    """Return the mean negative log-probability of the supervised tokens of each chosen sample, summed over
-    the segment. TRL reports the same for evaluation batches of one pair."""
+    """Return the mean negative log-probability of the supervised tokens of each chosen sample, summed over a
+    job's samples in one microbatch. TRL reports the same for evaluation batches of one pair."""
     sums_P = scores.sums()[0::2]
     return -(sums_P / sums_P.new_tensor(scores.counts[0::2])).sum()
 

@@ -29,7 +29,7 @@ KTO_METRICS = (
 """Names of the metrics of KTO. Metrics of chosen and rejected answers are means over the answers with the
 label true and false; they are omitted if there are no such answers."""
 REWARD_METRICS = ("mean_reward", "accuracy", "margin", "min_reward", "max_reward")
-"""Names of the metrics of reward models. The last two are extremes over all samples."""
+"""Names of the metrics of reward models. The last two are the minimum and the maximum over all samples."""
 OBJECTIVE_METRICS = tuple(dict.fromkeys((*PAIR_METRICS, *KTO_METRICS, *REWARD_METRICS)))
 """Names of the metrics of all objectives."""
 MAX_METRICS = 6
@@ -59,7 +59,7 @@ class ObjectiveSpec:
     metrics: ClassVar[tuple[str, ...]] = PAIR_METRICS
     """Names of the metrics, except the loss."""
     max_metric_count: ClassVar[int] = 0
-    """Number of metrics at the end of the list that are maxima over the rows. All others are means."""
+    """Number of metrics, at the end of `metrics`, that are maxima over rows. All others are means."""
 
     kind: str
 
@@ -73,7 +73,7 @@ class ObjectiveSpec:
         yield from ()
 
     def named_metrics(self, metric_means: Sequence[float]) -> dict[str, float]:
-        """Return the metrics by name. `metric_means` are the means over the rows of the objective's sums, and
+        """Return a dict from metric name to value. `metric_means` are the objective's means and maxima, and
         may be followed by zeros."""
         return dict(zip(self.metrics, metric_means, strict=False))
 
@@ -194,7 +194,7 @@ class RewardSpec(ObjectiveSpec):
     """Weight of the squared sum of a pair's rewards, which keeps rewards near zero. None leaves it out."""
 
     def named_metrics(self, metric_means: Sequence[float]) -> dict[str, float]:
-        """Return the metrics by name. The fourth mean is the maximum of the negative rewards."""
+        """Return the metrics by name. The fourth value is the maximum of the negative rewards."""
         named = ObjectiveSpec.named_metrics(self, metric_means)
         return named | {"min_reward": -named["min_reward"]} if named else {}
 
@@ -210,4 +210,4 @@ OBJECTIVES: dict[str, type[ObjectiveSpec]] = {
 }
 """Maps the name of each objective to its spec."""
 ANSWER_OBJECTIVES = tuple(name for name, spec in OBJECTIVES.items() if spec.row_kind != "answers")
-"""Names of the objectives that supervise whole answers, in rows of their own kind."""
+"""Names of the objectives whose rows are preference pairs or labelled answers."""

@@ -24,8 +24,8 @@ that a GPU writes to."""
 
 
 class Pages(mmap.mmap):
-    """Private memory of this process. `on_unmap` is called before the memory is unmapped. A weak reference's
-    callback would come too late: the addresses may already be in use again."""
+    """A private memory mapping of this process. `on_unmap` is called before the memory is unmapped. A weak
+    reference's callback would come too late: the addresses may already be in use again."""
 
     on_unmap: Callable[[], object] | None = None
 
@@ -35,7 +35,8 @@ class Pages(mmap.mmap):
 
 
 def allocate_host_bytes(size: int, device: torch.device) -> Tensor:
-    """Allocate `size` bytes, page-locked if `device` is a GPU. They are freed with the last view."""
+    """Allocate `size` bytes, page-locked if `device` is a GPU. The memory is freed with the last tensor that
+    views it."""
     try:
         pages = Pages(-1, max(size, 1), flags=mmap.MAP_PRIVATE)
     except OSError as error:

@@ -34,7 +34,8 @@ def base_read_ahead(spec: BaseSpec) -> Iterator[None]:
 
 
 def weight_files(spec: BaseSpec) -> list[Path]:
-    """Return the safetensors files of a base, or [] if they are not local or do not fit the free memory."""
+    """Return the safetensors files of a base, or [] if the files are not local or exceed `FREE_SHARE` of the
+    free memory."""
     folder = Path(model_folder(spec))
     if not folder.is_dir():
         cached = try_to_load_from_cache(spec.model, CONFIG, revision=spec.revision)

@@ -1,4 +1,5 @@
-"""The source from which a streamed stage is copied to the device: host memory, or safetensors files.
+"""Sources from which the weights of a streamed stage (consecutive layers) are copied to the device: host
+memory, or safetensors files.
 
 Files are mapped read-only and read through the page cache. A mapped page that cannot be read kills the
 process with a signal. Therefore pages are requested before they are accessed, in a way that returns an error
@@ -169,7 +170,8 @@ def _unusable_files_error(base: str, reason: str) -> BaseModelError:
 
 @dataclass(frozen=True, slots=True)
 class HostStage:
-    """A stage in contiguous host memory, page-locked if the device is a GPU."""
+    """The weights of a streamed stage (consecutive layers) in contiguous host memory, page-locked if the
+    device is a GPU."""
 
     buffer: Tensor
     blocks = False
@@ -180,7 +182,7 @@ class HostStage:
         return len(self.buffer)
 
     def copy_to(self, slot: Tensor) -> None:
-        """Copy all bytes of the stage to a slot, on the current stream."""
+        """Copy all bytes of the stage to `slot`, its memory on the device, on the current CUDA stream."""
         # In chunks, between which the link can serve transfers of optimizer steps.
         for start in range(0, self.size, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, self.size)
@@ -219,7 +221,8 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """A parameter of a stage, at the offset `start` of the stage's bytes."""
+    """A parameter of a stage, or a part of one that is a separate tensor in the files. It begins at the
+    offset `start` of the stage's bytes."""
 
     start: int
     tensor: MappedTensor
@@ -229,7 +232,8 @@ class SourcePart:
         return self.start + self.tensor.stop - self.tensor.start
 
     def read(self, start: int, out: Tensor) -> None:
-        """Read the parameter's bytes that lie in `out`, which holds the stage's bytes from `start` on."""
+        """Read those bytes of the parameter that belong in `out`, a buffer for the bytes of the stage from
+        `start` on."""
         first, last = max(self.start, start), min(self.stop, start + len(out))
         if first < last:
             offset = self.tensor.start - self.start
@@ -243,11 +247,12 @@ class SourcePart:
 
 @dataclass(frozen=True, slots=True)
 class MappedStage:
-    """A stage in mapped files, copied to the device in chunks."""
+    """The weights of a streamed stage (consecutive layers) in mapped files. They are copied to the device in
+    chunks."""
 
     parts: tuple[SourcePart, ...]
     staging: Staging | None
-    """Buffers for the copies. None if the device is simulated, since files are then read into it directly."""
+    """Buffers for copies to a GPU. None on a CPU, where files are read into the stage's slot directly."""
     blocks = True
 
     @property

@@ -1,8 +1,8 @@
-"""A streamed base: its layers are in host memory or in files, and are copied in turn to a few slots on the
-device.
+"""A streamed base: its layers are in host memory or in files, and are copied in turn to slots, a few fixed
+ranges of device memory.
 
-Every streamed stage is a contiguous range of bytes on the host and has one slot on the device, which contains
-the parameters of its layers: loading a stage copies its bytes to the slot, and no address ever changes.
+Every streamed stage (consecutive layers) is a contiguous range of bytes on the host and is always copied to
+the same slot. The parameters of its layers are views of the slot, so no address ever changes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ MappedWeights = Mapping[str, tuple[MappedTensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
-    """A parameter's range in the bytes of its stage."""
+    """The name, shape and dtype of a parameter, and the offset `start` of its bytes within those of its
+    stage."""
 
     name: str
     start: int
@@ -84,12 +85,12 @@ class WeightPiece:
 @dataclass(frozen=True, eq=False)
 class StreamedBase:
     whole: Base
-    """The whole base. The parameters of streamed layers are views of their slots."""
+    """All stages of this worker as one base. Parameters of streamed layers are views of ranges of `arena`."""
     part: WorkerLayout
     sources: Mapping[int, StageSource]
     """Maps each streamed stage to the source of its bytes. Resident stages are absent."""
     arena: Tensor
-    """Slots on the device, [slots, bytes]."""
+    """Device memory of all slots, uint8 [slots, bytes]. Each holds one streamed stage at a time."""
 
     @cached_property
     def stages(self) -> tuple[Base, ...]:
@@ -99,7 +100,7 @@ class StreamedBase:
         )
 
     def slot(self, stage: int) -> Tensor:
-        """Return the slot of a streamed stage on the device."""
+        """Return the device memory that holds the parameters of a streamed stage while it is loaded."""
         return self.arena[self.part.slot_of_stage(stage), : self.sources[stage].size]
 
     def refuse_copies(self) -> None:
@@ -119,9 +120,9 @@ def load_streamed(
     worker: int = 0,
     team: ShardTeam | None = None,
 ) -> StreamedBase:
-    """Load a worker's stages from the base's files, or its shard of them if `team` is given. Each tensor is
-    read directly to its final location: the device, or host memory if streamed. With `keeps_files_mapped`,
-    streamed tensors stay in the files."""
+    """Load a worker's stages from the base's files. If `team` is given, load only its shard of them. Each
+    tensor is read directly to its final location: the device, or host memory if streamed. With
+    `keeps_files_mapped`, streamed tensors stay in the files."""
     if team is not None:
         refuse_sharding(spec, team.shards)
     model, files = outline_model(spec, device)
@@ -161,8 +162,8 @@ def stream_model(
     worker: int = 0,
     team: ShardTeam | None = None,
 ) -> StreamedBase:
-    """Build a streamed base from a worker's stages of a model in memory, which is consumed, or from its shard
-    of them if `team` is given."""
+    """Build a streamed base from a worker's stages (its shard of them if `team` is given) of a model in
+    memory, which is consumed."""
     refuse_unknown_family(model.config, spec.model)
     part = layout.for_worker(worker)
     shard = None if team is None else cut_model(model, spec, team, _layers_per_stage(part))
@@ -199,7 +200,7 @@ def streamed_base(
 ) -> StreamedBase:
     """Build a streamed base. `model` has the names and shapes of the worker's parameters, `whole` the shape
     of the whole base, and `fill` writes the values. Streamed weights in `mapped_weights` stay in their files.
-    `shard` is given if `model` has been cut to one."""
+    `shard` describes the cut if `model` has been cut to one tensor-parallel shard."""
     layers = part.layout.layers
     assert whole.layers == layers, f"the base has {whole.layers} layers, not {layers}"
     refuse_modules(model, spec.model)
@@ -248,7 +249,8 @@ def _use_expandable_segments(device: torch.device) -> None:
 def _stages_in_memory(
     pieces: Mapping[int, Sequence[WeightPiece]], device: torch.device, fill: Fill
 ) -> dict[int, StageSource]:
-    """Allocate one buffer of host memory, with a contiguous range for each stage."""
+    """Load the streamed stages into one buffer of host memory, each into a contiguous range. Return these
+    ranges by stage number."""
     starts, total = {}, 0
     for stage, found in pieces.items():
         starts[stage] = total
@@ -280,8 +282,9 @@ def _stages_in_files(
 
 
 def _weight_pieces(model: PreTrainedModel, layer_range: LayerRange) -> list[WeightPiece]:
-    """Return the parameters of a stage's layers. The order in each layer is: quantised weights, each with its
-    tensors together; matrices, with those that share their input adjacent; biases; norms."""
+    """Return the position of each parameter in the bytes of a stage. The order in each layer is: quantised
+    weights, each with its tensors together; matrices, with those that share their input adjacent; biases;
+    norms."""
     found: list[WeightPiece] = []
     start = 0
     beside = weights_by_part(model)

@@ -1,4 +1,4 @@
-"""The formats of quantised weights: tensors that represent a matrix, and the conversion both ways.
+"""Formats of quantised weights: the tensors of a quantised matrix, quantisation and dequantisation.
 
 nf4 is stored as bitsandbytes stores it: four bits per value, blocks of 64 with one maximum each, and the
 maxima quantised in turn (double quantisation). W = code[bits] · maximum of the block, which is
@@ -6,9 +6,9 @@ nested_code[absmax] · nested_absmax + offset; all of it is computed in float32 
 
 int8 and fp8 (e4m3) have one scale per row: W = weight · scale. In int8 only weights are quantised:
 activations are not rounded, so the result of a row of a microbatch does not depend on its neighbours, as it
-would if outlier columns were split off. Passes multiply by the codes of fp8 as they are, and `turned` are the
-same codes as [K, N]: the tensor cores read both operands along the summed dimension, which is the outputs in
-the backward.
+would if outlier columns were split off. Matrix products use the codes of fp8 directly. The codes are also
+stored transposed, as `turned` [K, N], since tensor cores read both operands along the summed dimension, which
+is the outputs in the backward.
 
 Shapes: K inputs, N outputs, B blocks of 64 values, M blocks of 256 maxima.
 """
@@ -89,8 +89,8 @@ class Int8:
     def cut_part(
         self, parts: Mapping[str, Tensor], shape: tuple[int, int], part: SiteSlice
     ) -> tuple[WeightFormat, dict[str, Tensor]]:
-        """Return the format and the tensors of a part of the matrix of this shape, which dequantise to the
-        same values."""
+        """Cut a part out of a quantised matrix of this shape. Return the part's format and tensors, which
+        dequantise to the same values as in the whole matrix."""
         kept = indices_in_whole(part, parts["weight"].device)
         # Torch does not select 8-bit floats on every device, but it does select their bytes.
         codes_NK = parts["weight"].view(torch.uint8).index_select(1 if part.cuts_inputs else 0, kept)
@@ -171,9 +171,9 @@ class Nf4:
     def cut_part(
         self, parts: Mapping[str, Tensor], shape: tuple[int, int], part: SiteSlice
     ) -> tuple[WeightFormat, dict[str, Tensor]] | None:
-        """Return the format and the tensors of a part of the matrix of this shape, which dequantise to the
-        same values. None if the part is not made of whole blocks. The maxima of a part are not quantised,
-        since their own blocks do not end where the part does."""
+        """Cut a part out of a quantised matrix of this shape. Return the part's format and tensors, which
+        dequantise to the same values as in the whole matrix. None if the part is not made of whole blocks.
+        The maxima of a part are not quantised, since their own blocks do not end where the part does."""
         outputs, inputs = shape
         edges = [edge * (1 if part.cuts_inputs else inputs) for one in part.ranges for edge in one]
         if outputs * inputs % NF4_BLOCK or any(edge % NF4_BLOCK for edge in edges):

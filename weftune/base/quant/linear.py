@@ -62,7 +62,8 @@ class QuantLinear(nn.Linear):
         by kernels."""
         self.input_maxima: WholeMaxima | None = None
         self.output_maxima: WholeMaxima | None = None
-        """Functions for the rows of inputs and of outputs, if shards divide them."""
+        """Functions that combine the largest values of rows over all shards: of rows of inputs, and of rows
+        of output gradients. None unless shards divide these rows."""
         stored = weight_format.parts(*shape)
         self._parts = tuple(stored)
         for name, part in stored.items():
@@ -103,7 +104,8 @@ class QuantLinear(nn.Linear):
 
 @dataclass(frozen=True, slots=True)
 class QuantWeight:
-    """The weight of a QuantLinear, whose tensors may be replaced between reads."""
+    """The weight of a `QuantLinear`. It looks up the module's tensors on every use, since they may be
+    replaced."""
 
     module: QuantLinear
 

@@ -57,7 +57,7 @@ def weights_by_part(model: PreTrainedModel) -> dict[str, str]:
 
 class QuantReader:
     """A callable that writes a parameter of a model, by its name, into a tensor. The tensors of a weight
-    should be requested in succession: only those of the last matrix are cached."""
+    should be requested one after another, since only those of the last weight are cached."""
 
     def __init__(
         self,
@@ -68,7 +68,8 @@ class QuantReader:
         device: torch.device,
     ) -> None:
         """Create a reader. `names` maps the path of each quantised linear to the name of its matrix in files.
-        Matrices are quantised on `device` wherever they are kept, so that their bits are the same."""
+        Matrices are quantised on `device` even if they are kept elsewhere, so that the result has the same
+        bits."""
         self._linears = {path: module for path, module in model.named_modules() if path in names}
         self._names, self._stored, self._read, self._device = names, stored, read, device
         self._path, self._parts = "", dict[str, Tensor]()

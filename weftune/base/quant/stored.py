@@ -1,5 +1,5 @@
 """The quantisation of a base, from its spec or its config, and the size of its weights in bytes. This module
-does not import torch, for commands that only count."""
+does not import torch, which commands that only compute sizes do not need."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def stored_bytes(quantize: Quantize, outputs: int, inputs: int, nested: bool = T
 def site_bytes_per_value(
     sites: Iterable[SiteShape], quantize: Quantize, bytes_per_value: int, nested: bool = True
 ) -> float:
-    """Return the mean bytes per value of the sites' weights if the layers are quantised."""
+    """Return the mean bytes per weight value of these sites (adaptable linears) if those in layers are
+    quantised and all others have `bytes_per_value`."""
     stored = values = 0
     for site in sites:
         values += site.weight_count
